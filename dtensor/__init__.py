@@ -1,0 +1,1 @@
+"""dtensor: SPMD maths on distributed tensors."""

@@ -1,0 +1,39 @@
+"""Every error that the library raises by itself.
+
+Each also derives from the builtin that plain torch would raise in that place, so ``except`` clauses written for
+plain tensors keep working. What raises depends on global facts only: all ranks raise together.
+"""
+
+from __future__ import annotations
+
+
+class DTensorError(RuntimeError):
+    """Base of all errors raised by this library."""
+
+
+class PlacementError(DTensorError, ValueError):
+    """A placement does not fit the tensor or the mesh."""
+
+
+class MeshError(DTensorError, ValueError):
+    """A mesh is malformed, has no such dim, or two meshes are mixed in one operation."""
+
+
+class LayoutError(DTensorError, ValueError):
+    """Shapes and layouts disagree, on one rank or across ranks."""
+
+
+class RuleError(DTensorError):
+    """A sharding rule is malformed or does not fit the operation that it is declared for."""
+
+
+class MixedTensorError(DTensorError, TypeError):
+    """A plain tensor was mixed with distributed ones."""
+
+
+class ImplicitCommunicationError(DTensorError):
+    """Communication was needed where ``explicit()`` forbids it."""
+
+
+class UnsupportedOperationError(DTensorError, NotImplementedError):
+    """The operation has no meaning on this layout; the message says what to do instead."""

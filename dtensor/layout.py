@@ -1,0 +1,319 @@
+"""``Layout``: a mesh, one placement per mesh dim, and the global shape, strides and dtype.
+
+The canonical form is, for each tensor dim, a :class:`Split`: the mesh dims that split it, outermost first, and the
+sizes of all the blocks they cut, so that nesting order, uneven, empty and user-given shards are one thing and every
+question about them is integer maths on one table. Layouts are immutable and interned: equal layouts are the same
+object, and a cache key hashes an identity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from .errors import LayoutError, PlacementError
+from .mesh import DeviceMesh
+from .placement import Monoid, Partial, Placement, Replicate, Shard, normalize
+
+
+class Split(NamedTuple):
+    """How one tensor dim is cut: by ``mesh_dims`` (outermost first) into blocks of ``sizes`` (row-major over them)."""
+
+    mesh_dims: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return offsets_of(self.sizes)
+
+
+@lru_cache(maxsize=4096)
+def offsets_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Where each block starts."""
+    total, offsets = 0, []
+    for size in sizes:
+        offsets.append(total)
+        total += size
+    return tuple(offsets)
+
+
+@lru_cache(maxsize=4096)
+def chunk_sizes(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Leaf block sizes when ``size`` is cut like ``torch.chunk`` by ``counts[0]`` ranks, each block by ``counts[1]``, ...
+
+    >>> chunk_sizes(5, (2, 2)), chunk_sizes(1, (3,))
+    ((2, 1, 1, 1), (1, 0, 0))
+    """
+    blocks = [size]
+    for count in counts:
+        blocks = [max(0, min(-(-block // count), block - k * -(-block // count))) for block in blocks for k in range(count)]
+    return tuple(blocks)
+
+
+Stride = tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def contiguous_stride(shape: tuple[int, ...]) -> Stride:
+    """Strides of a row-major tensor."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def stride_like(shape: Sequence[int], like: Sequence[int]) -> Stride:
+    """Dense strides for ``shape`` whose dims are ordered in memory as in ``like`` (0 strides count as innermost)."""
+    order = sorted(range(len(shape)), key=lambda d: (-like[d], d))
+    stride, step = [0] * len(shape), 1
+    for d in reversed(order):
+        stride[d] = step
+        step *= max(shape[d], 1)
+    return tuple(stride)
+
+
+class Layout:
+    """Where every element of a distributed tensor is; make one with :meth:`Layout.of`.
+
+    Attributes:
+        mesh, placements: as the user wrote them, in canonical spelling (a user's ``sizes`` equal to the default vanish).
+        shape, stride, dtype: of the global tensor.
+        splits: per tensor dim a :class:`Split` or None. Mesh dims of size 1 do not appear: they never cause work.
+        partials: per mesh dim the reduce op of a ``Partial``, or None (also for mesh dims of size 1).
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "dtype", "mesh", "partials", "placements", "shape", "splits", "stride")
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: Stride
+    dtype: torch.dtype
+    splits: tuple[Split | None, ...]
+    partials: tuple[str | Monoid | None, ...]
+
+    # --- making ----------------------------------------------------------------------------------------------
+    @staticmethod
+    def of(
+        mesh: DeviceMesh,
+        placements: Any,
+        shape: Sequence[int],
+        stride: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Layout:
+        """The layout of a tensor of global ``shape`` under ``placements`` (validated; one per mesh dim).
+
+        Raises:
+            PlacementError: wrong count, a dim out of range, sizes or levels that do not fit.
+
+        >>> layout = Layout.of(DeviceMesh("cpu", 2), [Shard(0)], (5, 3))
+        >>> layout.local_shape((0,)), layout.local_shape((1,)), layout.local_offset((1,))
+        ((3, 3), (2, 3), (3, 0))
+        """
+        shape = tuple(int(size) for size in shape)
+        stride = contiguous_stride(shape) if stride is None else tuple(int(step) for step in stride)
+        key = (mesh, tuple(placements) if isinstance(placements, (list, tuple)) else placements, shape, stride, dtype)
+        found = _BY_REQUEST.get(key)
+        if found is None:
+            wanted = normalize(placements, mesh.ndim, len(shape))
+            splits = tuple(_split_of(mesh, wanted, d, size) for d, size in enumerate(shape))
+            found = Layout._interned(mesh, _canonical(mesh, wanted, splits, shape), splits, shape, stride, dtype)
+            if len(_BY_REQUEST) > _LIMIT:
+                _BY_REQUEST.clear()
+            _BY_REQUEST[key] = found
+        return found
+
+    @staticmethod
+    def from_splits(
+        mesh: DeviceMesh,
+        splits: Sequence[Split | None],
+        partials: Sequence[str | Monoid | None],
+        shape: Sequence[int],
+        stride: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Layout:
+        """The layout with this canonical form; mesh dims named nowhere replicate."""
+        shape = tuple(shape)
+        stride = contiguous_stride(shape) if stride is None else tuple(stride)
+        placements: list[Placement] = [Replicate() if op is None else Partial(op) for op in partials]
+        for d, split in enumerate(splits):
+            for mesh_dim in () if split is None else split.mesh_dims:
+                placements[mesh_dim] = Shard(d)
+        splits = tuple(split if split is None or split.mesh_dims else None for split in splits)
+        return Layout._interned(mesh, _canonical(mesh, placements, splits, shape), splits, shape, stride, dtype)
+
+    @staticmethod
+    def replicated(mesh: DeviceMesh, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> Layout:
+        """The layout with ``Replicate`` on every mesh dim."""
+        return Layout.of(mesh, (Replicate(),) * mesh.ndim, shape, stride, dtype)
+
+    @staticmethod
+    def _interned(mesh: Any, placements: Any, splits: Any, shape: Any, stride: Any, dtype: Any) -> Layout:
+        key = (mesh, placements, shape, stride, dtype)
+        found = _LAYOUTS.get(key)
+        if found is None:
+            found = object.__new__(Layout)
+            found.mesh, found.placements, found.splits = mesh, placements, splits
+            found.shape, found.stride, found.dtype = torch.Size(shape), stride, dtype
+            found.partials = tuple(
+                p.reduce_op if isinstance(p, Partial) and mesh.shape[i] > 1 else None for i, p in enumerate(placements)
+            )
+            _LAYOUTS[key] = found
+        return found
+
+    def replace(
+        self,
+        *,
+        placements: Any = None,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Layout:
+        """This layout with some parts changed (strides become row-major when only the shape changes)."""
+        if stride is None:
+            stride = self.stride if shape is None else None
+        return Layout.of(
+            self.mesh,
+            self.placements if placements is None else placements,
+            self.shape if shape is None else shape,
+            stride,
+            self.dtype if dtype is None else dtype,
+        )
+
+    # --- pure integer maths: the single source of truth for who holds what ------------------------------------
+    def local_shape(self, coordinate: Sequence[int] | None) -> tuple[int, ...]:
+        """Shape of the block at a mesh coordinate (None, a rank outside the mesh: no elements)."""
+        if coordinate is None:
+            return (0,) * max(1, len(self.shape))
+        return tuple(
+            size if split is None else split.sizes[self._leaf(split, coordinate)]
+            for size, split in zip(self.shape, self.splits, strict=True)
+        )
+
+    def local_offset(self, coordinate: Sequence[int]) -> tuple[int, ...]:
+        """Global index of the first element of the block at a mesh coordinate."""
+        return tuple(0 if split is None else split.offsets[self._leaf(split, coordinate)] for split in self.splits)
+
+    def local_stride(self, coordinate: Sequence[int] | None) -> Stride:
+        """Dense strides of the block, its dims ordered in memory as in the global tensor."""
+        return stride_like(self.local_shape(coordinate), self.stride) if coordinate is not None else (1,) * max(1, len(self.shape))
+
+    def _leaf(self, split: Split, coordinate: Sequence[int]) -> int:
+        index = 0
+        for mesh_dim in split.mesh_dims:
+            index = index * self.mesh.shape[mesh_dim] + coordinate[mesh_dim]
+        return index
+
+    # --- questions ---------------------------------------------------------------------------------------------
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global tensor."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def max_local_nbytes(self) -> int:
+        """Bytes of the largest block."""
+        sizes = (size if split is None else max(split.sizes) for size, split in zip(self.shape, self.splits, strict=True))
+        return math.prod(sizes) * self.dtype.itemsize
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some mesh dim (of size > 1) holds unreduced terms."""
+        return any(op is not None for op in self.partials)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole value."""
+        return not self.is_partial and all(split is None for split in self.splits)
+
+    def same_data(self, other: Layout) -> bool:
+        """Whether every rank holds the same block under both (they may differ in strides, dtype or spelling)."""
+        return (self.mesh, self.splits, self.partials, self.shape) == (other.mesh, other.splits, other.partials, other.shape)
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        names = self.mesh.mesh_dim_names or tuple(str(dim) for dim in range(self.mesh.ndim))
+        where = ", ".join(f"{name}={placement}" for name, placement in zip(names, self.placements, strict=True))
+        return f"{dtype}[{', '.join(map(str, self.shape))}] on ({where})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout.of, (self.mesh, self.placements, tuple(self.shape), self.stride, self.dtype)
+
+
+_LAYOUTS: dict[Any, Layout] = {}
+_BY_REQUEST: dict[Any, Layout] = {}
+_LIMIT = 20_000
+
+
+def _split_of(mesh: DeviceMesh, placements: Sequence[Placement], dim: int, size: int) -> Split | None:
+    shards = [(i, p) for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
+    if not shards:
+        return None
+    ordered = _nested(shards, dim)
+    leaves = _leaf_sizes([(mesh.shape[i], p) for i, p in ordered], dim, size)
+    mesh_dims = tuple(i for i, _ in ordered if mesh.shape[i] > 1)
+    return Split(mesh_dims, leaves) if mesh_dims else None
+
+
+def _nested(shards: list[tuple[int, Shard]], dim: int) -> list[tuple[int, Shard]]:
+    """The mesh dims that split one tensor dim, outermost first."""
+    levels = [shard.level for _, shard in shards]
+    if all(level is None for level in levels):
+        return shards
+    if sorted(level for level in levels if level is not None) != list(range(len(shards))):
+        raise PlacementError(
+            f"{len(shards)} mesh dims split tensor dim {dim}: give each Shard a different level in "
+            f"0..{len(shards) - 1}, or none of them; got levels {levels}"
+        )
+    return sorted(shards, key=lambda item: item[1].level or 0)
+
+
+def _leaf_sizes(levels: list[tuple[int, Shard]], dim: int, size: int) -> tuple[int, ...]:
+    blocks: tuple[int, ...] = (size,)
+    leaf_count = math.prod(count for count, _ in levels)
+    last = levels[-1][1].sizes
+    if last is not None and len(last) == leaf_count:
+        levels, blocks = [], last
+    for count, shard in levels:
+        given = shard.sizes
+        if given is None:
+            blocks = tuple(leaf for block in blocks for leaf in chunk_sizes(block, (count,)))
+        elif len(given) == count * len(blocks):
+            blocks = given
+        elif len(given) == count and all(block == sum(given) for block in blocks):
+            blocks = given * len(blocks)
+        else:
+            raise PlacementError(f"Shard({dim}, sizes={given}) does not cut {blocks} over {count} ranks: give {count} sizes that sum to the dim")
+    if sum(blocks) != size:
+        raise PlacementError(f"the sizes of Shard({dim}) sum to {sum(blocks)}, but tensor dim {dim} has {size} elements: {blocks}")
+    return blocks
+
+
+def _canonical(
+    mesh: DeviceMesh, placements: Sequence[Placement], splits: Sequence[Split | None], shape: Sequence[int]
+) -> tuple[Placement, ...]:
+    """One spelling per meaning: levels only where not in mesh-dim order, sizes only where not ``torch.chunk``'s."""
+    result = [Shard(p.dim) if isinstance(p, Shard) else p for p in placements]
+    for dim, split in enumerate(splits):
+        if split is None:
+            continue
+        in_order = list(split.mesh_dims) == sorted(split.mesh_dims)
+        default = split.sizes == chunk_sizes(shape[dim], tuple(mesh.shape[i] for i in split.mesh_dims))
+        idle = [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim and i not in split.mesh_dims]
+        for level, i in enumerate((*idle, *split.mesh_dims)):
+            innermost = i == split.mesh_dims[-1]
+            result[i] = Shard(dim, None if default or not innermost else split.sizes, None if in_order else level)
+    return tuple(result)

@@ -1,0 +1,437 @@
+"""``DeviceMesh``: ranks arranged as an n-d array with named dims.
+
+A mesh is geometry: a *root* (all its members, laid out once) and, for each mesh dim, the root dims that make it up.
+Slicing, reordering and flattening only pick root dims, so every derived mesh keeps the root's members, and in one
+process a submesh lives on all its copies at once (``mesh["tp"]`` is the tp group of *each* dp coordinate).
+A *member* is a position in the flattened root; ``ranks[member]`` is its rank.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
+
+from .errors import MeshError
+
+Kind = Literal["process_group", "in_process", "dry_run"]
+
+
+@dataclass(slots=True, eq=False)
+class Root:
+    """All members of a family of meshes, and what they share."""
+
+    device_type: str
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    names: tuple[str, ...] | None
+    kind: Kind
+    world: Any = None  # the torch world group that the ranks belong to, None in one process
+    flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    groups: dict[tuple[int, ...], Any] = field(default_factory=dict)  # root dims -> torch group
+    derived: dict[Any, DeviceMesh] = field(default_factory=dict)
+    communicator: Any = None
+    current: int | None = None  # the member that map_ranks is running for
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.device_type, self.ranks, self.shape, self.kind, id(self.world)
+
+
+class DeviceMesh:
+    """An n-d array of ranks.
+
+    Where no process group is initialised and no torchrun environment is set, all ranks live in this process;
+    otherwise each rank is a process of ``torch.distributed``. Device type ``"meta"`` simulates one rank without data.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"`` or ``"meta"``.
+        mesh: ranks as a nested list, array or tensor; an int n means ``range(n)``.
+        mesh_dim_names: one name per mesh dim.
+
+    Raises:
+        MeshError: repeated ranks, wrong number of names, ranks outside the world.
+
+    >>> mesh = DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]], mesh_dim_names=("dp", "tp"))
+    >>> mesh.shape, mesh["tp"].shape, mesh["tp", "dp"].shape
+    ((2, 3), (3,), (3, 2))
+    """
+
+    __slots__ = ("__dict__", "_dims", "_hash", "_names", "_root")
+
+    def __init__(
+        self,
+        device_type: str,
+        mesh: Any,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+        _root: Root | None = None,
+        _dims: tuple[tuple[int, ...], ...] | None = None,
+    ) -> None:
+        if _root is None:
+            _root = _make_root(device_type, mesh, mesh_dim_names)
+            _dims = tuple((dim,) for dim in range(len(_root.shape)))
+            mesh_dim_names = _root.names
+        assert _dims is not None
+        self._root = _root
+        self._dims = _dims
+        self._names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+        self._hash = hash((_root.key, _dims, self._names))
+
+    # --- what it is -------------------------------------------------------------------------------------------
+    @property
+    def device_type(self) -> str:
+        return self._root.device_type
+
+    @property
+    def kind(self) -> Kind:
+        """``"process_group"``, ``"in_process"`` or ``"dry_run"``."""
+        return self._root.kind
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None:
+        return self._names
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(self._root.shape[d] for d in dims) for dims in self._dims)
+
+    @property
+    def ndim(self) -> int:
+        return len(self._dims)
+
+    def size(self, mesh_dim: int | str | None = None) -> int:
+        """Number of ranks, in all or along one mesh dim."""
+        return math.prod(self.shape) if mesh_dim is None else self.shape[self.dim_index(mesh_dim)]
+
+    @property
+    def mesh(self) -> torch.Tensor:
+        """The ranks of this mesh as the current rank sees it, shape ``self.shape``."""
+        member = self.current_member()
+        members = self.members_of(range(self.ndim), 0 if member is None else member)
+        return torch.tensor([self._root.ranks[m] for m in members], dtype=torch.int).reshape(self.shape)
+
+    def dim_index(self, mesh_dim: int | str) -> int:
+        """The position of a mesh dim given by name or (possibly negative) index."""
+        if isinstance(mesh_dim, str):
+            if self._names is None or mesh_dim not in self._names:
+                raise MeshError(f"{self!r} has no mesh dim {mesh_dim!r}; its dims are {self._names}")
+            return self._names.index(mesh_dim)
+        if not -self.ndim <= mesh_dim < self.ndim:
+            raise MeshError(f"mesh dim {mesh_dim} is out of range for {self!r}; use a dim in [{-self.ndim}, {self.ndim - 1}]")
+        return mesh_dim % self.ndim
+
+    # --- members and coordinates: pure integer maths ------------------------------------------------------------
+    @property
+    def members(self) -> range:
+        """Positions of all members of the root: one local value each when all ranks live in this process."""
+        return range(len(self._root.ranks))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of each member."""
+        return self._root.ranks
+
+    @cached_property
+    def coordinates(self) -> tuple[tuple[int, ...], ...]:
+        """Each member's coordinate, one index per mesh dim."""
+        shape = self._root.shape
+        grid = np.indices(shape).reshape(len(shape), -1) if shape else np.zeros((0, 1), dtype=int)
+        columns = [_ravel([grid[d] for d in dims], [shape[d] for d in dims], len(self._root.ranks)) for dims in self._dims]
+        return tuple(zip(*(column.tolist() for column in columns), strict=True)) if columns else ((),) * len(self.members)
+
+    def members_of(self, mesh_dims: Iterable[int], member: int) -> tuple[int, ...]:
+        """The members that vary over ``mesh_dims`` (first one major) and share all else with ``member``."""
+        root_dims = tuple(d for mesh_dim in mesh_dims for d in self._dims[mesh_dim])
+        cache: dict[Any, Any] = self.__dict__.setdefault("_members", {})
+        found = cache.get((root_dims, member))
+        if found is None:
+            strides = [math.prod(self._root.shape[d + 1 :]) for d in range(len(self._root.shape))]
+            at = np.unravel_index(member, self._root.shape) if self._root.shape else ()
+            base = member - sum(int(at[d]) * strides[d] for d in root_dims)
+            offsets = np.zeros(1, dtype=int)
+            for d in root_dims:
+                offsets = (offsets[:, None] + np.arange(self._root.shape[d])[None, :] * strides[d]).reshape(-1)
+            found = cache[root_dims, member] = tuple(int(base + offset) for offset in offsets)
+        return found
+
+    def group_id(self, mesh_dims: Iterable[int]) -> tuple[int, ...]:
+        """The root dims behind ``mesh_dims``: equal ids mean the same communication group."""
+        return tuple(d for mesh_dim in mesh_dims for d in self._dims[mesh_dim])
+
+    @property
+    def spans_root(self) -> bool:
+        """Whether every member sees the same ranks: no root dim of size > 1 is left out."""
+        used = {d for dims in self._dims for d in dims}
+        return all(size == 1 or d in used for d, size in enumerate(self._root.shape))
+
+    # --- the current rank -------------------------------------------------------------------------------------
+    def current_member(self) -> int | None:
+        """This process's member; in one process the one that ``map_ranks`` runs for, else the first. None: not in the mesh."""
+        root = self._root
+        if root.kind != "process_group":
+            return root.current or 0
+        rank = dist.get_rank()
+        return root.ranks.index(rank) if rank in root.ranks else None
+
+    def get_rank(self) -> int:
+        """The current rank (the first of the mesh when all ranks live in this process, outside ``map_ranks``)."""
+        if self.kind == "process_group":
+            return dist.get_rank()
+        return self._root.ranks[self._root.current or 0]
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """The current rank's index along each mesh dim; None if it is not part of the mesh."""
+        member = self.current_member()
+        return None if member is None else self.coordinates[member]
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """The current rank's index along one mesh dim (may be left out on a 1-d mesh)."""
+        coordinate = self.get_coordinate()
+        if coordinate is None:
+            raise MeshError(f"rank {self.get_rank()} is not part of {self!r}")
+        return coordinate[self._only_dim(mesh_dim, "get_local_rank")]
+
+    def get_group(self, mesh_dim: int | str | None = None) -> Any:
+        """The ``torch.distributed`` process group along one mesh dim (may be left out on a 1-d mesh)."""
+        from .comm import communicator_of  # the communicator stands on the mesh; this is the way back up
+
+        return communicator_of(self).process_group((self._only_dim(mesh_dim, "get_group"),))
+
+    def get_all_groups(self) -> list[Any]:
+        """``get_group`` of every mesh dim."""
+        return [self.get_group(mesh_dim) for mesh_dim in range(self.ndim)]
+
+    def _only_dim(self, mesh_dim: int | str | None, what: str) -> int:
+        if mesh_dim is not None:
+            return self.dim_index(mesh_dim)
+        if self.ndim != 1:
+            raise MeshError(f"{what}() of a {self.ndim}-d mesh needs a mesh dim: {what}({self._names[0] if self._names else 0!r})")
+        return 0
+
+    # --- derived meshes ---------------------------------------------------------------------------------------
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """The mesh of one or several named dims, in the given order, adjacent or not."""
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        if not wanted or len(set(wanted)) != len(wanted):
+            raise MeshError(f"mesh[{names!r}]: name one or several different mesh dims of {self._names}")
+        dims = []
+        for name in wanted:
+            if self._names is not None and name in self._names:
+                dims.append(self._dims[self._names.index(name)])
+            elif name in self._root.flattened and self._is_root:
+                dims.append(self._root.flattened[name])
+            else:
+                raise MeshError(f"{self!r} has no mesh dim {name!r}; its dims are {self._names}")
+        used = [d for group in dims for d in group]
+        if len(set(used)) != len(used):
+            raise MeshError(f"mesh[{names!r}]: the dims overlap; name each underlying dim once")
+        return self._derive(tuple(dims), wanted)
+
+    def flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
+        """The 1-d mesh over all dims of this one, first dim major; its name defaults to the names joined by "_"."""
+        if mesh_dim_name is None and self._names is not None:
+            mesh_dim_name = "_".join(self._names)
+        dims = tuple(d for group in self._dims for d in group)
+        if mesh_dim_name is not None:
+            known = self._root.flattened.setdefault(mesh_dim_name, dims)
+            if known != dims or (self._root.names and mesh_dim_name in self._root.names and self.ndim > 1):
+                raise MeshError(f"a mesh dim named {mesh_dim_name!r} exists already; give flatten() another name")
+        return self._derive((dims,), None if mesh_dim_name is None else (mesh_dim_name,))
+
+    _flatten = flatten  # torch's spelling
+
+    def _derive(self, dims: tuple[tuple[int, ...], ...], names: tuple[str, ...] | None) -> DeviceMesh:
+        if dims == self._dims and names == self._names:
+            return self
+        found = self._root.derived.get((dims, names))
+        if found is None:
+            found = DeviceMesh(self.device_type, None, mesh_dim_names=names, _root=self._root, _dims=dims)
+            self._root.derived[dims, names] = found
+        return found
+
+    @property
+    def _is_root(self) -> bool:
+        return self._dims == tuple((d,) for d in range(len(self._root.shape)))
+
+    # --- from torch -------------------------------------------------------------------------------------------
+    @staticmethod
+    def from_group(
+        group: Any, device_type: str, mesh: Any = None, *, mesh_dim_names: Sequence[str] | None = None
+    ) -> DeviceMesh:
+        """A mesh over existing process groups: one group, or a list with one group per mesh dim and ``mesh`` given."""
+        if isinstance(group, (list, tuple)):
+            if mesh is None:
+                raise MeshError("from_group with several groups needs mesh=, the ranks as an n-d array")
+            groups = list(group)
+        else:
+            groups = [group]
+            mesh = dist.get_process_group_ranks(group) if mesh is None else mesh
+        made = DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names)
+        if len(groups) != made.ndim:
+            raise MeshError(f"{len(groups)} groups for a mesh of {made.ndim} dims; give one group per mesh dim")
+        made._root.groups = {(dim,): group for dim, group in enumerate(groups)}
+        return made
+
+    @staticmethod
+    def from_torch(mesh: TorchDeviceMesh) -> DeviceMesh:
+        """This mesh for a ``torch.distributed.device_mesh.DeviceMesh``, using its process groups."""
+        groups = mesh.get_all_groups()
+        return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+
+    # --- value semantics --------------------------------------------------------------------------------------
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, DeviceMesh) or self._hash != other._hash:
+            return False
+        return (self._root.key, self._dims, self._names) == (other._root.key, other._dims, other._names)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __enter__(self) -> DeviceMesh:
+        _CURRENT.append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _CURRENT.pop()
+
+    def __repr__(self) -> str:
+        names = "" if self._names is None else f", mesh_dim_names={self._names}"
+        return f"DeviceMesh({self.device_type!r}, {self.mesh.tolist()}{names})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as geometry, without process groups."""
+        root = self._root
+        return _rebuild, (root.device_type, root.ranks, root.shape, root.names, root.kind, self._dims, self._names)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
+        return self  # immutable
+
+
+_CURRENT: list[DeviceMesh] = []
+
+
+def current_mesh() -> DeviceMesh:
+    """The innermost mesh entered by ``with mesh:``.
+
+    Raises:
+        MeshError: no mesh was given and none is entered.
+    """
+    if not _CURRENT:
+        raise MeshError("no device mesh: pass device_mesh=, or enter one with `with mesh:`")
+    return _CURRENT[-1]
+
+
+def as_mesh(mesh: Any) -> DeviceMesh:
+    """``mesh`` as a :class:`DeviceMesh`: itself, a torch mesh converted, or None for the entered one."""
+    match mesh:
+        case DeviceMesh():
+            return mesh
+        case None:
+            return current_mesh()
+        case TorchDeviceMesh():
+            return DeviceMesh.from_torch(mesh)
+        case _:
+            raise MeshError(f"{mesh!r} is not a device mesh; make one with init_device_mesh(device_type, shape)")
+
+
+@contextmanager
+def running_as(mesh: DeviceMesh, member: int) -> Any:
+    """Make ``member`` the current one while a per-rank function runs in this process."""
+    root = mesh._root
+    before, root.current = root.current, member
+    try:
+        yield
+    finally:
+        root.current = before
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str] | None = None, **options: Any
+) -> DeviceMesh:
+    """A mesh over ranks ``0 .. prod(mesh_shape) - 1``.
+
+    With a process group initialised, or under torchrun, each rank is a process (the group is initialised here if it
+    is not yet: gloo for CPU, NCCL for CUDA). Otherwise all ranks live in this process. ``"meta"`` simulates one rank.
+
+    Raises:
+        MeshError: the world does not have that many ranks, or the names do not fit.
+
+    >>> init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    DeviceMesh('cpu', [[0, 1], [2, 3]], mesh_dim_names=('dp', 'tp'))
+    """
+    if options.pop("backend_override", None) is not None:
+        raise MeshError("backend_override is not supported: build the groups yourself and use DeviceMesh.from_group")
+    if options:
+        raise TypeError(f"init_device_mesh() got unexpected keyword arguments {sorted(options)}")
+    shape = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(int(size) for size in mesh_shape)
+    if any(size < 1 for size in shape):
+        raise MeshError(f"mesh_shape {shape} must have positive sizes")
+    count = math.prod(shape)
+    if device_type != "meta" and _distributed():
+        _ensure_world(device_type)
+        if count != dist.get_world_size():
+            raise MeshError(
+                f"mesh_shape {shape} needs {count} ranks, the world has {dist.get_world_size()}; "
+                "for a part of the world use DeviceMesh(device_type, ranks)"
+            )
+    return DeviceMesh(device_type, np.arange(count).reshape(shape), mesh_dim_names=mesh_dim_names)
+
+
+def _distributed() -> bool:
+    return dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())
+
+
+def _ensure_world(device_type: str) -> None:
+    if not dist.is_initialized():
+        if device_type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+
+
+def _make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
+    if isinstance(mesh, int):
+        mesh = range(mesh)
+    array = np.asarray(mesh.tolist() if isinstance(mesh, torch.Tensor) else mesh, dtype=int)
+    ranks = tuple(int(rank) for rank in array.reshape(-1))
+    if not ranks or len(set(ranks)) != len(ranks):
+        raise MeshError(f"mesh ranks must be non-empty and distinct, got {array.tolist()}")
+    if names is not None:
+        names = tuple(names)
+        if len(names) != array.ndim or len(set(names)) != len(names):
+            raise MeshError(f"{array.ndim} distinct mesh_dim_names are needed for a mesh of shape {array.shape}, got {names}")
+    kind: Kind = "in_process"
+    world = None
+    if device_type == "meta":
+        kind = "dry_run"
+    elif _distributed():
+        _ensure_world(device_type)
+        kind, world = "process_group", dist.group.WORLD
+        if max(ranks) >= dist.get_world_size():
+            raise MeshError(f"mesh ranks {array.tolist()} exceed the world of {dist.get_world_size()} ranks")
+    return Root(device_type, ranks, tuple(array.shape), names, kind, world)
+
+
+def _rebuild(
+    device_type: str, ranks: tuple[int, ...], shape: tuple[int, ...], names: Any, kind: Kind, dims: Any, dim_names: Any
+) -> DeviceMesh:
+    base = DeviceMesh(device_type, np.asarray(ranks).reshape(shape), mesh_dim_names=names)
+    return base._derive(dims, dim_names)
+
+
+def _ravel(columns: list[Any], sizes: list[int], count: int) -> Any:
+    index = np.zeros(count, dtype=int)
+    for column, size in zip(columns, sizes, strict=True):
+        index = index * size + column
+    return index

@@ -1,0 +1,173 @@
+"""Placements: how a tensor lies along ONE mesh dim.
+
+A tuple with one placement per mesh dim says where every element is. These are plain values: they own no
+communication and know no mesh. ``Layout`` gives them their meaning on a mesh and a shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .errors import PlacementError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+
+
+class Placement:
+    """Base class of ``Shard``, ``Replicate`` and ``Partial``."""
+
+    __slots__ = ()
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether this is a ``Shard`` (of tensor dim ``dim``, where given)."""
+        return False
+
+    def is_replicate(self) -> bool:
+        """Whether this is ``Replicate``."""
+        return False
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Whether this is a ``Partial`` (with reduction ``reduce_op``, where given)."""
+        return False
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Shard(Placement):
+    """Split tensor dim ``dim`` over the mesh dim, in rank order.
+
+    Args:
+        dim: the tensor dim; negative counts from the end.
+        sizes: elements of ``dim`` that each rank of the mesh dim holds. ``None`` splits like ``torch.chunk``:
+            every rank gets ``ceil(n / ranks)`` until nothing is left, so last shards may be smaller or empty.
+            Where several mesh dims split one tensor dim, the innermost may list all leaf blocks, major first.
+        level: nesting depth among the mesh dims that split the same tensor dim, 0 outermost. ``None`` nests in
+            mesh-dim order. A weight that tensor parallelism splits first and FSDP second, on a mesh
+            ``("dp", "tp")``, is ``(Shard(0, level=1), Shard(0, level=0))``.
+
+    >>> Shard(1), Shard(0, sizes=(3, 2))
+    (Shard(dim=1), Shard(dim=0, sizes=(3, 2)))
+    """
+
+    dim: int
+    sizes: tuple[int, ...] | None = None
+    level: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.dim) is not int:
+            raise PlacementError(f"Shard(dim) takes an int, got {self.dim!r}; write Shard(0)")
+        if self.sizes is not None:
+            sizes = tuple(int(size) for size in self.sizes)
+            if any(size < 0 for size in sizes):
+                raise PlacementError(f"Shard sizes must be non-negative, got {sizes}")
+            object.__setattr__(self, "sizes", sizes)
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def __repr__(self) -> str:
+        extra = "" if self.sizes is None else f", sizes={self.sizes}"
+        extra += "" if self.level is None else f", level={self.level}"
+        return f"Shard(dim={self.dim}{extra})"
+
+    def __str__(self) -> str:
+        extra = "" if self.sizes is None else ":" + "+".join(map(str, self.sizes))
+        extra += "" if self.level is None else f"@{self.level}"
+        return f"S({self.dim}{extra})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Replicate(Placement):
+    """Every rank of the mesh dim holds the whole tensor."""
+
+    def is_replicate(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Monoid:
+    """A user's own associative reduction, for ``Partial(Monoid(...))``.
+
+    Args:
+        name: shown in prints; two monoids are equal if all their parts are.
+        combine: ``combine(a, b)`` of two local values, associative; ranks are folded in order.
+        identity: ``identity(like)`` gives the neutral element, of the shape and dtype of ``like``.
+        finalize: applied once to the folded value, shape kept.
+    """
+
+    name: str
+    combine: Callable[[Tensor, Tensor], Tensor]
+    identity: Callable[[Tensor], Tensor]
+    finalize: Callable[[Tensor], Tensor] | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Partial(Placement):
+    """Every rank of the mesh dim holds a term; the value is their reduction.
+
+    Args:
+        reduce_op: ``"sum"``, ``"avg"``, ``"max"``, ``"min"``, ``"product"`` or a :class:`Monoid`.
+    """
+
+    reduce_op: str | Monoid = "sum"
+
+    def __post_init__(self) -> None:
+        op = self.reduce_op
+        if not isinstance(op, Monoid) and op not in REDUCE_OPS:
+            raise PlacementError(f"Partial takes one of {REDUCE_OPS} or a Monoid, got {op!r}")
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return reduce_op is None or reduce_op == self.reduce_op
+
+    def __repr__(self) -> str:
+        return f"Partial({self.reduce_op})"
+
+    def __str__(self) -> str:
+        return f"P({self.reduce_op})"
+
+
+def normalize(placements: Any, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
+    """One placement per mesh dim, tensor dims made non-negative.
+
+    Raises:
+        PlacementError: wrong count, not a placement, or a tensor dim out of range.
+    """
+    if placements is None:
+        return (Replicate(),) * mesh_ndim
+    if isinstance(placements, Placement):
+        placements = (placements,)
+    placements = tuple(placements)
+    if len(placements) != mesh_ndim:
+        raise PlacementError(
+            f"{len(placements)} placements for a mesh of {mesh_ndim} dims: {placements}; give one per mesh dim, "
+            "for example [Shard(0)" + ", Replicate()" * (mesh_ndim - 1) + "]"
+        )
+    return tuple(_checked(placement, ndim) for placement in placements)
+
+
+def _checked(placement: Placement, ndim: int) -> Placement:
+    match placement:
+        case Shard(dim, sizes, level):
+            if not -ndim <= dim < ndim:
+                raise PlacementError(
+                    f"{placement!r} is out of range for a tensor of {ndim} dims; "
+                    + (f"use a dim in [{-ndim}, {ndim - 1}]" if ndim else "a 0-d tensor can only be Replicate() or Partial()")
+                )
+            return placement if dim >= 0 else Shard(dim + ndim, sizes, level)
+        case Replicate() | Partial():
+            return placement
+        case _:
+            raise PlacementError(f"{placement!r} is not a placement; use Shard(dim), Replicate() or Partial(op)")
