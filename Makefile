@@ -1,0 +1,62 @@
+# A fresh clone needs python3 (3.11 or newer) and this file; every target sets up .venv by itself.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Work is split by file: parametrised cases of one module share its caches.
+PARALLEL ?= -n 2 --dist loadfile
+
+.PHONY: demo demo-4 test test-4 test-all check lint format types layers docs bench clean
+
+demo: $(VENV)/.test
+	$(BIN)/python docs/examples/train_gpt.py
+
+demo-4: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 docs/examples/train_gpt.py
+
+test: $(VENV)/.test
+	$(PYTEST) -m "not gloo and not slow" $(PARALLEL)
+
+test-4: $(VENV)/.test
+	$(PYTEST) -m gloo
+
+test-all: $(VENV)/.test
+	$(PYTEST) -m "not gloo" $(PARALLEL)
+	$(PYTEST) -m gloo
+
+check: lint types layers
+	$(MAKE) test
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+layers: $(VENV)/.test
+	$(PYTEST) -q -s tests/test_layers.py
+
+docs: $(VENV)/.test
+	$(PYTEST) -q tests/test_docs.py
+
+bench: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/dispatch.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+
+# Stamps: installed once, and again when what is to be installed changes.
+$(VENV)/.test: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) -e '.[test]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	$(INSTALL) -e '.[test,dev]'
+	touch $@

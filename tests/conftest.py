@@ -1,0 +1,15 @@
+"""One thread per process: the tests run on few cores, and reductions then have one order."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import torch
+
+torch.set_num_threads(1)
+
+# Under CI a failure must repeat: the examples are a function of the test alone. Elsewhere each run explores anew.
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")

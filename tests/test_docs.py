@@ -1,0 +1,113 @@
+"""Everything that the README, the pages of docs/ and the docstrings show is run, and prints what they say it prints."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import io
+import pkgutil
+import re
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/**/*.md")])
+MODULES = ["dtensor", *sorted(info.name for info in pkgutil.walk_packages(dtensor.__path__, "dtensor."))]
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+_FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+_OUTPUT = ("text", "output")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A ```python block of a page, and the ```text or ```output block right behind it: what it prints."""
+
+    line: int
+    code: str
+    output: str | None
+
+
+def blocks_of(page: str) -> list[Block]:
+    """The python blocks in order. A block marked ```python no-run is for reading only."""
+    fences = list(_FENCE.finditer(page))
+    blocks = []
+    for i, fence in enumerate(fences):
+        if fence["kind"].strip() != "python":
+            continue
+        output = None
+        if i + 1 < len(fences):
+            between = page[fence.end() : fences[i + 1].start()]
+            if fences[i + 1]["kind"].strip() in _OUTPUT and not between.strip():
+                output = fences[i + 1]["text"]
+        blocks.append(Block(page.count("\n", 0, fence.start()) + 2, fence["text"], output))
+    return blocks
+
+
+def run_page(name: str, text: str) -> list[str]:
+    """What is wrong with a page: its blocks run top to bottom in one namespace."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    wrong = []
+    for block in blocks_of(text):
+        problem = _run_session(name, block, namespace) if ">>> " in block.code else _run_script(name, block, namespace)
+        if problem:
+            wrong.append(f"{name}:{block.line}\n{problem}")
+    return wrong
+
+
+def _run_script(name: str, block: Block, namespace: dict[str, Any]) -> str:
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * (block.line - 1) + block.code, name, "exec"), namespace)
+    except Exception:
+        return traceback.format_exc()
+    if block.output is None or doctest.OutputChecker().check_output(block.output, printed.getvalue(), FLAGS):
+        return ""
+    example = doctest.Example(block.code, block.output)
+    return doctest.OutputChecker().output_difference(example, printed.getvalue(), FLAGS)
+
+
+def _run_session(name: str, block: Block, namespace: dict[str, Any]) -> str:
+    test = doctest.DocTestParser().get_doctest(block.code, namespace, name, name, block.line - 1)
+    test.globs = namespace  # the parser copied it; the page goes on with what this block defines
+    report: list[str] = []
+    doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(test, out=report.append, clear_globs=False)
+    return "".join(report)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_runs_as_written(page: Path) -> None:
+    wrong = run_page(page.name, page.read_text())
+    assert not wrong, "\n\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_hold(name: str) -> None:
+    if name.endswith("__main__"):
+        pytest.skip("importing it would run it")
+    report: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=FLAGS, verbose=False)
+    module = importlib.import_module(name)
+    names = {"torch": torch, "dt": dtensor}  # every reader has these two
+    for test in doctest.DocTestFinder(exclude_empty=True).find(module, name, extraglobs=names):
+        runner.run(test, out=report.append)
+    assert not report, "".join(report)
+
+
+def test_a_wrong_block_is_caught_and_names_live_on() -> None:
+    page = "```python\nx = 2\nprint(x)\n```\n\n```text\n2\n```\nwords\n```python\n>>> x + 1\n3\n>>> y = 7\n```\n"
+    page += "```python\nprint(x * y)\n```\n"
+    assert run_page("page", page) == []
+    assert run_page("page", page.replace("text\n2", "text\n3"))
+    assert run_page("page", page.replace("+ 1\n3", "+ 1\n4"))
+    assert run_page("page", page.replace("x * y", "x * z"))
+    assert len(blocks_of(page.replace("```python\nx", "```python no-run\nx"))) == 2

@@ -1,0 +1,57 @@
+"""The spawner returns what ranks return, and turns whatever goes wrong on one of them into an error here."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import RankFailed, run_gloo
+
+pytestmark = pytest.mark.gloo
+
+
+def _sum_of_ranks(start: int) -> tuple[int, float]:
+    x = torch.tensor([float(start + dist.get_rank())])
+    dist.all_reduce(x)
+    return dist.get_rank(), x.item()
+
+
+def _fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError(f"rank {rank} has a reason")
+    dist.barrier()
+
+
+def _die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(7)
+    dist.barrier()
+
+
+def _leave_one_out() -> None:
+    if dist.get_rank():
+        dist.barrier()
+    else:
+        time.sleep(60)
+
+
+def test_results_come_in_rank_order() -> None:
+    assert run_gloo(_sum_of_ranks, 3, 10) == [(0, 33.0), (1, 33.0), (2, 33.0)]
+
+
+def test_the_first_traceback_is_the_error() -> None:
+    with pytest.raises(RankFailed, match=r"(?s)rank 1 of 3.*ValueError: rank 1 has a reason"):
+        run_gloo(_fail_on, 3, 1)
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    with pytest.raises(RankFailed, match="rank 2 of 3 ---\nexit code 7"):
+        run_gloo(_die_on, 3, 2)
+
+
+def test_a_hang_ends_with_every_stack() -> None:
+    with pytest.raises(RankFailed, match=r"(?s)rank 0 of 2.*in _leave_one_out"):
+        run_gloo(_leave_one_out, 2, timeout_s=2.0)
