@@ -1,0 +1,94 @@
+"""Host time of several functions that do the same thing, measured side by side so that a noisy machine is noisy to all."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure: ``repeats`` rounds, in each of them every function for about ``seconds``."""
+
+    repeats: int = 15
+    seconds: float = 0.004
+    warmup: int = 5
+
+    @staticmethod
+    def quick() -> Effort:
+        return Effort(repeats=5, seconds=0.001, warmup=3)
+
+
+def interleaved(functions: Mapping[str, Callable[[], object]], effort: Effort) -> dict[str, float | str]:
+    """Each function's median time in seconds, or the name of the error that it raised.
+
+    The functions take turns, each round in another order, so that a slow moment of the machine hits no one alone.
+    """
+    result: dict[str, float | str] = {}
+    counts: dict[str, int] = {}
+    for name, function in functions.items():
+        try:
+            counts[name] = _calls_per_round(function, effort)
+        except Exception as error:
+            result[name] = type(error).__name__
+    times: dict[str, list[float]] = {name: [] for name in counts}
+    for repeat in range(effort.repeats):
+        names = list(counts)
+        for name in names[repeat % len(names) :] + names[: repeat % len(names)] if names else ():
+            times[name].append(_time(functions[name], counts[name]) / counts[name])
+    return {name: result[name] if name in result else statistics.median(times[name]) for name in functions}
+
+
+def _calls_per_round(function: Callable[[], object], effort: Effort) -> int:
+    for _ in range(effort.warmup):
+        function()
+    return max(1, round(effort.seconds / max(1e-7, _time(function, 3) / 3)))
+
+
+def _time(function: Callable[[], object], count: int) -> float:
+    calls = range(count)
+    gc.collect(0)
+    gc.disable()
+    try:
+        start = perf_counter()
+        for _ in calls:
+            function()
+        return perf_counter() - start
+    finally:
+        gc.enable()
+
+
+def machine() -> dict[str, str]:
+    """What the numbers were measured on and with."""
+    return {
+        "cpu": _cpu(),
+        "cores": str(os.cpu_count()),
+        "system": platform.platform(),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "commit": _commit(),
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    except OSError:
+        return "unknown"
