@@ -21,7 +21,7 @@ LAYERS = (
     ("rules",),
     ("redistribute",),
     ("choose", "infer", "propagate", "execute", "dispatch"),
-    ("tensor", "create", "random"),
+    ("autograd", "tensor", "create", "random"),
     ("parallel", "sharding_spec", "sharded_tensor", "checkpoint", "capture", "debug", "testing", "__main__"),
     ("__init__",),
 )
