@@ -1,1 +1,40 @@
 """dtensor: SPMD maths on distributed tensors."""
+
+from .comm import PerRank, map_ranks, per_rank
+from .create import empty, full, ones, rand, randn, zeros
+from .dispatch import cache_info
+from .distribute import distribute_module, distribute_tensor
+from .layout import Layout
+from .mesh import DeviceMesh, init_device_mesh
+from .modes import explicit, implicit_replication
+from .placement import Monoid, Partial, Placement, Replicate, Shard
+from .random import manual_seed
+from .rules import families as _families
+from .tensor import DTensor
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "Layout",
+    "Monoid",
+    "Partial",
+    "PerRank",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "cache_info",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "explicit",
+    "full",
+    "implicit_replication",
+    "init_device_mesh",
+    "manual_seed",
+    "map_ranks",
+    "ones",
+    "per_rank",
+    "rand",
+    "randn",
+    "zeros",
+]

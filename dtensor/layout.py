@@ -9,7 +9,7 @@ object, and a cache key hashes an identity.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -136,14 +136,17 @@ class Layout:
         shape: Sequence[int],
         stride: Sequence[int] | None = None,
         dtype: torch.dtype = torch.float32,
+        idle: Mapping[int, Placement] | None = None,
     ) -> Layout:
-        """The layout with this canonical form; mesh dims named nowhere replicate."""
+        """The layout with this canonical form; mesh dims named nowhere replicate, those of size 1 are spelled as in ``idle``."""
         shape = tuple(shape)
         stride = contiguous_stride(shape) if stride is None else tuple(stride)
         placements: list[Placement] = [Replicate() if op is None else Partial(op) for op in partials]
         for d, split in enumerate(splits):
             for mesh_dim in () if split is None else split.mesh_dims:
                 placements[mesh_dim] = Shard(d)
+        for mesh_dim, placement in (idle or {}).items():
+            placements[mesh_dim] = placement
         splits = tuple(split if split is None or split.mesh_dims else None for split in splits)
         return Layout._interned(mesh, _canonical(mesh, placements, splits, shape), splits, shape, stride, dtype)
 
@@ -242,6 +245,12 @@ class Layout:
     def same_data(self, other: Layout) -> bool:
         """Whether every rank holds the same block under both (they may differ in strides, dtype or spelling)."""
         return (self.mesh, self.splits, self.partials, self.shape) == (other.mesh, other.splits, other.partials, other.shape)
+
+    def __eq__(self, other: object) -> bool:
+        """Identity; also equal to ``torch.strided``, which code written for plain tensors compares ``x.layout`` with."""
+        return self is other or other is torch.strided
+
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

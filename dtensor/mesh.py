@@ -40,6 +40,7 @@ class Root:
     groups: dict[tuple[int, ...], Any] = field(default_factory=dict)  # root dims -> torch group
     derived: dict[Any, DeviceMesh] = field(default_factory=dict)
     communicator: Any = None
+    seeded: bool = False  # all ranks draw random numbers from the same generator state
     current: int | None = None  # the member that map_ranks is running for
 
     @property
@@ -167,6 +168,10 @@ class DeviceMesh:
     def group_id(self, mesh_dims: Iterable[int]) -> tuple[int, ...]:
         """The root dims behind ``mesh_dims``: equal ids mean the same communication group."""
         return tuple(d for mesh_dim in mesh_dims for d in self._dims[mesh_dim])
+
+    def size_of(self, mesh_dims: Iterable[int]) -> int:
+        """Number of ranks over several mesh dims."""
+        return math.prod(self.shape[mesh_dim] for mesh_dim in mesh_dims)
 
     @property
     def spans_root(self) -> bool:

@@ -1,0 +1,130 @@
+"""The autograd functions between local and global values, and the law of each.
+
+A gradient of a DTensor is a global value too, so any layout of it is right; the functions only choose a cheap one.
+Local values are different: what the gradient of *one rank's piece* is depends on how the piece makes up the whole.
+
+======================= ==================================================================================
+piece under             gradient of the piece, with G the gradient of the global value
+======================= ==================================================================================
+Shard(d)                the same block of G
+Replicate               G (all ranks hold the same value and compute the same thing)
+Partial(sum)            G, since the value is the sum of the pieces
+Partial(avg)            G / ranks
+Partial(max, min, ...)  refused: redistribute to Replicate() before using the pieces
+======================= ==================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .comm import Pending, PerRank
+from .dispatch import wrap_local, wrap_pending
+from .errors import UnsupportedOperationError
+from .layout import Layout
+from .placement import Partial, Placement, Replicate
+from .redistribute import execute, plan
+
+
+def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
+    """The layout in which a gradient crosses between local and global: as given, else ``layout`` with Partial replicated."""
+    if placements is None:
+        placements = tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
+    return layout.replace(placements=placements)
+
+
+def move(x: Any, target: Layout) -> Any:
+    """``x`` (a DTensor) under another layout of the same shape, no gradient recorded."""
+    local = execute(plan(x._layout, x._layout.replace(placements=target.placements)), x._local)
+    return wrap_local(local, x._layout.replace(placements=target.placements))
+
+
+class FromLocal(torch.autograd.Function):
+    """Pieces -> global. One piece per rank held in this process."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, backward: Layout, copied: bool, *pieces: torch.Tensor) -> Any:
+        ctx.layout, ctx.target = layout, backward
+        if layout.mesh.kind != "in_process":
+            return wrap_local(pieces[0].detach(), layout)
+        return wrap_local(PerRank(piece.detach().clone() if copied else piece.detach() for piece in pieces), layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        scale = _share(ctx.layout)
+        moved = Redistribute.apply(grad, grad._layout.replace(placements=ctx.target.placements), False, None)
+        pieces = ToLocal.apply(moved if scale == 1 else moved / scale, grad_layout(moved._layout, None))
+        return None, None, None, *pieces
+
+
+class ToLocal(torch.autograd.Function):
+    """Global -> pieces, as a tuple with one per rank held in this process."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, backward: Layout) -> Any:
+        ctx.target = backward
+        local = x._local
+        pieces = local.shards if isinstance(local, PerRank) else (local,)
+        return tuple(piece.view_as(piece) for piece in pieces)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        layout = ctx.target
+        return FromLocal.apply(layout, grad_layout(layout, None), False, *grads), None
+
+
+class FullTensor(torch.autograd.Function):
+    """A replicated DTensor -> one plain tensor, when all ranks live in this process."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, backward: Layout) -> Any:
+        ctx.target = backward
+        first = x._local.shards[0]
+        return first.view_as(first)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        layout = ctx.target
+        return FromLocal.apply(layout, grad_layout(layout, None), True, *([grad] * len(layout.mesh.members))), None
+
+
+class Redistribute(torch.autograd.Function):
+    """The same global value under another layout; the gradient comes back in the source's (Partial replicated)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, target: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> Any:
+        ctx.source, ctx.backward_dtype = x._layout, backward_dtype
+        moved = execute(plan(x._layout, target), x._local, async_op=async_op)
+        if isinstance(moved, Pending):
+            return wrap_pending(moved, target, x._local)
+        return wrap_local(_distinct(moved, x._local), target)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if ctx.backward_dtype is not None:
+            grad = grad.to(ctx.backward_dtype)
+        target = grad._layout.replace(placements=grad_layout(ctx.source, None).placements)
+        moved = grad if target is grad._layout else Redistribute.apply(grad, target, False, None)
+        return (moved if moved.dtype == ctx.source.dtype else moved.to(ctx.source.dtype)), None, None, None
+
+
+def _distinct(moved: Any, source: Any) -> Any:
+    """A redistribution that had nothing to do shares memory, not the tensor object."""
+    return moved.detach() if moved is source else moved
+
+
+def _share(layout: Layout) -> int:
+    """By what the gradient of a piece is smaller than that of the whole."""
+    for op in layout.partials:
+        if op not in (None, "sum", "avg"):
+            raise UnsupportedOperationError(
+                f"the gradient of the pieces of {layout!r} is not defined by the pieces alone; "
+                "call .redistribute(placements=[Replicate()] * mesh.ndim) before using the value"
+            )
+    return math.prod(layout.mesh.shape[i] for i, op in enumerate(layout.partials) if op == "avg")
+
+

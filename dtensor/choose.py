@@ -1,0 +1,256 @@
+"""Choose, for each mesh dim, the row of a rule that costs least. Pure: a function of global facts only."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .layout import Layout, Split, chunk_sizes
+from .mesh import DeviceMesh
+from .placement import Partial, Placement, Replicate, Shard
+from .rules.call import Call, Meta
+from .rules.rule import Along, Choice, Dims, Factors, Row, Rule, Spec, candidates, inner_size, leads
+
+# Seconds; only their ratios matter. A collective costs LATENCY plus bytes; a local slice or zero costs next to nothing.
+LATENCY, PER_BYTE, LOCAL_STEP = 20e-6, 1e-9, 1e-7
+_TRIES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A choice with the layouts that follow from it."""
+
+    choice: Choice
+    operands: tuple[Layout, ...]
+    results: tuple[Layout | None, ...]
+
+    @property
+    def kernel_row(self) -> Row | None:
+        return next((row for row in self.choice.rows if row.kernel is not None), None)
+
+
+def choose(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
+    """The cheapest valid choice; None if the rule allows none.
+
+    Args:
+        kept: result -> operand that the result is written into (in place): its placement must come back.
+    """
+    partials = rule.partials(call) if callable(rule.partials) else rule.partials
+    rows = [row for row in candidates(factors, partials) if _allowed(row, call) and sound_dtypes(row, call)]
+    ranked = [_rank(rows, mesh_dim, factors, call, kept) for mesh_dim in range(call.mesh.ndim)]
+    for picked in _best_first(ranked):
+        chosen = _realize(picked, factors, call, kept)
+        if chosen is not None and (rule.when is None or rule.when(chosen.choice)):
+            return chosen
+    return None
+
+
+def _allowed(row: Row, call: Call) -> bool:
+    return all(isinstance(row.operands[i], Replicate) for i in call.plain)
+
+
+def sound_dtypes(row: Row, call: Call) -> bool:
+    """Whether the dtypes of a partial row keep its algebra.
+
+    Sums and products of integers wrap in their own dtype and bools add by ``or``, so terms may not change dtype first, except
+    between floating dtypes; max and min pass any conversion that keeps order, so all but those involving bool.
+    """
+    if row.factor is not None:
+        return True
+    dtypes = [meta.dtype for meta in _tensors(call.results)]
+    for i, spec in enumerate(row.operands):
+        if isinstance(spec, Partial):
+            source = call.operands[i].dtype
+            if not all(dtype == source or _converts(spec.reduce_op, source, dtype) for dtype in dtypes):
+                return False
+    return True
+
+
+def _converts(op: Any, source: torch.dtype, target: torch.dtype) -> bool:
+    if op in ("max", "min"):
+        return torch.bool not in (source, target) and not target.is_complex
+    return (source.is_floating_point or source.is_complex) and (target.is_floating_point or target.is_complex)
+
+
+def _rank(rows: list[Row], mesh_dim: int, factors: Factors, call: Call, kept: Mapping[int, int]) -> list[tuple[Any, Row]]:
+    priced = [(_price(row, mesh_dim, factors, call, kept), order, row) for order, row in enumerate(rows)]
+    priced.sort(key=lambda item: (item[0], item[1]))
+    return [((*price, order), row) for price, order, row in priced]
+
+
+def _price(row: Row, mesh_dim: int, factors: Factors, call: Call, kept: Mapping[int, int]) -> tuple[float, int, float]:
+    """(seconds of communication, operands that change, bytes per rank of the results)."""
+    ranks = call.mesh.shape[mesh_dim]
+    seconds, changes, memory = 0.0, 0, 0.0
+    for i, (spec, layout) in enumerate(zip(row.operands, call.operands, strict=True)):
+        if i in call.plain:
+            continue
+        target = _target(spec, factors.operands[i], factors.sizes)
+        cost = _move(_current(layout, mesh_dim), target, layout, ranks)
+        seconds += cost
+        changes += cost > 0
+    for r, (spec, meta) in enumerate(zip(row.results, _tensors(call.results), strict=False)):
+        target = _target(spec, factors.results[r], factors.sizes)
+        nbytes = math.prod(meta.shape) * meta.dtype.itemsize
+        memory += nbytes / ranks if isinstance(target, int) else nbytes
+        if r in kept:
+            layout = call.operands[kept[r]]
+            cost = _move(target, _current(layout, mesh_dim), layout, ranks)
+            seconds += cost
+            changes += cost > 0
+    if row.kernel is not None and ranks > 1:
+        seconds += row.kernel.collectives * LATENCY + row.kernel.nbytes(call) * PER_BYTE
+    return (seconds, changes, memory) if ranks > 1 else (0.0, changes, memory)
+
+
+def _tensors(results: Sequence[Meta | None]) -> list[Meta]:
+    return [meta for meta in results if meta is not None]
+
+
+Where = int | Placement  # a tensor dim, or Replicate / Partial
+
+
+def _current(layout: Layout, mesh_dim: int) -> Where:
+    placement = layout.placements[mesh_dim]
+    return placement.dim if isinstance(placement, Shard) else placement
+
+
+def _target(spec: Spec, dims: Dims, sizes: Mapping[str, int]) -> Where:
+    if isinstance(spec, Along):
+        dim = leads(dims, spec.factor, sizes)
+        return Replicate() if dim is None else dim
+    return spec
+
+
+def _move(source: Where, target: Where, layout: Layout, ranks: int) -> float:
+    """Seconds to change one mesh dim's placement, other mesh dims as they are."""
+    if source == target:
+        return 0.0
+    nbytes = layout.max_local_nbytes
+    match source, target:
+        case (Replicate(), _):
+            return LOCAL_STEP
+        case (Partial(), int()):
+            return LATENCY + nbytes * PER_BYTE
+        case (Partial(), Replicate()):
+            return LATENCY * 1.5 + 2 * nbytes * PER_BYTE
+        case (Partial(), Partial()):
+            return LATENCY * 2 + 2 * nbytes * PER_BYTE
+        case (int(), int()):
+            return LATENCY + nbytes * PER_BYTE
+        case _:
+            return LATENCY + nbytes * (ranks - 1) * PER_BYTE
+
+
+def _best_first(ranked: list[list[tuple[Any, Row]]]) -> Iterator[tuple[Row, ...]]:
+    """Combinations of one row per mesh dim in order of summed price, a bounded number of them."""
+    if not all(ranked):
+        return
+    start = (0,) * len(ranked)
+    heap, seen = [(_total(ranked, start), start)], {start}
+    for _ in range(_TRIES):
+        if not heap:
+            return
+        _, at = heapq.heappop(heap)
+        yield tuple(ranked[i][k][1] for i, k in enumerate(at))
+        for i in range(len(at)):
+            following = (*at[:i], at[i] + 1, *at[i + 1 :])
+            if following[i] < len(ranked[i]) and following not in seen:
+                seen.add(following)
+                heapq.heappush(heap, (_total(ranked, following), following))
+    yield tuple(column[-1][1] for column in ranked)
+
+
+def _total(ranked: list[list[tuple[Any, Row]]], at: tuple[int, ...]) -> tuple[float, ...]:
+    prices = [ranked[i][k][0] for i, k in enumerate(at)]
+    return tuple(map(sum, zip(*prices, strict=True)))
+
+
+def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
+    """The layouts that follow from one row per mesh dim; None if they contradict each other."""
+    kernels = {row.factor for row, size in zip(rows, call.mesh.shape, strict=True) if row.kernel is not None and size > 1}
+    if len(kernels) > 1:
+        return None
+    used: dict[str, list[int]] = {}
+    for mesh_dim, row in enumerate(rows):
+        if row.factor is not None and call.mesh.shape[mesh_dim] > 1:
+            used.setdefault(row.factor, []).append(mesh_dim)
+    splits = {name: _split(name, mesh_dims, factors, call, kept) for name, mesh_dims in used.items()}
+    if _clash(factors, splits):
+        return None
+    operands = tuple(
+        layout
+        if i in call.plain
+        else place(call.mesh, factors.operands[i], [row.operands[i] for row in rows], splits, factors.sizes, layout)
+        for i, layout in enumerate(call.operands)
+    )
+    tensors = iter(range(len(factors.results)))
+    results = tuple(
+        None
+        if meta is None
+        else place(call.mesh, factors.results[(r := next(tensors))], [row.results[r] for row in rows], splits, factors.sizes, meta)
+        for meta in call.results
+    )
+    return Chosen(Choice(call, factors, rows, splits), operands, results)
+
+
+def _clash(factors: Factors, splits: Mapping[str, Split]) -> bool:
+    """Whether two sharded factors share a tensor dim: their blocks together are no blocks of it."""
+    return any(sum(name in splits for name in dim) > 1 for dims in (*factors.operands, *factors.results) for dim in dims)
+
+
+def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: Mapping[int, int]) -> Split:
+    """How ``name`` is cut by ``mesh_dims``: as in the operand that already is (written ones first, then the largest)."""
+    wanted, size = set(mesh_dims), factors.sizes[name]
+    written = set(kept.values())
+    order = sorted(range(len(call.operands)), key=lambda i: (i not in written, -call.operands[i].numel, i))
+    for i in order:
+        dims = factors.operands[i]
+        d = leads(dims, name, factors.sizes)
+        current = None if d is None else call.operands[i].splits[d]
+        if current is None or set(current.mesh_dims[: len(wanted)]) != wanted:
+            continue
+        inner, rest = inner_size(dims[d], name, factors.sizes), call.mesh.size_of(current.mesh_dims[len(wanted) :])
+        blocks = [sum(current.sizes[k : k + rest]) for k in range(0, len(current.sizes), rest)]
+        if all(block % inner == 0 for block in blocks):
+            return Split(current.mesh_dims[: len(wanted)], tuple(block // inner for block in blocks))
+    ordered = tuple(sorted(mesh_dims))
+    return Split(ordered, chunk_sizes(size, tuple(call.mesh.shape[i] for i in ordered)))
+
+
+def place(
+    mesh: DeviceMesh,
+    dims: Dims,
+    specs: Sequence[Spec],
+    splits: Mapping[str, Split],
+    sizes: Mapping[str, int],
+    meta: Meta | Layout,
+) -> Layout:
+    """The layout of a tensor with these factors when each mesh dim follows its spec."""
+    tensor_splits: list[Split | None] = [None] * len(dims)
+    for d, names in enumerate(dims):
+        for name in names:
+            if name in splits and sizes[name] == _prefix_free(names, name, sizes):
+                inner = inner_size(names, name, sizes)
+                split = splits[name]
+                tensor_splits[d] = Split(split.mesh_dims, tuple(size * inner for size in split.sizes))
+    partials = tuple(
+        spec.reduce_op if isinstance(spec, Partial) and mesh.shape[i] > 1 else None for i, spec in enumerate(specs)
+    )
+    idle = {i: _idle(spec, dims, sizes) for i, spec in enumerate(specs) if mesh.shape[i] == 1}
+    return Layout.from_splits(mesh, tensor_splits, partials, meta.shape, meta.stride, meta.dtype, idle)
+
+
+def _prefix_free(names: tuple[str, ...], name: str, sizes: Mapping[str, int]) -> int:
+    """The factor's size if only factors of size one stand before it, else -1."""
+    return sizes[name] if all(sizes[other] == 1 for other in names[: names.index(name)]) else -1
+
+
+def _idle(spec: Spec, dims: Dims, sizes: Mapping[str, int]) -> Placement:
+    where = _target(spec, dims, sizes)
+    return Shard(where) if isinstance(where, int) else where

@@ -1,0 +1,220 @@
+"""Dispatch: look the plan of an operator call up, or make it; run it.
+
+A call's key is its static arguments and the interned layouts of its tensors. Numbers that only enter the arithmetic (a step size)
+are keyed by type, so a plan is found again when they change. A hit with nothing to move costs the look-up, the local op and
+one wrapper.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .errors import MeshError, MixedTensorError
+from .execute import execute
+from .layout import Layout
+from .mesh import DeviceMesh
+from .modes import MODES
+from .operators import Operator, operator_of
+from .propagate import Plan, Slot, propagate
+from .rules.registry import foreach_base, lookup
+
+CACHE_LIMIT = 4096  # plans per operator
+
+
+class Entry:
+    """One operator's plans."""
+
+    __slots__ = ("fast", "func", "general", "hits", "misses", "operator", "scalar_positions", "version")
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.operator: Operator = operator_of(func)
+        rule = lookup(func) or foreach_base(func)
+        matter = rule is None or rule.floats_matter
+        scalars = frozenset() if matter else self.operator.scalars
+        self.scalar_positions = frozenset(
+            i for i, name in enumerate(self.operator.names[: self.operator.positional]) if name in scalars or name in self.operator.tensors
+        )
+        if matter:
+            self.scalar_positions = frozenset()
+        self.fast: dict[tuple[Any, ...], Layout] = {}
+        self.general: dict[tuple[Any, ...], Plan] = {}
+        self.misses = 0
+
+
+_ENTRIES: dict[Any, Entry] = {}
+_TENSOR: Any = None  # the DTensor class and its constructor from (local, layout), installed by tensor.py
+_WRAP: Any = None
+_PENDING: Any = None
+_TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
+
+
+def install(tensor_type: Any, wrap: Any, pending: Any) -> None:
+    """Tell dispatch which class it serves (a layer above this one) and how to make one from a local and a layout."""
+    global _TENSOR, _WRAP, _PENDING
+    _TENSOR, _WRAP, _PENDING = tensor_type, wrap, pending
+
+
+def wrap_local(local: Any, layout: Layout) -> Any:
+    """The DTensor with this local and layout."""
+    return _WRAP(local, layout)
+
+
+def wrap_pending(pending: Any, layout: Layout, like: Any) -> Any:
+    """The DTensor whose local is still on its way; ``like`` tells the device."""
+    return _PENDING(pending, layout, like)
+
+
+def clear_plans() -> None:
+    """Forget all plans, as after registering a rule."""
+    _ENTRIES.clear()
+
+
+def cache_info() -> dict[str, tuple[int, int]]:
+    """Per operator (plans kept, plans made)."""
+    return {str(func): (len(entry.fast) + len(entry.general), entry.misses) for func, entry in _ENTRIES.items()}
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``__torch_dispatch__`` of a DTensor does."""
+    entry = _ENTRIES.get(func)
+    if entry is None:
+        entry = _ENTRIES[func] = Entry(func)
+    key: list[Any] = []
+    local_args: list[Any] = []
+    for i, value in enumerate(args):
+        if type(value) is _TENSOR:
+            key.append(value._layout)
+            local_args.append(value._local)
+        else:
+            local_args.append(_static(value, key, i in entry.scalar_positions))
+    if kwargs:
+        local_kwargs = {}
+        scalars = entry.operator.scalars if entry.scalar_positions else ()
+        for name, value in kwargs.items():
+            key.append(name)
+            local_kwargs[name] = _static(value, key, name in scalars)
+    else:
+        local_kwargs = kwargs
+    if MODES.implicit_replication:
+        key.append(MODES)
+    signature = tuple(key)
+    layout = entry.fast.get(signature)
+    if layout is not None:
+        return _WRAP(func(*local_args, **local_kwargs), layout)
+    plan = entry.general.get(signature)
+    if plan is None:
+        plan = _miss(entry, signature, args, kwargs)
+        layout = entry.fast.get(signature)
+        if layout is not None:
+            return _WRAP(func(*local_args, **local_kwargs), layout)
+    return execute(plan, entry.operator, entry.operator.bind(args, kwargs), entry.operator.bind(tuple(local_args), local_kwargs), _WRAP)
+
+
+def _static(value: Any, key: list[Any], by_type: bool) -> Any:
+    """The local form of one argument, its part of the key appended."""
+    kind = type(value)
+    if kind is _TENSOR:
+        key.append(value._layout)
+        return value._local
+    if kind is float or kind is int or kind is complex:
+        key.append(kind)
+        if not by_type:
+            key.append(value)
+        return value
+    if kind is bool:
+        key.append(_TRUE if value else _FALSE)
+        return value
+    if kind is list or kind is tuple:
+        key.append(len(value))
+        return [_static(item, key, by_type) for item in value]
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, _TENSOR):
+            key.append(value._layout)
+            return value._local
+        key.append((value.shape, value.dtype))
+        return value
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        value = value.node.maybe_as_int() if isinstance(value, torch.SymInt) else value
+    if kind is torch.Size:
+        value = tuple(value)
+    if isinstance(value, torch.Generator):
+        key.append(kind)
+        return value
+    key.append(value)
+    return value
+
+
+def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    operator = entry.operator
+    meshes: dict[DeviceMesh, None] = {}
+    plain: set[Slot] = set()
+    bound = operator.bind(args, kwargs)
+    raw = {name: _layouts(value, meshes) for name, value in bound.items()}
+    if len(meshes) != 1:
+        raise MeshError(
+            f"{operator.name}: operands live on different meshes: {', '.join(map(repr, meshes))}; "
+            "bring them to one with x.redistribute(mesh, placements)"
+        )
+    mesh = next(iter(meshes))
+    bound = {name: _admit(value, name, None, operator, mesh, plain) for name, value in raw.items()}
+    plan = propagate(operator, mesh, bound, frozenset(plain))
+    entry.misses += 1
+    if len(entry.general) + len(entry.fast) >= CACHE_LIMIT:
+        entry.general.clear()
+        entry.fast.clear()
+    entry.general[signature] = plan
+    if _is_fast(plan, operator, mesh):
+        entry.fast[signature] = plan.results[0]
+    return plan
+
+
+def _is_fast(plan: Plan, operator: Operator, mesh: DeviceMesh) -> bool:
+    """Nothing to do but the local op: one new tensor, no moves, no rewritten arguments, this rank takes part."""
+    rule = plan.rule
+    return (
+        plan.how == "rule"
+        and rule is not None
+        and plan.chosen is not None
+        and not plan.moves
+        and not plan.write_back
+        and rule.run is None
+        and rule.local is None
+        and rule.local_args is None
+        and plan.chosen.kernel_row is None
+        and operator.returns == (None,)
+        and isinstance(plan.results[0], Layout)
+        and mesh.current_member() is not None
+    )
+
+
+def _layouts(value: Any, meshes: dict[DeviceMesh, None]) -> Any:
+    """DTensors replaced by their layouts, their meshes collected."""
+    if isinstance(value, _TENSOR):
+        meshes[value._layout.mesh] = None
+        return value._layout
+    if isinstance(value, (list, tuple)):
+        return [_layouts(item, meshes) for item in value]
+    return value
+
+
+def _admit(value: Any, name: str, index: int | None, operator: Operator, mesh: DeviceMesh, plain: set[Slot]) -> Any:
+    """Plain tensors replaced by a replicated layout where they are allowed."""
+    if isinstance(value, list):
+        return [_admit(item, name, i, operator, mesh, plain) for i, item in enumerate(value)]
+    if not isinstance(value, torch.Tensor):
+        return value
+    if name in operator.mutated:
+        raise MixedTensorError(
+            f"{operator.name} would write a DTensor's value into the plain tensor {name!r}; "
+            "make it distributed first with distribute_tensor(t, mesh, [Replicate()] * mesh.ndim)"
+        )
+    if value.ndim and not MODES.implicit_replication:
+        raise MixedTensorError(
+            f"{operator.name} mixes DTensors with a plain tensor of shape {tuple(value.shape)} (argument {name!r}). If every rank holds "
+            "the same value, use `with dtensor.implicit_replication():`, or distribute_tensor(t, mesh, placements)"
+        )
+    plain.add((name, index))
+    return Layout.replicated(mesh, value.shape, value.stride(), value.dtype)

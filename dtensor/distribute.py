@@ -1,0 +1,150 @@
+"""Make distributed tensors and modules from plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .comm import PerRank, communicator_of
+from .errors import LayoutError, MeshError
+from .layout import Layout
+from .mesh import DeviceMesh, as_mesh
+from .placement import Partial, Placement, Replicate
+from .random import block_of
+from .redistribute import redistribute_local
+from .tensor import DTensor, wrap
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """``tensor``, the same global value, laid out over the mesh. A leaf that requires grad gives a leaf that requires grad.
+
+    Args:
+        tensor: the global tensor (a meta tensor gives meta pieces; a DTensor is redistributed).
+        placements: one per mesh dim, default ``Replicate()`` on all.
+        src_data_rank: whose value counts: the rank at this index along every mesh dim sends each rank its block (a broadcast where
+            nothing is sharded, else one scatter). None: every rank cuts its own copy, no communication.
+
+    Raises:
+        PlacementError, MeshError: see :class:`Layout`. LayoutError: a non-leaf that requires grad.
+
+    >>> import dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2, 2))
+    >>> dt.distribute_tensor(torch.arange(6).reshape(2, 3), mesh, [dt.Shard(0), dt.Shard(1)])
+    DTensor(int64[2, 3] on (0=S(0), 1=S(1))
+      rank 0: [[0, 1]]
+      rank 1: [[2]]
+      rank 2: [[3, 4]]
+      rank 3: [[5]])
+    """
+    mesh = as_mesh(device_mesh)
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh != mesh:
+            raise MeshError(f"distribute_tensor: the DTensor lives on {tensor.device_mesh!r}, not on {mesh!r}; call x.redistribute(mesh, placements)")
+        return tensor.redistribute(placements=placements)
+    if not tensor.is_leaf:
+        raise LayoutError("distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, placements)")
+    layout = Layout.of(mesh, placements, tensor.shape, _dense_stride(tensor), tensor.dtype)
+    reduced = layout.replace(placements=[Replicate() if isinstance(p, Partial) else p for p in layout.placements])
+    local = _scatter(tensor.detach(), reduced, src_data_rank)
+    made = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
+    return made.requires_grad_() if tensor.requires_grad else made
+
+
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides that a clone would have: the layout describes dense memory."""
+    if isinstance(tensor, PerRank):
+        tensor = tensor.shards[0]
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
+    mesh, comm = layout.mesh, communicator_of(layout.mesh)
+    if mesh.device_type in ("cpu", "cuda") and tensor.device.type not in ("meta", mesh.device_type):
+        tensor = tensor.to(mesh.device_type)
+    if tensor.is_meta or mesh.kind == "dry_run":
+        return comm.map(lambda member: torch.empty(layout.local_shape(mesh.coordinates[member]), dtype=layout.dtype, device="meta"))
+    if mesh.current_member() is None:
+        return torch.empty(layout.local_shape(None), dtype=layout.dtype, device=tensor.device)
+    if source is None or (mesh.kind == "in_process" and not isinstance(tensor, PerRank)):
+        return comm.map(lambda member, full: block_of(full, layout, member), tensor)
+    everywhere = tuple(range(mesh.ndim))
+    position = _position(mesh, source)
+    if all(split is None for split in layout.splits):
+        return comm.broadcast(tensor, everywhere, position)
+    return _send_blocks(tensor, layout, everywhere, position)
+
+
+def _send_blocks(tensor: torch.Tensor, layout: Layout, everywhere: tuple[int, ...], position: int) -> Any:
+    """One all-to-all in which only the source sends: to every rank its block."""
+    mesh, comm = layout.mesh, communicator_of(layout.mesh)
+    empty = (0,) * max(1, layout.ndim)
+
+    def blocks(member: int, full: torch.Tensor) -> list[torch.Tensor]:
+        group = mesh.members_of(everywhere, member)
+        if group[position] != member:
+            return [full.new_empty(empty) for _ in group]
+        return [block_of(full, layout, other) for other in group]
+
+    def shape_of(source: int, destination: int) -> tuple[int, ...]:
+        is_source = mesh.members_of(everywhere, source)[position] == source
+        return layout.local_shape(mesh.coordinates[destination]) if is_source else empty
+
+    received = comm.all_to_all(comm.map(blocks, tensor), everywhere, shape_of)
+    return received[position]
+
+
+def _position(mesh: DeviceMesh, source: int) -> int:
+    """The group position, over all mesh dims, of the rank at index ``source`` along each."""
+    if any(not 0 <= source < size for size in mesh.shape):
+        raise MeshError(f"src_data_rank={source} is not an index along every dim of {mesh!r}; use 0, or None to cut each rank's own copy")
+    position = 0
+    for size in mesh.shape:
+        position = position * size + source
+    return position
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: Any = None,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """``module``, its parameters and buffers made DTensors in place.
+
+    Args:
+        partition_fn: ``(name, submodule, mesh)``, called for every submodule; replaces parameters by DTensors
+            (``submodule.register_parameter(name, nn.Parameter(distribute_tensor(...)))``). What it leaves is replicated.
+        input_fn: ``(module, inputs, mesh) -> inputs``, run before forward.
+        output_fn: ``(module, outputs, mesh) -> outputs``, run after forward.
+    """
+    mesh = as_mesh(device_mesh)
+    for name, submodule in list(module.named_modules()):
+        if partition_fn is not None:
+            partition_fn(name, submodule, mesh)
+        _replicate_rest(submodule, mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh))
+    return module
+
+
+def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
+    everywhere = [Replicate()] * mesh.ndim
+    for name, parameter in list(module._parameters.items()):
+        if parameter is not None and not isinstance(parameter, DTensor):
+            made = nn.Parameter(distribute_tensor(parameter.detach(), mesh, everywhere), requires_grad=parameter.requires_grad)
+            module.register_parameter(name, made)
+    for name, buffer in list(module._buffers.items()):
+        if buffer is not None and not isinstance(buffer, DTensor):
+            module._buffers[name] = distribute_tensor(buffer, mesh, everywhere)

@@ -1,0 +1,195 @@
+"""Run a plan on locals: move operands, call the local op or kernel, wrap what comes out, write back what was mutated."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .comm import communicator_of
+from .errors import ImplicitCommunicationError
+from .layout import Layout
+from .modes import MODES
+from .operators import Operator
+from .propagate import Plan, Slot
+from .redistribute import execute as run_move
+from .rules.context import KernelContext
+from .rules.rule import LocalView
+
+Wrap = Callable[[Any, Layout], Any]
+_ANNOUNCED: set[str] = set()
+
+
+def execute(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[str, Any], wrap: Wrap) -> Any:
+    """The results of a plan.
+
+    Args:
+        values: arguments by name as the user gave them.
+        local: the same with DTensors replaced by their locals.
+    """
+    if plan.how == "answer":
+        return plan.answer
+    if plan.how == "decompose":
+        return operator.func.decompose(*[values[name] for name in operator.names[: operator.positional]], **_keywords(operator, values))
+    if MODES.explicit and plan.communicates:
+        raise ImplicitCommunicationError(f"{operator.name} would communicate under explicit():\n{describe(plan)}")
+    if plan.how == "gather":
+        _announce(plan, operator)
+    if plan.call.mesh.current_member() is None:
+        return _absent(plan, operator, values, local, wrap)
+    for slot, move in plan.moves:
+        _put(local, slot, run_move(move, _get(local, slot)))
+    for name in operator.outs:
+        local[name] = _scratch(local[name])
+    computed = _compute(plan, operator, local)
+    produced = _as_tuple(computed, operator)
+    for slot, move in plan.write_back:
+        _write_back(slot, move, operator, values, local, produced)
+    return _wrap_results(plan, operator, values, produced, wrap)
+
+
+def _compute(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
+    rule, chosen = plan.rule, plan.chosen
+    if rule is None or chosen is None:
+        return operator.call(local)
+    row = chosen.kernel_row
+    if row is not None and row.kernel is not None:
+        assert row.factor is not None
+        split = chosen.choice.splits[row.factor]
+        at = KernelContext(plan.call, chosen.operands, chosen.results, split.mesh_dims, split.sizes)
+        return operator.call(local, lambda *args, **kwargs: row.kernel.run(at, *args, **kwargs))
+    if rule.run is not None:
+        run, at = rule.run, KernelContext(plan.call, chosen.operands, chosen.results, (), (1,))
+        return operator.call(local, lambda *args, **kwargs: run(at, *args, **kwargs))
+    if rule.local_args is not None:
+        return _with_local_args(plan, operator, local)
+    return operator.call(local, rule.local)
+
+
+def _with_local_args(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
+    rule, chosen = plan.rule, plan.chosen
+    assert rule is not None and chosen is not None and rule.local_args is not None
+    rewrite = rule.local_args
+
+    def one(member: int, bound: dict[str, Any]) -> Any:
+        return operator.call({**bound, **rewrite(plan.call, local_view(plan, member))}, rule.local)
+
+    return communicator_of(plan.call.mesh).map(one, local)
+
+
+def local_view(plan: Plan, member: int) -> LocalView:
+    """Shapes and offsets of one member's blocks."""
+    assert plan.chosen is not None
+    coordinate = plan.call.mesh.coordinates[member]
+    operands, results = plan.chosen.operands, [layout for layout in plan.chosen.results if layout is not None]
+    return LocalView(
+        tuple(layout.local_shape(coordinate) for layout in operands),
+        tuple(layout.local_shape(coordinate) for layout in results),
+        tuple(layout.local_offset(coordinate) for layout in operands),
+        tuple(layout.local_offset(coordinate) for layout in results),
+    )
+
+
+def _write_back(slot: Slot, move: Any, operator: Operator, values: dict[str, Any], local: dict[str, Any], produced: tuple[Any, ...]) -> None:
+    """Bring what was written to the layout of the user's tensor, and copy it there."""
+    name = slot[0]
+    if name in operator.returns and slot[1] is None:
+        written = produced[operator.returns.index(name)]
+    else:
+        written = _get(local, slot)
+    target = _get(values, slot)
+    target._local.copy_(run_move(move, written))
+
+
+def _wrap_results(plan: Plan, operator: Operator, values: dict[str, Any], produced: tuple[Any, ...], wrap: Wrap) -> Any:
+    results = plan.results or tuple(None for _ in produced)
+    wrapped = []
+    for owner, layout, value in zip(operator.returns, results, produced, strict=True):
+        if owner is not None:
+            wrapped.append(values[owner])
+        else:
+            wrapped.append(_wrap_one(plan, layout, value, wrap))
+    if not operator.returns:
+        return None
+    return wrapped[0] if len(wrapped) == 1 else tuple(wrapped)
+
+
+def _wrap_one(plan: Plan, layout: Any, value: Any, wrap: Wrap) -> Any:
+    if isinstance(value, (list, tuple)) and not hasattr(value, "common"):
+        layouts = layout if isinstance(layout, list) else [None] * len(value)
+        return [_wrap_one(plan, lay, item, wrap) for lay, item in zip(layouts, value, strict=True)]
+    if isinstance(value, torch.Tensor):
+        if layout is None:  # data-dependent shape: computed whole on every rank, so the local is the global one
+            layout = Layout.replicated(plan.call.mesh, value.shape, value.stride(), value.dtype)
+        return wrap(value, layout)
+    return value[0] if isinstance(value, tuple) else value
+
+
+def _absent(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[str, Any], wrap: Wrap) -> Any:
+    """This rank is not part of the mesh: it holds nothing, and results have no elements here."""
+    device = next((v.device for v in local.values() if isinstance(v, torch.Tensor)), None)
+
+    def empty(layout: Any) -> Any:
+        if isinstance(layout, list):
+            return [empty(item) for item in layout]
+        return None if layout is None else wrap(torch.empty(layout.local_shape(None), dtype=layout.dtype, device=device), layout)
+
+    out = [values[owner] if owner is not None else empty(layout) for owner, layout in zip(operator.returns, plan.results, strict=True)]
+    return None if not out else out[0] if len(out) == 1 else tuple(out)
+
+
+def _scratch(value: Any) -> Any:
+    """A fresh tensor to compute an ``out=`` result in; it is copied to the user's tensor in its own layout."""
+    if isinstance(value, (list, tuple)):
+        return [_scratch(item) for item in value]
+    return None if value is None else torch.empty_like(value).resize_(0) if type(value) is torch.Tensor else torch.empty_like(value)
+
+
+def _keywords(operator: Operator, values: dict[str, Any]) -> dict[str, Any]:
+    return {name: values[name] for name in operator.names[operator.positional :] if name in values}
+
+
+def _as_tuple(computed: Any, operator: Operator) -> tuple[Any, ...]:
+    count = len(operator.returns)
+    return () if count == 0 else (computed,) if count == 1 else tuple(computed)
+
+
+def _get(bound: dict[str, Any], slot: Slot) -> Any:
+    value = bound[slot[0]]
+    return value if slot[1] is None else value[slot[1]]
+
+
+def _put(bound: dict[str, Any], slot: Slot, value: Any) -> None:
+    name, index = slot
+    if index is None:
+        bound[name] = value
+    else:
+        items = list(bound[name])
+        items[index] = value
+        bound[name] = items
+
+
+def _announce(plan: Plan, operator: Operator) -> None:
+    if operator.name not in _ANNOUNCED and plan.moves:
+        _ANNOUNCED.add(operator.name)
+        moved = sum(layout.nbytes for layout in plan.call.operands)
+        layouts = ", ".join(map(repr, plan.call.operands))
+        warnings.warn(
+            f"{operator.name} has no sharding rule that fits ({layouts}): gathering {moved} bytes on every rank. "
+            "Redistribute to Replicate() yourself, or register_sharding a rule for it.",
+            stacklevel=3,
+        )
+
+
+def describe(plan: Plan) -> str:
+    """The plan in words: what moves, what runs, what comes out."""
+    lines = [f"  {slot[0]}{'' if slot[1] is None else f'[{slot[1]}]'}: {move}" for slot, move in plan.moves]
+    lines += [f"  write {slot[0]} back: {move}" for slot, move in plan.write_back]
+    kernel = None if plan.chosen is None else plan.chosen.kernel_row
+    if kernel is not None and kernel.kernel is not None:
+        lines.append(f"  a kernel over the sharded factor {kernel.factor!r}: {kernel.kernel.collectives} collectives of its own")
+    if plan.how == "gather":
+        lines.append("  no rule fits: computed whole on every rank")
+    return "\n".join(lines)

@@ -1,0 +1,149 @@
+"""The layout that ranks' pieces add up to, with validation across ranks for ``from_local``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .comm import PerRank, communicator_of
+from .errors import LayoutError
+from .layout import Layout, Split, stride_like
+from .mesh import DeviceMesh
+from .placement import Partial, Placement, Replicate, Shard, normalize
+
+
+def layout_of_locals(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] | None,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    *,
+    check: bool,
+) -> Layout:
+    """The layout of the tensor whose pieces are ``local``.
+
+    Raises:
+        LayoutError: a piece does not have the shape that the layout gives it, or (``check``) ranks disagree.
+    """
+    pieces = local.shards if isinstance(local, PerRank) else (local,)
+    ndim = pieces[0].ndim if mesh.current_member() is not None or shape is None else len(shape)
+    wanted = normalize(placements, mesh.ndim, ndim)
+    dtype = pieces[0].dtype
+    if mesh.kind == "dry_run":
+        check = False
+    if shape is not None:
+        layout = Layout.of(mesh, wanted, shape, stride, dtype)
+        _fits(layout, pieces)
+    else:
+        layout = _measured(mesh, wanted, pieces, stride, dtype, check)
+    if check:
+        _check(layout, pieces)
+    return layout
+
+
+def _measured(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], pieces: Sequence[torch.Tensor], stride: Any, dtype: torch.dtype, check: bool
+) -> Layout:
+    """The layout from the sizes of all pieces; they are exchanged where a tensor dim is sharded and no sizes are given."""
+    sharded = [i for i, p in enumerate(placements) if isinstance(p, Shard) and mesh.shape[i] > 1]
+    shape = list(pieces[0].shape)
+    if sharded or check:
+        shapes = _all_shapes(mesh, pieces)
+        dims = sorted({placements[i].dim for i in sharded})  # type: ignore[attr-defined]  # they are Shards
+        splits: list[Split | None] = [None] * len(shape)
+        for d in dims:
+            splits[d] = _split_from(mesh, placements, d, shapes)
+            shape[d] = sum(splits[d].sizes)  # type: ignore[union-attr]  # just set
+        if stride is None:
+            stride = stride_like(shape, pieces[0].stride())
+        idle = {i: p for i, p in enumerate(placements) if mesh.shape[i] == 1}
+        partials = [p.reduce_op if isinstance(p, Partial) and mesh.shape[i] > 1 else None for i, p in enumerate(placements)]
+        layout = Layout.from_splits(mesh, splits, partials, shape, stride, dtype, idle)
+        _agree(layout, shapes)
+        return layout
+    if stride is None:
+        stride = stride_like(shape, pieces[0].stride())
+    return Layout.of(mesh, placements, shape, stride, dtype)
+
+
+def _all_shapes(mesh: DeviceMesh, pieces: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Every member's shape, by position in the mesh as the current rank sees it."""
+    if mesh.kind == "in_process":
+        members = mesh.members_of(range(mesh.ndim), 0)
+        return [tuple(pieces[m].shape) for m in members] if len(pieces) > 1 else [tuple(pieces[0].shape)] * mesh.size()
+    if mesh.kind == "dry_run":
+        return [tuple(pieces[0].shape)] * mesh.size()
+    shapes = communicator_of(mesh).all_gather_object(tuple(pieces[0].shape), tuple(range(mesh.ndim)))
+    return [tuple(shape) for shape in shapes]
+
+
+def _split_from(mesh: DeviceMesh, placements: tuple[Placement, ...], dim: int, shapes: list[tuple[int, ...]]) -> Split:
+    """How the pieces cut one tensor dim: sizes read along the mesh dims that split it, at index 0 of all others."""
+    spelled = [Shard(0, None, p.level) if isinstance(p, Shard) and p.dim == dim else Replicate() for p in placements]
+    mesh_dims = Layout.of(mesh, spelled, (mesh.size(),)).splits[0].mesh_dims  # type: ignore[union-attr]  # sharded on a real mesh dim
+    steps = [1] * mesh.ndim
+    for i in reversed(range(mesh.ndim - 1)):
+        steps[i] = steps[i + 1] * mesh.shape[i + 1]
+    positions = [0]
+    for i in mesh_dims:
+        positions = [base + k * steps[i] for base in positions for k in range(mesh.shape[i])]
+    return Split(mesh_dims, tuple(shapes[position][dim] for position in positions))
+
+
+def _agree(layout: Layout, shapes: list[tuple[int, ...]]) -> None:
+    """All pieces together tile the tensor (every rank sees all shapes, so all raise together)."""
+    mesh = layout.mesh
+    for member, shape in zip(mesh.members_of(range(mesh.ndim), 0), shapes, strict=True):
+        expected = layout.local_shape(mesh.coordinates[member])
+        if shape != expected:
+            raise LayoutError(
+                f"from_local: rank {mesh.ranks[member]} at {mesh.coordinates[member]} holds a piece of shape {shape}, but the other ranks' "
+                f"pieces make it {expected} under {layout.placements}; pieces along one mesh dim must agree in all other dims"
+            )
+
+
+def _fits(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
+    mesh = layout.mesh
+    members = mesh.members if len(pieces) > 1 else [mesh.current_member()]
+    for member, piece in zip(members, pieces, strict=True):
+        expected = layout.local_shape(None if member is None else mesh.coordinates[member])
+        if member is not None and tuple(piece.shape) != expected:
+            raise LayoutError(
+                f"from_local: rank {mesh.ranks[member]} holds a piece of shape {tuple(piece.shape)}, but {layout!r} gives it {expected}; "
+                "give Shard(dim, sizes=(...)) for uneven pieces, or leave shape= out to have the sizes exchanged"
+            )
+
+
+def _check(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
+    """``run_check``: dtypes everywhere, values along replicated mesh dims; names the offending rank, on all ranks."""
+    mesh, comm = layout.mesh, communicator_of(layout.mesh)
+    everywhere = tuple(range(mesh.ndim))
+    members = mesh.members_of(everywhere, mesh.current_member() or 0)
+    if mesh.kind == "in_process":
+        facts = [(str(pieces[m].dtype), _digest(pieces[m])) for m in members] if len(pieces) > 1 else []
+    else:
+        facts = comm.all_gather_object((str(pieces[0].dtype), _digest(pieces[0])), everywhere)
+    first: dict[tuple[int, ...], int] = {}
+    for position, (dtype, digest) in enumerate(facts):
+        member = members[position]
+        if dtype != facts[0][0]:
+            raise LayoutError(f"from_local: rank {mesh.ranks[member]} holds {dtype}, rank {mesh.ranks[members[0]]} holds {facts[0][0]}")
+        coordinate = mesh.coordinates[member]
+        kept = tuple(-1 if isinstance(p, Replicate) else c for p, c in zip(layout.placements, coordinate, strict=True))
+        like = first.setdefault(kept, position)
+        if facts[like][1] != digest:
+            raise LayoutError(
+                f"from_local: rank {mesh.ranks[member]} holds another value than rank {mesh.ranks[members[like]]}, but {layout.placements} says "
+                "that they are replicas; broadcast it first, or use Partial() or Shard(dim)"
+            )
+
+
+def _digest(piece: torch.Tensor) -> bytes:
+
+    data = piece.detach().cpu().contiguous()
+    raw = data.reshape(-1).view(torch.uint8) if data.numel() else data.new_empty(0, dtype=torch.uint8)
+    return hashlib.sha256(raw.numpy().tobytes()).digest()

@@ -1,0 +1,97 @@
+"""What the schema of an aten operator says: argument names, what it mutates, what it returns. Read once per overload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """The schema facts of one overload.
+
+    Attributes:
+        names: all argument names, ``positional`` of them positional.
+        tensors: names of arguments that hold tensors or lists of them.
+        scalars: positions of number arguments (``Scalar`` or ``float``), whose value no plan depends on.
+        number_operands: names of number arguments that stand for a tensor in another overload (``mul.Scalar``'s ``other``): rules
+            see them as one more replicated operand.
+        mutated: names of the arguments written to; ``outs`` those of them that are ``out=`` results.
+        returns: per return value the name of the argument that it is, or None for a new one.
+        is_view: some result aliases an argument without writing to it.
+    """
+
+    func: Any
+    name: str
+    names: tuple[str, ...]
+    positional: int
+    defaults: dict[str, Any]
+    tensors: frozenset[str]
+    scalars: frozenset[str]
+    number_operands: frozenset[str]
+    mutated: frozenset[str]
+    outs: tuple[str, ...]
+    returns: tuple[str | None, ...]
+    is_view: bool
+    per_element: bool
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Argument values by name, defaults filled in."""
+        bound = dict(self.defaults)
+        bound.update(zip(self.names, args, strict=False))
+        bound.update(kwargs)
+        return bound
+
+    def call(self, bound: dict[str, Any], func: Any = None) -> Any:
+        """Call the overload (or ``func``, a function with its signature) with arguments by name."""
+        positional = [bound[name] for name in self.names[: self.positional]]
+        keywords = {name: bound[name] for name in self.names[self.positional :] if name in bound}
+        return (func or self.func)(*positional, **keywords)
+
+
+@cache
+def operator_of(func: Any) -> Operator:
+    """The operator facts of an overload."""
+    schema = func._schema
+    arguments = schema.arguments
+    kinds = {argument.name: str(argument.type) for argument in arguments}
+    written = frozenset(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    owners = {
+        name: argument.name
+        for argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for name in argument.alias_info.before_set
+    }
+    returns = tuple(
+        next((owners[name] for name in r.alias_info.before_set if name in owners), None) if r.alias_info is not None else None
+        for r in schema.returns
+    )
+    base = schema.name.partition("::")[2]
+    return Operator(
+        func=func,
+        name=schema.name + (f".{schema.overload_name}" if schema.overload_name else ""),
+        names=tuple(a.name for a in arguments),
+        positional=sum(not a.kwarg_only for a in arguments),
+        defaults={a.name: a.default_value for a in arguments if a.has_default_value()},
+        tensors=frozenset(name for name, kind in kinds.items() if "Tensor" in kind),
+        scalars=frozenset(name for name, kind in kinds.items() if kind in _NUMBERS),
+        number_operands=_number_operands(func, kinds),
+        mutated=written,
+        outs=tuple(a.name for a in arguments if a.is_out),
+        returns=returns,
+        is_view=any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
+        per_element=base.startswith(("_foreach_", "_fused_")) and any(kind == "List[Tensor]" for kind in kinds.values()),
+    )
+
+
+_NUMBERS = frozenset(("number", "Optional[number]", "float", "Optional[float]", "List[number]", "List[float]"))
+
+
+def _number_operands(func: Any, kinds: dict[str, str]) -> frozenset[str]:
+    packet = getattr(func, "overloadpacket", None)
+    tensors = {"scalar", "scalars"}
+    for overload in packet.overloads() if packet is not None else ():
+        arguments = getattr(packet, overload)._schema.arguments
+        tensors |= {a.name for a in arguments if "Tensor" in str(a.type)}
+    return frozenset(name for name, kind in kinds.items() if kind in _NUMBERS and name in tensors)

@@ -1,0 +1,73 @@
+"""One operation about to run, seen globally: the op, its arguments by name, its tensor operands as layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..layout import Layout
+from ..mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """Global shape, strides and dtype of a result."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Call:
+    """What rules look at. Nothing in it depends on the rank.
+
+    Attributes:
+        func: the overload.
+        arguments: value by schema name (defaults filled in); a tensor stands as its ``Layout``, a list of tensors as a list of
+            layouts, an optional tensor as None.
+        operands: the layouts of all tensor arguments, flattened in schema order.
+        names: for each operand the name of the argument that it belongs to.
+        results: metadata of each result tensor, flattened; None for a result that is not a tensor.
+        plain: positions of operands that are plain tensors or numbers rather than DTensors.
+    """
+
+    func: Any
+    mesh: DeviceMesh
+    arguments: dict[str, Any]
+    operands: tuple[Layout, ...]
+    names: tuple[str, ...]
+    results: tuple[Meta | None, ...] = ()
+    plain: frozenset[int] = field(default_factory=frozenset)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.arguments.get(name, default)
+
+    def shape(self, operand: int) -> tuple[int, ...]:
+        return tuple(self.operands[operand].shape)
+
+    def operands_of(self, name: str) -> list[int]:
+        """Positions of the operands that belong to one argument."""
+        return [position for position, owner in enumerate(self.names) if owner == name]
+
+    def dims(self, name: str, ndim: int) -> tuple[int, ...]:
+        """The dims that argument ``name`` (an int, a list, or None for all) picks, non-negative."""
+        return normalize_dims(self.arguments.get(name), ndim)
+
+
+def normalize_dims(value: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """Dims as non-negative ints; None or an empty list means all.
+
+    >>> normalize_dims(-1, 3), normalize_dims(None, 2)
+    ((2,), (0, 1))
+    """
+    if value is None or (isinstance(value, (list, tuple)) and not value):
+        return tuple(range(ndim))
+    values = (value,) if isinstance(value, int) else value
+    return tuple(v + ndim if v < 0 else v for v in values) if ndim else ()

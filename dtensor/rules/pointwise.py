@@ -1,0 +1,87 @@
+"""Operations that act element by element, and how partial values pass through them.
+
+A row such as ``"sum,R -> sum"`` holds for all values, or it is not here: ``f(sum of terms) = sum of f(term)`` for linear ``f``,
+``f(max(a, b)) = max(f(a), f(b))`` for non-decreasing ``f`` that keeps NaN. (``add`` has no ``"sum,R -> sum"``: the replicated operand would be
+counted once per rank. Propagation turns it into a partial sum first, which costs nothing.) Rows hold where the dtype keeps
+the algebra: see ``choose.sound_dtypes``.
+"""
+
+from __future__ import annotations
+
+from ..placement import REDUCE_OPS
+from .call import Call
+from .rule import ANY_PARTIAL, LINEAR_PARTIAL
+from .verbs import pointwise
+
+MONOTONE = ("max -> max", "min -> min")
+LINEAR_IN_FIRST = ("sum,R -> sum", "avg,R -> avg")
+BILINEAR = (*LINEAR_IN_FIRST, "R,sum -> sum", "R,avg -> avg")
+SHIFT = ("sum,sum -> sum", "avg,avg -> avg", "avg,R -> avg", "R,avg -> avg")  # the mean of equal constants is the constant
+
+# no partial value passes
+pointwise(
+    "abs acos acosh angle asin atanh atan2 acosh bitwise_left_shift bitwise_not bitwise_right_shift bitwise_xor celu copysign cos cosh "
+    "digamma elu eq erfc erfinv float_power floor_divide fmax fmin fmod frac frexp gcd ge gelu gt hardshrink hardsigmoid hardswish "
+    "heaviside hypot i0 igamma igammac isfinite isinf isnan isneginf isposinf lcm ldexp le leaky_relu lgamma log log10 log1p log2 "
+    "log_sigmoid_forward logaddexp logaddexp2 logical_not logical_xor logit lt mish mvlgamma nan_to_num ne nextafter polar polygamma "
+    "pow _prelu_kernel reciprocal remainder rsqrt selu sgn sign signbit silu sin sinc softplus softshrink sqrt square "
+    "tan threshold true_divide xlogy __ilshift__ __irshift__ __ixor__ __lshift__ __rshift__ __xor__ logical_and logical_or "
+    "bitwise_and bitwise_or __and__ __or__ __iand__ __ior__ max.other min.other clip "
+    "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t "
+    "special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_entr special_erfcx "
+    "special_hermite_polynomial_h special_hermite_polynomial_he special_i0e special_i1 special_i1e special_laguerre_polynomial_l "
+    "special_legendre_polynomial_p special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 "
+    "special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
+    "special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v "
+    "special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0 special_xlog1py special_zeta"
+)
+
+# non-decreasing, NaN kept
+pointwise("asinh atan ceil deg2rad erf exp exp2 expm1 floor hardtanh rad2deg relu relu6 round sigmoid sinh tanh trunc", partials=MONOTONE)
+pointwise("clamp", partials=("max,R,R -> max", "min,R,R -> min", "max,R -> max", "min,R -> min"))
+pointwise("clamp_min maximum", partials=("max,max -> max", "max,R -> max", "R,max -> max", "min,R -> min"))
+pointwise("clamp_max minimum", partials=("min,min -> min", "min,R -> min", "R,min -> min", "max,R -> max"))
+
+# linear
+pointwise("add", partials=(*SHIFT, "max,R -> max", "R,max -> max", "min,R -> min", "R,min -> min"))
+pointwise("sub", partials=(*SHIFT, "max,R -> max", "min,R -> min", "R,max -> min", "R,min -> max"))
+pointwise("rsub", partials=(*SHIFT, "R,max -> max", "R,min -> min", "max,R -> min", "min,R -> max"))
+pointwise("neg", partials=(*LINEAR_PARTIAL, "max -> min", "min -> max"))
+pointwise("mul", partials=(*BILINEAR, "product,product -> product"))
+pointwise("conj_physical _conj _neg_view", partials=LINEAR_PARTIAL)
+pointwise("complex", partials=SHIFT)
+pointwise("lerp", partials=("sum,sum,R -> sum", "avg,avg,R -> avg", "avg,R,R -> avg", "R,avg,R -> avg"))
+pointwise("addcmul", partials=("sum,sum,R -> sum", "sum,R,sum -> sum", "avg,avg,R -> avg", "avg,R,avg -> avg", "avg,R,R -> avg", "R,avg,R -> avg", "R,R,avg -> avg"))
+pointwise("addcdiv", partials=("sum,sum,R -> sum", "avg,avg,R -> avg", "avg,R,R -> avg", "R,avg,R -> avg"))
+
+
+def division(call: Call) -> tuple[str, ...]:
+    """Linear in the numerator, unless it rounds."""
+    return LINEAR_IN_FIRST if call.get("rounding_mode") is None else ()
+
+
+pointwise("div", partials=division)
+
+# choices and copies: element k of the result is one of the operands' elements, in every term alike
+_SAME = tuple(f"R,{op},{op} -> {op}" for op in REDUCE_OPS)
+_ONE_OF = tuple(row for op in ("avg", "max", "min") for row in (f"R,{op},R -> {op}", f"R,R,{op} -> {op}"))
+pointwise("where", partials=(*_SAME, *_ONE_OF))
+pointwise("masked_fill", partials=(*(f"{op},R,{op} -> {op}" for op in REDUCE_OPS), "avg,R,R -> avg", "max,R,R -> max", "min,R,R -> min"))
+pointwise("clone positive _to_copy alias lift lift_fresh lift_fresh_copy", partials=ANY_PARTIAL)
+pointwise("copy", partials=tuple(f"{op},{op} -> {op}" for op in REDUCE_OPS) + tuple(f"{op},R -> R" for op in REDUCE_OPS))
+pointwise("fill", partials=tuple(f"{op},R -> R" for op in REDUCE_OPS))
+pointwise("zero", partials=ANY_PARTIAL)
+pointwise("zeros_like ones_like empty_like full_like", partials=tuple(f"{op} -> R" for op in REDUCE_OPS))
+
+# gradients: linear in the incoming gradient, which is operand 0
+pointwise(
+    "sigmoid_backward tanh_backward gelu_backward silu_backward threshold_backward native_dropout_backward leaky_relu_backward "
+    "elu_backward hardtanh_backward hardsigmoid_backward hardswish_backward hardshrink_backward softshrink_backward softplus_backward "
+    "mish_backward logit_backward",
+    partials=LINEAR_IN_FIRST,
+)
+pointwise("log_sigmoid_backward", partials=("sum,R,R -> sum", "avg,R,R -> avg"))
+pointwise("_prelu_kernel_backward", partials=("sum,R,R -> sum,sum", "avg,R,R -> avg,avg"))
+
+# optimizer steps over lists: every element by itself
+pointwise("_fused_adam _fused_adamw _fused_sgd _fused_adagrad")

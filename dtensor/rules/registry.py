@@ -1,0 +1,57 @@
+"""Where rules are found: by operator name, for all its overloads, in-place, ``out=`` and ``_foreach_`` variants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import RuleError
+from .rule import Rule
+
+_RULES: dict[str, Rule] = {}
+
+
+def register(names: str, rule: Rule) -> Rule:
+    """Declare ``rule`` for operators (``"mm"`` is ``aten::mm``; ``"lib::op"``; ``"op.overload"`` for one overload only).
+
+    Raises:
+        RuleError: a name has a rule already.
+    """
+    for name in names.split():
+        full = name if "::" in name else f"aten::{name}"
+        if full in _RULES:
+            raise RuleError(f"{full} has a rule already; unregister it first")
+        _RULES[full] = rule
+    return rule
+
+
+def unregister(name: str) -> None:
+    """Forget the rule of one operator name."""
+    _RULES.pop(name if "::" in name else f"aten::{name}", None)
+
+
+def rules() -> dict[str, Rule]:
+    """All registered rules by operator name (a copy)."""
+    return dict(_RULES)
+
+
+def lookup(func: Any) -> Rule | None:
+    """The rule for an operator overload: its own, its operator's, or that of the operator it is an in-place variant of."""
+    schema = func._schema
+    name = schema.name
+    if schema.overload_name:
+        found = _RULES.get(f"{name}.{schema.overload_name}")
+        if found is not None:
+            return found
+    found = _RULES.get(name)
+    if found is None and name.endswith("_") and not name.endswith("__"):
+        found = _RULES.get(name[:-1])
+    return found
+
+
+def foreach_base(func: Any) -> Rule | None:
+    """The rule that each element of a ``_foreach_`` operator follows."""
+    namespace, _, name = func._schema.name.partition("::")
+    if not name.startswith("_foreach_"):
+        return None
+    base = name.removeprefix("_foreach_").removesuffix("_")
+    return _RULES.get(f"{namespace}::{base}")

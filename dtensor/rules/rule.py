@@ -1,0 +1,220 @@
+"""What a rule is: data that says which placements an operation keeps, on ONE mesh dim.
+
+``Factors`` is a rule applied to one call: every tensor dim written as a product of factors. Sharding a factor shards every
+tensor dim it leads; a factor missing from a result leaves it ``Partial``. ``candidates`` turns that and the rule's partial
+rows into :class:`Row` s, the ways in which the local op on local blocks gives the right local blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import RuleError
+from ..layout import Split
+from ..placement import REDUCE_OPS, Partial, Replicate
+from .call import Call
+
+Dims = tuple[tuple[str, ...], ...]  # per tensor dim its factors, major first; () cannot be sharded
+
+
+@dataclass(frozen=True, slots=True)
+class Along:
+    """On this mesh dim the tensor is sharded along a factor."""
+
+    factor: str
+
+
+Spec = Along | Replicate | Partial
+R = Replicate()
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """How to compute when a factor that the plain local op needs whole is sharded.
+
+    Args:
+        run: ``run(at, *args, **kwargs)`` gets the op's arguments with tensors replaced by locals and ``at``, a
+            ``KernelContext`` (collectives over the mesh dims that split the factor, offsets). Returns locals.
+        lacking: the spec of a result that does not have the factor.
+        collectives: how many collectives ``run`` issues.
+        nbytes: bytes that each of them moves per rank, a function of the call.
+    """
+
+    run: Callable[..., Any]
+    lacking: Spec = R
+    collectives: int = 0
+    nbytes: Callable[[Call], int] = lambda call: 0
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """A rule applied to one call.
+
+    Attributes:
+        operands, results: the factors of each tensor dim.
+        sizes: global size of each factor.
+        whole: factors that every rank needs whole.
+        reduced: factor -> reduce op of the results that lack it.
+        additive: operands that are added once, so they are Partial wherever a factor is summed.
+        kernels: factor -> kernel to run instead of the op when this factor is sharded.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    whole: frozenset[str] = frozenset()
+    reduced: Mapping[str, str] = field(default_factory=dict)
+    additive: frozenset[int] = frozenset()
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to place operands and results on one mesh dim so that the local op is right."""
+
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+    factor: str | None = None
+    kernel: Kernel | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A full choice for all mesh dims: how each factor is cut (in units of the factor)."""
+
+    call: Call
+    factors: Factors
+    rows: tuple[Row, ...]
+    splits: Mapping[str, Split]
+
+    def sizes(self, factor: str) -> tuple[int, ...]:
+        """Block sizes of a factor (one block if it is not sharded)."""
+        split = self.splits.get(factor)
+        return (self.factors.sizes[factor],) if split is None else split.sizes
+
+
+@dataclass(frozen=True, slots=True)
+class LocalView:
+    """The blocks of one member, for ``local_args``: shapes and offsets of operands and results, per tensor dim."""
+
+    operands: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...]
+    operand_offsets: tuple[tuple[int, ...], ...]
+    result_offsets: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A sharding rule.
+
+    Attributes:
+        factors: the factors of a call, or None where the rule does not apply (the op then decomposes or gathers).
+        partials: how partial operands pass through (see :func:`parse_partial`), or a function of the call giving the rows.
+        when: a predicate on a full choice, true only where the local ops give the right blocks.
+        local_args: arguments to replace for one member: ``local_args(call, view) -> {name: value}``.
+        local: a function to call instead of the op, same arguments.
+        run: the same with a ``KernelContext`` first, whatever row is chosen (random ops: every block of one global draw).
+        answer: the value itself, from layouts alone, for operations that return no tensor.
+        floats_matter: the plan depends on the value of Python floats (an output size, say): they enter the cache key.
+        kind: the verb that made it, for the docs.
+        source: the notation, for prints.
+    """
+
+    factors: Callable[[Call], Factors | None]
+    partials: tuple[str, ...] | Callable[[Call], tuple[str, ...]] = ()
+    when: Callable[[Choice], bool] | None = None
+    local_args: Callable[[Call, LocalView], dict[str, Any]] | None = None
+    local: Callable[..., Any] | None = None
+    run: Callable[..., Any] | None = None
+    answer: Callable[[Call], Any] | None = None
+    floats_matter: bool = False
+    kind: str = "rule"
+    source: str = ""
+
+
+def leads(dims: Dims, factor: str, sizes: Mapping[str, int]) -> int | None:
+    """The tensor dim whose outermost factor (of size > 1) is ``factor``; None if it stands nowhere.
+
+    Raises:
+        RuleError: it stands inside another factor, so its blocks are no blocks of the dim.
+    """
+    for d, names in enumerate(dims):
+        if factor in names:
+            if any(sizes[name] > 1 for name in names[: names.index(factor)]):
+                raise RuleError("inner")
+            return d
+    return None
+
+
+def inner_size(dim: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> int:
+    """Elements of the tensor dim per element of its leading factor."""
+    result = 1
+    for name in dim[dim.index(factor) + 1 :]:
+        result *= sizes[name]
+    return result
+
+
+def candidates(factors: Factors, partials: tuple[str, ...]) -> list[Row]:
+    """All rows, the ones that shard first (declaration order breaks ties)."""
+    rows = []
+    names = dict.fromkeys(name for dims in (*factors.operands, *factors.results) for dim in dims for name in dim)
+    for name in names:
+        if name not in factors.whole and (row := _row_of(factors, name)) is not None:
+            rows.append(row)
+    for text in partials:
+        row = parse_partial(text, len(factors.operands), len(factors.results))
+        if row is not None:
+            rows.append(row)
+    rows.append(Row((R,) * len(factors.operands), (R,) * len(factors.results)))
+    return rows
+
+
+def _row_of(factors: Factors, name: str) -> Row | None:
+    try:
+        operand_dims = [leads(dims, name, factors.sizes) for dims in factors.operands]
+        result_dims = [leads(dims, name, factors.sizes) for dims in factors.results]
+    except RuleError:
+        return None
+    if sum(name in dim for dims in factors.operands for dim in dims) != sum(d is not None for d in operand_dims):
+        return None  # twice in one operand, as on a diagonal
+    kernel = factors.kernels.get(name)
+    op = factors.reduced.get(name)
+    lacking: Spec = kernel.lacking if kernel is not None else Partial(op) if op is not None else R
+    if kernel is None and op is None and any(d is None for d in result_dims):
+        return None
+    added: Spec = lacking if isinstance(lacking, Partial) else R
+    operands = tuple(
+        (added if i in factors.additive else R) if d is None else Along(name) for i, d in enumerate(operand_dims)
+    )
+    if not any(isinstance(spec, Along) for spec in operands):
+        return None
+    return Row(operands, tuple(lacking if d is None else Along(name) for d in result_dims), name, kernel)
+
+
+def parse_partial(text: str, operand_count: int, result_count: int) -> Row | None:
+    """The row that ``"sum,R -> sum"`` denotes; ``"sum... -> sum"`` repeats for all operands; None if the counts do not fit.
+
+    >>> parse_partial("sum... -> sum", 3, 1).operands
+    (Partial(sum), Partial(sum), Partial(sum))
+    """
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise RuleError(f'partial row {text!r} has no "->"; write for example "sum,R -> sum"')
+    operands = _specs(left, operand_count)
+    results = _specs(right, result_count)
+    return None if operands is None or results is None else Row(operands, results)
+
+
+def _specs(text: str, count: int) -> tuple[Spec, ...] | None:
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if len(words) == 1 and words[0].endswith("..."):
+        words = [words[0].removesuffix("...")] * count
+    if len(words) != count:
+        return None
+    return tuple(R if word == "R" else Partial(word) for word in words)
+
+
+ANY_PARTIAL = tuple(f"{op}... -> {op}..." for op in REDUCE_OPS)
+LINEAR_PARTIAL = ("sum... -> sum...", "avg... -> avg...")

@@ -1,0 +1,303 @@
+"""``DTensor``: a ``torch.Tensor`` whose global value lies in pieces over a mesh."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .autograd import FromLocal, FullTensor, Redistribute, ToLocal, grad_layout
+from .comm import PerRank
+from .dispatch import dispatch, install
+from .errors import DTensorError, LayoutError, MeshError, UnsupportedOperationError
+from .layout import Layout
+from .local_layout import layout_of_locals
+from .mesh import DeviceMesh, as_mesh
+from .placement import Placement
+
+_make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]  # the documented way to build wrapper subclasses
+
+
+class DTensor(torch.Tensor):
+    """A distributed tensor. To the program it is the global tensor: same shape, dtype, strides, values and gradients.
+
+    Make one with :func:`distribute_tensor`, :meth:`DTensor.from_local` or a factory (``dtensor.zeros``, ...).
+
+    >>> import dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2,))
+    >>> x = dt.distribute_tensor(torch.arange(3.0), mesh, [dt.Shard(0)])
+    >>> x
+    DTensor(float32[3] on (0=S(0))
+      rank 0: [0., 1.]
+      rank 1: [2.])
+    >>> (x * 2).sum().item()
+    6.0
+    """
+
+    _local: Any
+    _layout: Layout
+    __slots__ = ("_layout", "_local")
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
+        raise DTensorError("make a DTensor with distribute_tensor(), DTensor.from_local() or dtensor.zeros(...)")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    # --- what it is -------------------------------------------------------------------------------------------
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]  # torch's memory format attribute; a Layout equals torch.strided
+        """The :class:`Layout`: mesh, placements and global shape, strides and dtype."""
+        return self._layout
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh dim."""
+        return self._layout.placements
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that it lives on."""
+        return self._layout.mesh
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        """This rank's piece, no gradients (all ranks' pieces when they live in this process)."""
+        return self._local
+
+    # --- between local and global -------------------------------------------------------------------------------
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: Any = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> DTensor:
+        """The DTensor whose piece on this rank is ``local_tensor``; differentiable.
+
+        Args:
+            local_tensor: this rank's piece; with all ranks in one process a ``per_rank([...])`` (a plain tensor counts as
+                the piece of every rank).
+            device_mesh: defaults to the mesh entered by ``with mesh:``.
+            placements: default ``Replicate()`` on every mesh dim.
+            run_check: compare shapes, dtypes and (for replicated mesh dims) values across ranks; names the offending rank.
+            shape, stride: of the global tensor. With ``shape`` nothing is communicated. Without it, ranks exchange the sizes of
+                sharded dims (one small all-gather per sharded mesh dim), so that uneven pieces give the right global shape.
+            grad_placements: the placements in which the gradient arrives, default ``placements`` with Partial replaced by
+                Replicate.
+
+        Raises:
+            LayoutError: pieces do not fit together. PlacementError, MeshError: see :class:`Layout`.
+        """
+        mesh = as_mesh(device_mesh)
+        if isinstance(local_tensor, DTensor):
+            raise LayoutError("from_local takes this rank's plain tensor, got a DTensor; use x.redistribute(...) or x.to_local() first")
+        layout = layout_of_locals(local_tensor, mesh, placements, shape, stride, check=run_check)
+        backward = grad_layout(layout, grad_placements)
+        if mesh.kind == "in_process":
+            shards = local_tensor.shards if isinstance(local_tensor, PerRank) else [local_tensor for _ in mesh.members]
+            if len(shards) != len(mesh.members):
+                raise LayoutError(f"per_rank with {len(shards)} tensors for {mesh!r}, which has {len(mesh.members)} ranks")
+            copied = not isinstance(local_tensor, PerRank)
+            return FromLocal.apply(layout, backward, copied, *shards)  # type: ignore[no-any-return]
+        return FromLocal.apply(layout, backward, False, local_tensor)  # type: ignore[no-any-return]
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's piece (all ranks' as a ``per_rank`` tensor when they live in this process); differentiable, no cost.
+
+        Args:
+            grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial
+                replaced by Replicate. Give ``[Partial()]`` where each rank uses a replicated piece differently.
+        """
+        pieces = ToLocal.apply(self, grad_layout(self._layout, grad_placements))
+        return PerRank(pieces) if self._layout.mesh.kind == "in_process" else pieces[0]  # type: ignore[no-any-return]
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The global value as a plain tensor on every rank; differentiable.
+
+        On a submesh in one process, whose copies may hold different values, a ``per_rank`` tensor. Costs the redistribution
+        to ``Replicate``.
+        """
+        mesh = self._layout.mesh
+        whole = self.redistribute(placements=Layout.replicated(mesh, self.shape, None, self.dtype).placements)
+        if mesh.kind != "in_process" or not mesh.spans_root:
+            return whole.to_local(grad_placements=grad_placements)
+        return FullTensor.apply(whole, grad_layout(whole._layout, grad_placements))  # type: ignore[no-any-return]
+
+    def redistribute(
+        self,
+        device_mesh: Any = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same global value under other placements; differentiable.
+
+        Args:
+            placements: one per mesh dim; default all ``Replicate()``.
+            async_op: return at once; the result waits at first use.
+            forward_dtype, backward_dtype: convert to this dtype before moving (forward: result has it; backward: the gradient).
+        """
+        mesh = self._layout.mesh if device_mesh is None else as_mesh(device_mesh)
+        if mesh != self._layout.mesh:
+            raise MeshError(f"redistribute from {self._layout.mesh!r} to another mesh {mesh!r}: use x.full_tensor() and distribute_tensor on the other mesh")
+        if placements is None:
+            placements = Layout.replicated(mesh, self.shape, None, self.dtype).placements
+        source = self if forward_dtype is None or forward_dtype == self.dtype else self.to(forward_dtype)
+        target = source._layout.replace(placements=placements)
+        if target is source._layout and backward_dtype is None:
+            return source
+        return Redistribute.apply(source, target, async_op, backward_dtype)  # type: ignore[no-any-return]
+
+    # --- leaves: gradients arrive in the leaf's own layout ------------------------------------------------------
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        """Like ``torch.Tensor.requires_grad_``; a leaf's gradient is reduced to the leaf's layout when accumulated."""
+        super().requires_grad_(requires_grad)
+        if requires_grad and self.is_leaf:
+            _keep_grad_layout(self)
+        return self
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]  # an attribute in the stubs
+        return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]  # an attribute in the stubs
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, DTensor):
+            raise LayoutError("x.data = ... of a DTensor takes a DTensor; use distribute_tensor(t, x.device_mesh, x.placements)")
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._local, self._layout = value._local, value._layout
+
+    # --- copies, files, prints ----------------------------------------------------------------------------------
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if not self.is_leaf:
+            raise UnsupportedOperationError("only leaf DTensors can be deep-copied; use x.detach().clone()")
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        with torch.no_grad():
+            made = wrap(_detached_copy(self._local), self._layout)
+        _dress(made, self, memo)
+        memo[id(self)] = made
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles this rank's piece and the layout, without process groups."""
+        return _rebuild, (self._local.detach(), self._layout, self.requires_grad, getattr(self, "_is_param", False))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        tail = f", grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn is not None else ", requires_grad=True" if self.requires_grad else ""
+        return f"DTensor({self._layout!r}{tail}{_pieces(self)})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.ndim == 0 and spec else repr(self)
+
+
+def wrap(local: Any, layout: Layout) -> DTensor:
+    """The DTensor with this local and layout. The hot path's wrapper: nothing is checked."""
+    made = _make(DTensor, layout.shape, strides=layout.stride, dtype=layout.dtype, device=local.device)
+    made._local = local
+    made._layout = layout
+    return made  # type: ignore[no-any-return]
+
+
+class _Awaited(DTensor):
+    """A DTensor whose local is still on its way; it becomes a plain DTensor when the local is first needed."""
+
+    __slots__ = ("_pending",)
+
+    @property
+    def _local(self) -> Any:  # type: ignore[override]  # an attribute once it has arrived
+        arrived, layout = self._pending.wait(), self._layout
+        del self._pending
+        self.__class__ = DTensor
+        self._local, self._layout = arrived, layout
+        return arrived
+
+
+def _await(pending: Any, layout: Layout, like: Any) -> DTensor:
+    made = _make(_Awaited, layout.shape, strides=layout.stride, dtype=layout.dtype, device=like.device)
+    made._pending, made._layout = pending, layout
+    return made  # type: ignore[no-any-return]
+
+
+install(DTensor, wrap, _await)
+
+
+def _keep_grad_layout(leaf: DTensor) -> None:
+    if "_grad_hook" in leaf.__dict__:
+        return
+    owner = weakref.ref(leaf)
+
+    def to_leaf_layout(grad: torch.Tensor) -> torch.Tensor | None:
+        target = owner()
+        if target is None or not isinstance(grad, DTensor) or grad._layout.placements == target._layout.placements:
+            return None
+        return grad.redistribute(placements=grad_placements_of(target))
+
+    leaf.__dict__["_grad_hook"] = leaf.register_hook(to_leaf_layout)
+
+
+def grad_placements_of(leaf: DTensor) -> tuple[Placement, ...]:
+    """The placements of a leaf's gradient: its own, a partial leaf's replicated."""
+    return grad_layout(leaf._layout, None).placements
+
+
+def _detached_copy(local: Any) -> Any:
+    return local.detach().clone()
+
+
+def _dress(made: DTensor, like: DTensor, memo: dict[int, Any] | None = None) -> None:
+    """Give a new leaf the flags of another."""
+    if getattr(like, "_is_param", False):
+        made._is_param = True  # type: ignore[attr-defined]
+    if like.requires_grad:
+        made.requires_grad_()
+
+
+def _rebuild(local: Any, layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:
+    made = wrap(local, layout)
+    if is_param:
+        made._is_param = True  # type: ignore[attr-defined]
+    return made.requires_grad_() if requires_grad else made
+
+
+def _pieces(x: DTensor) -> str:
+    """Every piece that this process holds, one labelled line (or block) a rank."""
+    mesh = x._layout.mesh
+    local = x._local
+    if mesh.kind == "dry_run":
+        return ""
+    if isinstance(local, PerRank):
+        shown = list(zip(mesh.ranks, local.shards, strict=True))
+    else:
+        shown = [(mesh.get_rank(), local)]
+    return "".join(f"\n  rank {rank}: {_indented(piece)}" for rank, piece in shown)
+
+
+def _indented(piece: torch.Tensor) -> str:
+    text = repr(piece.detach())
+    body = text[text.index("(") + 1 : text.rindex(")")]
+    return body.replace("\n" + " " * len("tensor("), "\n" + " " * len("  rank 0: "))
+
+
