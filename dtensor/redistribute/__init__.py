@@ -1,0 +1,23 @@
+"""Redistribution: a plan of local steps and collectives between two layouts (pure), and its execution."""
+
+from .cost import LINKS, Link
+from .executor import execute, redistribute_local
+from .planner import estimate, plan
+from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, Step
+
+__all__ = [
+    "LINKS",
+    "AllGather",
+    "AllReduce",
+    "Exchange",
+    "Link",
+    "Plan",
+    "ReduceScatter",
+    "Slice",
+    "Spread",
+    "Step",
+    "estimate",
+    "execute",
+    "plan",
+    "redistribute_local",
+]

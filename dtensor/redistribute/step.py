@@ -1,0 +1,181 @@
+"""``Step`` and ``Plan``: what a redistribution does, as values that print themselves.
+
+A step says what changes, never for which rank: it holds the layouts before and after it, and everything that a rank does
+follows from them by integer maths. There are six kinds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from ..layout import Layout
+from .reduction import Op
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One move from ``before`` to ``after``.
+
+    Attributes:
+        mesh_dims: those whose ranks take part together, ascending; empty for local work.
+        bytes: received from others by one rank, the most over ranks.
+        seconds: estimated time.
+    """
+
+    before: Layout
+    after: Layout
+    mesh_dims: tuple[int, ...]
+    bytes: int
+    seconds: float
+    verb: ClassVar[str]
+
+    @property
+    def communicates(self) -> bool:
+        return bool(self.mesh_dims)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory that one rank holds: input, output, and what arrives before it is put in place."""
+        return self.before.max_local_nbytes + self.after.max_local_nbytes + self.bytes
+
+    def __str__(self) -> str:
+        over = f" over {_names(self.before, self.mesh_dims)}" if self.mesh_dims else ""
+        cost = f", {self.bytes:,} B/rank, {_time(self.seconds)}" if self.mesh_dims else ", local"
+        return f"{self._what()}{over}: {_where(self.before)} -> {_where(self.after)}{cost}"
+
+    def _what(self) -> str:
+        return self.verb
+
+
+@dataclass(frozen=True, slots=True)
+class Slice(Step):
+    """Every rank keeps a part of its block. Gives views."""
+
+    verb = "slice"
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.before.max_local_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Spread(Step):
+    """A value becomes terms of ``op``: a value that many ranks hold is kept by one, a shard is padded by identities.
+
+    Ranks that share a value all keep it, uncopied, where the reduction of equal terms is the term (max, min, avg).
+    """
+
+    op: Op
+    verb = "spread"
+
+    def _what(self) -> str:
+        return f"spread({self.op})"
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce(Step):
+    """Terms are reduced, every rank gets all of the result."""
+
+    op: Op
+    divisor: int = 1  # sums merged with averages are divided by the number of ranks averaged over
+    finish: bool = False  # apply the monoid's finalize()
+    verb = "all_reduce"
+
+    def _what(self) -> str:
+        return f"{self.verb}({self.op}{f' / {self.divisor}' if self.divisor > 1 else ''})"
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter(Step):
+    """Terms are reduced, every rank gets one block of the result; blocks may cut several tensor dims, unevenly."""
+
+    op: str
+    divisor: int = 1
+    verb = "reduce_scatter"
+
+    def _what(self) -> str:
+        return f"{self.verb}({self.op}{f' / {self.divisor}' if self.divisor > 1 else ''})"
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather(Step):
+    """The innermost mesh dims of one or several tensor dims stop splitting them."""
+
+    verb = "all_gather"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange(Step):
+    """One all-to-all: every rank gets from its owner each part of its new block that it does not hold yet."""
+
+    verb = "exchange"
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The steps from ``src`` to ``dst``; none if every rank holds the right block already.
+
+    >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    >>> src, dst = (Layout.of(mesh, p, (6, 4)) for p in ([Shard(0), Partial()], [Shard(0), Shard(1)]))
+    >>> print(plan(src, dst))  # doctest: +ELLIPSIS
+    float32[6, 4] (dp=S(0), tp=P(sum)) -> (dp=S(0), tp=S(1)): 1 collective, 24 B received per rank, peak 96 B, ...
+      1. reduce_scatter(sum) over tp: (dp=S(0), tp=P(sum)) -> (dp=S(0), tp=S(1)), 24 B/rank, ...
+    """
+
+    src: Layout
+    dst: Layout
+    steps: tuple[Step, ...]
+
+    @cached_property
+    def cost(self) -> float:
+        """Estimated seconds."""
+        return sum(step.seconds for step in self.steps)
+
+    @cached_property
+    def bytes(self) -> int:
+        """Received by one rank, summed over the steps."""
+        return sum(step.bytes for step in self.steps)
+
+    @cached_property
+    def communicates(self) -> bool:
+        return any(step.communicates for step in self.steps)
+
+    @cached_property
+    def collectives(self) -> int:
+        return sum(step.communicates for step in self.steps)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Most memory that one rank holds during the plan, the source included."""
+        source = self.src.max_local_nbytes  # never freed: the plan does not own it
+        return max([source, *(step.peak_bytes + (source if k else 0) for k, step in enumerate(self.steps))])
+
+    @cached_property
+    def largest_block(self) -> int:
+        """Bytes of the largest block under any layout on the way."""
+        return max([self.src.max_local_nbytes, *(step.after.max_local_nbytes for step in self.steps)])
+
+    def __str__(self) -> str:
+        dtype = str(self.src.dtype).removeprefix("torch.")
+        head = f"{dtype}[{', '.join(map(str, self.src.shape))}] {_where(self.src)} -> {_where(self.dst)}: "
+        if not self.steps:
+            return head + "nothing to do"
+        count = f"{self.collectives} collective{'' if self.collectives == 1 else 's'}"
+        head += f"{count}, {self.bytes:,} B received per rank, peak {self.peak_bytes:,} B, {_time(self.cost)}"
+        return "\n".join([head, *(f"  {k}. {step}" for k, step in enumerate(self.steps, 1))])
+
+
+def _names(layout: Layout, mesh_dims: tuple[int, ...]) -> str:
+    names = layout.mesh.mesh_dim_names
+    return ", ".join(names[i] if names else f"mesh dim {i}" for i in mesh_dims)
+
+
+def _where(layout: Layout) -> str:
+    names = layout.mesh.mesh_dim_names
+    return "(" + ", ".join(f"{names[i]}={p}" if names else str(p) for i, p in enumerate(layout.placements)) + ")"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

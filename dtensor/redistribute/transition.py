@@ -1,0 +1,89 @@
+"""The one step between two layouts, with its cost."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ..layout import Layout
+from ..placement import Monoid
+from .blocks import common_prefix, depth, group_size, missing
+from .cost import collective_seconds, local_seconds
+from .exchange import sent
+from .reduction import Reduction
+from .step import AllGather, AllReduce, Exchange, ReduceScatter, Slice, Spread, Step
+
+EXACT_PAIRS = 1 << 12  # above this many pairs of ranks, sending is taken to be as balanced as receiving
+
+
+@lru_cache(maxsize=8192)
+def reduce_step(before: Layout, after: Layout, reduction: Reduction) -> Step:
+    """All-reduce where blocks stay as they are, else reduce-scatter."""
+    mesh, dims = before.mesh, reduction.mesh_dims
+    if before.numel == 0:
+        return Slice(before, after, (), 0, 0.0)
+    size, divisor = group_size(mesh, dims), group_size(mesh, reduction.averaged)
+    if before.splits == after.splits:
+        nbytes = -(-2 * (size - 1) * before.max_local_nbytes // size)  # a reduce-scatter and an all-gather, evenly cut
+        seconds = collective_seconds(mesh, size, nbytes, rounds=2)
+        return AllReduce(before, after, dims, nbytes, seconds, reduction.op, divisor, reduction.finish)
+    assert not isinstance(reduction.op, Monoid), "a monoid need not act pointwise along the dim that would be scattered"
+    nbytes = (size - 1) * after.max_local_nbytes
+    sent = before.max_local_nbytes  # uneven blocks: whoever keeps the smallest sends nearly everything
+    seconds = collective_seconds(mesh, size, max(nbytes, sent * (size - 1) // size)) + local_seconds(mesh, nbytes)
+    return ReduceScatter(before, after, dims, nbytes, seconds, reduction.op, divisor)
+
+
+def spread_step(before: Layout, after: Layout, mesh_dims: tuple[int, ...]) -> Step:
+    """``mesh_dims`` become partial, all with one op."""
+    op = after.partials[mesh_dims[0]]
+    assert op is not None
+    free = op in ("max", "min", "avg") and before.splits == after.splits
+    return Spread(before, after, (), 0, 0.0 if free else local_seconds(before.mesh, after.max_local_nbytes), op)
+
+
+@lru_cache(maxsize=8192)
+def move_step(before: Layout, after: Layout) -> Step:
+    """Slice, all-gather or exchange: the blocks change, the terms stay terms."""
+    itemsize = before.dtype.itemsize
+    received = int(missing(before, after).max()) * itemsize
+    if not received:
+        return Slice(before, after, (), 0, 0.0)
+    dims = _changed(before, after)
+    if _is_gather(before, after):
+        return AllGather(before, after, dims, received, _move_seconds(after, dims, received, received))
+    wider = _with_replicas(before, after, dims)
+    if wider == dims or len(before.mesh.members) * group_size(before.mesh, wider) > EXACT_PAIRS:
+        return Exchange(before, after, dims, received, _move_seconds(after, dims, received, received))
+    choices = [(_move_seconds(after, group, received, sent(before, after, group) * itemsize), group) for group in (dims, wider)]
+    seconds, dims = min(choices, key=lambda choice: choice[0])
+    return Exchange(before, after, dims, received, seconds)
+
+
+def _move_seconds(after: Layout, dims: tuple[int, ...], received: int, most_sent: int) -> float:
+    """Time on the wire, and to put the new block together."""
+    mesh = after.mesh
+    wire = collective_seconds(mesh, group_size(mesh, dims), max(received, most_sent))
+    return wire + local_seconds(mesh, after.max_local_nbytes)
+
+
+def _changed(before: Layout, after: Layout) -> tuple[int, ...]:
+    """Mesh dims whose ranks together hold all that each of them needs.
+
+    Those that split now and not in the same way afterwards. All others either cut both layouts alike, or hold copies.
+    """
+    changed: set[int] = set()
+    for a, b in zip(before.splits, after.splits, strict=True):
+        if a is not None:
+            changed.update(a.mesh_dims[common_prefix(before.mesh, a, b) :])
+    return tuple(sorted(changed))
+
+
+def _is_gather(before: Layout, after: Layout) -> bool:
+    return all(common_prefix(before.mesh, a, b) == depth(b) for a, b in zip(before.splits, after.splits, strict=True))
+
+
+def _with_replicas(before: Layout, after: Layout, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """The group extended by mesh dims that hold copies and will split: several owners can share the sending."""
+    splitting = {i for split in before.splits if split is not None for i in split.mesh_dims}
+    extra = {i for split in after.splits if split is not None for i in split.mesh_dims} - splitting
+    return tuple(sorted({*dims, *extra}))

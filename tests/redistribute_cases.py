@@ -1,0 +1,148 @@
+"""Layouts, terms and the reference that redistribution is compared with, in one process and on gloo alike.
+
+The reference knows no steps: a partial tensor is a nest of reductions in the order of its placements (the last mesh dim
+reduces first), a sharded one is the value sliced by ``local_offset`` and ``local_shape``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dtensor.layout import Layout
+from dtensor.mesh import DeviceMesh
+from dtensor.placement import Monoid, Partial, Placement, Replicate, Shard
+
+SHAPES: tuple[tuple[int, ...], ...] = ((5, 7), (6, 1), (3,), (), (0, 4), (2, 3, 4))
+
+
+def _last_nonzero(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.where(b != 0, b, a)
+
+
+def _double(a: torch.Tensor) -> torch.Tensor:
+    return a * 2
+
+
+# Associative and not commutative: any change of order shows. The second one may be finalized only once.
+LAST = Monoid("last", _last_nonzero, torch.zeros_like)
+LAST_DOUBLED = Monoid("last_doubled", _last_nonzero, torch.zeros_like, _double)
+
+
+def placement_choices(ndim: int, ops: Sequence[Any] = ("sum", "max")) -> list[Placement]:
+    """What one mesh dim can be, without levels and sizes."""
+    return [Replicate(), *(Shard(dim) for dim in range(min(ndim, 2))), *(Partial(op) for op in ops)]
+
+
+def layouts(mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype, ops: Sequence[Any] = ("sum", "max")) -> list[Layout]:
+    """Every combination of placements, both nesting orders, and user-given uneven sizes."""
+    found = [
+        Layout.of(mesh, placements, shape, dtype=dtype)
+        for placements in itertools.product(placement_choices(len(shape), ops), repeat=mesh.ndim)
+    ]
+    found += [variant for layout in list(found) for variant in _variants(layout)]
+    return list(dict.fromkeys(found))
+
+
+def _variants(layout: Layout) -> Iterator[Layout]:
+    for dim in range(min(layout.ndim, 2)):
+        shards = [i for i, placement in enumerate(layout.placements) if placement == Shard(dim)]
+        if len(shards) >= 2:  # the reverse nesting
+            placements = list(layout.placements)
+            for level, i in enumerate(reversed(shards)):
+                placements[i] = Shard(dim, level=level)
+            yield layout.replace(placements=placements)
+        if len(shards) == 1 and layout.mesh.shape[shards[0]] > 1:
+            placements = list(layout.placements)
+            placements[shards[0]] = Shard(dim, sizes=ragged(layout.shape[dim], layout.mesh.shape[shards[0]]))
+            yield layout.replace(placements=placements)
+
+
+def ragged(size: int, count: int) -> tuple[int, ...]:
+    """Sizes that no chunking gives: an empty first block, the rest as uneven as they can be."""
+    first = [0] + [1 if k < size - 1 else 0 for k in range(count - 2)]
+    return (*first, size - sum(first))
+
+
+def terms_of(layout: Layout, seed: int) -> torch.Tensor:
+    """Global terms, shape (sizes of the partial mesh dims..., *shape): small integers, means come out whole."""
+    generator = torch.Generator().manual_seed(seed)
+    lead = [layout.mesh.shape[i] for i, op in enumerate(layout.partials) if op is not None]
+    high = 3 if "product" in layout.partials else 9
+    terms = torch.randint(-high, high + 1, (*lead, *layout.shape), generator=generator)
+    for i, op in enumerate(layout.partials):
+        if op == "avg":
+            terms = terms * layout.mesh.shape[i]
+    return terms.to(layout.dtype)
+
+
+def value_of(layout: Layout, terms: torch.Tensor) -> torch.Tensor:
+    """The nest of reductions, innermost (last mesh dim) first; neighbours with one monoid are one fold."""
+    runs: list[tuple[Any, int]] = []
+    for op in layout.partials:
+        if op is not None:
+            if runs and isinstance(op, Monoid) and runs[-1][0] == op:
+                runs[-1] = (op, runs[-1][1] + 1)
+            else:
+                runs.append((op, 1))
+    for op, count in reversed(runs):
+        lead = terms.ndim - layout.ndim
+        terms = _fold(op, terms.flatten(lead - count, lead - 1).movedim(lead - count, 0))
+    return terms
+
+
+def _fold(op: Any, stacked: torch.Tensor) -> torch.Tensor:
+    match op:
+        case "sum":
+            return stacked.sum(0)
+        case "avg":
+            return stacked.mean(0)
+        case "max":
+            return stacked.amax(0)
+        case "min":
+            return stacked.amin(0)
+        case "product":
+            return stacked.prod(0)
+    result = stacked[0]
+    for term in stacked[1:]:
+        result = op.combine(result, term)
+    return result if op.finalize is None else op.finalize(result)
+
+
+def local_of(layout: Layout, terms: torch.Tensor, member: int) -> torch.Tensor:
+    """What ``member`` holds of the global ``terms``: its term, cut to its block."""
+    coordinate = layout.mesh.coordinates[member]
+    for i, op in enumerate(layout.partials):
+        if op is not None:
+            terms = terms[coordinate[i]]
+    for dim, (start, size) in enumerate(zip(layout.local_offset(coordinate), layout.local_shape(coordinate), strict=True)):
+        terms = terms.narrow(dim, min(start, terms.shape[dim] - size), size)
+    return terms.clone()
+
+
+def wrong_members(layout: Layout, value: torch.Tensor, locals_: Sequence[torch.Tensor]) -> list[str]:
+    """What differs from the canonical blocks of ``value``, one line per member (terms are reduced by the reference)."""
+    wrong = []
+    for member, local in enumerate(locals_):
+        coordinate = layout.mesh.coordinates[member]
+        if local.dtype != layout.dtype or tuple(local.shape) != layout.local_shape(coordinate):
+            wrong.append(
+                f"member {member}: {local.dtype} {tuple(local.shape)}, not {layout.dtype} {layout.local_shape(coordinate)}"
+            )
+            continue
+        partial_dims = tuple(i for i, op in enumerate(layout.partials) if op is not None)
+        group = layout.mesh.members_of(partial_dims, member)
+        lead = [layout.mesh.shape[i] for i in partial_dims]
+        got = value_of(layout, torch.stack([locals_[other] for other in group]).reshape((*lead, *local.shape)))
+        plain = Layout.from_splits(layout.mesh, layout.splits, (None,) * layout.mesh.ndim, layout.shape, dtype=layout.dtype)
+        want = local_of(plain, value, member)
+        if not torch.equal(got, want):
+            wrong.append(f"member {member} at {coordinate}: {got.tolist()}, not {want.tolist()}")
+    return wrong
+
+
+def all_pairs(found: Iterable[Layout]) -> list[tuple[Layout, Layout]]:
+    return list(itertools.product(found, repeat=2))
