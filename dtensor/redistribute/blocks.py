@@ -16,6 +16,7 @@ from ..layout import Layout, Split, chunk_sizes
 from ..mesh import DeviceMesh
 
 Table = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 
 @lru_cache(maxsize=8192)

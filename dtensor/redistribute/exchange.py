@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..layout import Layout
-from .blocks import Table, blocks, groups, leaves
+from .blocks import Mask, Table, blocks, groups, leaves
 
 
 class Box(NamedTuple):
@@ -59,7 +59,7 @@ def routes(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: in
     return Routes(sends, receives, None if old is None or new is None else (old, new))
 
 
-def _boxes(start: Table, size: Table, chosen: Table) -> tuple[Box | None, ...]:
+def _boxes(start: Table, size: Table, chosen: Mask) -> tuple[Box | None, ...]:
     filled = chosen & (size > 0).all(axis=1)
     return tuple(
         Box(tuple(a), tuple(b)) if take else None
@@ -67,7 +67,7 @@ def _boxes(start: Table, size: Table, chosen: Table) -> tuple[Box | None, ...]:
     )
 
 
-def _partners(before: Layout, after: Layout, mesh_dims: tuple[int, ...], group: Table, mine: int) -> tuple[Table, Table]:
+def _partners(before: Layout, after: Layout, mesh_dims: tuple[int, ...], group: Table, mine: int) -> tuple[Mask, Mask]:
     """To which positions, and from which, position ``mine`` has something to transfer if their boxes meet."""
     splitting = {i for split in before.splits if split is not None for i in split.mesh_dims}
     if splitting.issuperset(mesh_dims):  # no replicas: every part has one owner

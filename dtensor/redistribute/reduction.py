@@ -131,22 +131,20 @@ def changes(src: Layout, dst: Layout) -> Changes:
 def _kept(src: Layout, dst: Layout) -> set[int]:
     """Mesh dims whose terms stay: same op on both sides, and nothing has to pass them that cannot."""
     kept = {i for i, (a, b) in enumerate(zip(src.partials, dst.partials, strict=True)) if a is not None and a == b}
-    blocked = True
-    while blocked:
+    while True:
         leaving = [(i, op) for i, op in enumerate(src.partials) if op is not None and i not in kept]
         entering = [(i, op) for i, op in enumerate(dst.partials) if op is not None and i not in kept]
-        blocked = {
-            j
-            for j in kept
-            for inner in [src.partials[j]]
-            if inner is not None
-            and (
-                any(i < j and not commute(op, inner) for i, op in leaving)
-                or any(i < j and not may_enter(op, inner) for i, op in entering)
-            )
-        }
+        blocked = {j for j in kept if _must_pass(leaving, entering, j, _op(src, j))}
+        if not blocked:
+            return kept
         kept -= blocked
-    return kept
+
+
+def _must_pass(leaving: list[tuple[int, Op]], entering: list[tuple[int, Op]], mesh_dim: int, inner: Op) -> bool:
+    """Whether a reduction further out would have to pass ``inner`` on ``mesh_dim`` and cannot."""
+    return any(i < mesh_dim and not commute(op, inner) for i, op in leaving) or any(
+        i < mesh_dim and not may_enter(op, inner) for i, op in entering
+    )
 
 
 def _merged(src: Layout, dst: Layout, leaving: list[int]) -> list[Reduction]:

@@ -1,0 +1,313 @@
+"""Plans are chains of the right steps, within their bounds, decided by integer maths alone. No tensor is moved here."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redistribute_cases import LAST, LAST_DOUBLED, SHAPES, all_pairs, layouts, ragged, value_of
+
+from dtensor.errors import LayoutError
+from dtensor.layout import Layout, Split
+from dtensor.mesh import DeviceMesh
+from dtensor.placement import Partial, Replicate, Shard
+from dtensor.redistribute import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, estimate, plan
+from dtensor.redistribute.exchange import Box, routes, sent
+from dtensor.redistribute.reduction import commute, may_enter, may_pad
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+NAMES = ("dp", "tp", "pp")
+OPS = ("sum", "avg", "max", "min", "product")
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    return DeviceMesh("cpu", torch.arange(math.prod(shape)).reshape(shape), mesh_dim_names=NAMES[: len(shape)])
+
+
+def planned(mesh: DeviceMesh, a: Any, b: Any, shape: tuple[int, ...] = (60, 60), dtype: torch.dtype = torch.float32) -> Plan:
+    return plan(Layout.of(mesh, a, shape, dtype=dtype), Layout.of(mesh, b, shape, dtype=dtype))
+
+
+def elements(layout: Layout, member: int) -> set[tuple[int, ...]]:
+    """The global indices in a member's block, one by one: the planner never does this."""
+    coordinate = layout.mesh.coordinates[member]
+    spans = zip(layout.local_offset(coordinate), layout.local_shape(coordinate), strict=True)
+    return set(itertools.product(*(range(start, start + size) for start, size in spans)))
+
+
+def check_chain(found: Plan) -> None:
+    """What holds for every plan."""
+    at = found.src
+    for step in found.steps:
+        assert step.before.same_data(at)
+        assert all(step.before.mesh.shape[i] > 1 for i in step.mesh_dims)
+        assert step.communicates == (step.bytes > 0)
+        at = step.after
+    assert at.same_data(found.dst)
+    assert found.largest_block <= max(found.src.max_local_nbytes, found.dst.max_local_nbytes), str(found)
+
+
+# --- strategies ---------------------------------------------------------------------------------------------------
+@st.composite
+def sharded_pairs(draw: st.DrawFn) -> tuple[Layout, Layout]:
+    """Two layouts of one tensor on one mesh: any nesting, any sizes."""
+    mesh = mesh_of(*draw(st.sampled_from([(2,), (3,), (2, 3), (3, 2), (2, 1, 2), (2, 2, 2)])))
+    shape = tuple(draw(st.lists(st.integers(0, 6), min_size=1, max_size=3)))
+    return draw(_sharded(mesh, shape)), draw(_sharded(mesh, shape))
+
+
+@st.composite
+def _sharded(draw: st.DrawFn, mesh: DeviceMesh, shape: tuple[int, ...]) -> Layout:
+    order = draw(st.permutations([i for i in range(mesh.ndim) if mesh.shape[i] > 1]))
+    dims = [draw(st.integers(-1, len(shape) - 1)) for _ in order]
+    splits: list[Split | None] = []
+    for dim, size in enumerate(shape):
+        mesh_dims = tuple(i for i, d in zip(order, dims, strict=True) if d == dim)
+        count = math.prod(mesh.shape[i] for i in mesh_dims)
+        cuts = sorted(draw(st.lists(st.integers(0, size), min_size=count - 1, max_size=count - 1)))
+        sizes = tuple(b - a for a, b in itertools.pairwise([0, *cuts, size]))
+        splits.append(Split(mesh_dims, sizes) if mesh_dims else None)
+    return Layout.from_splits(mesh, splits, (None,) * mesh.ndim, shape)
+
+
+# --- bounds -------------------------------------------------------------------------------------------------------
+@settings(max_examples=200)
+@given(sharded_pairs())
+def test_sharded_to_sharded_moves_exactly_the_elements_that_a_rank_lacks_in_one_collective(pair: tuple[Layout, Layout]) -> None:
+    found = plan(*pair)
+    check_chain(found)
+    src, dst = pair
+    lacking = max(len(elements(dst, member) - elements(src, member)) for member in src.mesh.members)
+    assert found.collectives == (lacking > 0)
+    assert found.bytes == lacking * 4
+
+
+@settings(max_examples=200)
+@given(sharded_pairs())
+def test_an_exchange_delivers_every_element_once_from_an_owner(pair: tuple[Layout, Layout]) -> None:
+    for step in plan(*pair).steps:
+        if isinstance(step, Exchange):
+            for dims in (step.mesh_dims, tuple(range(step.before.mesh.ndim))):
+                check_exchange(step.before, step.after, dims)
+
+
+def check_exchange(before: Layout, after: Layout, mesh_dims: tuple[int, ...]) -> None:
+    mesh = before.mesh
+    all_routes = [routes(before, after, mesh_dims, member) for member in mesh.members]
+    most = 0
+    for member in mesh.members:
+        group = mesh.members_of(mesh_dims, member)
+        origin, new_origin = (layout.local_offset(mesh.coordinates[member]) for layout in (before, after))
+        got: list[tuple[int, ...]] = []
+        for position, box in enumerate(all_routes[member].receives):
+            other = group[position]
+            sending = all_routes[other].sends[mesh.members_of(mesh_dims, other).index(member)]
+            assert (box is None) == (sending is None)
+            if box is not None and sending is not None:
+                assert box.size == sending.size
+                assert _global(box, new_origin) == _global(sending, before.local_offset(mesh.coordinates[other]))
+                assert set(_global(box, new_origin)) <= elements(before, other)
+                got += _global(box, new_origin)
+        kept = all_routes[member].kept
+        if kept is not None:
+            assert _global(kept[0], origin) == _global(kept[1], new_origin)
+            got += _global(kept[1], new_origin)
+        assert len(got) == len(set(got))
+        assert set(got) == elements(after, member)
+        assert set(got) - elements(before, member) == set(got) - set(_global(kept[1], new_origin) if kept else [])
+        most = max(most, sum(math.prod(box.size) for box in all_routes[member].sends if box is not None))
+    assert most == sent(before, after, mesh_dims)
+
+
+def _global(box: Box, origin: tuple[int, ...]) -> list[tuple[int, ...]]:
+    spans = zip(origin, box.start, box.size, strict=True)
+    return list(itertools.product(*(range(o + start, o + start + size) for o, start, size in spans)))
+
+
+@pytest.mark.parametrize("mesh_shape", [(3,), (2, 3), (2, 2, 2)], ids=str)
+def test_every_pair_is_a_chain_within_its_bounds(mesh_shape: tuple[int, ...]) -> None:
+    mesh = mesh_of(*mesh_shape)
+    for shape in SHAPES if len(mesh_shape) < 3 else ((5, 7), ()):
+        ops = ("sum", "max") if len(mesh_shape) < 3 else ("sum",)
+        for src, dst in all_pairs(layouts(mesh, shape, torch.float64, ops)):
+            found = plan(src, dst)
+            check_chain(found)
+            reduced = sum(a is not None and a != b for a, b in zip(src.partials, dst.partials, strict=True))
+            assert found.collectives <= 1 + 2 * (src.is_partial and reduced > 0) + max(0, reduced - 1), str(found)
+            if not src.is_partial and not dst.is_partial:
+                assert found.collectives <= 1
+
+
+def test_no_plan_depends_on_who_asks() -> None:
+    mesh = mesh_of(2, 3)
+    found = planned(mesh, [S0, P], [S1, S0])
+    assert planned(mesh, [S0, P], [S1, S0]) is found
+    again = mesh_of(2, 3)
+    assert planned(again, [S0, P], [S1, S0]) is found
+
+
+# --- which steps ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("src", "dst", "steps"),
+    [
+        ([R, R], [R, R], []),
+        ([R, R], [S0, S1], [Slice]),
+        ([S0, R], [S0, S0], [Slice]),
+        ([R, R], [P, R], [Spread]),
+        ([R, R], [P, Partial("max")], [Spread, Spread]),
+        ([S0, R], [P, R], [Spread]),
+        ([S0, S0], [P, P], [Spread]),
+        ([S0, S0], [R, R], [AllGather]),
+        ([S0, S1], [R, R], [AllGather]),
+        ([S0, S0], [S0, R], [AllGather]),
+        ([R, S0], [S1, R], [Slice, AllGather]),
+        ([S0, S1], [S1, S0], [Exchange]),
+        ([S0, R], [S1, R], [Exchange]),
+        ([R, S0], [S0, S0], [Exchange]),
+        ([P, P], [R, R], [AllReduce]),
+        ([P, Partial("avg")], [R, R], [AllReduce]),
+        ([P, Partial("max")], [R, R], [AllReduce, AllReduce]),
+        ([P, R], [S1, R], [ReduceScatter]),
+        ([P, P], [S0, S1], [ReduceScatter]),
+        ([S0, P], [S0, S0], [ReduceScatter]),
+        ([P, S0], [S0, S0], [AllReduce, Exchange]),
+        ([R, P], [S0, R], [Slice, AllReduce]),
+        ([P, S0], [P, R], [AllGather]),
+        ([P, Partial("max")], [P, R], [AllReduce]),
+        ([P, R], [Partial("max"), R], [ReduceScatter, Spread]),
+        ([P, R], [Partial("avg"), R], [AllReduce, Spread]),
+        ([R, P], [P, P], [Spread]),
+    ],
+    ids=str,
+)
+def test_the_table_of_transitions(src: Any, dst: Any, steps: list[type]) -> None:
+    found = planned(mesh_of(2, 3), src, dst)
+    assert [type(step) for step in found.steps] == steps, str(found)
+
+
+def test_large_tensors_are_scattered_while_they_reduce() -> None:
+    mesh, shape = mesh_of(2, 3), (600, 600)
+    found = planned(mesh, [P, S0], [S0, S0], shape)
+    assert [type(step) for step in found.steps] == [ReduceScatter, Exchange]
+    found = planned(mesh, [P, Partial("max")], [R, R], shape)
+    assert [type(step) for step in found.steps] == [ReduceScatter, ReduceScatter, AllGather]
+
+
+def test_a_mesh_dim_of_size_1_never_works() -> None:
+    mesh = mesh_of(1, 3)
+    assert not planned(mesh, [P, S0], [S1, S0]).steps
+    assert all(step.mesh_dims in ((), (1,)) for step in planned(mesh, [Partial("max"), P], [S0, R]).steps)
+
+
+def test_an_empty_tensor_never_communicates() -> None:
+    for src, dst in all_pairs(layouts(mesh_of(2, 2), (0, 4), torch.float32)):
+        assert not plan(src, dst).communicates
+
+
+def test_terms_of_different_kinds_reduce_from_the_last_mesh_dim() -> None:
+    first, second = planned(mesh_of(2, 3), [P, Partial("max")], [R, R]).steps
+    assert (first.mesh_dims, second.mesh_dims) == ((1,), (0,))
+    # the inner terms cannot stay while the outer ones are reduced
+    assert [step.mesh_dims for step in planned(mesh_of(2, 3), [P, Partial("max")], [R, Partial("max")]).steps][:2] == [(1,), (0,)]
+
+
+def test_replicas_share_the_sending() -> None:
+    """Eight ranks need a quarter that two ranks of their row hold; the four rows hold copies."""
+    mesh = mesh_of(4, 8)
+    src, dst = (Layout.of(mesh, placements, (1024, 1024)) for placements in ([R, S0], [S0, R]))
+    (step,) = plan(src, dst).steps
+    assert step.mesh_dims == (0, 1)
+    assert sent(src, dst, (0, 1)) <= 256 * 1024
+    assert sent(src, dst, (1,)) == 7 * 128 * 1024
+    check = plan(src.replace(shape=(32, 1)), dst.replace(shape=(32, 1)))
+    check_exchange(check.src, check.dst, (0, 1))
+
+
+def test_a_reduce_scatter_takes_the_sizes_of_the_destination() -> None:
+    sizes = ragged(60, 3)
+    (step,) = planned(mesh_of(3), [P], [Shard(0, sizes=sizes)]).steps
+    assert isinstance(step, ReduceScatter)
+    assert step.bytes == 2 * max(sizes) * 60 * 4
+
+
+# --- the algebra, by brute force --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("outer", "inner"), list(itertools.product(OPS, OPS)))
+def test_reductions_commute_exactly_where_the_table_says(outer: str, inner: str) -> None:
+    mesh = mesh_of(2, 3)
+    nest = Layout.of(mesh, [Partial(outer), Partial(inner)], (50,), dtype=torch.float64)
+    swapped = Layout.of(mesh_of(3, 2), [Partial(inner), Partial(outer)], (50,), dtype=torch.float64)
+    terms = torch.randint(-9, 10, (2, 3, 50), generator=torch.Generator().manual_seed(0)).double()
+    same = torch.allclose(value_of(nest, terms), value_of(swapped, terms.transpose(0, 1)))
+    assert commute(outer, inner) == same
+
+
+@pytest.mark.parametrize(("op", "inner"), list(itertools.product(OPS, OPS)))
+def test_identities_pass_inner_reductions_where_the_table_says(op: str, inner: str) -> None:
+    identity = {"sum": 0.0, "avg": None, "max": -math.inf, "min": math.inf, "product": 1.0}[op]
+    if identity is None:  # the mean has none
+        assert not may_pad(op, [])
+        assert may_enter(op, inner)
+        return
+    fold = Layout.of(mesh_of(3), [Partial(inner)], (1,), dtype=torch.float64)
+    holds = value_of(fold, torch.full((3, 1), identity, dtype=torch.float64)).item() == identity
+    assert holds or not may_pad(op, [inner])
+    if op in ("sum", "product"):
+        assert may_enter(op, inner) == holds
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------
+def test_means_of_integers_are_refused_with_a_remedy() -> None:
+    mesh = mesh_of(2)
+    with pytest.raises(LayoutError, match=r"use Partial\('sum'\)"):
+        planned(mesh, [Partial("avg")], [R], dtype=torch.int64)
+    with pytest.raises(LayoutError, match="int64"):
+        planned(mesh, [R], [Partial("avg")], dtype=torch.int64)
+    assert not planned(mesh, [Partial("avg")], [Partial("avg")], dtype=torch.int64).steps
+    bad = Layout.of(mesh, [Partial("avg")], (4,), dtype=torch.int64)
+    assert estimate(bad, bad.replace(placements=[R])) == math.inf
+
+
+def test_complex_numbers_have_no_maximum() -> None:
+    with pytest.raises(LayoutError, match="no order"):
+        planned(mesh_of(2), [Partial("max")], [R], dtype=torch.complex64)
+
+
+def test_layouts_of_different_tensors_are_refused() -> None:
+    a = Layout.of(mesh_of(2), [S0], (4,))
+    for other in (a.replace(shape=(5,)), a.replace(dtype=torch.float64), Layout.of(mesh_of(3), [S0], (4,))):
+        with pytest.raises(LayoutError, match="must be the same"):
+            plan(a, other)
+
+
+def test_a_finished_value_is_no_term_of_a_monoid_with_finalize() -> None:
+    mesh = mesh_of(2, 3)
+    with pytest.raises(LayoutError, match="finalize"):
+        planned(mesh, [R, R], [Partial(LAST_DOUBLED), R])
+    with pytest.raises(LayoutError, match="finalize"):
+        planned(mesh, [Partial(LAST_DOUBLED), P], [P, Partial(LAST_DOUBLED)])
+    assert planned(mesh, [Partial(LAST_DOUBLED), R], [R, Partial(LAST_DOUBLED)]).communicates
+    assert planned(mesh, [R, R], [Partial(LAST), R]).collectives == 0
+
+
+def test_a_monoid_is_never_scattered_while_it_reduces() -> None:
+    found = planned(mesh_of(2, 3), [Partial(LAST), R], [S0, R])
+    assert [type(step) for step in found.steps] == [AllReduce, Slice]
+
+
+# --- prints --------------------------------------------------------------------------------------------------------------
+def test_a_plan_prints_one_readable_line_a_step() -> None:
+    text = str(planned(mesh_of(2, 3), [P, S0], [S0, S0], shape=(600, 500)))
+    head, *lines = text.splitlines()
+    assert head.startswith("float32[600, 500] (dp=P(sum), tp=S(0)) -> (dp=S(0), tp=S(0)): 2 collectives, ")
+    assert "B received per rank, peak" in head
+    assert lines[0].startswith(
+        "  1. reduce_scatter(sum) over dp: (dp=P(sum), tp=S(0)) -> (dp=S(0@1), tp=S(0@0)), 200,000 B/rank, "
+    )
+    assert lines[1].startswith("  2. exchange over dp, tp: ")
+    assert str(planned(mesh_of(2), [R], [R])).endswith("nothing to do")
+    assert str(planned(mesh_of(2), [R], [P])).splitlines()[1] == "  1. spread(sum): (dp=R) -> (dp=P(sum)), local"
