@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from .compiled import Runner, compile_plan
 from .errors import MeshError, MixedTensorError
-from .execute import execute
 from .layout import Layout
 from .mesh import DeviceMesh
 from .modes import MODES
 from .operators import Operator, operator_of
-from .propagate import Plan, Slot, propagate
+from .propagate import Slot, propagate
 from .rules.registry import foreach_base, lookup
 
 CACHE_LIMIT = 4096  # plans per operator
@@ -26,7 +26,7 @@ CACHE_LIMIT = 4096  # plans per operator
 class Entry:
     """One operator's plans."""
 
-    __slots__ = ("fast", "func", "general", "hits", "misses", "operator", "scalar_positions", "version")
+    __slots__ = ("func", "misses", "operator", "plans", "scalar_positions")
 
     def __init__(self, func: Any) -> None:
         self.func = func
@@ -39,8 +39,7 @@ class Entry:
         )
         if matter:
             self.scalar_positions = frozenset()
-        self.fast: dict[tuple[Any, ...], Layout] = {}
-        self.general: dict[tuple[Any, ...], Plan] = {}
+        self.plans: dict[tuple[Any, ...], Layout | Runner] = {}
         self.misses = 0
 
 
@@ -74,7 +73,7 @@ def clear_plans() -> None:
 
 def cache_info() -> dict[str, tuple[int, int]]:
     """Per operator (plans kept, plans made)."""
-    return {str(func): (len(entry.fast) + len(entry.general), entry.misses) for func, entry in _ENTRIES.items()}
+    return {str(func): (len(entry.plans), entry.misses) for func, entry in _ENTRIES.items()}
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -101,16 +100,12 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if MODES.implicit_replication:
         key.append(MODES)
     signature = tuple(key)
-    layout = entry.fast.get(signature)
-    if layout is not None:
-        return _WRAP(func(*local_args, **local_kwargs), layout)
-    plan = entry.general.get(signature)
-    if plan is None:
-        plan = _miss(entry, signature, args, kwargs)
-        layout = entry.fast.get(signature)
-        if layout is not None:
-            return _WRAP(func(*local_args, **local_kwargs), layout)
-    return execute(plan, entry.operator, entry.operator.bind(args, kwargs), entry.operator.bind(tuple(local_args), local_kwargs), _WRAP)
+    found = entry.plans.get(signature)
+    if found is None:
+        found = _miss(entry, signature, args, kwargs)
+    if type(found) is Layout:
+        return _WRAP(func(*local_args, **local_kwargs), found)
+    return found(args, kwargs, local_args, local_kwargs)
 
 
 def _static(value: Any, key: list[Any], by_type: bool) -> Any:
@@ -147,7 +142,7 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
     return value
 
 
-def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
     operator = entry.operator
     meshes: dict[DeviceMesh, None] = {}
     plain: set[Slot] = set()
@@ -160,34 +155,12 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         )
     mesh = next(iter(meshes))
     bound = {name: _admit(value, name, None, operator, mesh, plain) for name, value in raw.items()}
-    plan = propagate(operator, mesh, bound, frozenset(plain))
+    found = compile_plan(propagate(operator, mesh, bound, frozenset(plain)), operator, _WRAP)
     entry.misses += 1
-    if len(entry.general) + len(entry.fast) >= CACHE_LIMIT:
-        entry.general.clear()
-        entry.fast.clear()
-    entry.general[signature] = plan
-    if _is_fast(plan, operator, mesh):
-        entry.fast[signature] = plan.results[0]
-    return plan
-
-
-def _is_fast(plan: Plan, operator: Operator, mesh: DeviceMesh) -> bool:
-    """Nothing to do but the local op: one new tensor, no moves, no rewritten arguments, this rank takes part."""
-    rule = plan.rule
-    return (
-        plan.how == "rule"
-        and rule is not None
-        and plan.chosen is not None
-        and not plan.moves
-        and not plan.write_back
-        and rule.run is None
-        and rule.local is None
-        and rule.local_args is None
-        and plan.chosen.kernel_row is None
-        and operator.returns == (None,)
-        and isinstance(plan.results[0], Layout)
-        and mesh.current_member() is not None
-    )
+    if len(entry.plans) >= CACHE_LIMIT:
+        entry.plans.clear()
+    entry.plans[signature] = found
+    return found
 
 
 def _layouts(value: Any, meshes: dict[DeviceMesh, None]) -> Any:

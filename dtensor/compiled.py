@@ -1,0 +1,163 @@
+"""Plans in the form that dispatch runs: everything known at planning time is bound, so that a call does what it must and no more.
+
+A fast path skips work whose result is known; it is never a different algorithm: each falls back to :func:`execute` for what it does not cover.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .comm import communicator_of
+from .execute import Wrap, execute, local_view
+from .layout import Layout
+from .modes import MODES
+from .operators import Operator
+from .propagate import Plan
+from .redistribute import execute as run_move
+
+Args = tuple[Any, ...]
+Runner = Callable[[Args, dict[str, Any], list[Any], dict[str, Any]], Any]  # user's args, kwargs, then local ones
+
+
+def compile_plan(plan: Plan, operator: Operator, wrap: Wrap) -> Layout | Runner:
+    """How to run ``plan``: the result's layout alone where the local op and one wrapper are all there is, else a function."""
+
+    def general(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        return execute(plan, operator, operator.bind(args, kwargs), operator.bind(tuple(local_args), local_kwargs), wrap)
+
+    if plan.how == "answer":
+        answer = plan.answer
+        return lambda args, kwargs, local_args, local_kwargs: answer
+    if not _plain(plan, operator):
+        return general
+    assert plan.rule is not None
+    call: Runner | None = _local_call(plan, operator)
+    if call is None:
+        return general
+    finish = _finish(plan, operator, wrap)
+    if finish is None:
+        return general
+    if not plan.moves and plan.rule.local_args is None and plan.rule.local is None and operator.returns == (None,):
+        return plan.results[0]  # type: ignore[no-any-return]  # one new tensor
+    if plan.moves:
+        return _moved(plan, operator, call, finish, general)
+    bound_call, bound_finish = call, finish
+    return lambda args, kwargs, local_args, local_kwargs: bound_finish(args, bound_call(args, kwargs, local_args, local_kwargs))
+
+
+def _plain(plan: Plan, operator: Operator) -> bool:
+    """A rule without kernels, write-backs or ``out=``, on a rank that takes part."""
+    return (
+        plan.how == "rule"
+        and plan.rule is not None
+        and not plan.write_back
+        and not operator.outs
+        and plan.rule.run is None
+        and (plan.chosen is None or plan.chosen.kernel_row is None)
+        and plan.call.mesh.current_member() is not None
+    )
+
+
+def _local_call(plan: Plan, operator: Operator) -> Runner | None:
+    rule = plan.rule
+    assert rule is not None
+    func = rule.local or operator.func
+    rewrite = rule.local_args
+    if rewrite is None or plan.chosen is None:
+        return lambda args, kwargs, local_args, local_kwargs: func(*local_args, **local_kwargs)
+    mesh = plan.call.mesh
+    members = mesh.members if mesh.kind == "in_process" else [mesh.current_member()]
+    changed = [rewrite(plan.call, local_view(plan, member)) for member in members if member is not None]
+    names = {name for values in changed for name in values}
+    if not names <= set(operator.names[: operator.positional]):
+        return None
+    places = {name: operator.names.index(name) for name in names}
+    by_member = [sorted((places[name], value) for name, value in values.items()) for values in changed]
+    if mesh.kind != "in_process":
+        return _with_values(func, by_member[0])
+    comm = communicator_of(mesh)
+
+    def each(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        def one(member: int, positional: list[Any], keywords: dict[str, Any]) -> Any:
+            positional = list(positional)
+            for place, value in by_member[member]:
+                _set(positional, place, value)
+            return func(*positional, **keywords)
+
+        return comm.map(one, local_args, local_kwargs)
+
+    return each
+
+
+def _with_values(func: Any, values: list[tuple[int, Any]]) -> Runner:
+    if len(values) == 1:
+        (place, value) = values[0]
+
+        def one_value(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+            if place < len(local_args):
+                local_args[place] = value
+                return func(*local_args, **local_kwargs)
+            _set(local_args, place, value)
+            return func(*local_args, **local_kwargs)
+
+        return one_value
+
+    def many_values(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        for place, value in values:
+            _set(local_args, place, value)
+        return func(*local_args, **local_kwargs)
+
+    return many_values
+
+
+def _set(positional: list[Any], place: int, value: Any) -> None:
+    """Set one positional argument. Rules that rewrite an argument left at its default rewrite those before it too."""
+    if place == len(positional):
+        positional.append(value)
+    else:
+        positional[place] = value
+
+
+def _finish(plan: Plan, operator: Operator, wrap: Wrap) -> Callable[[Args, Any], Any] | None:
+    """From local results to what the user gets."""
+    returns, results = operator.returns, plan.results
+    if not returns:
+        return lambda args, computed: None
+    if len(returns) == 1:
+        owner, layout = returns[0], results[0] if results else None
+        if owner is not None:
+            place = operator.names.index(owner)
+            return (lambda args, computed: args[place]) if place == 0 else None
+        if isinstance(layout, Layout):
+            return lambda args, computed: wrap(computed, layout)
+        if isinstance(layout, list) and all(isinstance(item, Layout) for item in layout):
+            return lambda args, computed: [wrap(value, item) for value, item in zip(computed, layout, strict=True)]
+        return None
+    if all(owner is None for owner in returns) and all(isinstance(layout, Layout) for layout in results):
+        return lambda args, computed: tuple(wrap(value, layout) for value, layout in zip(computed, results, strict=True))
+    return None
+
+
+def _moved(plan: Plan, operator: Operator, call: Runner, finish: Callable[[Args, Any], Any], general: Runner) -> Runner:
+    """Operands redistributed first; keyword operands and ``explicit()`` take the general way."""
+    places = []
+    for (name, index), move in plan.moves:
+        if name not in operator.names[: operator.positional]:
+            return general
+        places.append((operator.names.index(name), index, move))
+    communicates = plan.communicates
+
+    def run(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        if communicates and MODES.explicit:
+            return general(args, kwargs, local_args, local_kwargs)
+        for place, index, move in places:
+            if place >= len(local_args):
+                return general(args, kwargs, local_args, local_kwargs)
+            if index is None:
+                local_args[place] = run_move(move, local_args[place])
+            else:
+                local_args[place][index] = run_move(move, local_args[place][index])
+        return finish(args, call(args, kwargs, local_args, local_kwargs))
+
+    return run
