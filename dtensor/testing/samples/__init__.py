@@ -1,0 +1,49 @@
+"""Samples by operator name, one module per rule family; every module here that has ``SAMPLES`` takes part."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+
+from ...rules import rules
+from .sample import Builder, Sample, Samples
+
+__all__ = ["Builder", "Sample", "Samples", "samples_of", "without_sample"]
+
+
+@cache
+def _by_name() -> dict[str, list[Builder]]:
+    """All samples by full operator name, ``"aten::add"`` or ``"aten::add.Tensor"``."""
+    found: dict[str, list[Builder]] = {}
+    for module in sorted(info.name for info in pkgutil.iter_modules(__path__)):
+        samples: Samples = getattr(import_module(f"{__name__}.{module}"), "SAMPLES", {})
+        for name, builders in samples.items():
+            found.setdefault(full_name(name), []).extend(builders)
+    return found
+
+
+def full_name(name: str) -> str:
+    """``"mm"`` is ``"aten::mm"``."""
+    return name if "::" in name else f"aten::{name}"
+
+
+def samples_of(name: str) -> list[Sample]:
+    """The samples of a rule: those of its name, and for an operator those of its overloads that have no rule of their own."""
+    return list(_find(full_name(name)))
+
+
+def _find(name: str) -> Iterator[Sample]:
+    registered = rules()
+    for known, builders in _by_name().items():
+        base, _, overload = known.partition("::")[2].partition(".")
+        own = known == name or (f"{known.partition('::')[0]}::{base}" == name and overload and known not in registered)
+        if own:
+            for builder in builders:
+                yield builder if isinstance(builder, Sample) else builder()
+
+
+def without_sample() -> list[str]:
+    """Registered rules that no sample exercises."""
+    return sorted(name for name in rules() if not any(True for _ in _find(name)))

@@ -1,0 +1,29 @@
+"""``Sample``: arguments that show an operator at work, for the generic verification of its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Arguments of one operator call. Tensors are plain CPU tensors, also inside lists; sizes small and distinct.
+
+    Attributes:
+        args, kwargs: as the operator takes them.
+        note: what is special about it, for reports.
+        values: compare values (False for uninitialised memory: shapes, dtypes and layouts only).
+        gradients: compare gradients too.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+    values: bool = True
+    gradients: bool = True
+
+
+Builder: TypeAlias = Sample | Callable[[], Sample]
+Samples: TypeAlias = dict[str, list[Builder]]
