@@ -2,9 +2,11 @@
 
 from .comm import PerRank, map_ranks, per_rank
 from .create import empty, full, ones, rand, randn, zeros
+from .custom import register_sharding
 from .dispatch import cache_info
 from .distribute import distribute_module, distribute_tensor
 from .layout import Layout
+from .local_mapping import local_map
 from .mesh import DeviceMesh, init_device_mesh
 from .modes import explicit, implicit_replication
 from .placement import Monoid, Partial, Placement, Replicate, Shard
@@ -30,11 +32,13 @@ __all__ = [
     "full",
     "implicit_replication",
     "init_device_mesh",
+    "local_map",
     "manual_seed",
     "map_ranks",
     "ones",
     "per_rank",
     "rand",
     "randn",
+    "register_sharding",
     "zeros",
 ]

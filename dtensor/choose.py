@@ -248,7 +248,8 @@ def place(
 
 def _prefix_free(names: tuple[str, ...], name: str, sizes: Mapping[str, int]) -> int:
     """The factor's size if only factors of size one stand before it, else -1."""
-    return sizes[name] if all(sizes[other] == 1 for other in names[: names.index(name)]) else -1
+    before = names[: names.index(name)]
+    return sizes[name] if all(sizes[other] == 1 or other[0] == "@" for other in before) else -1
 
 
 def _idle(spec: Spec, dims: Dims, sizes: Mapping[str, int]) -> Placement:

@@ -59,6 +59,9 @@ class Factors:
         reduced: factor -> reduce op of the results that lack it.
         additive: operands that are added once, so they are Partial wherever a factor is summed.
         kernels: factor -> kernel to run instead of the op when this factor is sharded.
+        rows: the rows of the factors, where they do not follow from their positions (a user's table of placements).
+
+    A factor whose name begins with "@" is one of several readings of its tensor dim, not a part of a product.
     """
 
     operands: tuple[Dims, ...]
@@ -68,6 +71,7 @@ class Factors:
     reduced: Mapping[str, str] = field(default_factory=dict)
     additive: frozenset[int] = frozenset()
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
+    rows: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +146,7 @@ def leads(dims: Dims, factor: str, sizes: Mapping[str, int]) -> int | None:
     """
     for d, names in enumerate(dims):
         if factor in names:
-            if any(sizes[name] > 1 for name in names[: names.index(factor)]):
+            if any(sizes[name] > 1 and name[0] != "@" for name in names[: names.index(factor)]):
                 raise RuleError("inner")
             return d
     return None
@@ -152,16 +156,16 @@ def inner_size(dim: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> i
     """Elements of the tensor dim per element of its leading factor."""
     result = 1
     for name in dim[dim.index(factor) + 1 :]:
-        result *= sizes[name]
+        result *= 1 if name[0] == "@" else sizes[name]
     return result
 
 
 def candidates(factors: Factors, partials: tuple[str, ...]) -> list[Row]:
     """All rows, the ones that shard first (declaration order breaks ties)."""
-    rows = []
+    rows = list(factors.rows)
     names = dict.fromkeys(name for dims in (*factors.operands, *factors.results) for dim in dims for name in dim)
     for name in names:
-        if name not in factors.whole and (row := _row_of(factors, name)) is not None:
+        if name[0] != "@" and name not in factors.whole and (row := _row_of(factors, name)) is not None:
             rows.append(row)
     for text in partials:
         row = parse_partial(text, len(factors.operands), len(factors.results))
