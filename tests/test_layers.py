@@ -20,8 +20,8 @@ LAYERS = (
     ("comm",),
     ("rules",),
     ("redistribute",),
-    ("choose", "infer", "propagate", "execute", "dispatch"),
-    ("autograd", "tensor", "create", "random"),
+    ("choose", "infer", "propagate", "execute", "compiled", "dispatch"),
+    ("autograd", "tensor", "create", "distribute", "local_layout", "random"),
     ("parallel", "sharding_spec", "sharded_tensor", "checkpoint", "capture", "debug", "testing", "__main__"),
     ("__init__",),
 )
