@@ -36,8 +36,8 @@ class Routes:
 def routes(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> Routes:
     """What ``member`` sends, receives and keeps.
 
-    >>> mesh = DeviceMesh("cpu", 2)
-    >>> a, b = (Layout.of(mesh, [Shard(dim)], (4, 6)) for dim in (0, 1))
+    >>> mesh = dt.DeviceMesh("cpu", 2)
+    >>> a, b = (Layout.of(mesh, [dt.Shard(dim)], (4, 6)) for dim in (0, 1))
     >>> routes(a, b, (0,), 1).receives
     (Box(start=(0, 0), size=(2, 3)), None)
     """

@@ -7,13 +7,12 @@ input or the input itself, so a plan without a collective may alias its source.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from ..comm import Communicator, communicator_of
+from ..comm import Communicator, Pending, communicator_of
 from ..layout import Layout
 from ..placement import Monoid
 from .blocks import leaves
@@ -25,28 +24,12 @@ from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Sp
 Local = Any  # a torch.Tensor, or a PerRank of them (docs/design.md)
 
 
-class Continued:
-    """A redistribution under way: its first collective is issued; what follows runs when somebody waits."""
-
-    __slots__ = ("_finish", "_value")
-
-    def __init__(self, finish: Callable[[], Local]) -> None:
-        self._finish: Callable[[], Local] | None = finish
-        self._value: Local = None
-
-    def wait(self) -> Local:
-        """The local value. The steps that are left run at the first call, so all ranks must wait in the same order."""
-        if self._finish is not None:
-            self._value, self._finish = self._finish(), None
-        return self._value
-
-
 def redistribute_local(local: Local, src: Layout, dst: Layout) -> Local:
     """``local``, a local value under ``src``, as one under ``dst``.
 
-    >>> mesh = DeviceMesh("cpu", 2)
-    >>> src, dst = (Layout.of(mesh, [p], (2, 3)) for p in (Shard(0), Shard(1)))
-    >>> [x.tolist() for x in redistribute_local(per_rank([torch.zeros(1, 3), torch.ones(1, 3)]), src, dst).shards]
+    >>> mesh = dt.DeviceMesh("cpu", 2)
+    >>> src, dst = (Layout.of(mesh, [p], (2, 3)) for p in (dt.Shard(0), dt.Shard(1)))
+    >>> [x.tolist() for x in redistribute_local(dt.per_rank([torch.zeros(1, 3), torch.ones(1, 3)]), src, dst).shards]
     [[[0.0, 0.0], [1.0, 1.0]], [[0.0], [1.0]]]
     """
     return execute(plan_of(src, dst), local)
@@ -55,11 +38,11 @@ def redistribute_local(local: Local, src: Layout, dst: Layout) -> Local:
 def execute(plan: Plan, local: Local, async_op: bool = False) -> Local:
     """The local value after ``plan``; the source is never modified.
 
-    With ``async_op`` a ``Pending``: the plan has run up to its first collective, which is issued. A rank outside the mesh
-    takes part in nothing and gets ``local`` back.
+    With ``async_op`` a ``Pending``: the plan has run up to its first collective, which is issued; the steps after it run in
+    the first ``wait()``, so all ranks must wait in the same order. A rank outside the mesh gets ``local`` back.
     """
     if not plan.steps or plan.src.mesh.current_member() is None:
-        return Continued(lambda: local) if async_op else local
+        return Pending.of(local) if async_op else local
     comm = communicator_of(plan.src.mesh)
     if async_op:
         return _issue(comm, plan.steps, local)
@@ -68,22 +51,22 @@ def execute(plan: Plan, local: Local, async_op: bool = False) -> Local:
     return local
 
 
-def _issue(comm: Communicator, steps: tuple[Step, ...], local: Local) -> Continued:
+def _issue(comm: Communicator, steps: tuple[Step, ...], local: Local) -> Pending[Local]:
     for k, step in enumerate(steps):
         if step.communicates:
             return _continued(comm, steps[k:], local, _start(comm, step, local, async_op=True))
         local = _run(comm, step, local)
-    return Continued(lambda: local)
+    return Pending.of(local)
 
 
-def _continued(comm: Communicator, steps: tuple[Step, ...], local: Local, pending: Any) -> Continued:
+def _continued(comm: Communicator, steps: tuple[Step, ...], local: Local, pending: Any) -> Pending[Local]:
     def finish() -> Local:
         value = _finish(comm, steps[0], local, pending.wait())
         for step in steps[1:]:
             value = _run(comm, step, value)
         return value
 
-    return Continued(finish)
+    return Pending(finish)
 
 
 def _run(comm: Communicator, step: Step, x: Local) -> Local:

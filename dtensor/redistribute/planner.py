@@ -50,8 +50,8 @@ def plan(src: Layout, dst: Layout) -> Plan:
 def estimate(src: Layout, dst: Layout) -> float:
     """Seconds that the redistribution takes, infinite where there is none; cached.
 
-    >>> mesh = DeviceMesh("cpu", 4)
-    >>> estimate(Layout.of(mesh, [Replicate()], (8, 8)), Layout.of(mesh, [Shard(0)], (8, 8)))
+    >>> mesh = dt.DeviceMesh("cpu", 4)
+    >>> estimate(Layout.of(mesh, [dt.Replicate()], (8, 8)), Layout.of(mesh, [dt.Shard(0)], (8, 8)))
     0.0
     """
     try:

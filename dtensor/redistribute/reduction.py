@@ -82,9 +82,10 @@ def bounds(dtype: torch.dtype) -> tuple[float, float]:
     """The identities of max and of min."""
     if dtype is torch.bool:
         return False, True
-    if dtype.is_floating_point:
+    if dtype.is_floating_point and (dtype.itemsize > 1 or dtype is torch.float8_e5m2):  # the other 8-bit ones have no inf
         return -torch.inf, torch.inf
-    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return info.min, info.max
 
 
 @dataclass(frozen=True, slots=True)

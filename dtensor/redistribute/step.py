@@ -117,9 +117,9 @@ class Exchange(Step):
 class Plan:
     """The steps from ``src`` to ``dst``; none if every rank holds the right block already.
 
-    >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
-    >>> src, dst = (Layout.of(mesh, p, (6, 4)) for p in ([Shard(0), Partial()], [Shard(0), Shard(1)]))
-    >>> print(plan(src, dst))  # doctest: +ELLIPSIS
+    >>> mesh = dt.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    >>> src, dst = (Layout.of(mesh, p, (6, 4)) for p in ([dt.Shard(0), dt.Partial()], [dt.Shard(0), dt.Shard(1)]))
+    >>> print(dt.redistribute.plan(src, dst))
     float32[6, 4] (dp=S(0), tp=P(sum)) -> (dp=S(0), tp=S(1)): 1 collective, 24 B received per rank, peak 96 B, ...
       1. reduce_scatter(sum) over tp: (dp=S(0), tp=P(sum)) -> (dp=S(0), tp=S(1)), 24 B/rank, ...
     """
