@@ -22,7 +22,18 @@ LAYERS = (
     ("redistribute",),
     ("choose", "infer", "propagate", "execute", "compiled", "dispatch"),
     ("autograd", "tensor", "create", "distribute", "local_layout", "random"),
-    ("parallel", "sharding_spec", "sharded_tensor", "checkpoint", "capture", "debug", "testing", "__main__"),
+    (
+        "parallel",
+        "custom",
+        "local_mapping",
+        "sharding_spec",
+        "sharded_tensor",
+        "checkpoint",
+        "capture",
+        "debug",
+        "testing",
+        "__main__",
+    ),
     ("__init__",),
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
