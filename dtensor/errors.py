@@ -27,8 +27,8 @@ class RuleError(DTensorError):
     """A sharding rule is malformed or does not fit the operation that it is declared for."""
 
 
-class MixedTensorError(DTensorError, TypeError):
-    """A plain tensor was mixed with distributed ones."""
+class MixedTensorError(DTensorError):
+    """A plain tensor was mixed with distributed ones (no TypeError: torch's binary operators would swallow it)."""
 
 
 class ImplicitCommunicationError(DTensorError):
