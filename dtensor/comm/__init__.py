@@ -1,0 +1,62 @@
+"""Communication: one interface (``Communicator``) for process groups, all ranks in one process, and dry runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..mesh import DeviceMesh, as_mesh
+from . import events
+from .dry_run import DryRun
+from .events import Event
+from .in_process import InProcess
+from .per_rank import PerRank, per_rank
+from .process_group import ProcessGroups
+from .protocol import Communicator, Local, Pending
+from .rank_values import RankValues
+from .reduction import fold
+
+__all__ = [
+    "Communicator",
+    "Event",
+    "Local",
+    "Pending",
+    "PerRank",
+    "RankValues",
+    "communicator_of",
+    "events",
+    "fold",
+    "map_ranks",
+    "per_rank",
+]
+
+_KINDS: dict[str, type[Communicator]] = {"process_group": ProcessGroups, "in_process": InProcess, "dry_run": DryRun}
+
+
+def communicator_of(mesh: DeviceMesh) -> Communicator:
+    """The communicator over the dims of ``mesh`` (made once per mesh; process groups are shared by a root's meshes)."""
+    found: Communicator | None = mesh.__dict__.get("_communicator")
+    if found is None:
+        found = mesh.__dict__["_communicator"] = _KINDS[mesh.kind](mesh)
+    return found
+
+
+def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: Any) -> Any:
+    """``fn(coordinate, *args, **kwargs)`` run once per rank of ``mesh`` (default: the one entered by ``with mesh:``).
+
+    With all ranks in this process each call gets its rank's tensor of every ``PerRank`` argument, and inside it
+    ``mesh.get_rank()`` and ``mesh.get_coordinate()`` answer for that rank. With process groups ``fn`` runs once, for this
+    process (not at all, giving None, outside the mesh). No communication.
+
+    Returns:
+        Tensors as ``PerRank``, lists and tuples of tensors as such of ``PerRank``, None, or ``RankValues``.
+
+    >>> from dtensor import DeviceMesh, map_ranks
+    >>> x = map_ranks(lambda coordinate: torch.full((2,), float(coordinate[0])), mesh=DeviceMesh("cpu", 2))
+    >>> x.shards
+    (tensor([0., 0.]), tensor([1., 1.]))
+    """
+    mesh = as_mesh(mesh)
+    if mesh.current_member() is None:
+        return None
+    return communicator_of(mesh).map(lambda member, *a, **k: fn(mesh.coordinates[member], *a, **k), *args, **kwargs)

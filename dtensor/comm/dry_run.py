@@ -1,0 +1,45 @@
+"""The communicator of a mesh on ``"meta"``: one representative rank (member 0), shapes and events, no data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import MeshError
+from .protocol import Communicator, Local, Pending, Shape
+from .reduction import Op
+
+
+class DryRun(Communicator):
+    """Every collective returns meta tensors of the right shapes at once."""
+
+    def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return fn(0, *args, **kwargs)
+
+    def process_group(self, mesh_dims: Sequence[int]) -> Any:
+        raise MeshError(f"{self.mesh!r} is a dry run: it has no process groups; use init_device_mesh('cpu', ...) under torchrun")
+
+    def _all_reduce(self, x: Local, mesh_dims: tuple[int, ...], op: Op, async_op: bool) -> Pending[Local]:
+        return Pending.of(x.new_empty(x.shape))
+
+    def _all_gather(
+        self, x: Local, mesh_dims: tuple[int, ...], shape_of: Callable[[int], Shape], async_op: bool
+    ) -> Pending[list[Local]]:
+        return Pending.of([x.new_empty(tuple(shape_of(member))) for member in self.mesh.members_of(mesh_dims, 0)])
+
+    def _reduce_scatter(self, chunks: Sequence[Local], mesh_dims: tuple[int, ...], op: Op, async_op: bool) -> Pending[Local]:
+        return Pending.of(chunks[0].new_empty(chunks[0].shape))
+
+    def _all_to_all(
+        self, chunks: Sequence[Local], mesh_dims: tuple[int, ...], shape_of: Callable[[int, int], Shape], async_op: bool
+    ) -> Pending[list[Local]]:
+        return Pending.of([chunks[0].new_empty(tuple(shape_of(source, 0))) for source in self.mesh.members_of(mesh_dims, 0)])
+
+    def _broadcast(self, x: Local, mesh_dims: tuple[int, ...], source: int, async_op: bool) -> Pending[Local]:
+        return Pending.of(x.new_empty(x.shape))
+
+    def _all_gather_object(self, value: Any, mesh_dims: tuple[int, ...]) -> list[Any]:
+        return [value] * self.group_size(mesh_dims)
+
+    def _groups(self, mesh_dims: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
+        return [self.mesh.members_of(mesh_dims, 0)]

@@ -1,0 +1,74 @@
+"""What communication happened: an ``Event`` for each collective, sent to whoever listens.
+
+With nobody listening a collective pays one truth test of an empty list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One collective.
+
+    Attributes:
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"`` or ``"broadcast"``
+            (``"all_gather_object"``, of 0 bytes, for the exchange of small Python values).
+        mesh_dims: dims of ``mesh``, first one major.
+        group_size: number of ranks that talk to each other.
+        bytes: what one rank receives, the largest over the ranks of the groups that this process sees. For an
+            all-reduce what the bandwidth-optimal algorithm receives: ``2 (n - 1) / n`` times the tensor.
+        mesh: the mesh that ``mesh_dims`` belong to.
+    """
+
+    kind: str
+    mesh_dims: tuple[int, ...]
+    group_size: int
+    bytes: int
+    mesh: DeviceMesh | None = None
+
+    @property
+    def over(self) -> str:
+        """The mesh dims by name."""
+        names = self.mesh.mesh_dim_names if self.mesh is not None else None
+        return "+".join(str(dim) if names is None else names[dim] for dim in self.mesh_dims)
+
+
+listeners: list[Callable[[Event], None]] = []
+
+
+def report(event: Event) -> None:
+    """Tells every listener."""
+    for listener in tuple(listeners):
+        listener(event)
+
+
+# --- bytes that one rank receives, per kind ------------------------------------------------------------------------
+def reduced(nbytes: int, group_size: int) -> int:
+    """All-reduce: all but one n-th of the tensor in each of its two halves, reduce-scatter and all-gather."""
+    return -(-2 * (group_size - 1) * nbytes // group_size)
+
+
+def gathered(groups: Sequence[Sequence[int]], shape_of: Callable[[int], Sequence[int]], itemsize: int) -> int:
+    """All-gather: everybody else's piece."""
+    most = 0
+    for group in groups:
+        sizes = [math.prod(shape_of(member)) for member in group]
+        most = max(most, sum(sizes) - min(sizes))
+    return most * itemsize
+
+
+def exchanged(groups: Sequence[Sequence[int]], shape_of: Callable[[int, int], Sequence[int]], itemsize: int) -> int:
+    """All-to-all: what the others have for this rank."""
+    most = 0
+    for group in groups:
+        for to in group:
+            most = max(most, sum(math.prod(shape_of(source, to)) for source in group if source != to))
+    return most * itemsize

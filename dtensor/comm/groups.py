@@ -1,0 +1,145 @@
+"""The ``torch.distributed`` group of the members along some mesh dims: given, the world, or made here once.
+
+Every member of a mesh asks for the same groups in the same order, since plans do not depend on the rank. But a mesh may
+cover a part of the world, and processes outside it make no call, so a group is made among its own members only. torch
+names such a group after its ranks and *the number of groups that this process has*; where members differ in that number
+(one of them is in two meshes) they would wait for each other under different names, for ever. Hence names of our own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ..errors import MeshError
+from ..mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group as a mesh sees it.
+
+    Attributes:
+        handle: the ``torch.distributed`` group.
+        members: in mesh order: a group position is an index here.
+        position: this process's.
+        order: torch's rank in ``handle`` of each group position; None where they are the same.
+        backend: its name, ``"gloo"``, ``"nccl"``, ...
+    """
+
+    handle: Any
+    members: tuple[int, ...]
+    position: int
+    order: tuple[int, ...] | None
+    backend: str
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def to_torch(self, items: Sequence[Any]) -> list[Any]:
+        """Items by group position, put by torch's group rank."""
+        if self.order is None:
+            return list(items)
+        placed: list[Any] = [None] * len(items)
+        for item, rank in zip(items, self.order, strict=True):
+            placed[rank] = item
+        return placed
+
+    def to_mesh(self, items: Sequence[Any]) -> list[Any]:
+        """Items by torch's group rank, put by group position."""
+        return list(items) if self.order is None else [items[rank] for rank in self.order]
+
+
+def group_of(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Group:
+    """The group of the current process over ``mesh_dims``. The first call for some ranks makes their process group."""
+    member = mesh.current_member()
+    if member is None:
+        raise MeshError(f"rank {dist.get_rank()} is not part of {mesh!r}: it has no process group there")
+    members = mesh.members_of(mesh_dims, member)
+    ranks = [mesh.ranks[m] for m in members]
+    handle = _handle(mesh, mesh_dims, ranks)
+    in_torch = dist.get_process_group_ranks(handle)
+    order = tuple(in_torch.index(rank) for rank in ranks)
+    kept = None if order == tuple(range(len(order))) else order
+    return Group(handle, members, members.index(member), kept, _backend_of(handle, mesh.device_type))
+
+
+def _backend_of(handle: Any, device_type: str) -> str:
+    """The backend that serves tensors of ``device_type`` (a group may have one for each)."""
+    parts = (part.split(":", 1) for part in dist.get_backend_config(handle).split(","))
+    by_device = {part[0]: part[-1] for part in parts}
+    return by_device.get(device_type, next(iter(by_device.values())))
+
+
+# --- finding or making it --------------------------------------------------------------------------------------------
+_MADE: dict[tuple[int, ...], Any] = {}
+_TIMES_MADE: Counter[tuple[int, ...]] = Counter()
+_made_in: list[Any] = [None]  # the world that _MADE belongs to; another one after destroy_process_group
+
+
+def _handle(mesh: DeviceMesh, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
+    given = mesh._root.groups
+    group_id = mesh.group_id(mesh_dims)
+    if group_id in given:
+        return given[group_id]
+    key = tuple(sorted(d for d in group_id if mesh._root.shape[d] > 1))  # the same ranks, whatever their order
+    if key in given and key:
+        return given[key]
+    world = dist.group.WORLD
+    if sorted(ranks) == list(range(dist.get_world_size())):
+        handle = world
+    else:
+        if _made_in[0] is not world:
+            _MADE.clear()
+            _made_in[0] = world
+        handle = _MADE.get(tuple(sorted(ranks)))
+        if handle is None:
+            handle = _make_among_all(mesh, mesh_dims, ranks) if _splits(world) else _make_among_members(ranks)
+            _MADE[tuple(sorted(ranks))] = handle
+    given[key or group_id] = handle
+    return handle
+
+
+def _splits(world: Any) -> bool:
+    """Whether new groups are split off the world's communicator (NCCL bound to a device), which all of the world must join."""
+    return getattr(world, "bound_device_id", None) is not None
+
+
+def _make_among_members(ranks: list[int]) -> Any:
+    with _named_for(ranks):
+        return dist.new_group(sorted(ranks), use_local_synchronization=True)
+
+
+def _make_among_all(mesh: DeviceMesh, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
+    """Every process of the world makes every group along these mesh dims, in one order."""
+    mine = None
+    for group in dict.fromkeys(mesh.members_of(mesh_dims, member) for member in mesh.members):
+        others = sorted(mesh.ranks[member] for member in group)
+        made = dist.new_group(others)
+        mine = made if others == sorted(ranks) else mine
+    return mine
+
+
+@contextmanager
+def _named_for(ranks: list[int]) -> Iterator[None]:
+    """Groups made inside are named after their ranks and how often we made one of these ranks: alike on all its members."""
+    key = tuple(sorted(ranks))
+    _TIMES_MADE[key] += 1
+    name = f"dtensor_{'_'.join(map(str, key))}_{_TIMES_MADE[key]}"
+    # Private, because torch has no public way to name a group. Without it (renamed, one day) torch's own name is used.
+    before = getattr(distributed_c10d, "_hash_ranks_to_str", None)
+    if before is None:
+        yield
+        return
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = before

@@ -1,0 +1,131 @@
+"""The communicator of a mesh whose ranks all live in this process: collectives are functions on the list of shards.
+
+Deterministic: reductions fold in group order. Every rank gets tensors of its own, as it would from another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import LayoutError, MeshError
+from .per_rank import PerRank, count_ranks, merge, pick
+from .protocol import Communicator, Local, Pending, Shape
+from .rank_values import RankValues
+from .reduction import Op, dense, fold
+
+
+class InProcess(Communicator):
+    """All members here. On a submesh every copy of it communicates, each among its own ranks."""
+
+    def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        members = self.mesh.members
+        count_ranks((args, kwargs), len(members))
+        root, results = self.mesh._root, []
+        before = root.current
+        try:
+            for member in members:
+                root.current = member  # as running_as does, without a context manager for each member and op
+                results.append(fn(member, *pick(args, member), **pick(kwargs, member)))
+        finally:
+            root.current = before
+        return merge(results, RankValues)
+
+    def process_group(self, mesh_dims: Sequence[int]) -> Any:
+        raise MeshError(
+            f"all ranks of {self.mesh!r} live in this process: there is no process group; "
+            "start the program with `torchrun --nproc-per-node N` to have one"
+        )
+
+    def _all_reduce(self, x: Local, mesh_dims: tuple[int, ...], op: Op, async_op: bool) -> Pending[Local]:
+        shards, results = self._shards(x), {}
+        for group in self._groups(mesh_dims):
+            with self._at(group):
+                total = fold(_same_shape([shards[member] for member in group], group), op)
+            results.update({member: dense(total) for member in group[1:]} | {group[0]: total})
+        return Pending.of(self._per_rank(results))
+
+    def _all_gather(
+        self, x: Local, mesh_dims: tuple[int, ...], shape_of: Callable[[int], Shape], async_op: bool
+    ) -> Pending[list[Local]]:
+        shards, groups = self._shards(x), self._groups(mesh_dims)
+
+        def from_position(j: int) -> PerRank:
+            sources = ((group[j], member) for group in groups for member in group)
+            return self._per_rank({member: _copy(shards[source], shape_of(source)) for source, member in sources})
+
+        return Pending.of([from_position(j) for j in range(len(groups[0]))])
+
+    def _reduce_scatter(self, chunks: Sequence[Local], mesh_dims: tuple[int, ...], op: Op, async_op: bool) -> Pending[Local]:
+        parts, results = [self._shards(chunk) for chunk in chunks], {}
+        for group in self._groups(mesh_dims):
+            with self._at(group):
+                for k, member in enumerate(group):
+                    results[member] = fold(_same_shape([parts[k][source] for source in group], group), op)
+        return Pending.of(self._per_rank(results))
+
+    def _all_to_all(
+        self, chunks: Sequence[Local], mesh_dims: tuple[int, ...], shape_of: Callable[[int, int], Shape], async_op: bool
+    ) -> Pending[list[Local]]:
+        parts, groups = [self._shards(chunk) for chunk in chunks], self._groups(mesh_dims)
+
+        def from_position(j: int) -> PerRank:
+            routes = ((group[j], k, member) for group in groups for k, member in enumerate(group))
+            return self._per_rank({member: _copy(parts[k][source], shape_of(source, member)) for source, k, member in routes})
+
+        return Pending.of([from_position(j) for j in range(len(groups[0]))])
+
+    def _broadcast(self, x: Local, mesh_dims: tuple[int, ...], source: int, async_op: bool) -> Pending[Local]:
+        shards = self._shards(x)
+        return Pending.of(
+            self._per_rank({member: dense(shards[group[source]]) for group in self._groups(mesh_dims) for member in group})
+        )
+
+    def _all_gather_object(self, value: Any, mesh_dims: tuple[int, ...]) -> list[Any]:
+        if not isinstance(value, RankValues):
+            return [value] * self.group_size(mesh_dims)
+        groups = [self.mesh.members_of(mesh_dims, member) for member in self.mesh.members]
+        return [RankValues(value[group[k]] for group in groups) for k in range(len(groups[0]))]
+
+    def _groups(self, mesh_dims: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
+        cache: dict[tuple[int, ...], list[tuple[int, ...]]] = self.__dict__.setdefault("_groups_of", {})
+        found = cache.get(mesh_dims)
+        if found is None:
+            found = cache[mesh_dims] = list(
+                dict.fromkeys(self.mesh.members_of(mesh_dims, member) for member in self.mesh.members)
+            )
+        return found
+
+    @contextmanager
+    def _at(self, group: tuple[int, ...]) -> Iterator[None]:
+        """A user's monoid may ask the mesh where it runs."""
+        root = self.mesh._root
+        before, root.current = root.current, group[0]
+        try:
+            yield
+        finally:
+            root.current = before
+
+    def _shards(self, x: Local) -> tuple[Tensor, ...]:
+        """One tensor per member; a plain tensor is every member's."""
+        if not isinstance(x, PerRank):
+            return (x,) * len(self.mesh.members)
+        count_ranks(x, len(self.mesh.members))
+        return x.shards
+
+    def _per_rank(self, results: dict[int, Tensor]) -> PerRank:
+        return PerRank(results[member] for member in self.mesh.members)
+
+
+def _copy(piece: Tensor, shape: Shape) -> Tensor:
+    return dense(piece).view(tuple(shape))  # an empty piece takes the announced shape, as it does when sent
+
+
+def _same_shape(terms: list[Tensor], group: tuple[int, ...]) -> list[Tensor]:
+    if any(term.shape != terms[0].shape for term in terms):
+        shapes = {member: tuple(term.shape) for member, term in zip(group, terms, strict=True)}
+        raise LayoutError(f"the terms of a reduction must have one shape on all ranks, members hold {shapes}")
+    return terms

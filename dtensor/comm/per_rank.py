@@ -1,0 +1,238 @@
+"""``PerRank``: the local tensors of all ranks of an in-process mesh, as one ``torch.Tensor``.
+
+Every torch function runs once per rank on that rank's own tensor, so shapes may be ragged and each rank has its own
+autograd graph. This happens in ``__torch_function__``, above autograd. Where torch has that switched off (inside
+another subclass's ``__torch_dispatch__``) the same mapping happens in ``__torch_dispatch__``; the wrapper itself has
+neither storage nor sizes, so nothing can read it instead of the ranks' tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import LayoutError, MeshError, PlacementError
+from .rank_values import RankValues, agreed
+
+
+class PerRank(Tensor):
+    """One tensor per rank of an in-process mesh, in ``.shards``; make it with :func:`per_rank`.
+
+    Functions map over ranks; other arguments are shared. Tensors come back as ``PerRank``; a Python value (``.shape``,
+    ``.item()``, ``bool()``) is the common one.
+
+    Raises:
+        LayoutError: a Python value that differs between ranks (``.shape`` of ragged shards, ``.item()`` of unequal ones).
+
+    >>> x = per_rank([torch.ones(2, 3), torch.zeros(1, 3)])
+    >>> (x + 1).sum(0).shards
+    (tensor([4., 4., 4.]), tensor([1., 1., 1.]))
+    """
+
+    shards: tuple[Tensor, ...]
+
+    @staticmethod
+    def __new__(cls, shards: Iterable[Tensor]) -> PerRank:
+        shards = tuple(shards)
+        if not shards or any(not isinstance(shard, Tensor) or isinstance(shard, PerRank) for shard in shards):
+            raise PlacementError("per_rank takes one plain tensor per rank: per_rank([tensor_of_rank_0, tensor_of_rank_1, ...])")
+        made: PerRank = Tensor._make_wrapper_subclass(
+            cls, (), dtype=shards[0].dtype, device=shards[0].device, dispatch_sizes_strides_policy="sizes"
+        )
+        made.shards = shards
+        return made
+
+    def __init__(self, shards: Iterable[Tensor]) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        joint = _JOINT.get(func)
+        return over_ranks(func, args, kwargs or {}) if joint is None else joint(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub declares the disabled one
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return over_ranks(func, args, kwargs or {})
+
+    def backward(
+        self, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
+        """Gradients of the sum over ranks: every rank's tensor is a root of one joint backward pass."""
+        _backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs=inputs)
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's own takes tensor_contents, for its printing only
+        return "PerRank(" + "".join(f"\n  rank {rank}: {_indented(shard)}" for rank, shard in enumerate(self.shards)) + "\n)"
+
+    def __format__(self, spec: str) -> str:
+        texts = [format(shard, spec) for shard in self.shards]
+        return (
+            texts[0] if len(set(texts)) == 1 else "[" + ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts)) + "]"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PerRank:
+        made = PerRank(copy.deepcopy(shard, memo) for shard in self.shards)
+        if getattr(self, "_is_param", False):
+            made._is_param = True  # what isinstance(x, nn.Parameter) looks at
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return PerRank, (list(self.shards),)
+
+
+def per_rank(tensors: Sequence[Tensor]) -> PerRank:
+    """A :class:`PerRank` of ``tensors``, one for each member of the mesh's root in order; shapes may differ."""
+    return PerRank(tensors)
+
+
+def _indented(shard: Tensor) -> str:
+    return repr(shard).replace("\n", "\n          ")
+
+
+# --- mapping over ranks ----------------------------------------------------------------------------------------------
+def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``func`` on each rank's part of the arguments; an argument written in place comes back as itself."""
+    count = count_ranks((args, kwargs))
+    results = [func(*pick(args, rank), **pick(kwargs, rank)) for rank in range(count)]
+    if isinstance(results[0], Tensor):
+        for arg in (*args[:1], *kwargs.values()):
+            if isinstance(arg, PerRank) and all(map(_is, results, arg.shards)):
+                return arg
+    return merge(results, lambda values: agreed(values, _name_of(func)), ragged=False)
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":  # of a property such as Tensor.shape
+        name = getattr(getattr(func, "__self__", None), "__name__", "an attribute")
+    return f"`{name}` of a PerRank tensor"
+
+
+def count_ranks(value: Any, expected: int = 0) -> int:
+    """How many ranks the ``PerRank`` and ``RankValues`` inside ``value`` have (``expected``, or 0, if there are none).
+
+    Raises:
+        MeshError: not all the same number.
+    """
+    if isinstance(value, (PerRank, RankValues)):
+        count = len(value.shards if isinstance(value, PerRank) else value)
+        if expected not in (0, count):
+            raise MeshError(f"values of {count} ranks do not go together with {expected} ranks: they belong to different meshes")
+        return count
+    for item in _items(value):
+        expected = count_ranks(item, expected)
+    return expected
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    return (value.start, value.stop, value.step) if isinstance(value, slice) else ()
+
+
+def pick(value: Any, rank: int) -> Any:
+    """``value`` with one rank's part of every ``PerRank`` and ``RankValues`` in it; itself where there is none."""
+    if isinstance(value, PerRank):
+        return value.shards[rank]
+    if isinstance(value, RankValues):
+        return value[rank]
+    if not isinstance(value, (list, tuple, dict, slice)):
+        return value
+    items = list(_items(value))
+    picked = [pick(item, rank) for item in items]
+    if all(map(_is, items, picked)):
+        return value
+    if isinstance(value, dict):
+        return dict(zip(value, picked, strict=True))
+    return slice(*picked) if isinstance(value, slice) else _like(value, picked)
+
+
+def merge(results: list[Any], leaf: Callable[[list[Any]], Any], ragged: bool = True) -> Any:
+    """One value for the ranks' ``results``: tensors become ``PerRank``, sequences holding tensors are transposed.
+
+    What is neither goes through ``leaf``; sequences of different lengths too, where they may be ``ragged``.
+    """
+    first = results[0]
+    if first is None and all(result is None for result in results):
+        return None
+    if isinstance(first, Tensor) and all(isinstance(result, Tensor) for result in results):
+        return PerRank(results)
+    if isinstance(first, (list, tuple)) and any(_holds_tensor(result) for result in results):
+        if len({(type(result), len(result)) for result in results}) == 1:
+            columns = zip(*results, strict=True)
+            return _like(first, [merge(list(column), leaf, ragged) for column in columns])
+        if not ragged:
+            raise LayoutError(
+                f"the ranks' results have {[len(result) for result in results]} items: they cannot be one sequence; "
+                "run per-rank code with dtensor.map_ranks(lambda coordinate, x: ..., x, mesh=mesh)"
+            )
+    return first if isinstance(first, (list, tuple)) and not first and not any(results) else leaf(results)
+
+
+def _holds_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_holds_tensor, value)))
+
+
+def _like(sequence: Any, items: list[Any]) -> Any:
+    """``items`` as the same kind of sequence; named tuples take them one by one."""
+    return type(sequence)(*items) if hasattr(sequence, "_fields") else type(sequence)(items)
+
+
+# --- autograd runs once for all ranks: their graphs may meet in a collective or in a shared tensor ----------------------
+def _flat(values: Any) -> list[Any]:
+    if values is None:
+        return []
+    values = (values,) if isinstance(values, Tensor) else tuple(values)
+    return [shard for value in values for shard in (value.shards if isinstance(value, PerRank) else (value,))]
+
+
+def _flat_grads(roots: Any, grads: Any) -> list[Any] | None:
+    """One gradient for each root tensor: a plain one (or None) goes to every rank of its root."""
+    if grads is None:
+        return None
+    roots, grads = ((roots,), (grads,)) if isinstance(roots, Tensor) else (tuple(roots), grads)
+    grads = (grads,) if isinstance(grads, Tensor) else tuple(grads)
+    flat: list[Any] = []
+    for root, grad in zip(roots, grads, strict=True):
+        count = len(root.shards) if isinstance(root, PerRank) else 1
+        flat.extend(grad.shards if isinstance(grad, PerRank) else [grad] * count)
+    return flat
+
+
+def _backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    grads = _flat_grads(tensors, grad_tensors if grad_variables is None else grad_variables)
+    torch.autograd.backward(_flat(tensors), grads, retain_graph, create_graph, inputs=None if inputs is None else _flat(inputs))
+
+
+def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    flat = iter(torch.autograd.grad(_flat(outputs), _flat(inputs), _flat_grads(outputs, grad_outputs), *args, **kwargs))
+    return tuple(_regrouped(x, [next(flat) for _ in x.shards]) if isinstance(x, PerRank) else next(flat) for x in inputs)
+
+
+def _regrouped(x: PerRank, grads: list[Tensor | None]) -> PerRank | None:
+    if all(grad is None for grad in grads):
+        return None
+    # unused on some ranks only: nothing flowed there
+    return PerRank(torch.zeros_like(shard) if grad is None else grad for shard, grad in zip(x.shards, grads, strict=True))
+
+
+_JOINT: dict[Any, Callable[..., Any]] = {torch.autograd.backward: _backward, torch.autograd.grad: _grad}

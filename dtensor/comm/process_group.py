@@ -1,0 +1,130 @@
+"""The communicator of a mesh whose ranks are processes of ``torch.distributed``.
+
+Which algorithm runs depends on the backend, dtype, shapes and group size only, so all ranks choose the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..mesh import DeviceMesh
+from ..placement import Monoid
+from .backends import exchange, flat_bytes, from_bytes, native_reduction, started, traits_of
+from .groups import Group, group_of
+from .protocol import Communicator, Pending, Shape
+from .reduction import Op, dense, fold
+
+# Below this many bytes in all, one round that sends everything to everybody beats two rounds (measured on gloo).
+ONE_ROUND_BYTES = 64 * 1024
+
+
+class ProcessGroups(Communicator):
+    """One member here; a process outside the mesh gets its inputs back."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__(mesh)
+        self._member = mesh.current_member()
+        self._by_dims: dict[tuple[int, ...], Group] = {}
+
+    @property
+    def _absent(self) -> bool:
+        return self._member is None
+
+    def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._member is None:
+            return args[0] if args else None
+        return fn(self._member, *args, **kwargs)
+
+    def process_group(self, mesh_dims: Sequence[int]) -> Any:
+        return self._group(tuple(mesh_dims)).handle
+
+    def _group(self, mesh_dims: tuple[int, ...]) -> Group:
+        found = self._by_dims.get(mesh_dims)
+        if found is None:
+            found = self._by_dims[mesh_dims] = group_of(self.mesh, mesh_dims)
+        return found
+
+    def _groups(self, mesh_dims: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
+        return [self._group(mesh_dims).members]
+
+    # --- reductions ----------------------------------------------------------------------------------------------
+    def _all_reduce(self, x: Tensor, mesh_dims: tuple[int, ...], op: Op, async_op: bool) -> Pending[Tensor]:
+        group = self._group(mesh_dims)
+        native = native_reduction(group, op, x.dtype)
+        if native is not None:
+            result = dense(x)
+            seen = torch.view_as_real(result) if x.is_complex() else result.view(native[1])
+            work = dist.all_reduce(seen, native[0], group=group.handle, async_op=async_op)
+            return started(work, lambda: result)
+        total = x.numel() * x.dtype.itemsize * group.size
+        # A monoid need not work element by element, so its terms stay whole.
+        if isinstance(op, Monoid) or group.size == 2 or total <= ONE_ROUND_BYTES:
+            arrived = exchange(group, [x] * group.size, [x.shape] * group.size, async_op)
+            return Pending(lambda: fold(arrived.wait(), op))
+        return self._all_reduce_in_chunks(group, x, op, async_op)
+
+    def _all_reduce_in_chunks(self, group: Group, x: Tensor, op: Op, async_op: bool) -> Pending[Tensor]:
+        """Reduce-scatter, then all-gather: the second round starts at ``wait()``, which all ranks reach in one order."""
+        chunks = x.detach().reshape(-1).tensor_split(group.size)
+        own = chunks[group.position]
+        arrived = exchange(group, chunks, [own.shape] * group.size, async_op)
+
+        def finish() -> Tensor:
+            reduced = fold(arrived.wait(), op)
+            return torch.cat(exchange(group, [reduced] * group.size, [chunk.shape for chunk in chunks], False).wait()).view(
+                x.shape
+            )
+
+        return Pending(finish)
+
+    def _reduce_scatter(self, chunks: Sequence[Tensor], mesh_dims: tuple[int, ...], op: Op, async_op: bool) -> Pending[Tensor]:
+        group = self._group(mesh_dims)
+        own = chunks[group.position]
+        native = native_reduction(group, op, own.dtype)
+        if native is not None and all(chunk.shape == own.shape for chunk in chunks):
+            packed = torch.cat([flat_bytes(chunk) for chunk in group.to_torch(chunks)]).view(native[1])
+            result = torch.empty(own.shape, dtype=own.dtype, device=own.device)
+            flat = result.reshape(-1).view(native[1])
+            work = dist.reduce_scatter_tensor(flat, packed, native[0], group=group.handle, async_op=async_op)
+            return started(work, lambda: result)
+        arrived = exchange(group, chunks, [own.shape] * group.size, async_op)
+        return Pending(lambda: fold(arrived.wait(), op))
+
+    # --- transfers -----------------------------------------------------------------------------------------------
+    def _all_gather(
+        self, x: Tensor, mesh_dims: tuple[int, ...], shape_of: Callable[[int], Shape], async_op: bool
+    ) -> Pending[list[Tensor]]:
+        group = self._group(mesh_dims)
+        shapes = [tuple(shape_of(member)) for member in group.members]
+        if not traits_of(group).reduces or any(shape != shapes[0] for shape in shapes):
+            return exchange(group, [x] * group.size, shapes, async_op)
+        sent = flat_bytes(x)
+        buffer = torch.empty(group.size * sent.numel(), dtype=torch.uint8, device=x.device)
+        work = dist.all_gather_into_tensor(buffer, sent, group=group.handle, async_op=async_op)
+        rows = group.to_mesh(buffer.chunk(group.size) if sent.numel() else [buffer] * group.size)
+        return started(work, lambda: [from_bytes(row, shapes[0], x.dtype) for row in rows])
+
+    def _all_to_all(
+        self, chunks: Sequence[Tensor], mesh_dims: tuple[int, ...], shape_of: Callable[[int, int], Shape], async_op: bool
+    ) -> Pending[list[Tensor]]:
+        group = self._group(mesh_dims)
+        me = group.members[group.position]
+        return exchange(group, chunks, [tuple(shape_of(source, me)) for source in group.members], async_op)
+
+    def _broadcast(self, x: Tensor, mesh_dims: tuple[int, ...], source: int, async_op: bool) -> Pending[Tensor]:
+        group = self._group(mesh_dims)
+        result = dense(x) if group.position == source else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        sender = self.mesh.ranks[group.members[source]]
+        work = dist.broadcast(flat_bytes(result), sender, group=group.handle, async_op=async_op)
+        return started(work, lambda: result)
+
+    def _all_gather_object(self, value: Any, mesh_dims: tuple[int, ...]) -> list[Any]:
+        group = self._group(mesh_dims)
+        values: list[Any] = [None] * group.size
+        dist.all_gather_object(values, value, group=group.handle)
+        return group.to_mesh(values)

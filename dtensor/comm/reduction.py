@@ -1,0 +1,121 @@
+"""What a reduction means, once for every backend: the terms of a group folded in group order.
+
+The laws: the dtype never changes; integers wrap around; on bools ``sum`` and ``max`` are *or*, ``product`` and ``min``
+are *and* (as ``torch.add`` and ``torch.mul`` have it). Floats narrower than 32 bits are accumulated in float32 and
+rounded once, at the end, wherever the fold is ours: in one process, and on gloo. NCCL reduces them its own way.
+``max`` and ``min`` propagate NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedOperationError
+from ..placement import REDUCE_OPS, Monoid
+
+Op = str | Monoid
+
+# Where a fold is computed when not in the dtype itself: narrow floats for their sums, the rest for want of torch kernels.
+_CARRIER: dict[torch.dtype, torch.dtype] = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+    torch.complex32: torch.complex64,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+
+
+def _maximum(total: Tensor, term: Tensor) -> Tensor:
+    return torch.maximum(total, term, out=total)
+
+
+def _minimum(total: Tensor, term: Tensor) -> Tensor:
+    return torch.minimum(total, term, out=total)
+
+
+_STEP: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "sum": Tensor.add_,
+    "avg": Tensor.add_,
+    "product": Tensor.mul_,
+    "max": _maximum,
+    "min": _minimum,
+}
+_BOOL_STEP: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "sum": Tensor.logical_or_,
+    "max": Tensor.logical_or_,
+    "product": Tensor.logical_and_,
+    "min": Tensor.logical_and_,
+}
+
+
+def check_reduction(op: Op, dtype: torch.dtype) -> None:
+    """Refuses what has no value of the same dtype; before anything is sent, so on all ranks alike.
+
+    Raises:
+        UnsupportedOperationError: an average of integers or bools, the largest of complex numbers.
+    """
+    if isinstance(op, Monoid):
+        return
+    if op not in REDUCE_OPS:
+        raise UnsupportedOperationError(f"no reduction is called {op!r}; use one of {REDUCE_OPS} or a Monoid")
+    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        raise UnsupportedOperationError(
+            f"the average of {dtype} values is not a {dtype}; reduce with 'sum', or convert: x.to(torch.float32)"
+        )
+    if op in ("max", "min") and dtype.is_complex:
+        raise UnsupportedOperationError(f"{dtype} has no {op}: complex numbers are not ordered; reduce x.abs() instead")
+
+
+def dense(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A fresh row-major copy (lazy conjugation and negation carried out), without autograd history."""
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False).copy_(x.detach())
+
+
+def fold(terms: Sequence[Tensor], op: Op) -> Tensor:
+    """The reduction of ``terms`` in their order: a new row-major tensor of the same dtype."""
+    if isinstance(op, Monoid):
+        return _fold_monoid(terms, op)
+    dtype = terms[0].dtype
+    if dtype is torch.uint64:
+        return _fold_uint64(terms, op)
+    carrier = _CARRIER.get(dtype, dtype)
+    step = (_BOOL_STEP if dtype is torch.bool else _STEP)[op]
+    total = dense(terms[0], carrier)
+    for term in terms[1:]:
+        step(total, term.detach().to(carrier))
+    if op == "avg" and len(terms) > 1:
+        total.div_(len(terms))
+    return total.to(dtype)
+
+
+def _fold_monoid(terms: Sequence[Tensor], op: Monoid) -> Tensor:
+    total = terms[0]
+    for term in terms[1:]:
+        total = op.combine(total, term)
+    if op.finalize is not None:
+        total = op.finalize(total)
+    # combine and finalize may hand back a term, or a view of one
+    return dense(total) if any(_shares(total, term) for term in terms) or not total.is_contiguous() else total.detach()
+
+
+def _shares(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr())
+
+
+_SIGN = -(2**63)
+
+
+def _fold_uint64(terms: Sequence[Tensor], op: str) -> Tensor:
+    """Modular sums and products are those of the same bits as int64; flipping the top bit keeps the order."""
+    flip = op in ("max", "min")
+    signed = [term.view(torch.int64) for term in terms]
+    total = fold([term ^ _SIGN for term in signed] if flip else signed, op)
+    return (total ^ _SIGN if flip else total).view(torch.uint64)

@@ -1,0 +1,5 @@
+"""Seeing what happens: communication counts."""
+
+from .comm_mode import CommDebugMode
+
+__all__ = ["CommDebugMode"]
