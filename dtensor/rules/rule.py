@@ -188,7 +188,8 @@ def _row_of(factors: Factors, name: str) -> Row | None:
     lacking: Spec = kernel.lacking if kernel is not None else Partial(op) if op is not None else R
     if kernel is None and op is None and any(d is None for d in result_dims):
         return None
-    added: Spec = lacking if isinstance(lacking, Partial) else R
+    summed = all(d is None for d in result_dims)  # elsewhere each block of the result needs the operand whole
+    added: Spec = lacking if summed and isinstance(lacking, Partial) else R
     operands = tuple(
         (added if i in factors.additive else R) if d is None else Along(name) for i, d in enumerate(operand_dims)
     )
