@@ -97,7 +97,7 @@ def test_docstring_examples_hold(name: str) -> None:
     report: list[str] = []
     runner = doctest.DocTestRunner(optionflags=FLAGS, verbose=False)
     module = importlib.import_module(name)
-    names = {"torch": torch, "dt": dtensor}  # every reader has these two
+    names = {name: getattr(dtensor, name) for name in dtensor.__all__} | {"torch": torch, "dt": dtensor}
     for test in doctest.DocTestFinder(exclude_empty=True).find(module, name, extraglobs=names):
         runner.run(test, out=report.append)
     assert not report, "".join(report)
