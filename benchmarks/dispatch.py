@@ -41,7 +41,7 @@ class Side(Protocol):
     def replicate(self, *shape: int) -> Any: ...
     def partial(self, *shape: int) -> Any: ...
     def ids(self, count: int, high: int) -> Any: ...
-    def wrap(self, local: Tensor) -> Any: ...
+    def wrap(self, local: Tensor, **known: Any) -> Any: ...
     def unwrap(self, x: Any) -> Tensor: ...
     def to_replicate(self, x: Any) -> Any: ...
     def to_shard(self, x: Any) -> Any: ...
@@ -63,10 +63,11 @@ class Plain:
     def ids(self, count: int, high: int) -> Tensor:
         return torch.arange(count) % high
 
-    def wrap(self, local: Tensor) -> Tensor:
+    def wrap(self, local: Tensor, **known: Any) -> Tensor:
         return local
 
-    unwrap = wrap
+    def unwrap(self, x: Tensor) -> Tensor:
+        return x
 
     def to_replicate(self, x: Tensor) -> Tensor:
         out = x.new_empty(WORLD * x.shape[0], *x.shape[1:])
@@ -108,8 +109,8 @@ class Distributed:
     def ids(self, count: int, high: int) -> Any:
         return self._made(torch.arange(count) % high, self.library.Shard(0))
 
-    def wrap(self, local: Tensor) -> Any:
-        return self.library.DTensor.from_local(local, self.mesh, self.sharded, run_check=False)
+    def wrap(self, local: Tensor, **known: Any) -> Any:
+        return self.library.DTensor.from_local(local, self.mesh, self.sharded, run_check=False, **known)
 
     def unwrap(self, x: Any) -> Tensor:
         return x.to_local()
@@ -179,6 +180,12 @@ def embedding(side: Any) -> Callable[[], object]:
 def from_local(side: Any) -> Callable[[], object]:
     local = torch.rand(N, N)
     return lambda: side.wrap(local)
+
+
+def from_local_of_shape(side: Any) -> Callable[[], object]:
+    """With the global shape given nobody needs to ask the other ranks for it."""
+    local, shape = torch.rand(N, N), torch.Size((WORLD * N, N))
+    return lambda: side.wrap(local, shape=shape, stride=(N, 1))
 
 
 def to_local(side: Any) -> Callable[[], object]:
@@ -253,6 +260,7 @@ CASES: dict[str, Case] = {
     "gelu": on_shards(F.gelu),
     "embedding": embedding,
     "from_local": from_local,
+    "from_local, shape=": from_local_of_shape,
     "to_local": to_local,
     "redistribute S -> R": shard_to_replicate,
     "redistribute R -> S": replicate_to_shard,
