@@ -5,6 +5,7 @@ from .create import empty, full, ones, rand, randn, zeros
 from .custom import register_sharding
 from .dispatch import cache_info
 from .distribute import distribute_module, distribute_tensor
+from .explaining import Explanation, explain
 from .layout import Layout
 from .local_mapping import local_map
 from .mesh import DeviceMesh, init_device_mesh
@@ -17,6 +18,7 @@ from .tensor import DTensor
 __all__ = [
     "DTensor",
     "DeviceMesh",
+    "Explanation",
     "Layout",
     "Monoid",
     "Partial",
@@ -28,6 +30,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "explain",
     "explicit",
     "full",
     "implicit_replication",

@@ -31,7 +31,14 @@ class Chosen:
 
     @property
     def kernel_row(self) -> Row | None:
-        return next((row for row in self.choice.rows if row.kernel is not None), None)
+        """The row whose kernel runs (one of them, if a joint kernel has several factors)."""
+        return next((row for row in self.choice.rows if row.kernel is not None and row.factor in self.choice.splits), None)
+
+    @property
+    def kernel_splits(self) -> dict[str, Split]:
+        """How the kernel's factors are cut."""
+        names = {row.factor for row in self.choice.rows if row.kernel is not None}
+        return {name: split for name, split in self.choice.splits.items() if name in names}
 
 
 def choose(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
@@ -83,17 +90,23 @@ def _rank(rows: list[Row], mesh_dim: int, factors: Factors, call: Call, kept: Ma
     return [((*price, order), row) for price, order, row in priced]
 
 
-def _price(row: Row, mesh_dim: int, factors: Factors, call: Call, kept: Mapping[int, int]) -> tuple[float, int, float]:
-    """(seconds of communication, operands that change, bytes per rank of the results)."""
+def _price(row: Row, mesh_dim: int, factors: Factors, call: Call, kept: Mapping[int, int]) -> tuple[float, ...]:
+    """(seconds of communication, whether it shards what nobody has sharded, operands that change, bytes per rank of the results).
+
+    A replicated or partial value is not cut only because that is free: results keep the placements that their operands suggest.
+    """
     ranks = call.mesh.shape[mesh_dim]
     seconds, changes, memory = 0.0, 0, 0.0
+    invented = row.factor is not None
     for i, (spec, layout) in enumerate(zip(row.operands, call.operands, strict=True)):
         if i in call.plain:
             continue
         target = _target(spec, factors.operands[i], factors.sizes)
-        cost = _move(_current(layout, mesh_dim), target, layout, ranks)
+        current = _current(layout, mesh_dim)
+        cost = _move(current, target, layout, ranks)
         seconds += cost
         changes += cost > 0
+        invented = invented and not isinstance(current, int)
     for r, (spec, meta) in enumerate(zip(row.results, _tensors(call.results), strict=False)):
         target = _target(spec, factors.results[r], factors.sizes)
         nbytes = math.prod(meta.shape) * meta.dtype.itemsize
@@ -105,7 +118,7 @@ def _price(row: Row, mesh_dim: int, factors: Factors, call: Call, kept: Mapping[
             changes += cost > 0
     if row.kernel is not None and ranks > 1:
         seconds += row.kernel.collectives * LATENCY + row.kernel.nbytes(call) * PER_BYTE
-    return (seconds, changes, memory) if ranks > 1 else (0.0, changes, memory)
+    return seconds if ranks > 1 else 0.0, invented, changes, memory
 
 
 def _tensors(results: Sequence[Meta | None]) -> list[Meta]:
@@ -135,9 +148,8 @@ def _move(source: Where, target: Where, layout: Layout, ranks: int) -> float:
     match source, target:
         case (Replicate(), _):
             return LOCAL_STEP
-        case (Partial(), int()):
-            return LATENCY + nbytes * PER_BYTE
-        case (Partial(), Replicate()):
+        case (Partial(), int() | Replicate()):
+            # Scattering moves half of what reducing everywhere does, but the next operation usually gathers it again.
             return LATENCY * 1.5 + 2 * nbytes * PER_BYTE
         case (Partial(), Partial()):
             return LATENCY * 2 + 2 * nbytes * PER_BYTE
@@ -173,8 +185,8 @@ def _total(ranked: list[list[tuple[Any, Row]]], at: tuple[int, ...]) -> tuple[fl
 
 def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
     """The layouts that follow from one row per mesh dim; None if they contradict each other."""
-    kernels = {row.factor for row, size in zip(rows, call.mesh.shape, strict=True) if row.kernel is not None and size > 1}
-    if len(kernels) > 1:
+    kernels = {row.factor: row.kernel for row, size in zip(rows, call.mesh.shape, strict=True) if row.kernel is not None and size > 1}
+    if len(kernels) > 1 and (len({kernel.run for kernel in kernels.values()}) > 1 or not all(kernel.joint for kernel in kernels.values())):
         return None
     used: dict[str, list[int]] = {}
     for mesh_dim, row in enumerate(rows):

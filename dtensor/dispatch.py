@@ -17,7 +17,7 @@ from .layout import Layout
 from .mesh import DeviceMesh
 from .modes import MODES
 from .operators import Operator, operator_of
-from .propagate import Slot, propagate
+from .propagate import Plan, Slot, propagate
 from .rules.registry import foreach_base, lookup
 
 CACHE_LIMIT = 4096  # plans per operator
@@ -143,11 +143,19 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
 
 
 def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
-    operator = entry.operator
+    found = compile_plan(plan_for(entry.operator, args, kwargs), entry.operator, _WRAP)
+    entry.misses += 1
+    if len(entry.plans) >= CACHE_LIMIT:
+        entry.plans.clear()
+    entry.plans[signature] = found
+    return found
+
+
+def plan_for(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """The plan of a call with these arguments; nothing runs."""
     meshes: dict[DeviceMesh, None] = {}
     plain: set[Slot] = set()
-    bound = operator.bind(args, kwargs)
-    raw = {name: _layouts(value, meshes) for name, value in bound.items()}
+    raw = {name: _layouts(value, meshes) for name, value in operator.bind(args, kwargs).items()}
     if len(meshes) != 1:
         raise MeshError(
             f"{operator.name}: operands live on different meshes: {', '.join(map(repr, meshes))}; "
@@ -155,12 +163,7 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         )
     mesh = next(iter(meshes))
     bound = {name: _admit(value, name, None, operator, mesh, plain) for name, value in raw.items()}
-    found = compile_plan(propagate(operator, mesh, bound, frozenset(plain)), operator, _WRAP)
-    entry.misses += 1
-    if len(entry.plans) >= CACHE_LIMIT:
-        entry.plans.clear()
-    entry.plans[signature] = found
-    return found
+    return propagate(operator, mesh, bound, frozenset(plain))
 
 
 def _layouts(value: Any, meshes: dict[DeviceMesh, None]) -> Any:
