@@ -1,0 +1,136 @@
+"""Placements that a rule could take without communication: found by running the operator on local blocks as they are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..comm import PerRank
+from ..mesh import DeviceMesh, init_device_mesh
+from ..placement import Partial, Placement, Replicate, Shard
+from ..rules.rule import Rule
+from .cases import Combination, combinations, partial_ops
+from .nested import replace, tensors
+from .oracle import close, compare
+from .samples import Sample
+from .scatter import can_be_partial, scatter
+from .source import placement_text
+from .variants import Variant
+
+_RANKS = (3, 2, 4)
+_SEEDS = (0, 1, 2)
+_COMBINE: dict[str, Any] = {
+    "sum": lambda xs: torch.stack(xs).sum(0).to(xs[0].dtype),
+    "avg": lambda xs: torch.stack(xs).mean(0),
+    "max": lambda xs: torch.stack(xs).amax(0),
+    "min": lambda xs: torch.stack(xs).amin(0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """``name`` under ``operands`` communicates, but the operator on local blocks gives ``results`` by itself."""
+
+    name: str
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} | {', '.join(self.operands)} -> {', '.join(self.results)}"
+
+
+def gaps_of(name: str, sample: Sample, rule: Rule | None, limit: int, rng: random.Random) -> Iterator[Gap]:
+    """The gaps that a sample shows on meshes of 2, 3 and 4 ranks alike."""
+    variant = Variant(name.replace("::", "."), sample, False)
+    xs = tensors((sample.args, sample.kwargs))
+    if not sample.values or not xs:
+        return
+    meshes = [init_device_mesh("cpu", (ranks,)) for ranks in _RANKS]
+    for placements in combinations(xs, (2,), partial_ops(rule), limit, rng, ragged=False):
+        if not _communicates(variant, meshes[0], placements):
+            continue
+        found: set[tuple[Placement, ...]] | None = None
+        for mesh in meshes:
+            for seed in _SEEDS:
+                right = _right_results(variant, mesh, placements, seed)
+                found = right if found is None else found & right
+                if not found:
+                    break
+            if not found:
+                break
+        if found:
+            best = min(found, key=lambda results: [not isinstance(p, Shard) for p in results])
+            yield Gap(name, tuple(map(placement_text, placements)), tuple(map(str, best)))
+
+
+def _communicates(variant: Variant, mesh: DeviceMesh, placements: Combination) -> bool:
+    sample = variant.sample
+    outcome = compare(variant.call, sample.args, mesh, placements, kwargs=sample.kwargs, gradients=False, values=False)
+    return bool(outcome.events) and outcome.error is None
+
+
+def _right_results(variant: Variant, mesh: DeviceMesh, placements: Combination, seed: int) -> set[tuple[Placement, ...]]:
+    """The placements under which the results of the operator on local blocks make up the plain results."""
+    given = (variant.sample.args, variant.sample.kwargs)
+    args, kwargs = replace(torch.clone, given)
+    try:
+        torch.manual_seed(seed)
+        expected = tensors(variant.call(*args, **kwargs))
+        per_rank = []
+        for member in mesh.members:
+            locals_ = iter([_piece(x, mesh, where, seed + i, member) for i, (x, where) in enumerate(zip(tensors(given), placements, strict=True))])
+            args, kwargs = replace(lambda _: next(locals_), given)
+            per_rank.append(tensors(variant.call(*args, **kwargs)))
+    except Exception:  # whatever it is: local blocks alone do not do
+        return set()
+    choices: list[list[Placement]] = []
+    for k, whole in enumerate(expected):
+        pieces = [results[k] for results in per_rank if len(results) == len(expected)]
+        if len(pieces) != len(mesh.members):
+            return set()
+        choices.append(list(_placements_of(pieces, whole)))
+    found: set[tuple[Placement, ...]] = {()}
+    for options in choices:
+        found = {(*first, option) for first in found for option in options}
+    return found if expected else set()
+
+
+def _piece(x: torch.Tensor, mesh: DeviceMesh, where: Sequence[Placement], seed: int, member: int) -> torch.Tensor:
+    local = scatter(x, mesh, where, seed=seed)._local
+    return local.shards[member].clone() if isinstance(local, PerRank) else local
+
+
+def _placements_of(pieces: list[torch.Tensor], whole: torch.Tensor) -> Iterator[Placement]:
+    if all(close(piece, whole) for piece in pieces):
+        yield Replicate()
+        return
+    for dim in range(whole.ndim):
+        others = [size for d, size in enumerate(whole.shape) if d != dim]
+        fits = all(p.ndim == whole.ndim and [s for d, s in enumerate(p.shape) if d != dim] == others for p in pieces)
+        if fits and close(torch.cat(pieces, dim), whole):
+            yield Shard(dim)
+    if all(piece.shape == whole.shape and piece.dtype == whole.dtype for piece in pieces):
+        for op, combine in _COMBINE.items():
+            if can_be_partial(whole.dtype, op) and whole.dtype is not torch.bool and close(combine(pieces), whole):
+                yield Partial(op)
+
+
+# --- accepted ones ---------------------------------------------------------------------------------------------------------
+@cache
+def accepted() -> tuple[tuple[str, str], ...]:
+    """(operator, row) patterns of ``accepted_gaps.txt``: lines ``operator | operands -> results | reason``."""
+    lines = (Path(__file__).parent / "accepted_gaps.txt").read_text().splitlines()
+    parts = [[part.strip() for part in line.split("|")] for line in lines if line.strip() and not line.startswith("#")]
+    return tuple((name, row) for name, row, _ in parts)
+
+
+def is_accepted(gap: Gap) -> bool:
+    row = str(gap).partition("|")[2].strip()
+    return any(fnmatch(gap.name, name) and fnmatch(row, pattern) for name, pattern in accepted())

@@ -1,0 +1,106 @@
+"""Samples made from an operator's schema: every overload, in every dtype and broadcast that plain torch accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..nested import replace
+from .sample import Sample
+
+Shape = tuple[int, ...]
+
+# For one tensor, for two, for three: the same shapes, and broadcasts on either side.
+SHAPES: dict[int, tuple[tuple[Shape, ...], ...]] = {
+    1: (((5, 7),), ((),), ((0, 3),)),
+    2: (((5, 7), (5, 7)), ((5, 7), (7,)), ((5, 1), (6, 5, 7)), ((), (5,))),
+    3: (((5, 7), (5, 7), (5, 7)), ((5, 7), (7,), (5, 1)), ((7,), (5, 1), ())),
+}
+DTYPES = (torch.float64, torch.int64, torch.bool, torch.complex128)
+
+
+def samples_by_schema(
+    name: str, dtypes: Sequence[torch.dtype] = DTYPES, *, low: float = -2.0, high: float = 2.0, broadcast: bool = True
+) -> list[Sample]:
+    """Samples of all overloads of ``aten::name``, floats drawn between ``low`` and ``high``."""
+    packet = getattr(torch.ops.aten, name.partition(".")[0])
+    overloads = [name.partition(".")[2]] if "." in name else packet.overloads()
+    return [sample for overload in overloads for sample in _of_overload(getattr(packet, overload), dtypes, (low, high), broadcast)]
+
+
+def _of_overload(op: Any, dtypes: Sequence[torch.dtype], span: tuple[float, float], broadcast: bool) -> Iterator[Sample]:
+    schema = op._schema
+    if any(a.is_out for a in schema.arguments) or str(schema.overload_name).endswith("out"):
+        return
+    kinds = [str(a.type) for a in schema.arguments]
+    if any("List" in kind or kind in ("str", "Device", "Generator") for a, kind in zip(schema.arguments, kinds, strict=True) if not a.has_default_value()):
+        return
+    count = sum(kind == "Tensor" for kind in kinds)
+    for dtype in dtypes:
+        for k, shapes in enumerate(SHAPES.get(count, (((5, 7),) * count,))):
+            if k and (dtype is not torch.float64 or not broadcast):
+                continue  # a broadcast is alike in all dtypes
+            sample = _made(schema, shapes, dtype, span)
+            if _accepted(op, sample):
+                yield sample
+
+
+def _made(schema: Any, shapes: Sequence[Shape], dtype: torch.dtype, span: tuple[float, float]) -> Sample:
+    following = iter(shapes)
+    args, kwargs = [], {}
+    for seed, argument in enumerate(schema.arguments):
+        if argument.has_default_value():
+            if str(argument.type) != "Optional[Tensor]" or argument.name not in ("min", "max"):
+                continue
+        value = _value(argument, following, dtype, span, seed)
+        if argument.kwarg_only or argument.has_default_value():
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return Sample(tuple(args), kwargs, f"{schema.overload_name or 'default'} {str(dtype).removeprefix('torch.')} {list(shapes)}")
+
+
+def _value(argument: Any, shapes: Iterator[Shape], dtype: torch.dtype, span: tuple[float, float], seed: int) -> Any:
+    match str(argument.type):
+        case "Tensor":
+            wanted = torch.bool if argument.name in ("condition", "mask") else dtype
+            return tensor(next(shapes), wanted, seed, *span)
+        case "Optional[Tensor]":
+            return tensor((7,), dtype, seed, *span)
+        case "number" | "float":
+            return {torch.int64: 2, torch.bool: True}.get(dtype, 0.75)
+        case "bool":
+            return True
+        case "int":
+            return 1
+        case _:
+            return None
+
+
+def tensor(shape: Shape, dtype: torch.dtype = torch.float64, seed: int = 0, low: float = -2.0, high: float = 2.0) -> torch.Tensor:
+    """Values between ``low`` and ``high`` (integers from -4 to 4), the same each time."""
+    generator = torch.Generator().manual_seed(seed + 17)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.randint(-4 if dtype.is_signed else 0, 5, shape, generator=generator).to(dtype)
+    drawn = _short(torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low)
+    if dtype.is_complex:
+        return torch.complex(drawn, _short(torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5)).to(dtype)
+    return drawn.to(dtype)
+
+
+def _short(x: torch.Tensor) -> torch.Tensor:
+    """Few binary digits: sums of terms are exact, and reproductions print short."""
+    return (x * 64).round() / 64
+
+
+def _accepted(op: Any, sample: Sample) -> bool:
+    args, kwargs = replace(torch.clone, (sample.args, sample.kwargs))
+    try:
+        op(*args, **kwargs)
+    except Exception:  # not for this dtype or these shapes
+        return False
+    return True

@@ -1,0 +1,60 @@
+"""Python source that reproduces a case."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..placement import Partial, Placement, Replicate, Shard
+
+HEADER = "import torch, dtensor as dt\nfrom torch import tensor\nfrom dtensor import Partial, Replicate, Shard\nfrom dtensor.testing import check\n"
+
+
+def oracle_call(
+    fn: str, args: Sequence[Any], mesh_shape: tuple[int, ...], placements: Sequence[Any], options: dict[str, Any]
+) -> str:
+    """A program that calls the oracle."""
+    given = ", ".join([fn, *(source_of(arg) for arg in args)])
+    further = "".join(f", {name}={source_of(value)}" for name, value in options.items())
+    return (
+        f"{HEADER}check({given},\n"
+        f'      mesh=dt.init_device_mesh("cpu", {mesh_shape}), placements={source_of(list(placements))}{further})'
+    )
+
+
+def source_of(value: Any) -> str:
+    """An expression that gives ``value``."""
+    match value:
+        case torch.Tensor():
+            return _tensor(value)
+        case Partial(op):
+            return f"Partial({op!r})"
+        case Shard() | Replicate():
+            return repr(value)
+        case list():
+            return f"[{', '.join(map(source_of, value))}]"
+        case tuple():
+            return f"({', '.join(map(source_of, value))}{',' if len(value) == 1 else ''})"
+        case dict():
+            return "{" + ", ".join(f"{key!r}: {source_of(item)}" for key, item in value.items()) + "}"
+        case _:
+            return repr(value).replace("nan", "float('nan')").replace("inf", "float('inf')") if isinstance(value, float) else repr(value)
+
+
+def _tensor(x: torch.Tensor) -> str:
+    if x.numel() == 0:
+        return f"torch.empty({tuple(x.shape)}, dtype={x.dtype})"
+    values = str(x.tolist()).replace("nan", "float('nan')").replace("inf", "float('inf')")
+    made = f"tensor({values}, dtype={x.dtype})"
+    if x.is_contiguous():
+        return made
+    order = sorted(range(x.ndim), key=lambda d: -x.stride(d))
+    back = [order.index(d) for d in range(x.ndim)]
+    return f"{made}.permute({order}).contiguous().permute({back})"
+
+
+def placement_text(placements: Sequence[Placement]) -> str:
+    """``S(0),P(sum)``."""
+    return ",".join(map(str, placements))

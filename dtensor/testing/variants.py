@@ -1,0 +1,103 @@
+"""The forms in which one operator is called: as it is, in place, with ``out=``, on lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .nested import replace, tensors
+from .samples import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to call an operator with a sample.
+
+    Attributes:
+        name: of the operator called, as under ``torch.ops``: ``"aten.add_"``.
+        sample: the arguments.
+        writes: it writes to its arguments, which are clones then.
+    """
+
+    name: str
+    sample: Sample
+    writes: bool
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        return operator_named(self.name)
+
+
+def operator_named(name: str) -> Callable[..., Any]:
+    """``"aten.add"`` or ``"aten.add.Tensor"`` under ``torch.ops``."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]  # an operator or one overload
+
+
+def exists(name: str) -> bool:
+    try:
+        operator_named(name)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+def variants(rule_name: str, sample: Sample) -> Iterator[Variant]:
+    """The operator itself and its other forms that plain torch accepts for this sample."""
+    name = rule_name.replace("::", ".")
+    namespace, base = name.split(".")[:2]
+    if exists(name):
+        yield Variant(name, sample, _writes(name))
+    for other in (f"{namespace}.{base}_",):
+        if not base.endswith("_") and exists(other):
+            yield Variant(other, sample, True)
+    if "out" not in sample.kwargs and (written := _with_out(f"{namespace}.{base}", sample)) is not None:
+        yield Variant(f"{namespace}.{base}", written, True)
+    lists = f"{namespace}._foreach_{base}"
+    if exists(lists) and (listed := _listed(lists, sample)) is not None:
+        yield Variant(lists, listed, False)
+
+
+def _writes(name: str) -> bool:
+    found: Any = operator_named(name)
+    overloads = [found] if hasattr(found, "_schema") else [getattr(found, overload) for overload in found.overloads()]
+    return any(overload._schema.is_mutable and not any(a.is_out for a in overload._schema.arguments) for overload in overloads)
+
+
+def _with_out(name: str, sample: Sample) -> Sample | None:
+    found: Any = operator_named(name) if exists(name) else None
+    if found is None or not any(a.name == "out" for o in found.overloads() for a in getattr(found, o)._schema.arguments):
+        return None
+    given = _cloned(sample)
+    try:
+        result = found(*given.args, **given.kwargs)
+        if not isinstance(result, torch.Tensor):
+            return None
+        out = torch.zeros_like(result.contiguous())
+        found(*given.args, **given.kwargs, out=out)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
+    return Sample(sample.args, {**sample.kwargs, "out": torch.zeros_like(out)}, "out=", sample.values, False)
+
+
+def _listed(name: str, sample: Sample) -> Sample | None:
+    """Every tensor twice, in a list; None where the list operator does not take that."""
+    if not tensors(sample.args) or any(isinstance(value, (list, tuple)) for value in sample.args):
+        return None
+    given = Sample(tuple([x, x] if isinstance(x, torch.Tensor) else x for x in sample.args), sample.kwargs, "lists", sample.values, sample.gradients)
+    trial = _cloned(given)
+    try:
+        operator_named(name)(*trial.args, **trial.kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
+    return given
+
+
+def _cloned(sample: Sample) -> Sample:
+    args, kwargs = replace(torch.clone, (sample.args, sample.kwargs))
+    return Sample(args, kwargs, sample.note, sample.values, sample.gradients)
