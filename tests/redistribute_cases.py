@@ -27,6 +27,20 @@ def _double(a: torch.Tensor) -> torch.Tensor:
     return a * 2
 
 
+def _plus_one(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a + b + 1
+
+
+def _minus_ones(like: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(like, -1)
+
+
+def _eye(like: torch.Tensor) -> torch.Tensor:
+    return torch.eye(*like.shape, dtype=like.dtype)
+
+
+COUNTED = Monoid("counted", _plus_one, _minus_ones)  # zeros do not reduce to zero
+MATMUL = Monoid("matmul", torch.matmul, _eye)  # does not act elementwise
 # Associative and not commutative: any change of order shows. The second one may be finalized only once.
 LAST = Monoid("last", _last_nonzero, torch.zeros_like)
 LAST_DOUBLED = Monoid("last_doubled", _last_nonzero, torch.zeros_like, _double)
@@ -73,6 +87,8 @@ def terms_of(layout: Layout, seed: int) -> torch.Tensor:
     lead = [layout.mesh.shape[i] for i, op in enumerate(layout.partials) if op is not None]
     high = 3 if "product" in layout.partials else 9
     terms = torch.randint(-high, high + 1, (*lead, *layout.shape), generator=generator)
+    if any(isinstance(op, Monoid) for op in layout.partials):
+        terms *= torch.randint(0, 2, terms.shape, generator=generator)  # zeros are what LAST looks behind
     for i, op in enumerate(layout.partials):
         if op == "avg":
             terms = terms * layout.mesh.shape[i]

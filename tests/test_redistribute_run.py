@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 import torch
 from gloo import run_gloo
-from redistribute_cases import LAST, LAST_DOUBLED, SHAPES, all_pairs, layouts, local_of, terms_of, value_of, wrong_members
+from redistribute_cases import (
+    COUNTED,
+    LAST,
+    LAST_DOUBLED,
+    MATMUL,
+    SHAPES,
+    all_pairs,
+    layouts,
+    local_of,
+    terms_of,
+    value_of,
+    wrong_members,
+)
 
 from dtensor.comm import events, per_rank
 from dtensor.errors import LayoutError
@@ -70,6 +82,21 @@ def test_many_pairs_on_several_mesh_dims(mesh_shape: tuple[int, ...], shape: tup
 def test_many_pairs_of_all_reductions(mesh_shape: tuple[int, ...]) -> None:
     """Six kinds of terms on every mesh dim: only one order of reduction gives the value."""
     check_some(all_pairs(layouts(mesh_of(*mesh_shape), (4, 3), torch.float64, ALL_OPS)), 800)
+
+
+def test_terms_of_a_monoid_whose_zeros_count() -> None:
+    for src, dst in all_pairs(layouts(mesh_of(2, 2), (4,), torch.float64, ("sum", COUNTED))):
+        check(src, dst)
+
+
+def test_terms_of_a_monoid_stay_whole_until_they_are_reduced() -> None:
+    """Matrix products: a part of the factors does not give that part of the product."""
+    mesh = mesh_of(2, 3)
+    found = layouts(mesh, (3, 3), torch.int64, ("sum", MATMUL))
+    for src in found:
+        for dst in found:
+            if all(MATMUL not in x.partials or all(split is None for split in x.splits) for x in (src, dst)):
+                check(src, dst)
 
 
 def test_a_monoid_is_finalized_exactly_once() -> None:

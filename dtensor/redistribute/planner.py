@@ -78,8 +78,8 @@ def _cheapest(src: Layout, dst: Layout) -> tuple[Step, ...]:
 
 def _modes(src: Layout, dst: Layout, change: Changes) -> list[frozenset[int]]:
     """The sets of mesh dims to reduce-scatter over: none, those that split the destination, all that are reduced."""
-    reduced = {i for reduction in change.reduced if not isinstance(reduction.op, Monoid) for i in reduction.mesh_dims}
-    if not src.ndim:
+    reduced = {i for reduction in change.reduced for i in reduction.mesh_dims}
+    if not src.ndim or _folds(change):
         return [frozenset()]
     wanted = reduced.intersection(i for split in dst.splits if split is not None for i in split.mesh_dims)
     return list(dict.fromkeys((frozenset(wanted), frozenset(reduced), frozenset())))
@@ -88,8 +88,7 @@ def _modes(src: Layout, dst: Layout, change: Changes) -> list[frozenset[int]]:
 def _chain(src: Layout, dst: Layout, change: Changes, scatter: frozenset[int], pad: bool) -> tuple[Step, ...]:
     steps: list[Step] = []
     at = src
-    # A monoid need not act pointwise along a dim that its own layouts do not shard: its terms stay whole until reduced.
-    if not any(isinstance(reduction.op, Monoid) for reduction in change.reduced):
+    if not _folds(change):
         at = _sliced(src, dst)
         if at is not src:
             steps.append(move_step(src, at))
@@ -101,6 +100,11 @@ def _chain(src: Layout, dst: Layout, change: Changes, scatter: frozenset[int], p
     goal = _goal(at, dst, change.entered, pad)
     moves = list(_moves(at, goal))
     return (*steps, *moves, *_spreads(goal, dst, change.entered))
+
+
+def _folds(change: Changes) -> bool:
+    """Whether a monoid is reduced. It need not act elementwise along a dim that ``src`` leaves whole: no cutting before."""
+    return any(isinstance(reduction.op, Monoid) for reduction in change.reduced)
 
 
 def _parts(reduction: Reduction, scatter: frozenset[int]) -> Iterator[Reduction]:
@@ -161,6 +165,7 @@ def _goal(layout: Layout, dst: Layout, entered: tuple[int, ...], pad: bool) -> L
     mesh = layout.mesh
     partials = [None if i in entered else op for i, op in enumerate(dst.partials)]
     splits = list(dst.splits)
+    pad = pad and not any(isinstance(dst.partials[i], Monoid) for i in entered)  # its identity is that of a whole block
     for dim, split in enumerate(layout.splits) if pad else ():
         inner = [i for i in (() if split is None else split.mesh_dims) if i in entered]
         if inner and _one_spread(dst, inner, entered) and all(_paddable(dst, i, partials) for i in inner):
