@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .choose import Chosen
 from .comm import communicator_of
 from .errors import ImplicitCommunicationError
 from .layout import Layout
@@ -56,16 +57,31 @@ def _compute(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
         return operator.call(local)
     row = chosen.kernel_row
     if row is not None and row.kernel is not None:
-        assert row.factor is not None
-        split = chosen.choice.splits[row.factor]
-        at = KernelContext(plan.call, chosen.operands, chosen.results, split.mesh_dims, split.sizes)
-        return operator.call(local, lambda *args, **kwargs: row.kernel.run(at, *args, **kwargs))
+        at = _context(plan, chosen)
+        run = row.kernel.run
+        return _in_place(operator, local, operator.call(local, lambda *args, **kwargs: run(at, *args, **kwargs)))
     if rule.run is not None:
         run, at = rule.run, KernelContext(plan.call, chosen.operands, chosen.results, (), (1,))
-        return operator.call(local, lambda *args, **kwargs: run(at, *args, **kwargs))
+        return _in_place(operator, local, operator.call(local, lambda *args, **kwargs: run(at, *args, **kwargs)))
     if rule.local_args is not None:
         return _with_local_args(plan, operator, local)
     return operator.call(local, rule.local)
+
+
+def _context(plan: Plan, chosen: Chosen) -> KernelContext:
+    splits = chosen.kernel_splits
+    mesh_dims = tuple(mesh_dim for split in splits.values() for mesh_dim in split.mesh_dims)
+    sizes = next(iter(splits.values())).sizes if len(splits) == 1 else ()
+    return KernelContext(plan.call, chosen.operands, chosen.results, mesh_dims, sizes, splits)
+
+
+def _in_place(operator: Operator, local: dict[str, Any], computed: Any) -> Any:
+    """What a kernel computed for an argument written in place, written there (kernels return new locals)."""
+    produced = list(_as_tuple(computed, operator))
+    for k, owner in enumerate(operator.returns):
+        if owner is not None and owner not in operator.outs and produced[k] is not local[owner]:
+            produced[k] = local[owner].copy_(produced[k])
+    return produced[0] if len(operator.returns) == 1 else tuple(produced)
 
 
 def _with_local_args(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:

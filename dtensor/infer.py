@@ -23,6 +23,8 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
     Raises:
         NotInferable: see there. Errors that plain torch raises for wrong arguments pass through.
     """
+    if operator.returns and not operator.gives_tensors:
+        return (None,) * len(operator.returns)  # a Python value: it depends on data
     bound = {name: _to_meta(value) for name, value in arguments.items()}
     if bound.get("device") is not None:
         bound["device"] = META

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True, slots=True)
 class Operator:
@@ -19,7 +21,9 @@ class Operator:
             see them as one more replicated operand.
         mutated: names of the arguments written to; ``outs`` those of them that are ``out=`` results.
         returns: per return value the name of the argument that it is, or None for a new one.
+        gives_tensors: some return value is a tensor or a list of them.
         is_view: some result aliases an argument without writing to it.
+        seeded: it draws random numbers.
     """
 
     func: Any
@@ -33,7 +37,9 @@ class Operator:
     mutated: frozenset[str]
     outs: tuple[str, ...]
     returns: tuple[str | None, ...]
+    gives_tensors: bool
     is_view: bool
+    seeded: bool
     per_element: bool
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -80,6 +86,8 @@ def operator_of(func: Any) -> Operator:
         mutated=written,
         outs=tuple(a.name for a in arguments if a.is_out),
         returns=returns,
+        gives_tensors=any("Tensor" in str(r.type) for r in schema.returns),
+        seeded=torch.Tag.nondeterministic_seeded in func.tags,
         is_view=any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
         per_element=base.startswith(("_foreach_", "_fused_")) and any(kind == "List[Tensor]" for kind in kinds.values()),
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..comm import communicator_of
-from ..layout import Layout, offsets_of
+from ..layout import Layout, Split, offsets_of
+from ..placement import Monoid
 from .call import Call
 
 
@@ -28,8 +29,9 @@ class KernelContext:
     Attributes:
         call: the global call.
         operands, results: layouts of the locals that the kernel gets and gives.
-        mesh_dims: the mesh dims that split the factor; () when it is not split.
+        mesh_dims: the mesh dims that split the factor (all factors, where a joint kernel has several); () when it is not split.
         sizes: the factor's block sizes along the group.
+        splits: how each factor of the kernel that is sharded is cut.
     """
 
     call: Call
@@ -37,6 +39,7 @@ class KernelContext:
     results: tuple[Layout | None, ...]
     mesh_dims: tuple[int, ...]
     sizes: tuple[int, ...]
+    splits: Mapping[str, Split] = field(default_factory=dict)
 
     @property
     def comm(self) -> Any:
@@ -47,7 +50,7 @@ class KernelContext:
         """Global size of the factor."""
         return sum(self.sizes)
 
-    def all_reduce(self, x: Any, op: str) -> Any:
+    def all_reduce(self, x: Any, op: str | Monoid) -> Any:
         """The reduction of ``x`` over the group, on every rank."""
         return self.comm.all_reduce(x, self.mesh_dims, op)
 
@@ -63,7 +66,9 @@ class KernelContext:
         return self.comm.map(lambda member, *locals_: fn(self.at(member), *locals_), *args)
 
     def at(self, member: int) -> At:
-        """One member's place in the group."""
+        """One member's place in the group (of no use to a joint kernel, whose group splits several factors)."""
+        if not self.sizes:
+            return At(member, 0, 0, 0)
         coordinate = self.call.mesh.coordinates[member]
         index = 0
         for mesh_dim in self.mesh_dims:

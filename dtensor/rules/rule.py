@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import RuleError
 from ..layout import Split
-from ..placement import REDUCE_OPS, Partial, Replicate
+from ..placement import REDUCE_OPS, Monoid, Partial, Replicate
 from .call import Call
 
 Dims = tuple[tuple[str, ...], ...]  # per tensor dim its factors, major first; () cannot be sharded
@@ -37,15 +37,17 @@ class Kernel:
     Args:
         run: ``run(at, *args, **kwargs)`` gets the op's arguments with tensors replaced by locals and ``at``, a
             ``KernelContext`` (collectives over the mesh dims that split the factor, offsets). Returns locals.
-        lacking: the spec of a result that does not have the factor.
+        lacking: the spec of the results that do not have the factor, one for all or one for each result.
         collectives: how many collectives ``run`` issues.
         nbytes: bytes that each of them moves per rank, a function of the call.
+        joint: ``run`` also computes with several of its factors sharded, by different mesh dims.
     """
 
     run: Callable[..., Any]
-    lacking: Spec = R
+    lacking: Spec | tuple[Spec, ...] = R
     collectives: int = 0
     nbytes: Callable[[Call], int] = lambda call: 0
+    joint: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class Factors:
     results: tuple[Dims, ...]
     sizes: Mapping[str, int]
     whole: frozenset[str] = frozenset()
-    reduced: Mapping[str, str] = field(default_factory=dict)
+    reduced: Mapping[str, str | Monoid] = field(default_factory=dict)
     additive: frozenset[int] = frozenset()
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
@@ -82,6 +84,9 @@ class Row:
     results: tuple[Spec, ...]
     factor: str | None = None
     kernel: Kernel | None = None
+
+
+Partials = tuple[str | Row, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +120,8 @@ class Rule:
 
     Attributes:
         factors: the factors of a call, or None where the rule does not apply (the op then decomposes or gathers).
-        partials: how partial operands pass through (see :func:`parse_partial`), or a function of the call giving the rows.
+        partials: how partial operands pass through (see :func:`parse_partial`; a :class:`Row` says what a text cannot), or a
+            function of the call giving the rows.
         when: a predicate on a full choice, true only where the local ops give the right blocks.
         local_args: arguments to replace for one member: ``local_args(call, view) -> {name: value}``.
         local: a function to call instead of the op, same arguments.
@@ -127,7 +133,7 @@ class Rule:
     """
 
     factors: Callable[[Call], Factors | None]
-    partials: tuple[str, ...] | Callable[[Call], tuple[str, ...]] = ()
+    partials: Partials | Callable[[Call], Partials] = ()
     when: Callable[[Choice], bool] | None = None
     local_args: Callable[[Call, LocalView], dict[str, Any]] | None = None
     local: Callable[..., Any] | None = None
@@ -160,7 +166,7 @@ def inner_size(dim: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> i
     return result
 
 
-def candidates(factors: Factors, partials: tuple[str, ...]) -> list[Row]:
+def candidates(factors: Factors, partials: Partials) -> list[Row]:
     """All rows, the ones that shard first (declaration order breaks ties)."""
     rows = list(factors.rows)
     names = dict.fromkeys(name for dims in (*factors.operands, *factors.results) for dim in dims for name in dim)
@@ -168,7 +174,7 @@ def candidates(factors: Factors, partials: tuple[str, ...]) -> list[Row]:
         if name[0] != "@" and name not in factors.whole and (row := _row_of(factors, name)) is not None:
             rows.append(row)
     for text in partials:
-        row = parse_partial(text, len(factors.operands), len(factors.results))
+        row = text if isinstance(text, Row) else parse_partial(text, len(factors.operands), len(factors.results))
         if row is not None:
             rows.append(row)
     rows.append(Row((R,) * len(factors.operands), (R,) * len(factors.results)))
@@ -185,17 +191,19 @@ def _row_of(factors: Factors, name: str) -> Row | None:
         return None  # twice in one operand, as on a diagonal
     kernel = factors.kernels.get(name)
     op = factors.reduced.get(name)
-    lacking: Spec = kernel.lacking if kernel is not None else Partial(op) if op is not None else R
+    lacking: Spec | tuple[Spec, ...] = kernel.lacking if kernel is not None else Partial(op) if op is not None else R
     if kernel is None and op is None and any(d is None for d in result_dims):
         return None
     summed = all(d is None for d in result_dims)  # elsewhere each block of the result needs the operand whole
     added: Spec = lacking if summed and isinstance(lacking, Partial) else R
+    each = lacking if isinstance(lacking, tuple) else (lacking,) * len(result_dims)
     operands = tuple(
         (added if i in factors.additive else R) if d is None else Along(name) for i, d in enumerate(operand_dims)
     )
     if not any(isinstance(spec, Along) for spec in operands):
         return None
-    return Row(operands, tuple(lacking if d is None else Along(name) for d in result_dims), name, kernel)
+    results = tuple(spec if d is None else Along(name) for d, spec in zip(result_dims, each, strict=True))
+    return Row(operands, results, name, kernel)
 
 
 def parse_partial(text: str, operand_count: int, result_count: int) -> Row | None:
