@@ -11,6 +11,7 @@ from typing import Any
 from .comm import communicator_of
 from .execute import Wrap, execute, local_view
 from .layout import Layout
+from .local_functions import local_function
 from .modes import MODES
 from .operators import Operator
 from .propagate import Plan
@@ -62,7 +63,7 @@ def _plain(plan: Plan, operator: Operator) -> bool:
 def _local_call(plan: Plan, operator: Operator) -> Runner | None:
     rule = plan.rule
     assert rule is not None
-    func = rule.local or operator.func
+    func = rule.local or local_function(operator.func)
     rewrite = rule.local_args
     if rewrite is None or plan.chosen is None:
         return lambda args, kwargs, local_args, local_kwargs: func(*local_args, **local_kwargs)

@@ -14,6 +14,7 @@ import torch
 from .compiled import Runner, compile_plan
 from .errors import MeshError, MixedTensorError
 from .layout import Layout
+from .local_functions import local_function
 from .mesh import DeviceMesh
 from .modes import MODES
 from .operators import Operator, operator_of
@@ -26,19 +27,16 @@ CACHE_LIMIT = 4096  # plans per operator
 class Entry:
     """One operator's plans."""
 
-    __slots__ = ("func", "misses", "operator", "plans", "scalar_positions")
+    __slots__ = ("func", "local", "misses", "operator", "plans", "scalar_names", "scalar_positions")
 
     def __init__(self, func: Any) -> None:
         self.func = func
+        self.local = local_function(func)
         self.operator: Operator = operator_of(func)
         rule = lookup(func) or foreach_base(func)
-        matter = rule is None or rule.floats_matter
-        scalars = frozenset() if matter else self.operator.scalars
-        self.scalar_positions = frozenset(
-            i for i, name in enumerate(self.operator.names[: self.operator.positional]) if name in scalars or name in self.operator.tensors
-        )
-        if matter:
-            self.scalar_positions = frozenset()
+        by_type = frozenset() if rule is None or rule.floats_matter else self.operator.scalars | self.operator.tensors
+        self.scalar_names = by_type
+        self.scalar_positions = frozenset(i for i, name in enumerate(self.operator.names) if name in by_type)
         self.plans: dict[tuple[Any, ...], Layout | Runner] = {}
         self.misses = 0
 
@@ -47,6 +45,7 @@ _ENTRIES: dict[Any, Entry] = {}
 _TENSOR: Any = None  # the DTensor class and its constructor from (local, layout), installed by tensor.py
 _WRAP: Any = None
 _PENDING: Any = None
+_MAKE = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]  # the documented way to build wrapper subclasses
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
 
 
@@ -76,36 +75,42 @@ def cache_info() -> dict[str, tuple[int, int]]:
     return {str(func): (len(entry.plans), entry.misses) for func, entry in _ENTRIES.items()}
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``__torch_dispatch__`` of a DTensor does."""
+def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """``__torch_dispatch__`` of a DTensor."""
     entry = _ENTRIES.get(func)
     if entry is None:
         entry = _ENTRIES[func] = Entry(func)
     key: list[Any] = []
     local_args: list[Any] = []
-    for i, value in enumerate(args):
+    for value in args:
         if type(value) is _TENSOR:
             key.append(value._layout)
             local_args.append(value._local)
         else:
-            local_args.append(_static(value, key, i in entry.scalar_positions))
+            local_args.append(_static(value, key, len(local_args) in entry.scalar_positions))
     if kwargs:
         local_kwargs = {}
-        scalars = entry.operator.scalars if entry.scalar_positions else ()
         for name, value in kwargs.items():
             key.append(name)
-            local_kwargs[name] = _static(value, key, name in scalars)
+            local_kwargs[name] = _static(value, key, name in entry.scalar_names)
     else:
-        local_kwargs = kwargs
+        kwargs = local_kwargs = {}
     if MODES.implicit_replication:
         key.append(MODES)
     signature = tuple(key)
     found = entry.plans.get(signature)
     if found is None:
         found = _miss(entry, signature, args, kwargs)
-    if type(found) is Layout:
-        return _WRAP(func(*local_args, **local_kwargs), found)
-    return found(args, kwargs, local_args, local_kwargs)
+    if type(found) is not Layout:
+        return found(args, kwargs, local_args, local_kwargs)
+    local = entry.local(*local_args, **local_kwargs) if local_kwargs else entry.local(*local_args)
+    if found.dense:
+        made = _MAKE(_TENSOR, found.shape, dtype=found.dtype, device=local.device)
+    else:
+        made = _MAKE(_TENSOR, found.shape, strides=found.stride, dtype=found.dtype, device=local.device)
+    made._local = local
+    made._layout = found
+    return made
 
 
 def _static(value: Any, key: list[Any], by_type: bool) -> Any:

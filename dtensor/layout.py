@@ -85,9 +85,10 @@ class Layout:
         shape, stride, dtype: of the global tensor.
         splits: per tensor dim a :class:`Split` or None. Mesh dims of size 1 do not appear: they never cause work.
         partials: per mesh dim the reduce op of a ``Partial``, or None (also for mesh dims of size 1).
+        dense: the global strides are those of a row-major tensor.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "dtype", "mesh", "partials", "placements", "shape", "splits", "stride")
+    __slots__ = ("__dict__", "__weakref__", "dense", "dtype", "mesh", "partials", "placements", "shape", "splits", "stride")
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -96,6 +97,7 @@ class Layout:
     dtype: torch.dtype
     splits: tuple[Split | None, ...]
     partials: tuple[str | Monoid | None, ...]
+    dense: bool
 
     # --- making ----------------------------------------------------------------------------------------------
     @staticmethod
@@ -163,6 +165,7 @@ class Layout:
             found = object.__new__(Layout)
             found.mesh, found.placements, found.splits = mesh, placements, splits
             found.shape, found.stride, found.dtype = torch.Size(shape), stride, dtype
+            found.dense = tuple(stride) == contiguous_stride(tuple(shape))
             found.partials = tuple(
                 p.reduce_op if isinstance(p, Partial) and mesh.shape[i] > 1 else None for i, p in enumerate(placements)
             )

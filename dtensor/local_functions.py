@@ -1,0 +1,38 @@
+"""The cheapest callable for the local part of an aten overload.
+
+``torch.add(x, y)`` reaches the same kernel as ``torch.ops.aten.add.Tensor(x, y)`` at half the host time: its argument parser is generated
+C++, an overload object parses its schema at run time. Used only where the function's arguments are the overload's, in order.
+This is the one module that looks into ``torch._C`` for such functions.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import BuiltinFunctionType, MethodDescriptorType
+from typing import Any
+
+import torch
+
+# Their Python signatures differ from the schema (argument order, packed lists, defaults), or they mean something else.
+_DIFFERENT = frozenset(
+    "arange full empty zeros ones rand randn randint normal linspace logspace scalar_tensor tensor empty_like full_like "
+    "where index norm split to _to_copy set_ data requires_grad_ is_same_size".split()
+)
+
+
+@cache
+def local_function(func: Any) -> Any:
+    """A callable with the signature and meaning of overload ``func``, preferably generated C++."""
+    schema = func._schema
+    namespace, _, name = schema.name.partition("::")
+    if namespace != "aten" or name in _DIFFERENT or any(a.is_out for a in schema.arguments):
+        return func
+    if name.endswith("_") and not name.startswith("_"):
+        method = getattr(torch._C.TensorBase, name, None)
+        return method if isinstance(method, MethodDescriptorType) else func
+    for home in (torch, torch._C._nn):
+        function = getattr(home, name, None)
+        if isinstance(function, BuiltinFunctionType):
+            return function
+    method = getattr(torch._C.TensorBase, name, None)
+    return method if isinstance(method, MethodDescriptorType) and schema.arguments[0].name == "self" else func
