@@ -39,8 +39,9 @@ def compile_plan(plan: Plan, operator: Operator, wrap: Wrap) -> Layout | Runner:
     finish = _finish(plan, operator, wrap)
     if finish is None:
         return general
-    if not plan.moves and plan.rule.local_args is None and plan.rule.local is None and operator.returns == (None,):
-        return plan.results[0]  # type: ignore[no-any-return]  # one new tensor
+    only = plan.results[0] if operator.returns == (None,) else None
+    if isinstance(only, Layout) and not plan.moves and plan.rule.local_args is None and plan.rule.local is None:
+        return only  # one new tensor
     if plan.moves:
         return _moved(plan, operator, call, finish, general)
     bound_call, bound_finish = call, finish

@@ -249,9 +249,10 @@ def _keep_grad_layout(leaf: DTensor) -> None:
 
     def to_leaf_layout(grad: torch.Tensor) -> torch.Tensor | None:
         target = owner()
-        if target is None or not isinstance(grad, DTensor) or grad._layout.placements == target._layout.placements:
+        if target is None or not isinstance(grad, DTensor):
             return None
-        return grad.redistribute(placements=grad_placements_of(target))
+        wanted = target._layout.placements if not target._layout.is_partial else grad_placements_of(target)
+        return None if grad._layout.placements == wanted else grad.redistribute(placements=wanted)
 
     leaf.__dict__["_grad_hook"] = leaf.register_hook(to_leaf_layout)
 
