@@ -37,13 +37,21 @@ class Traits:
     sends_lists: bool
 
 
-_TRAITS = {"gloo": Traits(reduces=False, sends_lists=False), "mpi": Traits(reduces=False, sends_lists=False)}
-_DEFAULT = Traits(reduces=True, sends_lists=True)  # nccl, the other vendors' collectives, and fake
+_TRAITS = {
+    "gloo": Traits(reduces=False, sends_lists=False),
+    "mpi": Traits(reduces=False, sends_lists=False),
+    "fake": Traits(reduces=True, sends_lists=False),  # no communication: torch's stand-in for host-time measurements
+}
+_DEFAULT = Traits(reduces=True, sends_lists=True)  # nccl and the other vendors' collectives
 
 
 def traits_of(group: Group) -> Traits:
     return _TRAITS.get(group.backend, _DEFAULT)
 
+
+# Renamed in torch 2.13, which warns at the names of 2.11.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,

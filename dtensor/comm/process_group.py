@@ -14,7 +14,16 @@ from torch import Tensor
 
 from ..mesh import DeviceMesh
 from ..placement import Monoid
-from .backends import exchange, flat_bytes, from_bytes, native_reduction, started, traits_of
+from .backends import (
+    all_gather_single,
+    exchange,
+    flat_bytes,
+    from_bytes,
+    native_reduction,
+    reduce_scatter_single,
+    started,
+    traits_of,
+)
 from .groups import Group, group_of
 from .protocol import Communicator, Pending, Shape
 from .reduction import Op, dense, fold
@@ -90,7 +99,7 @@ class ProcessGroups(Communicator):
             packed = torch.cat([flat_bytes(chunk) for chunk in group.to_torch(chunks)]).view(native[1])
             result = torch.empty(own.shape, dtype=own.dtype, device=own.device)
             flat = result.reshape(-1).view(native[1])
-            work = dist.reduce_scatter_tensor(flat, packed, native[0], group=group.handle, async_op=async_op)
+            work = reduce_scatter_single(flat, packed, native[0], group=group.handle, async_op=async_op)
             return started(work, lambda: result)
         arrived = exchange(group, chunks, [own.shape] * group.size, async_op)
         return Pending(lambda: fold(arrived.wait(), op))
@@ -105,7 +114,7 @@ class ProcessGroups(Communicator):
             return exchange(group, [x] * group.size, shapes, async_op)
         sent = flat_bytes(x)
         buffer = torch.empty(group.size * sent.numel(), dtype=torch.uint8, device=x.device)
-        work = dist.all_gather_into_tensor(buffer, sent, group=group.handle, async_op=async_op)
+        work = all_gather_single(buffer, sent, group=group.handle, async_op=async_op)
         rows = group.to_mesh(buffer.chunk(group.size) if sent.numel() else [buffer] * group.size)
         return started(work, lambda: [from_bytes(row, shapes[0], x.dtype) for row in rows])
 

@@ -1,0 +1,476 @@
+"""What every communicator must do, as functions of a mesh: run in one process and by every rank of a gloo group alike.
+
+A case makes each member's data from its number, runs a collective and checks, at each member held here, against the same
+thing computed directly from the data of all members.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtensor.comm import Communicator, Pending, backends, communicator_of, events
+from dtensor.errors import LayoutError, MeshError, UnsupportedOperationError
+from dtensor.mesh import DeviceMesh
+from dtensor.placement import Monoid
+
+Dims = tuple[int, ...]
+OPS = ("sum", "avg", "max", "min", "product")
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+DTYPES = (*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128, torch.complex32)
+
+
+def value(member: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, salt: int = 0) -> Tensor:
+    """Data of one member: random, but the same wherever it is made."""
+    generator = torch.Generator().manual_seed(1000 * salt + member)
+    if dtype.is_complex:
+        return torch.randn(*shape, 2, generator=generator, dtype=torch.float64).to(torch.float32)[..., 0].to(dtype) * (1 + 2j)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 2 if dtype is torch.bool else 120, shape, generator=generator).to(dtype)
+
+
+def same(got: Tensor, expected: Tensor) -> None:
+    """Bit for bit, of the same shape and dtype, row-major and without history."""
+    assert (tuple(got.shape), got.dtype) == (tuple(expected.shape), expected.dtype)
+    assert got.is_contiguous()
+    assert not got.requires_grad
+    assert bits(got) == bits(expected)
+
+
+def bits(x: Tensor) -> list[int]:
+    x = x.detach().resolve_conj().resolve_neg().contiguous()
+    return x.reshape(-1).view(torch.uint8).tolist()  # type: ignore[no-any-return]
+
+
+# --- the reference: all members' terms, folded in group order ----------------------------------------------------------
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add, "avg": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum,
+}  # fmt: skip
+
+
+def reduced(terms: list[Tensor], op: str) -> Tensor:
+    dtype = terms[0].dtype
+    if dtype is torch.bool:
+        stacked = torch.stack(terms)
+        return stacked.any(0) if op in ("sum", "max") else stacked.all(0)
+    wide = dtype
+    if dtype.is_complex:
+        wide = torch.complex64 if dtype is torch.complex32 else dtype
+    elif dtype.is_floating_point:
+        wide = dtype if dtype.itemsize >= 4 else torch.float32
+    else:
+        wide = torch.int64  # exact below 2**63; the cast back wraps around
+    total = functools.reduce(_COMBINE[op], [term.to(wide) for term in terms])
+    return (total / len(terms) if op == "avg" else total).to(dtype)
+
+
+def has_value(op: str, dtype: torch.dtype) -> bool:
+    if op == "avg":
+        return dtype.is_floating_point or dtype.is_complex
+    return not (dtype.is_complex and op in ("max", "min"))
+
+
+def every_dims(mesh: DeviceMesh) -> Iterator[Dims]:
+    """One, several and all mesh dims, in every order."""
+    for count in range(1, mesh.ndim + 1):
+        yield from itertools.permutations(range(mesh.ndim), count)
+
+
+def _at(mesh: DeviceMesh, dims: Dims, member: int) -> tuple[tuple[int, ...], int]:
+    group = mesh.members_of(dims, member)
+    return group, group.index(member)
+
+
+# --- cases ---------------------------------------------------------------------------------------------------------------
+def all_reduce_is_the_fold(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+    for dtype, op in itertools.product(DTYPES, OPS):
+        if not has_value(op, dtype):
+            continue
+        x = comm.map(lambda member, dtype=dtype: value(member, (3, 2), dtype))
+        got = comm.all_reduce(x, dims, op)
+
+        def check(member: int, got: Tensor, dtype: torch.dtype = dtype, op: str = op) -> None:
+            same(got, reduced([value(m, (3, 2), dtype) for m in mesh.members_of(dims, member)], op))
+
+        comm.map(check, got)
+
+
+def all_reduce_of_any_shape(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+    big = (7, 5001)  # past the size at which gloo reduces in two rounds
+    for shape, dtype, op in [
+        ((), torch.float32, "sum"),
+        ((0, 3), torch.float64, "max"),
+        ((1, 1), torch.bfloat16, "avg"),
+        (big, torch.float32, "sum"),
+        (big, torch.bfloat16, "avg"),
+        (big, torch.int16, "product"),
+        (big, torch.bool, "sum"),
+    ]:
+        x = comm.map(lambda member, shape=shape, dtype=dtype: value(member, shape, dtype))
+        got = comm.all_reduce(x, dims, op)
+
+        def check(member: int, got: Tensor, shape: Any = shape, dtype: torch.dtype = dtype, op: str = op) -> None:
+            same(got, reduced([value(m, shape, dtype) for m in mesh.members_of(dims, member)], op))
+
+        comm.map(check, got)
+
+
+def _last_nonzero(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(b != 0, b, a)
+
+
+def monoids_fold_in_group_order(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+    op = Monoid("last", _last_nonzero, torch.zeros_like, lambda x: x * 2)
+
+    def term(member: int) -> Tensor:
+        return value(member, (4, 6), torch.int64) % 3
+
+    def check(member: int, got: Tensor) -> None:
+        same(got, functools.reduce(_last_nonzero, [term(m) for m in mesh.members_of(dims, member)]) * 2)
+
+    comm.map(check, comm.all_reduce(comm.map(term), dims, op))
+
+
+def _ragged(member: int) -> tuple[int, int]:
+    return (member * 2) % 5, 3  # 0, 2, 4, 1, 3, 0, ...
+
+
+def all_gather_of_ragged_pieces(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+    for dtype in DTYPES:
+        got = comm.all_gather(comm.map(lambda member, dtype=dtype: value(member, _ragged(member), dtype)), dims, _ragged)
+
+        def check(member: int, got: list[Tensor], dtype: torch.dtype = dtype) -> None:
+            for piece, m in zip(got, mesh.members_of(dims, member), strict=True):
+                same(piece, value(m, _ragged(m), dtype))
+
+        comm.map(check, got)
+
+
+def all_gather_of_equal_pieces(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+    for shape in ((2, 3), (), (0, 3), (5,)):
+        got = comm.all_gather(comm.map(lambda member, shape=shape: value(member, shape)), dims, lambda _, shape=shape: shape)
+
+        def check(member: int, got: list[Tensor], shape: tuple[int, ...] = shape) -> None:
+            for piece, m in zip(got, mesh.members_of(dims, member), strict=True):
+                same(piece, value(m, shape))
+
+        comm.map(check, got)
+
+
+def reduce_scatter_of_uneven_chunks(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+    n = comm.group_size(dims)
+    shapes = [((k * 2 + 1) % 4, 2) for k in range(n)]  # 1, 3, 1, ... rows
+    shapes[-1] = (0, 2)
+    for even, dtype, op in itertools.product((True, False), (torch.float32, torch.bfloat16, torch.int64, torch.bool), OPS):
+        if not has_value(op, dtype):
+            continue
+        sizes = [(2, 2)] * n if even else shapes
+
+        def chunks(member: int, sizes: Any = sizes, dtype: torch.dtype = dtype) -> list[Tensor]:
+            return [value(member, size, dtype, salt=k) for k, size in enumerate(sizes)]
+
+        def check(member: int, got: Tensor, chunks: Any = chunks, op: str = op) -> None:
+            group, k = _at(mesh, dims, member)
+            same(got, reduced([chunks(m)[k] for m in group], op))
+
+        comm.map(check, comm.reduce_scatter(comm.map(chunks), dims, op))
+
+
+def all_to_all_of_ragged_chunks(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+    def shape_of(source: int, target: int) -> tuple[int, int]:
+        return (source * 3 + target * 2) % 4, 2
+
+    for dtype in (torch.float32, torch.float16, torch.bool, torch.complex64, torch.int16):
+
+        def chunks(member: int, dtype: torch.dtype = dtype) -> list[Tensor]:
+            return [value(member, shape_of(member, to), dtype, salt=to) for to in mesh.members_of(dims, member)]
+
+        def check(member: int, got: list[Tensor], dtype: torch.dtype = dtype) -> None:
+            for piece, m in zip(got, mesh.members_of(dims, member), strict=True):
+                same(piece, value(m, shape_of(m, member), dtype, salt=member))
+
+        comm.map(check, comm.all_to_all(comm.map(chunks), dims, shape_of))
+
+
+def broadcast_from_each_position(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+    for source, dtype in itertools.product(range(comm.group_size(dims)), (torch.float32, torch.bool, torch.complex64)):
+        got = comm.broadcast(comm.map(lambda member, dtype=dtype: value(member, (2, 3), dtype)), dims, source)
+
+        def check(member: int, got: Tensor, source: int = source, dtype: torch.dtype = dtype) -> None:
+            same(got, value(mesh.members_of(dims, member)[source], (2, 3), dtype))
+
+        comm.map(check, got)
+
+
+def strides_conjugates_and_histories_do_not_matter(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+    def odd(member: int) -> list[Tensor]:
+        strided = value(member, (4, 6))[::2, 1::2].t()
+        return [
+            strided,
+            value(member, (3, 2)).requires_grad_() * 2,
+            value(member, (3, 2), torch.complex64).conj(),
+            value(member, (3, 2), torch.complex64).conj().imag,  # a lazily negated view
+            value(member, (1, 1)).expand(3, 2),
+        ]
+
+    n = comm.group_size(dims)
+    for i in range(5):
+        x = comm.map(lambda member, i=i: odd(member)[i])
+        results = [
+            comm.all_reduce(x, dims, "sum"),
+            comm.all_gather(x, dims, lambda _: (3, 2)),
+            comm.reduce_scatter([x] * n, dims, "sum"),
+            comm.all_to_all([x] * n, dims, lambda source, target: (3, 2)),
+            comm.broadcast(x, dims, n - 1),
+        ]
+
+        def check(member: int, results: list[Any], x: Tensor, i: int = i) -> None:
+            terms = [odd(m)[i].detach() for m in mesh.members_of(dims, member)]
+            same(results[0], reduced(terms, "sum").contiguous())
+            same(results[2], reduced(terms, "sum").contiguous())
+            same(results[4], terms[-1])
+            for got, term in zip([*results[1], *results[3]], [*terms, *terms], strict=True):
+                same(got, term)
+
+        comm.map(check, results, x)
+
+
+def inputs_are_kept_and_never_shared(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+    n = comm.group_size(dims)
+    x = comm.map(lambda member: value(member, (2, 3)))
+    results = [
+        comm.all_reduce(x, dims, "sum"),
+        comm.all_reduce(x, dims, Monoid("last", lambda a, b: b, torch.zeros_like)),
+        *comm.all_gather(x, dims, lambda _: (2, 3)),
+        comm.reduce_scatter([x] * n, dims, "max"),
+        *comm.all_to_all([x] * n, dims, lambda source, target: (2, 3)),
+        comm.broadcast(x, dims),
+    ]
+    for result in results:
+        comm.map(lambda member, y: y.fill_(member), result)  # into every rank's own memory
+    for result in results:
+        comm.map(lambda member, y: same(y, torch.full((2, 3), float(member))), result)
+    comm.map(lambda member, y: same(y, value(member, (2, 3))), x)
+
+
+def several_at_once(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+    n, big = comm.group_size(dims), (7, 5001)
+    x, y = comm.map(lambda member: value(member, (2, 3))), comm.map(lambda member: value(member, big))
+    pending: list[Pending[Any]] = [
+        comm.all_reduce(x, dims, "sum", async_op=True),
+        comm.all_gather(x, dims, lambda _: (2, 3), async_op=True),
+        comm.all_reduce(y, dims, "sum", async_op=True),
+        comm.reduce_scatter([x] * n, dims, "avg", async_op=True),
+        comm.all_to_all([x] * n, dims, lambda source, target: (2, 3), async_op=True),
+        comm.broadcast(x, dims, n - 1, async_op=True),
+    ]
+    expected = [
+        comm.all_reduce(x, dims, "sum"),
+        comm.all_gather(x, dims, lambda _: (2, 3)),
+        comm.all_reduce(y, dims, "sum"),
+        comm.reduce_scatter([x] * n, dims, "avg"),
+        comm.all_to_all([x] * n, dims, lambda source, target: (2, 3)),
+        comm.broadcast(x, dims, n - 1),
+    ]
+
+    def check(member: int, got: Any, want: Any) -> None:
+        pairs = zip(got, want, strict=True) if isinstance(got, list) else [(got, want)]
+        for a, b in pairs:
+            same(a, b)
+
+    for under_way, want in reversed(list(zip(pending, expected, strict=True))):
+        got = under_way.wait()
+        assert under_way.wait() is got
+        comm.map(check, got, want)
+
+
+def objects_are_gathered_in_order(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+    names = comm.map(lambda member: f"member {member}")
+    got = comm.all_gather_object(names, dims)
+    comm.map(lambda member, *told: _equal(list(told), [f"member {m}" for m in mesh.members_of(dims, member)]), *got)
+
+
+def _equal(a: Any, b: Any) -> None:
+    assert a == b
+
+
+def events_tell_what_a_rank_receives(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+    n = comm.group_size(dims)
+    x = comm.map(lambda member: value(member, (2, 3)))
+    seen: list[events.Event] = []
+    events.listeners.append(seen.append)
+    try:
+        comm.all_reduce(x, dims, "sum")
+        comm.all_gather(x, dims, lambda _: (2, 3))
+        comm.reduce_scatter([x] * n, dims, "sum")
+        comm.all_to_all([x] * n, dims, lambda source, target: (2, 3))
+        comm.broadcast(x, dims)
+    finally:
+        events.listeners.remove(seen.append)
+    size = 2 * 3 * 4
+    received = {
+        "all_reduce": -(-2 * (n - 1) * size // n),
+        "all_gather": (n - 1) * size,
+        "reduce_scatter": (n - 1) * size,
+        "all_to_all": (n - 1) * size,
+        "broadcast": size,
+    }
+    expected = [events.Event(kind, dims, n, nbytes, mesh) for kind, nbytes in received.items()]
+    assert seen == (expected if n > 1 and mesh.current_member() is not None else [])
+
+
+def what_has_no_meaning_is_refused_by_all(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+    n = comm.group_size(dims)
+    if mesh.current_member() is None:
+        return
+    refused: list[tuple[type[Exception], Callable[[], Any]]] = [
+        (UnsupportedOperationError, lambda: comm.all_reduce(torch.ones(2, dtype=torch.int64), dims, "avg")),
+        (UnsupportedOperationError, lambda: comm.all_reduce(torch.ones(2, dtype=torch.complex64), dims, "max")),
+        (UnsupportedOperationError, lambda: comm.all_reduce(torch.ones(2), dims, "median")),
+        (LayoutError, lambda: comm.reduce_scatter([torch.ones(2)] * (n + 1), dims, "sum")),
+        (MeshError, lambda: comm.broadcast(torch.ones(2), dims, n)),
+    ]
+    if n > 1:
+        refused.append((LayoutError, lambda: comm.all_gather(torch.ones(2), dims, lambda _: (3,))))
+    for error, call in refused:
+        try:
+            call()
+        except error:
+            continue
+        raise AssertionError(f"no {error.__name__}")
+
+
+CASES: dict[str, Callable[[DeviceMesh, Communicator, Dims], None]] = {
+    case.__name__: case
+    for case in (
+        all_reduce_is_the_fold,
+        all_reduce_of_any_shape,
+        monoids_fold_in_group_order,
+        all_gather_of_ragged_pieces,
+        all_gather_of_equal_pieces,
+        reduce_scatter_of_uneven_chunks,
+        all_to_all_of_ragged_chunks,
+        broadcast_from_each_position,
+        strides_conjugates_and_histories_do_not_matter,
+        inputs_are_kept_and_never_shared,
+        several_at_once,
+        objects_are_gathered_in_order,
+        events_tell_what_a_rank_receives,
+        what_has_no_meaning_is_refused_by_all,
+    )
+}
+
+
+def run_case(name: str, mesh: DeviceMesh) -> None:
+    """One case over every choice of mesh dims."""
+    for dims in every_dims(mesh):
+        CASES[name](mesh, communicator_of(mesh), dims)
+
+
+# --- on process groups -----------------------------------------------------------------------------------------------------
+def meshes_of_four() -> dict[str, DeviceMesh]:
+    """Meshes over a world of 4: whole, reordered, partial and overlapping ones."""
+    square = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("dp", "tp"))
+    return {
+        "line": DeviceMesh("cpu", [2, 0, 3, 1]),
+        "square": square,
+        "tp": square["tp"],
+        "reordered": square["tp", "dp"],
+        "pair": DeviceMesh("cpu", [1, 0]),
+        "three, sharing a rank with the pair": DeviceMesh("cpu", [3, 1, 2]),
+        "two, one in each": DeviceMesh("cpu", [0, 3]),
+    }
+
+
+def main() -> list[str]:
+    """Every case on every mesh, on this rank of a world of 4; the names of what ran."""
+    ran = []
+    for label, mesh in meshes_of_four().items():
+        comm = communicator_of(mesh)
+        if mesh.current_member() is None:
+            _outside(mesh, comm)
+        else:
+            for name in CASES:
+                run_case(name, mesh)
+        ran.append(label)
+    _given_groups()
+    _native_collectives()
+    return ran
+
+
+def _outside(mesh: DeviceMesh, comm: Communicator) -> None:
+    x, dims = torch.ones(2), tuple(range(mesh.ndim))
+    n = comm.group_size(dims)
+    assert comm.all_reduce(x, dims, "sum") is x
+    assert comm.all_reduce(x, dims, "sum", async_op=True).wait() is x
+    assert comm.broadcast(x, dims) is x
+    assert comm.reduce_scatter([x] * n, dims) is x
+    assert all(piece is x for piece in comm.all_gather(x, dims, lambda _: (2,)))
+    assert all(piece is x for piece in comm.all_to_all([x] * n, dims, lambda source, target: (2,)))
+    try:
+        comm.process_group(dims)
+    except MeshError:
+        return
+    raise AssertionError("a group for a rank outside the mesh")
+
+
+def _given_groups() -> None:
+    """Groups that the user made serve, and are the ones handed out."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mesh = DeviceMesh.from_group([columns[rank % 2], rows[rank // 2]], "cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    assert mesh.get_group("tp") is rows[rank // 2]
+    assert mesh["dp"].get_group() is columns[rank % 2]
+    assert communicator_of(mesh).process_group((1, 0)) is dist.group.WORLD
+    run_case("all_reduce_is_the_fold", mesh)
+
+
+def _native_collectives() -> None:
+    """The path of NCCL, where the backend reduces and gathers by itself, on what gloo can do that way."""
+    ours = backends._TRAITS["gloo"]
+    backends._TRAITS["gloo"] = backends.Traits(reduces=True, sends_lists=False)
+    try:
+        for mesh in (DeviceMesh("cpu", [2, 0, 3, 1]), DeviceMesh("cpu", [[3, 1], [0, 2]])):
+            comm = communicator_of(mesh)
+            for dims in every_dims(mesh):
+                all_gather_of_equal_pieces(mesh, comm, dims)
+                all_gather_of_ragged_pieces(mesh, comm, dims)
+                for dtype, op in itertools.product((torch.int64, torch.uint8, torch.bool, torch.int16), OPS):
+                    if has_value(op, dtype):
+                        _reduces_natively(mesh, comm, dims, dtype, op)
+            _sums_complex(mesh, comm)
+    finally:
+        backends._TRAITS["gloo"] = ours
+
+
+def _reduces_natively(mesh: DeviceMesh, comm: Communicator, dims: Dims, dtype: torch.dtype, op: str) -> None:
+    n = comm.group_size(dims)
+
+    def chunks(member: int) -> list[Tensor]:
+        return [value(member, (2, 3), dtype, salt=k) for k in range(n)]
+
+    def check(member: int, whole: Tensor, own: Tensor) -> None:
+        group, k = _at(mesh, dims, member)
+        same(whole, reduced([chunks(m)[0] for m in group], op))
+        same(own, reduced([chunks(m)[k] for m in group], op))
+
+    whole = comm.all_reduce(comm.map(lambda member: chunks(member)[0]), dims, op)
+    own = comm.reduce_scatter(comm.map(chunks), dims, op, async_op=True).wait()
+    comm.map(check, whole, own)
+
+
+def _sums_complex(mesh: DeviceMesh, comm: Communicator) -> None:
+    dims = tuple(range(mesh.ndim))
+    got = comm.all_reduce(torch.full((2,), 1 + 2j), dims, "sum")
+    same(got, torch.full((2,), 4 + 8j))
+    same(comm.reduce_scatter([torch.full((2,), 1 + 2j)] * 4, dims, "avg"), torch.full((2,), 1 + 2j))

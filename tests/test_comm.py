@@ -1,0 +1,196 @@
+"""The communicators: the shared cases in one process and on gloo, dry runs, the fake backend, and what counts them."""
+
+from __future__ import annotations
+
+import operator
+import random
+
+import comm_cases
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_gloo
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dtensor.comm import PerRank, RankValues, communicator_of, events, map_ranks, per_rank
+from dtensor.debug import CommDebugMode
+from dtensor.errors import LayoutError, MeshError
+from dtensor.mesh import DeviceMesh
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
+
+SQUARE = DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]], mesh_dim_names=("dp", "tp"))
+CUBE = DeviceMesh("cpu", [[[0, 1], [2, 3]], [[4, 5], [6, 7]]], mesh_dim_names=("a", "b", "c"))
+MESHES = {
+    "(2,)": DeviceMesh("cpu", 2),
+    "(3,) of odd ranks": DeviceMesh("cpu", [5, 1, 3]),
+    "(1,)": DeviceMesh("cpu", 1),
+    "(2, 3)": SQUARE,
+    "tp of (2, 3)": SQUARE["tp"],
+    "tp, dp of (2, 3)": SQUARE["tp", "dp"],
+    "c, a of (2, 2, 2)": CUBE["c", "a"],
+    "flattened": CUBE.flatten("all"),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES.keys())
+@pytest.mark.parametrize("case", comm_cases.CASES)
+def test_in_process(case: str, mesh: DeviceMesh) -> None:
+    comm_cases.run_case(case, mesh)
+
+
+@pytest.mark.parametrize("case", ["all_gather_of_ragged_pieces", "all_to_all_of_ragged_chunks", "monoids_fold_in_group_order"])
+def test_in_process_on_a_cube(case: str) -> None:
+    comm_cases.run_case(case, CUBE)
+
+
+@pytest.mark.gloo
+def test_on_gloo() -> None:
+    ran = run_gloo(comm_cases.main, 4, timeout_s=60.0)
+    assert all(len(names) == 7 for names in ran)
+
+
+# --- map and map_ranks ---------------------------------------------------------------------------------------------------
+def test_map_takes_apart_and_puts_together() -> None:
+    comm = communicator_of(SQUARE)
+    x = comm.map(lambda member: torch.full((member,), float(member)))
+    assert isinstance(x, PerRank)
+    pair, number, nothing = (
+        comm.map(lambda member, d: (d["x"][0] + 1, d["y"]), {"x": [x], "y": torch.ones(1)}),
+        comm.map(lambda member, x: x.numel(), x),
+        comm.map(lambda member: None),
+    )
+    assert type(pair) is tuple
+    assert all(isinstance(item, PerRank) for item in pair)
+    assert [shard.tolist() for shard in pair[0].shards] == [[member + 1.0] * member for member in range(6)]
+    assert isinstance(number, RankValues)
+    assert number == tuple(range(6))
+    assert nothing is None
+    assert comm.map(operator.add, number) == tuple(2 * member for member in range(6))
+    lists = comm.map(lambda member: [torch.zeros(member)] * member)
+    assert isinstance(lists, RankValues)
+    assert [len(item) for item in lists] == list(range(6))
+
+
+def test_map_knows_for_whom_it_runs() -> None:
+    mesh = MESHES["(3,) of odd ranks"]
+    assert communicator_of(mesh).map(lambda member: mesh.get_rank()) == (5, 1, 3)
+    told = map_ranks(lambda coordinate: (coordinate, SQUARE.get_coordinate(), SQUARE["tp"].get_local_rank()), mesh=SQUARE)
+    assert all(given == asked and given[1] == tp for given, asked, tp in told)
+    assert SQUARE.get_coordinate() == (0, 0)
+
+
+def test_map_ranks_takes_the_entered_mesh_and_is_differentiable() -> None:
+    x = per_rank([torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)])
+    with DeviceMesh("cpu", 2):
+        y = map_ranks(lambda coordinate, x, scale: (x * scale * coordinate[0]).sum(), x, scale=5)
+    y.backward()
+    assert [shard.grad.tolist() for shard in x.shards] == [[0.0, 0.0], [5.0, 5.0, 5.0]]
+
+
+def test_values_of_another_mesh_are_refused() -> None:
+    with pytest.raises(MeshError, match="2 ranks do not go together with 6"):
+        communicator_of(SQUARE).all_reduce(per_rank([torch.ones(1), torch.ones(1)]), (0,))
+    with pytest.raises(MeshError, match="2 ranks do not go together with 6"):
+        communicator_of(SQUARE).map(lambda member, x: x, per_rank([torch.ones(1), torch.ones(1)]))
+
+
+def test_terms_of_different_shapes_are_refused() -> None:
+    with pytest.raises(LayoutError, match="one shape on all ranks"):
+        communicator_of(MESHES["(2,)"]).all_reduce(per_rank([torch.ones(3), torch.ones(1)]), (0,))
+
+
+def test_there_is_one_communicator_for_a_mesh() -> None:
+    assert communicator_of(SQUARE) is communicator_of(SQUARE)
+    with pytest.raises(MeshError, match="torchrun"):
+        SQUARE.get_group("tp")
+
+
+def test_a_monoid_is_folded_as_its_group() -> None:
+    mesh = DeviceMesh("cpu", 2)
+    comm = communicator_of(mesh)
+    seen = comm_cases.Monoid("first", lambda a, b: a + mesh.get_rank(), torch.zeros_like)
+    assert comm.all_reduce(torch.zeros(1), (0,), seen).item() == 0.0
+
+
+# --- dry runs and the fake backend ------------------------------------------------------------------------------------------
+def test_a_dry_run_gives_shapes_and_events() -> None:
+    mesh = DeviceMesh("meta", [[0, 1, 2], [3, 4, 5]])
+    comm = communicator_of(mesh)
+    x = torch.empty(2, 3, device="meta")
+    with CommDebugMode() as counted:
+        assert comm.map(lambda member, x: x, x) is x
+        assert comm.all_reduce(x, (0, 1)).shape == (2, 3)
+        assert [tuple(piece.shape) for piece in comm.all_gather(x, (1,), lambda m: (2 + m, 3))] == [(2, 3), (3, 3), (4, 3)]
+        chunks = [torch.empty(k, device="meta") for k in (4, 5, 6)]
+        assert comm.reduce_scatter(chunks, (1,), async_op=True).wait().shape == (4,)
+        assert [tuple(piece.shape) for piece in comm.all_to_all(chunks, (1,), lambda s, t: (4 + s + t,))] == [(4,), (5,), (6,)]
+        assert comm.broadcast(x, (0,)).is_meta
+        assert comm.all_gather_object("a", (1,)) == ["a"] * 3
+    assert counted.get_comm_counts()["all_reduce"] == 1
+    assert counted.get_comm_bytes()["all_gather"] == (3 + 4) * 3 * 4
+    with pytest.raises(MeshError, match="dry run"):
+        comm.process_group((0,))
+
+
+def test_the_fake_backend_gives_shapes_without_a_hang() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        square = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        for mesh, dims in [(square, (0,)), (square, (1, 0)), (square["tp"], (0,)), (DeviceMesh("cpu", [3, 1]), (0,))]:
+            comm = communicator_of(mesh)
+            n = comm.group_size(dims)
+            for dtype in (torch.float32, torch.bool, torch.complex64, torch.int16):
+                x = torch.ones(2, 3, dtype=dtype)
+                assert comm.all_reduce(x, dims, "sum").shape == (2, 3)
+                assert [piece.shape for piece in comm.all_gather(x, dims, lambda m: (2, 3))] == [(2, 3)] * n
+                ragged = comm.all_gather(x, dims, lambda m, comm=comm: (2 + abs(m - comm.mesh.current_member()), 3))
+                assert {piece.dtype for piece in ragged} == {dtype}
+                assert comm.reduce_scatter([x] * n, dims, async_op=True).wait().dtype == dtype
+                assert len(comm.all_to_all([x] * n, dims, lambda source, target: (2, 3))) == n
+                assert comm.broadcast(x, dims, 1).shape == (2, 3)
+            assert comm.process_group(dims) is mesh.get_group() if mesh.ndim == 1 else True
+    finally:
+        dist.destroy_process_group()
+
+
+# --- counting ---------------------------------------------------------------------------------------------------------------
+def test_comm_debug_mode_counts_its_block_and_nests() -> None:
+    comm = communicator_of(SQUARE)
+    x = torch.ones(4)
+    with CommDebugMode() as outer:
+        comm.all_reduce(x, (0,))
+        with CommDebugMode() as inner:
+            comm.all_gather(x, (1,), lambda m: (4,))
+            communicator_of(SQUARE["tp"]).all_gather(x, (0,), lambda m: (4,))
+        comm.all_reduce(x, (0, 1), async_op=True).wait()
+    comm.all_reduce(x, (0,))
+    assert not events.listeners
+    assert dict(inner.get_comm_counts()) == {"all_gather": 2}
+    assert dict(outer.get_comm_counts()) == {"all_reduce": 2, "all_gather": 2}
+    assert outer.get_total_counts() == 4
+    assert outer.get_comm_counts()["broadcast"] == 0
+    assert inner.get_comm_bytes()["all_gather"] == 2 * 2 * 16
+    assert [line.split() for line in str(outer).splitlines()] == [
+        ["collective", "over", "ranks", "count", "bytes", "received", "per", "rank"],
+        ["all_reduce", "dp", "2", "1", "16"],
+        ["all_gather", "tp", "3", "2", "64"],
+        ["all_reduce", "dp+tp", "6", "1", "27"],
+        ["total", "4", "107"],
+    ]
+
+
+def test_the_largest_rank_is_what_is_counted() -> None:
+    comm = communicator_of(SQUARE)
+    with CommDebugMode() as counted:
+        comm.all_gather(comm.map(lambda member: torch.ones(member)), (1,), lambda member: (member,))
+        chunks = comm.map(lambda member: [torch.ones(member * to) for to in SQUARE.members_of((0,), member)])
+        comm.all_to_all(chunks, (0,), lambda source, target: (source * target,))
+    assert [event.bytes for event in counted.events] == [4 * (4 + 5), 4 * 2 * 5]
+
+
+def test_reductions_in_one_process_have_one_order() -> None:
+    numbers = [random.Random(seed).uniform(-1e8, 1e8) for seed in range(6)]
+    comm = communicator_of(SQUARE)
+    x = comm.map(lambda member: torch.tensor(numbers[member]))
+    assert comm.all_reduce(x, (0, 1)).item() == torch.tensor(numbers).cumsum(0)[-1].item()

@@ -1,0 +1,284 @@
+"""``PerRank`` behaves as one tensor where the ranks agree, and says so where they do not."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtensor.comm import PerRank, RankValues, per_rank
+from dtensor.errors import LayoutError, MeshError, PlacementError
+
+
+def even() -> PerRank:
+    return per_rank([torch.arange(6.0).reshape(2, 3), torch.arange(6.0, 12.0).reshape(2, 3)])
+
+
+def ragged() -> PerRank:
+    return per_rank([torch.ones(2, 3), torch.full((1, 3), 2.0), torch.zeros(0, 3)])
+
+
+def lists(x: Any) -> list[Any]:
+    assert isinstance(x, PerRank)
+    return [shard.tolist() for shard in x.shards]
+
+
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "method": lambda x: x.sum(1),
+    "operator": lambda x: 2 - x * 3,
+    "torch function": lambda x: torch.softmax(x, -1),
+    "functional": lambda x: F.linear(x, torch.ones(4, 3)),
+    "overload": lambda x: torch.ops.aten.add.Tensor(x, 1),
+    "packet": lambda x: torch.ops.aten.mul(x, x),
+    "with a plain tensor first": lambda x: torch.ones(3) + x,
+    "list argument": lambda x: torch.cat([x, x, torch.ones(1, 3)]),
+    "overload with a list": lambda x: torch.ops.aten.cat.default([x, x], 1),
+    "keyword": lambda x: torch.add(input=x, other=x),
+    "index": lambda x: x[:, 1:],
+    "boolean index": lambda x: x[x > 0.5],
+    "property": lambda x: x.T,
+    "dtype": lambda x: x.to(torch.float64),
+    "factory": torch.zeros_like,
+    "new": lambda x: x.new_ones(2),
+    "detach and clone": lambda x: x.detach().clone(),
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
+    "layer": torch.nn.LayerNorm(3),
+}
+
+
+@pytest.mark.parametrize("make", [even, ragged])
+@pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+def test_functions_map_over_ranks(fn: Callable[[Any], Any], make: Callable[[], PerRank]) -> None:
+    x = make()
+    got = fn(x)
+    assert isinstance(got, PerRank)
+    for mapped, shard in zip(got.shards, x.shards, strict=True):
+        expected = fn(shard)
+        assert type(mapped) is Tensor
+        assert torch.equal(mapped, expected)
+        assert mapped.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("fn", [f for name, f in FUNCTIONS.items() if name not in ("property", "layer")])
+def test_functions_map_where_torch_functions_are_off(fn: Callable[[Any], Any]) -> None:
+    x = even()
+    with torch._C.DisableTorchFunctionSubclass():
+        got = fn(x)
+    assert isinstance(got, PerRank)
+    assert all(torch.equal(mapped, fn(shard)) for mapped, shard in zip(got.shards, x.shards, strict=True))
+
+
+def test_ragged_sizes_are_refused_where_torch_functions_are_off() -> None:
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(LayoutError, match="differs between ranks"):
+        ragged().shape  # noqa: B018
+
+
+def test_sequences_of_tensors_are_transposed() -> None:
+    values, indices = torch.max(ragged()[:, :2], 1)
+    assert lists(values) == [[1.0, 1.0], [2.0], []]
+    assert lists(indices) == [[0, 0], [0], []]
+    largest = torch.max(even(), 1)
+    assert type(largest) is torch.return_types.max
+    assert lists(largest.values) == [[2.0, 5.0], [8.0, 11.0]]
+    halves = even().split(2, dim=1)
+    assert type(halves) is tuple
+    assert [half.shape for half in halves] == [(2, 2), (2, 1)]
+    assert [lists(row) for row in even()] == [[[0.0, 1.0, 2.0], [6.0, 7.0, 8.0]], [[3.0, 4.0, 5.0], [9.0, 10.0, 11.0]]]
+
+
+def test_ragged_sequences_are_refused() -> None:
+    with pytest.raises(LayoutError, match="map_ranks"):
+        ragged().unbind(0)
+    with pytest.raises(LayoutError, match="map_ranks"):
+        next(iter(ragged()))
+
+
+def test_common_values_are_plain_ones() -> None:
+    x = even()
+    assert x.shape == x.size() == torch.Size([2, 3])
+    assert (x.ndim, x.dim(), x.numel(), len(x), x.size(1), x.stride()) == (2, 2, 6, 2, 3, (3, 1))
+    assert (x.dtype, x.device, x.requires_grad, x.is_leaf, x.is_cuda) == (torch.float32, torch.device("cpu"), False, True, False)
+    assert x.is_contiguous()
+    assert isinstance(x, Tensor)
+    assert ragged().dtype == torch.float32
+    assert ragged().size(1) == 3
+    assert per_rank([torch.tensor(1.0)] * 2).shape == ()
+
+
+@pytest.mark.parametrize(
+    "read", [lambda x: x.shape, lambda x: x.size(), lambda x: x.numel(), len, lambda x: x.size(0), lambda x: torch.numel(x)]
+)
+def test_ragged_sizes_are_refused(read: Callable[[Any], Any]) -> None:
+    with pytest.raises(LayoutError, match=r"differs between ranks \(rank 0: .*\.shards.*map_ranks"):
+        read(ragged())
+
+
+READS: list[Callable[[Any], Any]] = [
+    Tensor.item,
+    bool,
+    float,
+    int,
+    Tensor.tolist,
+    lambda x: bytes(x.numpy()),
+    lambda x: f"{x.item():.1f}",
+]
+
+
+@pytest.mark.parametrize("read", READS)
+def test_host_reads_need_agreement(read: Callable[[Any], Any]) -> None:
+    assert read(per_rank([torch.tensor(2.0), torch.tensor(2.0)])) == read(torch.tensor(2.0))
+    with pytest.raises(LayoutError, match="differs between ranks"):
+        read(per_rank([torch.tensor(0.0), torch.tensor(2.0)]))
+
+
+def test_agreement_is_bitwise() -> None:
+    assert np.isnan(per_rank([torch.tensor(float("nan"))] * 2).item())
+    with pytest.raises(LayoutError):
+        per_rank([torch.tensor(0.0), torch.tensor(-0.0)]).item()
+    with pytest.raises(LayoutError):
+        per_rank([torch.tensor([0.0]), torch.tensor([-0.0])]).numpy()
+
+
+def test_arrays_cannot_be_written_through() -> None:
+    array = np.asarray(per_rank([torch.ones(2), torch.ones(2)]))
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 5.0
+
+
+def test_equal_asks_every_rank() -> None:
+    x = even()
+    assert torch.equal(x, x.clone())
+    with pytest.raises(LayoutError, match="differs between ranks"):
+        torch.equal(x, per_rank([x.shards[0], x.shards[0]]))
+
+
+def test_writes_reach_every_rank_and_give_the_tensor_itself() -> None:
+    x = ragged()
+    kept = x
+    shards = x.shards
+    x += 1
+    assert x is kept
+    assert x.mul_(2) is kept
+    assert x.shards is shards
+    assert lists(x) == [[[4.0] * 3] * 2, [[6.0] * 3], []]
+    x[:, 0] = per_rank([torch.tensor(7.0), torch.tensor(8.0), torch.tensor(9.0)])
+    assert lists(x[:, 0]) == [[7.0, 7.0], [8.0], []]
+    x[...] = 0
+    out = even()
+    assert torch.add(out, 1, out=out) is out
+    assert x.requires_grad_() is x
+    with torch._C.DisableTorchFunctionSubclass():
+        assert out.add_(1) is out
+
+
+def test_plain_tensors_take_no_per_rank_values() -> None:
+    plain = torch.zeros(2, 3)
+    got = plain + even()
+    assert isinstance(got, PerRank)
+
+
+def test_other_objects_come_as_rank_values() -> None:
+    storages = even().untyped_storage()
+    assert isinstance(storages, RankValues)
+    assert len({storage.data_ptr() for storage in storages}) == 2
+    assert even().grad_fn is None
+    assert "rank 1:" in repr(storages)
+
+
+def test_rank_values_refuse_a_mixed_truth() -> None:
+    assert RankValues((1, 2))
+    assert not RankValues((0, None))
+    with pytest.raises(LayoutError, match="differs between ranks"):
+        bool(RankValues((True, False)))
+
+
+def test_gradients_are_each_rank_s_own() -> None:
+    x = ragged().requires_grad_()
+    assert x.grad is None
+    (x * x).sum().backward()
+    assert lists(x.grad) == [[[2.0] * 3] * 2, [[4.0] * 3], []]
+    x.grad = None
+    assert x.grad is None
+    x.sum(1).backward(per_rank([torch.ones(2), torch.full((1,), 5.0), torch.ones(0)]))
+    assert lists(x.grad) == [[[1.0] * 3] * 2, [[5.0] * 3], []]
+    x.grad = torch.zeros_like(x)
+    assert lists(x.grad) == lists(torch.zeros_like(x))
+
+
+def test_backward_is_joint() -> None:
+    shared = torch.tensor(2.0, requires_grad=True)
+    x = per_rank([torch.tensor(3.0), torch.tensor(4.0)]).requires_grad_()
+    y = x * (shared * shared)  # one node that both ranks' graphs run through
+    torch.autograd.backward([y])
+    assert shared.grad is not None
+    assert shared.grad.item() == 4.0 * (3 + 4)
+    assert lists(x.grad) == [4.0, 4.0]
+
+
+def test_autograd_grad_gathers_what_ranks_have() -> None:
+    shared = torch.tensor(2.0, requires_grad=True)
+    x = per_rank([torch.tensor(3.0), torch.tensor(4.0)]).requires_grad_()
+    unused = torch.ones(1, requires_grad=True)
+    dx, dshared, nothing = torch.autograd.grad((x * shared * shared).sum(), [x, shared, unused], allow_unused=True)
+    assert lists(dx) == [4.0, 4.0]
+    assert dshared.item() == 4.0 * 7
+    assert nothing is None
+    (scaled,) = torch.autograd.grad([x * x], [x], [per_rank([torch.tensor(1.0), torch.tensor(10.0)])])
+    assert lists(scaled) == [6.0, 80.0]
+
+
+def test_optimizers_step_each_rank() -> None:
+    parameter = torch.nn.Parameter(even())
+    assert isinstance(parameter, torch.nn.Parameter)
+    assert isinstance(parameter, PerRank)
+    for optimizer in (torch.optim.SGD([parameter], 0.1, momentum=0.9), torch.optim.AdamW([parameter], 0.5)):
+        before = parameter.detach().clone()
+        optimizer.zero_grad()
+        (parameter * parameter).sum().backward()
+        optimizer.step()
+        assert all(not torch.equal(old, new) for old, new in zip(before.shards, parameter.shards, strict=True))
+
+
+def test_printing_shows_every_rank() -> None:
+    text = repr(ragged())
+    assert text.splitlines()[1] == "  rank 0: tensor([[1., 1., 1.],"
+    assert "  rank 1: tensor([[2., 2., 2.]])" in text
+    assert "  rank 2: tensor([], size=(0, 3))" in text
+    assert f"{per_rank([torch.tensor(1.0), torch.tensor(2.5)]):.1f}" == "[rank 0: 1.0, rank 1: 2.5]"
+    assert f"{per_rank([torch.tensor(1.0), torch.tensor(1.0)]):.1f}" == "1.0"
+
+
+def test_copies_and_pickles() -> None:
+    x = ragged().requires_grad_()
+    stream = io.BytesIO()
+    torch.save(x, stream)
+    stream.seek(0)
+    for made in (copy.deepcopy(x), pickle.loads(pickle.dumps(x)), torch.load(stream, weights_only=False)):
+        assert lists(made) == lists(x)
+        assert made.requires_grad
+        with torch.no_grad():
+            made.add_(1)
+    assert lists(x) == lists(ragged())
+    assert isinstance(copy.deepcopy(torch.nn.Parameter(x)), torch.nn.Parameter)
+    assert lists(copy.copy(x)) == lists(x)
+
+
+def test_what_cannot_be_one_is_refused() -> None:
+    with pytest.raises(MeshError, match="2 ranks do not go together with 3"):
+        ragged() + even()
+    for wrong in ([], [1.0], [even()]):
+        with pytest.raises(PlacementError, match="one plain tensor per rank"):
+            per_rank(wrong)  # type: ignore[arg-type]  # that is the point
+
+
+def test_wrapper_has_no_memory_to_read() -> None:
+    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(LayoutError):
+        even().sum().item()
