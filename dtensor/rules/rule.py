@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from ..errors import RuleError
@@ -206,6 +207,7 @@ def _row_of(factors: Factors, name: str) -> Row | None:
     return Row(operands, results, name, kernel)
 
 
+@lru_cache(maxsize=4096)
 def parse_partial(text: str, operand_count: int, result_count: int) -> Row | None:
     """The row that ``"sum,R -> sum"`` denotes; ``"sum... -> sum"`` repeats for all operands; None if the counts do not fit.
 
