@@ -12,9 +12,9 @@ import torch
 
 from .layout import Layout, Split, chunk_sizes
 from .mesh import DeviceMesh
-from .placement import Partial, Placement, Replicate, Shard
+from .placement import Monoid, Partial, Placement, Replicate, Shard
 from .rules.call import Call, Meta
-from .rules.rule import Along, Choice, Dims, Factors, Row, Rule, Spec, candidates, inner_size, leads
+from .rules.rule import ANY_PARTIAL, Along, Choice, Dims, Factors, Partials, Row, Rule, Spec, candidates, inner_size, leads
 
 # Seconds; only their ratios matter. A collective costs LATENCY plus bytes; a local slice or zero costs next to nothing.
 LATENCY, PER_BYTE, LOCAL_STEP = 20e-6, 1e-9, 1e-7
@@ -48,13 +48,22 @@ def choose(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) ->
         kept: result -> operand that the result is written into (in place): its placement must come back.
     """
     partials = rule.partials(call) if callable(rule.partials) else rule.partials
-    rows = [row for row in candidates(factors, partials) if _allowed(row, call) and sound_dtypes(row, call)]
+    rows = [row for row in candidates(factors, (*partials, *_monoid_rows(factors, call, partials))) if _allowed(row, call) and sound_dtypes(row, call)]
     ranked = [_rank(rows, mesh_dim, factors, call, kept) for mesh_dim in range(call.mesh.ndim)]
     for picked in _best_first(ranked):
         chosen = _realize(picked, factors, call, kept)
         if chosen is not None and (rule.when is None or rule.when(chosen.choice)):
             return chosen
     return None
+
+
+def _monoid_rows(factors: Factors, call: Call, partials: Partials) -> Iterator[Row]:
+    """Where terms of any named reduction pass, so do those of a user's, if it acts element by element and is not finished yet."""
+    if not set(ANY_PARTIAL) <= set(partials):
+        return
+    for op in dict.fromkeys(op for layout in call.operands for op in layout.partials):
+        if isinstance(op, Monoid) and op.elementwise and op.finalize is None:
+            yield Row((Partial(op),) * len(factors.operands), (Partial(op),) * len(factors.results))
 
 
 def _allowed(row: Row, call: Call) -> bool:

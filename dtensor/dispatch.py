@@ -134,7 +134,7 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
         if isinstance(value, _TENSOR):
             key.append(value._layout)
             return value._local
-        key.append((value.shape, value.dtype))
+        key.append((value.shape, value.dtype, _in_backward()))
         return value
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         value = value.node.maybe_as_int() if isinstance(value, torch.SymInt) else value
@@ -145,6 +145,11 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
         return value
     key.append(value)
     return value
+
+
+def _in_backward() -> bool:
+    """Whether autograd is running: plain tensors met there are constants of its formulas (zeros to scatter into), the same on all ranks."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
@@ -192,7 +197,7 @@ def _admit(value: Any, name: str, index: int | None, operator: Operator, mesh: D
             f"{operator.name} would write a DTensor's value into the plain tensor {name!r}; "
             "make it distributed first with distribute_tensor(t, mesh, [Replicate()] * mesh.ndim)"
         )
-    if value.ndim and not MODES.implicit_replication:
+    if value.ndim and not MODES.implicit_replication and not _in_backward():
         raise MixedTensorError(
             f"{operator.name} mixes DTensors with a plain tensor of shape {tuple(value.shape)} (argument {name!r}). If every rank holds "
             "the same value, use `with dtensor.implicit_replication():`, or distribute_tensor(t, mesh, placements)"

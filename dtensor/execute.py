@@ -17,6 +17,7 @@ from .operators import Operator
 from .propagate import Plan, Slot
 from .redistribute import execute as run_move
 from .rules.context import KernelContext
+from .rules.draw import default_generator, synchronize
 from .rules.rule import LocalView
 
 Wrap = Callable[[Any, Layout], Any]
@@ -54,7 +55,7 @@ def execute(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
 def _compute(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
     rule, chosen = plan.rule, plan.chosen
     if rule is None or chosen is None:
-        return operator.call(local)
+        return _drawn_alike(plan, operator, local) if operator.seeded else operator.call(local)
     row = chosen.kernel_row
     if row is not None and row.kernel is not None:
         at = _context(plan, chosen)
@@ -66,6 +67,20 @@ def _compute(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
     if rule.local_args is not None:
         return _with_local_args(plan, operator, local)
     return operator.call(local, rule.local)
+
+
+def _drawn_alike(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
+    """The op on whole operands, every rank drawing from the same generator state, which advances once."""
+    mesh = plan.call.mesh
+    synchronize(mesh)
+    generator = local.get("generator") or default_generator(mesh)
+    state = generator.get_state()
+
+    def one(member: int, bound: dict[str, Any]) -> Any:
+        generator.set_state(state)
+        return operator.call(bound)
+
+    return communicator_of(mesh).map(one, local)
 
 
 def _context(plan: Plan, chosen: Chosen) -> KernelContext:

@@ -103,12 +103,15 @@ class Monoid:
         combine: ``combine(a, b)`` of two local values, associative; ranks are folded in order.
         identity: ``identity(like)`` gives the neutral element, of the shape and dtype of ``like``.
         finalize: applied once to the folded value, shape kept.
+        elementwise: each element of the reduction depends on that element of the terms alone, so that views, ``cat`` and
+            ``stack`` of terms are terms.
     """
 
     name: str
     combine: Callable[[Tensor, Tensor], Tensor]
     identity: Callable[[Tensor], Tensor]
     finalize: Callable[[Tensor], Tensor] | None = None
+    elementwise: bool = False
 
     def __str__(self) -> str:
         return self.name

@@ -99,7 +99,9 @@ def propagate(operator: Operator, mesh: DeviceMesh, bound: dict[str, Any], plain
     base = foreach_base(operator.func) if operator.per_element else None
     rule = lookup(operator.func)
     if rule is not None and rule.answer is not None:
-        return Plan("answer", call, answer=rule.answer(call))
+        answer = rule.answer(call)
+        if answer is not NotImplemented:
+            return Plan("answer", call, answer=answer)
     if rule is None and base is None and _composite(operator):
         return Plan("decompose", call)
     try:

@@ -127,7 +127,7 @@ class Rule:
         local_args: arguments to replace for one member: ``local_args(call, view) -> {name: value}``.
         local: a function to call instead of the op, same arguments.
         run: the same with a ``KernelContext`` first, whatever row is chosen (random ops: every block of one global draw).
-        answer: the value itself, from layouts alone, for operations that return no tensor.
+        answer: the value itself, from layouts alone, for operations that return no tensor (``NotImplemented``: the data decide).
         floats_matter: the plan depends on the value of Python floats (an output size, say): they enter the cache key.
         kind: the verb that made it, for the docs.
         source: the notation, for prints.
