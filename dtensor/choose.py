@@ -15,6 +15,7 @@ from .mesh import DeviceMesh
 from .placement import Monoid, Partial, Placement, Replicate, Shard
 from .rules.call import Call, Meta
 from .rules.rule import ANY_PARTIAL, Along, Choice, Dims, Factors, Partials, Row, Rule, Spec, candidates, inner_size, leads
+from .rules.windows import covering, windowed
 
 # Seconds; only their ratios matter. A collective costs LATENCY plus bytes; a local slice or zero costs next to nothing.
 LATENCY, PER_BYTE, LOCAL_STEP = 20e-6, 1e-9, 1e-7
@@ -204,17 +205,22 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
     splits = {name: _split(name, mesh_dims, factors, call, kept) for name, mesh_dims in used.items()}
     if _clash(factors, splits):
         return None
+
+    def splits_of(side: str, i: int) -> Mapping[str, Split]:
+        cut = {name: factors.windows[side, i, name] for name in splits if (side, i, name) in factors.windows}
+        return {**splits, **{n: Split(splits[n].mesh_dims, windowed(splits[n].sizes, window)) for n, window in cut.items()}} if cut else splits
+
     operands = tuple(
         layout
         if i in call.plain
-        else place(call.mesh, factors.operands[i], [row.operands[i] for row in rows], splits, factors.sizes, layout)
+        else place(call.mesh, factors.operands[i], [row.operands[i] for row in rows], splits_of("operand", i), factors.sizes, layout)
         for i, layout in enumerate(call.operands)
     )
     tensors = iter(range(len(factors.results)))
     results = tuple(
         None
         if meta is None
-        else place(call.mesh, factors.results[(r := next(tensors))], [row.results[r] for row in rows], splits, factors.sizes, meta)
+        else place(call.mesh, factors.results[(r := next(tensors))], [row.results[r] for row in rows], splits_of("result", r), factors.sizes, meta)
         for meta in call.results
     )
     return Chosen(Choice(call, factors, rows, splits), operands, results)
@@ -230,6 +236,7 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
     wanted, size = set(mesh_dims), factors.sizes[name]
     written = set(kept.values())
     order = sorted(range(len(call.operands)), key=lambda i: (i not in written, -call.operands[i].numel, i))
+    pieces: list[tuple[tuple[int, ...], list[int], range]] = []
     for i in order:
         dims = factors.operands[i]
         d = leads(dims, name, factors.sizes)
@@ -238,10 +245,14 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
             continue
         inner, rest = inner_size(dims[d], name, factors.sizes), call.mesh.size_of(current.mesh_dims[len(wanted) :])
         blocks = [sum(current.sizes[k : k + rest]) for k in range(0, len(current.sizes), rest)]
-        if all(block % inner == 0 for block in blocks):
+        window = factors.windows.get(("operand", i, name))
+        if window is not None:
+            pieces.append((current.mesh_dims[: len(wanted)], blocks, window))
+        elif all(block % inner == 0 for block in blocks):
             return Split(current.mesh_dims[: len(wanted)], tuple(block // inner for block in blocks))
-    ordered = tuple(sorted(mesh_dims))
-    return Split(ordered, chunk_sizes(size, tuple(call.mesh.shape[i] for i in ordered)))
+    ordered = pieces[0][0] if pieces else tuple(sorted(mesh_dims))
+    default = chunk_sizes(size, tuple(call.mesh.shape[i] for i in ordered))
+    return Split(ordered, covering(default, [(blocks, window) for nesting, blocks, window in pieces if nesting == ordered]))
 
 
 def place(

@@ -63,6 +63,7 @@ class Factors:
         additive: operands that are added once, so they are Partial wherever a factor is summed.
         kernels: factor -> kernel to run instead of the op when this factor is sharded.
         rows: the rows of the factors, where they do not follow from their positions (a user's table of placements).
+        windows: ("operand" or "result", position, factor) -> the positions of the factor that this tensor holds, where not all.
 
     A factor whose name begins with "@" is one of several readings of its tensor dim, not a part of a product.
     """
@@ -75,6 +76,7 @@ class Factors:
     additive: frozenset[int] = frozenset()
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
+    windows: Mapping[tuple[str, int, str], range] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
