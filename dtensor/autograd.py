@@ -98,10 +98,11 @@ class Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, target: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> Any:
         ctx.source, ctx.backward_dtype = x._layout, backward_dtype
-        moved = execute(plan(x._layout, target), x._local, async_op=async_op)
+        moves = plan(x._layout, target)
+        moved = execute(moves, x._local, async_op=async_op and moves.communicates)
         if isinstance(moved, Pending):
             return wrap_pending(moved, target, x._local)
-        return wrap_local(_distinct(moved, x._local), target)
+        return wrap_local(moved if moves.communicates else _own(moved), target)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -112,9 +113,9 @@ class Redistribute(torch.autograd.Function):
         return (moved if moved.dtype == ctx.source.dtype else moved.to(ctx.source.dtype)), None, None, None
 
 
-def _distinct(moved: Any, source: Any) -> Any:
-    """A redistribution that had nothing to do shares memory, not the tensor object."""
-    return moved.detach() if moved is source else moved
+def _own(local: Any) -> Any:
+    """Memory of its own: a slice of a replicated value written to in place would make the replicas differ."""
+    return local.clone()
 
 
 def _share(layout: Layout) -> int:
