@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,30 +14,16 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dtensor"
 MAX_LINES = 400
 
-# docs/design.md, "Layers". A module is found by its longest listed prefix; inside one layer imports are free.
-LAYERS = (
-    ("errors", "placement", "pattern", "modes", "operators"),
-    ("mesh", "layout"),
-    ("comm",),
-    ("rules",),
-    ("redistribute",),
-    ("choose", "infer", "propagate", "execute", "compiled", "dispatch"),
-    ("autograd", "tensor", "create", "distribute", "local_layout", "random"),
-    (
-        "parallel",
-        "custom",
-        "local_mapping",
-        "sharding_spec",
-        "sharded_tensor",
-        "checkpoint",
-        "capture",
-        "debug",
-        "testing",
-        "__main__",
-    ),
-    ("__init__",),
-)
-LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
+
+def layers_of(page: str) -> dict[str, int]:
+    """Module -> layer, from the table of a page: ``| 1 | `mesh` `layout` |``. ``dtensor/__init__.py`` is above all."""
+    rows = re.findall(r"^\| (\d+) \|([^|]*)\|", page, re.MULTILINE)
+    layers = {name.rstrip("/"): int(layer) for layer, names in rows for name in re.findall(r"`([\w/]+)`", names)}
+    return layers | {"__init__": 1 + max(layers.values(), default=0)}
+
+
+# The table is the specification: a module that it does not name fails the test. Inside one layer imports are free.
+LAYER_OF = layers_of((ROOT / "docs" / "design.md").read_text().partition("Layers\n")[2])
 PEER = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._local_tensor")
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -62,7 +49,7 @@ def layer_of(module: str) -> int:
     """The layer of a module of this package."""
     name = (module.split(".") + ["__init__"])[1]
     if name not in LAYER_OF:
-        raise LookupError(f"dtensor.{name} is in no layer: add it to LAYERS in tests/test_layers.py and to docs/design.md")
+        raise LookupError(f"dtensor.{name} is in no layer: name it in the table of layers in docs/design.md")
     return LAYER_OF[name]
 
 
@@ -135,6 +122,16 @@ def test_every_module_has_a_layer(path: Path) -> None:
 def test_file_is_at_most_400_lines(path: Path) -> None:
     lines = len(path.read_text().splitlines())
     assert lines <= MAX_LINES, f"{path.relative_to(ROOT)} has {lines} lines: split it by concept"
+
+
+def test_the_layers_are_read_from_the_page() -> None:
+    assert layers_of("| layer | modules |\n|---|---|\n| 0 | `errors` `placement` |\n| 1 | `comm/` |\n") == {
+        "errors": 0,
+        "placement": 0,
+        "comm": 1,
+        "__init__": 2,
+    }
+    assert LAYER_OF["errors"] < LAYER_OF["mesh"] < LAYER_OF["rules"] < LAYER_OF["dispatch"] < LAYER_OF["tensor"]
 
 
 def test_lines_per_layer_are_shown() -> None:
