@@ -117,6 +117,8 @@ def propagate(operator: Operator, mesh: DeviceMesh, bound: dict[str, Any], plain
         plan = _by_rule(operator, rule, call, slots, metas)
         if plan is not None:
             return plan
+        if _composite(operator):
+            return Plan("decompose", call)
     return gather(operator, call, slots, metas)
 
 
@@ -138,9 +140,8 @@ def _by_rule(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...]
         if not have.same_data(need)
     )
     results = _like(metas, chosen.results)
-    return Plan(
-        "rule", call, moves, chosen.operands, results, _write_back(operator, call, results), rule=rule, chosen=chosen
-    )
+    back = _write_back(operator, call, results) + _written_aside(operator, call, slots, chosen.operands)
+    return Plan("rule", call, moves, chosen.operands, results, back, rule=rule, chosen=chosen)
 
 
 def _kept(operator: Operator, call: Call, slots: tuple[Slot, ...]) -> dict[int, int]:
@@ -169,6 +170,16 @@ def _write_back(operator: Operator, call: Call, results: tuple[Any, ...]) -> tup
         if owner in operator.outs or not target.same_data(result):
             moves.append(((owner, None), plan_move(result.replace(dtype=target.dtype, stride=target.stride), target)))  # type: ignore[arg-type]
     return tuple(moves)
+
+
+def _written_aside(operator: Operator, call: Call, slots: tuple[Slot, ...], operands: tuple[Layout, ...]) -> tuple[tuple[Slot, Move], ...]:
+    """Moves back for arguments that are written to but not returned (running statistics), where they were moved first."""
+    returned = {owner for owner in operator.returns if owner is not None}
+    return tuple(
+        (slot, plan_move(need, have))
+        for slot, have, need in zip(slots, call.operands, operands, strict=True)
+        if slot[0] in operator.mutated and slot[0] not in returned and not have.same_data(need)
+    )
 
 
 def _per_element(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...], metas: tuple[Any, ...]) -> Plan | None:
