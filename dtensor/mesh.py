@@ -9,12 +9,10 @@ A *member* is a position in the flattened root; ``ranks[member]`` is its rank.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,30 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from .errors import MeshError
-
-Kind = Literal["process_group", "in_process", "dry_run"]
-
-
-@dataclass(slots=True, eq=False)
-class Root:
-    """All members of a family of meshes, and what they share."""
-
-    device_type: str
-    ranks: tuple[int, ...]
-    shape: tuple[int, ...]
-    names: tuple[str, ...] | None
-    kind: Kind
-    world: Any = None  # the torch world group that the ranks belong to, None in one process
-    flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    groups: dict[tuple[int, ...], Any] = field(default_factory=dict)  # root dims -> torch group
-    derived: dict[Any, DeviceMesh] = field(default_factory=dict)
-    communicator: Any = None
-    seeded: bool = False  # all ranks draw random numbers from the same generator state
-    current: int | None = None  # the member that map_ranks is running for
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        return self.device_type, self.ranks, self.shape, self.kind, id(self.world)
+from .world import Kind, Root, distributed, ensure_world, make_root
 
 
 class DeviceMesh:
@@ -79,7 +54,7 @@ class DeviceMesh:
         _dims: tuple[tuple[int, ...], ...] | None = None,
     ) -> None:
         if _root is None:
-            _root = _make_root(device_type, mesh, mesh_dim_names)
+            _root = make_root(device_type, mesh, mesh_dim_names)
             _dims = tuple((dim,) for dim in range(len(_root.shape)))
             mesh_dim_names = _root.names
         assert _dims is not None
@@ -220,7 +195,9 @@ class DeviceMesh:
         if mesh_dim is not None:
             return self.dim_index(mesh_dim)
         if self.ndim != 1:
-            raise MeshError(f"{what}() of a {self.ndim}-d mesh needs a mesh dim: {what}({self._names[0] if self._names else 0!r})")
+            raise MeshError(
+                f"{what}() of a {self.ndim}-d mesh needs a mesh dim: {what}({self._names[0] if self._names else 0!r})"
+            )
         return 0
 
     # --- derived meshes ---------------------------------------------------------------------------------------
@@ -270,9 +247,7 @@ class DeviceMesh:
 
     # --- from torch -------------------------------------------------------------------------------------------
     @staticmethod
-    def from_group(
-        group: Any, device_type: str, mesh: Any = None, *, mesh_dim_names: Sequence[str] | None = None
-    ) -> DeviceMesh:
+    def from_group(group: Any, device_type: str, mesh: Any = None, *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
         """A mesh over existing process groups: one group, or a list with one group per mesh dim and ``mesh`` given."""
         if isinstance(group, (list, tuple)):
             if mesh is None:
@@ -384,48 +359,14 @@ def init_device_mesh(
     if any(size < 1 for size in shape):
         raise MeshError(f"mesh_shape {shape} must have positive sizes")
     count = math.prod(shape)
-    if device_type != "meta" and _distributed():
-        _ensure_world(device_type)
+    if device_type != "meta" and distributed():
+        ensure_world(device_type)
         if count != dist.get_world_size():
             raise MeshError(
                 f"mesh_shape {shape} needs {count} ranks, the world has {dist.get_world_size()}; "
                 "for a part of the world use DeviceMesh(device_type, ranks)"
             )
     return DeviceMesh(device_type, np.arange(count).reshape(shape), mesh_dim_names=mesh_dim_names)
-
-
-def _distributed() -> bool:
-    return dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())
-
-
-def _ensure_world(device_type: str) -> None:
-    if not dist.is_initialized():
-        if device_type == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-
-
-def _make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
-    if isinstance(mesh, int):
-        mesh = range(mesh)
-    array = np.asarray(mesh.tolist() if isinstance(mesh, torch.Tensor) else mesh, dtype=int)
-    ranks = tuple(int(rank) for rank in array.reshape(-1))
-    if not ranks or len(set(ranks)) != len(ranks):
-        raise MeshError(f"mesh ranks must be non-empty and distinct, got {array.tolist()}")
-    if names is not None:
-        names = tuple(names)
-        if len(names) != array.ndim or len(set(names)) != len(names):
-            raise MeshError(f"{array.ndim} distinct mesh_dim_names are needed for a mesh of shape {array.shape}, got {names}")
-    kind: Kind = "in_process"
-    world = None
-    if device_type == "meta":
-        kind = "dry_run"
-    elif _distributed():
-        _ensure_world(device_type)
-        kind, world = "process_group", dist.group.WORLD
-        if max(ranks) >= dist.get_world_size():
-            raise MeshError(f"mesh ranks {array.tolist()} exceed the world of {dist.get_world_size()} ranks")
-    return Root(device_type, ranks, tuple(array.shape), names, kind, world)
 
 
 def _rebuild(

@@ -1,0 +1,82 @@
+"""The root of meshes: all ranks, laid out once, and where they live."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .errors import MeshError
+
+if TYPE_CHECKING:
+    from .mesh import DeviceMesh  # a name in an annotation
+
+Kind = Literal["process_group", "in_process", "dry_run"]
+
+
+@dataclass(slots=True, eq=False)
+class Root:
+    """All members of a family of meshes, and what they share."""
+
+    device_type: str
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    names: tuple[str, ...] | None
+    kind: Kind
+    world: Any = None  # the torch world group that the ranks belong to, None in one process
+    flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    groups: dict[tuple[int, ...], Any] = field(default_factory=dict)  # root dims -> torch group
+    derived: dict[Any, DeviceMesh] = field(default_factory=dict)
+    communicator: Any = None
+    seeded: bool = False  # all ranks draw random numbers from the same generator state
+    current: int | None = None  # the member that map_ranks is running for
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.device_type, self.ranks, self.shape, self.kind, id(self.world)
+
+
+def distributed() -> bool:
+    """Whether ranks are processes: a group is initialised, or torchrun started us."""
+    return dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())
+
+
+def ensure_world(device_type: str) -> None:
+    """Initialise the world group where torchrun left that to us."""
+    if not dist.is_initialized():
+        if device_type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+
+
+def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
+    """The root over an n-d array of ranks.
+
+    Raises:
+        MeshError: repeated ranks, wrong number of names, ranks outside the world.
+    """
+    if isinstance(mesh, int):
+        mesh = range(mesh)
+    array = np.asarray(mesh.tolist() if isinstance(mesh, torch.Tensor) else mesh, dtype=int)
+    ranks = tuple(int(rank) for rank in array.reshape(-1))
+    if not ranks or len(set(ranks)) != len(ranks):
+        raise MeshError(f"mesh ranks must be non-empty and distinct, got {array.tolist()}")
+    if names is not None:
+        names = tuple(names)
+        if len(names) != array.ndim or len(set(names)) != len(names):
+            raise MeshError(f"{array.ndim} distinct mesh_dim_names are needed for a mesh of shape {array.shape}, got {names}")
+    kind: Kind = "in_process"
+    world = None
+    if device_type == "meta":
+        kind = "dry_run"
+    elif distributed():
+        ensure_world(device_type)
+        kind, world = "process_group", dist.group.WORLD
+        if max(ranks) >= dist.get_world_size():
+            raise MeshError(f"mesh ranks {array.tolist()} exceed the world of {dist.get_world_size()} ranks")
+    return Root(device_type, ranks, tuple(array.shape), names, kind, world)
