@@ -75,7 +75,7 @@ def sound_dtypes(row: Row, call: Call) -> bool:
     """Whether the dtypes of a partial row keep its algebra.
 
     Sums and products of integers wrap in their own dtype and bools add by ``or``, so terms may not change dtype first, except
-    between floating dtypes; max and min pass any conversion that keeps order, so all but those involving bool.
+    between floating dtypes; max and min pass conversions that keep the order.
     """
     if row.factor is not None:
         return True
@@ -90,8 +90,20 @@ def sound_dtypes(row: Row, call: Call) -> bool:
 
 def _converts(op: Any, source: torch.dtype, target: torch.dtype) -> bool:
     if op in ("max", "min"):
-        return torch.bool not in (source, target) and not target.is_complex
+        return _keeps_order(source, target)
     return (source.is_floating_point or source.is_complex) and (target.is_floating_point or target.is_complex)
+
+
+def _keeps_order(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether conversion is non-decreasing for all values, NaN included: into floats, and into integers that hold all values."""
+    if torch.bool in (source, target) or source.is_complex or target.is_complex:
+        return False
+    if target.is_floating_point:
+        return True
+    if source.is_floating_point:
+        return False
+    old, new = torch.iinfo(source), torch.iinfo(target)
+    return bool(new.min <= old.min and old.max <= new.max)
 
 
 def _rank(rows: list[Row], mesh_dim: int, factors: Factors, call: Call, kept: Mapping[int, int]) -> list[tuple[Any, Row]]:

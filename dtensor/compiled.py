@@ -40,7 +40,8 @@ def compile_plan(plan: Plan, operator: Operator, wrap: Wrap) -> Layout | Runner:
     if finish is None:
         return general
     only = plan.results[0] if operator.returns == (None,) else None
-    if isinstance(only, Layout) and not plan.moves and plan.rule.local_args is None and plan.rule.local is None:
+    simple = not plan.moves and plan.rule.local_args is None and plan.rule.local is None
+    if simple and isinstance(only, Layout) and not only.dtype.is_complex:  # complex: the wrapper shows a lazy conjugation
         return only  # one new tensor
     if plan.moves:
         return _moved(plan, operator, call, finish, general)
@@ -56,6 +57,7 @@ def _plain(plan: Plan, operator: Operator) -> bool:
         and not plan.write_back
         and not operator.outs
         and plan.rule.run is None
+        and not (plan.rule.kind == "view" and operator.mutated)
         and (plan.chosen is None or plan.chosen.kernel_row is None)
         and plan.call.mesh.current_member() is not None
     )

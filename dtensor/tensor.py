@@ -207,6 +207,20 @@ class DTensor(torch.Tensor):
         tail = f", grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn is not None else ", requires_grad=True" if self.requires_grad else ""
         return f"DTensor({self._layout!r}{tail}{_pieces(self)})"
 
+    def tolist(self) -> Any:
+        """The global value as nested lists, on every rank. Costs what :meth:`full_tensor` does."""
+        return self.detach().full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The global value as an array, on every rank. Costs what :meth:`full_tensor` does."""
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on a DTensor that requires grad. Use x.detach().numpy() instead.")
+        return self.detach().full_tensor().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        whole = self.numpy()
+        return whole if dtype is None else whole.astype(dtype)
+
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.ndim == 0 and spec else repr(self)
 
@@ -216,13 +230,15 @@ def wrap(local: Any, layout: Layout) -> DTensor:
     made = _make(DTensor, layout.shape, strides=layout.stride, dtype=layout.dtype, device=local.device)
     made._local = local
     made._layout = layout
+    if layout.dtype.is_complex and local.is_conj():
+        torch._C._set_conj(made, True)  # below __torch_dispatch__ nobody carries out a lazy conjugation: torch must see it above
     return made  # type: ignore[no-any-return]
 
 
 class _Awaited(DTensor):
     """A DTensor whose local is still on its way; it becomes a plain DTensor when the local is first needed."""
 
-    __slots__ = ("_pending",)
+    _pending: Any  # in the instance dictionary: the class can change only while slots are alike
 
     @property
     def _local(self) -> Any:  # type: ignore[override]  # an attribute once it has arrived

@@ -81,6 +81,7 @@ def dense(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def fold(terms: Sequence[Tensor], op: Op) -> Tensor:
     """The reduction of ``terms`` in their order: a new row-major tensor of the same dtype."""
+    terms = [term.resolve_conj().resolve_neg() for term in terms]  # inside a __torch_dispatch__ nobody else does it
     if isinstance(op, Monoid):
         return _fold_monoid(terms, op)
     dtype = terms[0].dtype

@@ -8,6 +8,10 @@ the algebra: see ``choose.sound_dtypes``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+
 from ..placement import REDUCE_OPS
 from .call import Call
 from .rule import ANY_PARTIAL, LINEAR_PARTIAL
@@ -42,13 +46,32 @@ pointwise("clamp", partials=("max,R,R -> max", "min,R,R -> min", "max,R -> max",
 pointwise("clamp_min maximum", partials=("max,max -> max", "max,R -> max", "R,max -> max", "min,R -> min"))
 pointwise("clamp_max minimum", partials=("min,min -> min", "min,R -> min", "R,min -> min", "max,R -> max"))
 
-# linear
-pointwise("add", partials=(*SHIFT, "max,R -> max", "R,max -> max", "min,R -> min", "R,min -> min"))
-pointwise("sub", partials=(*SHIFT, "max,R -> max", "min,R -> min", "R,max -> min", "R,min -> max"))
-pointwise("rsub", partials=(*SHIFT, "R,max -> max", "R,min -> min", "max,R -> min", "min,R -> max"))
-pointwise("neg", partials=(*LINEAR_PARTIAL, "max -> min", "min -> max"))
+# linear. A shift keeps the order of floats; integers wrap around, and a step other than 1 may turn the order about.
+ORDERED = {
+    "add": ("max,R -> max", "R,max -> max", "min,R -> min", "R,min -> min"),
+    "sub": ("max,R -> max", "min,R -> min", "R,max -> min", "R,min -> max"),
+    "rsub": ("R,max -> max", "R,min -> min", "max,R -> min", "min,R -> max"),
+    "neg": ("max -> min", "min -> max"),
+}
+
+
+def ordered(always: tuple[str, ...], rows: tuple[str, ...]) -> Callable[[Call], tuple[str, ...]]:
+    """``always``, and ``rows`` where nothing wraps around and no step is given (the plan does not know its value)."""
+
+    def partials(call: Call) -> tuple[str, ...]:
+        alpha, result = call.get("alpha", 1), call.results[0]
+        floating = result is not None and result.dtype.is_floating_point
+        return (*always, *rows) if floating and type(alpha) is int and alpha == 1 else always
+
+    return partials
+
+
+for _name, _rows in ORDERED.items():
+    pointwise(_name, partials=ordered(LINEAR_PARTIAL if _name == "neg" else SHIFT, _rows))
 pointwise("mul", partials=(*BILINEAR, "product,product -> product"))
-pointwise("conj_physical _conj _neg_view", partials=LINEAR_PARTIAL)
+pointwise("conj_physical _conj", partials=LINEAR_PARTIAL)
+# a lazily negated local would be read without its sign below __torch_dispatch__
+pointwise("_neg_view", partials=LINEAR_PARTIAL, local=torch.neg)
 pointwise("complex", partials=SHIFT)
 pointwise("lerp", partials=("sum,sum,R -> sum", "avg,avg,R -> avg", "avg,R,R -> avg", "R,avg,R -> avg"))
 pointwise("addcmul", partials=("sum,sum,R -> sum", "sum,R,sum -> sum", "avg,avg,R -> avg", "avg,R,avg -> avg", "avg,R,R -> avg", "R,avg,R -> avg", "R,R,avg -> avg"))

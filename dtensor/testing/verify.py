@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..mesh import init_device_mesh
+from ..placement import Placement
 from ..rules import rules
 from .cases import Combination, combinations, partial_ops
 from .gaps import Gap, gaps_of, is_accepted
@@ -35,6 +36,7 @@ class Wrong:
     placements: Combination
     problems: tuple[str, ...]
     seed: int
+    cotangents: tuple[Placement, ...] | None = None
 
     def __str__(self) -> str:
         return f"{self.variant.name} {self.variant.sample.note}\n  " + "\n  ".join(self.problems[:4]) + f"\n{self.reproduction}"
@@ -45,7 +47,7 @@ class Wrong:
         sample = self.variant.sample
         options = {"kwargs": sample.kwargs} if sample.kwargs else {}
         options |= {"cloned": True} if self.variant.writes else {}
-        options |= {} if sample.gradients else {"gradients": False}
+        options |= {"cotangents": self.cotangents} if sample.gradients else {"gradients": False}
         return oracle_call(f"torch.ops.{self.variant.name}", sample.args, self.mesh_shape, self.placements, {**options, "seed": self.seed})
 
 
@@ -142,6 +144,7 @@ def _name_of(op: Any) -> str:
 def _try(report: Report, variant: Variant, mesh_shape: tuple[int, ...], placements: Combination, seed: int) -> None:
     sample = variant.sample
     report.cases += 1
+    cotangents = placements[report.cases % len(placements)] if placements else None
     outcome = compare(
         variant.call,
         sample.args,
@@ -151,12 +154,12 @@ def _try(report: Report, variant: Variant, mesh_shape: tuple[int, ...], placemen
         gradients=sample.gradients,
         cloned=variant.writes,
         values=sample.values,
-        cotangents=placements[report.cases % len(placements)] if placements else None,
+        cotangents=cotangents,
         seed=seed + report.cases,
     )
     report.raised += outcome.same_error
     if outcome.problems:
-        report.wrong.append(Wrong(variant, mesh_shape, placements, tuple(outcome.problems), seed + report.cases))
+        report.wrong.append(Wrong(variant, mesh_shape, placements, tuple(outcome.problems), seed + report.cases, cotangents))
 
 
 def verify_all(pattern: str = "*", **options: Any) -> Iterator[Report]:
