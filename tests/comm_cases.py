@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dtensor.comm import Communicator, Pending, backends, communicator_of, events
+from dtensor.comm import Communicator, Pending, backends, communicator_of, events, groups
 from dtensor.errors import LayoutError, MeshError, UnsupportedOperationError
 from dtensor.mesh import DeviceMesh
 from dtensor.placement import Monoid
@@ -46,7 +47,7 @@ def same(got: Tensor, expected: Tensor) -> None:
 
 def bits(x: Tensor) -> list[int]:
     x = x.detach().resolve_conj().resolve_neg().contiguous()
-    return x.reshape(-1).view(torch.uint8).tolist()  # type: ignore[no-any-return]
+    return x.reshape(-1).view(torch.uint8).tolist()
 
 
 # --- the reference: all members' terms, folded in group order ----------------------------------------------------------
@@ -399,10 +400,16 @@ def main() -> list[str]:
         else:
             for name in CASES:
                 run_case(name, mesh)
+            assert timeout_of(comm.process_group((0,))) == timeout_of(dist.group.WORLD)
         ran.append(label)
     _given_groups()
     _native_collectives()
+    _groups_that_the_world_makes_together()
     return ran
+
+
+def timeout_of(group: Any) -> Any:
+    return group._get_backend(torch.device("cpu")).options._timeout
 
 
 def _outside(mesh: DeviceMesh, comm: Communicator) -> None:
@@ -423,8 +430,6 @@ def _outside(mesh: DeviceMesh, comm: Communicator) -> None:
 
 def _given_groups() -> None:
     """Groups that the user made serve, and are the ones handed out."""
-    import torch.distributed as dist
-
     rank = dist.get_rank()
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -474,3 +479,15 @@ def _sums_complex(mesh: DeviceMesh, comm: Communicator) -> None:
     got = comm.all_reduce(torch.full((2,), 1 + 2j), dims, "sum")
     same(got, torch.full((2,), 4 + 8j))
     same(comm.reduce_scatter([torch.full((2,), 1 + 2j)] * 4, dims, "avg"), torch.full((2,), 1 + 2j))
+
+
+def _groups_that_the_world_makes_together() -> None:
+    """The way groups are made where NCCL splits them off the world."""
+    splits = groups._splits
+    groups._splits = lambda world: True
+    try:
+        mesh = DeviceMesh("cpu", [[0, 3], [1, 2]])
+        run_case("all_gather_of_ragged_pieces", mesh)
+        assert groups.group_of(mesh, (0,)).handle is not dist.group.WORLD
+    finally:
+        groups._splits = splits

@@ -16,6 +16,7 @@ from dtensor.comm import PerRank, RankValues, communicator_of, events, map_ranks
 from dtensor.debug import CommDebugMode
 from dtensor.errors import LayoutError, MeshError
 from dtensor.mesh import DeviceMesh
+from dtensor.placement import Monoid
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -109,7 +110,7 @@ def test_there_is_one_communicator_for_a_mesh() -> None:
 def test_a_monoid_is_folded_as_its_group() -> None:
     mesh = DeviceMesh("cpu", 2)
     comm = communicator_of(mesh)
-    seen = comm_cases.Monoid("first", lambda a, b: a + mesh.get_rank(), torch.zeros_like)
+    seen = Monoid("first", lambda a, b: a + mesh.get_rank(), torch.zeros_like)
     assert comm.all_reduce(torch.zeros(1), (0,), seen).item() == 0.0
 
 

@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -101,7 +103,11 @@ def _handle(mesh: DeviceMesh, mesh_dims: Sequence[int], ranks: list[int]) -> Any
             _made_in[0] = world
         handle = _MADE.get(tuple(sorted(ranks)))
         if handle is None:
-            handle = _make_among_all(mesh, mesh_dims, ranks) if _splits(world) else _make_among_members(ranks)
+            timeout = _timeout_of(world, mesh.device_type)
+            if _splits(world):
+                handle = _make_among_all(mesh, mesh_dims, ranks, timeout)
+            else:
+                handle = _make_among_members(ranks, timeout)
             _MADE[tuple(sorted(ranks))] = handle
     given[key or group_id] = handle
     return handle
@@ -112,17 +118,23 @@ def _splits(world: Any) -> bool:
     return getattr(world, "bound_device_id", None) is not None
 
 
-def _make_among_members(ranks: list[int]) -> Any:
+def _timeout_of(world: Any, device_type: str) -> timedelta | None:
+    """The user's timeout, which a new group does not take over by itself; None, torch's default, if it cannot be read."""
+    options = getattr(world._get_backend(torch.device(device_type)), "options", None)  # no public way to read it
+    return getattr(options, "_timeout", None)
+
+
+def _make_among_members(ranks: list[int], timeout: timedelta | None) -> Any:
     with _named_for(ranks):
-        return dist.new_group(sorted(ranks), use_local_synchronization=True)
+        return dist.new_group(sorted(ranks), timeout, use_local_synchronization=True)
 
 
-def _make_among_all(mesh: DeviceMesh, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
+def _make_among_all(mesh: DeviceMesh, mesh_dims: Sequence[int], ranks: list[int], timeout: timedelta | None) -> Any:
     """Every process of the world makes every group along these mesh dims, in one order."""
     mine = None
     for group in dict.fromkeys(mesh.members_of(mesh_dims, member) for member in mesh.members):
         others = sorted(mesh.ranks[member] for member in group)
-        made = dist.new_group(others)
+        made = dist.new_group(others, timeout)
         mine = made if others == sorted(ranks) else mine
     return mine
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import LayoutError, MeshError
-from .per_rank import PerRank, count_ranks, merge, pick
+from .per_rank import PerRank, count_ranks, merge, parts
 from .protocol import Communicator, Local, Pending, Shape
 from .rank_values import RankValues
 from .reduction import Op, dense, fold
@@ -23,13 +23,13 @@ class InProcess(Communicator):
 
     def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         members = self.mesh.members
-        count_ranks((args, kwargs), len(members))
+        count = count_ranks((args, kwargs), len(members))
         root, results = self.mesh._root, []
         before = root.current
         try:
-            for member in members:
+            for member, (own, named) in zip(members, parts(args, kwargs, count), strict=True):
                 root.current = member  # as running_as does, without a context manager for each member and op
-                results.append(fn(member, *pick(args, member), **pick(kwargs, member)))
+                results.append(fn(member, *own, **named))
         finally:
             root.current = before
         return merge(results, RankValues)

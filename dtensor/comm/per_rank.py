@@ -4,12 +4,16 @@ Every torch function runs once per rank on that rank's own tensor, so shapes may
 autograd graph. This happens in ``__torch_function__``, above autograd. Where torch has that switched off (inside
 another subclass's ``__torch_dispatch__``) the same mapping happens in ``__torch_dispatch__``; the wrapper itself has
 neither storage nor sizes, so nothing can read it instead of the ranks' tensors.
+
+One thing torch keeps from us: ``torch.autograd.Function.apply`` is no torch function, so a user's own one would run once,
+with gradients off, and cut the graph. Run it per rank, in ``map_ranks``.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -97,13 +101,29 @@ def _indented(shard: Tensor) -> str:
 # --- mapping over ranks ----------------------------------------------------------------------------------------------
 def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``func`` on each rank's part of the arguments; an argument written in place comes back as itself."""
-    count = count_ranks((args, kwargs))
-    results = [func(*pick(args, rank), **pick(kwargs, rank)) for rank in range(count)]
+    results = [func(*own, **named) for own, named in parts(args, kwargs, count_ranks((args, kwargs)))]
     if isinstance(results[0], Tensor):
         for arg in (*args[:1], *kwargs.values()):
-            if isinstance(arg, PerRank) and all(map(_is, results, arg.shards)):
+            if isinstance(arg, PerRank) and results[0] is arg.shards[0] and all(map(_is, results, arg.shards)):
                 return arg
     return merge(results, lambda values: agreed(values, _name_of(func)), ragged=False)
+
+
+def parts(args: Sequence[Any], kwargs: dict[str, Any], count: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """For each of ``count`` ranks its arguments."""
+    rows = zip(*[_column(arg, count) for arg in args], strict=True) if args else repeat((), count)
+    if not kwargs:
+        return zip(rows, repeat({}, count), strict=True)
+    columns = [_column(value, count) for value in kwargs.values()]
+    named = (dict(zip(kwargs, row, strict=True)) for row in zip(*columns, strict=True))
+    return zip(rows, named, strict=True)
+
+
+def _column(value: Any, count: int) -> Iterable[Any]:
+    """``value`` as each of ``count`` ranks has it."""
+    if isinstance(value, PerRank):
+        return value.shards
+    return [pick(value, rank) for rank in range(count)] if isinstance(value, _HOLDERS) else repeat(value, count)
 
 
 def _is(a: Any, b: Any) -> bool:
@@ -129,8 +149,12 @@ def count_ranks(value: Any, expected: int = 0) -> int:
             raise MeshError(f"values of {count} ranks do not go together with {expected} ranks: they belong to different meshes")
         return count
     for item in _items(value):
-        expected = count_ranks(item, expected)
+        if isinstance(item, (PerRank, *_HOLDERS)):
+            expected = count_ranks(item, expected)
     return expected
+
+
+_HOLDERS = (list, tuple, dict, slice)  # RankValues is a tuple
 
 
 def _items(value: Any) -> Iterable[Any]:
@@ -147,7 +171,7 @@ def pick(value: Any, rank: int) -> Any:
         return value.shards[rank]
     if isinstance(value, RankValues):
         return value[rank]
-    if not isinstance(value, (list, tuple, dict, slice)):
+    if not isinstance(value, _HOLDERS):
         return value
     items = list(_items(value))
     picked = [pick(item, rank) for item in items]
