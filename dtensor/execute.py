@@ -44,7 +44,7 @@ def execute(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
     for slot, move in plan.moves:
         _put(local, slot, run_move(move, _get(local, slot)))
     for name in operator.outs:
-        local[name] = _scratch(local[name])
+        local[name] = _scratch(plan, operator, name, local[name])
     computed = _compute(plan, operator, local)
     produced = _as_tuple(computed, operator)
     for slot, move in plan.write_back:
@@ -139,6 +139,8 @@ def _wrap_results(plan: Plan, operator: Operator, values: dict[str, Any], produc
     wrapped = []
     for owner, layout, value in zip(operator.returns, results, produced, strict=True):
         if owner is not None:
+            if plan.rule is not None and plan.rule.kind == "view":  # unsqueeze_, t_: the argument is seen in another shape and layout
+                values[owner].data = wrap(value, layout)
             wrapped.append(values[owner])
         else:
             wrapped.append(_wrap_one(plan, layout, value, wrap))
@@ -171,11 +173,18 @@ def _absent(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
     return None if not out else out[0] if len(out) == 1 else tuple(out)
 
 
-def _scratch(value: Any) -> Any:
-    """A fresh tensor to compute an ``out=`` result in; it is copied to the user's tensor in its own layout."""
+def _scratch(plan: Plan, operator: Operator, name: str, value: Any) -> Any:
+    """A fresh tensor to compute an ``out=`` result in, of its local shape; it is copied to the user's tensor in that one's layout."""
     if isinstance(value, (list, tuple)):
-        return [_scratch(item) for item in value]
-    return None if value is None else torch.empty_like(value).resize_(0) if type(value) is torch.Tensor else torch.empty_like(value)
+        return [_scratch(plan, operator, "", item) for item in value]
+    if value is None:
+        return None
+    layout = plan.results[operator.returns.index(name)] if plan.results and name in operator.returns else None
+    if not isinstance(layout, Layout):
+        return torch.empty_like(value).resize_(0)
+    coordinates = layout.mesh.coordinates
+    comm = communicator_of(layout.mesh)
+    return comm.map(lambda member, like: like.new_empty(layout.local_shape(coordinates[member])), value)
 
 
 def _keywords(operator: Operator, values: dict[str, Any]) -> dict[str, Any]:

@@ -130,7 +130,8 @@ def _by_rule(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...]
     factors = rule.factors(call)
     if factors is None:
         return None
-    kept = _kept(operator, call, slots)
+    reshapes = rule.kind == "view" and bool(operator.mutated)
+    kept = {} if reshapes else _kept(operator, call, slots)
     chosen = choose(rule, factors, call, kept)
     if chosen is None:
         return None
@@ -140,7 +141,7 @@ def _by_rule(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...]
         if not have.same_data(need)
     )
     results = _like(metas, chosen.results)
-    back = _write_back(operator, call, results) + _written_aside(operator, call, slots, chosen.operands)
+    back = _write_back(operator, call, results, reshapes) + _written_aside(operator, call, slots, chosen.operands)
     return Plan("rule", call, moves, chosen.operands, results, back, rule=rule, chosen=chosen)
 
 
@@ -155,12 +156,19 @@ def _kept(operator: Operator, call: Call, slots: tuple[Slot, ...]) -> dict[int, 
     return kept
 
 
-def _write_back(operator: Operator, call: Call, results: tuple[Any, ...]) -> tuple[tuple[Slot, Move], ...]:
-    """Moves from what the local op wrote to the layout of the tensor that the user passed to be written."""
+def _write_back(
+    operator: Operator, call: Call, results: tuple[Any, ...], reshapes: bool = False
+) -> tuple[tuple[Slot, Move], ...]:
+    """Moves from what the local op wrote to the layout of the tensor that the user passed to be written.
+
+    ``reshapes``: the operator changes how its argument is seen (``unsqueeze_``), so the argument takes the result's layout.
+    """
     moves: list[tuple[Slot, Move]] = []
     for owner, result in zip(operator.returns, results, strict=False):
         target = None if owner is None else call.arguments.get(owner)
         if not isinstance(target, Layout) or not isinstance(result, Layout):
+            continue
+        if reshapes and owner not in operator.outs:
             continue
         if target.shape != result.shape:
             raise LayoutError(
