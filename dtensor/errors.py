@@ -37,3 +37,7 @@ class ImplicitCommunicationError(DTensorError):
 
 class UnsupportedOperationError(DTensorError, NotImplementedError):
     """The operation has no meaning on this layout; the message says what to do instead."""
+
+
+class GatherWarning(UserWarning):
+    """An operator without a fitting rule gathered its operands on every rank: right, but slow."""

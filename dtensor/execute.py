@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from .announce import announce, describe
 from .choose import Chosen
 from .comm import communicator_of
 from .errors import ImplicitCommunicationError
@@ -21,7 +21,6 @@ from .rules.draw import default_generator, synchronize
 from .rules.rule import LocalView
 
 Wrap = Callable[[Any, Layout], Any]
-_ANNOUNCED: set[str] = set()
 
 
 def execute(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[str, Any], wrap: Wrap) -> Any:
@@ -38,7 +37,7 @@ def execute(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
     if MODES.explicit and plan.communicates:
         raise ImplicitCommunicationError(f"{operator.name} would communicate under explicit():\n{describe(plan)}")
     if plan.how == "gather":
-        _announce(plan, operator)
+        announce(plan, operator.name)
     if plan.call.mesh.current_member() is None:
         return _absent(plan, operator, values, local, wrap)
     for slot, move in plan.moves:
@@ -209,27 +208,3 @@ def _put(bound: dict[str, Any], slot: Slot, value: Any) -> None:
         items = list(bound[name])
         items[index] = value
         bound[name] = items
-
-
-def _announce(plan: Plan, operator: Operator) -> None:
-    if operator.name not in _ANNOUNCED and plan.moves:
-        _ANNOUNCED.add(operator.name)
-        moved = sum(layout.nbytes for layout in plan.call.operands)
-        layouts = ", ".join(map(repr, plan.call.operands))
-        warnings.warn(
-            f"{operator.name} has no sharding rule that fits ({layouts}): gathering {moved} bytes on every rank. "
-            "Redistribute to Replicate() yourself, or register_sharding a rule for it.",
-            stacklevel=3,
-        )
-
-
-def describe(plan: Plan) -> str:
-    """The plan in words: what moves, what runs, what comes out."""
-    lines = [f"  {slot[0]}{'' if slot[1] is None else f'[{slot[1]}]'}: {move}" for slot, move in plan.moves]
-    lines += [f"  write {slot[0]} back: {move}" for slot, move in plan.write_back]
-    kernel = None if plan.chosen is None else plan.chosen.kernel_row
-    if kernel is not None and kernel.kernel is not None:
-        lines.append(f"  a kernel over the sharded factor {kernel.factor!r}: {kernel.kernel.collectives} collectives of its own")
-    if plan.how == "gather":
-        lines.append("  no rule fits: computed whole on every rank")
-    return "\n".join(lines)

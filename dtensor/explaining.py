@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .dispatch import plan_for
-from .execute import describe
+from .announce import describe
 from .layout import Layout
 from .operators import operator_of
 from .propagate import Plan
