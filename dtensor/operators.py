@@ -50,9 +50,10 @@ class Operator:
         return bound
 
     def call(self, bound: dict[str, Any], func: Any = None) -> Any:
-        """Call the overload (or ``func``, a function with its signature) with arguments by name."""
+        """Call the overload (or ``func``, a function with its signature but for ``out=``) with arguments by name."""
         positional = [bound[name] for name in self.names[: self.positional]]
-        keywords = {name: bound[name] for name in self.names[self.positional :] if name in bound}
+        given = (name for name in self.names[self.positional :] if func is None or name not in self.outs)
+        keywords = {name: bound[name] for name in given if name in bound}
         return (func or self.func)(*positional, **keywords)
 
 
