@@ -195,14 +195,14 @@ def _per_element(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, 
     lists = {name: value for name, value in call.arguments.items() if isinstance(value, (list, tuple)) and name in operator.tensors}
     length = max((len(value) for value in lists.values()), default=0)
     placed: dict[Slot, Layout] = {}
-    results: list[Layout | None] = []
+    results: list[list[Layout | None]] = [[] for _ in metas]
     for i in range(length):
         bound = {name: _element(operator, name, value, i) for name, value in call.arguments.items()}
         element, own = make_call(operator, call.mesh, bound)
         where = [(name, i if lists.get(name) else None) for name, _ in own]
         fixed = {slots[k] for k in call.plain}
         element.plain |= frozenset(k for k, slot in enumerate(where) if slot in fixed)
-        element.results = tuple(meta[i] if isinstance(meta, list) else meta for meta in metas) or (_same_as(element),)
+        element.results = tuple(_item(meta, i) for meta in metas) or (_same_as(element),)
         factors = rule.factors(element)
         written = [k for k, (name, _) in enumerate(own) if name in operator.mutated]
         chosen = None if factors is None else choose(rule, factors, element, dict(enumerate(written[:1])))
@@ -211,12 +211,22 @@ def _per_element(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, 
         if any(chosen.operands[k] is not element.operands[k] for k in written):
             return None
         placed.update(zip(where, chosen.operands, strict=True))
-        results.append(chosen.results[0])
+        for made, meta, layout in zip(results, metas, chosen.results, strict=False):
+            if isinstance(meta, list) and i < len(meta):
+                made.append(layout)
     operands = tuple(placed.get(slot, have) for slot, have in zip(slots, call.operands, strict=True))
     moves = tuple(
         (slot, plan_move(have, need)) for slot, have, need in zip(slots, call.operands, operands, strict=True) if not have.same_data(need)
     )
-    return Plan("rule", call, moves, operands, tuple(results if isinstance(meta, list) else None for meta in metas), rule=rule)
+    listed = tuple(made if isinstance(meta, list) else None for made, meta in zip(results, metas, strict=True))
+    return Plan("rule", call, moves, operands, listed, rule=rule)
+
+
+def _item(meta: Any, i: int) -> Meta | None:
+    """Element ``i`` of a list (lists of ``_fused_`` operators may be empty), or what is no list."""
+    if isinstance(meta, list):
+        return meta[i] if i < len(meta) else None
+    return meta  # type: ignore[no-any-return]  # a Meta or None
 
 
 def _same_as(element: Call) -> Meta:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from ...rules import rules
-from .of_schema import samples_by_schema, tensor
+from .of_schema import DTYPES, samples_by_schema, tensor
 from .sample import Builder, Sample, Samples
 
 _INSIDE = "acos acosh asin atanh erfinv logit log log1p log2 log10 lgamma digamma rsqrt sqrt pow float_power polygamma mvlgamma igamma igammac xlogy special_entr special_log_ndtr special_ndtri special_xlog1py special_zeta special_erfcx logaddexp".split()  # noqa: E501 - one list
 _RANDOM_VALUES = ("empty_like",)
+# torch's meta kernels tell another dtype, or refuse what its CPU kernels do
+_DTYPES = {
+    "pow": (torch.float64, torch.int64, torch.complex128),
+    "nan_to_num": (torch.float64, torch.int64),
+    "_neg_view": (torch.float64, torch.int64, torch.complex128),
+}
 _ONE_SHAPE = ("_prelu_kernel", "log_sigmoid_backward")  # torch resizes what does not fit, with a warning
 
 
@@ -37,7 +44,7 @@ def _extra() -> Samples:
         "clamp": [Sample((x(), -0.5), {}, "one bound"), Sample((x(), None, 0.5), {}, "one bound"), Sample((x(), 0.5, -0.5), {}, "crossed")],
         "round": [Sample((x(),), {"decimals": 1}, "decimals")],
         "gelu": [Sample((x(),), {"approximate": "tanh"}, "tanh")],
-        "nan_to_num": [Sample((torch.tensor([1.0, float("nan"), float("inf"), -2.0, 0.0]),), {}, "")],
+        "nan_to_num": [Sample((torch.tensor([1.0, float("nan"), float("inf"), -2.0, 0.0]),), {"nan": 0.5, "posinf": 9.0})],
         "where": [Sample((x(0, torch.bool), x(1), x(2)), {}, ""), Sample((x(0, torch.bool, (7,)), x(1), 2.0), {}, "broadcast")],
         "copy": [
             Sample((x(), x(1, torch.int64)), {}, "dtype"),
@@ -88,7 +95,9 @@ def _all() -> Samples:
         namespace, _, name = full.partition("::")
         if rule.kind == "pointwise" and namespace == "aten" and name not in _RANDOM_VALUES and not name.startswith("_fused"):
             low, high = (0.1, 0.9) if name in _INSIDE else (-2.0, 2.0)
-            found.setdefault(name, []).extend(samples_by_schema(name, low=low, high=high, broadcast=name not in _ONE_SHAPE))
+            dtypes = _DTYPES.get(name, DTYPES)
+            made = samples_by_schema(name, dtypes, low=low, high=high, broadcast=name not in _ONE_SHAPE)
+            found.setdefault(name, []).extend(replace(sample, gradients=not name.startswith("lift")) for sample in made)
     return found
 
 
