@@ -53,7 +53,7 @@ def parse(text: str) -> Pattern:
         raise RuleError(f"pattern {text!r} has no '->'; write for example \"m k, k n -> m n\"")
     whole: set[str] = set()
     operands = tuple(_term(part, text, whole) for part in left.split(","))
-    results = tuple(_term(part, text, whole) for part in right.split(",")) if right.strip() else ()
+    results = tuple(_term(part, text, whole) for part in right.split(","))  # nothing on the right is one 0-d result
     known = {name for term in operands for dim in term.dims for name in dim}
     unknown = {name for term in results for dim in term.dims for name in dim} - known
     if unknown:

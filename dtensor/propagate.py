@@ -141,7 +141,8 @@ def _by_rule(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...]
         if not have.same_data(need)
     )
     results = _like(metas, chosen.results)
-    back = _write_back(operator, call, results, reshapes) + _written_aside(operator, call, slots, chosen.operands)
+    moved = {slot[0] for slot, _ in moves}
+    back = _write_back(operator, call, results, moved, reshapes) + _written_aside(operator, call, slots, chosen.operands)
     return Plan("rule", call, moves, chosen.operands, results, back, rule=rule, chosen=chosen)
 
 
@@ -157,11 +158,11 @@ def _kept(operator: Operator, call: Call, slots: tuple[Slot, ...]) -> dict[int, 
 
 
 def _write_back(
-    operator: Operator, call: Call, results: tuple[Any, ...], reshapes: bool = False
+    operator: Operator, call: Call, results: tuple[Any, ...], moved: Collection[str] = (), reshapes: bool = False
 ) -> tuple[tuple[Slot, Move], ...]:
-    """Moves from what the local op wrote to the layout of the tensor that the user passed to be written.
+    """Moves from what the local op wrote to the layout of the tensor that the user passed to be written, where it is another tensor.
 
-    ``reshapes``: the operator changes how its argument is seen (``unsqueeze_``), so the argument takes the result's layout.
+    ``moved``: arguments that were redistributed first. ``reshapes``: the operator changes how its argument is seen (``unsqueeze_``), so the argument takes the result's layout.
     """
     moves: list[tuple[Slot, Move]] = []
     for owner, result in zip(operator.returns, results, strict=False):
@@ -175,7 +176,7 @@ def _write_back(
                 f"{operator.name} would change the shape of the tensor it writes to from {tuple(target.shape)} to "
                 f"{tuple(result.shape)}, which a distributed tensor cannot do in place; use the out-of-place operation"
             )
-        if owner in operator.outs or not target.same_data(result):
+        if owner in operator.outs or owner in moved or not target.same_data(result):
             moves.append(((owner, None), plan_move(result.replace(dtype=target.dtype, stride=target.stride), target)))  # type: ignore[arg-type]
     return tuple(moves)
 

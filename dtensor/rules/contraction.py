@@ -1,8 +1,17 @@
-"""Contractions: products of matrices and their sums with a bias."""
+"""Contractions: products of matrices, their sums with a bias, and operations that are sums of products in disguise."""
 
 from __future__ import annotations
 
-from .verbs import einsum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .blockwise import blockwise, in_first, linear_in, multilinear
+from .call import Call
+from .registry import register
+from .rule import Choice, Dims, Factors, Kernel, LocalView, Rule
+from .verbs import einsum, kernel_rule
 
 einsum("mm", "m k, k n -> m n")
 einsum("bmm", "b m k, b k n -> b m n")
@@ -14,3 +23,178 @@ einsum("baddbmm", "+b m n, b m k, b k n -> b m n")
 einsum("addbmm", "+m n, b m k, b k n -> m n")
 einsum("addmv", "+m, m k, k -> m")
 einsum("addr", "+m n, m, n -> m n")
+blockwise("_addmm_activation", "+m n, m [k], [k] n -> m n")  # the activation needs the whole sum
+
+WITHOUT_BIAS = ("sum,R -> sum", "R,sum -> sum", "avg,R -> avg", "R,avg -> avg")
+
+
+def linear_factors(call: Call) -> Factors:
+    """``x @ w.T + b``: dims of x but the last pass through; a weight of one dim gives no output dim."""
+    x, w = call.shape(0), call.shape(1)
+    rows = tuple((f"b{d}",) for d in range(len(x) - 1))
+    out: Dims = (("n",),) if len(w) == 2 else ()
+    sizes = {f"b{d}": size for d, size in enumerate(x[:-1])} | {"k": x[-1], "n": w[0] if out else 1}
+    bias = tuple(out[-len(layout.shape) :] if len(layout.shape) else () for layout in call.operands[2:])
+    return Factors(((*rows, ("k",)), (*out, ("k",)), *bias), ((*rows, *out),), sizes, reduced={"k": "sum"}, additive=frozenset((2,)))
+
+
+register(
+    "linear",
+    Rule(
+        linear_factors,
+        (*WITHOUT_BIAS, "sum,R,sum -> sum", "R,sum,sum -> sum", "avg,R,R -> avg", "R,avg,R -> avg", "R,R,avg -> avg"),
+        kind="einsum",
+        source="... k, n k, +n -> ... n",
+    ),
+)
+
+
+# --- the backward of linear: reduced factors differ between results, so k has a kernel for the bias, which does not know it ---
+def linear_gradients(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, output_mask: Sequence[bool]) -> tuple[Any, ...]:
+    """Gradients of input, weight and bias (only mkldnn and MPS have the operator itself)."""
+    flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    return (
+        grad @ weight if output_mask[0] else None,
+        flat.t() @ rows if output_mask[1] else None,
+        flat.sum(0) if output_mask[2] else None,
+    )
+
+
+def linear_backward_factors(call: Call) -> Factors:
+    rows = tuple((f"b{d}",) for d in range(len(call.shape(0)) - 1))
+    sizes = {f"b{d}": size for d, size in enumerate(call.shape(0)[:-1])} | {"n": call.shape(2)[0], "k": call.shape(2)[1]}
+    results: tuple[Dims, ...] = ((*rows, ("k",)), (("n",), ("k",)), (("n",),))
+    kept = tuple(dims for dims, meta in zip(results, call.results, strict=True) if meta is not None)
+    summed = {name: "sum" for name in sizes if name != "k"}
+    k = Kernel(lambda at, *args, **kwargs: at.map(lambda _, *own: linear_gradients(*own), *args))
+    return Factors(((*rows, ("k",)), (*rows, ("n",)), (("n",), ("k",))), kept, sizes, reduced=summed, kernels={"k": k})
+
+
+register(
+    "linear_backward",
+    Rule(linear_backward_factors, linear_in(1), local=linear_gradients, kind="einsum", source="... k, ... n, n k -> ... k, n k, n"),
+)
+
+
+# --- matmul and einsum arrive whole in inference mode ---------------------------------------------------------------------
+def matmul_factors(call: Call) -> Factors:
+    """Matrices, vectors, and stacks of matrices whose batch dims broadcast."""
+    a, b = call.shape(0), call.shape(1)
+    return _of_letters(_matmul_letters(a, b), (a, b))
+
+
+def _matmul_letters(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[list[list[str]], list[str]]:
+    batch = max(len(a), len(b), 2) - 2
+    names = [f"b{d}" for d in range(batch)]
+    left = names[batch - (len(a) - 2) :] + ["m", "k"] if len(a) > 1 else ["k"]
+    right = names[batch - (len(b) - 2) :] + ["k", "n"] if len(b) > 1 else ["k"]
+    return [left, right], names + ["m"] * (len(a) > 1) + ["n"] * (len(b) > 1)
+
+
+def einsum_factors(call: Call) -> Factors | None:
+    """Every letter of the equation is a factor; a letter twice in one operand (a diagonal) decomposes."""
+    read = _letters_of(call["equation"], [len(layout.shape) for layout in call.operands])
+    if read is None or any(len(set(names)) != len(names) for names in read[0]):
+        return None
+    return _of_letters(read, [call.shape(i) for i in range(len(call.operands))])
+
+
+def _letters_of(equation: str, ndims: Sequence[int]) -> tuple[list[list[str]], list[str]] | None:
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(ndims):
+        return None
+    rest = max((n - len(t) + 3 for t, n in zip(terms, ndims, strict=True) if "..." in t), default=0)
+    if not arrow:
+        letters = [c for c in left if c.isalpha()]
+        right = ("..." if rest else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    spread = [_spread(t, n - len(t) + 3 if "..." in t else 0, rest) for t, n in zip(terms, ndims, strict=True)]
+    if any(len(names) != n for names, n in zip(spread, ndims, strict=True)):
+        return None
+    return spread, _spread(right, rest, rest)
+
+
+def _spread(term: str, own: int, rest: int) -> list[str]:
+    before, dots, after = term.partition("...")
+    return [*before, *(f".{rest - own + i}" for i in range(own if dots else 0)), *after]
+
+
+def _of_letters(letters: tuple[list[list[str]], list[str]], shapes: Sequence[tuple[int, ...]]) -> Factors:
+    """One factor a letter, none where a dim of size one is broadcast."""
+    operands, result = letters
+    sizes: dict[str, int] = {}
+    for names, shape in zip(operands, shapes, strict=True):
+        for name, size in zip(names, shape, strict=True):
+            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
+    dims = tuple(
+        tuple((name,) if sizes[name] == size else () for name, size in zip(names, shape, strict=True))
+        for names, shape in zip(operands, shapes, strict=True)
+    )
+    return Factors(dims, (tuple((name,) for name in result),), sizes, reduced=dict.fromkeys(sizes, "sum"))
+
+
+kernel_rule("matmul", matmul_factors, partials=WITHOUT_BIAS)
+register("einsum", Rule(einsum_factors, multilinear, kind="einsum", source="the equation"))
+
+
+def trilinear_factors(call: Call) -> Factors:
+    """Three operands with dims of size one put in at ``expand``, multiplied, summed over ``sumdim``."""
+    ndim = len(call.shape(0)) + len(call["expand1"])
+    names = [[f"d{d}" for d in range(ndim) if d not in call[f"expand{i}"]] for i in (1, 2, 3)]
+    kept = [f"d{d}" for d in range(ndim) if d not in call["sumdim"]]
+    return _of_letters((names, kept), [call.shape(i) for i in range(3)])
+
+
+register("_trilinear", Rule(trilinear_factors, multilinear, kind="einsum", source="three operands, dims put in and summed"))
+
+
+# --- distances: every pair of rows by itself ------------------------------------------------------------------------------
+def same_method(call: Call, view: LocalView) -> dict[str, Any]:
+    """The way to compute Euclidean distances that the whole matrices would take (matrix products from 26 rows on)."""
+    if call["compute_mode"] not in (None, 0):
+        return {}
+    return {"compute_mode": 1 if max(call.shape(0)[-2], call.shape(1)[-2]) > 25 else 2}
+
+
+def pdist_gradient(grad: torch.Tensor, x: torch.Tensor, p: float, distances: torch.Tensor, **out: torch.Tensor) -> Any:
+    """The operator asks for contiguous operands, which blocks of coordinates are not."""
+    return torch.ops.aten._pdist_backward(grad.contiguous(), x.contiguous(), p, distances.contiguous(), **out)
+
+
+blockwise("_cdist_forward", "... p [m], ... r [m] -> ... p r", local_args=same_method)
+blockwise("_euclidean_dist", "... p [m], ... r [m] -> ... p r")
+# with the distances given, the gradient of one coordinate needs only that coordinate
+blockwise("_cdist_backward", "... p r, ... p m, ... r m, ... p r -> ... p m", sums="r", partials=in_first)
+blockwise("_pdist_forward", "[p] [m] -> [p]")
+blockwise("_pdist_backward", "[p], [p] m, [p] -> [p] m", partials=in_first, local=pdist_gradient)
+
+
+# --- low precision ---------------------------------------------------------------------------------------------------------
+def blocks_of_eight(choice: Choice) -> bool:
+    """What the CUDA kernels of 8-bit products ask of every block."""
+    if choice.call.mesh.device_type != "cuda":
+        return True
+    return all(size % 8 == 0 and size > 16 for name in choice.splits for size in choice.sizes(name))
+
+
+einsum("_int_mm", "m k, k n -> m n", when=blocks_of_eight)  # int32 sums of int8 products are exact in any order
+
+
+def scaled_factors(call: Call) -> Factors | None:
+    """Scales are one number, or one per row of the first and per column of the second matrix; k is whole (sums are rounded once)."""
+    (m, k), (_, n) = call.shape(0), call.shape(1)
+    sizes = {"m": m, "k": k, "n": n}
+    own = {"self": ("m", "k"), "mat2": ("k", "n"), "scale_a": ("m", ""), "scale_b": ("", "n"), "bias": ("n",), "scale_result": ()}
+    operands = []
+    for name, layout in zip(call.names, call.operands, strict=True):
+        shape = tuple(layout.shape)
+        if layout.numel == 1:
+            operands.append(((),) * len(shape))
+        elif len(shape) == len(own[name]) and all(size == sizes.get(d, 1) for d, size in zip(own[name], shape, strict=True)):
+            operands.append(tuple((d,) if d else () for d in own[name]))
+        else:
+            return None  # scales by blocks
+    return Factors(tuple(operands), ((("m",), ("n",)),), sizes, whole=frozenset("k"))
+
+
+kernel_rule("_scaled_mm", scaled_factors, when=blocks_of_eight)

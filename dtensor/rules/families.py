@@ -1,5 +1,5 @@
 """Importing this module registers every rule of the library."""
 
-from . import contraction, pointwise, reduction, views
+from . import contraction, creation, linalg, pointwise, reduction, slices, views
 
-__all__ = ["contraction", "pointwise", "reduction", "views"]
+__all__ = ["contraction", "creation", "linalg", "pointwise", "reduction", "slices", "views"]

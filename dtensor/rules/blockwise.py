@@ -1,0 +1,91 @@
+"""Declarations for operations that work block by block: a pattern says which dims are factors, the caller which of them are summed.
+
+Unlike ``einsum``, nothing is taken to be linear: a letter absent on the right must be whole unless it is named in ``sums``, and
+partial values pass only where ``partials`` says so. Results that the operator was told to leave out (None, or an empty marker of shape
+``(0,)``) are left out of the pattern too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..pattern import Pattern, Term, parse
+from .call import Call, Meta
+from .context import KernelContext
+from .registry import register
+from .rule import Factors, Kernel, Rule
+from .verbs import bind
+
+Partials = tuple[str, ...] | Callable[[Call], tuple[str, ...]]
+
+
+def blockwise(
+    names: str,
+    pattern: str,
+    *,
+    sums: str = "",
+    kernels: Mapping[str, Kernel] | None = None,
+    partials: Partials = (),
+    **options: Any,
+) -> Rule:
+    """A rule by pattern. ``sums``: letters whose blocks give terms of the results that lack them."""
+    parsed = parse(pattern)
+
+    def factors(call: Call) -> Factors | None:
+        return bound(parsed, call, sums.split(), kernels or {})
+
+    return register(names, Rule(factors, partials, kind="blockwise", source=pattern, **options))
+
+
+def bound(pattern: Pattern, call: Call, sums: list[str], kernels: Mapping[str, Kernel]) -> Factors | None:
+    """The factors of a call under a pattern; None if the number of dims does not fit."""
+    kept = [(term, meta) for term, meta in zip(pattern.results, call.results, strict=True) if meta is not None]
+    made = [(term, meta) for term, meta in kept if not _left_out(term, meta)]
+    asked = replace(pattern, results=tuple(term for term, _ in made))
+    factors = bind(asked, replace(call, results=tuple(meta for _, meta in made)), None)
+    if factors is None:
+        return None
+    following = iter(factors.results)
+    results = tuple(((),) if _left_out(term, meta) else next(following) for term, meta in kept)
+    if len(made) < len(kept):  # the empty markers lack every factor, and are the same on all ranks
+        kernels = {name: Kernel(plain_op) for name in factors.sizes if name not in factors.whole} | dict(kernels)
+    reduced = dict.fromkeys(sums, "sum")
+    return replace(factors, results=results, reduced=reduced, kernels=kernels)
+
+
+def _left_out(term: Term, meta: Meta) -> bool:
+    return meta.shape == (0,) and len(term.dims) != 1
+
+
+def plain_op(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+    """The operator itself: a kernel only in that its results without the factor are whole instead of terms."""
+    return at.call.func(*args, **kwargs)
+
+
+# --- partial rows that depend on how many operands and results there are ----------------------------------------------------
+def linear_in(position: int) -> Callable[[Call], tuple[str, ...]]:
+    """Linear in one operand, the others fixed; all results are."""
+
+    def rows(call: Call) -> tuple[str, ...]:
+        count = sum(meta is not None for meta in call.results)
+        return tuple(_row([position], op, len(call.operands), count) for op in ("sum", "avg"))
+
+    return rows
+
+
+in_first = linear_in(0)
+
+
+def multilinear(call: Call) -> tuple[str, ...]:
+    """Linear in each operand, the others fixed."""
+    count = len(call.operands)
+    return tuple(_row([i], op, count, 1) for i in range(count) for op in ("sum", "avg"))
+
+
+
+
+def _row(positions: list[int], op: str, operands: int, results: int) -> str:
+    left = ",".join(op if i in positions else "R" for i in range(operands))
+    return f"{left} -> {','.join([op] * results)}"

@@ -1,0 +1,79 @@
+"""Decompositions and solutions of matrices: the last dims are whole, stacks of matrices and columns of right-hand sides are factors."""
+
+from __future__ import annotations
+
+from ..pattern import parse
+from .blockwise import blockwise, linear_in, multilinear
+from .call import Call
+from .registry import register
+from .rule import Dims, Factors, Rule
+from .verbs import bind, kernel_rule
+
+# one matrix in
+blockwise("cholesky cholesky_inverse linalg_matrix_exp", "... [m] [n] -> ... [m] [n]")
+blockwise("linalg_inv_ex linalg_cholesky_ex", "... [m] [n] -> ... [m] [n], ...")
+blockwise("linalg_qr", "... [m] [n] -> ... [m] [n], ... [m] [n]")
+blockwise("_linalg_svd", "... [m] [n] -> ... [m] [n], ... [m], ... [m] [n]")
+blockwise("_linalg_eigh linalg_eig", "... [m] [n] -> ... [m], ... [m] [n]")
+blockwise("_linalg_eigvals", "... [m] [n] -> ... [m]")
+blockwise("_linalg_det", "... [m] [n] -> ..., ... [m] [n], ... [m]")
+blockwise("_linalg_slogdet", "... [m] [n] -> ..., ..., ... [m] [n], ... [m]")
+blockwise("linalg_lu", "... [m] [n] -> ... [m] [n], ... [m] [n], ... [m] [n]")
+blockwise("linalg_lu_factor_ex linalg_ldl_factor_ex", "... [m] [n] -> ... [m] [n], ... [m], ...")
+
+# factors in
+blockwise("lu_unpack", "... [m] [n], ... [k] -> ... [m] [n], ... [m] [n], ... [m] [n]")
+blockwise("linalg_householder_product", "... [m] [n], ... [k] -> ... [m] [n]")
+blockwise("ormqr", "... [m] [n], ... [k], ... [i] [j] -> ... [i] [j]", partials=linear_in(2))
+blockwise("linalg_pinv.atol_rtol_tensor", "... [m] [n], ..., ... -> ... [n] [m]")
+
+# tells of a failure by raising: all ranks look at all of it, so that all raise
+register("_linalg_check_errors", Rule(lambda call: Factors((((),) * len(call.shape(0)),), (), {}), kind="linalg", source="[...] ->"))
+
+
+def solver(names: str, pattern: str, right: int) -> None:
+    """Columns ``k`` of the right-hand side (operand ``right``) are solved for by themselves; with ``left=False`` its rows are."""
+    parsed = {True: parse(pattern), False: parse(pattern.replace("[j] k", "k [j]"))}
+
+    def factors(call: Call) -> Factors | None:
+        return bind(parsed[bool(call.get("left", True))], call, None)
+
+    register(names, Rule(factors, linear_in(right), kind="linalg", source=pattern))
+
+
+solver("cholesky_solve", "... [j] k, ... [i] [j] -> ... [j] k", 0)
+solver("linalg_solve_triangular", "... [i] [j], ... [j] k -> ... [j] k", 1)
+solver("linalg_lu_solve", "... [i] [j], ... [i], ... [j] k -> ... [j] k", 2)
+solver("linalg_ldl_solve", "... [i] [j], ... [i], ... [j] k -> ... [j] k", 2)
+blockwise("triangular_solve", "... [j] [k], ... [i] [j] -> ... [j] [k], ... [i] [j]")
+
+
+def solve_factors(call: Call) -> Factors | None:
+    """``_linalg_solve_ex``: the right-hand sides are a stack of vectors or of matrices; LU, pivots and info come along."""
+    a, b = call.shape(0), call.shape(1)
+    vector = len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
+    right = "... [j]" if vector else "... [j] [k]"
+    return bind(parse(f"... [i] [j], {right} -> {right}, ... [i] [j], ... [i], ..."), call, None)
+
+
+kernel_rule("_linalg_solve_ex", solve_factors)
+
+
+def cross_factors(call: Call) -> Factors:
+    """Broadcast operands; the three components are whole."""
+    ndim = max(len(call.shape(0)), len(call.shape(1)))
+    sizes: dict[str, int] = {}
+    for shape in (call.shape(0), call.shape(1)):
+        for d, size in enumerate(shape, ndim - len(shape)):
+            sizes[f"d{d}"] = size if sizes.get(f"d{d}", 1) == 1 else sizes[f"d{d}"]
+
+    def dims(shape: tuple[int, ...]) -> Dims:
+        return tuple((f"d{d}",) if sizes[f"d{d}"] == size else () for d, size in enumerate(shape, ndim - len(shape)))
+
+    (meta,) = call.results
+    assert meta is not None
+    whole = frozenset((f"d{call['dim'] % ndim}",))
+    return Factors((dims(call.shape(0)), dims(call.shape(1))), (dims(meta.shape),), sizes, whole)
+
+
+register("linalg_cross", Rule(cross_factors, multilinear, kind="linalg", source="... [c], ... [c] -> ... [c]"))
