@@ -1,8 +1,8 @@
 """Blocks of one global draw of random numbers.
 
-Every rank draws the whole tensor from the default generator and keeps its block: the values that one device gives for the same
-seed, exactly and for every generator, at the cost of the whole tensor's time and transient memory on each rank. All ranks must draw
-alike, so on process groups the first draw on a mesh takes over the generator state of the mesh's first rank.
+Every rank draws the whole tensor from the default generator and keeps its block: the values that one device gives for
+the same seed, exactly and for every generator, at the cost of the whole tensor's time and transient memory on each rank.
+All ranks must draw alike, so on process groups the first draw on a mesh takes over the generator state of its first rank.
 """
 
 from __future__ import annotations

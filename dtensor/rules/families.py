@@ -1,5 +1,18 @@
 """Importing this module registers every rule of the library."""
 
-from . import contraction, creation, linalg, pointwise, reduction, slices, views
+from . import comparison, contraction, creation, extremum, linalg, pointwise, reduction, scan, slices, softmax, variance, views
 
-__all__ = ["contraction", "creation", "linalg", "pointwise", "reduction", "slices", "views"]
+__all__ = [
+    "comparison",
+    "contraction",
+    "creation",
+    "extremum",
+    "linalg",
+    "pointwise",
+    "reduction",
+    "scan",
+    "slices",
+    "softmax",
+    "variance",
+    "views",
+]

@@ -16,9 +16,10 @@ from typing import Any
 
 from ..errors import RuleError
 from ..pattern import ELLIPSIS, Pattern, Term, parse
+from ..placement import Monoid
 from .call import Call, Meta
 from .registry import register
-from .rule import ANY_PARTIAL, Dims, Factors, Kernel, Rule
+from .rule import ANY_PARTIAL, Dims, Factors, Kernel, Partials, Rule
 
 MakeKernel = Callable[[Call], Kernel | None]
 
@@ -158,7 +159,7 @@ def reduce(
     return register(names, Rule(factors, partials, kind="reduce", source=f"... {dim} -> ...", **options))
 
 
-def reduction_factors(call: Call, dims: tuple[int, ...], op: str | None, kernel: Kernel | None = None) -> Factors:
+def reduction_factors(call: Call, dims: tuple[int, ...], op: str | Monoid | None, kernel: Kernel | None = None) -> Factors:
     """Factors of a reduction over ``dims`` of operand 0; kept dims of size one are recognised by the number of result dims."""
     shape = call.shape(0)
     sizes = {f"d{d}": size for d, size in enumerate(shape)}
@@ -182,7 +183,9 @@ def view(names: str, factors: Callable[[Call], Factors | None], **options: Any) 
     return register(names, Rule(factors, kind="view", source=factors.__name__, **options))
 
 
-def kernel_rule(names: str, factors: Callable[[Call], Factors | None], *, partials: tuple[str, ...] = (), **options: Any) -> Rule:
+def kernel_rule(
+    names: str, factors: Callable[[Call], Factors | None], *, partials: Partials | Callable[[Call], Partials] = (), **options: Any
+) -> Rule:
     """A rule whose factors (with their kernels) are given by a function of the call."""
     if not callable(factors):
         raise RuleError(f"kernel_rule({names!r}) needs a function of the call")

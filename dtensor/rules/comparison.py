@@ -1,0 +1,43 @@
+"""Questions about tensors whose answer is a Python value, the same on every rank: ``.item()``, ``equal``, ``is_same_size``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .call import Call
+from .context import KernelContext
+from .registry import register
+from .rule import Factors, Kernel, Rule
+
+
+def one_element(call: Call) -> Factors:
+    """The value itself, whole on every rank."""
+    return Factors((((),) * len(call.shape(0)),), (), {})
+
+
+register("_local_scalar_dense item", Rule(one_element, kind="whole", source="1 ->"))
+
+
+def equal_blocks(at: KernelContext, x: Any, y: Any) -> bool:
+    """All blocks are equal."""
+    same = at.map(lambda _, a, b: torch.tensor(torch.equal(a, b), device=a.device), x, y)
+    return bool(at.all_reduce(same, "min").item())
+
+
+def equal_factors(call: Call) -> Factors:
+    shape = call.shape(0)
+    dims = tuple((f"d{d}",) for d in range(len(shape)))
+    sizes = {f"d{d}": size for d, size in enumerate(shape)}
+    return Factors((dims, dims), (), sizes, kernels=dict.fromkeys(sizes, Kernel(equal_blocks, collectives=1, joint=True)))
+
+
+def unequal_shapes(call: Call) -> Any:
+    return NotImplemented if call.shape(0) == call.shape(1) else False
+
+
+register("equal", Rule(equal_factors, answer=unequal_shapes, kind="kernel", source="..., ... ->"))
+register(
+    "is_same_size", Rule(lambda call: None, answer=lambda call: call.shape(0) == call.shape(1), kind="answer", source="shapes")
+)
