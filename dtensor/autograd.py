@@ -33,6 +33,8 @@ from .redistribute import execute, plan
 def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
     """The layout in which a gradient crosses between local and global: as given, else ``layout`` with Partial replicated."""
     if placements is None:
+        if not any(isinstance(p, Partial) for p in layout.placements):
+            return layout
         placements = tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
     return layout.replace(placements=placements)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .comm import communicator_of
-from .execute import Wrap, execute, local_view
+from .execute import Wrap, execute, kernel_of, local_view
 from .layout import Layout
 from .local_functions import local_function
 from .modes import MODES
@@ -40,32 +40,64 @@ def compile_plan(plan: Plan, operator: Operator, wrap: Wrap) -> Layout | Runner:
     if finish is None:
         return general
     only = plan.results[0] if operator.returns == (None,) else None
-    simple = not plan.moves and plan.rule.local_args is None and plan.rule.local is None
+    simple = not _is_kernel(plan) and not plan.moves and plan.rule.local_args is None and plan.rule.local is None
     if simple and isinstance(only, Layout) and not only.dtype.is_complex:  # complex: the wrapper shows a lazy conjugation
         return only  # one new tensor
-    if plan.moves:
-        return _moved(plan, operator, call, finish, general)
-    bound_call, bound_finish = call, finish
-    return lambda args, kwargs, local_args, local_kwargs: bound_finish(args, bound_call(args, kwargs, local_args, local_kwargs))
+    runner = _moved(plan, operator, call, finish, general) if plan.moves else _straight(call, finish)
+    return _guarded(runner, general) if plan.communicates else runner
+
+
+def _straight(call: Runner, finish: Callable[[Args, Any], Any]) -> Runner:
+    return lambda args, kwargs, local_args, local_kwargs: finish(args, call(args, kwargs, local_args, local_kwargs))
+
+
+def _guarded(runner: Runner, general: Runner) -> Runner:
+    """Under ``explicit()`` the general way says what would have moved."""
+
+    def run(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        return (general if MODES.explicit else runner)(args, kwargs, local_args, local_kwargs)
+
+    return run
 
 
 def _plain(plan: Plan, operator: Operator) -> bool:
-    """A rule without kernels, write-backs or ``out=``, on a rank that takes part."""
+    """A rule without write-backs or ``out=``, on a rank that takes part."""
     return (
         plan.how == "rule"
         and plan.rule is not None
         and not plan.write_back
         and not operator.outs
-        and plan.rule.run is None
         and not (plan.rule.kind == "view" and operator.mutated)
-        and (plan.chosen is None or plan.chosen.kernel_row is None)
+        and not (_is_kernel(plan) and operator.mutated)
         and plan.call.mesh.current_member() is not None
     )
+
+
+def _is_kernel(plan: Plan) -> bool:
+    assert plan.rule is not None
+    return plan.rule.run is not None or (plan.chosen is not None and plan.chosen.kernel_row is not None)
+
+
+def _kernel_call(plan: Plan, operator: Operator) -> Runner:
+    """A kernel with its context bound; it gets all arguments, defaults filled in."""
+    run = kernel_of(plan)
+    positional, count = operator.names[: operator.positional], operator.positional
+    defaults = operator.defaults
+    keyword_defaults = {name: defaults[name] for name in operator.names[count:] if name in defaults}
+
+    def call(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        for name in positional[len(local_args) :]:
+            local_args.append(local_kwargs.pop(name) if name in local_kwargs else defaults[name])
+        return run(*local_args, **{**keyword_defaults, **local_kwargs})
+
+    return call
 
 
 def _local_call(plan: Plan, operator: Operator) -> Runner | None:
     rule = plan.rule
     assert rule is not None
+    if _is_kernel(plan):
+        return _kernel_call(plan, operator)
     func = rule.local or local_function(operator.func)
     rewrite = rule.local_args
     if rewrite is None or plan.chosen is None:
@@ -74,6 +106,8 @@ def _local_call(plan: Plan, operator: Operator) -> Runner | None:
     members = mesh.members if mesh.kind == "in_process" else [mesh.current_member()]
     changed = [rewrite(plan.call, local_view(plan, member)) for member in members if member is not None]
     names = {name for values in changed for name in values}
+    if not any(changed) and not plan.moves:
+        return lambda args, kwargs, local_args, local_kwargs: func(*local_args, **local_kwargs)
     if not names <= set(operator.names[: operator.positional]):
         return None
     places = {name: operator.names.index(name) for name in names}
@@ -144,17 +178,14 @@ def _finish(plan: Plan, operator: Operator, wrap: Wrap) -> Callable[[Args, Any],
 
 
 def _moved(plan: Plan, operator: Operator, call: Runner, finish: Callable[[Args, Any], Any], general: Runner) -> Runner:
-    """Operands redistributed first; keyword operands and ``explicit()`` take the general way."""
+    """Operands redistributed first; keyword operands take the general way."""
     places = []
     for (name, index), move in plan.moves:
         if name not in operator.names[: operator.positional]:
             return general
         places.append((operator.names.index(name), index, move))
-    communicates = plan.communicates
 
     def run(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        if communicates and MODES.explicit:
-            return general(args, kwargs, local_args, local_kwargs)
         for place, index, move in places:
             if place >= len(local_args):
                 return general(args, kwargs, local_args, local_kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,14 +56,8 @@ def _compute(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
     rule, chosen = plan.rule, plan.chosen
     if rule is None or chosen is None:
         return _drawn_alike(plan, operator, local) if operator.seeded else operator.call(local)
-    row = chosen.kernel_row
-    if row is not None and row.kernel is not None:
-        at = _context(plan, chosen)
-        run = row.kernel.run
-        return _in_place(operator, local, operator.call(local, lambda *args, **kwargs: run(at, *args, **kwargs)))
-    if rule.run is not None:
-        run, at = rule.run, KernelContext(plan.call, chosen.operands, chosen.results, (), (1,))
-        return _in_place(operator, local, operator.call(local, lambda *args, **kwargs: run(at, *args, **kwargs)))
+    if rule.run is not None or chosen.kernel_row is not None:
+        return _in_place(operator, local, operator.call(local, kernel_of(plan)))
     if rule.local_args is not None:
         return _with_local_args(plan, operator, local)
     return operator.call(local, rule.local)
@@ -80,6 +75,16 @@ def _drawn_alike(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
         return operator.call(bound)
 
     return communicator_of(mesh).map(one, local)
+
+
+def kernel_of(plan: Plan) -> Callable[..., Any]:
+    """The function that a plan runs instead of the operator, its context bound."""
+    assert plan.rule is not None and plan.chosen is not None
+    row = plan.chosen.kernel_row
+    if row is not None and row.kernel is not None:
+        return partial(row.kernel.run, _context(plan, plan.chosen))
+    assert plan.rule.run is not None
+    return partial(plan.rule.run, KernelContext(plan.call, plan.chosen.operands, plan.chosen.results, (), (1,)))
 
 
 def _context(plan: Plan, chosen: Chosen) -> KernelContext:
@@ -104,7 +109,9 @@ def _with_local_args(plan: Plan, operator: Operator, local: dict[str, Any]) -> A
     rewrite = rule.local_args
 
     def one(member: int, bound: dict[str, Any]) -> Any:
-        return operator.call({**bound, **rewrite(plan.call, local_view(plan, member))}, rule.local)
+        values = rewrite(plan.call, local_view(plan, member))
+        extra = {name: value for name, value in values.items() if name not in operator.names}
+        return operator.call({**bound, **values}, partial(rule.local, **extra) if extra and rule.local is not None else rule.local)
 
     return communicator_of(plan.call.mesh).map(one, local)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .comm import PerRank, communicator_of
 from .errors import LayoutError
@@ -49,39 +50,71 @@ def _measured(
     mesh: DeviceMesh, placements: tuple[Placement, ...], pieces: Sequence[torch.Tensor], stride: Any, dtype: torch.dtype, check: bool
 ) -> Layout:
     """The layout from the sizes of all pieces; they are exchanged where a tensor dim is sharded and no sizes are given."""
-    sharded = [i for i, p in enumerate(placements) if isinstance(p, Shard) and mesh.shape[i] > 1]
-    shape = list(pieces[0].shape)
-    if sharded or check:
+    shape, order = list(pieces[0].shape), pieces[0].stride()
+    sharded = [p for i, p in enumerate(placements) if isinstance(p, Shard) and mesh.shape[i] > 1]
+    given = {p.dim: sum(p.sizes) for p in sharded if p.sizes is not None}
+    if check or any(p.dim not in given for p in sharded):
         shapes = _all_shapes(mesh, pieces)
-        dims = sorted({placements[i].dim for i in sharded})  # type: ignore[attr-defined]  # they are Shards
-        splits: list[Split | None] = [None] * len(shape)
-        for d in dims:
-            splits[d] = _split_from(mesh, placements, d, shapes)
-            shape[d] = sum(splits[d].sizes)  # type: ignore[union-attr]  # just set
-        if stride is None:
-            stride = stride_like(shape, pieces[0].stride())
-        idle = {i: p for i, p in enumerate(placements) if mesh.shape[i] == 1}
-        partials = [p.reduce_op if isinstance(p, Partial) and mesh.shape[i] > 1 else None for i, p in enumerate(placements)]
-        layout = Layout.from_splits(mesh, splits, partials, shape, stride, dtype, idle)
-        _agree(layout, shapes)
+        key = (mesh, placements, shapes, order if stride is None else tuple(stride), stride is None, dtype)
+        layout = _KNOWN.get(key)
+        if layout is None:
+            layout = _tiled(mesh, placements, shapes, order if stride is None else stride, stride is None, dtype)
+            if len(_KNOWN) > 4096:
+                _KNOWN.clear()
+            _KNOWN[key] = layout
         return layout
-    if stride is None:
-        stride = stride_like(shape, pieces[0].stride())
-    return Layout.of(mesh, placements, shape, stride, dtype)
+    for dim, size in given.items():
+        shape[dim] = size
+    layout = Layout.of(mesh, placements, shape, stride_like(shape, order) if stride is None else stride, dtype)
+    _fits(layout, pieces)
+    return layout
 
 
-def _all_shapes(mesh: DeviceMesh, pieces: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+_KNOWN: dict[Any, Layout] = {}
+
+
+def _tiled(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    stride: Sequence[int],
+    by_order: bool,
+    dtype: torch.dtype,
+) -> Layout:
+    """The layout that pieces of these shapes tile."""
+    if len({len(shape) for shape in shapes}) > 1:
+        raise LayoutError(f"from_local: ranks hold pieces of different numbers of dims: {shapes}")
+    shape = list(shapes[0])
+    splits: list[Split | None] = [None] * len(shape)
+    for dim in sorted({p.dim for i, p in enumerate(placements) if isinstance(p, Shard) and mesh.shape[i] > 1}):
+        split = _split_from(mesh, placements, dim, shapes)
+        splits[dim], shape[dim] = split, sum(split.sizes)
+    idle = {i: p for i, p in enumerate(placements) if mesh.shape[i] == 1}
+    partials = [p.reduce_op if isinstance(p, Partial) and mesh.shape[i] > 1 else None for i, p in enumerate(placements)]
+    layout = Layout.from_splits(mesh, splits, partials, shape, stride_like(shape, stride) if by_order else stride, dtype, idle)
+    _agree(layout, shapes)
+    return layout
+
+
+_MOST_DIMS = 32
+
+
+def _all_shapes(mesh: DeviceMesh, pieces: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Every member's shape, by position in the mesh as the current rank sees it."""
-    if mesh.kind == "in_process":
-        members = mesh.members_of(range(mesh.ndim), 0)
-        return [tuple(pieces[m].shape) for m in members] if len(pieces) > 1 else [tuple(pieces[0].shape)] * mesh.size()
-    if mesh.kind == "dry_run":
-        return [tuple(pieces[0].shape)] * mesh.size()
-    shapes = communicator_of(mesh).all_gather_object(tuple(pieces[0].shape), tuple(range(mesh.ndim)))
-    return [tuple(shape) for shape in shapes]
+    mine = tuple(pieces[0].shape)
+    if mesh.kind == "in_process" and len(pieces) > 1:
+        return tuple(tuple(pieces[m].shape) for m in mesh.members_of(range(mesh.ndim), 0))
+    if mesh.kind != "process_group" or dist.get_backend() == "fake":  # nobody else to ask
+        return (mine,) * mesh.size()
+    if len(mine) > _MOST_DIMS:
+        raise LayoutError(f"from_local exchanges the sizes of up to {_MOST_DIMS} dims, got {len(mine)}; give shape=")
+    sizes = torch.tensor([len(mine), *mine, *(0,) * (_MOST_DIMS - len(mine))], device=pieces[0].device)
+    gathered = communicator_of(mesh).all_gather(sizes, tuple(range(mesh.ndim)), lambda member: (_MOST_DIMS + 1,))
+    rows = torch.stack(gathered).tolist()
+    return tuple(tuple(row[1 : 1 + row[0]]) for row in rows)
 
 
-def _split_from(mesh: DeviceMesh, placements: tuple[Placement, ...], dim: int, shapes: list[tuple[int, ...]]) -> Split:
+def _split_from(mesh: DeviceMesh, placements: tuple[Placement, ...], dim: int, shapes: Sequence[tuple[int, ...]]) -> Split:
     """How the pieces cut one tensor dim: sizes read along the mesh dims that split it, at index 0 of all others."""
     spelled = [Shard(0, None, p.level) if isinstance(p, Shard) and p.dim == dim else Replicate() for p in placements]
     mesh_dims = Layout.of(mesh, spelled, (mesh.size(),)).splits[0].mesh_dims  # type: ignore[union-attr]  # sharded on a real mesh dim
@@ -94,7 +127,7 @@ def _split_from(mesh: DeviceMesh, placements: tuple[Placement, ...], dim: int, s
     return Split(mesh_dims, tuple(shapes[position][dim] for position in positions))
 
 
-def _agree(layout: Layout, shapes: list[tuple[int, ...]]) -> None:
+def _agree(layout: Layout, shapes: Sequence[tuple[int, ...]]) -> None:
     """All pieces together tile the tensor (every rank sees all shapes, so all raise together)."""
     mesh = layout.mesh
     for member, shape in zip(mesh.members_of(range(mesh.ndim), 0), shapes, strict=True):

@@ -107,6 +107,8 @@ class DTensor(torch.Tensor):
                 raise LayoutError(f"per_rank with {len(shards)} tensors for {mesh!r}, which has {len(mesh.members)} ranks")
             copied = not isinstance(local_tensor, PerRank)
             return FromLocal.apply(layout, backward, copied, *shards)  # type: ignore[no-any-return]
+        if not (local_tensor.requires_grad and torch.is_grad_enabled()):
+            return wrap(local_tensor.detach(), layout)
         return FromLocal.apply(layout, backward, False, local_tensor)  # type: ignore[no-any-return]
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -116,6 +118,10 @@ class DTensor(torch.Tensor):
             grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial
                 replaced by Replicate. Give ``[Partial()]`` where each rank uses a replicated piece differently.
         """
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            if grad_placements is not None:
+                grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
+            return self._local  # type: ignore[no-any-return]
         pieces = ToLocal.apply(self, grad_layout(self._layout, grad_placements))
         return PerRank(pieces) if self._layout.mesh.kind == "in_process" else pieces[0]  # type: ignore[no-any-return]
 
