@@ -1,0 +1,208 @@
+"""Random small programs, compared between plain and distributed tensors, forward and gradient; failing ones are made smaller.
+
+>>> print(random_program(2, 3))
+a = tensor((5, 6), float64); b = tensor((6, 7), float64); c = tensor((5,), float64); d = tensor((), float64); i = tensor((5,), int64)
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..mesh import DeviceMesh, init_device_mesh
+from ..placement import Placement, Replicate, Shard
+from .cases import options
+from .oracle import Outcome, compare
+from .program_lines import MAKERS, Scope
+from .samples.of_schema import tensor
+from .source import source_of
+
+INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "a": ((5, 6), torch.float64),
+    "b": ((6, 7), torch.float64),
+    "c": ((5, 1, 6), torch.float64),
+    "e": ((6,), torch.float64),
+    "f": ((), torch.float64),
+    "i": ((5,), torch.int64),
+}
+MESHES = ((2,), (3,), (4,), (2, 2), (2, 3), (2, 1, 2))
+_LARGEST = 1500  # elements of a value
+_BOUND = 1e4  # of their size, so that rounding stays small
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Statements over named inputs; what lines make is called ``v0``, ``v1``, ..."""
+
+    inputs: tuple[str, ...]
+    lines: tuple[str, ...]
+    seed: int = 0
+
+    def values(self) -> list[torch.Tensor]:
+        """The inputs' values."""
+        return [tensor(*INPUTS[name], seed=self.seed + k) for k, name in enumerate(self.inputs)]
+
+    def __call__(self, *values: Any) -> list[Any]:
+        """All values after the last line."""
+        return list(run(self.lines, dict(zip(self.inputs, values, strict=True))).values())
+
+    def __str__(self) -> str:
+        given = "; ".join(f"{name} = tensor({INPUTS[name][0]}, {str(INPUTS[name][1]).removeprefix('torch.')})" for name in self.inputs)
+        return "\n".join([given, *self.lines])
+
+
+def run(lines: Iterable[str], values: dict[str, Any]) -> dict[str, Any]:
+    """Values by name after running ``lines``."""
+    space = {"torch": torch, "F": F, **values}
+    for line in lines:
+        exec(line, space)
+    return {name: value for name, value in space.items() if name not in ("torch", "F", "__builtins__")}
+
+
+def random_program(seed: int, length: int = 6) -> Program:
+    """A program of ``length`` lines that plain torch runs, gradients included; a function of ``seed``."""
+    rng = random.Random(seed)
+    weights = [weight for weight, _ in MAKERS]
+    program = Program(tuple(INPUTS), (), seed)
+    for _ in range(20 * length):
+        if len(program.lines) >= length:
+            break
+        torch.manual_seed(0)
+        values = {name: x for name, x in run(program.lines, _leaves(program)).items() if isinstance(x, torch.Tensor)}
+        (make,) = rng.choices([make for _, make in MAKERS], weights)
+        text = make(Scope({name: x.detach() for name, x in values.items()}, rng))
+        if not text:
+            continue
+        statement = text if _is_statement(text) else f"v{len(program.lines)} = {text}"
+        longer = Program(program.inputs, (*program.lines, statement), seed)
+        if _sound(longer):
+            program = longer
+    return program
+
+
+def _is_statement(text: str) -> bool:
+    return " = " in text or "+= " in text or "*= " in text or any(f".{name}_(" in text for name in _WRITERS) or text.startswith("torch._foreach")
+
+
+_WRITERS = ("add", "mul", "neg", "relu", "clamp", "zero", "fill", "masked_fill", "copy", "addcmul", "sub")
+
+
+def _leaves(program: Program) -> dict[str, Any]:
+    values = zip(program.inputs, program.values(), strict=True)
+    return {name: x.requires_grad_(x.dtype.is_floating_point) for name, x in values}
+
+
+def _sound(program: Program) -> bool:
+    """Plain torch runs it forward and backward, and no value is huge, lengthy or not finite."""
+    torch.manual_seed(0)
+    leaves = _leaves(program)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = [x for x in run(program.lines, leaves).values() if isinstance(x, torch.Tensor)]
+            if any(x.numel() > _LARGEST or not bool(torch.isfinite(x).all()) or (x.numel() and float(x.detach().abs().max()) > _BOUND) for x in made):
+                return False
+            outputs = [x for x in made if x.requires_grad]
+            if outputs:
+                torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+    except Exception:  # not a program of plain torch
+        return False
+    grads = [x.grad for x in leaves.values() if x.grad is not None]
+    return all(bool(torch.isfinite(g).all()) and (not g.numel() or float(g.abs().max()) < _BOUND) for g in grads)
+
+
+def random_placements(program: Program, mesh_shape: Sequence[int], rng: random.Random) -> list[tuple[Placement, ...]]:
+    """For each input one placement per mesh dim: whole, sharded (ragged, nested either way), partial."""
+    return [_placements(x, mesh_shape, rng) for x in program.values()]
+
+
+def _placements(x: torch.Tensor, mesh_shape: Sequence[int], rng: random.Random) -> tuple[Placement, ...]:
+    plain = x.dtype.is_floating_point
+    menu = [options(x, ranks, ("sum", "avg", "max", "min") if plain else ("sum",), ragged=False) for ranks in mesh_shape]
+    chosen = [rng.choice([*choices, *(p for p in choices if p.is_shard())]) for choices in menu]
+    for dim in range(x.ndim):
+        split = [k for k, p in enumerate(chosen) if p == Shard(dim)]
+        if len(split) == 1 and rng.random() < 0.3:
+            ranks = mesh_shape[split[0]]
+            cuts = sorted(rng.randint(0, x.shape[dim]) for _ in range(ranks - 1))
+            sizes = tuple(b - a for a, b in zip([0, *cuts], [*cuts, x.shape[dim]], strict=True))
+            chosen[split[0]] = Shard(dim, sizes=sizes)
+        elif len(split) > 1 and rng.random() < 0.5:
+            for level, k in enumerate(reversed(split)):
+                chosen[k] = Shard(dim, level=level)
+    return tuple(chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A program that gives something else on distributed tensors."""
+
+    program: Program
+    mesh_shape: tuple[int, ...]
+    placements: tuple[tuple[Placement, ...], ...]
+    problems: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.program}\n  " + "\n  ".join(self.problems[:3]) + f"\n{self.reproduction}"
+
+    @property
+    def reproduction(self) -> str:
+        program = self.program
+        made = f"Program({program.inputs!r}, {program.lines!r}, {program.seed})"
+        return (
+            "import dtensor as dt\nfrom dtensor import Partial, Replicate, Shard\nfrom dtensor.testing.programs import Program, compare_program\n"
+            f"print(compare_program({made},\n    {self.mesh_shape}, {source_of(list(self.placements))}).problems)"
+        )
+
+
+def compare_program(program: Program, mesh_shape: Sequence[int], placements: Sequence[Sequence[Placement]], mesh: DeviceMesh | None = None) -> Outcome:
+    """What differs between the program on plain and on distributed tensors."""
+    mesh = mesh or init_device_mesh("cpu", tuple(mesh_shape))
+    return compare(program, program.values(), mesh, list(placements), seed=0)
+
+
+def random_case(seed: int, length: int = 6) -> tuple[Program, tuple[int, ...], list[tuple[Placement, ...]]]:
+    """A program, a mesh shape and placements: a function of ``seed``."""
+    rng = random.Random(seed)
+    program = random_program(seed, length)
+    mesh_shape = rng.choice(MESHES)
+    return program, mesh_shape, random_placements(program, mesh_shape, rng)
+
+
+def failures(seeds: Iterable[int], length: int = 6) -> Iterator[Failure]:
+    """The failing ones among the random cases, made small."""
+    for seed in seeds:
+        program, mesh_shape, placements = random_case(seed, length)
+        if compare_program(program, mesh_shape, placements).problems:
+            yield minimize(program, mesh_shape, placements)
+
+
+def minimize(program: Program, mesh_shape: tuple[int, ...], placements: Sequence[tuple[Placement, ...]]) -> Failure:
+    """The failing program without the lines, inputs and placements that its failure does not need."""
+    current = (program, tuple(placements))
+    smaller = True
+    while smaller:
+        smaller = False
+        for candidate in _smaller(*current):
+            if _sound(candidate[0]) and compare_program(candidate[0], mesh_shape, candidate[1]).problems:
+                current, smaller = candidate, True
+                break
+    problems = compare_program(current[0], mesh_shape, current[1]).problems
+    return Failure(current[0], mesh_shape, current[1], tuple(problems))
+
+
+def _smaller(program: Program, placements: tuple[tuple[Placement, ...], ...]) -> Iterator[tuple[Program, tuple[tuple[Placement, ...], ...]]]:
+    for k in reversed(range(len(program.lines))):
+        yield Program(program.inputs, program.lines[:k] + program.lines[k + 1 :], program.seed), placements
+    for k, where in enumerate(placements):
+        for mesh_dim, placement in enumerate(where):
+            if placement != Replicate():
+                changed = (*where[:mesh_dim], Replicate(), *where[mesh_dim + 1 :])
+                if not any(isinstance(p, Shard) and p.level for p in changed):
+                    yield program, (*placements[:k], changed, *placements[k + 1 :])

@@ -1,0 +1,104 @@
+"""Every registered rule against the operator itself: a random part of the placements in `make test`, all in `make test-all`."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor.placement import Partial, Replicate, Shard
+from dtensor.rules import register, rules, unregister
+from dtensor.rules.verbs import einsum, pointwise
+from dtensor.testing import Sample, verify_rule
+from dtensor.testing.gaps import Gap, is_accepted
+from dtensor.testing.samples import without_sample
+
+RULES = sorted(rules())
+CASES_PER_RULE = 12
+SEED = int(os.environ.get("DTENSOR_SEED", "0"))
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no sharding rule.*:UserWarning", "ignore:.*resized since.*:UserWarning")
+
+
+def test_every_rule_has_a_sample() -> None:
+    assert without_sample() == [], "write samples in dtensor/testing/samples/<family>.py"
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rule_gives_what_plain_torch_gives(name: str) -> None:
+    report = verify_rule(name, budget=CASES_PER_RULE, seed=SEED, stop_after=1)
+    assert not report.wrong, str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RULES)
+def test_rule_gives_what_plain_torch_gives_under_all_placements(name: str) -> None:
+    report = verify_rule(name, budget=400, limit=60, seed=SEED + 1, look_for_missing=True, stop_after=3)
+    assert not report.wrong, str(report)
+    assert not report.missing, f"{report}\nmake the rule allow it, or accept it with a reason in dtensor/testing/accepted_gaps.txt"
+
+
+# --- the verifier catches what it should ---------------------------------------------------------------------------------
+@pytest.fixture
+def op() -> str:
+    """A custom operator without a rule."""
+    if not hasattr(torch.ops.proof, "twice"):
+        torch.library.define("proof::twice", "(Tensor x) -> Tensor")
+        torch.library.impl("proof::twice", "CompositeExplicitAutograd", lambda x: (x * 2).abs())
+        torch.library.register_fake("proof::twice", lambda x: torch.empty_like(x))
+    return "proof::twice"
+
+
+def test_a_partial_row_that_does_not_hold_is_wrong(op: str) -> None:
+    pointwise(op, partials=("sum -> sum",))  # |a + b| is not |a| + |b|
+    dt.dispatch.clear_plans()  # type: ignore[attr-defined]  # a module
+    try:
+        report = verify_rule(op, [Sample((torch.randn(5, 6),), gradients=False)], meshes=[(2,)])
+    finally:
+        unregister(op)
+        dt.dispatch.clear_plans()  # type: ignore[attr-defined]  # a module
+    assert report.wrong
+    assert report.wrong[0].placements == ((Partial("sum"),),)
+    assert "check(torch.ops.proof.twice" in report.wrong[0].reproduction
+
+
+def test_the_reproduction_raises_the_mismatch(op: str) -> None:
+    pointwise(op, partials=("sum -> sum",))
+    dt.dispatch.clear_plans()  # type: ignore[attr-defined]  # a module
+    try:
+        report = verify_rule(op, [Sample((torch.randn(5, 6),), gradients=False)], meshes=[(2,)])
+        with pytest.raises(AssertionError, match="rank 0"):
+            exec(report.wrong[0].reproduction, {})
+    finally:
+        unregister(op)
+        dt.dispatch.clear_plans()  # type: ignore[attr-defined]  # a module
+
+
+def test_a_rule_that_always_gathers_is_missing_its_shards(op: str) -> None:
+    einsum(op, "[a] [b] -> [a] [b]", linear=False)
+    dt.dispatch.clear_plans()  # type: ignore[attr-defined]  # a module
+    try:
+        report = verify_rule(op, [Sample((torch.randn(5, 6),), gradients=False)], meshes=[(2,)], look_for_missing=True)
+    finally:
+        unregister(op)
+        dt.dispatch.clear_plans()  # type: ignore[attr-defined]  # a module
+    assert not report.wrong
+    assert {"proof::twice | S(0) -> S(0)", "proof::twice | S(1) -> S(1)"} <= {str(gap) for gap in report.missing}
+
+
+def test_gaps_are_accepted_by_pattern() -> None:
+    assert not is_accepted(Gap("aten::no_such_operator", ("S(0)",), ("S(0)",)))
+
+
+def test_registering_twice_is_refused() -> None:
+    with pytest.raises(dt.errors.RuleError, match="has a rule already"):  # type: ignore[attr-defined]  # a module
+        register("mm", rules()["aten::mm"])
+
+
+def test_a_name_may_be_an_operator() -> None:
+    report = verify_rule(torch.ops.aten.mm.default, [Sample((torch.ones(5, 6), torch.ones(6, 7)))], meshes=[(2,)], limit=10)
+    assert report.name in ("aten::mm", "aten::mm.default")
+    assert report
+    assert (Replicate(), Shard(0)) != ()
