@@ -48,7 +48,7 @@ def execute(plan: Plan, local: Local, async_op: bool = False) -> Local:
         return _issue(comm, plan.steps, local)
     for step in plan.steps:
         local = _run(comm, step, local)
-    return local
+    return _ordered(comm, plan.dst, local)
 
 
 def _issue(comm: Communicator, steps: tuple[Step, ...], local: Local) -> Pending[Local]:
@@ -56,7 +56,7 @@ def _issue(comm: Communicator, steps: tuple[Step, ...], local: Local) -> Pending
         if step.communicates:
             return _continued(comm, steps[k:], local, _start(comm, step, local, async_op=True))
         local = _run(comm, step, local)
-    return Pending.of(local)
+    return Pending.of(_ordered(comm, steps[-1].after, local))
 
 
 def _continued(comm: Communicator, steps: tuple[Step, ...], local: Local, pending: Any) -> Pending[Local]:
@@ -64,9 +64,14 @@ def _continued(comm: Communicator, steps: tuple[Step, ...], local: Local, pendin
         value = _finish(comm, steps[0], local, pending.wait())
         for step in steps[1:]:
             value = _run(comm, step, value)
-        return value
+        return _ordered(comm, steps[-1].after, value)
 
     return Pending(finish)
+
+
+def _ordered(comm: Communicator, layout: Layout, local: Local) -> Local:
+    """``local`` with its dims ordered in memory as in the global tensor: what can be viewed there can then be viewed here."""
+    return local if layout.dense else comm.map(_in_order, local, layout)
 
 
 def _run(comm: Communicator, step: Step, x: Local) -> Local:
@@ -136,6 +141,14 @@ def _region(x: torch.Tensor, box: Box) -> torch.Tensor:
         if size != x.shape[dim]:
             x = x.narrow(dim, start, size)
     return x
+
+
+def _in_order(member: int, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    major_first = sorted((d for d, step in enumerate(layout.stride) if step and x.shape[d] > 1), key=lambda d: -layout.stride[d])
+    strides = [x.stride(d) for d in major_first]
+    if strides == sorted(strides, reverse=True):
+        return x
+    return x.new_empty_strided(x.shape, layout.local_stride(layout.mesh.coordinates[member])).copy_(x)
 
 
 def _slice(member: int, x: torch.Tensor, step: Step) -> torch.Tensor:
