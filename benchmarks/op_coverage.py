@@ -1,0 +1,198 @@
+"""How much of PyTorch's operator database is right under random placements, here and (``--peer``) in ``torch.distributed.tensor``.
+
+    python benchmarks/op_coverage.py --ops 'linalg*' --samples 4 --mesh 4 --mesh 2,2 --json found.jsonl
+
+Every entry runs in a worker process; one that crashes it or takes longer than ``--timeout`` is an error and the next worker goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import selectors
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+STATUSES = ("pass", "refused", "wrong", "error")
+
+
+def main() -> None:
+    options = parse()
+    if options.worker:
+        work(options)
+        return
+    kept = open(options.json, "a" if options.append else "w") if options.json else None  # noqa: SIM115  open as long as the program
+    found = []
+    for case in run(options):
+        found.append(case)
+        if kept is not None:
+            kept.write(json.dumps(case) + "\n")
+            kept.flush()
+        if options.verbose and case["status"] not in ("pass", "void"):
+            print(describe(case), flush=True)
+    report(found, options.causes)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", default="*", help="comma-separated patterns of entry names")
+    parser.add_argument("--mesh", action="append", help="mesh shape such as 2,2 (may be repeated); default 4 and 2,2")
+    parser.add_argument("--seed", type=int, action="append", help="may be repeated; default 0")
+    parser.add_argument("--samples", type=int, default=4, help="samples per entry, mesh and seed")
+    parser.add_argument("--draw", default="mixed", choices=("mixed", "shard", "replicate", "partial"))
+    parser.add_argument("--variant", default="function", choices=("function", "inplace", "out"))
+    parser.add_argument("--dtype", default="float64", help="float64 falls back to what the entry has")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds per entry")
+    parser.add_argument("--json", help="write one line per case to this file")
+    parser.add_argument("--append", action="store_true", help="add to the file")
+    parser.add_argument("--peer", action="store_true", help="run torch.distributed.tensor instead")
+    parser.add_argument("--causes", type=int, default=40, help="how many causes to list")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--skip", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.mesh = [tuple(int(n) for n in text.split(",")) for text in options.mesh or ("4", "2,2")]
+    options.seed = options.seed or [0]
+    return options
+
+
+# --- the worker -----------------------------------------------------------------------------------------------------------
+def work(options: argparse.Namespace) -> None:
+    """Run the entries from ``--skip`` on; a line before each entry and a line for each case."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    import torch
+
+    torch.set_num_threads(1)
+    import op_database
+
+    cases_of = op_database.cases_of
+    if options.peer:
+        import op_database_peer
+
+        cases_of = op_database_peer.cases_of
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what operators print is not for the channel
+    for i, entry in enumerate(op_database.entries(options.ops)):
+        if i < options.skip:
+            continue
+        print(json.dumps({"begin": i, "entry": entry.formatted_name}), file=channel, flush=True)
+        for mesh in options.mesh:
+            for seed in options.seed:
+                setting = op_database.Setting(mesh, options.dtype, options.variant, options.samples, seed, options.draw)
+                for case in cases_of(entry, setting):
+                    print(json.dumps(dataclasses.asdict(case)), file=channel, flush=True)
+    print(json.dumps({"end": True}), file=channel, flush=True)
+
+
+# --- the parent -----------------------------------------------------------------------------------------------------------
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All cases; a worker that dies or hangs is replaced."""
+    skip = 0
+    while skip is not None:
+        skip = yield from one_worker(options, skip)
+
+
+def one_worker(options: argparse.Namespace, skip: int) -> Any:
+    """The cases of one worker; where the next one has to begin, None when all is done."""
+    argv = [*sys.argv, "--worker", "--skip", str(skip)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    worker = subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+    assert worker.stdout is not None
+    current: dict[str, Any] | None = None
+    deadline = time.monotonic() + 300  # to import torch and the database
+    try:
+        for line in lines(worker.stdout, lambda: deadline):
+            message = json.loads(line)
+            if "end" in message:
+                return None
+            if "begin" in message:
+                current, deadline = message, time.monotonic() + options.timeout
+            else:
+                yield message
+        reason = "takes too long" if time.monotonic() > deadline else f"the worker died ({worker.poll()})"
+    finally:
+        worker.kill()
+        worker.wait()
+    if current is None:
+        raise RuntimeError(f"the worker does not start: {reason}")
+    setting = {"mesh": list(options.mesh[0])}
+    yield {
+        "entry": current["entry"],
+        "setting": setting,
+        "sample": -1,
+        "status": "error",
+        "problem": reason,
+        "placements": [],
+        "shapes": [],
+        "gathered": [],
+    }
+    return current["begin"] + 1
+
+
+def lines(stream: Any, deadline: Any) -> Iterator[str]:
+    """The lines that come before the deadline or the end."""
+    selector = selectors.DefaultSelector()
+    selector.register(stream, selectors.EVENT_READ)
+    rest = b""
+    while selector.select(max(0.0, deadline() - time.monotonic())):
+        data = os.read(stream.fileno(), 1 << 16)
+        if not data:
+            return
+        *whole, rest = (rest + data).split(b"\n")
+        for line in whole:
+            yield line.decode()
+
+
+# --- the report -----------------------------------------------------------------------------------------------------------
+def report(found: list[dict[str, Any]], causes: int) -> None:
+    """Counts per case and per entry (an entry is as good as its worst case), the share that gathers, and the causes of the rest."""
+    cases = [case for case in found if case["status"] != "void"]
+    worst: dict[str, str] = {}
+    gathers: set[str] = set()
+    for case in cases:
+        name = case["entry"]
+        worst[name] = max(worst.get(name, "pass"), case["status"], key=STATUSES.index)
+        if case["gathered"]:
+            gathers.add(name)
+    counts, entries = Counter(case["status"] for case in cases), Counter(worst.values())
+    print(f"\n{len(cases)} cases:   " + ", ".join(f"{counts[status]} {status}" for status in STATUSES))
+    print(f"{len(worst)} entries: " + ", ".join(f"{entries[status]} {status}" for status in STATUSES))
+    print(f"served without gathering: {len(worst) - len(gathers)} entries ({100 * (1 - len(gathers) / max(1, len(worst))):.1f}%)")
+    operators = Counter(
+        name for entry in sorted(gathers) for name in {op for case in cases if case["entry"] == entry for op in case["gathered"]}
+    )
+    print("gathering operators (entries): " + ", ".join(f"{name} {n}" for name, n in operators.most_common(causes)))
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for case in cases:
+        if case["status"] != "pass":
+            groups[case["status"], cause(case["problem"])].append(case)
+    ordered = sorted(groups.items(), key=lambda item: -len({case["entry"] for case in item[1]}))
+    for (status, text), members in ordered[:causes]:
+        names = list(dict.fromkeys(case["entry"] for case in members))
+        print(
+            f"\n{len(names)} entries, {len(members)} cases, {status}: {text}\n  {', '.join(names[:12])}\n  {describe(members[0])}"
+        )
+
+
+def cause(problem: str) -> str:
+    """A problem without its numbers."""
+    return re.sub(r"\d+", "#", re.sub(r"[\[(][^\[\]()]*[\])]", "()", problem))[:110]
+
+
+def describe(case: dict[str, Any]) -> str:
+    where = f"{case['entry']} on {tuple(case['setting']['mesh'])} sample {case['sample']}"
+    tensors = ", ".join(f"{tuple(shape)} {placed}" for shape, placed in zip(case["shapes"], case["placements"], strict=True))
+    return f"{where}: {case['status']}: {case['problem'][:300]} | {tensors}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""PyTorch's own operator database as a yardstick: its samples under random placements, compared with plain torch.
+
+A *case* is one sample of one entry with a seeded random placement of every tensor argument; :func:`run_case` says whether it passes, is
+refused (an error of ours that says so), is wrong, or fails with an error, and which aten operators gathered on the way.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+
+import dtensor as dt
+from dtensor import dispatch
+from dtensor.errors import DTensorError
+from dtensor.placement import Partial, Placement, Replicate, Shard
+from dtensor.testing.cases import ragged_sizes
+from dtensor.testing.nested import leaves, replace, tensors
+from dtensor.testing.oracle import Outcome, compare
+
+MESHES: tuple[tuple[int, ...], ...] = ((4,), (2, 2))
+MOST_SAMPLES = 100  # an entry may have thousands
+UNDEFINED = frozenset("empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_ resize_as_".split())
+# Partial terms are integers apart, so that they add up exactly to values of so many binary digits after the point.
+FRACTION_BITS = {torch.float64: 24, torch.complex128: 24, torch.float32: 10, torch.complex64: 10}
+VARIANTS = ("function", "inplace", "out")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What to try: mesh, dtype kind, variant, samples per entry, seed, and which placements to draw from."""
+
+    mesh: tuple[int, ...] = (4,)
+    dtype: str = "float64"
+    variant: str = "function"
+    samples: int = 4
+    seed: int = 0
+    draw: str = "mixed"  # or "shard": every tensor that has a dim sharded along one mesh dim; "replicate"; "partial"
+
+
+@dataclass(slots=True)
+class Case:
+    """One case and what came of it."""
+
+    entry: str
+    setting: Setting
+    sample: int
+    status: str = "pass"  # refused, wrong, error, or "void": plain torch raises by itself
+    problem: str = ""
+    placements: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    gathered: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Sample:
+    """One call: a function and its arguments, plain tensors in them."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    writes: bool = False
+    values: bool = True
+    gradients: bool = True
+
+
+def entries(pattern: str = "*") -> list[Any]:
+    """The database's entries by name (importing it takes seconds)."""
+    from fnmatch import fnmatch
+
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    patterns = pattern.split(",")
+    return [entry for entry in op_db if any(fnmatch(entry.formatted_name, p) for p in patterns)]
+
+
+# --- samples ------------------------------------------------------------------------------------------------------------
+def dtype_of(entry: Any, kind: str) -> torch.dtype | None:
+    """The entry's dtype of a kind ("float64" falls back to what the entry has); None if it has none."""
+    wanted = getattr(torch, kind)
+    if wanted in entry.dtypes:
+        return wanted
+    if kind != "float64":
+        return None
+    order = (torch.float32, torch.complex128, torch.int64, torch.bool, *sorted(entry.dtypes, key=str))
+    return next((dtype for dtype in order if dtype in entry.dtypes), None)
+
+
+def samples_of(entry: Any, setting: Setting) -> list[tuple[int, Sample]]:
+    """(position, sample): a seeded choice of those that the database gives."""
+    dtype = dtype_of(entry, setting.dtype)
+    if dtype is None:
+        return []
+    torch.manual_seed(setting.seed)
+    random.seed(setting.seed)
+    with quiet():
+        given = list(enumerate(islice(entry.sample_inputs("cpu", dtype, requires_grad=False), MOST_SAMPLES)))
+    if len(given) > setting.samples:
+        picked = sorted(rng_of(entry.formatted_name, setting).sample(range(len(given)), setting.samples))
+        given = [given[i] for i in picked]
+    made = ((i, _as_variant(entry, sample, setting)) for i, sample in given)
+    return [(i, sample) for i, sample in made if sample is not None]
+
+
+def _as_variant(entry: Any, sample: Any, setting: Setting) -> Sample | None:
+    args, kwargs = (sample.input, *sample.args), dict(sample.kwargs)
+    values = entry.name not in UNDEFINED
+    match setting.variant:
+        case "function":
+            return Sample(entry.op, args, kwargs, values=values)
+        case "inplace":
+            if entry.inplace_variant is None or sample.broadcasts_input:
+                return None
+            return Sample(entry.inplace_variant, args, kwargs, writes=True, values=values)
+        case "out":
+            return _with_out(entry, args, kwargs, values) if entry.supports_out else None
+    raise ValueError(f"variant {setting.variant!r} is none of {VARIANTS}")
+
+
+def _with_out(entry: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: bool) -> Sample | None:
+    try:
+        with quiet():
+            expected = entry.op(*replace(torch.clone, args), **replace(torch.clone, kwargs))
+    except Exception:  # the function variant reports it
+        return None
+    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves(expected)):
+        return None
+    out = replace(torch.zeros_like, expected)
+    plain_tuple = tuple(out) if isinstance(out, (tuple, list)) else out
+    return Sample(entry.op, args, kwargs | {"out": plain_tuple}, writes=True, values=values, gradients=False)
+
+
+# --- placements ---------------------------------------------------------------------------------------------------------
+def rng_of(name: str, setting: Setting, *more: Any) -> random.Random:
+    return random.Random(zlib.crc32(repr((name, setting.mesh, setting.seed, setting.draw, *more)).encode()))
+
+
+def draw_placements(x: torch.Tensor, setting: Setting, rng: random.Random) -> tuple[Placement, ...]:
+    """One placement per mesh dim. Nested and uneven ones come by themselves; ragged sizes and another nesting order now and then."""
+    mesh = setting.mesh
+    if setting.draw == "shard":
+        where = rng.randrange(len(mesh))
+        return tuple(Shard(rng.randrange(x.ndim)) if i == where and x.ndim else Replicate() for i in range(len(mesh)))
+    placements = [_draw(x, setting, rng) for _ in mesh]
+    dims = [p.dim for p in placements if isinstance(p, Shard)]
+    if len(dims) == 1 and rng.random() < 0.2:
+        return tuple(
+            Shard(p.dim, sizes=ragged_sizes(x.shape[p.dim], n)) if isinstance(p, Shard) else p
+            for p, n in zip(placements, mesh, strict=True)
+        )
+    if len(dims) == 2 and dims[0] == dims[1] and rng.random() < 0.3:
+        return tuple(Shard(dims[0], level=len(mesh) - 1 - i) for i in range(len(mesh)))
+    return tuple(placements)
+
+
+def _draw(x: torch.Tensor, setting: Setting, rng: random.Random) -> Placement:
+    partial = x.dtype in FRACTION_BITS
+    if setting.draw == "replicate":
+        return Replicate()
+    if setting.draw == "partial" and partial:
+        return Partial()
+    kind = rng.choice(("replicate", "shard", "shard", "partial" if partial else "shard"))
+    if kind == "shard" and x.ndim:
+        return Shard(rng.randrange(x.ndim))
+    return Partial() if kind == "partial" else Replicate()
+
+
+def exact(x: torch.Tensor, where: Sequence[Placement]) -> torch.Tensor:
+    """``x``, rounded where it is partial so that its terms add up to it exactly."""
+    bits = FRACTION_BITS.get(x.dtype)
+    if bits is None or not any(isinstance(p, Partial) for p in where):
+        return x
+    if x.is_complex():
+        return torch.view_as_complex(exact(torch.view_as_real(x.resolve_conj()), where).contiguous())
+    rounded = torch.round(x * 2**bits) / 2**bits
+    return torch.where(x.abs() < 2**12, rounded, x) + 0.0  # and no -0.0, which no sum gives
+
+
+# --- running ------------------------------------------------------------------------------------------------------------
+def cases_of(entry: Any, setting: Setting) -> Iterator[Case]:
+    """The cases of an entry, run one after another."""
+    try:
+        given = samples_of(entry, setting)
+    except Exception as error:  # the database's own
+        yield Case(entry.formatted_name, setting, -1, "void", f"no samples: {_first_line(error)}")
+        return
+    for position, sample in given:
+        yield run_case(entry.formatted_name, setting, position, sample)
+
+
+def run_case(name: str, setting: Setting, position: int, sample: Sample) -> Case:
+    """One sample under the placements that the setting's seed gives."""
+    case = Case(name, setting, position)
+    given = tensors((sample.args, sample.kwargs))
+    if any(x.layout is not torch.strided or x.is_quantized for x in given):
+        case.status, case.problem = "void", "sparse or quantized arguments"
+        return case
+    rng = rng_of(name, setting, position)
+    placements = [draw_placements(x, setting, rng) for x in given]
+    case.placements = tuple("[" + ", ".join(map(str, where)) + "]" for where in placements)
+    case.shapes = tuple(tuple(x.shape) for x in given)
+    following = iter([exact(x, where) for x, where in zip(given, placements, strict=True)])
+    args, kwargs = replace(lambda _: next(following), (sample.args, sample.kwargs))
+    mesh = dt.init_device_mesh("cpu", setting.mesh)
+    cotangents = tuple(rng.choice((Replicate(), Shard(0), Partial())) for _ in setting.mesh)
+    with quiet(), gathers() as gathered:
+        try:
+            outcome = compare(
+                sample.fn,
+                args,
+                mesh,
+                placements,
+                kwargs=kwargs,
+                gradients=sample.gradients,
+                cloned=sample.writes,
+                values=sample.values,
+                cotangents=cotangents,
+                seed=setting.seed,
+            )
+        except Exception as error:  # in the comparison, after the runs
+            case.status, case.problem = "error", f"{type(error).__name__}: {_first_line(error)}"
+        else:
+            case.status, case.problem = classify(outcome)
+    case.gathered = tuple(gathered)
+    return case
+
+
+def classify(outcome: Outcome) -> tuple[str, str]:
+    """(status, problem) of a comparison."""
+    if not outcome.problems:
+        return ("void", "plain torch raises") if outcome.same_error else ("pass", "")
+    if outcome.error is None:
+        return "wrong", outcome.problems[0]
+    status = "refused" if isinstance(outcome.error, DTensorError) else "error"
+    return status, outcome.problems[0]
+
+
+@contextmanager
+def gathers() -> Iterator[dict[str, None]]:
+    """The aten operators that run by gathering inside."""
+    found: dict[str, None] = {}
+    original = dispatch.compile_plan
+
+    def recording(plan: Any, operator: Any, wrap: Any) -> Any:
+        if plan.how == "gather" and plan.moves:
+            found[operator.name] = None
+        return original(plan, operator, wrap)
+
+    dispatch.clear_plans()
+    dispatch.compile_plan = recording
+    try:
+        yield found
+    finally:
+        dispatch.compile_plan = original
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:300]
