@@ -1,0 +1,155 @@
+"""Redistribution: ``dtensor`` against ``torch.distributed.tensor`` (the peer), both on gloo, taking turns in the same processes.
+
+    python benchmarks/redistribute.py [--quick] [--worlds 2 4 8] [--sizes "16 KB" "64 MB"] [--only "S0>R"] [--json FILE] [--plot FILE]
+
+Wall is that of the slowest rank and CPU that of all ranks together, medians over rounds; a ratio is dtensor / peer. Bytes are
+what one rank receives, for both libraries by the usual ring algorithms; the bound is what no plan can go below. Peak memory
+is what torch allocates on the busiest rank, its source included. Every rank's result is compared with its canonical block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import redistribute_cases as rc
+import timing
+import torch.multiprocessing as mp
+
+Row = dict[str, Any]
+
+
+def rows_of(world: int, options: argparse.Namespace) -> Iterator[Row]:
+    """One row per case on ``world`` ranks, as they come."""
+    from redistribute_rank import Effort, measure  # it imports the peer, which only the ranks need
+
+    spawner = mp.get_context("spawn")
+    options = argparse.Namespace(**vars(options), world=world, effort=Effort.quick() if options.quick else Effort())
+    with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
+        reader, writer = spawner.Pipe(duplex=False)
+        ranks = [spawner.Process(target=measure, args=(rank, f"{folder}/store", options, writer)) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        writer.close()
+        try:
+            while True:
+                yield reader.recv() | {"ranks": world}
+        except EOFError:
+            pass
+        finally:
+            for process in ranks:
+                process.join(30)
+                process.kill()
+        if any(process.exitcode for process in ranks):
+            raise SystemExit(f"a rank of {world} failed: exit codes {[process.exitcode for process in ranks]}")
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------------
+def ratio(row: Row, what: str) -> float | None:
+    """Ours over the peer's; None if either did not run."""
+    if what not in row["ours"] or what not in row["peer"]:
+        return None
+    return row["ours"][what] / row["peer"][what]
+
+
+def line(row: Row) -> str:
+    ours, theirs = row["ours"], row["peer"]
+    if "wall" not in ours:
+        return f"{row['name']:48} dtensor: {ours['error']}"
+    cells = [f"{row['name']:48}", f"{ours['wall'] * 1e3:9.3f}"]
+    cells += [f"{value:6.2f}" if (value := ratio(row, what)) is not None else "      " for what in ("wall", "cpu")]
+    for what, width in (("collectives", 3), ("bytes", 11), ("peak", 11)):
+        cells += [f"{ours[what]:{width},}", f"{theirs.get(what, ''):{width},}" if what in theirs else " " * width]
+    return " ".join(
+        [*cells, f"{row['bound']:11,}", *(f"{side} {row[side]['error']}" for side in ("ours", "peer") if row[side]["error"])]
+    )
+
+
+HEAD = f"{'mesh   pair                         size':48} {'ms':>9} {'wall':>6} {'cpu':>6} {'collect.':>7} {'bytes: ours':>11} {'peer':>11} {'peak: ours':>11} {'peer':>11} {'bound':>11}"
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for world in sorted({row["ranks"] for row in rows}):
+        some = [row for row in rows if row["ranks"] == world]
+        for label, part in (("all", some), *((size, [row for row in some if row["size"] == size]) for size in rc.EVEN)):
+            means = [geometric_mean([r for row in part if (r := ratio(row, what)) is not None]) for what in ("wall", "cpu")]
+            if part:
+                lines.append(
+                    f"{world} ranks, {label:>6}: geometric mean of dtensor / peer over {len(part)} cases: wall {means[0]:.3f}, CPU {means[1]:.3f}"
+                )
+    slower = sorted((row for row in rows if (ratio(row, "wall") or 0) > 1.05), key=lambda row: -(ratio(row, "wall") or 0))
+    lines.append(f"above 1.05 in wall time: {len(slower)}")
+    lines += [
+        f"  {ratio(row, 'wall'):.2f} (CPU {ratio(row, 'cpu'):.2f})  {row['ranks']} ranks {row['name']}" for row in slower[:15]
+    ]
+    wrong, theirs = ([row["name"] for row in rows if row[side]["error"]] for side in ("ours", "peer"))
+    above = [row["name"] for row in rows if row["ours"].get("bytes", 0) > 1.05 * row["bound"] + 64]
+    lines.append(
+        f"dtensor wrong or refused: {len(wrong)} {wrong or ''}; peer wrong or refused: {len(theirs)}; bytes above 1.05 x bound: {len(above)} {above or ''}"
+    )
+    return lines
+
+
+def plot(rows: Sequence[Row], path: str) -> None:
+    """Ratio of wall times over the tensor's size, one dot per case."""
+    import matplotlib  # optional
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 5))
+    for world in sorted({row["ranks"] for row in rows}):
+        dots = [
+            (list(rc.EVEN).index(row["size"]) + world / 40, r)
+            for row in rows
+            if row["ranks"] == world and (r := ratio(row, "wall"))
+        ]
+        axis.scatter(*zip(*dots, strict=True), s=12, label=f"{world} ranks")
+    axis.set(yscale="log", ylabel="wall time, dtensor / peer", xticks=range(len(rc.EVEN)), xticklabels=list(rc.EVEN))
+    axis.axhline(1, color="grey", linewidth=0.8)
+    axis.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(rc.QUICK)}, fewer rounds, 4 ranks unless --worlds")
+    parser.add_argument("--worlds", type=int, nargs="+", choices=list(rc.MESHES))
+    parser.add_argument("--sizes", nargs="+", choices=list(rc.EVEN))
+    parser.add_argument("--only", nargs="+", default=(), metavar="PAIR", help='as "S0,S1>S1,S0"')
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE")
+    options = parser.parse_args()
+    options.sizes = options.sizes or (rc.QUICK if options.quick else list(rc.EVEN))
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "5"}
+    about = timing.machine()
+    print(*(f"{key:8} {value}" for key, value in about.items()), "", HEAD, sep="\n", flush=True)
+    rows: list[Row] = []
+    for world in options.worlds or ([4] if options.quick else list(rc.MESHES)):
+        for row in rows_of(world, options):
+            rows.append(row)
+            print(line(row), flush=True)
+    print("", *summary(rows), sep="\n")
+    if options.json:
+        Path(options.json).write_text(json.dumps({"machine": about, "rows": rows}, indent=1))
+    if options.plot:
+        try:
+            plot(rows, options.plot)
+        except ImportError:
+            print("matplotlib is not installed: no plot", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What ``redistribute.py`` measures: pairs of placements, shapes, and what each rank must hold before and after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+# "S0,R > R,S0": one placement per mesh dim, before and after.
+PAIRS = {
+    1: "S0>R S1>R R>S0 R>S1 S0>S1 S1>S0 P>R P>S0 P>S1 R>P S0>P",
+    2: "S0,S1>S1,S0 S0,S0>R,R S0,S1>R,R S0,R>R,S0 S0,R>S1,R R,S0>S0,S0 R,S0>S0,R S0,S0>S0,R S0,S0>R,S0 S0,S0>S0,S1 S0,S1>S0,S0 "
+    "S0,S0>S1,S1 R,R>S0,S1 P,P>R,R P,P>S0,S1 P,R>S0,R P,S0>R,S0 P,S0>S0,S0 P,S0>S1,S0 S0,P>S0,S1 R,R>P,R",
+    3: "S0,S1,R>R,S0,S1 S0,S0,S0>R,R,R S0,S1,S0>S1,S0,S1 R,R,R>S0,S1,S0 S0,R,S1>S1,R,S0 P,S0,S1>R,S0,S1 P,P,P>R,R,R P,S0,R>S0,R,S1 "
+    "S0,S1,R>S0,S1,S1 S0,S0,S1>R,S0,S1 S1,S0,S0>S0,S0,S1",
+}
+MESHES = {2: ((2,),), 4: ((4,), (2, 2)), 8: ((8,), (2, 4), (2, 2, 2))}
+EVEN = {"16 KB": (64, 64), "256 KB": (256, 256), "4 MB": (1024, 1024), "64 MB": (4096, 4096)}
+UNEVEN = {"16 KB": (61, 67), "4 MB": (1031, 1021)}
+QUICK = ("16 KB", "4 MB")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One redistribution of a float32 tensor."""
+
+    mesh: tuple[int, ...]
+    src: tuple[str, ...]
+    dst: tuple[str, ...]
+    size: str
+    shape: tuple[int, int]
+    even: bool
+
+    @property
+    def pair(self) -> str:
+        return f"[{' '.join(self.src)}] -> [{' '.join(self.dst)}]"
+
+    @property
+    def name(self) -> str:
+        return f"{'x'.join(map(str, self.mesh)):6} {self.pair:26} {self.size:>6} {'' if self.even else 'uneven'}"
+
+    @cached_property
+    def ranks(self) -> int:
+        return math.prod(self.mesh)
+
+    @cached_property
+    def bound(self) -> int:
+        """Bytes that some rank must receive, whatever the plan.
+
+        At least what it lacks of its new block; and at least the mean over ranks of all transfers: an element with n terms and d
+        receivers takes n - 1 transfers to be reduced and one to each receiver but the one that reduces, if that can be one.
+        """
+        after = [a if b == "P" else b for a, b in zip(self.src, self.dst, strict=True)]  # a value becomes a term for nothing
+        terms = math.prod(n for n, a, b in zip(self.mesh, self.src, self.dst, strict=True) if a == "P" and b != "P")
+        old, new = self.blocks(self.src), self.blocks(after)
+        most = max(math.prod(b.size) - a.common(b) for a, b in zip(old, new, strict=True))
+        if terms > 1:
+            cuts = [sorted({at for block in old + new for at in block.edges(dim)}) for dim in (0, 1)]
+            total = sum(
+                _transfers(Block((i, j), (m - i, n - j)), old, new, terms)
+                for i, m in pairwise(cuts[0])
+                for j, n in pairwise(cuts[1])
+            )
+            most = max(most, -(-total // self.ranks))
+        return 4 * most
+
+    def blocks(self, placements: Sequence[str]) -> list[Block]:
+        """Each rank's region: the tensor cut by ``torch.chunk`` along one mesh dim after the other."""
+        return [_block(placements, self.mesh, coordinate, self.shape) for coordinate in np.ndindex(*self.mesh)]
+
+
+@dataclass(frozen=True)
+class Block:
+    start: tuple[int, int]
+    size: tuple[int, int]
+
+    def common(self, other: Block) -> int:
+        """Elements in both."""
+        return math.prod(
+            max(0, min(a + n, b + m) - max(a, b))
+            for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)
+        )
+
+    def edges(self, dim: int) -> tuple[int, int]:
+        return self.start[dim], self.start[dim] + self.size[dim]
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        (i, j), (m, n) = self.start, self.size
+        return value[i : i + m, j : j + n]
+
+
+def _transfers(cell: Block, old: Sequence[Block], new: Sequence[Block], terms: int) -> int:
+    """The fewest transfers of the elements of ``cell``, which every block holds wholly or not at all."""
+    holders, receivers = ({rank for rank, block in enumerate(side) if block.common(cell)} for side in (old, new))
+    return math.prod(cell.size) * (terms - 1 + len(receivers) - bool(holders & receivers))
+
+
+def _block(placements: Sequence[str], mesh: tuple[int, ...], coordinate: tuple[int, ...], shape: tuple[int, int]) -> Block:
+    start, size = [0, 0], list(shape)
+    for placement, ranks, index in zip(placements, mesh, coordinate, strict=True):
+        if placement[0] == "S":
+            dim, chunk = int(placement[1]), -(-size[int(placement[1])] // ranks)
+            skipped = min(size[dim], chunk * index)
+            start[dim] += skipped
+            size[dim] = min(chunk, size[dim] - skipped)
+    return Block((start[0], start[1]), (size[0], size[1]))
+
+
+def cases(world: int, sizes: Sequence[str], only: Sequence[str] = ()) -> Iterator[Case]:
+    """All cases that run on ``world`` ranks."""
+    for mesh in MESHES[world]:
+        for pair in PAIRS[len(mesh)].split():
+            src, dst = (tuple(side.split(",")) for side in pair.split(">"))
+            for even, shapes in ((True, EVEN), (False, UNEVEN)):
+                found = (Case(mesh, src, dst, size, shape, even) for size, shape in shapes.items() if size in sizes)
+                yield from (case for case in found if not only or pair in only)
+
+
+# --- values: small whole numbers, so that sums are exact in any order --------------------------------------------------
+def value(case: Case) -> torch.Tensor:
+    """The global tensor."""
+    rows, columns = case.shape
+    return ((torch.arange(rows)[:, None] * 7 + torch.arange(columns)) % 101).float()
+
+
+def local(case: Case, rank: int) -> torch.Tensor:
+    """What ``rank`` holds before: its block, or its term (0 from the first rank, then multiples that sum to the value)."""
+    terms = math.prod(n for n, p in zip(case.mesh, case.src, strict=True) if p == "P")
+    mine = case.blocks(case.src)[rank].of(value(case))
+    position = 0
+    for n, p, k in zip(case.mesh, case.src, np.unravel_index(rank, case.mesh), strict=True):
+        position = position * n + int(k) if p == "P" else position
+    if terms == 1:
+        return mine.contiguous()
+    return mine * (position if position < terms - 1 else 1 - (terms - 2) * (terms - 1) // 2)
+
+
+def placements(library: ModuleType, spelled: Sequence[str]) -> list[Any]:
+    """``("S0", "R")`` as a library's placements."""
+    made = {"R": library.Replicate(), "P": library.Partial()}
+    return [made[p] if p in made else library.Shard(int(p[1])) for p in spelled]

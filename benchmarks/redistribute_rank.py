@@ -1,0 +1,203 @@
+"""One rank of ``redistribute.py``: measures every case for both libraries, taking turns in the same process."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from datetime import timedelta
+from io import StringIO
+from types import ModuleType
+from typing import Any
+
+import redistribute_cases as rc
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as peer
+from redistribute_cases import Case
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dtensor
+from dtensor.debug import CommDebugMode
+
+SIDES: dict[str, ModuleType] = {"peer": peer, "ours": dtensor}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Rounds per case, and for how long each library runs in one of them."""
+
+    rounds: int = 7
+    seconds: float = 0.03
+
+    @staticmethod
+    def quick() -> Effort:
+        return Effort(3, 0.01)
+
+
+class Traffic(TorchDispatchMode):
+    """Counts functional collectives and the bytes that the usual ring algorithms bring to this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = func._schema.name.partition("::")[2]
+        shares = {
+            "all_gather_into_tensor": lambda n: n - 1,
+            "reduce_scatter_tensor": lambda n: (n - 1) / n,
+            "all_reduce": lambda n: 2 * (n - 1) / n,
+            "all_to_all_single": lambda n: (n - 1) / n,
+        }
+        if kind in shares and isinstance(args[0], torch.Tensor):
+            group = dist.distributed_c10d._resolve_process_group(args[-1])
+            self.count += 1
+            self.bytes += shares[kind](group.size()) * args[0].numel() * args[0].itemsize
+        return func(*args, **(kwargs or {}))
+
+
+def measure(rank: int, path: str, options: Any, pipe: Any) -> None:
+    """The process of one rank; the first one sends a row per case."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=rank, world_size=options.world, timeout=timedelta(seconds=300)
+    )
+    try:
+        for case in rc.cases(options.world, options.sizes, options.only):
+            row = _row(case, rank, options.effort)
+            if rank == 0:
+                pipe.send(row)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _row(case: Case, rank: int, effort: Effort) -> dict[str, Any]:
+    calls = {name: _call(case, rank, library) for name, library in SIDES.items()}
+    errors = {name: _checked(case, rank, call) for name, call in calls.items()}
+    row: dict[str, Any] = {
+        "name": case.name,
+        "mesh": case.mesh,
+        "pair": case.pair,
+        "size": case.size,
+        "even": case.even,
+        "bound": case.bound,
+    }
+    for name, call in calls.items():
+        row[name] = (
+            {"error": errors[name]} if errors[name] not in ("", "wrong") else {"error": errors[name], **_cost(call, name, case)}
+        )
+    running = {name: call for name, call in calls.items() if "collectives" in row[name]}
+    for name, (wall, cpu) in _times(running, effort, case).items():
+        row[name] |= {"wall": wall, "cpu": cpu}
+    gc.collect()
+    return row
+
+
+def _call(case: Case, rank: int, library: ModuleType) -> Callable[[], Any]:
+    make = library.init_device_mesh if hasattr(library, "init_device_mesh") else dist.device_mesh.init_device_mesh
+    mesh = _MESHES.setdefault((library, case.mesh), make("cpu", case.mesh)) if (library, case.mesh) in _MESHES else None
+    if mesh is None:
+        mesh = _MESHES[library, case.mesh] = make("cpu", case.mesh)
+    src, dst = (rc.placements(library, side) for side in (case.src, case.dst))
+    x = library.DTensor.from_local(
+        rc.local(case, rank), mesh, src, run_check=False, shape=torch.Size(case.shape), stride=(case.shape[1], 1)
+    )
+    return lambda: x.redistribute(mesh, dst)
+
+
+_MESHES: dict[Any, Any] = {}
+
+
+def _checked(case: Case, rank: int, call: Callable[[], Any]) -> str:
+    """Empty, "wrong", or the name of the error; the worst of all ranks, on all of them."""
+    try:
+        got = call()
+        if "P" in case.dst:
+            got = got.redistribute(got.device_mesh, [p.__class__() if p.is_partial() else p for p in got.placements])
+            after = ["R" if p == "P" else p for p in case.dst]
+            got = got.redistribute(got.device_mesh, rc.placements(peer if isinstance(got, peer.DTensor) else dtensor, after))
+        want = rc.Case.blocks(case, case.dst)[rank].of(rc.value(case))
+        mine = "" if torch.equal(got.to_local(), want) else "wrong"
+    except Exception as error:
+        mine = type(error).__name__
+    found: list[Any] = [None] * case.ranks
+    dist.all_gather_object(found, mine)
+    return max(found, key=len)
+
+
+def _cost(call: Callable[[], Any], name: str, case: Case) -> dict[str, Any]:
+    """Collectives, bytes received and peak memory of the busiest rank (its source included)."""
+    call()
+    if name == "peer":
+        with Traffic() as traffic:
+            call()
+        count, received = traffic.count, int(traffic.bytes)
+    else:
+        with CommDebugMode() as seen:
+            call()
+        count, received = len(seen.events), sum(event.bytes for event in seen.events)
+    with redirect_stderr(StringIO()), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        kept = call()
+    now = most = 0
+    for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    del kept
+    source = 4 * max(math.prod(block.size) for block in case.blocks(case.src))
+    found: list[Any] = [None] * case.ranks
+    dist.all_gather_object(found, (count, received, most + source))
+    count, received, most = (max(column) for column in zip(*found, strict=True))
+    return {"collectives": count, "bytes": received, "peak": most}
+
+
+def _times(calls: dict[str, Callable[[], Any]], effort: Effort, case: Case) -> dict[str, tuple[float, float]]:
+    """Per library the median seconds: wall of the slowest rank, CPU of all ranks together."""
+    counts = {name: _count(call, effort, case) for name, call in calls.items()}
+    mine: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for k in range(effort.rounds if max(counts.values(), default=0) > 1 else max(3, effort.rounds // 2)):
+        for name in list(calls)[:: 1 if k % 2 else -1]:
+            mine[name].append(_timed(calls[name], counts[name]))
+    every: list[Any] = [None] * case.ranks
+    dist.all_gather_object(every, mine)
+    result = {}
+    for name in calls:
+        rounds = list(zip(*(ranks[name] for ranks in every), strict=True))
+        walls, cpus = ([combine(times[i] for times in one) for one in rounds] for i, combine in ((0, max), (1, sum)))
+        result[name] = (_median(walls), _median(cpus))
+    return result
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _timed(call: Callable[[], Any], count: int) -> tuple[float, float]:
+    gc.collect(0)
+    gc.disable()
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(count):
+        call()
+    spent = (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
+    gc.enable()
+    return spent
+
+
+def _count(call: Callable[[], Any], effort: Effort, case: Case) -> int:
+    """Calls per round, the same on all ranks."""
+    wall, _ = _timed(call, 2)
+    slowest = torch.tensor([wall])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return max(1, min(1000, round(effort.seconds / slowest.item())))
