@@ -39,7 +39,7 @@ def lookup(func: Any) -> Rule | None:
     schema = func._schema
     name = schema.name
     if schema.overload_name:
-        found = _RULES.get(f"{name}.{schema.overload_name}")
+        found = _RULES.get(f"{name}.{schema.overload_name.removesuffix('_out')}")
         if found is not None:
             return found
     found = _RULES.get(name)

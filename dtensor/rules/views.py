@@ -1,23 +1,29 @@
-"""Operations that only rename, split, merge, drop or repeat dims."""
+"""Operations that only rename, split, merge, drop or repeat dims (where locals cannot be views of locals: see ``remote_view``)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from ..errors import UnsupportedOperationError
+from ..layout import stride_like
 from .call import Call
-from .rule import Dims, Factors, LocalView
+from .context import At, KernelContext
+from .rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, LocalView
 from .verbs import local_size, view
 
 
 def same(call: Call) -> Factors:
     """The result looks like the operand."""
-    dims, sizes = _own(call)
+    dims, sizes = own_factors(call)
     return Factors((dims,), (dims,), sizes)
 
 
 def transposed(call: Call) -> Factors:
     """Two dims change places; ``t`` of fewer than two dims changes nothing."""
-    dims, sizes = _own(call)
+    dims, sizes = own_factors(call)
     if len(dims) < 2:
         return Factors((dims,), (dims,), sizes)
     a, b = (call.dims(name, len(dims))[0] if name in call.arguments else default for name, default in (("dim0", 0), ("dim1", 1)))
@@ -27,29 +33,43 @@ def transposed(call: Call) -> Factors:
 
 
 def permuted(call: Call) -> Factors:
-    dims, sizes = _own(call)
+    dims, sizes = own_factors(call)
     return Factors((dims,), (tuple(dims[d] for d in call.dims("dims", len(dims))),), sizes)
 
 
 def unsqueezed(call: Call) -> Factors:
-    dims, sizes = _own(call)
+    dims, sizes = own_factors(call)
     d = call["dim"] % (len(dims) + 1)
     return Factors((dims,), ((*dims[:d], (), *dims[d:]),), sizes)
 
 
 def squeezed(call: Call) -> Factors:
     """Dims of size one vanish (those picked, where given)."""
-    dims, sizes = _own(call)
-    shape = call.shape(0)
-    picked = call.dims("dim", len(dims)) if "dim" in call.arguments else range(len(dims))
-    gone = {d for d in picked if shape[d] == 1}
+    dims, sizes = own_factors(call)
+    gone = set(vanishing(call))
     own = tuple(() if d in gone else dim for d, dim in enumerate(dims))
     return Factors((own,), (tuple(dim for d, dim in enumerate(dims) if d not in gone),), sizes)
 
 
+def vanishing(call: Call) -> list[int]:
+    shape = call.shape(0)
+    given = call.get("dim", tuple(range(len(shape))))
+    picked = () if isinstance(given, (list, tuple)) and not given else call.dims("dim", len(shape))
+    return [d for d in picked if shape[d] == 1]
+
+
+def squeezed_dims(call: Call, at: LocalView) -> dict[str, Any]:
+    """By name: a block may have one element in a dim in which the whole has more."""
+    return {"dim": vanishing(call)} if any(size == 1 for size in at.results[0]) else {}
+
+
+def squeeze_block(x: torch.Tensor, dim: Any = None) -> torch.Tensor:
+    return x.squeeze() if dim is None else torch.ops.aten.squeeze.dims(x, dim if isinstance(dim, (list, tuple)) else [dim])
+
+
 def expanded(call: Call) -> Factors:
     """New leading dims, and dims of size one repeated, carry no factor."""
-    dims, sizes = _own(call)
+    dims, sizes = own_factors(call)
     shape, result = call.shape(0), call.results[0]
     assert result is not None
     first = len(result.shape) - len(shape)
@@ -63,6 +83,37 @@ def reshaped(call: Call) -> Factors:
     assert result is not None
     own, other, sizes, whole = factors_of_reshape(call.shape(0), result.shape)
     return Factors((own,), (other,), sizes, whole)
+
+
+def retyped(call: Call) -> Factors:
+    """The same bytes as another dtype: the last dim grows or shrinks by the ratio of the element sizes."""
+    dims, sizes = own_factors(call)
+    result = call.results[0]
+    assert result is not None
+    if not dims or result.shape == call.shape(0):
+        return Factors((dims,), (dims,), sizes)
+    old, new = call.shape(0)[-1], result.shape[-1]
+    last = f"d{len(dims) - 1}"
+    sizes[last], sizes["part"] = min(old, new), max(old, new) // max(1, min(old, new))
+    long = (*dims[:-1], (last, "part"))
+    return Factors((dims,), (long,), sizes) if new >= old else Factors((long,), (dims,), sizes)
+
+
+def retyped_partials(call: Call) -> tuple[str, ...]:
+    result = call.results[0]
+    return ANY_PARTIAL if result is not None and result.dtype == call.operands[0].dtype else ()
+
+
+def paired(call: Call) -> Factors:
+    """Complex numbers as a new last dim of two."""
+    dims, sizes = own_factors(call)
+    return Factors((dims,), ((*dims, ()),), sizes)
+
+
+def unpaired(call: Call) -> Factors:
+    """A last dim of two as complex numbers."""
+    dims, sizes = own_factors(call)
+    return Factors((dims,), (dims[:-1],), sizes, whole=frozenset(dims[-1]))
 
 
 def factors_of_reshape(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
@@ -129,7 +180,8 @@ def factors_of_reshape(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Dims
     return tuple(map(tuple, left)), tuple(map(tuple, right)), sizes, frozenset(whole)
 
 
-def _own(call: Call) -> tuple[Dims, dict[str, int]]:
+def own_factors(call: Call) -> tuple[Dims, dict[str, int]]:
+    """One factor for each dim of operand 0, and their sizes."""
     shape = call.shape(0)
     return tuple((f"d{d}",) for d in range(len(shape))), {f"d{d}": size for d, size in enumerate(shape)}
 
@@ -139,10 +191,94 @@ def expand_size(call: Call, at: LocalView) -> dict[str, Any]:
     return {"size": at.results[0]}
 
 
+def strided(call: Call) -> Factors:
+    """Anything but the tensor's own strides mixes its dims: every rank needs it whole."""
+    dims, sizes = own_factors(call)
+    if _own_strides(call):
+        return Factors((dims,), (dims,), sizes)
+    layout, result = call.operands[0], call.results[0]
+    assert result is not None
+    if not _is_dense(layout.shape, layout.stride):
+        raise UnsupportedOperationError(
+            f"as_strided of a tensor of shape {tuple(layout.shape)} and strides {layout.stride} would show elements between its "
+            "own, which it does not have; call x.contiguous() or x.clone() first, or index the tensor that it is a view of"
+        )
+    nothing: Dims = ((),) * len(layout.shape)
+    return Factors((nothing,), (((),) * len(result.shape),), {})
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    long = [d for d, size in enumerate(shape) if size != 1]
+    steps = [stride[d] for d in long]
+    return list(stride_like([shape[d] for d in long], steps)) == steps
+
+
+def _own_strides(call: Call) -> bool:
+    layout = call.operands[0]
+    return tuple(call["size"]) == tuple(layout.shape) and tuple(call["stride"]) == layout.stride and not call["storage_offset"]
+
+
+def restride(at: KernelContext, x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """``as_strided`` of blocks in the memory order of the layout (``storage_offset`` counts from the tensor's first element)."""
+    if _own_strides(at.call):
+        return at.map(lambda here, block: torch.ops.aten.alias(block), x)
+    layout = at.operands[0]
+    return at.map(lambda here, block: _ordered(block, layout.stride).as_strided(size, stride, storage_offset or 0), x)
+
+
+def restrided_scatter(at: KernelContext, x: Any, src: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    layout = at.operands[0]
+
+    def scattered(here: At, block: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_strided(block.shape, layout.stride, dtype=block.dtype, device=block.device).copy_(block)
+        made.as_strided(size, stride, storage_offset or 0).copy_(value)
+        return made
+
+    return at.map(scattered, x, src)
+
+
+def _ordered(block: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """``block`` itself if it lies in memory with these strides, from the start; else a copy that does."""
+    if block.storage_offset() == 0 and block.stride() == stride:
+        return block
+    return torch.empty_strided(block.shape, stride, dtype=block.dtype, device=block.device).copy_(block)
+
+
+def reshaped_copy(x: torch.Tensor, size: Any, *rest: Any) -> torch.Tensor:
+    """What the copying variants do on locals, whose strides need not allow a view where the global ones do."""
+    return x.reshape(size).clone()
+
+
+def per_block(call: Call, at: LocalView) -> dict[str, Any]:
+    return {"dtype": call["dtype"]}
+
+
+def retype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if x.numel() or not x.ndim:
+        return x.view(dtype)
+    last = x.shape[-1] * x.dtype.itemsize // dtype.itemsize  # strides of nothing need not divide
+    return torch.empty((*x.shape[:-1], last), dtype=dtype, device=x.device)
+
+
 view("detach detach_copy", same)
 view("transpose t transpose_copy t_copy", transposed)
 view("permute permute_copy", permuted)
 view("unsqueeze unsqueeze_copy", unsqueezed)
-view("squeeze squeeze_copy", squeezed)
+view("squeeze", squeezed, local_args=squeezed_dims, local=squeeze_block)
+view("squeeze_copy", squeezed, local_args=squeezed_dims, local=lambda x, dim=None: squeeze_block(x, dim).clone())
 view("expand expand_copy", expanded, local_args=expand_size)
-view("view _unsafe_view view_copy", reshaped, local_args=local_size("size"))
+view("view", reshaped, local_args=local_size("size"))
+view("_reshape_alias", reshaped, local_args=local_size("size"), local=lambda x, size, stride: x.view(size))
+view("_unsafe_view", reshaped, local_args=local_size("size"), local=lambda x, size: x.reshape(size))
+view("view_copy _reshape_alias_copy", reshaped, local_args=local_size("size"), local=reshaped_copy)
+view("view.dtype", retyped, partials=retyped_partials, local_args=per_block, local=retype)
+view(
+    "view_copy.dtype",
+    retyped,
+    partials=retyped_partials,
+    local_args=per_block,
+    local=lambda x, dtype: retype(x.contiguous(), dtype).clone(),
+)
+view("view_as_real view_as_real_copy", paired, partials=LINEAR_PARTIAL)
+view("view_as_complex view_as_complex_copy", unpaired, partials=LINEAR_PARTIAL)
+view("as_strided as_strided_copy", strided, run=restride)

@@ -1,7 +1,7 @@
 """Windows: a tensor that holds only some positions of a factor, as a slice does.
 
-A window is a ``range`` of positions of the factor. Each rank keeps the part of the window that lies in its block, so slicing, splitting
-and joining along a sharded dim move nothing; the pieces are as uneven as they come.
+A window is a ``range`` of positions of the factor. Each rank keeps the part of the window that lies in its block, so slicing,
+splitting and joining along a sharded dim move nothing; the pieces are as uneven as they come.
 """
 
 from __future__ import annotations
