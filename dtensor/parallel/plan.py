@@ -1,0 +1,89 @@
+"""``parallelize_module``: styles applied to the modules that a plan names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from ..mesh import DeviceMesh, as_mesh
+from ..tensor import DTensor
+from .style import ParallelStyle
+
+Plan = ParallelStyle | Mapping[str, Any]
+
+
+def parallelize_module(
+    module: nn.Module, device_mesh: Any = None, parallelize_plan: Plan | None = None, *, src_data_rank: int | None = 0
+) -> nn.Module:
+    """``module`` with the styles of a plan applied, in place.
+
+    Args:
+        device_mesh: the mesh dim to be parallel over, for example ``mesh["tp"]``; default the mesh entered by ``with mesh:``.
+        parallelize_plan: a style for ``module`` itself, or a mapping from names of submodules (``"layers.*.attention.wq"``, each
+            part a glob, ``""`` the module itself) to a style or, again, a plan.
+        src_data_rank: whose parameters count, see :func:`distribute_tensor`.
+
+    A parameter that several modules share stays shared: the first style that lays it out decides.
+
+    >>> import dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2,))
+    >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4))
+    >>> mlp = parallelize_module(mlp, mesh, {"0": dt.parallel.ColwiseParallel(), "2": dt.parallel.RowwiseParallel()})
+    >>> [tuple(p.placements) for p in mlp.parameters()]
+    [(Shard(dim=0),), (Shard(dim=0),), (Shard(dim=1),), (Replicate(),)]
+    """
+    mesh = as_mesh(device_mesh)
+    if parallelize_plan is None:
+        warnings.warn("parallelize_module without a parallelize_plan does nothing; name modules and their styles", stacklevel=2)
+        return module
+    with _ties_kept(module):
+        return _apply(module, mesh, parallelize_plan, src_data_rank)
+
+
+def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None) -> nn.Module:
+    if isinstance(plan, ParallelStyle):
+        plan.src_data_rank = source
+        return plan._apply(module, mesh)
+    if not isinstance(plan, Mapping):
+        raise TypeError(f"a parallelize_plan is a ParallelStyle or a mapping from names to such, got {type(plan).__name__}")
+    for path, inner in plan.items():
+        found = submodules_at(module, path)
+        if not found:
+            warnings.warn(
+                f"the plan names {path!r}, but {type(module).__name__} has no such submodule: nothing is done for it",
+                stacklevel=3,
+            )
+        for submodule in found:
+            _apply(submodule, mesh, inner, source)
+    return module
+
+
+def submodules_at(module: nn.Module, path: str) -> list[nn.Module]:
+    """The submodules that a dotted path of globs names; ``module`` itself for the empty path."""
+    found = [module]
+    for token in path.split(".") if path else ():
+        found = [child for parent in found for name, child in parent.named_children() if fnmatchcase(name, token)]
+    return found
+
+
+@contextmanager
+def _ties_kept(module: nn.Module) -> Any:
+    """Parameters that stand in several places stand there afterwards too, as laid out first."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((submodule, name))
+    shared = [where for where in places.values() if len(where) > 1]
+    before = [submodule._parameters[name] for (submodule, name), *_ in shared]
+    yield
+    for where, original in zip(shared, before, strict=True):
+        now = [submodule._parameters[name] for submodule, name in where]
+        laid_out = next((p for p in now if p is not original and isinstance(p, DTensor)), original)
+        for submodule, name in where:
+            submodule._parameters[name] = laid_out
