@@ -211,6 +211,8 @@ def _per_element(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, 
             return None
         if any(chosen.operands[k] is not element.operands[k] for k in written):
             return None
+        if written and (made := chosen.results[0]) is not None and not made.same_data(element.operands[written[0]]):
+            return None  # what is written has another placement than the result
         placed.update(zip(where, chosen.operands, strict=True))
         for made, meta, layout in zip(results, metas, chosen.results, strict=False):
             if isinstance(meta, list) and i < len(meta):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,25 +118,29 @@ def compare(
     inputs = tensors(given)
     if len(inputs) != len(placements):
         raise ValueError(f"{len(placements)} placements for {len(inputs)} tensors: give one entry per tensor (None: stays plain)")
-    plain = _Run(fn, given, [_plain_leaf(x, where, gradients) for x, where in zip(inputs, placements, strict=True)], cloned, seed)
-    made = [x if where is None else scatter(x, mesh, where, seed=seed + 7 * i) for i, (x, where) in enumerate(zip(inputs, placements, strict=True))]
-    for leaf, like in zip(made, plain.leaves, strict=True):
-        if isinstance(leaf, DTensor):
-            leaf.requires_grad_(like.requires_grad)
-    outcome = Outcome()
-    listen = outcome.events.append
+    wanted = _Options(values, strides, tolerance, cotangents, seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of gathers, and what plain torch warns of too
+        plain = _Run(fn, given, [_plain_leaf(x, where, gradients) for x, where in zip(inputs, placements, strict=True)], cloned, seed)
+        outcome = Outcome()
+        made = [x if where is None else scatter(x, mesh, where, seed=seed + 7 * i) for i, (x, where) in enumerate(zip(inputs, placements, strict=True))]
+        for leaf, like in zip(made, plain.leaves, strict=True):
+            if isinstance(leaf, DTensor):
+                leaf.requires_grad_(like.requires_grad)
+        with _listening(outcome.events):
+            run = _Run(fn, given, made, cloned, seed)
+        _compare_runs(outcome, plain, run, mesh, wanted)
+    return outcome
+
+
+@contextmanager
+def _listening(collected: list[events.Event]) -> Iterator[None]:
+    listen = collected.append
     events.listeners.append(listen)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*has no sharding rule.*")
-            run = _Run(fn, given, made, cloned, seed)
-            events.listeners.remove(listen)
-            listen = None  # type: ignore[assignment]  # removed
-            _compare_runs(outcome, plain, run, mesh, _Options(values, strides, tolerance, cotangents, seed))
+        yield
     finally:
-        if listen is not None:
-            events.listeners.remove(listen)
-    return outcome
+        events.listeners.remove(listen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,7 +257,7 @@ def index(s: Scope) -> str | None:
         return None
     d = s.rng.randrange(s.values[x].ndim)
     i = f"({labels} % {s.values[x].shape[d]})"
-    forms = [f"{x}[{':, ' * d}{i}]", f"{x}.index_select({d}, {i})", f"F.one_hot({i}, {s.values[x].shape[d]}).to({x}.dtype)"]
+    forms = [f"{x}[{':, ' * d}{i}]", f"{x}.index_select({d}, {i})"]
     if s.values[x].ndim == 2:
         forms += [f"F.embedding({labels} % {s.values[x].shape[0]}, {x})", f"{x}.gather(0, (({x} > 0.3137).long() + 1) % {s.values[x].shape[0]})"]
         forms += [f"torch.zeros_like({x}).scatter_add(0, ({x} > 0.3137).long() % {s.values[x].shape[0]}, {x})"]
