@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
+from ..comm.per_rank import count_ranks, over_ranks
 from ..pattern import Pattern, Term, parse
 from .call import Call, Meta
 from .context import KernelContext
@@ -62,6 +64,16 @@ def _left_out(term: Term, meta: Meta) -> bool:
 def plain_op(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
     """The operator itself: a kernel only in that its results without the factor are whole instead of terms."""
     return at.call.func(*args, **kwargs)
+
+
+def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as the ``local`` of a rule, though it reads shapes: it gets one rank's plain tensors at a time."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return over_ranks(function, args, kwargs) if count_ranks((args, kwargs)) else function(*args, **kwargs)
+
+    return run
 
 
 # --- partial rows that depend on how many operands and results there are ----------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .blockwise import blockwise, in_first, linear_in, multilinear
+from .blockwise import blockwise, in_first, linear_in, multilinear, on_each_rank
 from .call import Call
 from .registry import register
 from .rule import Choice, Dims, Factors, Kernel, LocalView, Rule
@@ -21,8 +21,15 @@ einsum("ger outer", "m, n -> m n")
 einsum("addmm", "+m n, m k, k n -> m n")
 einsum("baddbmm", "+b m n, b m k, b k n -> b m n")
 einsum("addbmm", "+m n, b m k, b k n -> m n")
-einsum("addmv", "+m, m k, k -> m")
 einsum("addr", "+m n, m, n -> m n")
+
+
+def no_empty_block_of_a_number(choice: Choice) -> bool:
+    """``addmv`` of an empty matrix returns its first operand as it is, not expanded to the shape of the result."""
+    return min(*choice.sizes("m"), *choice.sizes("k")) > 0 or len(choice.call.shape(0)) == 1
+
+
+einsum("addmv", "+m, m k, k -> m", when=no_empty_block_of_a_number)
 blockwise("_addmm_activation", "+m n, m [k], [k] n -> m n")  # the activation needs the whole sum
 
 WITHOUT_BIAS = ("sum,R -> sum", "R,sum -> sum", "avg,R -> avg", "R,avg -> avg")
@@ -72,7 +79,7 @@ def linear_backward_factors(call: Call) -> Factors:
 
 register(
     "linear_backward",
-    Rule(linear_backward_factors, linear_in(1), local=linear_gradients, kind="einsum", source="... k, ... n, n k -> ... k, n k, n"),
+    Rule(linear_backward_factors, linear_in(1), local=on_each_rank(linear_gradients), kind="einsum", source="... k, ... n, n k -> ... k, n k, n"),
 )
 
 

@@ -43,7 +43,8 @@ def bind(pattern: Pattern, call: Call, reduce_op: str | None = "sum") -> Factors
     sizes: dict[str, int] = {}
     terms = pattern.operands[: len(shapes)]
     rest = max((len(shape) - len(term.dims) + 1 for term, shape in zip(terms, shapes, strict=True) if ELLIPSIS in term.dims), default=0)
-    operands = tuple(_bind_term(term, shape, rest, sizes) for term, shape in zip(terms, shapes, strict=True))
+    for _ in range(2):  # all sizes are known once all operands are seen: only then is it known which dims of size one are broadcast
+        operands = tuple(_bind_term(term, shape, rest, sizes) for term, shape in zip(terms, shapes, strict=True))
     if any(dims is None for dims in operands):
         return None
     results = []
