@@ -7,6 +7,7 @@ one wrapper.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ _ENTRIES: dict[Any, Entry] = {}
 _TENSOR: Any = None  # the DTensor class and its constructor from (local, layout), installed by tensor.py
 _WRAP: Any = None
 _PENDING: Any = None
+_VIEWING: Any = lambda plan, operator, found: found  # replaced by remote_view.py
 _MAKE = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]  # the documented way to build wrapper subclasses
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
 
@@ -53,6 +55,12 @@ def install(tensor_type: Any, wrap: Any, pending: Any) -> None:
     """Tell dispatch which class it serves (a layer above this one) and how to make one from a local and a layout."""
     global _TENSOR, _WRAP, _PENDING
     _TENSOR, _WRAP, _PENDING = tensor_type, wrap, pending
+
+
+def install_views(viewing: Callable[[Plan, Operator, Layout | Runner], Layout | Runner]) -> None:
+    """Tell dispatch how view operations run whose results cannot be views of the local."""
+    global _VIEWING
+    _VIEWING = viewing
 
 
 def wrap_local(local: Any, layout: Layout) -> Any:
@@ -153,7 +161,10 @@ def _in_backward() -> bool:
 
 
 def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
-    found = compile_plan(plan_for(entry.operator, args, kwargs), entry.operator, _WRAP)
+    plan = plan_for(entry.operator, args, kwargs)
+    found = compile_plan(plan, entry.operator, _WRAP)
+    if entry.operator.is_view:
+        found = _VIEWING(plan, entry.operator, found)
     entry.misses += 1
     if len(entry.plans) >= CACHE_LIMIT:
         entry.plans.clear()

@@ -1,4 +1,4 @@
-"""Operations that only rename, split, merge, drop or repeat dims (where locals cannot be views of locals: see ``remote_view``)."""
+"""Operations that only rename, split, merge, drop or repeat dims (where locals cannot be views: see ``remote_view``)."""
 
 from __future__ import annotations
 
