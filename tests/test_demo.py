@@ -18,11 +18,12 @@ SHORT = ("--steps", "3", "--batch", "4")
 _LOSSES = re.compile(r"^ +(\d+) +(\d+\.\d+) +(\d+\.\d+) +\S+e\S+$", re.MULTILINE)
 
 
-def printed_by(*command: str) -> str:
-    """What a command prints; it must end well."""
+def printed_by(*command: str, quiet: bool = True) -> str:
+    """What a command prints; it must end well, and ``quiet`` without a word of warning."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=240, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert not (quiet and ended.stderr), ended.stderr
     return ended.stdout
 
 
@@ -48,7 +49,7 @@ def test_the_demo_trains_in_one_process_like_one_device() -> None:
 def test_the_demo_gives_the_same_losses_under_torchrun() -> None:
     here = losses(printed_by(sys.executable, str(DEMO), *SHORT))
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-    assert losses(printed_by(sys.executable, *launch, str(DEMO), *SHORT)) == pytest.approx(here, abs=1e-5)
+    assert losses(printed_by(sys.executable, *launch, str(DEMO), *SHORT, quiet=False)) == pytest.approx(here, abs=1e-5)
 
 
 def test_the_benchmark_measures_all_three_sides() -> None:
