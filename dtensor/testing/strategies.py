@@ -1,0 +1,113 @@
+"""Hypothesis strategies for meshes, placements, shapes, layouts and distributed tensors, for your own property tests.
+
+>>> from hypothesis import given
+>>> from dtensor.testing import strategies
+>>> @given(strategies.layouts())
+... def test_blocks_cover_the_tensor(layout):
+...     assert sum(math.prod(layout.local_shape(c)) for c in set(layout.mesh.coordinates)) >= layout.numel
+>>> test_blocks_cover_the_tensor()
+
+Examples shrink towards small meshes, small shapes and ``Replicate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import strategies as st
+
+from ..layout import Layout
+from ..mesh import DeviceMesh, init_device_mesh
+from ..placement import Partial, Placement, Replicate, Shard
+from ..tensor import DTensor
+from .samples.of_schema import tensor
+from .scatter import can_be_partial, scatter
+
+__all__ = ["dtensors", "layouts", "meshes", "placements", "plain_tensors", "shapes"]
+
+
+def meshes(max_ndim: int = 3, max_ranks: int = 8, named: bool | None = None) -> st.SearchStrategy[DeviceMesh]:
+    """In-process meshes of up to ``max_ndim`` dims (some of size one) and ``max_ranks`` ranks, with or without names."""
+
+    def make(shape: list[int], with_names: bool) -> DeviceMesh:
+        return init_device_mesh("cpu", tuple(shape), mesh_dim_names="abcdefgh"[: len(shape)] if with_names else None)
+
+    sizes = st.lists(st.integers(1, 4), min_size=1, max_size=max_ndim).filter(lambda shape: _product(shape) <= max_ranks)
+    return st.builds(make, sizes, st.booleans() if named is None else st.just(named))
+
+
+def shapes(min_ndim: int = 0, max_ndim: int = 3, min_size: int = 0, max_size: int = 7) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes with empty dims and dims of size one among them."""
+    return st.lists(st.integers(min_size, max_size), min_size=min_ndim, max_size=max_ndim).map(tuple)
+
+
+@st.composite
+def placements(
+    draw: st.DrawFn,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    *,
+    partials: Sequence[str] = ("sum", "avg", "max", "min", "product"),
+    ragged: bool = True,
+    reordered: bool = True,
+) -> tuple[Placement, ...]:
+    """One placement per mesh dim for a tensor of ``shape``: sharded unevenly, nested in any order, with sizes of one's own, partial.
+
+    Args:
+        partials: the reductions to draw from; () for none.
+        ragged: also ``Shard(dim, sizes=...)``.
+        reordered: also nesting orders other than that of the mesh dims.
+    """
+    choices: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(len(shape))), *(Partial(op) for op in partials)]
+    drawn = [draw(st.sampled_from(choices)) for _ in range(mesh.ndim)]
+    for dim, size in enumerate(shape):
+        split = [i for i, placement in enumerate(drawn) if placement == Shard(dim)]
+        if ragged and len(split) == 1 and draw(st.booleans()):
+            ranks = mesh.shape[split[0]]
+            cuts = sorted(draw(st.lists(st.integers(0, size), min_size=ranks - 1, max_size=ranks - 1)))
+            drawn[split[0]] = Shard(dim, sizes=tuple(b - a for a, b in zip([0, *cuts], [*cuts, size], strict=True)))
+        elif reordered and len(split) > 1 and draw(st.booleans()):
+            for i, level in zip(split, draw(st.permutations(range(len(split)))), strict=True):
+                drawn[i] = Shard(dim, level=level)
+    return tuple(drawn)
+
+
+@st.composite
+def layouts(
+    draw: st.DrawFn,
+    mesh: DeviceMesh | None = None,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float64,
+    partials: Sequence[str] = ("sum", "avg", "max", "min", "product"),
+) -> Layout:
+    """Layouts of every kind, contiguous and with dims in another order in memory."""
+    mesh = draw(meshes()) if mesh is None else mesh
+    shape = draw(shapes()) if shape is None else tuple(shape)
+    order = draw(st.permutations(range(len(shape))))
+    stride = torch.empty([shape[d] for d in order], device="meta").permute([order.index(d) for d in range(len(shape))]).stride()
+    allowed = [op for op in partials if can_be_partial(dtype, op)]
+    return Layout.of(mesh, draw(placements(mesh, shape, partials=allowed)), shape, stride, dtype)
+
+
+@st.composite
+def plain_tensors(draw: st.DrawFn, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Tensors of small values with few binary digits, so that sums in any order are equal."""
+    return tensor(draw(shapes()) if shape is None else tuple(shape), dtype, draw(st.integers(0, 1000)))
+
+
+@st.composite
+def dtensors(
+    draw: st.DrawFn, mesh: DeviceMesh | None = None, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.float64
+) -> tuple[DTensor, torch.Tensor]:
+    """A distributed tensor under some layout, its partial terms all in use, and the plain tensor that it stands for."""
+    layout = draw(layouts(mesh, shape, dtype))
+    value = tensor(tuple(layout.shape), dtype, draw(st.integers(0, 1000)))
+    return scatter(value, layout.mesh, layout.placements, seed=draw(st.integers(0, 1000))), value
+
+
+def _product(sizes: Sequence[int]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result

@@ -1,0 +1,87 @@
+"""Random small programs give on distributed tensors what they give on plain ones: values, strides, errors and gradients."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtensor.mesh import DeviceMesh
+from dtensor.placement import Replicate, Shard
+from dtensor.testing import check, strategies
+from dtensor.testing.programs import Program, failures, minimize, random_program, run
+
+START = int(os.environ.get("DTENSOR_SEED", "0"))
+BLOCK = 20
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_programs(block: int) -> None:
+    first = START + block * BLOCK
+    for failure in failures(range(first, first + BLOCK)):
+        pytest.fail(str(failure))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(50))
+def test_longer_programs(block: int) -> None:
+    first = 100_000 + START + block * BLOCK
+    for failure in failures(range(first, first + BLOCK), length=10):
+        pytest.fail(str(failure))
+
+
+def test_a_program_is_a_function_of_its_seed() -> None:
+    assert random_program(7) == random_program(7)
+    assert len({random_program(seed).lines for seed in range(20)}) == 20
+
+
+def test_programs_use_many_operations() -> None:
+    lines = [line for seed in range(60) for line in random_program(seed).lines]
+    for part in ("@", ".sum(", "reshape", "[", "softmax", "cat", "add_(", ".to(", "where"):
+        assert any(part in line for line in lines), part
+
+
+def test_a_failing_program_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = lambda x, y: x * 1.5 if type(x) is torch.Tensor else x  # noqa: E731  a bug to find
+    monkeypatch.setattr(torch.Tensor, "hypot", wrong)
+    program = Program(("a", "e"), ("v0 = a + 1", "v1 = torch.relu(a)", "v2 = v1.hypot(v1)", "v3 = e * 2"))
+    failure = minimize(program, (2,), [(Shard(0),), (Shard(0),)])
+    assert failure.program.lines == ("v1 = torch.relu(a)", "v2 = v1.hypot(v1)")
+    assert failure.placements == ((Replicate(),), (Replicate(),))
+    assert "Program(('a', 'e')" in failure.reproduction
+
+
+def test_lines_run_in_order() -> None:
+    assert run(["y = x + 1", "y.mul_(2)"], {"x": torch.tensor(1)})["y"] == 4
+
+
+# --- properties over shipped strategies -------------------------------------------------------------------------------------
+FUNCTIONS = {
+    "add": lambda x, y: x + y,
+    "mul": lambda x, y: x * y,
+    "where": lambda x, y: torch.where(x > y, x, y),
+    "cat": lambda x, y: torch.cat([x, y], -1),
+    "matmul": lambda x, y: x @ y.mT,
+    "softmax": lambda x, y: torch.softmax(x * y, -1),
+    "mean": lambda x, y: (x - y).mean(0),
+    "views": lambda x, y: (x.flatten() + y.reshape(-1)).unflatten(0, x.shape),
+}
+
+
+@settings(max_examples=60)
+@given(data=st.data(), name=st.sampled_from(sorted(FUNCTIONS)), mesh=strategies.meshes(max_ndim=2, max_ranks=6))
+def test_functions_of_two_tensors_under_all_layouts(data: st.DataObject, name: str, mesh: DeviceMesh) -> None:
+    shape = data.draw(strategies.shapes(min_ndim=2, max_ndim=3, min_size=1, max_size=6))
+    where = [data.draw(strategies.placements(mesh, shape, partials=("sum", "avg", "max"))) for _ in range(2)]
+    values = [data.draw(strategies.plain_tensors(shape)) for _ in range(2)]
+    check(FUNCTIONS[name], *values, mesh=mesh, placements=where)
+
+
+@settings(max_examples=60)
+@given(pair=strategies.dtensors())
+def test_full_tensor_is_the_value_under_every_layout(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    distributed, value = pair
+    assert torch.allclose(distributed.full_tensor(), value)  # type: ignore[attr-defined]  # a DTensor
