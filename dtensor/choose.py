@@ -79,7 +79,8 @@ def sound_dtypes(row: Row, call: Call) -> bool:
     """
     if row.factor is not None:
         return True
-    dtypes = [meta.dtype for meta in _tensors(call.results)]
+    results = zip(row.results, _tensors(call.results), strict=False)
+    dtypes = [meta.dtype for spec, meta in results if isinstance(spec, Partial)]  # results that are whole take nothing from terms
     for i, spec in enumerate(row.operands):
         if isinstance(spec, Partial):
             source = call.operands[i].dtype

@@ -32,8 +32,8 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
         bound["pin_memory"] = False
     try:
         result = operator.call(bound)
-    except (NotImplementedError, torch._subclasses.fake_tensor.UnsupportedFakeTensorException) as error:
-        raise NotInferable(str(error)) from error
+    except (NotImplementedError, torch._subclasses.fake_tensor.UnsupportedFakeTensorException, ZeroDivisionError) as error:
+        raise NotInferable(str(error)) from error  # divisions: torch's own decompositions of means over no elements
     except RuntimeError as error:
         if "meta" in str(error).lower():
             raise NotInferable(str(error)) from error

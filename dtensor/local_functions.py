@@ -25,8 +25,8 @@ def local_function(func: Any) -> Any:
     """A callable with the signature and meaning of overload ``func``, preferably generated C++."""
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
-    if namespace != "aten" or name in _DIFFERENT or any(a.is_out for a in schema.arguments):
-        return func
+    if namespace != "aten" or name in _DIFFERENT or any(a.is_out or a.name == "reduction" for a in schema.arguments):
+        return func  # the functions take a reduction that is left out for "none", the overloads for "mean"
     if name.endswith("_") and not name.startswith("_"):
         method = getattr(torch._C.TensorBase, name, None)
         return method if isinstance(method, MethodDescriptorType) else func

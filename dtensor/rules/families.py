@@ -1,6 +1,22 @@
 """Importing this module registers every rule of the library."""
 
-from . import comparison, contraction, creation, extremum, linalg, pointwise, reduction, scan, slices, softmax, variance, views
+from . import (
+    comparison,
+    contraction,
+    creation,
+    extremum,
+    linalg,
+    loss,
+    nll,
+    pointwise,
+    random,
+    reduction,
+    scan,
+    slices,
+    softmax,
+    variance,
+    views,
+)
 
 __all__ = [
     "comparison",
@@ -8,7 +24,10 @@ __all__ = [
     "creation",
     "extremum",
     "linalg",
+    "loss",
+    "nll",
     "pointwise",
+    "random",
     "reduction",
     "scan",
     "slices",
