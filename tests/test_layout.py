@@ -1,0 +1,244 @@
+"""The laws of layouts: blocks partition the tensor, whatever the nesting, the sizes and the mesh; equal layouts are one object."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtensor.errors import PlacementError
+from dtensor.layout import Layout, Split, chunk_sizes, contiguous_stride, offsets_of, stride_like
+from dtensor.mesh import DeviceMesh
+from dtensor.placement import Partial, Placement, Replicate, Shard
+from dtensor.testing import scatter, strategies
+
+R = Replicate()
+MESH_2 = DeviceMesh("cpu", 2)
+MESH_22 = DeviceMesh("cpu", [[0, 1], [2, 3]])
+MESH_32 = DeviceMesh("cpu", [[0, 1], [2, 3], [4, 5]])
+
+
+def blocks(layout: Layout) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, shape) of each coordinate."""
+    return [(layout.local_offset(c), layout.local_shape(c)) for c in layout.mesh.coordinates]
+
+
+@given(strategies.layouts())
+def test_every_element_is_held_once_per_replica(layout: Layout) -> None:
+    held = np.zeros(tuple(layout.shape), dtype=int)
+    for offset, shape in blocks(layout):
+        held[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))] += 1
+    sharded = {mesh_dim for split in layout.splits if split is not None for mesh_dim in split.mesh_dims}
+    copies = math.prod(size for mesh_dim, size in enumerate(layout.mesh.shape) if mesh_dim not in sharded)
+    assert (held == copies).all()
+
+
+@given(strategies.layouts())
+def test_blocks_lie_inside_the_tensor(layout: Layout) -> None:
+    for offset, shape in blocks(layout):
+        assert all(0 <= start and start + size <= whole for start, size, whole in zip(offset, shape, layout.shape, strict=True))
+        assert math.prod(shape) * layout.dtype.itemsize <= layout.max_local_nbytes
+
+
+@given(strategies.layouts())
+def test_canonical_spelling_gives_the_same_layout(layout: Layout) -> None:
+    assert Layout.of(layout.mesh, layout.placements, layout.shape, layout.stride, layout.dtype) is layout
+    assert Layout.from_splits(layout.mesh, layout.splits, layout.partials, layout.shape, layout.stride, layout.dtype).same_data(layout)
+
+
+@given(strategies.layouts())
+def test_a_layout_survives_pickling_as_the_same_object(layout: Layout) -> None:
+    restored = pickle.loads(pickle.dumps(layout))
+    assert restored.placements == layout.placements
+    assert restored.mesh == layout.mesh
+    assert restored is layout or restored.mesh is not layout.mesh
+    assert copy.copy(layout) is layout
+
+
+@given(strategies.layouts())
+def test_local_strides_order_the_dims_as_the_global_ones(layout: Layout) -> None:
+    for coordinate in layout.mesh.coordinates:
+        shape, stride = layout.local_shape(coordinate), layout.local_stride(coordinate)
+        dense = sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1)
+        expected = 1
+        for step, size in dense:
+            assert step == expected
+            expected *= size
+
+
+@given(strategies.dtensors())
+def test_pieces_of_a_value_make_it_up(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    distributed, value = pair
+    layout = distributed.layout
+    if layout.is_partial:  # type: ignore[attr-defined]  # a Layout
+        return
+    rebuilt = torch.full_like(value, float("nan"))
+    for member, (offset, shape) in enumerate(blocks(layout)):  # type: ignore[arg-type]  # a Layout
+        index = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+        rebuilt[index] = distributed._local.shards[member]  # type: ignore[attr-defined]  # a DTensor
+    assert torch.equal(rebuilt, value)
+
+
+# --- torch.chunk ------------------------------------------------------------------------------------------------------------
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_splitting_is_that_of_torch_chunk(size: int, ranks: int) -> None:
+    chunks = [len(chunk) for chunk in torch.arange(size).chunk(ranks)]
+    assert chunk_sizes(size, (ranks,)) == tuple(chunks + [0] * (ranks - len(chunks)))
+
+
+@given(st.integers(0, 40), st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_nested_splitting_chunks_each_chunk(size: int, counts: list[int]) -> None:
+    pieces = [torch.arange(size)]
+    for count in counts:
+        chunked = [list(piece.chunk(count)) for piece in pieces]
+        pieces = [c for chunks in chunked for c in chunks + [torch.arange(0)] * (count - len(chunks))]
+    assert chunk_sizes(size, tuple(counts)) == tuple(len(piece) for piece in pieces)
+
+
+def test_last_shards_may_be_smaller_or_empty() -> None:
+    layout = Layout.of(DeviceMesh("cpu", 4), [Shard(0)], (5, 3))
+    assert [layout.local_shape((k,)) for k in range(4)] == [(2, 3), (2, 3), (1, 3), (0, 3)]
+    assert [layout.local_offset((k,)) for k in range(4)] == [(0, 0), (2, 0), (4, 0), (5, 0)]
+
+
+# --- nesting ----------------------------------------------------------------------------------------------------------------
+def test_two_mesh_dims_nest_in_mesh_dim_order() -> None:
+    layout = Layout.of(MESH_22, [Shard(0), Shard(0)], (7,))
+    assert layout.splits == (Split((0, 1), (2, 2, 2, 1)),)
+    assert [layout.local_offset(c)[0] for c in MESH_22.coordinates] == [0, 2, 4, 6]
+
+
+def test_levels_turn_the_nesting_about() -> None:
+    layout = Layout.of(MESH_32, [Shard(0, level=1), Shard(0, level=0)], (7,))
+    assert layout.splits == (Split((1, 0), (2, 2, 0, 1, 1, 1)),)
+    assert layout.local_shape((0, 0)) == (2,)
+    assert layout.local_offset((2, 1)) == (6,)
+    assert layout.placements == (Shard(0, level=1), Shard(0, level=0))
+
+
+def test_levels_in_mesh_dim_order_are_not_spelled() -> None:
+    assert Layout.of(MESH_22, [Shard(0, level=0), Shard(0, level=1)], (7,)).placements == (Shard(0), Shard(0))
+
+
+@pytest.mark.parametrize("levels", [(0, 0), (1, 2), (0, None)])
+def test_levels_that_are_no_order_are_refused(levels: tuple[int, int | None]) -> None:
+    with pytest.raises(PlacementError, match="give each Shard a different level"):
+        Layout.of(MESH_22, [Shard(0, level=levels[0]), Shard(0, level=levels[1])], (7,))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_any_order_of_three_mesh_dims_partitions(order: tuple[int, ...]) -> None:
+    mesh = DeviceMesh("cpu", np.arange(12).reshape(2, 3, 2))
+    layout = Layout.of(mesh, [Shard(0, level=order.index(i)) for i in range(3)], (17,))
+    assert layout.splits[0] is not None
+    assert layout.splits[0].mesh_dims == order
+    assert sorted(layout.local_offset(c)[0] for c in mesh.coordinates if layout.local_shape(c)[0]) == sorted(
+        offset for offset, size in zip(offsets_of(layout.splits[0].sizes), layout.splits[0].sizes, strict=True) if size
+    )
+
+
+# --- sizes of one's own -------------------------------------------------------------------------------------------------------
+def test_sizes_are_kept_unless_they_are_the_default() -> None:
+    assert Layout.of(MESH_2, [Shard(0, sizes=(1, 4))], (5,)).placements == (Shard(0, sizes=(1, 4)),)
+    assert Layout.of(MESH_2, [Shard(0, sizes=(3, 2))], (5,)).placements == (Shard(0),)
+    assert Layout.of(MESH_2, [Shard(0, sizes=(3, 2))], (5,)) is Layout.of(MESH_2, [Shard(0)], (5,))
+
+
+def test_sizes_of_all_leaf_blocks_stand_at_the_innermost() -> None:
+    layout = Layout.of(MESH_22, [Shard(0), Shard(0, sizes=(1, 2, 0, 4))], (7,))
+    assert [layout.local_shape(c) for c in MESH_22.coordinates] == [(1,), (2,), (0,), (4,)]
+    assert layout.placements == (Shard(0), Shard(0, sizes=(1, 2, 0, 4)))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (5, 1), (2, 2, 1)])
+def test_sizes_that_do_not_fit_are_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(PlacementError, match="sizes"):
+        Layout.of(MESH_2, [Shard(0, sizes=sizes)], (5,))
+
+
+def test_a_dim_of_size_zero_is_shared_out() -> None:
+    layout = Layout.of(MESH_2, [Shard(0)], (0, 3))
+    assert [layout.local_shape((k,)) for k in range(2)] == [(0, 3), (0, 3)]
+
+
+# --- interning ----------------------------------------------------------------------------------------------------------------
+def test_equal_layouts_are_one_object() -> None:
+    first = Layout.of(MESH_22, [Shard(0), R], (5, 3))
+    assert Layout.of(MESH_22, (Shard(-2), Replicate()), [5, 3], (3, 1)) is first
+    assert Layout.of(DeviceMesh("cpu", [[0, 1], [2, 3]]), [Shard(0), R], (5, 3)) is first
+    assert Layout.of(MESH_22, [Shard(0), R], (5, 3), dtype=torch.int64) is not first
+    assert Layout.of(MESH_22, [Shard(0), R], (5, 3), (1, 5)) is not first
+
+
+def test_replace_changes_one_thing() -> None:
+    layout = Layout.of(MESH_2, [Shard(0)], (5, 3), (1, 5))
+    assert layout.replace(placements=[R]).stride == (1, 5)
+    assert layout.replace(dtype=torch.bool).dtype == torch.bool
+    assert layout.replace(shape=(7, 2)).stride == (2, 1)
+    assert layout.replace() is layout
+
+
+def test_mesh_dims_of_size_one_do_nothing() -> None:
+    mesh = DeviceMesh("cpu", [[0], [1]])
+    for idle in (R, Shard(0), Partial()):
+        layout = Layout.of(mesh, [Shard(1), idle], (5, 3))
+        assert layout.same_data(Layout.of(mesh, [Shard(1), R], (5, 3)))
+        assert layout.splits == (None, Split((0,), (2, 1)))
+        assert layout.partials == (None, None)
+        assert layout.placements[1] == idle
+
+
+def test_questions() -> None:
+    assert Layout.of(MESH_2, [Partial()], (3,)).is_partial
+    assert not Layout.of(MESH_2, [Partial()], (3,)).is_replicated
+    assert Layout.of(MESH_2, [R], (3,)).is_replicated
+    assert not Layout.of(MESH_2, [Shard(0)], (3,)).is_replicated
+    assert Layout.of(MESH_2, [Shard(0)], (3, 2), dtype=torch.int16).nbytes == 12
+    assert Layout.of(MESH_2, [Shard(0)], (3, 2), dtype=torch.int16).max_local_nbytes == 8
+    assert Layout.of(MESH_2, [R], ()).local_shape((0,)) == ()
+
+
+def test_a_layout_equals_torch_strided() -> None:
+    assert Layout.of(MESH_2, [R], (3,)) == torch.strided
+    assert Layout.of(MESH_2, [R], (3,)) != Layout.of(MESH_2, [Shard(0)], (3,))
+
+
+def test_a_layout_prints_mesh_dims_and_placements() -> None:
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    assert repr(Layout.of(mesh, [Shard(0), Partial("avg")], (5, 3))) == "float32[5, 3] on (dp=S(0), tp=P(avg))"
+
+
+def test_stride_like_orders_dims_as_the_other() -> None:
+    assert stride_like((2, 3, 4), (1, 100, 10)) == (1, 8, 2)
+    assert stride_like((2, 3), (3, 1)) == contiguous_stride((2, 3))
+    assert stride_like((2, 0, 3), contiguous_stride((5, 5, 5))) == torch.empty(2, 0, 3).stride()
+
+
+@pytest.mark.parametrize(
+    ("placements", "shape", "message"),
+    [
+        ([R], (3,), "1 placements for a mesh of 2 dims"),
+        ([R, R, R], (3,), "3 placements for a mesh of 2 dims"),
+        ([Shard(1), R], (3,), "out of range for a tensor of 1 dims"),
+        ([Shard(-2), R], (3,), "out of range"),
+        ([Shard(0), R], (), "0-d tensor can only be Replicate"),
+        ([0, R], (3,), "is not a placement"),
+        ("S0", (3,), "is not a placement"),
+    ],
+)
+def test_wrong_placements_are_refused_with_the_remedy(placements: list[Placement], shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
+        Layout.of(MESH_22, placements, shape)
+
+
+def test_scatter_uses_every_term() -> None:
+    terms = scatter(torch.ones(6, dtype=torch.float64), MESH_2, [Partial()])._local.shards
+    assert torch.equal(terms[0] + terms[1], torch.ones(6, dtype=torch.float64))
+    assert bool(terms[1].any())

@@ -1,0 +1,188 @@
+"""Meshes: geometry that is the same for everybody, slices of it in any order, and errors that say what to write instead."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor.errors import MeshError
+from dtensor.mesh import DeviceMesh, as_mesh, init_device_mesh, running_as
+
+CUBE = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("dp", "pp", "tp"))
+
+
+@pytest.mark.parametrize("ranks", [[[0, 1], [2, 3]], np.arange(4).reshape(2, 2), torch.arange(4).reshape(2, 2), ((0, 1), (2, 3))])
+def test_a_mesh_is_made_of_lists_arrays_and_tensors(ranks: object) -> None:
+    mesh = DeviceMesh("cpu", ranks)
+    assert mesh.shape == (2, 2)
+    assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    assert mesh == DeviceMesh("cpu", [[0, 1], [2, 3]])
+
+
+def test_an_int_is_that_many_ranks() -> None:
+    assert DeviceMesh("cpu", 3).mesh.tolist() == [0, 1, 2]
+    assert init_device_mesh("cpu", (3,)) == DeviceMesh("cpu", 3)
+
+
+def test_facts() -> None:
+    assert CUBE.ndim == 3
+    assert CUBE.size() == 12
+    assert CUBE.size(1) == CUBE.size("pp") == CUBE.size(-2) == 3
+    assert CUBE.mesh_dim_names == ("dp", "pp", "tp")
+    assert CUBE.device_type == "cpu"
+    assert CUBE.kind == "in_process"
+    assert CUBE.get_coordinate() == (0, 0, 0)
+    assert CUBE.get_rank() == 0
+    assert CUBE.get_local_rank("tp") == 0
+
+
+def test_coordinates_are_row_major() -> None:
+    assert CUBE.coordinates[0] == (0, 0, 0)
+    assert CUBE.coordinates[7] == (1, 0, 1)
+    assert [CUBE.coordinates.index(c) for c in CUBE.coordinates] == list(range(12))
+
+
+# --- slices -------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        ("tp", [0, 1]),
+        ("dp", [0, 6]),
+        (("dp", "tp"), [[0, 1], [6, 7]]),
+        (("tp", "dp"), [[0, 6], [1, 7]]),
+        (("tp", "pp", "dp"), [[[0, 6], [2, 8], [4, 10]], [[1, 7], [3, 9], [5, 11]]]),
+    ],
+)
+def test_slices_pick_dims_in_any_order(names: str | tuple[str, ...], ranks: list[object]) -> None:
+    sliced = CUBE[names]
+    assert sliced.mesh.tolist() == ranks
+    assert sliced.mesh_dim_names == ((names,) if isinstance(names, str) else names)
+
+
+def test_the_same_slice_is_the_same_object() -> None:
+    assert CUBE["dp", "tp"] is CUBE["dp", "tp"]
+    assert CUBE["dp", "pp", "tp"] is CUBE
+    assert CUBE["dp", "tp"]["tp"] == CUBE["tp"]
+    assert hash(CUBE["dp", "tp"]["tp"]) == hash(CUBE["tp"])
+
+
+def test_each_member_sees_its_own_slice() -> None:
+    with running_as(CUBE, 9):
+        assert CUBE["tp"].mesh.tolist() == [8, 9]
+        assert CUBE["dp"].mesh.tolist() == [3, 9]
+        assert CUBE["tp"].get_local_rank() == 1
+        assert CUBE.get_coordinate() == (1, 1, 1)
+    assert CUBE["tp"].mesh.tolist() == [0, 1]
+
+
+def test_members_of_a_group_vary_over_its_dims() -> None:
+    assert CUBE.members_of((2,), 8) == (8, 9)
+    assert CUBE.members_of((2, 0), 8) == (2, 8, 3, 9)
+    assert CUBE["tp"].members_of((0,), 8) == (8, 9)
+
+
+def test_a_slice_spans_the_root_only_if_it_leaves_nothing_out() -> None:
+    assert CUBE.spans_root
+    assert not CUBE["tp"].spans_root
+    assert init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))["b"].spans_root
+
+
+# --- flatten --------------------------------------------------------------------------------------------------------------------
+def test_flatten_joins_dims_and_names() -> None:
+    flat = CUBE["dp", "tp"].flatten()
+    assert flat.mesh.tolist() == [0, 1, 6, 7]
+    assert flat.mesh_dim_names == ("dp_tp",)
+    assert CUBE["dp_tp"] == flat
+    assert CUBE["dp_tp", "pp"].shape == (4, 3)
+
+
+def test_flatten_in_another_order_is_another_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    assert mesh["b", "a"].flatten("ba").mesh.tolist() == [0, 2, 1, 3]
+
+
+def test_a_flattened_name_is_taken_once() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    mesh.flatten("both")
+    with pytest.raises(MeshError, match="exists already"):
+        mesh["b", "a"].flatten("both")
+
+
+def test_overlapping_dims_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    mesh.flatten()
+    with pytest.raises(MeshError, match="overlap"):
+        mesh["a_b", "a"]
+
+
+# --- values ---------------------------------------------------------------------------------------------------------------------
+def test_equal_meshes_are_equal_and_hash_alike() -> None:
+    other = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("dp", "pp", "tp"))
+    assert other == CUBE
+    assert hash(other) == hash(CUBE)
+    assert init_device_mesh("cpu", (2, 3, 2)) != CUBE
+    assert init_device_mesh("cpu", (2, 2, 3), mesh_dim_names=("dp", "pp", "tp")) != CUBE
+    assert CUBE != "mesh"
+
+
+@pytest.mark.parametrize("mesh", [CUBE, CUBE["tp"], CUBE["tp", "dp"], CUBE["dp", "pp"].flatten()], ids=repr)
+def test_a_mesh_survives_pickling_and_copying(mesh: DeviceMesh) -> None:
+    assert pickle.loads(pickle.dumps(mesh)) == mesh
+    assert copy.deepcopy(mesh) is mesh
+
+
+def test_print() -> None:
+    assert repr(CUBE["tp"]) == "DeviceMesh('cpu', [0, 1], mesh_dim_names=('tp',))"
+
+
+def test_the_entered_mesh_is_the_default() -> None:
+    with DeviceMesh("cpu", 3) as outer:
+        assert as_mesh(None) is outer
+        with DeviceMesh("cpu", 2) as inner:
+            assert dt.zeros(4).device_mesh == inner
+        assert as_mesh(None) is outer
+    with pytest.raises(MeshError, match="no device mesh"):
+        as_mesh(None)
+
+
+def test_a_mesh_of_some_ranks() -> None:
+    mesh = DeviceMesh("cpu", [3, 1])
+    assert mesh.ranks == (3, 1)
+    x = dt.distribute_tensor(torch.arange(5.0), mesh, [dt.Shard(0)])
+    assert "rank 3: [0., 1., 2.]" in repr(x)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DeviceMesh("cpu", [0, 0]), "distinct"),
+        (lambda: DeviceMesh("cpu", []), "non-empty"),
+        (lambda: DeviceMesh("cpu", [0, 1], mesh_dim_names=("a", "b")), "mesh_dim_names"),
+        (lambda: DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("a", "a")), "mesh_dim_names"),
+        (lambda: init_device_mesh("cpu", (2, 0)), "positive sizes"),
+        (lambda: CUBE["xp"], "no mesh dim 'xp'"),
+        (lambda: CUBE["dp", "dp"], "different mesh dims"),
+        (lambda: CUBE[()], "name one or several"),
+        (lambda: init_device_mesh("cpu", (2,))["tp"], "no mesh dim"),
+        (lambda: CUBE.size("xp"), "no mesh dim"),
+        (lambda: CUBE.size(3), "out of range"),
+        (lambda: CUBE.get_local_rank(), "needs a mesh dim"),
+        (lambda: CUBE["tp"].get_group(), "process"),
+        (lambda: as_mesh("cpu"), "is not a device mesh"),
+        (lambda: DeviceMesh.from_group([object()], "cpu"), "needs mesh="),
+    ],
+)
+def test_nonsense_is_refused(make: object, message: str) -> None:
+    with pytest.raises(MeshError, match=message):
+        make()  # type: ignore[operator]
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        init_device_mesh("cpu", (2,), mesh_names=("a",))

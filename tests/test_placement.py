@@ -1,0 +1,100 @@
+"""Placements are values: equal by content, printable, checked when they are made."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from dtensor.errors import PlacementError
+from dtensor.placement import Monoid, Partial, Placement, Replicate, Shard, normalize
+
+ALL = [Shard(0), Shard(-1), Shard(1, sizes=(2, 3)), Shard(0, level=1), Replicate(), Partial(), Partial("max")]
+
+
+@pytest.mark.parametrize("placement", ALL, ids=str)
+def test_copies_are_equal_and_hash_alike(placement: Placement) -> None:
+    for other in (copy.copy(placement), copy.deepcopy(placement), pickle.loads(pickle.dumps(placement))):
+        assert other == placement
+        assert hash(other) == hash(placement)
+
+
+def test_different_ones_differ() -> None:
+    assert len(set(ALL)) == len(ALL)
+
+
+@pytest.mark.parametrize("placement", ALL, ids=str)
+def test_placements_cannot_be_changed(placement: Placement) -> None:
+    with pytest.raises((AttributeError, TypeError)):
+        placement.dim = 3  # type: ignore[attr-defined]
+
+
+def test_questions() -> None:
+    assert Shard(1).is_shard()
+    assert Shard(1).is_shard(1)
+    assert Shard(1).is_shard(dim=1)
+    assert not Shard(1).is_shard(0)
+    assert not Shard(1).is_replicate()
+    assert Replicate().is_replicate()
+    assert not Replicate().is_partial()
+    assert Partial("avg").is_partial()
+    assert Partial("avg").is_partial("avg")
+    assert not Partial("avg").is_partial("sum")
+
+
+@pytest.mark.parametrize(
+    ("placement", "long", "short"),
+    [
+        (Shard(1), "Shard(dim=1)", "S(1)"),
+        (Shard(0, sizes=(2, 3)), "Shard(dim=0, sizes=(2, 3))", "S(0:2+3)"),
+        (Shard(0, level=1), "Shard(dim=0, level=1)", "S(0@1)"),
+        (Replicate(), "Replicate()", "R"),
+        (Partial(), "Partial(sum)", "P(sum)"),
+    ],
+)
+def test_prints(placement: Placement, long: str, short: str) -> None:
+    assert repr(placement) == long
+    assert str(placement) == short
+
+
+def test_the_default_reduction_is_sum() -> None:
+    assert Partial() == Partial("sum")
+    assert Partial().reduce_op == "sum"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Partial("median"), "Partial takes one of"),
+        (lambda: Shard("0"), "Shard\\(dim\\) takes an int"),
+        (lambda: Shard(0.0), "Shard\\(dim\\) takes an int"),
+        (lambda: Shard(True), "Shard\\(dim\\) takes an int"),
+        (lambda: Shard(0, sizes=(1, -1)), "non-negative"),
+    ],
+)
+def test_nonsense_is_refused(make: object, message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
+        make()  # type: ignore[operator]
+
+
+def test_errors_are_the_builtins_of_plain_torch_too() -> None:
+    with pytest.raises(ValueError):
+        Partial("median")
+    with pytest.raises(RuntimeError):
+        Partial("median")
+
+
+def test_normalize_fills_in_and_counts() -> None:
+    assert normalize(None, 2, 3) == (Replicate(), Replicate())
+    assert normalize(Shard(-1), 1, 3) == (Shard(2),)
+    assert normalize([Shard(-3), Partial()], 2, 3) == (Shard(0), Partial())
+    assert normalize([Shard(-1, sizes=(1, 2))], 1, 2) == (Shard(1, sizes=(1, 2)),)
+
+
+def test_a_monoid_is_a_reduction() -> None:
+    keep_first = Monoid("first", lambda a, b: a, torch.zeros_like)
+    assert Partial(keep_first) == Partial(keep_first)
+    assert str(Partial(keep_first)) == "P(first)"
+    assert Partial(keep_first) != Partial(Monoid("first", lambda a, b: b, torch.zeros_like))
