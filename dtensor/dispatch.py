@@ -19,6 +19,7 @@ from .local_functions import local_function
 from .mesh import DeviceMesh
 from .modes import MODES
 from .operators import Operator, operator_of
+from .origin import Origin, agree, origin_of
 from .propagate import Plan, Slot, propagate
 from .rules.registry import foreach_base, lookup
 
@@ -28,12 +29,13 @@ CACHE_LIMIT = 4096  # plans per operator
 class Entry:
     """One operator's plans."""
 
-    __slots__ = ("func", "local", "misses", "operator", "plans", "scalar_names", "scalar_positions")
+    __slots__ = ("func", "is_view", "local", "misses", "operator", "plans", "scalar_names", "scalar_positions")
 
     def __init__(self, func: Any) -> None:
         self.func = func
         self.local = local_function(func)
         self.operator: Operator = operator_of(func)
+        self.is_view = self.operator.is_view
         rule = lookup(func) or foreach_base(func)
         by_type = frozenset() if rule is None or rule.floats_matter else self.operator.scalars | self.operator.tensors
         self.scalar_names = by_type
@@ -48,6 +50,7 @@ _WRAP: Any = None
 _PENDING: Any = None
 _VIEWING: Any = lambda plan, operator, found: found  # replaced by remote_view.py
 _MAKE = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]  # the documented way to build wrapper subclasses
+_IN_INFERENCE = torch.is_inference_mode_enabled
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
 
 
@@ -88,6 +91,9 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
     entry = _ENTRIES.get(func)
     if entry is None:
         entry = _ENTRIES[func] = Entry(func)
+    if entry.is_view and _IN_INFERENCE() and not args[0].is_inference():
+        with torch.inference_mode(False):  # a view of an ordinary tensor is one too: autograd gives it the tensor's version counter
+            return dispatch(cls, func, types, args, kwargs)
     key: list[Any] = []
     local_args: list[Any] = []
     for value in args:
@@ -142,7 +148,7 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
         if isinstance(value, _TENSOR):
             key.append(value._layout)
             return value._local
-        key.append((value.shape, value.dtype, _in_backward()))
+        key.append((value.shape, value.dtype, origin_of(value) if value.ndim else Origin.AUTOGRAD))
         return value
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         value = value.node.maybe_as_int() if isinstance(value, torch.SymInt) else value
@@ -155,16 +161,14 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
     return value
 
 
-def _in_backward() -> bool:
-    """Whether autograd is running: plain tensors met there are constants of its formulas (zeros to scatter into), the same on all ranks."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
-    plan = plan_for(entry.operator, args, kwargs)
+    origins = {part[-1] for part in signature if type(part) is tuple and part and isinstance(part[-1], Origin)}
+    plan = plan_for(entry.operator, args, kwargs, mixed=Origin.USER not in origins or MODES.implicit_replication)
     found = compile_plan(plan, entry.operator, _WRAP)
     if entry.operator.is_view:
         found = _VIEWING(plan, entry.operator, found)
+    if Origin.TORCH in origins and not MODES.implicit_replication and plan.call.mesh.kind == "process_group":
+        found = _agreeing(entry, found, plan.call.mesh)
     entry.misses += 1
     if len(entry.plans) >= CACHE_LIMIT:
         entry.plans.clear()
@@ -172,8 +176,23 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
     return found
 
 
-def plan_for(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-    """The plan of a call with these arguments; nothing runs."""
+def _agreeing(entry: Entry, found: Layout | Runner, mesh: DeviceMesh) -> Runner:
+    """``found``, after a look at whether all ranks hold the same plain tensors."""
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        for value in (*args, *kwargs.values()):
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, torch.Tensor) and not isinstance(item, _TENSOR) and item.ndim:
+                    agree(item, mesh, entry.operator.name)
+        if not isinstance(found, Layout):
+            return found(args, kwargs, local_args, local_kwargs)
+        return _WRAP(entry.local(*local_args, **local_kwargs), found)
+
+    return run
+
+
+def plan_for(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: bool = True) -> Plan:
+    """The plan of a call with these arguments; nothing runs. ``mixed``: plain tensors among them count as replicated."""
     meshes: dict[DeviceMesh, None] = {}
     plain: set[Slot] = set()
     raw = {name: _layouts(value, meshes) for name, value in operator.bind(args, kwargs).items()}
@@ -183,7 +202,7 @@ def plan_for(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             "bring them to one with x.redistribute(mesh, placements)"
         )
     mesh = next(iter(meshes))
-    bound = {name: _admit(value, name, None, operator, mesh, plain) for name, value in raw.items()}
+    bound = {name: _admit(value, name, None, operator, mesh, plain, mixed) for name, value in raw.items()}
     return propagate(operator, mesh, bound, frozenset(plain))
 
 
@@ -197,10 +216,12 @@ def _layouts(value: Any, meshes: dict[DeviceMesh, None]) -> Any:
     return value
 
 
-def _admit(value: Any, name: str, index: int | None, operator: Operator, mesh: DeviceMesh, plain: set[Slot]) -> Any:
+def _admit(
+    value: Any, name: str, index: int | None, operator: Operator, mesh: DeviceMesh, plain: set[Slot], mixed: bool
+) -> Any:
     """Plain tensors replaced by a replicated layout where they are allowed."""
     if isinstance(value, list):
-        return [_admit(item, name, i, operator, mesh, plain) for i, item in enumerate(value)]
+        return [_admit(item, name, i, operator, mesh, plain, mixed) for i, item in enumerate(value)]
     if not isinstance(value, torch.Tensor):
         return value
     if name in operator.mutated:
@@ -208,7 +229,7 @@ def _admit(value: Any, name: str, index: int | None, operator: Operator, mesh: D
             f"{operator.name} would write a DTensor's value into the plain tensor {name!r}; "
             "make it distributed first with distribute_tensor(t, mesh, [Replicate()] * mesh.ndim)"
         )
-    if value.ndim and not MODES.implicit_replication and not _in_backward():
+    if value.ndim and not mixed:
         raise MixedTensorError(
             f"{operator.name} mixes DTensors with a plain tensor of shape {tuple(value.shape)} (argument {name!r}). If every rank holds "
             "the same value, use `with dtensor.implicit_replication():`, or distribute_tensor(t, mesh, placements)"

@@ -1,0 +1,142 @@
+"""Whose a plain tensor is that an operator meets beside DTensors: the user's, autograd's, or one that torch made on the way.
+
+A user's plain tensor is an error, since a rank cannot see whether the others hold the same. But ``one_hot``, ``istft``,
+``quantile``, an LSTM without a state or an index written as a list make constants inside torch, which no user can distribute. Two
+facts tell them apart: no Python code refers to what C++ made, and torch's Python functions keep what they made in frames whose
+arguments lack it. A copy of a user's tensor looks the same, so across processes values are compared first (:func:`agree`).
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import zlib
+from collections.abc import Iterator
+from enum import IntEnum
+from functools import cache
+from inspect import CO_VARARGS, CO_VARKEYWORDS
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from .comm import communicator_of
+from .errors import ImplicitCommunicationError, MixedTensorError
+from .mesh import DeviceMesh
+from .modes import MODES
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = (__file__, str(Path(__file__).with_name("dispatch.py")))
+
+
+class Origin(IntEnum):
+    """Who made a plain tensor."""
+
+    USER = 0
+    AUTOGRAD = 1  # constants of its formulas (zeros to scatter into), the same on all ranks, as 0-d ones count to be
+    TORCH = 2
+
+
+class _Probed(Exception):
+    def __init__(self, references: int) -> None:
+        self.references = references
+
+
+_probing = False
+
+
+def origin_of(value: torch.Tensor) -> Origin:
+    """Who made ``value``, an argument of the call that dispatch is at."""
+    if torch._C._current_graph_task_id() != -1:
+        return Origin.AUTOGRAD
+    references = sys.getrefcount(value)
+    if _probing:
+        if type(value) is _Probe:
+            return Origin.USER
+        raise _Probed(references)
+    if references <= _references_of_dispatch():
+        return Origin.TORCH
+    return Origin.TORCH if _made_in_torch(value) else Origin.USER
+
+
+class _Probe(torch.Tensor):
+    """Goes through dispatch as a DTensor does."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+@cache
+def _references_of_dispatch() -> int:
+    """How many references dispatch itself has to a tensor that C++ made, seen on a call that is known to make one."""
+    global _probing
+    from .dispatch import _MAKE, dispatch  # the way there is what is measured
+
+    _Probe.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]  # the stub's has other names
+    _probing = True
+    try:
+        _MAKE(_Probe, (2,))[[0],]  # a list as an index becomes a tensor
+    except _Probed as seen:
+        return seen.references
+    finally:
+        _probing = False
+    return 0
+
+
+def _made_in_torch(value: torch.Tensor) -> bool:
+    """Whether one of torch's Python functions is running and its caller neither gave it ``value`` nor has it in a variable."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename in _HERE:
+        frame = frame.f_back
+    outermost = None
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        outermost, frame = frame, frame.f_back
+    if outermost is None or outermost.f_code.co_filename.endswith("_tensor.py"):  # operators of Tensor: `plain - x`
+        return False
+    address = value.untyped_storage().data_ptr()
+    known = _arguments(outermost) + ([] if frame is None else list(frame.f_locals.values()))
+    return all(given.untyped_storage().data_ptr() != address for given in _tensors(known))
+
+
+def _arguments(frame: FrameType) -> list[Any]:
+    held = frame.f_locals
+    return [held.get(name) for name in _kept_parameters(frame.f_code)]
+
+
+@cache
+def _kept_parameters(code: CodeType) -> tuple[str, ...]:
+    """The parameters that a function never assigns: others may hold what it made itself (``offsets`` of ``embedding_bag``)."""
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
+    assigned = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname.startswith("STORE_FAST")}
+    return tuple(name for name in code.co_varnames[:count] if name not in assigned)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        yield value
+    elif isinstance(value, torch.nn.Module):
+        yield from (t for t in (*value.parameters(), *value.buffers()) if type(t) in (torch.Tensor, torch.nn.Parameter))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def agree(value: torch.Tensor, mesh: DeviceMesh, what: str) -> None:
+    """Check that all ranks hold the same ``value``. One small all-gather of objects.
+
+    Raises:
+        MixedTensorError: they do not (on all ranks alike).
+    """
+    if mesh.kind != "process_group" or mesh.current_member() is None or isinstance(value, torch._subclasses.FakeTensor):
+        return
+    if MODES.explicit:
+        raise ImplicitCommunicationError(f"{what} would compare a plain tensor between ranks under explicit()")
+    content = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    sums = communicator_of(mesh).all_gather_object(zlib.crc32(content), tuple(range(mesh.ndim)))
+    if len(set(sums)) > 1:
+        raise MixedTensorError(
+            f"{what} mixes DTensors with a plain tensor of shape {tuple(value.shape)} that differs between ranks; "
+            "distribute what it was made from with distribute_tensor(t, mesh, placements)"
+        )
