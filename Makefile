@@ -4,8 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# Work is split by file: parametrised cases of one module share its caches.
-PARALLEL ?= -n 2 --dist loadfile
+PARALLEL ?= -n 2 --dist worksteal
 
 .PHONY: demo demo-4 test test-4 test-all check lint format types layers docs bench clean
 
