@@ -1,9 +1,9 @@
 """Views whose elements are not in the base's own local: a row of a sharded dim, a reshape that had to gather.
 
 The law is that of plain tensors: writing through a view changes its base, and a change of the base is seen by the view. A view
-whose local is a view of the base's local keeps it by itself. Any other is a ``RemoteView``, which remembers base and operation: it
-is computed when it is first read, and again when the base has changed since (autograd keeps one version counter for a base and all
-its views). An operation that writes to it runs on the base's own elements if it acts element by element; otherwise it runs on the
+whose local is a view of the base's local keeps it by itself. Any other is a ``RemoteView``, which remembers base and operation.
+It is computed when it is first read, and again when the base has changed since (autograd keeps one version counter for a base
+and all its views). What writes to it runs on the base's own elements if it acts element by element; otherwise it runs on the
 view's value, which is then written into the base.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -32,13 +33,16 @@ _make: Any = torch.Tensor._make_wrapper_subclass  # the documented way to build 
 
 Assign = Callable[[DTensor, Callable[[Any], Any]], Any]  # writes to the first argument; the second shapes a value like it
 
+Region = tuple[DTensor, tuple[int, ...]]  # and which of its dims the view has; the others have one element
+_ROWS = ("select", "unbind", "slice")
+
 
 @dataclass(slots=True, eq=False)
 class Origin:
     """What a view is a view of; shared by all results of a split.
 
     Attributes:
-        version: of the base when ``results`` were computed.
+        version: its version when ``results`` were computed.
         pinned: a write is in progress: ``results`` are the value.
     """
 
@@ -153,6 +157,9 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         elementwise = _by_element(operator, args, kwargs)
         return _write_elements(operator, args, kwargs) if elementwise else _write_value(operator, args, kwargs, written)
     if operator.is_view and isinstance(args[0], RemoteView):
+        if torch.is_inference_mode_enabled() and not args[0].is_inference():
+            with torch.inference_mode(False):  # as in dispatch
+                return _dispatch(func, args, kwargs)
         plan = _plan(operator, args, kwargs)
         if plan.how not in ("answer", "decompose"):
             return _views(Origin(args[0], operator, args, kwargs, plan))
@@ -245,27 +252,54 @@ def _copying(value: Any) -> Assign:
 def _put(view: RemoteView, assign: Assign) -> None:
     """Write to the elements of the base that ``view`` shows, and from there to the base's own base."""
     origin, base = view._origin, view._origin.base
-    if not isinstance(base, RemoteView):
+    region = _region(view)
+    if region is not None:
+        _assign_region(*region, assign)
+    elif not isinstance(base, RemoteView):
         _assign(origin, view._place, base, assign)
-        return
-    own, before = base._origin, base._origin.pinned
-    value = wrap(base._local, base._layout)
-    own.pinned = True
-    try:
-        _assign(origin, view._place, value, assign)
-        _put(base, _copying(value))
-    finally:
-        own.pinned = before
+    else:
+        own, before = base._origin, base._origin.pinned
+        value = wrap(base._local, base._layout)
+        own.pinned = True
+        try:
+            _assign(origin, view._place, value, assign)
+            _put(base, _copying(value))
+        finally:
+            own.pinned = before
+
+
+def _region(view: DTensor) -> Region | None:
+    """The elements of a row (or of a slice of one) as a slice of a tensor that is no remote view."""
+    if not isinstance(view, RemoteView):
+        return view, tuple(range(view.ndim))
+    found = _region(view._origin.base) if view._origin.name in _ROWS else None
+    return None if found is None else _narrowed(view._origin, view._place, *found)
+
+
+def _narrowed(origin: Origin, place: int, root: DTensor, dims: tuple[int, ...]) -> Region:
+    """What a row or slice of ``root`` shows; ``dims`` are those of ``root`` that the operation's base has."""
+    bound = origin.operator.bind(origin.args, origin.kwargs)
+    dim = bound["dim"] % len(dims)
+    if origin.name == "slice":
+        bounds = (bound["start"], bound["end"], bound["step"])
+    else:
+        index = bound["index"] % origin.base.shape[dim] if origin.name == "select" else place
+        bounds = (index, index + 1, 1)
+    region = dispatch(DTensor, _aten.slice.Tensor, (), (root, dims[dim], *bounds))
+    return region, dims if origin.name == "slice" else (*dims[:dim], *dims[dim + 1 :])
+
+
+def _assign_region(region: DTensor, kept: tuple[int, ...], assign: Assign) -> None:
+    gone = [d for d in range(region.ndim) if d not in kept]
+    assign(region, lambda value: reduce(lambda x, d: dispatch(DTensor, _aten.unsqueeze.default, (), (x, d)), gone, value))
 
 
 def _assign(origin: Origin, place: int, base: DTensor, assign: Assign) -> None:
     """Write to the elements of ``base`` that the view shows; the cheapest way that there is."""
     if _is_local(origin.plan):
         _assign_locally(origin, place, base, assign)
-    elif origin.name in ("select", "unbind"):
-        dim, index = _row(origin, place)
-        region = dispatch(DTensor, _aten.slice.Tensor, (), (base, dim, index, index + 1))
-        assign(region, lambda value: dispatch(DTensor, _aten.unsqueeze.default, (), (value, dim)))
+    elif origin.name in _ROWS:
+        _assign_region(*_narrowed(origin, place, base, tuple(range(base.ndim))), assign)
     elif origin.name in ("view", "_reshape_alias", "squeeze", "unsqueeze"):
         assign(base, lambda value: dispatch(DTensor, _aten.view_copy.default, (), (value, list(base.shape))))
     else:
@@ -285,12 +319,6 @@ def _assign_locally(origin: Origin, place: int, base: DTensor, assign: Assign) -
     copied = _dense(base)
     assign(origin.run(copied)[place], lambda value: value)
     base._local.copy_(copied._local)
-
-
-def _row(origin: Origin, place: int) -> tuple[int, int]:
-    bound = origin.operator.bind(origin.args, origin.kwargs)
-    dim = bound["dim"] % origin.base.ndim
-    return dim, bound["index"] % origin.base.shape[dim] if origin.name == "select" else place
 
 
 def _assign_whole(origin: Origin, place: int, base: DTensor, assign: Assign) -> None:

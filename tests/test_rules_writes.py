@@ -1,0 +1,279 @@
+"""Writing through a view changes its base, and views see what the base becomes: as on plain tensors, under every placement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor import DTensor, Partial, Replicate, Shard
+from dtensor.debug import CommDebugMode
+from dtensor.testing import check, scatter
+
+Program = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+def set_row(x: torch.Tensor, v: torch.Tensor) -> None:
+    x[2] = v
+
+
+def set_column(x: torch.Tensor, v: torch.Tensor) -> None:
+    x[:, -1] = 5
+
+
+def set_element(x: torch.Tensor, v: torch.Tensor) -> None:
+    x[3, 1] = 7
+
+
+def zero_slice(x: torch.Tensor, v: torch.Tensor) -> None:
+    x[1:3].zero_()
+
+
+def add_to_column(x: torch.Tensor, v: torch.Tensor) -> None:
+    x[:, 1] += 1
+
+
+def multiply_row(x: torch.Tensor, v: torch.Tensor) -> None:
+    x[-2] *= v
+
+
+def strided_rows(x: torch.Tensor, v: torch.Tensor) -> None:
+    x[1::2] = x[::2][:2] + v
+
+
+def flat_element(x: torch.Tensor, v: torch.Tensor) -> None:
+    x.view(-1)[3] = 1
+
+
+def reshaped(x: torch.Tensor, v: torch.Tensor) -> None:
+    x.view(3, 2, 5)[1, 0].mul_(3)
+
+
+def transposed_row(x: torch.Tensor, v: torch.Tensor) -> None:
+    x.t()[0] = 2
+
+
+def narrow_from_narrow(x: torch.Tensor, v: torch.Tensor) -> None:
+    x.narrow(0, 1, 2).copy_(x.narrow(0, 3, 2))
+
+
+def diagonal(x: torch.Tensor, v: torch.Tensor) -> None:
+    x.diagonal(1).mul_(2)
+
+
+def view_of_view_of_view(x: torch.Tensor, v: torch.Tensor) -> None:
+    x[2][1:5].view(2, 2)[1].fill_(4)
+
+
+def reduction_into_view(x: torch.Tensor, v: torch.Tensor) -> None:
+    x[0].cumsum_(0)
+
+
+def later_read(x: torch.Tensor, v: torch.Tensor) -> Any:
+    row, flat = x[2], x.view(-1)
+    x.mul_(2)
+    before = row + 1
+    row.add_(1)
+    return before, row * 1, flat[12:15] * 1
+
+
+def two_views(x: torch.Tensor, v: torch.Tensor) -> Any:
+    column, row = x[:, 3], x[1]
+    column += 1
+    row *= 2
+    return column * 1, row + column[0]
+
+
+def copied_between_rows(x: torch.Tensor, v: torch.Tensor) -> None:
+    x[0] = x[4]
+    x[4] = x[1] + x[0]
+
+
+def unfolded(x: torch.Tensor, v: torch.Tensor) -> None:
+    x.unfold(1, 3, 3)[:, 1].mul_(2)
+
+
+def expanded_source(x: torch.Tensor, v: torch.Tensor) -> None:
+    x[:, 2:4] = v[:1]
+
+
+def squeezed(x: torch.Tensor, v: torch.Tensor) -> None:
+    x[3:4].squeeze(0).mul_(v)
+
+
+def unsqueezed(x: torch.Tensor, v: torch.Tensor) -> None:
+    x.unsqueeze(1)[2].add_(v)
+
+
+def where_masked(x: torch.Tensor, v: torch.Tensor) -> None:
+    x[2].masked_fill_(v > 0, -1)
+
+
+PROGRAMS: list[Program] = [
+    set_row,
+    set_column,
+    set_element,
+    zero_slice,
+    add_to_column,
+    multiply_row,
+    strided_rows,
+    flat_element,
+    reshaped,
+    transposed_row,
+    narrow_from_narrow,
+    diagonal,
+    view_of_view_of_view,
+    reduction_into_view,
+    later_read,
+    two_views,
+    copied_between_rows,
+    unfolded,
+    expanded_source,
+    squeezed,
+    unsqueezed,
+    where_masked,
+]
+SPLIT_PROGRAMS: list[Program] = []  # autograd forbids to write to one of several views
+
+
+def into_chunks(x: torch.Tensor, v: torch.Tensor) -> None:
+    first, last = x.chunk(2)
+    first.add_(1)
+    last[0] = first[0]
+
+
+def into_unbound(x: torch.Tensor, v: torch.Tensor) -> None:
+    rows = x.unbind(0)
+    rows[1].add_(2)
+    rows[3].copy_(rows[1])
+    x.split(4, 1)[1].zero_()
+
+
+SPLIT_PROGRAMS += [into_chunks, into_unbound]
+FLAT = [
+    (Replicate(),),
+    (Shard(0),),
+    (Shard(1),),
+    (Shard(0, sizes=(1, 4)),),
+    (Shard(1, sizes=(6, 0)),),
+    (Partial(),),
+    (Partial("max"),),
+]
+GRID = [(Shard(0), Shard(1)), (Shard(0), Shard(0)), (Shard(1, level=1), Shard(1, level=0)), (Partial("avg"), Shard(0))]
+
+
+def run(program: Program) -> Callable[..., Any]:
+    def whole(x: torch.Tensor, v: torch.Tensor) -> Any:
+        return program(x, v), x
+
+    return whole
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("gradients", [False, True], ids=["values", "gradients"])
+def test_a_program_that_writes_through_views_gives_what_it_gives_on_plain_tensors(program: Program, gradients: bool) -> None:
+    x, v = torch.arange(30.0, dtype=torch.float64).reshape(5, 6) - 7, torch.tensor([1.0, -2, 3, 0.5, 2, -1], dtype=torch.float64)
+    for shape, choices in (((2,), FLAT), ((2, 2), GRID)):
+        mesh = dt.init_device_mesh("cpu", shape)
+        for k, placements in enumerate(choices):
+            other = [Shard(0)] * mesh.ndim if k % 2 else [Replicate()] * mesh.ndim
+            check(run(program), x, v, mesh=mesh, placements=[placements, other], cloned=True, gradients=gradients, strides=False)
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS[:8], *SPLIT_PROGRAMS], ids=lambda program: program.__name__)
+def test_integers_and_splits(program: Program) -> None:
+    x, v = torch.arange(30).reshape(5, 6) - 7, torch.tensor([1, -2, 3, 5, 2, -1])
+    mesh = dt.init_device_mesh("cpu", (3,))
+    for placements in ((Shard(0),), (Shard(1),), (Shard(0, sizes=(0, 5, 0)),), (Partial(),)):
+        check(run(program), x, v, mesh=mesh, placements=[placements, (Replicate(),)], cloned=True)
+
+
+@pytest.mark.parametrize(
+    ("program", "placement"),
+    [
+        (set_row, Shard(0)),
+        (set_element, Shard(0)),
+        (set_element, Shard(1)),
+        (zero_slice, Shard(0)),
+        (add_to_column, Shard(1)),
+        (multiply_row, Shard(0)),
+        (flat_element, Shard(0)),
+        (transposed_row, Shard(1)),
+        (expanded_source, Shard(1)),
+        (set_row, Partial()),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_writing_where_the_elements_are_costs_no_communication(program: Program, placement: Any) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = scatter(torch.arange(30.0).reshape(5, 6), mesh, [placement])
+    v = scatter(torch.arange(6.0), mesh, [Replicate()])
+    with CommDebugMode() as comm:
+        program(x, v)
+    assert comm.get_total_counts() == 0
+    assert x.placements == (placement,)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_parameters_can_be_edited_through_views_under_no_grad(placement: Any) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    weight = torch.nn.Parameter(dt.distribute_tensor(torch.arange(30.0).reshape(5, 6), mesh, [placement]))
+    plain = torch.nn.Parameter(torch.arange(30.0).reshape(5, 6))
+    for w in (weight, plain):
+        with torch.no_grad():
+            w[0] = 0
+            w[:, 5].mul_(-1)
+            w.data[1] += 3
+            w.view(-1)[7:9].zero_()
+    assert isinstance(weight, DTensor)
+    assert torch.equal(weight.full_tensor(), plain)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_autograd_forbids_what_it_forbids_on_plain_tensors(placement: Any) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    leaf = dt.distribute_tensor(torch.ones(5, 6), mesh, [placement]).requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        leaf[2].zero_()
+    saved = leaf * 1
+    row = saved[2]
+    product = (row * row).sum()
+    saved.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_views_follow_their_base_in_inference_mode(placement: Any, made_inside: bool) -> None:
+    def steps(t: torch.Tensor) -> list[torch.Tensor]:
+        row, turned = t[2], t.t()
+        t.mul_(2)
+        row[1:3].zero_()
+        t[4] = t[0]
+        t.view(-1)[3] = 1
+        return [turned + 1, row * 1, t]
+
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = dt.distribute_tensor(torch.arange(30.0).reshape(5, 6), mesh, [placement])
+    with torch.inference_mode():
+        expected = steps(torch.arange(30.0).reshape(5, 6))
+        got = steps(x + 0 if made_inside else x)
+        for g, e in zip(got, expected, strict=True):
+            assert torch.equal(g.full_tensor(), e)  # type: ignore[attr-defined]
+
+
+def test_a_block_whose_strides_allow_no_view_is_written_through_all_the_same() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    pieces = dt.per_rank([torch.arange(6.0).reshape(3, 2).t(), torch.arange(6.0, 12).reshape(3, 2).t()])  # not as the strides say
+    x = DTensor.from_local(pieces, mesh, [Shard(0)], shape=(4, 3), stride=(3, 1))
+    plain = x.full_tensor()
+    for t in (x, plain):
+        flat = t.view(-1)
+        flat[1:8] = -1
+        t[3].add_(1)
+        flat.mul_(2)
+    assert torch.equal(x.full_tensor(), plain)
