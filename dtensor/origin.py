@@ -27,7 +27,7 @@ from .mesh import DeviceMesh
 from .modes import MODES
 
 _TORCH = str(Path(torch.__file__).parent)
-_HERE = (__file__, str(Path(__file__).with_name("dispatch.py")))
+_HERE = str(Path(__file__).parent)
 
 
 class Origin(IntEnum):
@@ -63,7 +63,7 @@ def origin_of(value: torch.Tensor) -> Origin:
 class _Probe(torch.Tensor):
     """Goes through dispatch as a DTensor does."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as in tensor.py
 
 
 @cache
@@ -85,8 +85,8 @@ def _references_of_dispatch() -> int:
 
 def _made_in_torch(value: torch.Tensor) -> bool:
     """Whether one of torch's Python functions is running and its caller neither gave it ``value`` nor has it in a variable."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename in _HERE:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
     outermost = None
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
@@ -95,7 +95,7 @@ def _made_in_torch(value: torch.Tensor) -> bool:
         return False
     address = value.untyped_storage().data_ptr()
     known = _arguments(outermost) + ([] if frame is None else list(frame.f_locals.values()))
-    return all(given.untyped_storage().data_ptr() != address for given in _tensors(known))
+    return not address or all(given.untyped_storage().data_ptr() != address for given in _tensors(known))
 
 
 def _arguments(frame: FrameType) -> list[Any]:

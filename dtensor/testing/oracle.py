@@ -36,6 +36,10 @@ TOLERANCE: dict[torch.dtype, tuple[float, float]] = {
     torch.float16: (3e-2, 2e-2),
     torch.bfloat16: (1e-1, 6e-2),
 }
+# dtypes that torch cannot compare
+_WIDER = {torch.complex32: torch.complex64} | {
+    dtype: torch.float32 for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+}
 
 
 class Mismatch(AssertionError):
@@ -320,6 +324,9 @@ def close(got: torch.Tensor, expected: torch.Tensor, tolerance: tuple[float, flo
     """Equal; floating values up to reassociation, NaN equal to NaN."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return False
+    wider = _WIDER.get(expected.dtype)
+    if wider is not None:
+        return close(got.to(wider), expected.to(wider), tolerance or (3e-2, 2e-2))
     if expected.dtype not in TOLERANCE:
         return bool(torch.equal(got, expected))
     rtol, atol = tolerance or TOLERANCE[expected.dtype]
