@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +51,9 @@ class DTensor(torch.Tensor):
     # --- what it is -------------------------------------------------------------------------------------------
     @property
     def layout(self) -> Layout:  # type: ignore[override]  # torch's memory format attribute; a Layout equals torch.strided
-        """The :class:`Layout`: mesh, placements and global shape, strides and dtype."""
+        """The :class:`Layout`: mesh, placements and global shape, strides and dtype (to torch's own code ``torch.strided``)."""
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch":
+            return torch.strided  # type: ignore[return-value]  # it asks for the memory format, and looks it up in sets
         return self._layout
 
     @property
