@@ -224,7 +224,7 @@ def _admit(
         return [_admit(item, name, i, operator, mesh, plain, mixed) for i, item in enumerate(value)]
     if not isinstance(value, torch.Tensor):
         return value
-    if name in operator.mutated:
+    if name in operator.mutated and not (operator.per_element and value.ndim == 0):  # step counts of optimizers, alike on all ranks
         raise MixedTensorError(
             f"{operator.name} would write a DTensor's value into the plain tensor {name!r}; "
             "make it distributed first with distribute_tensor(t, mesh, [Replicate()] * mesh.ndim)"

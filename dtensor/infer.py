@@ -23,6 +23,8 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
     Raises:
         NotInferable: see there. Errors that plain torch raises for wrong arguments pass through.
     """
+    if operator.per_element and not operator.returns:
+        return ()  # some optimizer steps have no meta kernel, and nothing is to be found out
     if operator.returns and not operator.gives_tensors:
         return (None,) * len(operator.returns)  # a Python value: it depends on data
     bound = {name: _to_meta(value) for name, value in arguments.items()}

@@ -7,7 +7,7 @@ In this order: the rule of the operator, with the cheapest row per mesh dim; its
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -192,28 +192,36 @@ def _written_aside(operator: Operator, call: Call, slots: tuple[Slot, ...], oper
 
 
 def _per_element(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...], metas: tuple[Any, ...]) -> Plan | None:
-    """A ``_foreach_`` or ``_fused_`` operator: element i of every list follows the rule by itself."""
-    lists = {name: value for name, value in call.arguments.items() if isinstance(value, (list, tuple)) and name in operator.tensors}
+    """A ``_foreach_`` or ``_fused_`` operator: element i of every list follows the rule by itself, one local call does them all.
+
+    A tensor that all elements share (a step size) is whole on every rank. Elements for which only a kernel would do are made whole.
+    """
+    arguments = {name: value for name, value in call.arguments.items() if name in operator.tensors}
+    lists = {name: value for name, value in arguments.items() if isinstance(value, (list, tuple))}
     length = max((len(value) for value in lists.values()), default=0)
-    placed: dict[Slot, Layout] = {}
+    placed: dict[Slot, Layout] = {(name, None): _whole(value) for name, value in arguments.items() if isinstance(value, Layout)}
     results: list[list[Layout | None]] = [[] for _ in metas]
+    back: list[tuple[Slot, Move]] = []
     for i in range(length):
         bound = {name: _element(operator, name, value, i) for name, value in call.arguments.items()}
         element, own = make_call(operator, call.mesh, bound)
         where = [(name, i if lists.get(name) else None) for name, _ in own]
         fixed = {slots[k] for k in call.plain}
-        element.plain |= frozenset(k for k, slot in enumerate(where) if slot in fixed)
+        element.plain |= frozenset(k for k, slot in enumerate(where) if slot in fixed or slot[1] is None)
         element.results = tuple(_item(meta, i) for meta in metas) or (_same_as(element),)
         factors = rule.factors(element)
+        if factors is None or rule.run is not None or rule.local is not None:
+            return None
+        factors = replace(factors, kernels={}, whole=factors.whole | factors.kernels.keys())
         written = [k for k, (name, _) in enumerate(own) if name in operator.mutated]
-        chosen = None if factors is None else choose(rule, factors, element, dict(enumerate(written[:1])))
-        if chosen is None or chosen.kernel_row is not None or rule.run is not None or rule.local is not None:
+        chosen = choose(rule, factors, element, dict(enumerate(written[:1])))
+        if chosen is None:
             return None
-        if any(chosen.operands[k] is not element.operands[k] for k in written):
-            return None
-        if written and (made := chosen.results[0]) is not None and not made.same_data(element.operands[written[0]]):
-            return None  # what is written has another placement than the result
         placed.update(zip(where, chosen.operands, strict=True))
+        for k in written:
+            after = chosen.results[0] if k == written[0] else chosen.operands[k]
+            if after is not None and not after.same_data(element.operands[k]):
+                back.append((where[k], plan_move(_cast(after, element.operands[k]), element.operands[k])))
         for made, meta, layout in zip(results, metas, chosen.results, strict=False):
             if isinstance(meta, list) and i < len(meta):
                 made.append(layout)
@@ -222,7 +230,11 @@ def _per_element(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, 
         (slot, plan_move(have, need)) for slot, have, need in zip(slots, call.operands, operands, strict=True) if not have.same_data(need)
     )
     listed = tuple(made if isinstance(meta, list) else None for made, meta in zip(results, metas, strict=True))
-    return Plan("rule", call, moves, operands, listed, rule=rule)
+    return Plan("rule", call, moves, operands, listed, tuple(back), rule=rule)
+
+
+def _cast(layout: Layout, like: Layout) -> Layout:
+    return layout.replace(dtype=like.dtype, stride=like.stride)
 
 
 def _item(meta: Any, i: int) -> Meta | None:
@@ -238,6 +250,8 @@ def _same_as(element: Call) -> Meta:
 
 
 def _element(operator: Operator, name: str, value: Any, i: int) -> Any:
+    if isinstance(value, Layout):
+        return _whole(value) if not value.shape else None  # a number for all, or a tensor of numbers, one for each
     if name in operator.tensors and isinstance(value, (list, tuple)):
         return value[i] if i < len(value) else None
     return value[i] if name == "scalars" and isinstance(value, (list, tuple)) else value

@@ -1,8 +1,8 @@
 """Negative log likelihood of class indices, over a sharded batch and a sharded class dim (vocabulary parallelism).
 
-No score is ever moved: with classes sharded each rank scores the targets in its own range, and the loss is ``Partial("sum")``. The
-mean is over the *global* weight of the targets, one number to reduce where the batch is sharded; it is NaN exactly where the plain
-loss is: when no target counts at all.
+No score is ever moved: with classes sharded each rank scores the targets in its own range, and the loss is
+``Partial("sum")``. The mean is over the *global* weight of the targets, one number to reduce where the batch is sharded; it is
+NaN exactly where the plain loss is: when no target counts at all.
 """
 
 from __future__ import annotations
@@ -72,10 +72,8 @@ def local_weight(weight: torch.Tensor | None, start: int, size: int) -> torch.Te
     return None if weight is None else weight.narrow(0, start, size)
 
 
-# --- forward --------------------------------------------------------------------------------------------------------------------
-def nll_forward(
-    at: KernelContext, scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int, **kwargs: Any
-) -> Any:
+# --- forward ----------------------------------------------------------------------------------------------------------------
+def nll_forward(at: KernelContext, scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
     op = functional(at.call)
 
     def one(
@@ -126,7 +124,7 @@ def nll_factors(call: Call) -> Factors:
 kernel_rule("nll_loss_forward nll_loss2d_forward", nll_factors)
 
 
-# --- backward ---------------------------------------------------------------------------------------------------------------------
+# --- backward ---------------------------------------------------------------------------------------------------------------
 def nll_backward(
     at: KernelContext,
     grad: Any,
@@ -136,7 +134,6 @@ def nll_backward(
     reduction: int,
     ignore_index: int,
     total_weight: Any,
-    **kwargs: Any,
 ) -> Any:
     op = functional(at.call)
 

@@ -69,7 +69,7 @@ def ordered(always: tuple[str, ...], rows: tuple[str, ...]) -> Callable[[Call], 
 for _name, _rows in ORDERED.items():
     pointwise(_name, partials=ordered(LINEAR_PARTIAL if _name == "neg" else SHIFT, _rows))
 pointwise("mul", partials=(*BILINEAR, "product,product -> product"))
-pointwise("conj_physical _conj", partials=LINEAR_PARTIAL)
+pointwise("conj_physical _conj_physical _conj", partials=LINEAR_PARTIAL)
 # a lazily negated local would be read without its sign below __torch_dispatch__
 pointwise("_neg_view", partials=LINEAR_PARTIAL, local=torch.neg)
 pointwise("complex", partials=SHIFT)

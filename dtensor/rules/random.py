@@ -1,7 +1,7 @@
 """Random operations: every rank draws the whole tensor and keeps its block (see ``draw``), so values are those of one device.
 
-Where what is drawn depends on the *values* of an operand (``bernoulli`` of given probabilities, ``multinomial``, ``normal`` with a tensor of
-means), there is no rule: the operand is gathered, and every rank draws from the same generator state.
+Where what is drawn depends on the *values* of an operand (``bernoulli`` of given probabilities, ``multinomial``, ``normal``
+with a tensor of means), there is no rule: the operand is gathered, and every rank draws from the same generator state.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def draw_like(at: KernelContext, like: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 register(
-    "rand_like randn_like randint_like bernoulli.p bernoulli_.float normal_ uniform uniform_ exponential exponential_ random random_ "
-    "cauchy cauchy_ log_normal log_normal_ geometric geometric_",
+    "rand_like randn_like randint_like bernoulli.p bernoulli_.float normal_ uniform uniform_ exponential exponential_ random "
+    "random_ cauchy cauchy_ log_normal log_normal_ geometric geometric_",
     Rule(shape_alone, any_operand, run=draw_like, kind="random", source="... -> ..."),
 )
 

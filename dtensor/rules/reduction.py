@@ -22,7 +22,7 @@ from .verbs import broadcast_factors, kernel_rule, reduce, reduction_factors
 
 def no_empty_shard(choice: Choice) -> bool:
     """Every rank has elements to reduce: max and min of nothing do not exist."""
-    return all(min(choice.sizes(name)) > 0 for name in choice.splits if name in choice.factors.reduced)
+    return all(min(choice.sizes(name)) > 0 for name in choice.splits if choice.factors.reduced.get(name) in ("max", "min"))
 
 
 def even_average(choice: Choice) -> bool:
@@ -40,6 +40,7 @@ def reduced_dims(call: Call, name: str = "dim") -> tuple[int, ...]:
 
 # --- sums and truths ------------------------------------------------------------------------------------------------
 reduce("sum nansum", "sum", partials=LINEAR_PARTIAL)
+reduce("_foreach_powsum", "sum")
 reduce("prod", "product", partials=("product -> product",))
 reduce("count_nonzero", "sum")
 reduce("median mode nanmedian kthvalue", None)
