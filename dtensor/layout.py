@@ -262,7 +262,12 @@ class Layout:
         return f"{dtype}[{', '.join(map(str, self.shape))}] on ({where})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Layout.of, (self.mesh, self.placements, tuple(self.shape), self.stride, self.dtype)
+        return restore_layout, (self.mesh, self.placements, tuple(self.shape), self.stride, self.dtype)
+
+
+def restore_layout(mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, dtype: torch.dtype) -> Layout:
+    """The layout that was pickled: a module-level name, which ``torch.load(weights_only=True)`` can be told to trust."""
+    return Layout.of(mesh, placements, shape, stride, dtype)
 
 
 _LAYOUTS: dict[Any, Layout] = {}

@@ -293,7 +293,7 @@ class DeviceMesh:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as geometry, without process groups."""
         root = self._root
-        return _rebuild, (root.device_type, root.ranks, root.shape, root.names, root.kind, self._dims, self._names)
+        return restore_mesh, (root.device_type, root.ranks, root.shape, root.names, root.kind, self._dims, self._names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
         return self  # immutable
@@ -369,7 +369,7 @@ def init_device_mesh(
     return DeviceMesh(device_type, np.arange(count).reshape(shape), mesh_dim_names=mesh_dim_names)
 
 
-def _rebuild(
+def restore_mesh(
     device_type: str, ranks: tuple[int, ...], shape: tuple[int, ...], names: Any, kind: Kind, dims: Any, dim_names: Any
 ) -> DeviceMesh:
     base = DeviceMesh(device_type, np.asarray(ranks).reshape(shape), mesh_dim_names=names)
