@@ -68,16 +68,16 @@ def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
     mesh, comm = layout.mesh, communicator_of(layout.mesh)
+    position = None if source is None else _position(mesh, source)
     if mesh.device_type in ("cpu", "cuda") and tensor.device.type not in ("meta", mesh.device_type):
         tensor = tensor.to(mesh.device_type)
     if tensor.is_meta or mesh.kind == "dry_run":
         return comm.map(lambda member: torch.empty(layout.local_shape(mesh.coordinates[member]), dtype=layout.dtype, device="meta"))
     if mesh.current_member() is None:
         return torch.empty(layout.local_shape(None), dtype=layout.dtype, device=tensor.device)
-    if source is None or (mesh.kind == "in_process" and not isinstance(tensor, PerRank)):
+    if position is None or (mesh.kind == "in_process" and not isinstance(tensor, PerRank)):
         return comm.map(lambda member, full: block_of(full, layout, member), tensor)
     everywhere = tuple(range(mesh.ndim))
-    position = _position(mesh, source)
     if all(split is None for split in layout.splits):
         return comm.broadcast(tensor, everywhere, position)
     return _send_blocks(tensor, layout, everywhere, position)

@@ -15,7 +15,7 @@ from .call import Call
 from .context import KernelContext
 from .reduction import reduced_dims
 from .rule import Factors, Kernel
-from .verbs import along, kernel_rule, reduction_factors
+from .verbs import MakeKernel, along, kernel_rule, reduction_factors
 
 
 def _combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -87,9 +87,15 @@ def row_bytes(call: Call, count: int = 2) -> int:
     return rows * 4 * count
 
 
-along("_softmax softmax", kernel=Kernel(_softmax(_plain), collectives=1, nbytes=row_bytes))
-along("_log_softmax log_softmax", kernel=Kernel(_softmax(_log), collectives=1, nbytes=row_bytes))
-along("_safe_softmax", kernel=Kernel(_softmax(_safe), collectives=1, nbytes=row_bytes))
+def _if_floating(finish: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> MakeKernel:
+    """A kernel for results that softmax exists for; integers reach the operator, which raises."""
+    kernel = Kernel(_softmax(finish), collectives=1, nbytes=row_bytes)
+    return lambda call: kernel if call.results[0] is not None and call.results[0].dtype.is_floating_point else None
+
+
+along("_softmax softmax", kernel=_if_floating(_plain))
+along("_log_softmax log_softmax", kernel=_if_floating(_log))
+along("_safe_softmax", kernel=_if_floating(_safe))
 
 
 # --- backward: linear in the incoming gradient -----------------------------------------------------------------------------

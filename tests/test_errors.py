@@ -1,0 +1,182 @@
+"""Errors: the same on all ranks, early, saying what is wrong and what to write instead; the builtin that plain torch raises too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor import DTensor, Partial, Replicate, Shard
+from dtensor.comm import events
+from dtensor.errors import (
+    DTensorError,
+    ImplicitCommunicationError,
+    LayoutError,
+    MeshError,
+    MixedTensorError,
+    PlacementError,
+    UnsupportedOperationError,
+)
+from dtensor.testing import check
+
+pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+
+MESH = dt.init_device_mesh("cpu", (2,))
+OTHER = dt.init_device_mesh("cpu", (3,))
+MESH_22 = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+R = Replicate()
+
+
+def make(*shape: int, mesh: dt.DeviceMesh = MESH, placements: Any = None, dtype: torch.dtype = torch.float32) -> DTensor:
+    return dt.ones(*shape, device_mesh=mesh, placements=placements or [Shard(0)] * mesh.ndim, dtype=dtype)
+
+
+# (what raises, which error, what it must say)
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "two meshes in one op": (lambda: make(4) + make(4, mesh=OTHER), MeshError, r"different meshes.*redistribute"),
+    "a mesh and its slice": (lambda: make(4, mesh=MESH_22) + make(4, mesh=MESH_22["tp"]), MeshError, "different meshes"),
+    "two meshes in a list": (lambda: torch.cat([make(4), make(4, mesh=OTHER)]), MeshError, "different meshes"),
+    "too few placements": (lambda: dt.distribute_tensor(torch.ones(4), MESH_22, [R]), PlacementError, "one per mesh dim"),
+    "too many placements": (lambda: make(4).redistribute(placements=[R, R]), PlacementError, "one per mesh dim"),
+    "a dim out of range": (lambda: dt.distribute_tensor(torch.ones(4), MESH, [Shard(1)]), PlacementError, "out of range"),
+    "a negative dim out of range": (lambda: make(4).redistribute(placements=[Shard(-2)]), PlacementError, "out of range"),
+    "sharding a number": (lambda: dt.distribute_tensor(torch.tensor(1.0), MESH, [Shard(0)]), PlacementError, "0-d tensor"),
+    "no placement": (lambda: dt.distribute_tensor(torch.ones(4), MESH, [0]), PlacementError, "use Shard"),  # type: ignore[list-item]
+    "sizes that do not sum up": (lambda: make(4).redistribute(placements=[Shard(0, sizes=(1, 1))]), PlacementError, "sizes"),
+    "a plain tensor": (lambda: make(4) + torch.ones(4), MixedTensorError, r"argument 'other'.*implicit_replication"),
+    "a write into a plain tensor": (lambda: torch.ones(4).add_(make(4)), MixedTensorError, "distribute_tensor"),
+    "a result in a plain tensor": (lambda: torch.add(make(4), make(4), out=torch.ones(4)), MixedTensorError, "distribute_tensor"),
+    "pieces of wrong shapes": (
+        lambda: DTensor.from_local(dt.per_rank([torch.ones(2, 3), torch.ones(2, 4)]), MESH, [Shard(0)]),
+        LayoutError,
+        r"rank 1 .*\(2, 4\)",
+    ),
+    "too few pieces": (lambda: DTensor.from_local(dt.per_rank([torch.ones(2)]), MESH, [R]), LayoutError, "which has 2 ranks"),
+    "a DTensor as a piece": (lambda: DTensor.from_local(make(4), MESH, [R]), LayoutError, "to_local"),
+    "the constructor": (lambda: DTensor(torch.ones(3)), DTensorError, "distribute_tensor"),
+    "data of a plain tensor": (lambda: setattr(make(4), "data", torch.ones(4)), LayoutError, "distribute_tensor"),
+    "in place with another shape": (lambda: make(1, 4).add_(make(3, 4)), RuntimeError, "shape"),
+    "in place that grows": (lambda: make(4).resize_(8), RuntimeError, ""),
+    "a source rank that is none": (lambda: dt.distribute_tensor(torch.ones(4), MESH, [R], src_data_rank=2), MeshError, "src_data_rank=2"),
+    "an average of integers": (lambda: DTensor.from_local(torch.ones(3, dtype=torch.int64), MESH, [Partial("avg")]).full_tensor(), LayoutError, r"mean of.*Partial\('sum'\)"),
+    "a maximum of complex numbers": (
+        lambda: DTensor.from_local(torch.ones(3, dtype=torch.complex64), MESH, [Partial("max")]).full_tensor(),
+        LayoutError,
+        "no order",
+    ),
+    "a sparse factory": (lambda: dt.zeros(3, device_mesh=MESH, layout=torch.sparse_coo), PlacementError, "strided"),
+    "an option that is none": (lambda: dt.zeros(3, device_mesh=MESH, colour=1), TypeError, "colour"),
+    "no mesh": (lambda: dt.zeros(3), MeshError, "no device mesh"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_error(name: str) -> None:
+    fn, kind, message = CASES[name]
+    with pytest.raises(kind, match=f"(?s){message}"):
+        fn()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_errors_come_before_any_communication(name: str) -> None:
+    seen: list[events.Event] = []
+    events.listeners.append(seen.append)
+    try:
+        with pytest.raises(CASES[name][1]):
+            CASES[name][0]()
+    finally:
+        events.listeners.pop()
+    assert [event.kind for event in seen if event.kind != "all_gather_object"] == []
+
+
+def test_every_error_is_a_dtensor_error_and_a_builtin() -> None:
+    assert issubclass(PlacementError, (DTensorError, ValueError))
+    assert issubclass(MixedTensorError, RuntimeError)
+    assert issubclass(UnsupportedOperationError, NotImplementedError)
+    assert issubclass(DTensorError, RuntimeError)
+
+
+# --- the same errors as plain torch ------------------------------------------------------------------------------------------------
+PLAIN_ERRORS: dict[str, Callable[..., Any]] = {
+    "shapes that do not broadcast": lambda x: x + x[:2, :3],
+    "shapes that do not multiply": lambda x: x @ x,
+    "a view that does not fit": lambda x: x.view(7, 7),
+    "a view of strides that do not fit": lambda x: x.t().view(30),
+    "a dim out of range": lambda x: x.sum(5),
+    "a select out of range": lambda x: x[7],
+    "a narrow out of range": lambda x: x.narrow(0, 3, 5),
+    "an index out of range": lambda x: x.index_select(0, (x[0] * 0 + 9).long()),
+    "concatenation of different shapes": lambda x: torch.cat([x, x.t()]),
+    "an in-place write to a leaf": lambda x: x.add_(1),
+    "an in-place write to an expanded view": lambda x: x.detach().expand(2, 5, 6).add_(1),
+    "an in-place change of dtype": lambda x: x.detach().long().add_(0.5),
+    "a mean of integers": lambda x: x.long().mean(),
+    "item of many": lambda x: x.item(),
+    "truth of many": lambda x: bool(x),
+    "a float as an index": lambda x: [1, 2][x[0, 0] * 0],
+    "softmax of integers": lambda x: torch.softmax(x.long(), 0),
+    "permute twice the same": lambda x: x.permute(0, 0),
+    "a split that does not sum up": lambda x: x.split([1, 1], 0),
+    "an unknown reduction": lambda x: torch.nn.functional.mse_loss(x, x, reduction="most"),
+    "backward of many": lambda x: (x * 2).backward(),
+    "backward without a graph": lambda x: x.detach().sum().backward(),
+    "backward twice": lambda x: [y.backward() for y in [(x * x).sum()] * 2],
+    "requires_grad of integers": lambda x: x.long().requires_grad_(),
+    "no requires_grad for a result": lambda x: (x * 2).requires_grad_(False),
+    "an in-place write to what backward needs": lambda x: [(y.square(), y.add_(1)) for y in [x * 2]][0][0].sum().backward(),
+    "numpy of a leaf": lambda x: x.numpy(),
+}
+
+
+@pytest.mark.parametrize("placements", [[R], [Shard(0)], [Shard(1)]], ids=str)
+@pytest.mark.parametrize("name", PLAIN_ERRORS)
+def test_the_error_of_plain_torch(name: str, placements: list[Any]) -> None:
+    x = torch.arange(30.0).reshape(5, 6)
+    outcome = check(PLAIN_ERRORS[name], x, mesh=MESH, placements=[placements])
+    assert outcome.same_error
+
+
+# --- what explicit() forbids -------------------------------------------------------------------------------------------------------
+def test_explicit_names_the_redistribution_that_an_operation_needs() -> None:
+    x, y = make(4, 6), make(4, 6, placements=[Shard(1)])
+    with dt.explicit(), pytest.raises(ImplicitCommunicationError, match=r"(?s)add.*S\("):
+        x + y
+    with dt.explicit():
+        assert torch.equal((x + y.redistribute(placements=[Shard(0)])).full_tensor(), torch.full((4, 6), 2.0))
+
+
+def test_explicit_allows_what_needs_no_communication() -> None:
+    with dt.explicit():
+        x = make(4, 6)
+        assert ((x * 2 + x).relu() @ make(6, 3, placements=[R])).placements == (Shard(0),)
+        assert x.sum().placements == (Partial(),)
+
+
+def test_explicit_forbids_fallbacks_and_kernels_that_talk() -> None:
+    x = make(4, 6)
+    for fn in (lambda: torch.linalg.svd(x), lambda: torch.softmax(x, 0), lambda: x.sum().item()):
+        with dt.explicit(), pytest.raises(ImplicitCommunicationError):
+            fn()  # type: ignore[no-untyped-call]
+
+
+def test_explicit_allows_backward_of_a_redistribution() -> None:
+    x = make(4, 6).requires_grad_()
+    with dt.explicit():
+        (x.redistribute(placements=[R]) * 2).sum().backward()
+    assert x.grad is not None
+
+
+def test_a_gather_is_announced_once() -> None:
+    from dtensor.errors import GatherWarning
+
+    torch.library.define("proof::unruly", "(Tensor x) -> Tensor")
+    torch.library.impl("proof::unruly", "CompositeExplicitAutograd", lambda x: x.sort(0).values * 2)
+    x = make(4, 4)
+    with pytest.warns(GatherWarning, match=r"proof::unruly.*gathers.*bytes") as caught:
+        first, second = torch.ops.proof.unruly(x), torch.ops.proof.unruly(x)
+    assert len(caught) == 1
+    assert torch.equal(first.full_tensor(), torch.full((4, 4), 2.0))
+    assert second.placements == (R,)

@@ -1,0 +1,738 @@
+"""How a DTensor behaves as a tensor: made, read, moved, differentiated, written to, copied, saved, printed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtensor as dt
+from dtensor import DTensor, Partial, Replicate, Shard
+from dtensor.errors import LayoutError, MixedTensorError, UnsupportedOperationError
+from dtensor.testing import check, scatter
+
+pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+
+MESH = dt.init_device_mesh("cpu", (2,))
+MESH_3 = dt.init_device_mesh("cpu", (3,))
+MESH_22 = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+R = Replicate()
+PLACEMENTS: list[list[Any]] = [[R], [Shard(0)], [Shard(1)], [Shard(0, sizes=(1, 4))], [Partial()], [Partial("avg")], [Partial("max")]]
+
+
+def value(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-9, 10, shape, generator=generator).to(dtype)
+
+
+def pieces(x: Any) -> list[torch.Tensor]:
+    """What the ranks hold."""
+    return list(x._local.shards)
+
+
+# --- distribute_tensor and full_tensor -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.complex64])
+def test_full_tensor_gives_back_what_was_distributed(placements: list[Any], dtype: torch.dtype) -> None:
+    if dtype.is_complex and placements == [Partial("max")]:
+        pytest.skip("complex numbers have no order")
+    x = value(5, 6, dtype=dtype)
+    distributed = dt.distribute_tensor(x, MESH, placements)
+    assert torch.equal(distributed.full_tensor(), x)
+    assert distributed.placements == tuple(placements)
+    assert (distributed.shape, distributed.stride(), distributed.dtype) == (x.shape, x.stride(), x.dtype)
+
+
+def test_distribution_cuts_like_torch_chunk() -> None:
+    x = value(5, 3)
+    held = pieces(dt.distribute_tensor(x, MESH_3, [Shard(0)]))
+    assert all(torch.equal(piece, chunk) for piece, chunk in zip(held, x.chunk(3), strict=True))
+
+
+def test_distributed_pieces_are_copies() -> None:
+    x = value(4, 3)
+    distributed = dt.distribute_tensor(x, MESH, [R])
+    x.zero_()
+    assert bool(distributed.full_tensor().any())
+    assert pieces(distributed)[0].data_ptr() != pieces(distributed)[1].data_ptr()
+
+
+def test_a_non_contiguous_tensor_keeps_its_strides() -> None:
+    x = value(6, 5).t()
+    distributed = dt.distribute_tensor(x, MESH, [Shard(1)])
+    assert distributed.stride() == x.stride() == (1, 5)
+    assert [piece.stride() for piece in pieces(distributed)] == [(1, 5), (1, 5)]
+    assert torch.equal(distributed.full_tensor(), x)
+    assert not distributed.is_contiguous()
+
+
+def test_src_data_rank_says_whose_value_counts() -> None:
+    ranks = dt.per_rank([value(4, 3, seed=k) for k in range(2)])
+    for source in (0, 1):
+        for placements in ([R], [Shard(0)]):
+            made = dt.distribute_tensor(ranks, MESH, placements, src_data_rank=source)
+            assert torch.equal(made.full_tensor(), value(4, 3, seed=source))
+
+
+def test_without_src_data_rank_each_rank_cuts_its_own() -> None:
+    ranks = dt.per_rank([value(4, 3, seed=k) for k in range(2)])
+    made = dt.distribute_tensor(ranks, MESH, [Shard(0)], src_data_rank=None)
+    assert torch.equal(made.full_tensor(), torch.cat([value(4, 3, seed=0)[:2], value(4, 3, seed=1)[2:]]))
+
+
+def test_a_meta_tensor_takes_no_memory() -> None:
+    made = dt.distribute_tensor(torch.empty(100_000, 88, device="meta"), MESH_22, [Shard(0), R])
+    assert made.is_meta
+    assert [tuple(piece.shape) for piece in pieces(made)] == [(50_000, 88)] * 4
+    assert (made @ made.t()).shape == (100_000, 100_000)
+
+
+def test_a_leaf_that_requires_grad_gives_such_a_leaf() -> None:
+    made = dt.distribute_tensor(value(4, 3).requires_grad_(), MESH, [Shard(0)])
+    assert made.is_leaf
+    assert made.requires_grad
+    assert not dt.distribute_tensor(value(4, 3), MESH, [Shard(0)]).requires_grad
+
+
+def test_a_computed_tensor_is_not_distributed() -> None:
+    with pytest.raises(LayoutError, match="leaf tensors"):
+        dt.distribute_tensor(value(4).requires_grad_() * 2, MESH, [R])
+
+
+def test_a_dtensor_is_redistributed() -> None:
+    x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)])
+    assert torch.equal(dt.distribute_tensor(x, MESH, [Shard(1)]).full_tensor(), value(5, 6))
+    assert dt.distribute_tensor(x, MESH, [Shard(0)]) is x
+
+
+def test_a_large_tensor_in_three_lines() -> None:
+    made = dt.distribute_tensor(torch.ones(10_000, 88), dt.init_device_mesh("cpu", (4,)), [Shard(0)])
+    assert [len(piece) for piece in pieces(made)] == [2500] * 4
+
+
+# --- from_local and to_local ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
+def test_from_local_is_the_inverse_of_to_local(placements: list[Any]) -> None:
+    x = scatter(value(5, 6), MESH, placements)
+    again = DTensor.from_local(x.to_local(), MESH, placements if "sizes" not in str(placements) else [Shard(0)])
+    assert again.layout is x.layout
+    assert torch.equal(again.full_tensor(), value(5, 6))
+
+
+def test_ragged_pieces_give_the_right_global_shape() -> None:
+    x = DTensor.from_local(dt.per_rank([torch.ones(1, 3), torch.zeros(4, 3)]), MESH, [Shard(0)])
+    assert x.shape == (5, 3)
+    assert x.placements == (Shard(0, sizes=(1, 4)),)
+    assert x.sum().item() == 3
+
+
+def test_ragged_pieces_on_two_mesh_dims() -> None:
+    whole = value(5, 6)
+    rows, columns = whole.split([1, 4]), [2, 4]
+    x = DTensor.from_local(dt.per_rank([piece for row in rows for piece in row.split(columns, 1)]), MESH_22, [Shard(0), Shard(1)])
+    assert torch.equal(x.full_tensor(), whole)
+
+
+def test_a_plain_tensor_is_the_piece_of_every_rank() -> None:
+    x = DTensor.from_local(torch.arange(3.0), MESH, [Shard(0)])
+    assert x.full_tensor().tolist() == [0, 1, 2, 0, 1, 2]
+    assert DTensor.from_local(torch.arange(3.0), MESH, [Partial()]).full_tensor().tolist() == [0, 2, 4]
+
+
+def test_given_shapes_are_checked() -> None:
+    with pytest.raises(LayoutError, match="rank 1 holds a piece of shape"):
+        DTensor.from_local(dt.per_rank([torch.ones(3), torch.ones(1)]), MESH, [Shard(0)], shape=(5,))
+    made = DTensor.from_local(dt.per_rank([torch.ones(3), torch.ones(2)]), MESH, [Shard(0)], shape=(5,))
+    assert made.shape == (5,)
+
+
+def test_pieces_that_do_not_fit_together_name_the_rank() -> None:
+    with pytest.raises(LayoutError, match=r"rank 1 at \(1,\) holds a piece of shape \(2, 4\)"):
+        DTensor.from_local(dt.per_rank([torch.ones(3, 3), torch.ones(2, 4)]), MESH, [Shard(0)])
+
+
+@pytest.mark.parametrize(
+    ("pieces_", "placements", "message"),
+    [
+        ([torch.ones(3), torch.zeros(3)], [R], "rank 1 holds another value than rank 0"),
+        ([torch.ones(3), torch.ones(4)], [R], "rank 1"),
+        ([torch.ones(3), torch.ones(3, dtype=torch.float64)], [Shard(0)], "rank 1 holds torch.float64, rank 0 holds torch.float32"),
+        ([torch.ones(3), torch.ones(4)], [Partial()], "rank 1"),
+    ],
+)
+def test_run_check_names_the_offending_rank(pieces_: list[torch.Tensor], placements: list[Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        DTensor.from_local(dt.per_rank(pieces_), MESH, placements, run_check=True)
+
+
+def test_run_check_lets_right_pieces_pass() -> None:
+    x = DTensor.from_local(dt.per_rank([torch.ones(2), torch.ones(1)] * 2), MESH_22, [R, Shard(0)], run_check=True)
+    assert x.shape == (3,)
+
+
+def test_from_local_of_a_dtensor_is_refused() -> None:
+    with pytest.raises(LayoutError, match="plain tensor"):
+        DTensor.from_local(dt.zeros(3, device_mesh=MESH), MESH, [R])
+
+
+def test_strides_may_be_given() -> None:
+    x = DTensor.from_local(torch.ones(3, 2), MESH, [Shard(0)], shape=(6, 2), stride=(1, 6))
+    assert x.stride() == (1, 6)
+
+
+# --- gradients across the border --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("placements", "expected"),
+    [([R], [3.0, 3.0]), ([Partial()], [3.0, 3.0]), ([Partial("avg")], [1.5, 1.5])],
+)
+def test_the_gradient_of_a_piece(placements: list[Any], expected: list[float]) -> None:
+    local = [torch.tensor(2.0, requires_grad=True) for _ in range(2)]
+    (DTensor.from_local(dt.per_rank(local), MESH, placements) * 3).full_tensor().backward()
+    assert [x.grad.item() for x in local if x.grad is not None] == expected
+
+
+def test_the_gradient_of_a_shard_is_its_block() -> None:
+    local = [torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)]
+    weights = dt.distribute_tensor(torch.tensor([1.0, 2.0, 3.0]), MESH, [Shard(0)])
+    (DTensor.from_local(dt.per_rank(local), MESH, [Shard(0)]) * weights).sum().full_tensor().backward()
+    assert [x.grad.tolist() for x in local if x.grad is not None] == [[1, 2], [3]]
+
+
+def test_grad_placements_of_to_local_say_how_the_pieces_are_used() -> None:
+    x = dt.distribute_tensor(torch.ones(3), MESH, [R]).requires_grad_()
+    used = x.to_local(grad_placements=[Partial()])
+    (used * dt.per_rank([torch.tensor(1.0), torch.tensor(10.0)])).sum().backward()
+    assert x.grad is not None
+    assert x.grad.full_tensor().tolist() == [11, 11, 11]  # type: ignore[attr-defined]
+    assert x.grad.placements == (R,)  # type: ignore[attr-defined]
+
+
+def test_to_local_of_a_replica_used_alike_counts_once() -> None:
+    x = dt.distribute_tensor(torch.ones(3), MESH, [R]).requires_grad_()
+    (x.to_local() * 5).sum().backward()
+    assert x.grad is not None
+    assert x.grad.full_tensor().tolist() == [5, 5, 5]  # type: ignore[attr-defined]
+
+
+def test_full_tensor_is_differentiable() -> None:
+    for placements in ([R], [Shard(0)], [Partial()], [Partial("avg")]):
+        x = scatter(value(5), MESH, placements).requires_grad_()
+        (x.full_tensor() ** 2).sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad.full_tensor(), 2 * value(5))  # type: ignore[attr-defined]
+
+
+def test_pieces_of_a_maximum_have_no_gradient_of_their_own() -> None:
+    local = torch.ones(3, requires_grad=True)
+    with pytest.raises(UnsupportedOperationError, match="redistribute"):
+        (DTensor.from_local(local, MESH, [Partial("max")]) * 1.0).full_tensor().sum().backward()
+
+
+# --- redistribute -----------------------------------------------------------------------------------------------------------------
+def test_redistribute_row_wise_column_wise_replicated() -> None:
+    x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)])
+    for placements in ([Shard(1)], [R], [Shard(0)], [Shard(0, sizes=(5, 0))]):
+        x = x.redistribute(placements=placements)
+        assert x.placements == tuple(placements)
+        assert torch.equal(x.full_tensor(), value(5, 6))
+    assert x.redistribute().placements == (R,)
+    assert x.redistribute(placements=x.placements) is x
+
+
+def test_the_gradient_comes_back_in_the_sources_layout() -> None:
+    x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
+    y = x * 2
+    y.retain_grad()
+    (y.redistribute(placements=[Shard(1)]) ** 2).sum().backward()
+    assert y.grad is not None
+    assert y.grad.placements == (Shard(0),)  # type: ignore[attr-defined]
+    assert x.grad is not None
+    assert torch.equal(x.grad.full_tensor(), 8 * value(5, 6))  # type: ignore[attr-defined]
+
+
+def test_an_asynchronous_redistribution_arrives_at_first_use() -> None:
+    x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
+    y = x.redistribute(placements=[R], async_op=True)
+    assert y.shape == (5, 6)
+    assert y.placements == (R,)
+    (y * 2).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad.full_tensor(), torch.full((5, 6), 2.0, dtype=torch.float64))  # type: ignore[attr-defined]
+    assert torch.equal(x.detach().redistribute(placements=[Shard(1)], async_op=True).full_tensor(), value(5, 6))
+
+
+def test_dtypes_of_a_redistribution() -> None:
+    x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
+    y = x.redistribute(placements=[R], forward_dtype=torch.bfloat16, backward_dtype=torch.float32)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float64
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("placements", [[R], [Shard(0)], [Shard(1)], [Shard(0, sizes=(1, 4))]], ids=str)
+def test_a_gradient_has_its_leafs_placements(placements: list[Any]) -> None:
+    x = dt.distribute_tensor(value(5, 6), MESH, placements).requires_grad_()
+    w = dt.distribute_tensor(value(6, 3), MESH, [Shard(1)]).requires_grad_()
+    for _ in range(2):  # accumulated as well
+        (x @ w).square().mean().backward()
+    for leaf in (x, w):
+        assert leaf.grad is not None
+        assert leaf.grad.placements == leaf.placements  # type: ignore[attr-defined]
+
+
+def test_autograd_grad_and_double_backward() -> None:
+    def cubes(x: torch.Tensor) -> torch.Tensor:
+        (first,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        return second
+
+    x = dt.distribute_tensor(value(5), MESH, [Shard(0)]).requires_grad_()
+    assert torch.equal(cubes(x).full_tensor(), 6 * value(5))  # type: ignore[attr-defined]
+
+
+def test_hooks_see_global_tensors() -> None:
+    x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
+    seen: list[Any] = []
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(tuple(grad.shape)) or grad * 10)
+    x.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.placements))
+    y.sum().backward()
+    assert seen == [(5, 6), (Shard(0),)]
+    assert x.grad is not None
+    assert x.grad.full_tensor().unique().tolist() == [20]  # type: ignore[attr-defined]
+
+
+def test_no_grad_and_inference_mode() -> None:
+    x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
+    with torch.no_grad():
+        assert not (x * 2).requires_grad
+        x.add_(1)
+    assert torch.equal(x.detach().full_tensor(), value(5, 6) + 1)
+    with torch.inference_mode():
+        y = (x * 2).sum(1)
+        assert y.is_inference()
+        y.mul_(2)
+        y[1:3] = 0
+        assert torch.equal(y.full_tensor()[3:], (value(5, 6) + 1).sum(1)[3:] * 4)
+
+
+def test_requires_grad_can_be_set_and_taken_back() -> None:
+    x = dt.zeros(4, device_mesh=MESH, placements=[Shard(0)])
+    x.requires_grad = True
+    assert x.requires_grad
+    assert x.requires_grad_(False) is x
+    assert not x.requires_grad
+    assert not x.to_local().requires_grad
+
+
+def test_detach_shares_memory() -> None:
+    x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
+    x.detach().zero_()
+    assert not bool(x.detach().full_tensor().any())
+    x.data.fill_(3)
+    assert x.detach().full_tensor().unique().tolist() == [3]
+
+
+def test_checkpointing_recomputes() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
+    checkpoint(lambda t: torch.tanh(t).square(), x, use_reentrant=False).sum().backward()
+    expected = value(5, 6).requires_grad_()
+    torch.tanh(expected).square().sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad.full_tensor(), expected.grad)  # type: ignore[attr-defined,arg-type]
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------------------
+def write_rows(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[1:3] = 7
+    y[:, 0].mul_(2)
+    y.t()[4] += 1
+    y.view(-1)[3:9].zero_()
+    return y
+
+
+def write_and_look(x: torch.Tensor) -> list[torch.Tensor]:
+    y = x.clone()
+    row, column, flat = y[2], y[:, 1:4], y.view(-1)
+    y.mul_(2)
+    row.add_(5)
+    column.neg_()
+    return [y, row, column, flat]
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("fn", [write_rows, write_and_look])
+def test_views_and_their_base_are_one_memory(fn: Any, placements: list[Any]) -> None:
+    check(fn, value(5, 6), mesh=MESH, placements=[placements])
+
+
+def test_in_place_keeps_the_object_and_its_placements() -> None:
+    x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)])
+    before, pointers = x, [piece.data_ptr() for piece in pieces(x)]
+    x += 1
+    x.mul_(dt.distribute_tensor(value(6), MESH, [R]))
+    assert x is before
+    assert x.placements == (Shard(0),)
+    assert [piece.data_ptr() for piece in pieces(x)] == pointers
+
+
+def test_in_place_brings_the_operand_to_the_written_placement() -> None:
+    x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)])
+    x.add_(dt.distribute_tensor(value(5, 6, seed=1), MESH, [Shard(1)]))
+    assert x.placements == (Shard(0),)
+    assert torch.equal(x.full_tensor(), value(5, 6) + value(5, 6, seed=1))
+
+
+def test_out_arguments_keep_their_placements() -> None:
+    a, b = (dt.distribute_tensor(value(5, 6, seed=k), MESH, [Shard(0)]) for k in range(2))
+    out = dt.zeros(5, 6, device_mesh=MESH, placements=[Shard(1)], dtype=torch.float64)
+    assert torch.add(a, b, out=out) is out
+    assert out.placements == (Shard(1),)
+    assert torch.equal(out.full_tensor(), value(5, 6) + value(5, 6, seed=1))
+
+
+def test_data_can_be_replaced() -> None:
+    x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
+    x.data = dt.distribute_tensor(value(5, 6, seed=1), MESH, [Shard(1)])
+    assert x.placements == (Shard(1),)
+    assert x.requires_grad
+    (x * 2).sum().backward()
+    assert x.grad is not None
+    assert x.grad.placements == (Shard(1),)  # type: ignore[attr-defined]
+
+
+# --- reading --------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("placements", [[R], [Partial()], [Partial("avg")], [Partial("max")]], ids=str)
+def test_host_reads_are_of_the_global_value(placements: list[Any]) -> None:
+    x = scatter(torch.tensor(6.0), MESH, placements)
+    assert x.item() == 6
+    assert float(x) == 6
+    assert int(x) == 6
+    assert bool(x > 5)
+    assert f"{x:.1f}" == "6.0"
+    assert [1, 2, 3, 4, 5, 6, 7][scatter(torch.tensor(6), MESH, placements if placements != [Partial("avg")] else [R])] == 7
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
+def test_lists_and_arrays_are_of_the_global_value(placements: list[Any]) -> None:
+    x = scatter(value(5, 6), MESH, placements)
+    assert x.tolist() == value(5, 6).tolist()
+    assert (x.numpy() == value(5, 6).numpy()).all()
+    assert [row.sum().item() for row in x] == value(5, 6).sum(1).tolist()
+    assert len(x) == 5
+    assert x[1, 2].item() == value(5, 6)[1, 2].item()
+
+
+def test_truth_of_several_elements_raises_as_in_plain_torch() -> None:
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        bool(dt.ones(3, device_mesh=MESH, placements=[Shard(0)]))
+
+
+# --- plain tensors mixed in --------------------------------------------------------------------------------------------------------
+def test_numbers_and_0d_tensors_mix() -> None:
+    x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)])
+    assert torch.equal((x * torch.tensor(2.0) + 1).full_tensor(), value(5, 6) * 2 + 1)
+    assert torch.equal((torch.tensor(3, dtype=torch.int64) - x).full_tensor(), 3 - value(5, 6))
+    assert torch.where(x > 0, x, torch.tensor(0.0, dtype=torch.float64)).full_tensor().min() == 0
+
+
+@pytest.mark.parametrize("fn", [lambda x, p: x + p, lambda x, p: p * x, lambda x, p: x @ p.t(), lambda x, p: p.add_(x), lambda x, p: torch.cat([x, p])])
+def test_other_plain_tensors_raise_with_the_remedy(fn: Any) -> None:
+    x, plain = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]), value(5, 6)
+    with pytest.raises(MixedTensorError, match=r"implicit_replication|distribute_tensor"):
+        fn(x, plain)
+
+
+def test_implicit_replication_admits_them() -> None:
+    x, plain = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_(), value(5, 6, seed=1)
+    with dt.implicit_replication():
+        y = x + plain
+        assert torch.equal(y.detach().full_tensor(), value(5, 6) + plain)
+        (x @ plain.t()).sum().backward()
+    assert x.grad is not None
+    with pytest.raises(MixedTensorError):
+        x + plain
+
+
+# --- factories ----------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("placements", [None, [R, R], [Shard(0), R], [Shard(0), Shard(1)], [Shard(0), Shard(0)], [Partial(), Shard(1)]], ids=str)
+def test_factories_fill_every_piece(placements: Any) -> None:
+    options: dict[str, Any] = {"device_mesh": MESH_22, "placements": placements}
+    assert torch.equal(dt.zeros(5, 6, **options).full_tensor(), torch.zeros(5, 6))
+    assert torch.equal(dt.ones((5, 6), **options).full_tensor(), torch.ones(5, 6))
+    assert torch.equal(dt.full((5, 6), 2.5, **options).full_tensor(), torch.full((5, 6), 2.5))
+    assert dt.empty(5, 6, **options).shape == (5, 6)
+    assert dt.full((5, 6), 2, **options).dtype == torch.int64
+    assert dt.ones(5, dtype=torch.bool, device_mesh=MESH_22).dtype == torch.bool
+    assert dt.zeros(5, 6, requires_grad=True, **options).requires_grad
+
+
+@pytest.mark.parametrize("placements", [[R, R], [Shard(0), R], [Shard(0), Shard(1)], [Shard(1), Shard(1)], [Partial(), Shard(0)]], ids=str)
+def test_random_factories_give_what_one_device_gives(placements: Any) -> None:
+    torch.manual_seed(5)
+    expected = [torch.rand(5, 6), torch.randn(5, 6)]
+    torch.manual_seed(5)
+    made = [dt.rand(5, 6, device_mesh=MESH_22, placements=placements), dt.randn(5, 6, device_mesh=MESH_22, placements=placements)]
+    for got, want in zip(made, expected, strict=True):
+        assert torch.allclose(got.full_tensor(), want)
+
+
+def test_like_factories_keep_the_placements() -> None:
+    x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0, sizes=(1, 4))])
+    for made in (torch.zeros_like(x), torch.ones_like(x), x.clone(), torch.full_like(x, 2), torch.empty_like(x), torch.rand_like(x)):
+        assert made.placements == x.placements
+    torch.manual_seed(1)
+    expected = torch.rand_like(value(5, 6))
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand_like(x).full_tensor(), expected)
+
+
+# --- modules, parameters, state ------------------------------------------------------------------------------------------------------
+def make_module() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3, bias=False), nn.BatchNorm1d(3, affine=False))
+
+
+def shard_linears(name: str, module: nn.Module, mesh: Any) -> None:
+    if isinstance(module, nn.Linear):
+        module.weight = nn.Parameter(dt.distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
+
+
+def test_distribute_module_partitions_and_replicates_the_rest() -> None:
+    seen: list[str] = []
+
+    def partition(name: str, module: nn.Module, mesh: Any) -> None:
+        seen.append(name)
+        shard_linears(name, module, mesh)
+
+    module = dt.distribute_module(
+        make_module(),
+        MESH,
+        partition,
+        input_fn=lambda mod, inputs, mesh: (dt.distribute_tensor(inputs[0], mesh, [Shard(0)]),),
+        output_fn=lambda mod, output, mesh: output.full_tensor(),
+    )
+    assert seen == ["", "0", "1", "2", "3"]
+    assert module[0].weight.placements == (Shard(0),)  # type: ignore[index,union-attr]
+    assert module[0].bias.placements == (R,)  # type: ignore[index,union-attr]
+    assert module[3].running_mean.placements == (R,)  # type: ignore[index,union-attr]
+    assert isinstance(module[0].weight, nn.Parameter)  # type: ignore[index,union-attr]
+    plain = make_module()
+    x = torch.randn(6, 5)
+    assert torch.allclose(module(x), plain(x), atol=1e-6)
+    module(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    for got, want in zip(module.parameters(), plain.parameters(), strict=True):
+        assert got.grad is not None
+        assert got.grad.placements == got.placements  # type: ignore[attr-defined]
+        assert torch.allclose(got.grad.full_tensor(), want.grad, atol=1e-5)  # type: ignore[attr-defined,arg-type]
+
+
+def test_a_parameter_is_a_dtensor_and_a_parameter() -> None:
+    p = nn.Parameter(dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]))
+    assert isinstance(p, nn.Parameter)
+    assert isinstance(p, DTensor)
+    assert p.requires_grad
+    assert p.placements == (Shard(0),)
+    assert not nn.Parameter(dt.zeros(3, device_mesh=MESH), requires_grad=False).requires_grad
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_optimizers_step_as_on_one_device(optimizer: Any, foreach: bool) -> None:
+    plain, distributed = make_module()[:3], dt.distribute_module(make_module()[:3], MESH, shard_linears)  # type: ignore[index]
+    options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+    steps = [optimizer(module.parameters(), lr=0.05, weight_decay=0.1, foreach=foreach, **options) for module in (plain, distributed)]
+    x = torch.randn(6, 5)
+    for _ in range(3):
+        for module, batch in ((plain, x), (distributed, dt.distribute_tensor(x, MESH, [Shard(0)]))):
+            module(batch).square().mean().backward()
+        for step in steps:
+            step.step()
+            step.zero_grad()
+    for got, want in zip(distributed.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(got.full_tensor(), want, atol=1e-6)  # type: ignore[attr-defined]
+    moments = [s for state in steps[1].state.values() for s in state.values() if isinstance(s, torch.Tensor) and s.ndim]
+    assert all(isinstance(moment, DTensor) for moment in moments)
+
+
+def test_clipping_uses_the_global_norm() -> None:
+    plain, distributed = make_module()[:3], dt.distribute_module(make_module()[:3], MESH, shard_linears)  # type: ignore[index]
+    x = torch.randn(6, 5)
+    plain(x).square().sum().backward()
+    distributed(dt.distribute_tensor(x, MESH, [Shard(0)])).square().sum().backward()
+    norms = [nn.utils.clip_grad_norm_(module.parameters(), 0.1) for module in (plain, distributed)]
+    assert norms[1].item() == pytest.approx(norms[0].item(), rel=1e-5)
+    for got, want in zip(distributed.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(got.grad.full_tensor(), want.grad, atol=1e-6)  # type: ignore[union-attr,arg-type]
+
+
+def test_state_dict_round_trip() -> None:
+    source, target = (dt.distribute_module(make_module(), MESH, shard_linears) for _ in range(2))
+    with torch.no_grad():
+        for p in target.parameters():
+            p.zero_()
+    state = source.state_dict()
+    assert all(isinstance(v, DTensor) for v in state.values())
+    target.load_state_dict(state)
+    for got, want in zip(target.parameters(), source.parameters(), strict=True):
+        assert got.placements == want.placements  # type: ignore[attr-defined]
+        assert torch.equal(got.full_tensor(), want.full_tensor())  # type: ignore[attr-defined]
+
+
+def test_state_can_be_assigned_from_another_layout() -> None:
+    source = dt.distribute_module(make_module(), MESH)
+    target = dt.distribute_module(make_module(), MESH, shard_linears)
+    with torch.no_grad():
+        source[0].weight.fill_(2)  # type: ignore[index,operator,union-attr]
+    target.load_state_dict(source.state_dict())
+    assert target[0].weight.placements == (Shard(0),)  # type: ignore[index,union-attr]
+    assert target[0].weight.full_tensor().unique().tolist() == [2]  # type: ignore[index,union-attr,operator]
+
+
+@pytest.mark.parametrize("convert", ["double", "half", "bfloat16", "float"])
+def test_a_module_changes_its_dtype(convert: str) -> None:
+    module = getattr(dt.distribute_module(make_module(), MESH, shard_linears), convert)()
+    plain = getattr(make_module(), convert)()
+    for got, want in zip(module.parameters(), plain.parameters(), strict=True):
+        assert isinstance(got, nn.Parameter)
+        assert got.dtype == want.dtype
+        assert torch.equal(got.full_tensor(), want)  # type: ignore[attr-defined]
+    assert module[0].weight.placements == (Shard(0),)
+    assert module.to(torch.float32)[0].weight.dtype == torch.float32
+
+
+def test_apply_and_zero_grad() -> None:
+    module = dt.distribute_module(make_module(), MESH, shard_linears)
+    module.apply(lambda m: nn.init.constant_(m.weight, 0.5) if isinstance(m, nn.Linear) else None)
+    assert module[0].weight.full_tensor().unique().tolist() == [0.5]  # type: ignore[index,union-attr,operator]
+    torch.manual_seed(3)
+    expected = nn.init.kaiming_uniform_(torch.empty(7, 5))
+    torch.manual_seed(3)
+    nn.init.kaiming_uniform_(module[0].weight)  # type: ignore[index,union-attr,arg-type]
+    assert torch.equal(module[0].weight.full_tensor(), expected)  # type: ignore[index,union-attr,operator]
+
+
+# --- copies and files ------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
+def test_deepcopy_copies_the_pieces(placements: list[Any]) -> None:
+    x = scatter(value(5, 6), MESH, placements)
+    other = copy.deepcopy(x)
+    assert other.layout is x.layout
+    x.zero_()
+    assert torch.equal(other.full_tensor(), value(5, 6))
+
+
+def test_deepcopy_of_a_module_keeps_parameters_ties_and_gradients() -> None:
+    module = nn.ModuleList([nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)])
+    module[1].weight = module[0].weight
+    dt.distribute_module(module, MESH)
+    module[1].weight = module[0].weight
+    module[0].weight.sum().backward()  # type: ignore[operator,union-attr]
+    other = copy.deepcopy(module)
+    assert other[0].weight is other[1].weight
+    assert isinstance(other[0].weight, nn.Parameter)
+    assert other[0].weight.grad.full_tensor().unique().tolist() == [1]  # type: ignore[union-attr]
+
+
+def test_deepcopy_of_a_computed_tensor_raises_as_in_plain_torch() -> None:
+    x = dt.ones(3, device_mesh=MESH, requires_grad=True) * 2
+    with pytest.raises(RuntimeError, match=r"detach"):
+        copy.deepcopy(x)
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
+def test_pickling_needs_no_process_group(placements: list[Any]) -> None:
+    x = scatter(value(5, 6), MESH, placements).requires_grad_()
+    other = pickle.loads(pickle.dumps(x))
+    assert other.requires_grad
+    assert other.placements == x.placements
+    assert other.device_mesh == MESH
+    assert torch.equal(other.detach().full_tensor(), value(5, 6))
+
+
+def test_torch_save_and_load() -> None:
+    module = dt.distribute_module(make_module(), MESH, shard_linears)
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=False)
+    assert state["0.weight"].placements == (Shard(0),)
+    assert torch.equal(state["0.weight"].full_tensor(), module[0].weight.detach().full_tensor())  # type: ignore[index,union-attr,operator]
+    parameter = pickle.loads(pickle.dumps(module[0].weight))  # type: ignore[index]
+    assert isinstance(parameter, nn.Parameter)
+
+
+def test_weights_only_loading_is_possible() -> None:
+    file = io.BytesIO()
+    torch.save({"w": dt.distribute_tensor(value(5, 6), MESH, [Shard(0)])}, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert torch.equal(state["w"].full_tensor(), value(5, 6))
+
+
+# --- prints ----------------------------------------------------------------------------------------------------------------------------
+def test_print_shows_every_ranks_piece() -> None:
+    x = dt.distribute_tensor(torch.arange(6).reshape(2, 3), MESH_22, [Shard(0), Shard(1)])
+    assert repr(x) == (
+        "DTensor(int64[2, 3] on (dp=S(0), tp=S(1))\n"
+        "  rank 0: [[0, 1]]\n"
+        "  rank 1: [[2]]\n"
+        "  rank 2: [[3, 4]]\n"
+        "  rank 3: [[5]])"
+    )
+    assert str(x) == repr(x) == f"{x}"
+
+
+def test_print_tells_about_gradients() -> None:
+    x = dt.ones(2, device_mesh=MESH, requires_grad=True)
+    assert "requires_grad=True" in repr(x)
+    assert "grad_fn=<MulBackward0>" in repr(x * 2)
+
+
+# --- submeshes --------------------------------------------------------------------------------------------------------------------------
+def test_a_tensor_on_a_submesh_lives_in_every_copy_of_it() -> None:
+    x = dt.distribute_tensor(torch.arange(3.0), MESH_22["tp"], [Shard(0)])
+    assert [piece.tolist() for piece in pieces(x)] == [[0, 1], [2], [0, 1], [2]]
+    assert (x * 2).sum().item() == 6
+    assert torch.equal(dt.per_rank([torch.arange(3.0)] * 4).shards[0], x.full_tensor().shards[3])  # type: ignore[attr-defined]
+
+
+def test_copies_of_a_submesh_may_hold_different_values() -> None:
+    local = dt.per_rank([torch.full((2,), float(rank)) for rank in range(4)])
+    total = DTensor.from_local(local, MESH_22["tp"], [Shard(0)]).sum()
+    assert [shard.item() for shard in total.full_tensor().shards] == [2, 2, 10, 10]  # type: ignore[attr-defined]
+
+
+def test_autograd_on_a_submesh() -> None:
+    x = dt.distribute_tensor(value(5, 6), MESH_22["dp"], [Shard(0)]).requires_grad_()
+    (x @ dt.distribute_tensor(value(6, 3), MESH_22["dp"], [R])).sum().backward()
+    assert x.grad is not None
+    assert x.grad.placements == (Shard(0),)  # type: ignore[attr-defined]
+
+
+def test_meshes_on_some_ranks() -> None:
+    mesh = dt.DeviceMesh("cpu", [5, 2, 7])
+    check(torch.mm, value(5, 6), value(6, 7), mesh=mesh, placements=[[Shard(1)], [Shard(0)]])
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------------------------
+def test_a_dead_leaf_is_freed() -> None:
+    x = dt.ones(4, device_mesh=MESH, placements=[Shard(0)], requires_grad=True)
+    (x * 2).sum().backward()
+    alive = weakref.ref(x)
+    del x
+    gc.collect()
+    assert alive() is None
