@@ -160,7 +160,7 @@ def _wrap_one(plan: Plan, layout: Any, value: Any, wrap: Wrap) -> Any:
         layouts = layout if isinstance(layout, list) else [None] * len(value)
         return [_wrap_one(plan, lay, item, wrap) for lay, item in zip(layouts, value, strict=True)]
     if isinstance(value, torch.Tensor):
-        if layout is None:  # data-dependent shape: computed whole on every rank, so the local is the global one
+        if plan.how == "gather":  # computed whole on every rank, so the local is the global one, whatever planning knew of it
             layout = Layout.replicated(plan.call.mesh, value.shape, value.stride(), value.dtype)
         return wrap(value, layout)
     return value[0] if isinstance(value, tuple) else value

@@ -1,16 +1,26 @@
-"""Global shapes, strides and dtypes of results, found by running the operator without data."""
+"""Global shapes, strides and dtypes of results, found by running the operator without data.
+
+On the meta device; operators whose results look different from device to device run on fake tensors of the mesh's device instead.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
 
 from .layout import Layout
 from .operators import Operator
 from .rules.call import Meta
 
 META = torch.device("meta")
+# Strides or auxiliary shapes follow the library that computes: LAPACK, MKL or cuSOLVER, cuFFT.
+DEVICE_DEPENDENT = frozenset(
+    "aten::" + name
+    for name in "_linalg_svd linalg_eig _fft_c2c _fft_r2c _fft_c2r nonzero_static _embedding_bag _embedding_bag_forward_only".split()
+)
 
 
 class NotInferable(Exception):
@@ -27,14 +37,27 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
         return ()  # some optimizer steps have no meta kernel, and nothing is to be found out
     if operator.returns and not operator.gives_tensors:
         return (None,) * len(operator.returns)  # a Python value: it depends on data
+    if operator.func._schema.name in DEVICE_DEPENDENT:
+        with _fake_mode():
+            bound = {name: _to_meta(value, None) for name, value in arguments.items()}
+            return _run(operator, bound)
     bound = {name: _to_meta(value) for name, value in arguments.items()}
     if bound.get("device") is not None:
         bound["device"] = META
     if bound.get("pin_memory"):
         bound["pin_memory"] = False
+    return _run(operator, bound)
+
+
+@cache
+def _fake_mode() -> FakeTensorMode:
+    return FakeTensorMode()
+
+
+def _run(operator: Operator, bound: dict[str, Any]) -> tuple[Any, ...]:
     try:
         result = operator.call(bound)
-    except (NotImplementedError, torch._subclasses.fake_tensor.UnsupportedFakeTensorException, ZeroDivisionError) as error:
+    except (NotImplementedError, UnsupportedFakeTensorException, ZeroDivisionError) as error:
         raise NotInferable(str(error)) from error  # divisions: torch's own decompositions of means over no elements
     except RuntimeError as error:
         if "meta" in str(error).lower():
@@ -47,11 +70,13 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(_meta_of(value) for value in result)
 
 
-def _to_meta(value: Any) -> Any:
+def _to_meta(value: Any, device: torch.device | None = META) -> Any:
+    """Layouts as tensors without data, on ``device`` (None: where their mesh is)."""
     if isinstance(value, Layout):
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=META)
+        where = device or torch.device("cpu" if value.mesh.device_type == "meta" else value.mesh.device_type)
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=where)
     if type(value) in (list, tuple):
-        return [_to_meta(item) for item in value]
+        return [_to_meta(item, device) for item in value]
     return value
 
 
