@@ -142,7 +142,7 @@ def _by_rule(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...]
     )
     results = _like(metas, chosen.results)
     moved = {slot[0] for slot, _ in moves}
-    back = _write_back(operator, call, results, moved, reshapes) + _written_aside(operator, call, slots, chosen.operands)
+    back = _write_back(operator, call, results, moved, reshapes) + _written_aside(operator, rule, call, slots, chosen.operands)
     return Plan("rule", call, moves, chosen.operands, results, back, rule=rule, chosen=chosen)
 
 
@@ -181,13 +181,16 @@ def _write_back(
     return tuple(moves)
 
 
-def _written_aside(operator: Operator, call: Call, slots: tuple[Slot, ...], operands: tuple[Layout, ...]) -> tuple[tuple[Slot, Move], ...]:
+def _written_aside(
+    operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...], operands: tuple[Layout, ...]
+) -> tuple[tuple[Slot, Move], ...]:
     """Moves back for arguments that are written to but not returned (running statistics), where they were moved first."""
     returned = {owner for owner in operator.returns if owner is not None}
+    written = operator.mutated.union(rule.writes(call) if rule.writes is not None else ())
     return tuple(
         (slot, plan_move(need, have))
         for slot, have, need in zip(slots, call.operands, operands, strict=True)
-        if slot[0] in operator.mutated and slot[0] not in returned and not have.same_data(need)
+        if slot[0] in written and slot[0] not in returned and not have.same_data(need)
     )
 
 

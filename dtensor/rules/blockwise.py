@@ -7,7 +7,7 @@ partial values pass only where ``partials`` says so. Results that the operator w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -17,7 +17,7 @@ from ..pattern import Pattern, Term, parse
 from .call import Call, Meta
 from .context import KernelContext
 from .registry import register
-from .rule import Factors, Kernel, Rule
+from .rule import Dims, Factors, Kernel, Rule
 from .verbs import bind
 
 Partials = tuple[str, ...] | Callable[[Call], tuple[str, ...]]
@@ -76,6 +76,13 @@ def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def asked_for(call: Call, results: Sequence[Dims]) -> tuple[Dims, ...]:
+    """Those of ``results`` that ``output_mask`` asks for; the others are None, which not all of torch's meta kernels tell."""
+    wanted = call["output_mask"]
+    call.results = tuple(meta if asked else None for meta, asked in zip(call.results, wanted, strict=True))
+    return tuple(dims for dims, asked in zip(results, wanted, strict=True) if asked)
+
+
 # --- partial rows that depend on how many operands and results there are ----------------------------------------------------
 def linear_in(position: int) -> Callable[[Call], tuple[str, ...]]:
     """Linear in one operand, the others fixed; all results are."""
@@ -94,8 +101,6 @@ def multilinear(call: Call) -> tuple[str, ...]:
     """Linear in each operand, the others fixed."""
     count = len(call.operands)
     return tuple(_row([i], op, count, 1) for i in range(count) for op in ("sum", "avg"))
-
-
 
 
 def _row(positions: list[int], op: str, operands: int, results: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .blockwise import blockwise, in_first, linear_in, multilinear, on_each_rank
+from .blockwise import asked_for, blockwise, in_first, linear_in, multilinear, on_each_rank
 from .call import Call
 from .registry import register
 from .rule import Choice, Dims, Factors, Kernel, LocalView, Rule
@@ -42,7 +42,9 @@ def linear_factors(call: Call) -> Factors:
     out: Dims = (("n",),) if len(w) == 2 else ()
     sizes = {f"b{d}": size for d, size in enumerate(x[:-1])} | {"k": x[-1], "n": w[0] if out else 1}
     bias = tuple(out[-len(layout.shape) :] if len(layout.shape) else () for layout in call.operands[2:])
-    return Factors(((*rows, ("k",)), (*out, ("k",)), *bias), ((*rows, *out),), sizes, reduced={"k": "sum"}, additive=frozenset((2,)))
+    return Factors(
+        ((*rows, ("k",)), (*out, ("k",)), *bias), ((*rows, *out),), sizes, reduced={"k": "sum"}, additive=frozenset((2,))
+    )
 
 
 register(
@@ -71,7 +73,7 @@ def linear_backward_factors(call: Call) -> Factors:
     rows = tuple((f"b{d}",) for d in range(len(call.shape(0)) - 1))
     sizes = {f"b{d}": size for d, size in enumerate(call.shape(0)[:-1])} | {"n": call.shape(2)[0], "k": call.shape(2)[1]}
     results: tuple[Dims, ...] = ((*rows, ("k",)), (("n",), ("k",)), (("n",),))
-    kept = tuple(dims for dims, meta in zip(results, call.results, strict=True) if meta is not None)
+    kept = asked_for(call, results)
     summed = {name: "sum" for name in sizes if name != "k"}
     k = Kernel(lambda at, *args, **kwargs: at.map(lambda _, *own: linear_gradients(*own), *args))
     return Factors(((*rows, ("k",)), (*rows, ("n",)), (("n",), ("k",))), kept, sizes, reduced=summed, kernels={"k": k})
@@ -79,7 +81,13 @@ def linear_backward_factors(call: Call) -> Factors:
 
 register(
     "linear_backward",
-    Rule(linear_backward_factors, linear_in(1), local=on_each_rank(linear_gradients), kind="einsum", source="... k, ... n, n k -> ... k, n k, n"),
+    Rule(
+        linear_backward_factors,
+        linear_in(1),
+        local=on_each_rank(linear_gradients),
+        kind="einsum",
+        source="... k, ... n, n k -> ... k, n k, n",
+    ),
 )
 
 

@@ -1,14 +1,17 @@
 """Importing this module registers every rule of the library."""
 
 from . import (
+    batch_norm,
     comparison,
     contraction,
     creation,
     extremum,
+    group_norm,
     joining,
     linalg,
     loss,
     nll,
+    normalization,
     pointwise,
     random,
     reduction,
@@ -20,14 +23,17 @@ from . import (
 )
 
 __all__ = [
+    "batch_norm",
     "comparison",
     "contraction",
     "creation",
     "extremum",
+    "group_norm",
     "joining",
     "linalg",
     "loss",
     "nll",
+    "normalization",
     "pointwise",
     "random",
     "reduction",

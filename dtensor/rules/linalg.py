@@ -28,7 +28,9 @@ blockwise("ormqr", "... [m] [n], ... [k], ... [i] [j] -> ... [i] [j]", partials=
 blockwise("linalg_pinv.atol_rtol_tensor", "... [m] [n], ..., ... -> ... [n] [m]")
 
 # tells of a failure by raising: all ranks look at all of it, so that all raise
-register("_linalg_check_errors", Rule(lambda call: Factors((((),) * len(call.shape(0)),), (), {}), kind="linalg", source="[...] ->"))
+register(
+    "_linalg_check_errors", Rule(lambda call: Factors((((),) * len(call.shape(0)),), (), {}), kind="linalg", source="[...] ->")
+)
 
 
 def solver(names: str, pattern: str, right: int) -> None:

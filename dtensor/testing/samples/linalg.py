@@ -27,18 +27,36 @@ ONE = [Sample((A,)), Sample((regular(3, 3),)), Sample((regular(2, 5, 3, 3),), no
 QR = torch.geqrf(x(5, 4, 3))
 
 SAMPLES: Samples = {
-    **{name: ONE for name in ("linalg_inv_ex", "_linalg_det", "_linalg_slogdet", "linalg_matrix_exp", "linalg_lu", "linalg_lu_factor_ex")},
-    **{name: [Sample((S,)), Sample((definite(3, 3),))] for name in ("cholesky", "linalg_cholesky_ex", "cholesky_inverse",)},
+    **dict.fromkeys(
+        ("linalg_inv_ex", "_linalg_det", "_linalg_slogdet", "linalg_matrix_exp", "linalg_lu", "linalg_lu_factor_ex"), ONE
+    ),
+    **{
+        name: [Sample((S,)), Sample((definite(3, 3),))]
+        for name in (
+            "cholesky",
+            "linalg_cholesky_ex",
+            "cholesky_inverse",
+        )
+    },
     "linalg_ldl_factor_ex": [Sample((S,), gradients=False), Sample((definite(3, 3),), gradients=False)],
-    "linalg_qr": [Sample((x(5, 4, 3),)), Sample((x(5, 4, 3), "r"), note="no Q", gradients=False), Sample((x(5, 4, 3), "complete"), gradients=False)],
+    "linalg_qr": [
+        Sample((x(5, 4, 3),)),
+        Sample((x(5, 4, 3), "r"), note="no Q", gradients=False),
+        Sample((x(5, 4, 3), "complete"), gradients=False),
+    ],
     "_linalg_svd": [Sample((x(5, 4, 3), False, False), note="values only"), Sample((x(5, 4, 1),), gradients=False)],
     "_linalg_eigh": [Sample((S, "L", False), note="values only", gradients=False), Sample((S,), gradients=False)],
-    "linalg_eig": [Sample((definite(5, 1, 1),), gradients=False)],  # torch's meta kernels of eig and svd give strides that its CPU kernels do not
+    "linalg_eig": [
+        Sample((definite(5, 1, 1),), gradients=False)
+    ],  # torch's meta kernels of eig and svd give strides that its CPU kernels do not
     "_linalg_eigvals": [Sample((S,), gradients=False)],
     "lu_unpack": [Sample((LU, PIVOTS)), Sample((LU, PIVOTS, True, False), note="no P")],
     "linalg_householder_product": [Sample((QR[0], QR[1]), gradients=False)],
     "ormqr": [Sample((QR[0], QR[1], x(5, 4, 2, seed=1)), gradients=False)],
-    "linalg_pinv.atol_rtol_tensor": [Sample((x(5, 4, 3),)), Sample((x(5, 4, 3),), {"rtol": torch.full((5,), 1e-9, dtype=torch.float64)}, gradients=False)],
+    "linalg_pinv.atol_rtol_tensor": [
+        Sample((x(5, 4, 3),)),
+        Sample((x(5, 4, 3),), {"rtol": torch.full((5,), 1e-9, dtype=torch.float64)}, gradients=False),
+    ],
     "_linalg_check_errors": [Sample((torch.zeros(5, dtype=torch.int32), "linalg.inv"), {"is_matrix": False})],
     "cholesky_solve": [Sample((x(5, 3, 2, seed=1), torch.linalg.cholesky(S)))],
     "linalg_solve_triangular": [

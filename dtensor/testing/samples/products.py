@@ -15,7 +15,10 @@ def x(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.T
 
 
 SAMPLES: Samples = {
-    "_addmm_activation": [Sample((x(7), x(5, 6, seed=1), x(6, 7, seed=2)), {"use_gelu": True}), Sample((x(5, 7), x(5, 6, seed=1), x(6, 7, seed=2)))],
+    "_addmm_activation": [
+        Sample((x(7), x(5, 6, seed=1), x(6, 7, seed=2)), {"use_gelu": True}),
+        Sample((x(5, 7), x(5, 6, seed=1), x(6, 7, seed=2))),
+    ],
     "linear": [
         Sample((x(5, 2, 6), x(7, 6, seed=1), x(7, seed=2))),
         Sample((x(5, 6, dtype=I), x(7, 6, seed=1, dtype=I))),
@@ -48,7 +51,9 @@ SAMPLES: Samples = {
         Sample((x(30, 3), x(6, 3, seed=1), 2.0, None), {}, "by matrix product"),
     ],
     "_euclidean_dist": [Sample((x(5, 3), x(6, 3, seed=1)))],
-    "_cdist_backward": [Sample((x(5, 6), x(5, 3, seed=1), x(6, 3, seed=2), 2.0, torch.cdist(x(5, 3, seed=1), x(6, 3, seed=2))), gradients=False)],
+    "_cdist_backward": [
+        Sample((x(5, 6), x(5, 3, seed=1), x(6, 3, seed=2), 2.0, torch.cdist(x(5, 3, seed=1), x(6, 3, seed=2))), gradients=False)
+    ],
     "_pdist_forward": [Sample((x(5, 3), 2.0))],
     "_pdist_backward": [Sample((x(10), x(5, 3, seed=1), 2.0, torch.pdist(x(5, 3, seed=1))), gradients=False)],
     "_int_mm": [Sample((x(5, 6, dtype=I8), x(6, 7, seed=1, dtype=I8)))],

@@ -1,0 +1,158 @@
+"""Normalizations: statistics of the whole whatever is sharded, gradients, running statistics, and how little is communicated."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.testing import check, verify_rule
+from dtensor.testing.samples import normalization
+
+R, S0, S1, S2, SUM = Replicate(), Shard(0), Shard(1), Shard(2), Partial()
+MESHES = {shape: dt.init_device_mesh("cpu", shape) for shape in ((2,), (3,), (2, 2))}
+
+
+def x(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, samples in normalization.SAMPLES.items() if samples))
+def test_every_placement_gives_what_plain_torch_gives(name: str) -> None:
+    report = verify_rule(name, limit=10, budget=100)
+    assert not report.wrong, report
+
+
+def layer_norm(a: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(a, w.shape, w, b)
+
+
+def rms_norm(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(a, w.shape, w)
+
+
+def group_norm(a: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.group_norm(a, 2, w, b)
+
+
+def batch_norm(a: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.batch_norm(a, None, None, w, b, training=True)
+
+
+# name, function, shapes, placements on one mesh dim, placements of the result, collectives of the forward pass, of the gradients
+COSTS: list[tuple[str, Any, list[tuple[int, ...]], list[Any], Any, int]] = [
+    ("layer norm of rows", layer_norm, [(5, 3, 7), (7,), (7,)], [S0, R, R], S0, 0),
+    ("layer norm of a sharded sequence", layer_norm, [(2, 5, 7), (7,), (7,)], [S1, R, R], S1, 0),
+    ("layer norm of a sharded hidden dim", layer_norm, [(2, 5, 7), (7,), (7,)], [S2, S0, S0], S2, 1),
+    ("RMS norm of rows", rms_norm, [(5, 3, 7), (7,)], [S0, R], S0, 0),
+    ("group norm of samples", group_norm, [(5, 6, 3), (6,), (6,)], [S0, R, R], S0, 0),
+    ("group norm of groups", group_norm, [(5, 6, 3), (6,), (6,)], [S1, S0, S0], S1, 0),
+    ("group norm of sharded positions", group_norm, [(2, 6, 7), (6,), (6,)], [S2, R, R], S2, 1),
+    ("batch norm of a sharded batch", batch_norm, [(5, 6, 3), (6,), (6,)], [S0, R, R], S0, 1),
+    ("batch norm of channels", batch_norm, [(5, 6, 3), (6,), (6,)], [S1, S0, S0], S1, 0),
+]
+
+
+@pytest.mark.parametrize("name, fn, shapes, placements, result, collectives", COSTS, ids=[case[0] for case in COSTS])
+def test_communication(name: str, fn: Any, shapes: Any, placements: Any, result: Any, collectives: int) -> None:
+    tensors = [x(*shape, seed=i) for i, shape in enumerate(shapes)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*has no sharding rule.*")
+        outcome = check(fn, *tensors, mesh=MESHES[2,], placements=[[p] for p in placements])
+    assert outcome.layouts[0].placements == (result,)
+    assert len(outcome.events) == collectives
+    assert all(event.bytes < 8 * tensors[0].numel() for event in outcome.events)  # statistics, not values
+
+
+COMPOSITES: list[tuple[str, Any, list[tuple[int, ...]]]] = [
+    ("layer_norm", layer_norm, [(5, 3, 7), (3, 7), (3, 7)]),
+    ("rms_norm", rms_norm, [(5, 3, 7), (7,)]),
+    ("group_norm", group_norm, [(5, 6, 3), (6,), (6,)]),
+    ("batch_norm", batch_norm, [(5, 6, 3), (6,), (6,)]),
+    ("instance_norm", lambda a, w, b: F.instance_norm(a, weight=w, bias=b), [(5, 6, 3), (6,), (6,)]),
+    ("local_response_norm", lambda a: F.local_response_norm(a, 3), [(5, 6, 7)]),
+    ("normalize", lambda a: F.normalize(a, dim=1), [(5, 6, 7)]),
+    ("weight_norm", lambda v, g: torch._weight_norm(v, g, 0), [(5, 6), (5, 1)]),
+]
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("name, fn, shapes", COMPOSITES, ids=[case[0] for case in COMPOSITES])
+def test_values_and_gradients(name: str, fn: Any, shapes: Any, shape: tuple[int, ...]) -> None:
+    tensors = [x(*own, seed=i) for i, own in enumerate(shapes)]
+    for first, second in ((S0, Shard(-1)), (S1, S0), (Shard(-1), Shard(-1)), (SUM, S0), (Shard(0, sizes=(1, 4)), R)):
+
+        def placed(ndim: int) -> list[Any]:
+            small = [R if isinstance(p, Shard) and (p.sizes or not -ndim <= p.dim < ndim) else p for p in (first, second)]
+            return small[: len(shape)]
+
+        ragged = isinstance(first, Shard) and first.sizes is not None
+        if ragged and shape[0] != 2:
+            continue
+        own = [[first, second][: len(shape)], *(placed(t.ndim) for t in tensors[1:])]
+        check(fn, *tensors, mesh=MESHES[shape], placements=own)
+
+
+@pytest.mark.parametrize("placements", [[S0], [S1], [R], [S2]], ids=str)
+@pytest.mark.parametrize("stats", [R, S0, SUM], ids=str)
+def test_running_statistics_are_those_of_the_global_batch_on_every_rank(placements: Any, stats: Any) -> None:
+    mesh = MESHES[3,]
+    a, mean, var = x(5, 4, 7), x(4, seed=1), x(4, seed=2).abs() + 1
+    expected_mean, expected_var = mean.clone(), var.clone()
+    expected = F.batch_norm(a, expected_mean, expected_var, training=True, momentum=0.3)
+    own = dt.distribute_tensor(a, mesh, placements)
+    kept = [dt.distribute_tensor(t, mesh, [R]).redistribute(placements=[stats]) for t in (mean, var)]
+    out = F.batch_norm(own, *kept, training=True, momentum=0.3)
+    assert torch.allclose(out.full_tensor(), expected)
+    for statistic, wanted in zip(kept, (expected_mean, expected_var), strict=True):
+        assert statistic.placements == (stats,)
+        assert torch.allclose(statistic.full_tensor(), wanted)
+
+
+def test_batch_norm_modules_train_and_evaluate_alike() -> None:
+    mesh, plain = MESHES[2, 2], torch.nn.BatchNorm1d(4, dtype=torch.float64)
+    module = dt.distribute_module(torch.nn.BatchNorm1d(4, dtype=torch.float64), mesh)
+    for step in range(3):
+        batch = x(5, 4, 3, seed=step) * (step + 1)
+        got = module(dt.distribute_tensor(batch, mesh, [S0, S1]))
+        wanted = plain(batch)
+        assert torch.allclose(got.full_tensor(), wanted)
+        got.square().mean().backward()
+        wanted.square().mean().backward()
+    assert torch.allclose(module.weight.grad.full_tensor(), plain.weight.grad)
+    plain.eval(), module.eval()
+    batch = x(5, 4, 3, seed=9)
+    assert torch.allclose(module(dt.distribute_tensor(batch, mesh, [S0, S0])).full_tensor(), plain(batch))
+
+
+def test_plain_running_statistics_are_refused() -> None:
+    own = dt.distribute_tensor(x(5, 4), MESHES[2,], [S0])
+    with dt.implicit_replication(), pytest.raises(dt.errors.MixedTensorError, match="running statistics"):
+        F.batch_norm(own, torch.zeros(4).double(), torch.ones(4).double(), training=True)
+
+
+def test_sharded_moments_do_not_cancel() -> None:
+    a = x(4, 64, dtype=torch.float32) * 0.01 + 100
+    got = F.layer_norm(dt.distribute_tensor(a, MESHES[2,], [S1]), (64,)).full_tensor()
+    assert torch.allclose(got, F.layer_norm(a.double(), (64,)).float(), atol=2e-2)
+
+
+@pytest.mark.parametrize("placement", [R, S0, S1, S2], ids=str)
+@pytest.mark.parametrize("wanted", [[True, True], [True, False]], ids=str)
+def test_fused_rms_norm_gradients_are_those_of_the_composite(placement: Any, wanted: list[bool]) -> None:
+    mesh, a, w, grad = MESHES[3,], x(2, 5, 7), x(7, seed=1), x(2, 5, 7, seed=2)
+    leaf, weight = a.clone().requires_grad_(), w.clone().requires_grad_()
+    F.rms_norm(leaf, (7,), weight, 1e-5).backward(grad)
+    rstd = torch.ops.aten._fused_rms_norm(a, [7], w, 1e-5)[1]
+    own = [dt.distribute_tensor(t, mesh, [placement]) for t in (grad, a)]
+    small = dt.distribute_tensor(rstd, mesh, [R if placement == S2 else placement])
+    got = torch.ops.aten._fused_rms_norm_backward(
+        *own, [7], small, dt.distribute_tensor(w, mesh, [S0 if placement == S2 else R]), wanted
+    )
+    assert torch.allclose(got[0].full_tensor(), leaf.grad) and got[0].placements == (placement,)
+    assert not wanted[1] or torch.allclose(got[1].full_tensor(), weight.grad)
