@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import MeshError
 from .protocol import Communicator, Local, Pending, Shape
 from .reduction import Op
+from .regions import Box, Route
 
 
 class DryRun(Communicator):
@@ -18,6 +19,23 @@ class DryRun(Communicator):
 
     def process_group(self, mesh_dims: Sequence[int]) -> Any:
         raise MeshError(f"{self.mesh!r} is a dry run: it has no process groups; use init_device_mesh('cpu', ...) under torchrun")
+
+    def _bind_transfer(
+        self, mesh_dims: tuple[int, ...], route_of: Callable[[int], Route], dtype: Any, kind: str
+    ) -> Callable[[Local, bool], Pending[Local]]:
+        shape = route_of(0).new
+        return lambda x, async_op: Pending.of(x.new_empty(shape))
+
+    def _bind_reduce_scatter(
+        self,
+        mesh_dims: tuple[int, ...],
+        chunks_of: Callable[[int], tuple[Box, ...]],
+        op: Op,
+        old: Callable[[int], Shape],
+        dtype: Any,
+    ) -> Callable[[Local, bool], Pending[Local]]:
+        shape = chunks_of(0)[self.mesh.members_of(mesh_dims, 0).index(0)].size
+        return lambda x, async_op: Pending.of(x.new_empty(shape))
 
     def _all_reduce(self, x: Local, mesh_dims: tuple[int, ...], op: Op, async_op: bool) -> Pending[Local]:
         return Pending.of(x.new_empty(x.shape))

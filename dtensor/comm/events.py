@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..mesh import DeviceMesh
+    from .regions import Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +73,9 @@ def exchanged(groups: Sequence[Sequence[int]], shape_of: Callable[[int, int], Se
         for to in group:
             most = max(most, sum(math.prod(shape_of(source, to)) for source in group if source != to))
     return most * itemsize
+
+
+def routed(groups: Sequence[Sequence[int]], route_of: Callable[[int], Route]) -> int:
+    """Elements that a transfer brings to a rank, the most over ranks."""
+    members = (member for group in groups for member in group)
+    return max(sum(box.numel for box in route_of(member).receives if box is not None) for member in members)

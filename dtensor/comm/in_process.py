@@ -16,6 +16,7 @@ from .per_rank import PerRank, count_ranks, merge, parts
 from .protocol import Communicator, Local, Pending, Shape
 from .rank_values import RankValues
 from .reduction import Op, dense, fold
+from .regions import Box, Route, region
 
 
 class InProcess(Communicator):
@@ -39,6 +40,41 @@ class InProcess(Communicator):
             f"all ranks of {self.mesh!r} live in this process: there is no process group; "
             "start the program with `torchrun --nproc-per-node N` to have one"
         )
+
+    def _bind_transfer(
+        self, mesh_dims: tuple[int, ...], route_of: Callable[[int], Route], dtype: Any, kind: str
+    ) -> Callable[[Local, bool], Pending[Local]]:
+        groups = {member: group for group in self._groups(mesh_dims) for member in group}
+        position = {member: group.index(member) for member, group in groups.items()}
+        moves = [_copies(member, groups[member], position, route_of) for member in self.mesh.members]
+        shapes = [route_of(member).new for member in self.mesh.members]
+
+        def run(x: Local, async_op: bool) -> Pending[Local]:
+            shards = self._shards(x)
+            results = [shards[0].new_empty(shape) for shape in shapes]
+            for result, copies in zip(results, moves, strict=True):
+                for source, old, new in copies:
+                    region(result, new).copy_(region(shards[source].detach(), old))
+            return Pending.of(PerRank(results))
+
+        return run
+
+    def _bind_reduce_scatter(
+        self,
+        mesh_dims: tuple[int, ...],
+        chunks_of: Callable[[int], tuple[Box, ...]],
+        op: Op,
+        old: Callable[[int], Shape],
+        dtype: Any,
+    ) -> Callable[[Local, bool], Pending[Local]]:
+        def run(x: Local, async_op: bool) -> Pending[Local]:
+            shards, results = self._shards(x), {}
+            for group in self._groups(mesh_dims):
+                for k, member in enumerate(group):
+                    results[member] = fold([region(shards[source], chunks_of(source)[k]) for source in group], op)
+            return Pending.of(self._per_rank(results))
+
+        return run
 
     def _all_reduce(self, x: Local, mesh_dims: tuple[int, ...], op: Op, async_op: bool) -> Pending[Local]:
         shards, results = self._shards(x), {}
@@ -118,6 +154,20 @@ class InProcess(Communicator):
 
     def _per_rank(self, results: dict[int, Tensor]) -> PerRank:
         return PerRank(results[member] for member in self.mesh.members)
+
+
+def _copies(
+    member: int, group: tuple[int, ...], position: dict[int, int], route_of: Callable[[int], Route]
+) -> list[tuple[int, Box, Box]]:
+    """From whom which region of the old block comes to which region of the new one."""
+    route, mine = route_of(member), position[member]
+    copies = [] if route.kept is None else [(member, *route.kept)]
+    for source, new in zip(group, route.receives, strict=True):
+        if new is not None and source != member:
+            old = route_of(source).sends[mine]
+            assert old is not None, "what one receives another sends"
+            copies.append((source, old, new))
+    return copies
 
 
 def _copy(piece: Tensor, shape: Shape) -> Tensor:

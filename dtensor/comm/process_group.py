@@ -5,6 +5,7 @@ Which algorithm runs depends on the backend, dtype, shapes and group size only, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,9 +28,8 @@ from .backends import (
 from .groups import Group, group_of
 from .protocol import Communicator, Pending, Shape
 from .reduction import Op, dense, fold
-
-# Below this many bytes in all, one round that sends everything to everybody beats two rounds (measured on gloo).
-ONE_ROUND_BYTES = 64 * 1024
+from .regions import Box, Route
+from .transfer import all_reduce_in_place, bind_scatter, bind_transfer, everybodys
 
 
 class ProcessGroups(Communicator):
@@ -61,6 +61,24 @@ class ProcessGroups(Communicator):
     def _groups(self, mesh_dims: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
         return [self._group(mesh_dims).members]
 
+    # --- bound ---------------------------------------------------------------------------------------------------
+    def _bind_transfer(
+        self, mesh_dims: tuple[int, ...], route_of: Callable[[int], Route], dtype: torch.dtype, kind: str
+    ) -> Callable[[Tensor, bool], Pending[Tensor]]:
+        return bind_transfer(self._group(mesh_dims), route_of, dtype, kind == "all_gather")
+
+    def _bind_reduce_scatter(
+        self,
+        mesh_dims: tuple[int, ...],
+        chunks_of: Callable[[int], tuple[Box, ...]],
+        op: Op,
+        old: Callable[[int], Shape],
+        dtype: torch.dtype,
+    ) -> Callable[[Tensor, bool], Pending[Tensor]]:
+        group = self._group(mesh_dims)
+        member = group.members[group.position]
+        return bind_scatter(group, tuple(old(member)), chunks_of(member), op, dtype)
+
     # --- reductions ----------------------------------------------------------------------------------------------
     def _all_reduce(self, x: Tensor, mesh_dims: tuple[int, ...], op: Op, async_op: bool) -> Pending[Tensor]:
         group = self._group(mesh_dims)
@@ -72,9 +90,11 @@ class ProcessGroups(Communicator):
             return started(work, lambda: result)
         total = x.numel() * x.dtype.itemsize * group.size
         # A monoid need not work element by element, so its terms stay whole.
-        if isinstance(op, Monoid) or group.size == 2 or total <= ONE_ROUND_BYTES:
-            arrived = exchange(group, [x] * group.size, [x.shape] * group.size, async_op)
-            return Pending(lambda: fold(arrived.wait(), op))
+        traits = traits_of(group)
+        if isinstance(op, Monoid) or total <= traits.one_round_bytes:
+            return everybodys(group, x, async_op, lambda terms: fold(terms, op))
+        if traits.direct_bytes < sys.maxsize:
+            return all_reduce_in_place(group, x, op)
         return self._all_reduce_in_chunks(group, x, op, async_op)
 
     def _all_reduce_in_chunks(self, group: Group, x: Tensor, op: Op, async_op: bool) -> Pending[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -17,11 +17,18 @@ from ..errors import LayoutError, MeshError
 from ..mesh import DeviceMesh
 from . import events
 from .reduction import Op, check_reduction, dense, fold
+from .regions import Box, Route
 
 # A torch.Tensor with process groups, a PerRank of them in one process, a meta tensor in a dry run.
 Local: TypeAlias = Any
 Shape: TypeAlias = Sequence[int]
 T = TypeVar("T")
+
+
+class BoundCollective(Protocol):
+    """A collective whose regions and group are known: only the local is missing."""
+
+    def __call__(self, x: Local, async_op: bool = False) -> Any: ...
 
 
 class Pending(Generic[T]):
@@ -59,6 +66,72 @@ class Communicator(ABC):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
+
+    # --- bound collectives: what follows from regions is worked out once ---------------------------------------------
+    def bind_transfer(
+        self, mesh_dims: Sequence[int], route_of: Callable[[int], Route], dtype: torch.dtype, kind: str = "all_to_all"
+    ) -> BoundCollective:
+        """``bound(x, async_op=False)``: every member's new block, of the regions that others send and that it keeps.
+
+        ``route_of(member)``: see :class:`Route`. ``kind`` ``"all_gather"``: every member gets the blocks of all.
+        """
+        mesh_dims = tuple(mesh_dims)
+        if self._absent:
+            return _nothing
+        run = self._bind_transfer(mesh_dims, route_of, dtype, kind)
+        return self._bound(kind, mesh_dims, run, lambda: events.routed(self._groups(mesh_dims), route_of) * dtype.itemsize)
+
+    def bind_reduce_scatter(
+        self,
+        mesh_dims: Sequence[int],
+        chunks_of: Callable[[int], tuple[Box, ...]],
+        op: Op,
+        old: Callable[[int], Shape],
+        dtype: torch.dtype,
+    ) -> BoundCollective:
+        """``bound(x, async_op=False)``: region ``chunks_of(member)[k]`` of the group's blocks, reduced, for position k.
+
+        ``old(member)`` is the shape of its block; regions of one position are of one shape on all ranks.
+        """
+        mesh_dims = tuple(mesh_dims)
+        check_reduction(op, dtype)
+        if self._absent:
+            return _nothing
+
+        def received() -> int:
+            most = max(box.numel for group in self._groups(mesh_dims) for box in chunks_of(group[0]))
+            return (self.group_size(mesh_dims) - 1) * most * dtype.itemsize
+
+        run = self._bind_reduce_scatter(mesh_dims, chunks_of, op, old, dtype)
+        return self._bound("reduce_scatter", mesh_dims, run, received)
+
+    def _bound(
+        self, kind: str, mesh_dims: tuple[int, ...], run: Callable[[Local, bool], Pending[Local]], nbytes: Callable[[], int]
+    ) -> BoundCollective:
+        known: list[int] = []  # counted when somebody listens first
+
+        def issue(x: Local, async_op: bool = False) -> Any:
+            if events.listeners:
+                known[:] = known or [nbytes()]
+                self._report(kind, mesh_dims, known[0])
+            return run(x, True) if async_op else run(x, False).wait()
+
+        return issue
+
+    @abstractmethod
+    def _bind_transfer(
+        self, mesh_dims: tuple[int, ...], route_of: Callable[[int], Route], dtype: torch.dtype, kind: str
+    ) -> Callable[[Local, bool], Pending[Local]]: ...
+
+    @abstractmethod
+    def _bind_reduce_scatter(
+        self,
+        mesh_dims: tuple[int, ...],
+        chunks_of: Callable[[int], tuple[Box, ...]],
+        op: Op,
+        old: Callable[[int], Shape],
+        dtype: torch.dtype,
+    ) -> Callable[[Local, bool], Pending[Local]]: ...
 
     # --- local work --------------------------------------------------------------------------------------------
     @abstractmethod
@@ -204,6 +277,11 @@ class Communicator(ABC):
     def _count(chunks: Sequence[Local], size: int, kind: str) -> None:
         if len(chunks) != size:
             raise LayoutError(f"{kind} in a group of {size} ranks takes {size} chunks, got {len(chunks)}")
+
+
+def _nothing(x: Local, async_op: bool = False) -> Any:
+    """What a bound collective does outside the mesh."""
+    return _ended(x, async_op)
 
 
 def _ended(value: Any, async_op: bool) -> Any:

@@ -89,12 +89,21 @@ def fold(terms: Sequence[Tensor], op: Op) -> Tensor:
         return _fold_uint64(terms, op)
     carrier = _CARRIER.get(dtype, dtype)
     step = (_BOOL_STEP if dtype is torch.bool else _STEP)[op]
-    total = dense(terms[0], carrier)
-    for term in terms[1:]:
+    if carrier is dtype and op in ("sum", "avg") and dtype is not torch.bool and len(terms) > 1:
+        total = _row_major_sum(terms[0], terms[1])  # saves a copy
+        rest = terms[2:]
+    else:
+        total, rest = dense(terms[0], carrier), terms[1:]
+    for term in rest:
         step(total, term.detach().to(carrier))
     if op == "avg" and len(terms) > 1:
         total.div_(len(terms))
     return total.to(dtype)
+
+
+def _row_major_sum(a: Tensor, b: Tensor) -> Tensor:
+    total = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    return torch.add(a.detach(), b.detach(), out=total)
 
 
 def _fold_monoid(terms: Sequence[Tensor], op: Monoid) -> Tensor:

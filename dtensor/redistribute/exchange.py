@@ -6,34 +6,17 @@ Blocks are boxes, so a part is the intersection of two boxes. Within a group the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
+from ..comm.regions import Box, Route
 from ..layout import Layout
 from .blocks import Mask, Table, blocks, groups, leaves
 
 
-class Box(NamedTuple):
-    """A region of a local block: where it starts in it, and its size."""
-
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Routes:
-    """One member's part in an exchange; tuples have one entry per group position, None for nothing."""
-
-    sends: tuple[Box | None, ...]  # regions of the old block
-    receives: tuple[Box | None, ...]  # regions of the new block
-    kept: tuple[Box, Box] | None  # the same elements in the old and in the new block
-
-
 @lru_cache(maxsize=4096)
-def routes(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> Routes:
+def routes(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> Route:
     """What ``member`` sends, receives and keeps.
 
     >>> mesh = dt.DeviceMesh("cpu", 2)
@@ -56,7 +39,8 @@ def routes(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: in
     length = np.minimum(lo[group] + size[group], new_lo[member] + new_size[member]) - start
     receives = _boxes(start - new_lo[member], length, come)
     new = _boxes((start - new_lo[member])[here], length[here], here >= 0)[0]
-    return Routes(sends, receives, None if old is None or new is None else (old, new))
+    shapes = tuple(size[member].tolist()), tuple(new_size[member].tolist())
+    return Route(*shapes, sends, receives, None if old is None or new is None else (old, new))
 
 
 def _boxes(start: Table, size: Table, chosen: Mask) -> tuple[Box | None, ...]:

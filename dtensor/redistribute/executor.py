@@ -7,16 +7,17 @@ input or the input itself, so a plan without a collective may alias its source.
 from __future__ import annotations
 
 import dataclasses
-from functools import lru_cache
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from ..comm import Communicator, Pending, communicator_of
+from ..comm.regions import Box, region
 from ..layout import Layout
 from ..placement import Monoid
-from .blocks import leaves
-from .exchange import Box, routes
+from .exchange import routes
 from .planner import plan as plan_of
 from .reduction import KEEPING, identity
 from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, Step
@@ -41,83 +42,98 @@ def execute(plan: Plan, local: Local, async_op: bool = False) -> Local:
     With ``async_op`` a ``Pending``: the plan has run up to its first collective, which is issued; the steps after it run in
     the first ``wait()``, so all ranks must wait in the same order. A rank outside the mesh gets ``local`` back.
     """
-    if not plan.steps or plan.src.mesh.current_member() is None:
-        return Pending.of(local) if async_op else local
-    comm = communicator_of(plan.src.mesh)
+    bound = plan.bound
+    if bound is None:
+        bound = plan.bound = bind(plan)
     if async_op:
-        return _issue(comm, plan.steps, local)
-    for step in plan.steps:
-        local = _run(comm, step, local)
-    return _ordered(comm, plan.dst, local)
+        return _issue(bound, local)
+    for step in bound:
+        local = step.run(local)
+    return local
 
 
-def _issue(comm: Communicator, steps: tuple[Step, ...], local: Local) -> Pending[Local]:
-    for k, step in enumerate(steps):
-        if step.communicates:
-            return _continued(comm, steps[k:], local, _start(comm, step, local, async_op=True))
-        local = _run(comm, step, local)
-    return Pending.of(_ordered(comm, steps[-1].after, local))
+class Bound(NamedTuple):
+    """A step of which only the local is missing; ``start`` where it communicates."""
+
+    run: Callable[[Local], Local]
+    start: Callable[[Local], Pending[Local]] | None = None
 
 
-def _continued(comm: Communicator, steps: tuple[Step, ...], local: Local, pending: Any) -> Pending[Local]:
+def bind(plan: Plan) -> tuple[Bound, ...]:
+    """What this process does for ``plan``; regions and groups are worked out once."""
+    if not plan.steps or plan.src.mesh.current_member() is None:
+        return ()
+    comm = communicator_of(plan.src.mesh)
+    return tuple(_bind(comm, step) for step in plan.steps)
+
+
+def _issue(bound: tuple[Bound, ...], local: Local) -> Pending[Local]:
+    for k, step in enumerate(bound):
+        if step.start is not None:
+            return _continued(step.start(local), bound[k + 1 :])
+        local = step.run(local)
+    return Pending.of(local)
+
+
+def _continued(pending: Pending[Local], rest: tuple[Bound, ...]) -> Pending[Local]:
     def finish() -> Local:
-        value = _finish(comm, steps[0], local, pending.wait())
-        for step in steps[1:]:
-            value = _run(comm, step, value)
-        return _ordered(comm, steps[-1].after, value)
+        value = pending.wait()
+        for step in rest:
+            value = step.run(value)
+        return value
 
     return Pending(finish)
 
 
-def _ordered(comm: Communicator, layout: Layout, local: Local) -> Local:
-    """``local`` with its dims ordered in memory as in the global tensor: what can be viewed there can then be viewed here."""
-    return local if layout.dense else comm.map(_in_order, local, layout)
-
-
-def _run(comm: Communicator, step: Step, x: Local) -> Local:
-    match step:
-        case Slice():
-            return comm.map(_slice, x, step)
-        case Spread():
-            return comm.map(_spread, x, step)
-        case _:
-            return _finish(comm, step, x, _start(comm, step, x))
-
-
-def _start(comm: Communicator, step: Step, x: Local, async_op: bool = False) -> Any:
-    """Issues the collective of ``step``."""
+def _bind(comm: Communicator, step: Step) -> Bound:
     before, after, mesh_dims = step.before, step.after, step.mesh_dims
     match step:
+        case Slice():
+            return Bound(lambda x: comm.map(lambda member, part: region(part, _inside(before, member, after, member)), x))
+        case Spread():
+            return Bound(lambda x: comm.map(_spread, x, step))
         case AllReduce(op=Monoid() as op):
-            return comm.all_reduce(x, mesh_dims, dataclasses.replace(op, finalize=None), async_op=async_op)
+            unfinished = dataclasses.replace(op, finalize=None)
+            return _collective(comm, lambda x, async_op: comm.all_reduce(x, mesh_dims, unfinished, async_op=async_op), step)
         case AllReduce(op=op):
-            return comm.all_reduce(x, mesh_dims, op, async_op=async_op)
+            return _collective(comm, lambda x, async_op: comm.all_reduce(x, mesh_dims, op, async_op=async_op), step)
         case ReduceScatter(op=op):
-            return comm.reduce_scatter(comm.map(_chunks, x, step), mesh_dims, op, async_op=async_op)
-        case AllGather():
-            return comm.all_gather(x, mesh_dims, lambda member: _local_shape(before, member), async_op=async_op)
-        case Exchange():
 
-            def shape_of(source: int, target: int) -> tuple[int, ...]:
-                box = routes(before, after, mesh_dims, source).sends[int(leaves(before.mesh, mesh_dims)[target])]
-                return (0,) if box is None else box.size
+            def chunks_of(member: int) -> tuple[Box, ...]:
+                group = before.mesh.members_of(mesh_dims, member)
+                return tuple(_inside(before, member, after, other) for other in group)
 
-            return comm.all_to_all(comm.map(_parts, x, step), mesh_dims, shape_of, async_op=async_op)
+            shape_of = functools.partial(_local_shape, before)
+            return _collective(comm, comm.bind_reduce_scatter(mesh_dims, chunks_of, op, shape_of, before.dtype), step)
+        case AllGather() | Exchange():
+            kind = "all_gather" if isinstance(step, AllGather) else "all_to_all"
+            route_of = functools.partial(routes, before, after, mesh_dims)
+            return _collective(comm, comm.bind_transfer(mesh_dims, route_of, before.dtype, kind), step)
         case _:
-            raise TypeError(f"{step} does not communicate")
+            raise TypeError(f"{step} is no step of a plan")
 
 
-def _finish(comm: Communicator, step: Step, x: Local, result: Any) -> Local:
-    """The local value after ``step``, from what its collective returned."""
+def _collective(comm: Communicator, issue: Callable[..., Any], step: Step) -> Bound:
+    """``issue(x, async_op)``, and what is done with its result."""
+    finish = _finish(comm, step)
+    if finish is None:
+        return Bound(lambda x: issue(x, False), lambda x: issue(x, True))
+
+    def start(x: Local) -> Pending[Local]:
+        pending = issue(x, True)
+        return Pending(lambda: finish(pending.wait()))
+
+    return Bound(lambda x: finish(issue(x, False)), start)
+
+
+def _finish(comm: Communicator, step: Step) -> Callable[[Local], Local] | None:
     match step:
         case AllReduce(op=Monoid(finalize=finalize), finish=True) if finalize is not None:
-            return comm.map(lambda _, value: finalize(value), result)
-        case AllReduce(divisor=divisor) | ReduceScatter(divisor=divisor):
-            return result if divisor == 1 else comm.map(lambda _, value: value.div_(divisor), result)
-        case AllGather():
-            return comm.map(_assemble, result, step)
+            return lambda result: comm.map(lambda _, value: finalize(value), result)
+        case AllReduce(divisor=divisor) | ReduceScatter(divisor=divisor) if divisor > 1:
+            return lambda result: comm.map(lambda _, value: value.div_(divisor), result)
         case _:
-            return comm.map(_place, x, result, step)
+            return None
 
 
 # --- what one member does; coordinates and regions are integer maths --------------------------------------------
@@ -125,34 +141,12 @@ def _local_shape(layout: Layout, member: int) -> tuple[int, ...]:
     return layout.local_shape(layout.mesh.coordinates[member])
 
 
-@lru_cache(maxsize=8192)
+@functools.lru_cache(maxsize=8192)
 def _inside(outer: Layout, holder: int, inner: Layout, member: int) -> Box:
     """Where the block of ``member`` under ``inner`` lies in that of ``holder`` under ``outer``, which contains it."""
     coordinates = outer.mesh.coordinates
     origin, at = outer.local_offset(coordinates[holder]), inner.local_offset(coordinates[member])
     return Box(tuple(a - o for a, o in zip(at, origin, strict=True)), inner.local_shape(coordinates[member]))
-
-
-def _region(x: torch.Tensor, box: Box) -> torch.Tensor:
-    """A view of a part of ``x``; ``x`` itself for all of it."""
-    if 0 in box.size:  # an empty block has no place: its offset may lie past the end
-        return x if x.shape == box.size else x.new_empty(box.size)
-    for dim, (start, size) in enumerate(zip(*box, strict=True)):
-        if size != x.shape[dim]:
-            x = x.narrow(dim, start, size)
-    return x
-
-
-def _in_order(member: int, x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    major_first = sorted((d for d, step in enumerate(layout.stride) if step and x.shape[d] > 1), key=lambda d: -layout.stride[d])
-    strides = [x.stride(d) for d in major_first]
-    if strides == sorted(strides, reverse=True):
-        return x
-    return x.new_empty_strided(x.shape, layout.local_stride(layout.mesh.coordinates[member])).copy_(x)
-
-
-def _slice(member: int, x: torch.Tensor, step: Step) -> torch.Tensor:
-    return _region(x, _inside(step.before, member, step.after, member))
 
 
 def _spread(member: int, x: torch.Tensor, step: Spread) -> torch.Tensor:
@@ -165,43 +159,5 @@ def _spread(member: int, x: torch.Tensor, step: Spread) -> torch.Tensor:
         return x if holds else identity(step.op, x)
     result = identity(step.op, x.new_empty(after.local_shape(coordinate)))
     if holds:
-        _region(result, _inside(after, member, before, member)).copy_(x)
-    return result
-
-
-def _chunks(member: int, x: torch.Tensor, step: Step) -> list[torch.Tensor]:
-    group = step.before.mesh.members_of(step.mesh_dims, member)
-    return [_region(x, _inside(step.before, member, step.after, other)) for other in group]
-
-
-def _assemble(member: int, pieces: list[torch.Tensor], step: Step) -> torch.Tensor:
-    before, after = step.before, step.after
-    boxes = [_inside(after, member, before, other) for other in before.mesh.members_of(step.mesh_dims, member)]
-    cut = [dim for dim, (a, b) in enumerate(zip(before.splits, after.splits, strict=True)) if a != b]
-    if len(cut) == 1:
-        order = sorted(range(len(boxes)), key=lambda k: boxes[k].start[cut[0]])
-        return torch.cat([pieces[k] for k in order], dim=cut[0])
-    result = pieces[0].new_empty(_local_shape(after, member))
-    for piece, box in zip(pieces, boxes, strict=True):
-        _region(result, box).copy_(piece)
-    return result
-
-
-def _parts(member: int, x: torch.Tensor, step: Step) -> list[torch.Tensor]:
-    sends = routes(step.before, step.after, step.mesh_dims, member).sends
-    return [x.new_empty(0) if box is None else _region(x, box) for box in sends]
-
-
-def _place(member: int, x: torch.Tensor, received: list[torch.Tensor], step: Step) -> torch.Tensor:
-    route = routes(step.before, step.after, step.mesh_dims, member)
-    shape = _local_shape(step.after, member)
-    arrived = [(piece, box) for piece, box in zip(received, route.receives, strict=True) if box is not None]
-    if len(arrived) == 1 and arrived[0][1].size == shape:
-        return arrived[0][0]
-    result = x.new_empty(shape)
-    if route.kept is not None:
-        old, new = route.kept
-        _region(result, new).copy_(_region(x, old))
-    for piece, box in arrived:
-        _region(result, box).copy_(piece)
+        region(result, _inside(after, member, before, member)).copy_(x)
     return result

@@ -6,9 +6,9 @@ follows from them by integer maths. There are six kinds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..layout import Layout
 from .reduction import Op
@@ -113,7 +113,7 @@ class Exchange(Step):
     verb = "exchange"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Plan:
     """The steps from ``src`` to ``dst``; none if every rank holds the right block already.
 
@@ -127,6 +127,7 @@ class Plan:
     src: Layout
     dst: Layout
     steps: tuple[Step, ...]
+    bound: Any = field(default=None, repr=False)  # what this process does: filled in by the executor, once
 
     @cached_property
     def cost(self) -> float:

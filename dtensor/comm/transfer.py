@@ -1,0 +1,272 @@
+"""Transfers on process groups, bound once to a group and the regions that its members exchange.
+
+Three ways, chosen from facts that all members of the group share:
+
+- *packed*: one all-to-all of rows. Least latency: one call, and packing is one operation or none where splits are even.
+- *direct*: messages between those ranks that have something for each other, out of and into the blocks where a region is one
+  run of memory. Least copying and memory: for large messages, and where each rank meets few others.
+- *gathered*: the backend's own all-gather of equal blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .backends import (
+    all_gather_single,
+    all_to_all_rows,
+    message,
+    native_reduction,
+    post,
+    reduce_scatter_single,
+    row_major,
+    started,
+    traits_of,
+)
+from .groups import Group
+from .protocol import Pending
+from .reduction import Op, fold
+from .regions import Box, Packing, Route, region, run_of
+
+T = TypeVar("T")
+Issue = Callable[[Tensor, bool], Pending[Tensor]]
+
+EXAMINED = 64  # members whose routes are looked at to choose a way; in larger groups a rank is taken to meet all others
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the members of one group have for each other."""
+
+    group: Group
+    route_of: Callable[[int], Route]
+    itemsize: int
+
+    @cached_property
+    def routes(self) -> list[Route]:
+        members = self.group.members if self.group.size <= EXAMINED else (self.group.members[self.group.position],)
+        return [self.route_of(member) for member in members]
+
+    @property
+    def mine(self) -> Route:
+        return self.route_of(self.group.members[self.group.position])
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest message."""
+        if self.group.size > EXAMINED:  # only facts that all members share
+            return 0
+        return max((box.numel for route in self.routes for box in route.sends if box is not None), default=0) * self.itemsize
+
+    @property
+    def partners(self) -> int:
+        """Most ranks that one rank sends to."""
+        if self.group.size > EXAMINED:
+            return self.group.size - 1
+        return max(sum(box is not None for box in route.sends) for route in self.routes)
+
+    @property
+    def direct(self) -> bool:
+        traits = traits_of(self.group)
+        return self.largest >= traits.direct_bytes or self.partners <= traits.direct_partners
+
+
+def bind_transfer(group: Group, route_of: Callable[[int], Route], dtype: torch.dtype, gathers: bool) -> Issue:
+    """The way that costs least; ``gathers``: every member ends with the blocks of all."""
+    traffic = Traffic(group, route_of, dtype.itemsize)
+    if gathers and traits_of(group).reduces and len({route.old for route in traffic.routes}) == 1 and group.size <= EXAMINED:
+        return _gathered(group, traffic.mine)
+    return _direct(group, traffic.mine) if traffic.direct else _packed(group, traffic.mine)
+
+
+def _packed(group: Group, route: Route) -> Issue:
+    """Own elements travel with the others', so that the row is regular; the backend copies them."""
+    sends, receives = list(route.sends), list(route.receives)
+    if route.kept is not None:
+        sends[group.position], receives[group.position] = route.kept
+    leaving, arriving = Packing(tuple(group.to_torch(sends)), route.old), Packing(tuple(group.to_torch(receives)), route.new)
+
+    def issue(x: Tensor, async_op: bool) -> Pending[Tensor]:
+        block = row_major(x, route.old)
+        row = leaving.pack(block)
+        if arriving.whole:
+            result = block.new_empty(route.new)
+            work = all_to_all_rows(group, result.view(-1), row, arriving, leaving, async_op)
+            return started(work, lambda: result)
+        buffer = block.new_empty(arriving.total)
+        work = all_to_all_rows(group, buffer, row, arriving, leaving, async_op)
+        return started(work, lambda: arriving.unpack(buffer))
+
+    return issue
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A region that one message carries; ``run`` if it is one run of the block's memory."""
+
+    rank: int  # torch's rank in the group
+    box: Box
+    run: tuple[int, int] | None
+
+    def of(self, block: Tensor) -> Tensor:
+        """The region as a row, copied where it is no run."""
+        return region(block, self.box).contiguous().view(-1) if self.run is None else block.view(-1).narrow(0, *self.run)
+
+
+def _turns(group: Group, direction: int) -> list[int]:
+    """The other positions in the order in which this one meets them: the next one first, so that not all begin with the same."""
+    return [(group.position + direction * step) % group.size for step in range(1, group.size)]
+
+
+def _after(works: Sequence[dist.Work], then: Callable[[], T]) -> T:
+    for work in works:
+        work.wait()
+    return then()
+
+
+def _parts(group: Group, boxes: tuple[Box | None, ...], shape: tuple[int, ...], direction: int) -> list[_Part]:
+    order = group.order or tuple(range(group.size))
+    met = ((order[k], boxes[k]) for k in _turns(group, direction))
+    return [_Part(rank, box, run_of(box, shape)) for rank, box in met if box is not None and box.numel]
+
+
+def _direct(group: Group, route: Route) -> Issue:
+    outgoing = _parts(group, route.sends, route.old, 1)
+    incoming = _parts(group, route.receives, route.new, -1)
+
+    def issue(x: Tensor, async_op: bool) -> Pending[Tensor]:
+        block = row_major(x, route.old)
+        result = block.new_empty(route.new)
+        targets = [part.of(result) if part.run is not None else block.new_empty(part.box.numel) for part in incoming]
+        receives = [(part.rank, target) for part, target in zip(incoming, targets, strict=True)]
+        works = post(group, receives, [(part.rank, part.of(block)) for part in outgoing])
+        if route.kept is not None:
+            old, new = route.kept
+            region(result, new).copy_(region(block, old))
+
+        def finish() -> Tensor:
+            for part, target in zip(incoming, targets, strict=True):
+                if part.run is None:
+                    region(result, part.box).copy_(target.view(part.box.size))
+            return result
+
+        return Pending(lambda: _after(works, finish))
+
+    return issue
+
+
+def _gathered(group: Group, route: Route) -> Issue:
+    boxes = list(route.receives)
+    assert route.kept is not None
+    boxes[group.position] = route.kept[1]
+    arriving = Packing(tuple(group.to_torch(boxes)), route.new)
+
+    def issue(x: Tensor, async_op: bool) -> Pending[Tensor]:
+        block = row_major(x, route.old)
+        result = block.new_empty(route.new if arriving.whole else arriving.total)
+        work = all_gather_single(message(result.view(-1)), message(block.view(-1)), group=group.handle, async_op=async_op)
+        return started(work, (lambda: result) if arriving.whole else lambda: arriving.unpack(result))
+
+    return issue
+
+
+# --- reduce-scatter ------------------------------------------------------------------------------------------------------
+def bind_scatter(group: Group, old: tuple[int, ...], chunks: tuple[Box, ...], op: Op, dtype: torch.dtype) -> Issue:
+    """``chunks[k]`` of every member's block, reduced, goes to group position k."""
+    native = native_reduction(group, op, dtype)
+    if native is not None and len({box.size for box in chunks}) == 1:
+        return _scattered_natively(group, old, chunks, *native)
+    if max(box.numel for box in chunks) * dtype.itemsize >= traits_of(group).direct_bytes:
+        return _scattered_directly(group, old, chunks, op)
+    leaving = Packing(tuple(group.to_torch(chunks)), old)
+    own = chunks[group.position]
+    arriving = Packing((Box((0,), (own.numel,)),) * group.size, (own.numel * group.size,))
+
+    def issue(x: Tensor, async_op: bool) -> Pending[Tensor]:
+        block = row_major(x, old)
+        buffer = block.new_empty((group.size, *own.size))
+        work = all_to_all_rows(group, buffer.view(-1), leaving.pack(block), arriving, leaving, async_op)
+        return started(work, lambda: fold(group.to_mesh(buffer.unbind(0)), op))
+
+    return issue
+
+
+def _scattered_natively(group: Group, old: tuple[int, ...], chunks: tuple[Box, ...], op: Any, seen: torch.dtype) -> Issue:
+    leaving, own = Packing(tuple(group.to_torch(chunks)), old), chunks[group.position]
+
+    def issue(x: Tensor, async_op: bool) -> Pending[Tensor]:
+        block = row_major(x, old)
+        result = block.new_empty(own.size)
+        row, into = leaving.pack(block).view(seen), result.view(-1).view(seen)
+        return started(reduce_scatter_single(into, row, op, group=group.handle, async_op=async_op), lambda: result)
+
+    return issue
+
+
+def _scattered_directly(group: Group, old: tuple[int, ...], chunks: tuple[Box, ...], op: Op) -> Issue:
+    own, mine = chunks[group.position], group.position
+    outgoing = _parts(group, tuple(chunks), old, 1)
+    order = group.order or tuple(range(group.size))
+    others = _turns(group, -1) if own.numel else []
+
+    def issue(x: Tensor, async_op: bool) -> Pending[Tensor]:
+        block = row_major(x, old)
+        terms = [region(block, own) if k == mine else block.new_empty(own.size) for k in range(group.size)]
+        receives = [(order[k], terms[k].view(-1)) for k in others]
+        works = post(group, receives, [(part.rank, part.of(block)) for part in outgoing])
+        return Pending(lambda: _after(works, lambda: fold(terms, op)))
+
+    return issue
+
+
+# --- all-reduce -----------------------------------------------------------------------------------------------------------
+def everybodys(group: Group, x: Tensor, async_op: bool, then: Callable[[Sequence[Tensor]], Tensor]) -> Pending[Tensor]:
+    """``then`` of the group's ``x``, by group position; sent to all in one round."""
+    block = row_major(x, x.shape)
+    buffer = block.new_empty((group.size, *block.shape))
+    row = block.expand(group.size, *block.shape).contiguous().view(-1)
+    whole = Packing((Box((0,), (block.numel(),)),) * group.size, (row.numel(),))
+    work = all_to_all_rows(group, buffer.view(-1), row, whole, whole, async_op)
+    return started(work, lambda: then(group.to_mesh(buffer.unbind(0))))
+
+
+def all_reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
+    """Reduce-scatter, then all-gather, by messages and with no memory but the result: until the other ranks' reduced
+    chunks arrive in it, their places hold their terms of this rank's chunk. The second round starts at ``wait()``, which all
+    ranks reach in one order.
+    """
+    size, mine = group.size, group.position
+    order = group.order or tuple(range(size))
+    block = row_major(x, tuple(x.shape))
+    result = torch.empty_like(block)
+    length = -(-block.numel() // size)
+    given, places = block.view(-1).split(length), result.view(-1).split(length)  # the last ones may be shorter, or missing
+    own = len(given[mine]) if mine < len(given) else 0
+    scratch = [place if len(place) >= own else block.new_empty(own) for place in places]
+    scratch += [block.new_empty(own) for _ in range(size - len(places))]
+    before, after = _turns(group, -1), _turns(group, 1)
+    first = post(
+        group,
+        [(order[k], scratch[k][:own]) for k in before if own],
+        [(order[k], given[k]) for k in after if k < len(given)],
+    )
+
+    def finish() -> Tensor:
+        if own:
+            terms = [given[mine] if k == mine else scratch[k][:own] for k in range(size)]
+            _after(first, lambda: places[mine].copy_(fold(terms, op)))
+        second = post(
+            group,
+            [(order[k], places[k]) for k in before if k < len(places)],
+            [(order[k], places[mine]) for k in after if own],
+        )
+        return _after(second if own else [*first, *second], lambda: result)
+
+    return Pending(finish)
