@@ -1,19 +1,28 @@
 """Whole models: tensor, sequence and data parallelism, built on DTensors and their redistribution."""
 
 from .boundary import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from .fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from .loss import loss_parallel
 from .plan import parallelize_module
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .style import ParallelStyle
 from .tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 __all__ = [
+    "CPUOffloadPolicy",
     "ColwiseParallel",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "UnshardHandle",
+    "fully_shard",
     "loss_parallel",
     "parallelize_module",
+    "register_fsdp_forward_method",
 ]

@@ -1,0 +1,203 @@
+"""Parameters taken over by data parallelism: DTensors on the data-parallel mesh, on top of what tensor parallelism made.
+
+A weight that tensor parallelism cuts along the same tensor dim is cut by it first, then by data parallelism: each rank's
+tensor-parallel block stays in one piece when the data-parallel cut is undone. That order is the ``level`` of the placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..comm import PerRank, communicator_of
+from ..errors import MeshError
+from ..layout import Layout
+from ..mesh import DeviceMesh
+from ..placement import Placement, Replicate, Shard
+from ..tensor import DTensor, wrap
+
+ShardPlacement = Callable[[nn.Parameter], Shard | None]
+
+
+@dataclass(eq=False, slots=True)
+class Managed:
+    """One parameter under data parallelism.
+
+    Attributes:
+        places: the modules and names where it stands.
+        parameter: the DTensor that the optimizer sees.
+        layout: its layout, over the data-parallel and the tensor-parallel mesh dims.
+        whole: the same with the data-parallel cut undone.
+        inside: the layout on the tensor-parallel mesh alone; None where there is none: a plain tensor.
+        cut: the tensor dim that data parallelism cuts; None: every rank holds it all.
+    """
+
+    places: list[tuple[nn.Module, str]]
+    parameter: nn.Parameter
+    layout: Layout
+    whole: Layout
+    inside: Layout | None
+    cut: int | None
+    owner: Any = None  # the group that gathers and reduces it
+
+    def refresh(self) -> None:
+        """Look the parameter up again: loading and materialising a module may have put another one there.
+
+        Raises:
+            MeshError: what stands there now is laid out otherwise.
+        """
+        module, name = self.places[0]
+        found = module._parameters[name]
+        if found is self.parameter:
+            return
+        if not isinstance(found, DTensor) or found.placements != self.layout.placements:
+            raise MeshError(
+                f"parameter {name!r} of {type(module).__name__} was replaced by a {type(found).__name__}; it was {self.layout!r}"
+            )
+        self.parameter = found
+        for other, name in self.places:
+            other._parameters[name] = found
+
+    def put(self, value: Any) -> None:
+        """``value`` where the parameter stands."""
+        for module, name in self.places:
+            module._parameters[name] = value
+            names = getattr(module, "_flat_weights_names", None)
+            if names is not None:  # recurrent modules keep a list of their weights
+                module.__dict__["_flat_weights"] = [module._parameters.get(name) for name in names]
+
+
+_MANAGED: Any = WeakTensorKeyDictionary()  # parameters as they were -> Managed: finds ties across units
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """The data-parallel mesh and what its dims do.
+
+    Attributes:
+        mesh: 1-d or 2-d.
+        shard: the mesh dims that cut parameters.
+        replicate: the mesh dims that copy them.
+    """
+
+    mesh: DeviceMesh
+    shard: tuple[int, ...]
+    replicate: tuple[int, ...]
+    offload: bool = field(default=False)
+
+    @property
+    def both(self) -> tuple[int, ...]:
+        return tuple(range(self.mesh.ndim))
+
+
+def adopt(module: nn.Module, axes: Axes, ignored: set[nn.Parameter], where: ShardPlacement | None = None) -> list[Managed]:
+    """The parameters of ``module`` that nobody manages yet, taken over; and those that it shares with a unit below, which
+    gives them up: what several units use must be gathered while any of them runs.
+
+    Raises:
+        MeshError: a DTensor parameter whose mesh is not of the same root as the data-parallel mesh.
+    """
+    taken: dict[int, Managed] = {}
+    skipped, below = {id(p) for p in ignored}, set(module.modules())
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
+            if parameter is None or id(parameter) in skipped or getattr(parameter, "_data_parallel", False):
+                continue
+            known = taken.get(id(parameter))
+            if known is None:
+                known = _MANAGED.get(parameter)
+                if known is None or known.places[0][0] not in below:
+                    known = _take(parameter, axes, where)
+                elif known.owner is not None:
+                    known.owner.managed.remove(known)
+                _MANAGED[parameter] = taken[id(parameter)] = known
+            known.places.append((submodule, name))
+            submodule._parameters[name] = known.parameter
+    return list(taken.values())
+
+
+def _take(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> Managed:
+    asked = where(parameter) if where is not None else None
+    cut = None if not axes.shard or parameter.ndim == 0 else 0 if asked is None else asked.dim % parameter.ndim
+    inside = parameter._layout if isinstance(parameter, DTensor) else None
+    if inside is None:
+        whole = Layout.of(axes.mesh, None, parameter.shape, None, parameter.dtype)
+    else:
+        whole = _on(_joined(axes.mesh, inside.mesh), inside)
+    dp_dims = [_dim(whole.mesh, axes.mesh._dims[i]) for i in axes.shard]
+    layout = whole if cut is None else whole.replace(placements=_cut(whole, cut, dp_dims))
+    local = _own_part(parameter, axes, whole, layout)
+    made = nn.Parameter(wrap(local, layout), requires_grad=parameter.requires_grad)
+    made._data_parallel = True  # type: ignore[attr-defined]  # a mark that survives in the parameter
+    return Managed([], made, layout, whole, inside, cut)
+
+
+def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout) -> Any:
+    """This rank's block of the value that the first data-parallel rank has."""
+    local = parameter._local if isinstance(parameter, DTensor) else parameter.detach()
+    comm, mesh = communicator_of(axes.mesh), whole.mesh
+    if parameter.is_meta:
+        return comm.map(
+            lambda member: torch.empty(layout.local_shape(mesh.coordinates[member]), dtype=layout.dtype, device="meta")
+        )
+    if mesh.current_member() is None:
+        return local
+    device = axes.mesh.device_type
+    local = local.to(device)
+    if not (mesh.kind == "in_process" and not isinstance(local, PerRank)):
+        local = comm.broadcast(local, axes.both)
+
+    def block(member: int, full: torch.Tensor) -> torch.Tensor:
+        at, origin = (x.local_offset(mesh.coordinates[member]) for x in (layout, whole))
+        for dim, size in enumerate(layout.local_shape(mesh.coordinates[member])):
+            full = full.narrow(dim, min(at[dim] - origin[dim], full.shape[dim]), size)
+        part = full.detach().clone(memory_format=torch.contiguous_format)
+        return part.cpu() if axes.offload else part
+
+    return comm.map(block, local)
+
+
+# --- meshes and layouts ------------------------------------------------------------------------------------------------
+def _joined(dp: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
+    """The mesh over the dims of both, in the order of the mesh that both are parts of."""
+    if dp._root is not tp._root:
+        raise MeshError(
+            f"a parameter lives on {tp!r}, which does not come from the same mesh as {dp!r}; slice both from one: "
+            "mesh = init_device_mesh(device_type, (2, 2), mesh_dim_names=('dp', 'tp')), then mesh['dp'] and mesh['tp']"
+        )
+    dims = dict(zip(dp._dims, dp.mesh_dim_names or [None] * dp.ndim, strict=True))
+    dims |= dict(zip(tp._dims, tp.mesh_dim_names or [None] * tp.ndim, strict=True))
+    ordered = sorted(dims)
+    names = tuple(dims[d] for d in ordered)
+    return dp._derive(tuple(ordered), None if None in names else names)  # type: ignore[arg-type]  # no None in it then
+
+
+def _dim(mesh: DeviceMesh, root_dims: tuple[int, ...]) -> int:
+    return mesh._dims.index(root_dims)
+
+
+def _on(mesh: DeviceMesh, inside: Layout) -> Layout:
+    """``inside`` spelled on a larger mesh, replicated over the further dims."""
+    where: list[Placement] = [Replicate()] * mesh.ndim
+    for placement, root_dims in zip(inside.placements, inside.mesh._dims, strict=True):
+        where[_dim(mesh, root_dims)] = placement
+    return Layout.of(mesh, where, inside.shape, None, inside.dtype)
+
+
+def _cut(whole: Layout, dim: int, dp_dims: Sequence[int]) -> list[Placement]:
+    """The placements of ``whole`` with ``dim`` cut by data parallelism too, innermost."""
+    split = whole.splits[dim]
+    outer = () if split is None else split.mesh_dims
+    where = list(whole.placements)
+    for level, i in enumerate(outer):
+        old = where[i]
+        assert isinstance(old, Shard)
+        where[i] = Shard(dim, old.sizes, level)
+    for level, i in enumerate(dp_dims, start=len(outer)):
+        where[i] = Shard(dim, None, level if outer else None)
+    return where

@@ -1,0 +1,176 @@
+"""``fully_shard``: parameters, gradients and optimizer states cut over the data-parallel ranks, whole only while in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..errors import MeshError
+from ..mesh import DeviceMesh, as_mesh
+from .adopt import Axes, ShardPlacement, adopt
+from .buffers import Buffers
+from .group import Group
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .unit import Unit, unit_of
+
+_DEFAULT_PRECISION = MixedPrecisionPolicy()
+_DEFAULT_OFFLOAD = OffloadPolicy()
+
+
+class FSDPModule:
+    """What a fully sharded module can do besides what it could before."""
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters of this unit now; with ``async_op`` the handle's ``wait()`` ends it."""
+        unit = _unit(self)
+        unit.start_gather()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the gathered parameters of this unit."""
+        unit = _unit(self)
+        unit.put_parameters()
+        unit.free()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients. If not they are held, unsharded, and join those of the next backward that does."""
+        for unit in _units(self, recurse):
+            unit.sync = requires_gradient_sync
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether to free after forward and gather again in backward."""
+        for unit in _units(self, recurse):
+            unit.keep_after_forward = not reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether to free after backward; not doing so saves a gather where gradients are accumulated over several passes."""
+        for unit in _units(self, recurse):
+            unit.keep_after_backward = not reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Units whose gather starts when this one's forward does; default the one that ran next in the pass before."""
+        _unit(self).before_in_forward = [_unit(module) for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Units whose gather starts when this one's backward does; default the one that ran before it."""
+        _unit(self).before_in_backward = [_unit(module) for module in modules]
+
+
+class UnshardHandle:
+    """A gather under way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """The parameters are whole, and stand in the module."""
+        self._unit.gather()
+        self._unit.put_values()
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | None = None,
+    shard_placement_fn: ShardPlacement | None = None,
+    mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
+    offload_policy: OffloadPolicy = _DEFAULT_OFFLOAD,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> Any:
+    """``module``, in place, with the parameters that no inner unit has cut over the data-parallel mesh.
+
+    Call it on inner modules first, then on the outer one: each call makes a unit, gathered by one all-gather before it runs
+    (while the one before it runs, from the second pass on), freed after, gathered again in backward, its gradients averaged by
+    one reduce-scatter. With all ranks in one process the batch is a ``per_rank([...])``. A batch that is a DTensor over the
+    data-parallel mesh gives the global loss and its gradient, as on one device.
+
+    Args:
+        module: a module, or several that make up one unit.
+        mesh: 1-d: parameters are cut over it. 2-d: cut over its second dim, copied over its first (HSDP). Tensor-parallel
+            parameters live on ``mesh["tp"]`` of the same mesh; what it cuts along the same tensor dim it cuts first.
+        reshard_after_forward: free after forward; default yes, but for the outermost unit, whose backward comes next.
+        shard_placement_fn: per parameter the ``Shard(dim)`` to cut by, default (None) ``Shard(0)``.
+        mp_policy: dtypes to compute and to reduce in.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in host memory.
+        ignored_params: left as they are.
+
+    Cost: per unit and pass two all-gathers of its parameters and one reduce-scatter of its gradients.
+
+    >>> import dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    >>> model = fully_shard(torch.nn.Linear(3, 4), mesh=mesh)
+    >>> model.weight.placements, [tuple(shard.shape) for shard in model.weight.to_local().shards]
+    ((Shard(dim=0),), [(2, 3), (2, 3)])
+    >>> model(dt.per_rank([torch.ones(1, 3), torch.zeros(1, 3)])).sum().backward()
+    >>> model.bias.grad.placements, model.bias.grad.full_tensor()
+    ((Shard(dim=0),), tensor([1., 1., 1., 1.]))
+    """
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise TypeError(f"reshard_after_forward is True, False or None, got {reshard_after_forward!r}")
+    modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
+    axes = axes_of(as_mesh(mesh), isinstance(offload_policy, CPUOffloadPolicy))
+    managed = [m for one in modules for m in adopt(one, axes, ignored_params or set(), shard_placement_fn)]
+    buffers = Buffers([sub for one in modules for sub in one.modules()], axes)
+    unit = Unit(modules, [Group(managed, axes, mp_policy)], buffers, axes, mp_policy)
+    unit.keep_after_forward = None if reshard_after_forward is None else not reshard_after_forward
+    for one in modules:
+        add_methods(one, FSDPModule, "FSDP")
+    return module
+
+
+def axes_of(mesh: DeviceMesh, offload: bool = False) -> Axes:
+    """The roles of the dims of a data-parallel mesh.
+
+    Raises:
+        MeshError: it has more than two dims.
+    """
+    if mesh.ndim > 2:
+        raise MeshError(
+            f"data parallelism takes a mesh of one dim, or of two (copied over the first, cut over the second), got {mesh!r}"
+        )
+    return Axes(mesh, (mesh.ndim - 1,), tuple(range(mesh.ndim - 1)), offload)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Treat a method of a unit's module like ``forward``: parameters are gathered before it and given back after."""
+    method = getattr(module, method_name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        unit = unit_of(module)
+        if unit is None:
+            return method(*args, **kwargs)
+        args, kwargs = unit.before_forward(module, args, kwargs)
+        output = None
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            output = unit.after_forward(module, output)
+        return output
+
+    setattr(module, method_name, wrapped)
+
+
+def add_methods(module: nn.Module, methods: type, prefix: str) -> None:
+    """Make ``module`` an instance of ``methods`` too."""
+    cls = type(module)
+    if not issubclass(cls, methods):
+        module.__class__ = type(f"{prefix}{cls.__name__}", (methods, cls), {"__module__": cls.__module__})
+
+
+def _unit(module: Any) -> Unit:
+    found = unit_of(module)
+    if found is None:
+        raise ValueError(f"{type(module).__name__} is no unit of data parallelism; call fully_shard on it first")
+    return found
+
+
+def _units(module: Any, recurse: bool) -> Iterable[Unit]:
+    found = (unit_of(submodule) for submodule in (module.modules() if recurse else [module]))
+    return [unit for unit in found if unit is not None]

@@ -1,0 +1,204 @@
+"""A flat group: parameters that one collective gathers, and whose gradients one collective reduces.
+
+Rank r's row holds its block of every parameter, one behind the other, as bytes, so that dtypes may differ. Gathered rows are
+copied into one buffer in which each parameter is whole; freeing it gives back the storage but keeps the tensors, so what autograd
+saved of them is right again once the buffer is filled again in backward (Zhao et al., PyTorch FSDP, arXiv:2304.11277).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import Communicator, Pending, PerRank, communicator_of
+from ..errors import DTensorError
+from ..layout import Layout
+from ..tensor import wrap
+from .adopt import Axes, Managed
+from .policy import MixedPrecisionPolicy
+from .recipe import Recipe
+
+
+def shards_of(local: Any) -> tuple[Tensor, ...]:
+    """The tensors of a local, one per member held here."""
+    return local.shards if isinstance(local, PerRank) else (local,)
+
+
+class Group:
+    """Parameters gathered and reduced together.
+
+    Attributes:
+        managed: the parameters, wider dtypes first, so that every block is aligned.
+        gathered: the buffer is filled.
+        live: forward passes whose backward has begun and still needs the gathered values.
+    """
+
+    def __init__(self, managed: Sequence[Managed], axes: Axes, policy: MixedPrecisionPolicy) -> None:
+        self.axes, self.policy = axes, policy
+        self.managed: list[Managed] = []
+        self.gathered = False
+        self.live: set[int] = set()
+        self._stamp: Any = None
+        self._pending: Pending[list[Any]] | None = None
+        self._buffer: Any = None
+        self._full: list[Any] = []
+        self._targets: list[Any] = []
+        self._recipes: dict[int, Recipe] = {}
+        self.add(managed)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        copied = [memo.get(id(m)) or _copied(m, memo) for m in self.managed]
+        made = memo[id(self)] = Group(copied, self.axes, self.policy)
+        return made
+
+    def add(self, managed: Sequence[Managed]) -> None:
+        """Take over more parameters."""
+        self.managed = sorted([*self.managed, *managed], key=lambda m: -self.dtype_of(m).itemsize)
+        for one in managed:
+            one.owner = self
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the buffer and what was computed from the list of parameters."""
+        self.gathered, self._buffer, self._pending, self._full, self._recipes = False, None, None, [], {}
+
+    # --- what the computation sees -------------------------------------------------------------------------------
+    def dtype_of(self, m: Managed) -> torch.dtype:
+        """The dtype that a parameter is gathered in."""
+        wanted = self.policy.param_dtype
+        return wanted if wanted is not None and m.layout.dtype.is_floating_point else m.layout.dtype
+
+    def _layout_inside(self, m: Managed, distributed: bool) -> Layout | None:
+        layout = m.whole if distributed else m.inside
+        return None if layout is None else layout.replace(dtype=self.dtype_of(m), stride=None)
+
+    def values(self, distributed: bool) -> list[Tensor]:
+        """The gathered parameters as flat outputs: one DTensor, or one plain tensor per member held here, for each."""
+        flat: list[Tensor] = []
+        for m, full in zip(self.managed, self._full, strict=True):
+            layout = self._layout_inside(m, distributed)
+            flat.extend(shards_of(_alias(full)) if layout is None else [wrap(_alias(full), layout)])
+        return flat
+
+    def outputs_of(self, m: Managed, distributed: bool) -> int:
+        """How many of the flat outputs belong to a parameter."""
+        return 1 if distributed or m.inside is not None else self.pieces
+
+    def regrouped(self, flat: Sequence[Tensor], distributed: bool) -> list[Any]:
+        """Flat outputs, one item per parameter again."""
+        result, items = [], iter(flat)
+        for m, full in zip(self.managed, self._full, strict=True):
+            own = [next(items) for _ in range(self.outputs_of(m, distributed))]
+            plain = self._layout_inside(m, distributed) is None
+            result.append(PerRank(own) if plain and isinstance(full, PerRank) else own[0])
+        return result
+
+    # --- gather and free -----------------------------------------------------------------------------------------
+    @property
+    def comm(self) -> Communicator:
+        return communicator_of(self.axes.mesh)
+
+    @property
+    def pieces(self) -> int:
+        """How many members' tensors this process holds."""
+        return len(self.axes.mesh.members) if self.axes.mesh.kind == "in_process" else 1
+
+    @property
+    def borrows(self) -> bool:
+        """The parameters are whole and in the right dtype as they are: nothing to gather or copy."""
+        return not self.axes.offload and all(m.cut is None and self.dtype_of(m) == m.layout.dtype for m in self.managed)
+
+    def stamp(self) -> tuple[tuple[int, int], ...]:
+        """Changes whenever a parameter's value does."""
+        return tuple((id(s), s._version) for m in self.managed for s in shards_of(m.parameter._local))  # type: ignore[attr-defined]
+
+    def start_gather(self) -> None:
+        """Issue the all-gather, unless what is gathered is still right."""
+        if not self.managed:
+            return
+        for m in self.managed:
+            m.refresh()
+        now = self.stamp()
+        if (self.gathered or self._pending is not None) and self._stamp == now:
+            return
+        self._stamp, self.gathered, self._pending = now, False, None
+        locals_ = [m.parameter._local for m in self.managed]  # type: ignore[attr-defined]  # DTensors
+        if self.borrows:
+            self._full, self.gathered = locals_, True
+        elif self.axes.shard:
+            row = self.comm.map(lambda member, own: self.recipe(member).pack(own, self.axes.mesh.device_type), locals_)
+            self._pending = self.comm.all_gather(
+                row, self.axes.shard, lambda member: (self.recipe(member).nbytes,), async_op=True
+            )
+        else:
+            self._pending = Pending.of([])
+
+    def gather(self) -> None:
+        """The parameters, whole, in the buffer."""
+        self.start_gather()
+        if self._pending is None:
+            return
+        with torch.no_grad():
+            rows = self._pending.wait()
+            self._allocate()
+            locals_ = [m.parameter._local for m in self.managed]  # type: ignore[attr-defined]  # DTensors
+            self.comm.map(lambda member, *a: self.recipe(member).unpack(*a), rows, locals_, self._targets)
+        self._pending, self.gathered = None, True
+
+    def _allocate(self) -> None:
+        if self._buffer is None:
+            made = self.comm.map(lambda member: self.recipe(member).buffer(self.axes.mesh.device_type))
+            self._buffer, self._full = made[0], list(made[1:])
+            # writing through .data leaves the version counters alone that autograd checks its saved tensors by
+            self._targets = self.comm.map(lambda member, full: self.recipe(member).targets([x.data for x in full]), self._full)
+        for buffer in shards_of(self._buffer):
+            storage = buffer.untyped_storage()
+            if storage.nbytes() == 0:
+                storage.resize_(buffer.numel())
+
+    def free(self) -> None:
+        """Give the gathered values' memory back."""
+        if self._pending is not None:
+            self._pending.wait()  # all ranks drop it at the same point
+            self._pending = None
+        if self.gathered and not self.borrows:
+            for buffer in shards_of(self._buffer):
+                buffer.untyped_storage().resize_(0)
+        self.gathered = False
+
+    def recipe(self, member: int) -> Recipe:
+        """Where the blocks stand, as one member sees it."""
+        found = self._recipes.get(member)
+        if found is None:
+            group = self.axes.mesh.members_of(self.axes.shard, member)
+            found = Recipe.of([(m.layout, m.whole, m.cut, self.dtype_of(m)) for m in self.managed], member, group)
+            self._recipes[member] = found
+        return found
+
+    def check_unchanged(self, stamp: Any) -> None:
+        """Backward needs the values that forward saw.
+
+        Raises:
+            DTensorError: a parameter was written to in between.
+        """
+        if stamp != self.stamp():
+            raise DTensorError(
+                "backward needs parameters as they were in forward, but one was written to in between (by an optimizer step?); "
+                "call backward() before step(), or recompute the forward pass"
+            )
+
+
+def _alias(full: Any) -> Any:
+    """The same memory as a tensor of its own: no view, its own version counter."""
+    return PerRank(s.data for s in full.shards) if isinstance(full, PerRank) else full.data
+
+
+def _copied(m: Managed, memo: dict[int, Any]) -> Managed:
+    places = [(copy.deepcopy(module, memo), name) for module, name in m.places]
+    made = memo[id(m)] = Managed(places, copy.deepcopy(m.parameter, memo), m.layout, m.whole, m.inside, m.cut)
+    made.parameter._data_parallel = True  # type: ignore[attr-defined]
+    return made

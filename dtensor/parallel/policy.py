@@ -1,0 +1,36 @@
+"""How fully sharded modules compute and where their shards stay: plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecisionPolicy:
+    """Dtypes of a module's computation; parameters, gradients and optimizer states keep their own.
+
+    Attributes:
+        param_dtype: of the gathered parameters, and so of the computation and the all-gather.
+        reduce_dtype: in which gradients are reduced; default that of the gathered parameters.
+        output_dtype: to which floating-point outputs are cast.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPolicy:
+    """Sharded parameters and gradients stay on the mesh's device."""
+
+
+@dataclass(frozen=True, slots=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Sharded parameters, gradients and so optimizer states stay in host memory; ``pin_memory`` lets copies overlap compute."""
+
+    pin_memory: bool = True

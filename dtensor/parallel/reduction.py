@@ -1,0 +1,98 @@
+"""Gradients of a flat group reduced over the data-parallel mesh: one reduce-scatter (or all-reduce) for all of them.
+
+Ranks whose computation is local, each with its own batch and loss, average: the loss is the mean of the ranks' losses. Where the
+batch is a DTensor over the data-parallel mesh the loss is one global value, whose gradient is the sum of the ranks' terms.
+
+Behind the gradients go flags that say which of them this rank has. A rank that misses some learns by them whether anybody has
+them; what no rank used keeps its ``.grad`` as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Pending
+from ..tensor import wrap
+from .gathered import Column
+from .group import Group, shards_of
+
+
+class Reduction:
+    """One reduction under way."""
+
+    def __init__(self, group: Group, gradients: dict[int, Column], dtype: torch.dtype, average: bool) -> None:
+        self.group, self.chosen = group, list(gradients)
+        self.missing = {i for i, column in gradients.items() if any(grad is None for grad in column)}
+        self._op = "avg" if average else "sum"
+        self._pending = self._issue([gradients[i] for i in self.chosen], dtype)
+
+    def _issue(self, columns: Sequence[Column], dtype: torch.dtype) -> Pending[Tensor]:
+        group, comm, axes = self.group, self.group.comm, self.group.axes
+        device, in_process = torch.device(axes.mesh.device_type), axes.mesh.kind == "in_process"
+
+        def chunks(member: int) -> list[Tensor]:
+            own = [column[member if in_process else 0] for column in columns]
+            return group.recipe(member).chunks(self.chosen, own, dtype, device)
+
+        with torch.no_grad():
+            packed = comm.map(chunks)
+            if axes.shard:
+                return comm.reduce_scatter(packed, axes.shard, self._op, async_op=True)
+            return comm.all_reduce(packed[0], axes.replicate, self._op, async_op=True)
+
+    @torch.no_grad()
+    def deliver(self) -> None:
+        """Wait for it, and add its results to the parameters' gradients."""
+        group, comm, axes = self.group, self.group.comm, self.group.axes
+        flat = self._pending.wait()
+        if axes.shard and axes.replicate:
+            flat = comm.all_reduce(flat, axes.replicate, self._op)
+        *blocks, flags = comm.map(self._blocks, flat)
+        used = {}
+        if self.missing:
+            rows = [shard.tolist() for shard in shards_of(flags)]
+            used = {i: any(row[k] for row in rows) for k, i in enumerate(self.chosen)}
+        for i, block in zip(self.chosen, blocks, strict=True):
+            if i not in self.missing or used[i]:
+                m = group.managed[i]
+                accumulate(m.parameter, wrap(block, m.layout))
+
+    def _blocks(self, member: int, flat: Tensor) -> list[Tensor]:
+        group = self.group
+        position = group.axes.mesh.members_of(group.axes.shard, member).index(member)
+        *blocks, flags = group.recipe(member).split(self.chosen, position, flat)
+        if group.axes.offload:
+            blocks = [block.cpu() for block in blocks]
+        dtypes = [group.managed[i].layout.dtype for i in self.chosen]
+        return [*(block.to(dtype) for block, dtype in zip(blocks, dtypes, strict=True)), flags]
+
+
+def reductions(group: Group, gradients: dict[int, Column], average: bool) -> list[Reduction]:
+    """The reductions of a group's gradients, issued: one for each dtype."""
+    by_dtype: dict[torch.dtype, dict[int, Column]] = {}
+    for i, column in gradients.items():
+        by_dtype.setdefault(group.policy.reduce_dtype or group.dtype_of(group.managed[i]), {})[i] = column
+    return [Reduction(group, columns, dtype, average) for dtype, columns in by_dtype.items()]
+
+
+def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
+    """What autograd does with the gradient of a leaf: its hooks, ``.grad``, and the hooks after that."""
+    for hook in list((parameter._backward_hooks or {}).values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad.add_(grad)
+    for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hook(parameter)
+
+
+def add(held: Column | None, new: Column) -> Column:
+    """Gradients that are not reduced yet, and more of them."""
+    if held is None:
+        return new
+    return tuple(b if a is None else a if b is None else a + b for a, b in zip(held, new, strict=True))

@@ -1,0 +1,257 @@
+"""A unit of data parallelism: a module whose parameters are gathered before it runs and given back after."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..comm import PerRank
+from ..tensor import DTensor
+from .adopt import Axes
+from .buffers import Buffers
+from .gathered import Column, Gathered
+from .group import Group
+from .policy import MixedPrecisionPolicy
+from .reduction import add, reductions
+from .schedule import Schedule
+
+_ATTRIBUTE = "_data_parallel_unit"
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit whose module this is."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+class Unit:
+    """One or several modules and the groups of parameters that they need.
+
+    Attributes:
+        modules: what is hooked; parameters are given back after the last of them has run.
+        groups: one for a fully sharded module, one per bucket for a replicated one.
+        keep_after_forward: do not free between forward and backward; None: as the outermost unit, yes, else no.
+        sync: reduce gradients in backward; otherwise they are held, unsharded, for a later backward.
+        in_order: reduce groups in their order, also those that this rank did not use.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], groups: Sequence[Group], buffers: Buffers, axes: Axes, policy: MixedPrecisionPolicy
+    ) -> None:
+        self.modules, self.groups, self.buffers = list(modules), list(groups), buffers
+        self.axes, self.policy = axes, policy
+        self.keep_after_forward: bool | None = None
+        self.keep_after_backward = False
+        self.sync = True
+        self.in_order = False
+        self.schedule: Schedule | None = None
+        self.before_in_forward: list[Unit] | None = None  # explicit prefetching
+        self.before_in_backward: list[Unit] | None = None
+        self._to_run: set[nn.Module] = set()
+        self._views: dict[int, tuple[bool, list[Any]]] = {}  # group -> (records gradients, gathered parameters), this pass
+        self._tokens: dict[int, tuple[int, Any]] = {}  # token -> (group, stamp)
+        self._count = 0
+        self._held: dict[tuple[int, int], Column] = {}  # (group, parameter) -> gradients not reduced yet
+        self._ready: list[list[dict[int, Column]]] = [[] for _ in self.groups]  # in order: what waits for groups before it
+        self._turn = 0
+        self._anchor = torch.empty(0, requires_grad=True)
+        for module in self.modules:
+            module.__dict__[_ATTRIBUTE] = self
+            module.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(_after, always_call=True)
+
+    # --- forward -------------------------------------------------------------------------------------------------
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Parameters whole and in place; inputs cast."""
+        schedule = self._scheduled()
+        if schedule.depth == 0 and not schedule.in_backward():
+            schedule.begin(any(self._spans(x) for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)))
+        schedule.depth += 1
+        if not self._to_run:
+            self._to_run = set(self.modules)
+        if not schedule.in_backward():
+            schedule.ran(self)
+        self.gather()
+        following = self.before_in_forward
+        if following is None:
+            after = schedule.next_forward(self) if not schedule.in_backward() else None
+            following = [] if after is None else [after]
+        for unit in following:
+            unit.start_gather()
+        self.put_values(schedule.distributed)
+        self.buffers.enter(schedule.distributed)
+        dtype = self.policy.param_dtype
+        return (args, kwargs) if dtype is None or not self.policy.cast_forward_inputs else _cast((args, kwargs), dtype)
+
+    def after_forward(self, module: nn.Module, output: Any) -> Any:
+        """Sharded parameters in place again; gathered ones freed, to be gathered again when the gradient comes."""
+        schedule = self._scheduled()
+        schedule.depth -= 1
+        self.put_parameters()
+        self.buffers.leave(schedule.distributed, module.training)
+        self._to_run.discard(module)
+        if schedule.in_backward():  # a forward pass recomputed: backward needs the values next
+            return output
+        returns = self._expect_gradients(output) if torch.is_grad_enabled() else True
+        if not self._to_run and returns and not self._keeps():
+            self.free()
+        if self.policy.output_dtype is not None:
+            output = _cast(output, self.policy.output_dtype)
+        return output
+
+    def _keeps(self) -> bool:
+        if self.keep_after_forward is None:
+            return self._scheduled().depth == 0 and torch.is_grad_enabled()
+        return self.keep_after_forward
+
+    def _expect_gradients(self, output: Any) -> bool:
+        """Gather again as soon as a gradient of ``output`` arrives. False: nothing would tell us."""
+        tokens = [token for token in self._tokens if self._tokens[token][0] in self._views]
+        tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+        for x in tensors:
+            x.register_hook(functools.partial(_before_backward, self, tokens))
+        return bool(tensors) or not tokens
+
+    def _spans(self, x: DTensor) -> bool:
+        mesh = x.device_mesh
+        return mesh._root is self.axes.mesh._root and set(self.axes.mesh._dims) <= set(mesh._dims)
+
+    def _scheduled(self) -> Schedule:
+        """The schedule of the outermost unit that was called first."""
+        if self.schedule is None:
+            below = [unit_of(submodule) for module in self.modules for submodule in module.modules()]
+            units = list(dict.fromkeys(unit for unit in below if unit is not None))
+            made = Schedule(units)
+            for unit in units:
+                unit.schedule = made
+        assert self.schedule is not None
+        return self.schedule
+
+    # --- gathered and sharded parameters -------------------------------------------------------------------------
+    def start_gather(self) -> None:
+        for group in self.groups:
+            group.start_gather()
+
+    def gather(self) -> None:
+        for group in self.groups:
+            group.gather()
+
+    def free(self) -> None:
+        for group in self.groups:
+            if not group.live:
+                group.free()
+
+    def put_values(self, distributed: bool = False) -> None:
+        """Gathered parameters where the module has them."""
+        for k, group in enumerate(self.groups):
+            found = self._views.get(k)
+            if found is None or (torch.is_grad_enabled() and not found[0]):
+                found = self._views[k] = (torch.is_grad_enabled(), self._applied(k, group, distributed))
+            for m, value in zip(group.managed, found[1], strict=True):
+                m.put(value)
+
+    def _applied(self, k: int, group: Group, distributed: bool) -> list[Any]:
+        if not torch.is_grad_enabled() or not any(m.parameter.requires_grad for m in group.managed):
+            return group.regrouped(group.values(distributed), distributed)
+        self._count += 1
+        self._tokens[self._count] = (k, group.stamp())
+        return group.regrouped(Gathered.apply(self._anchor, group, self, self._count, distributed), distributed)
+
+    def put_parameters(self) -> None:
+        """Sharded parameters where the module has them."""
+        for group in self.groups:
+            for m in group.managed:
+                m.put(m.parameter)
+
+    # --- backward ------------------------------------------------------------------------------------------------
+    def before_backward(self, tokens: Sequence[int]) -> None:
+        """A gradient of this unit's output has arrived: the values that forward saw are needed."""
+        schedule = self._scheduled()
+        schedule.expect_end()
+        for token in tokens:
+            if token in self._tokens:
+                k, stamp = self._tokens[token]
+                self.groups[k].check_unchanged(stamp)
+                self.groups[k].live.add(token)
+        self.gather()
+        following = self.before_in_backward
+        if following is None:
+            after = schedule.next_backward(self)
+            following = [] if after is None else [after]
+        for unit in following:
+            unit.start_gather()
+
+    def receive(self, group: Group, token: int, gradients: dict[int, Column], distributed: bool) -> None:
+        """Local gradients of a group (see ``gathered.Receiver``): reduced, or held for a later backward; the group freed."""
+        schedule, k = self._scheduled(), self.groups.index(group)
+        schedule.expect_end()
+        for i in gradients:
+            gradients[i] = add(self._held.pop((k, i), None), gradients[i])
+        if not self.sync:
+            self._held.update({(k, i): column for i, column in gradients.items()})
+        elif self.in_order:
+            self._ready[k].append(gradients)
+            self._send_ready(not distributed)
+        else:
+            schedule.reducing(reductions(group, gradients, not distributed))
+        group.live.discard(token)
+        if not group.live and not self.keep_after_backward:
+            group.free()
+
+    def _send_ready(self, average: bool) -> None:
+        """Reduce what is ready in the order of groups, which is the same on all ranks, whatever each of them used."""
+        while self._ready[self._turn]:
+            gradients = self._ready[self._turn].pop(0)
+            self._scheduled().reducing(reductions(self.groups[self._turn], gradients, average))
+            self._turn = (self._turn + 1) % len(self.groups)
+
+    def flush(self) -> None:
+        """Backward has ended: groups that this rank did not use take part with nothing, since others may have used them."""
+        if not self.in_order or not self.sync:
+            return
+        while self._turn or any(self._ready):
+            if not self._ready[self._turn]:
+                group = self.groups[self._turn]
+                trainable = [i for i, m in enumerate(group.managed) if m.parameter.requires_grad]
+                self._ready[self._turn].append(
+                    {i: add(self._held.pop((self._turn, i), None), (None,) * group.pieces) for i in trainable}
+                )
+            self._send_ready(not self._scheduled().distributed)
+
+    # --- iterations ----------------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """A forward pass starts: new graph, new gathered tensors."""
+        self._views = {}
+
+    def end(self) -> None:
+        """Backward has ended."""
+        self._views, self._to_run = {}, set()
+        for group in self.groups:
+            group.live.clear()
+            if not self.keep_after_backward:
+                group.free()
+
+
+def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    unit = unit_of(module)
+    return None if unit is None else unit.before_forward(module, args, kwargs)
+
+
+def _after(module: nn.Module, args: Any, output: Any) -> Any:
+    unit = unit_of(module)
+    return output if unit is None else unit.after_forward(module, output)
+
+
+def _before_backward(unit: Unit, tokens: Sequence[int], grad: Tensor) -> None:
+    unit.before_backward(tokens)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    def one(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.dtype.is_floating_point and x.dtype != dtype else x
+
+    return tree_map(one, values, is_leaf=lambda x: isinstance(x, PerRank))
