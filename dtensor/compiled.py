@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.autograd.graph import increment_version
+
 from .comm import communicator_of
 from .execute import Wrap, execute, kernel_of, local_view
 from .layout import Layout
@@ -23,6 +25,26 @@ Runner = Callable[[Args, dict[str, Any], list[Any], dict[str, Any]], Any]  # use
 
 def compile_plan(plan: Plan, operator: Operator, wrap: Wrap) -> Layout | Runner:
     """How to run ``plan``: the result's layout alone where the local op and one wrapper are all there is, else a function."""
+    found = _compiled(plan, operator, wrap)
+    return _counted(found, operator) if operator.per_element and operator.mutated and not isinstance(found, Layout) else found
+
+
+def _counted(runner: Runner, operator: Operator) -> Runner:
+    """Writes to lists are counted here: torch's own count comes from the operators that it runs on each element."""
+
+    def run(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        result = runner(args, kwargs, local_args, local_kwargs)
+        bound = operator.bind(args, kwargs)
+        for name in operator.mutated:
+            for written in bound[name] if isinstance(bound[name], (list, tuple)) else ():
+                if not written.is_inference():
+                    increment_version(written)
+        return result
+
+    return run
+
+
+def _compiled(plan: Plan, operator: Operator, wrap: Wrap) -> Layout | Runner:
 
     def general(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         return execute(plan, operator, operator.bind(args, kwargs), operator.bind(tuple(local_args), local_kwargs), wrap)

@@ -93,7 +93,8 @@ class _Combine:
         wide = torch.promote_types(a.dtype, torch.float32)
         x, y = a.to(wide), b.to(wide)
         total = torch.hypot(x, y) if self.p == 2 else (x**self.p + y**self.p) ** (1 / self.p)
-        return total.to(a.dtype)
+        nothing = _Nothing(self.p)(a)  # neutral for any number, so that a negative one survives being made a term
+        return torch.where(b == nothing, a, torch.where(a == nothing, b, total.to(a.dtype)))
 
 
 @dataclass(frozen=True, slots=True)
