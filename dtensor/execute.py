@@ -34,7 +34,8 @@ def execute(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
     if plan.how == "answer":
         return plan.answer
     if plan.how == "decompose":
-        return operator.func.decompose(*[values[name] for name in operator.names[: operator.positional]], **_keywords(operator, values))
+        decompose = operator.func.decompose if plan.rule is None else plan.rule.decompose
+        return decompose(*[values[name] for name in operator.names[: operator.positional]], **_keywords(operator, values))
     if MODES.explicit and plan.communicates:
         raise ImplicitCommunicationError(f"{operator.name} would communicate under explicit():\n{describe(plan)}")
     if plan.how == "gather":

@@ -102,6 +102,8 @@ def propagate(operator: Operator, mesh: DeviceMesh, bound: dict[str, Any], plain
         answer = rule.answer(call)
         if answer is not NotImplemented:
             return Plan("answer", call, answer=answer)
+    if rule is not None and rule.decompose is not None:
+        return Plan("decompose", call, rule=rule)
     if rule is None and base is None and _composite(operator):
         return Plan("decompose", call)
     try:

@@ -1,10 +1,12 @@
 """Importing this module registers every rule of the library."""
 
 from . import (
+    attention,
     batch_norm,
     comparison,
     contraction,
     creation,
+    encoder_layer,
     extremum,
     group_norm,
     joining,
@@ -23,10 +25,12 @@ from . import (
 )
 
 __all__ = [
+    "attention",
     "batch_norm",
     "comparison",
     "contraction",
     "creation",
+    "encoder_layer",
     "extremum",
     "group_norm",
     "joining",

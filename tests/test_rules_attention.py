@@ -1,0 +1,156 @@
+"""Attention: every way to shard it gives what one device gives, and batch and heads need no communication."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.testing import check, verify_rule
+from dtensor.testing.samples import attention
+
+R, S0, S1, S2, SUM = Replicate(), Shard(0), Shard(1), Shard(2), Partial()
+MESHES = {shape: dt.init_device_mesh("cpu", shape) for shape in ((2,), (3,), (2, 2))}
+sdpa = F.scaled_dot_product_attention
+
+
+def x(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def qkv(batch: int = 2, heads: int = 4, queries: int = 5, keys: int = 7, key_heads: int | None = None) -> list[torch.Tensor]:
+    return [x(batch, heads, queries, 3), *(x(batch, key_heads or heads, keys, 3, seed=seed) for seed in (1, 2))]
+
+
+@pytest.mark.parametrize("name", sorted(name for name, samples in attention.SAMPLES.items() if samples))
+def test_every_placement_gives_what_plain_torch_gives(name: str) -> None:
+    report = verify_rule(name, limit=6, budget=30)
+    assert not report.wrong, report
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return sdpa(q, k, v, is_causal=True)
+
+
+def grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return sdpa(q, k, v, enable_gqa=True)
+
+
+def scaled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return sdpa(q, k, v, mask, scale=0.3)
+
+
+# name, function, tensors, placements of queries, of keys and values, of the result, collectives of the forward pass
+COSTS: list[tuple[str, Any, list[torch.Tensor], Any, Any, Any, int]] = [
+    ("batch", sdpa, qkv(), S0, S0, S0, 0),
+    ("heads", sdpa, qkv(), S1, S1, S1, 0),
+    ("grouped heads", grouped, qkv(key_heads=2), S1, S1, S1, 0),
+    ("one key head", grouped, qkv(key_heads=1), S1, R, S1, 0),
+    ("queries", sdpa, qkv(), S2, R, S2, 0),
+    ("causal heads", causal, qkv(), S1, S1, S1, 0),
+    ("causal queries", causal, qkv(), S2, R, S2, 0),
+    ("keys", sdpa, qkv(queries=2), R, S2, R, 2),
+    ("causal keys", causal, qkv(queries=2), R, S2, R, 2),
+]
+
+
+@pytest.mark.parametrize("name, fn, tensors, queries, keys, result, collectives", COSTS, ids=[case[0] for case in COSTS])
+def test_communication(name: str, fn: Any, tensors: Any, queries: Any, keys: Any, result: Any, collectives: int) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*has no sharding rule.*")
+        outcome = check(fn, *tensors, mesh=MESHES[2,], placements=[[queries], [keys], [keys]])
+    assert outcome.layouts[0].placements == (result,)
+    assert len(outcome.events) == collectives
+
+
+FUNCTIONS: list[tuple[str, Any, list[torch.Tensor]]] = [
+    ("plain", sdpa, qkv()),
+    ("causal", causal, qkv()),
+    ("causal, more queries", causal, qkv(queries=7, keys=5)),
+    ("grouped", grouped, qkv(key_heads=2)),
+    ("one key head", grouped, qkv(key_heads=1)),
+    ("float32", sdpa, [t.float() for t in qkv()]),
+]
+PLACED = ([S0], [S1], [S2], [Shard(-1)], [SUM])
+PAIRS = ([S0, S1], [S1, S1], [S2, S1], [S0, S2], [S2, S2], [SUM, S2])
+
+
+@pytest.mark.parametrize("name, fn, tensors", FUNCTIONS, ids=[case[0] for case in FUNCTIONS])
+def test_values_and_gradients_however_sharded(name: str, fn: Any, tensors: Any) -> None:
+    for placements in PLACED:
+        for shape in ((2,), (3,)):
+            check(fn, *tensors, mesh=MESHES[shape], placements=[placements] * 3)
+    for placements in PAIRS:
+        check(fn, *tensors, mesh=MESHES[2, 2], placements=[placements] * 3)
+    check(fn, *tensors, mesh=MESHES[3,], placements=[[R], [Shard(-2)], [Shard(-2)]])
+    check(fn, *tensors, mesh=MESHES[3,], placements=[[Shard(-2)], [Shard(-3)], [R]])
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [[t[0] for t in qkv()], [x(2, 4, 5, 3), x(2, 4, 7, 3, seed=1), x(2, 4, 7, 6, seed=2)]],
+    ids=["three dims", "value size"],
+)
+def test_what_the_fused_operator_does_not_take_decomposes(tensors: Any) -> None:
+    for placements in ([S0], [S1], [SUM]):
+        check(sdpa, *tensors, mesh=MESHES[2,], placements=[placements] * 3)
+    check(sdpa, *tensors, mesh=MESHES[2, 2], placements=[[S0, S1]] * 3)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (1, 7), (2, 1, 5, 7), (1, 4, 1, 7), (2, 1, 1, 7)], ids=str)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_of_every_broadcast_shape(shape: tuple[int, ...], kind: str) -> None:
+    hidden = x(*shape, seed=5) > 0.3
+    mask = hidden.logical_not() if kind == "bool" else torch.zeros(shape, dtype=torch.float64).masked_fill(hidden, -torch.inf)
+    fn = scaled if kind == "bool" else lambda q, k, v, m: scaled(q, k, v, m.detach())
+    last = Shard(len(shape) - 1)
+    for own in ([S0, S0, R], [S1, S1, R], [S2, R, R], [R, S2, last], [S0, S2, R]):
+        check(fn, *qkv(), mask, mesh=MESHES[3,], placements=[[own[0]], [own[1]], [own[1]], [own[2]]])
+
+
+def test_rows_that_see_no_key_on_some_ranks() -> None:
+    mask = torch.ones(5, 7, dtype=torch.bool).tril()
+    mask[1] = False
+    check(scaled, *qkv(), mask, mesh=MESHES[3,], placements=[[R], [S2], [S2], [S1]])
+
+
+def test_a_mask_that_learns_takes_the_decomposition() -> None:
+    check(scaled, *qkv(), x(5, 7), mesh=MESHES[2,], placements=[[S0], [S0], [S0], [R]])
+
+
+def test_dropout_draws_as_on_one_device() -> None:
+    check(lambda q, k, v: sdpa(q, k, v, dropout_p=0.5), *qkv(), mesh=MESHES[2,], placements=[[S0]] * 3)
+
+
+def test_the_choice_of_kernel_looks_at_layouts_only() -> None:
+    q, k, v = (dt.distribute_tensor(t, MESHES[2,], [S0]) for t in qkv())
+    assert torch._fused_sdp_choice(q, k, v) == torch._fused_sdp_choice(*qkv())
+    assert torch._fused_sdp_choice(q, k, v, dropout_p=0.5) == torch._fused_sdp_choice(*qkv(), dropout_p=0.5)
+
+
+def test_empty_blocks_of_everything() -> None:
+    for placement in (S0, S1, S2):
+        check(sdpa, *qkv(batch=2, heads=2, queries=2, keys=2), mesh=MESHES[3,], placements=[[placement]] * 3)
+
+
+@pytest.mark.parametrize("mask_type", [None, 0, 1])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_fused_multi_head_attention_decomposes(mask_type: int | None, need_weights: bool) -> None:
+    module = torch.nn.MultiheadAttention(8, 4, batch_first=True, dtype=torch.float64).eval()
+    own, masks = x(2, 5, 8), {None: {}, 0: {"attn_mask": x(5, 5) > 0.7}, 1: {"key_padding_mask": x(2, 5) > 0.7}}
+    mesh, mask = MESHES[2, 2], masks[mask_type]
+    with torch.no_grad():
+        expected = module(own, own, own, need_weights=need_weights, **mask)
+        for placement in (R, S0, S1):
+            spread = dt.distribute_module(torch.nn.MultiheadAttention(8, 4, batch_first=True, dtype=torch.float64).eval(), mesh)
+            spread.load_state_dict({k: dt.distribute_tensor(v, mesh, [R, R]) for k, v in module.state_dict().items()})
+            source = dt.distribute_tensor(own, mesh, [placement, R])
+            given = {k: dt.distribute_tensor(v, mesh, [R, R]) for k, v in mask.items()}
+            got = spread(source, source, source, need_weights=need_weights, **given)
+            assert torch.allclose(got[0].full_tensor(), expected[0])
+            assert not need_weights or torch.allclose(got[1].full_tensor(), expected[1])
