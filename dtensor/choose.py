@@ -75,7 +75,7 @@ def sound_dtypes(row: Row, call: Call) -> bool:
     """Whether the dtypes of a partial row keep its algebra.
 
     Sums and products of integers wrap in their own dtype and bools add by ``or``, so terms may not change dtype first, except
-    between floating dtypes; max and min pass conversions that keep the order.
+    between floating dtypes; max and min pass conversions that keep the order. There is no mean of integers.
     """
     if row.factor is not None:
         return True
@@ -84,6 +84,8 @@ def sound_dtypes(row: Row, call: Call) -> bool:
     for i, spec in enumerate(row.operands):
         if isinstance(spec, Partial):
             source = call.operands[i].dtype
+            if spec.reduce_op == "avg" and not (source.is_floating_point or source.is_complex):
+                return False
             if not all(dtype == source or _converts(spec.reduce_op, source, dtype) for dtype in dtypes):
                 return False
     return True
@@ -178,6 +180,8 @@ def _move(source: Where, target: Where, layout: Layout, ranks: int) -> float:
             return LATENCY * 2 + 2 * nbytes * PER_BYTE
         case (int(), int()):
             return LATENCY + nbytes * PER_BYTE
+        case (int(), Partial()):
+            return LATENCY * 1.5 + nbytes * (ranks - 1) * PER_BYTE  # never better than having it whole
         case _:
             return LATENCY + nbytes * (ranks - 1) * PER_BYTE
 

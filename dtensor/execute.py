@@ -11,7 +11,7 @@ import torch
 from .announce import announce, describe
 from .choose import Chosen
 from .comm import communicator_of
-from .errors import ImplicitCommunicationError
+from .errors import ImplicitCommunicationError, LayoutError
 from .layout import Layout
 from .modes import MODES
 from .operators import Operator
@@ -49,7 +49,7 @@ def execute(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
     computed = _compute(plan, operator, local)
     produced = _as_tuple(computed, operator)
     for slot, move in plan.write_back:
-        _write_back(slot, move, operator, values, local, produced)
+        _write_back(plan, slot, move, operator, values, local, produced)
     return _wrap_results(plan, operator, values, produced, wrap)
 
 
@@ -130,7 +130,9 @@ def local_view(plan: Plan, member: int) -> LocalView:
     )
 
 
-def _write_back(slot: Slot, move: Any, operator: Operator, values: dict[str, Any], local: dict[str, Any], produced: tuple[Any, ...]) -> None:
+def _write_back(
+    plan: Plan, slot: Slot, move: Any, operator: Operator, values: dict[str, Any], local: dict[str, Any], produced: tuple[Any, ...]
+) -> None:
     """Bring what was written to the layout of the user's tensor, and copy it there."""
     name = slot[0]
     if name in operator.returns and slot[1] is None:
@@ -138,6 +140,11 @@ def _write_back(slot: Slot, move: Any, operator: Operator, values: dict[str, Any
     else:
         written = _get(local, slot)
     target = _get(values, slot)
+    if not plan.results and name in operator.outs and written.shape != target.shape:
+        raise LayoutError(
+            f"{operator.name} gives a tensor of shape {tuple(written.shape)}, but out= has shape {tuple(target.shape)}, which a distributed "
+            "tensor cannot change; leave out= away"
+        )
     target._local.copy_(run_move(move, written))
 
 

@@ -56,7 +56,7 @@ def _fake_mode() -> FakeTensorMode:
 
 def _run(operator: Operator, bound: dict[str, Any]) -> tuple[Any, ...]:
     try:
-        result = operator.call(bound)
+        result = _result_of(operator, bound)
     except (NotImplementedError, UnsupportedFakeTensorException, ZeroDivisionError) as error:
         raise NotInferable(str(error)) from error  # divisions: torch's own decompositions of means over no elements
     except RuntimeError as error:
@@ -68,6 +68,16 @@ def _run(operator: Operator, bound: dict[str, Any]) -> tuple[Any, ...]:
     if len(operator.returns) == 1:
         return (_meta_of(result),)
     return tuple(_meta_of(value) for value in result)
+
+
+def _result_of(operator: Operator, bound: dict[str, Any]) -> Any:
+    try:
+        return operator.call(bound)
+    except TypeError as error:
+        if len(operator.outs) != 1 or "'out'" not in str(error):
+            raise
+    # Some of torch's meta functions in Python are registered for overloads with out= and do not take it.
+    return operator.call(bound, operator.func.overloadpacket).to(bound[operator.outs[0]].dtype)
 
 
 def _to_meta(value: Any, device: torch.device | None = META) -> Any:

@@ -278,6 +278,10 @@ def gather(operator: Operator, call: Call, slots: tuple[Slot, ...], metas: tuple
     for slot, have in zip(slots, call.operands, strict=True):
         if slot[0] in operator.mutated and slot[0] not in operator.outs and (slot[0] not in returned or slot[1] is not None or metas is None):
             back += ((slot, plan_move(_whole(have), have)),)
+    for name in operator.outs if metas is None else ():
+        target = call.arguments[name]
+        if isinstance(target, Layout):  # the data decide the shape: it must turn out to be this one
+            back += (((name, None), plan_move(_whole(target), target)),)
     return Plan("gather", call, moves, operands, results, back)
 
 

@@ -149,7 +149,7 @@ def _view(origin: Origin, layout: Layout, place: int) -> RemoteView:
     return cast(RemoteView, made)
 
 
-# --- operations on such views ------------------------------------------------------------------------------------------------
+# --- operations on such views ---
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     operator = operator_of(func)
     written = [x for name in operator.mutated for x in _remote(operator.bind(args, kwargs).get(name))] if operator.mutated else []
@@ -248,7 +248,7 @@ def _copying(value: Any) -> Assign:
     return lambda destination, shaped: dispatch(DTensor, _aten.copy_.default, (), (destination, shaped(value)))
 
 
-# --- writing into the base ---------------------------------------------------------------------------------------------------
+# --- writing into the base ---
 def _put(view: RemoteView, assign: Assign) -> None:
     """Write to the elements of the base that ``view`` shows, and from there to the base's own base."""
     origin, base = view._origin, view._origin.base

@@ -19,7 +19,7 @@ from .verbs import kernel_rule, view
 from .views import own_factors
 
 
-# --- join ----------------------------------------------------------------------------------------------------------------
+# --- join ---
 def joined(call: Call) -> Factors:
     """The joined dim is one factor, of which every operand holds a window; operands of shape (0,) join with anything."""
     result = call.results[0]
@@ -48,7 +48,7 @@ view("cat", joined)
 view("stack", stacked)
 
 
-# --- repeat and move -------------------------------------------------------------------------------------------------------
+# --- repeat and move ---
 def repeated(call: Call) -> Factors:
     """A repeated dim must be whole: its copies follow one another."""
     dims, sizes = own_factors(call)
@@ -124,7 +124,7 @@ view("pixel_unshuffle", unshuffled_pixels, local_args=empty_result, local=unshuf
 view("channel_shuffle", shuffled_channels)
 
 
-# --- pad -------------------------------------------------------------------------------------------------------------------
+# --- pad ---
 def pads(call: Call, ndim: int) -> list[tuple[int, int]]:
     """(before, after) for each dim; negative ones crop."""
     given = list(call["pad"])
@@ -165,7 +165,7 @@ def pad_partials(call: Call) -> tuple[str, ...]:
 kernel_rule("constant_pad_nd", padded, partials=pad_partials, local_args=local_pads, floats_matter=True)
 
 
-# --- triangles and diagonals -----------------------------------------------------------------------------------------------
+# --- triangles and diagonals ---
 def triangle(call: Call) -> Factors:
     dims, sizes = own_factors(call)
     return Factors((dims,), (dims,), sizes)

@@ -33,7 +33,7 @@ def no_foreign_zeros(choice: Choice) -> bool:
     )
 
 
-# --- slices --------------------------------------------------------------------------------------------------------------
+# --- slices ---
 def positions(call: Call, size: int) -> range:
     """The positions of a dim of ``size`` that a slice keeps."""
     return range(*slice(call.get("start"), call.get("end"), call.get("step", 1)).indices(size))
@@ -101,7 +101,7 @@ view("slice_backward", slice_put_back, partials=ZEROS_PASS, local_args=local_sli
 view("slice_scatter", slice_put_in, partials=ONE_OF_TWO, local_args=local_slice)
 
 
-# --- splits: several slices one after another ------------------------------------------------------------------------------
+# --- splits: several slices one after another ---
 def pieces(call: Call) -> Factors:
     dims, sizes = own_factors(call)
     d = call["dim"] % len(dims)
@@ -127,7 +127,7 @@ view("split split_with_sizes unsafe_split unsafe_split_with_sizes", pieces, loca
 view("split_copy split_with_sizes_copy", pieces, local_args=local_pieces, local=copies)
 
 
-# --- one element of a dim ----------------------------------------------------------------------------------------------------
+# --- one element of a dim ---
 def selected(call: Call) -> Factors:
     dims, sizes = own_factors(call)
     d = call["dim"] % len(dims)
@@ -187,7 +187,7 @@ view("select_backward", select_put_back, partials=ZEROS_PASS, local_args=local_i
 view("unbind unbind_copy", unbound)
 
 
-# --- diagonals and windows that slide ------------------------------------------------------------------------------------------
+# --- diagonals and windows that slide ---
 def diagonal_dims(call: Call, ndim: int) -> tuple[int, int]:
     return call["dim1"] % ndim, call["dim2"] % ndim
 
