@@ -5,8 +5,10 @@ from .fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_f
 from .loss import loss_parallel
 from .plan import parallelize_module
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .replicate import ReplicatedModule, replicate
 from .style import ParallelStyle
 from .tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from .zero import ZeroRedundancyOptimizer
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -18,11 +20,14 @@ __all__ = [
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
+    "ReplicatedModule",
     "RowwiseParallel",
     "SequenceParallel",
     "UnshardHandle",
+    "ZeroRedundancyOptimizer",
     "fully_shard",
     "loss_parallel",
     "parallelize_module",
     "register_fsdp_forward_method",
+    "replicate",
 ]

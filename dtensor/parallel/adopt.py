@@ -44,6 +44,7 @@ class Managed:
     inside: Layout | None
     cut: int | None
     owner: Any = None  # the group that gathers and reduces it
+    placed: Any = None  # what stands in its places now
 
     def refresh(self) -> None:
         """Look the parameter up again: loading and materialising a module may have put another one there.
@@ -53,7 +54,7 @@ class Managed:
         """
         module, name = self.places[0]
         found = module._parameters[name]
-        if found is self.parameter:
+        if found is self.parameter or found is self.placed:
             return
         if not isinstance(found, DTensor) or found.placements != self.layout.placements:
             raise MeshError(
@@ -65,6 +66,7 @@ class Managed:
 
     def put(self, value: Any) -> None:
         """``value`` where the parameter stands."""
+        self.placed = value
         for module, name in self.places:
             module._parameters[name] = value
             names = getattr(module, "_flat_weights_names", None)
@@ -124,7 +126,7 @@ def adopt(module: nn.Module, axes: Axes, ignored: set[nn.Parameter], where: Shar
 def _take(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> Managed:
     asked = where(parameter) if where is not None else None
     cut = None if not axes.shard or parameter.ndim == 0 else 0 if asked is None else asked.dim % parameter.ndim
-    inside = parameter._layout if isinstance(parameter, DTensor) else None
+    inside = _beside(parameter._layout, axes.mesh) if isinstance(parameter, DTensor) else None
     if inside is None:
         whole = Layout.of(axes.mesh, None, parameter.shape, None, parameter.dtype)
     else:
@@ -163,9 +165,14 @@ def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout) -> Any:
 
 
 # --- meshes and layouts ------------------------------------------------------------------------------------------------
+def same_root(one: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether both are parts of one mesh."""
+    return one._root is other._root or one._root.key == other._root.key
+
+
 def _joined(dp: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
     """The mesh over the dims of both, in the order of the mesh that both are parts of."""
-    if dp._root is not tp._root:
+    if not same_root(dp, tp):
         raise MeshError(
             f"a parameter lives on {tp!r}, which does not come from the same mesh as {dp!r}; slice both from one: "
             "mesh = init_device_mesh(device_type, (2, 2), mesh_dim_names=('dp', 'tp')), then mesh['dp'] and mesh['tp']"
@@ -175,6 +182,27 @@ def _joined(dp: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
     ordered = sorted(dims)
     names = tuple(dims[d] for d in ordered)
     return dp._derive(tuple(ordered), None if None in names else names)  # type: ignore[arg-type]  # no None in it then
+
+
+def _beside(layout: Layout, dp: DeviceMesh) -> Layout | None:
+    """``layout`` on the mesh dims that are not data-parallel; None if there is no such dim.
+
+    Raises:
+        MeshError: it is not replicated over those that are.
+    """
+    mesh = layout.mesh
+    rest = [i for i, dims in enumerate(mesh._dims) if not (same_root(mesh, dp) and dims in dp._dims)]
+    if any(not placement.is_replicate() for i, placement in enumerate(layout.placements) if i not in rest):
+        raise MeshError(
+            f"a parameter is laid out over the data-parallel mesh {dp!r} already: {layout!r}; parallelize it over another dim"
+        )
+    if len(rest) == mesh.ndim:
+        return layout
+    if not rest:
+        return None
+    names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names[i] for i in rest)
+    smaller = mesh._derive(tuple(mesh._dims[i] for i in rest), names)
+    return Layout.of(smaller, [layout.placements[i] for i in rest], layout.shape, None, layout.dtype)
 
 
 def _dim(mesh: DeviceMesh, root_dims: tuple[int, ...]) -> int:

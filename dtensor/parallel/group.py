@@ -97,6 +97,12 @@ class Group:
             result.append(PerRank(own) if plain and isinstance(full, PerRank) else own[0])
         return result
 
+    def put_parameters(self) -> None:
+        """The sharded parameters where the modules have them."""
+        for m in self.managed:
+            if m.placed is not m.parameter:
+                m.put(m.parameter)
+
     # --- gather and free -----------------------------------------------------------------------------------------
     @property
     def comm(self) -> Communicator:
@@ -112,9 +118,14 @@ class Group:
         """The parameters are whole and in the right dtype as they are: nothing to gather or copy."""
         return not self.axes.offload and all(m.cut is None and self.dtype_of(m) == m.layout.dtype for m in self.managed)
 
-    def stamp(self) -> tuple[tuple[int, int], ...]:
-        """Changes whenever a parameter's value does."""
-        return tuple((id(s), s._version) for m in self.managed for s in shards_of(m.parameter._local))  # type: ignore[attr-defined]
+    def stamp(self) -> list[Any]:
+        """Changes whenever a parameter's value does: written to as a DTensor or as its local, or replaced."""
+        found: list[Any] = []
+        for m in self.managed:
+            found.append(m.parameter._version)
+            for shard in shards_of(m.parameter._local):  # type: ignore[attr-defined]  # a DTensor
+                found += (id(shard), shard._version)
+        return found
 
     def start_gather(self) -> None:
         """Issue the all-gather, unless what is gathered is still right."""

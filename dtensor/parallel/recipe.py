@@ -46,7 +46,7 @@ class Recipe:
         return Recipe(cuts, dtypes, shapes, blocks, _padded(_sections(cuts, dtypes, blocks[list(group).index(member)])))
 
     # --- parameters ----------------------------------------------------------------------------------------------
-    def pack(self, locals_: Sequence[Tensor], device: str) -> Tensor:
+    def pack(self, locals_: Sequence[Tensor], device: str | torch.device) -> Tensor:
         """This member's row of bytes."""
         parts = [
             local.detach().to(dtype).reshape(-1).view(torch.uint8)

@@ -86,7 +86,7 @@ def placed(x: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
 
 def dim_of(mesh: DeviceMesh, part: DeviceMesh) -> int:
     """Which dim of ``mesh`` is the one dim of ``part``."""
-    if mesh._root is part._root:
+    if mesh._root is part._root or mesh._root.key == part._root.key:
         for i, root_dims in enumerate(mesh._dims):
             if root_dims == part._dims[0]:
                 return i

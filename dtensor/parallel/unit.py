@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..comm import PerRank
 from ..tensor import DTensor
-from .adopt import Axes
+from .adopt import Axes, same_root
 from .buffers import Buffers
 from .gathered import Column, Gathered
 from .group import Group
@@ -26,6 +27,15 @@ _ATTRIBUTE = "_data_parallel_unit"
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit whose module this is."""
     return module.__dict__.get(_ATTRIBUTE)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Use:
+    """One recorded use of a group's gathered values: by which node of the graph, and the values' stamp then."""
+
+    group: Group
+    token: int
+    stamp: list[Any]
 
 
 class Unit:
@@ -52,8 +62,7 @@ class Unit:
         self.before_in_forward: list[Unit] | None = None  # explicit prefetching
         self.before_in_backward: list[Unit] | None = None
         self._to_run: set[nn.Module] = set()
-        self._views: dict[int, tuple[bool, list[Any]]] = {}  # group -> (records gradients, gathered parameters), this pass
-        self._tokens: dict[int, tuple[int, Any]] = {}  # token -> (group, stamp)
+        self._views: dict[int, tuple[_Use | None, list[Any]]] = {}  # group -> gathered parameters of this pass
         self._count = 0
         self._held: dict[tuple[int, int], Column] = {}  # (group, parameter) -> gradients not reduced yet
         self._ready: list[list[dict[int, Column]]] = [[] for _ in self.groups]  # in order: what waits for groups before it
@@ -91,11 +100,11 @@ class Unit:
         """Sharded parameters in place again; gathered ones freed, to be gathered again when the gradient comes."""
         schedule = self._scheduled()
         schedule.depth -= 1
-        self.put_parameters()
         self.buffers.leave(schedule.distributed, module.training)
         self._to_run.discard(module)
         if schedule.in_backward():  # a forward pass recomputed: backward needs the values next
             return output
+        self.put_parameters()
         returns = self._expect_gradients(output) if torch.is_grad_enabled() else True
         if not self._to_run and returns and not self._keeps():
             self.free()
@@ -110,15 +119,15 @@ class Unit:
 
     def _expect_gradients(self, output: Any) -> bool:
         """Gather again as soon as a gradient of ``output`` arrives. False: nothing would tell us."""
-        tokens = [token for token in self._tokens if self._tokens[token][0] in self._views]
+        uses = [use for use, _ in self._views.values() if use is not None]
         tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         for x in tensors:
-            x.register_hook(functools.partial(_before_backward, self, tokens))
-        return bool(tensors) or not tokens
+            x.register_hook(functools.partial(_before_backward, self, uses))
+        return bool(tensors) or not uses
 
     def _spans(self, x: DTensor) -> bool:
         mesh = x.device_mesh
-        return mesh._root is self.axes.mesh._root and set(self.axes.mesh._dims) <= set(mesh._dims)
+        return same_root(mesh, self.axes.mesh) and set(self.axes.mesh._dims) <= set(mesh._dims)
 
     def _scheduled(self) -> Schedule:
         """The schedule of the outermost unit that was called first."""
@@ -149,35 +158,33 @@ class Unit:
         """Gathered parameters where the module has them."""
         for k, group in enumerate(self.groups):
             found = self._views.get(k)
-            if found is None or (torch.is_grad_enabled() and not found[0]):
-                found = self._views[k] = (torch.is_grad_enabled(), self._applied(k, group, distributed))
+            if found is None or (torch.is_grad_enabled() and found[0] is None):
+                found = self._views[k] = self._applied(group, distributed)
             for m, value in zip(group.managed, found[1], strict=True):
                 m.put(value)
 
-    def _applied(self, k: int, group: Group, distributed: bool) -> list[Any]:
+    def _applied(self, group: Group, distributed: bool) -> tuple[_Use | None, list[Any]]:
         if not torch.is_grad_enabled() or not any(m.parameter.requires_grad for m in group.managed):
-            return group.regrouped(group.values(distributed), distributed)
+            return None, group.regrouped(group.values(distributed), distributed)
         self._count += 1
-        self._tokens[self._count] = (k, group.stamp())
-        return group.regrouped(Gathered.apply(self._anchor, group, self, self._count, distributed), distributed)
+        flat = Gathered.apply(self._anchor, group, self, self._count, distributed)
+        return _Use(group, self._count, group.stamp()), group.regrouped(flat, distributed)
 
     def put_parameters(self) -> None:
         """Sharded parameters where the module has them."""
         for group in self.groups:
-            for m in group.managed:
-                m.put(m.parameter)
+            group.put_parameters()
 
     # --- backward ------------------------------------------------------------------------------------------------
-    def before_backward(self, tokens: Sequence[int]) -> None:
+    def before_backward(self, uses: Sequence[_Use]) -> None:
         """A gradient of this unit's output has arrived: the values that forward saw are needed."""
         schedule = self._scheduled()
         schedule.expect_end()
-        for token in tokens:
-            if token in self._tokens:
-                k, stamp = self._tokens[token]
-                self.groups[k].check_unchanged(stamp)
-                self.groups[k].live.add(token)
+        for use in uses:
+            use.group.check_unchanged(use.stamp)
+            use.group.live.add(use.token)
         self.gather()
+        self.put_values(schedule.distributed)  # parts of the forward pass may be run again, see torch.utils.checkpoint
         following = self.before_in_backward
         if following is None:
             after = schedule.next_backward(self)
@@ -199,8 +206,10 @@ class Unit:
         else:
             schedule.reducing(reductions(group, gradients, not distributed))
         group.live.discard(token)
-        if not group.live and not self.keep_after_backward:
-            group.free()
+        if not group.live:
+            group.put_parameters()
+            if not self.keep_after_backward:
+                group.free()
 
     def _send_ready(self, average: bool) -> None:
         """Reduce what is ready in the order of groups, which is the same on all ranks, whatever each of them used."""
@@ -232,6 +241,7 @@ class Unit:
         self._views, self._to_run = {}, set()
         for group in self.groups:
             group.live.clear()
+            group.put_parameters()
             if not self.keep_after_backward:
                 group.free()
 
@@ -246,8 +256,8 @@ def _after(module: nn.Module, args: Any, output: Any) -> Any:
     return output if unit is None else unit.after_forward(module, output)
 
 
-def _before_backward(unit: Unit, tokens: Sequence[int], grad: Tensor) -> None:
-    unit.before_backward(tokens)
+def _before_backward(unit: Unit, uses: Sequence[_Use], grad: Tensor) -> None:
+    unit.before_backward(uses)
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

@@ -1,0 +1,601 @@
+"""``fully_shard``: losses, gradients and updates of one device; what it sends, holds and frees."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gloo import run_gloo
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import dtensor as dt
+from dtensor import DTensor, Replicate, Shard
+from dtensor.debug import CommDebugMode
+from dtensor.errors import DTensorError, MeshError
+from dtensor.parallel import (
+    ColwiseParallel,
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    RowwiseParallel,
+    fully_shard,
+    parallelize_module,
+    register_fsdp_forward_method,
+)
+from dtensor.parallel.unit import unit_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+
+
+class Net(nn.Module):
+    """Layers of odd sizes, an embedding, a 0-d parameter, a layer used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5)) for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(5, 3, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in (*self.layers, self.layers[0]):
+            x = x + layer(x)
+        return self.head(x * self.scale)
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def shard(model: nn.Module, mesh: Any, **options: Any) -> Any:
+    for layer in model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def dp(size: int = 2) -> dt.DeviceMesh:
+    return dt.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+
+
+def batches(ranks: int, count: int = 1) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randint(7, (2, 3), generator=generator) for _ in range(ranks)] for _ in range(count)]
+
+
+def own(batch: list[Tensor], mesh: dt.DeviceMesh) -> Tensor:
+    """Each rank's part of a batch."""
+    return dt.map_ranks(lambda at: batch[_index(at, mesh)].clone(), mesh=mesh)
+
+
+def _index(at: tuple[int, ...], mesh: dt.DeviceMesh) -> int:
+    index = 0
+    for coordinate, size in zip(at, mesh.shape, strict=True):
+        index = index * size + coordinate
+    return index
+
+
+def loss_of(out: Tensor) -> Tensor:
+    return (out**2).mean()
+
+
+def alone_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return torch.stack([loss_of(model(part)) for part in batch]).mean()
+
+
+def assert_same_gradients(model: nn.Module, alone: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if theirs.grad is not None:
+            assert isinstance(ours.grad, DTensor)
+            assert ours.grad.placements == ours.placements, name
+            torch.testing.assert_close(whole(ours.grad), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def assert_same_parameters(model: nn.Module, alone: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours), theirs, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def whole(x: Any) -> Tensor:
+    full = x.detach().full_tensor()
+    return full.shards[0] if isinstance(full, dt.PerRank) else full
+
+
+def train(mesh: dt.DeviceMesh, dims: tuple[str, ...], steps: int = 3, **options: Any) -> tuple[Any, Any]:
+    """(distributed, alone) after some steps of Adam, compared on the way."""
+    model, alone = net(), net()
+    shard(model, mesh[dims] if mesh.ndim > 1 else mesh, **options)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (model, alone)]
+    for batch in batches(mesh.size(), steps):
+        loss = loss_of(model(own(batch, mesh)))
+        loss.backward()
+        alone_loss(alone, batch).backward()
+        assert_same_gradients(model, alone)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, alone)
+    return model, alone
+
+
+# --- equal to one device -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_steps_of_adam_are_those_of_one_device(size: int, reshard: bool | None) -> None:
+    train(dp(size), ("dp",), reshard_after_forward=reshard)
+
+
+def test_a_two_dimensional_mesh_copies_over_its_first_dim() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
+    model, _ = train(mesh, ("ddp", "fsdp"))
+    assert model.head.weight.placements == (Replicate(), Shard(0))
+    assert model.scale.placements == (Replicate(), Replicate())
+
+
+def _train_here(shape: tuple[int, ...], names: tuple[str, ...]) -> list[float]:
+    mesh = dt.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model, _ = train(mesh, names)
+    return [p.detach().full_tensor().sum().item() for p in model.parameters()]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("shape", "names"), [((3,), ("dp",)), ((2, 2), ("ddp", "fsdp"))])
+def test_on_process_groups(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    here = _train_here(shape, names)
+    for there in run_gloo(_train_here, torch.Size(shape).numel(), shape, names):
+        assert there == pytest.approx(here, rel=1e-10)
+
+
+def test_a_distributed_batch_gives_the_global_loss() -> None:
+    model, alone, mesh = shard(net(), dp()), net(), dp()
+    tokens = torch.randint(7, (5, 3))  # 3 rows here, 2 there: the mean is over all
+    loss = loss_of(model(dt.distribute_tensor(tokens, mesh, [Shard(0)])))
+    loss.backward()
+    expected = loss_of(alone(tokens))
+    expected.backward()
+    torch.testing.assert_close(loss.full_tensor(), expected)
+    assert_same_gradients(model, alone)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+        self.norm = nn.LayerNorm(4)
+        self.down = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.down(torch.tanh(self.up(x))))
+
+
+def _two_dims(dim: int) -> dict[str, Any]:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(Mlp(), Mlp()).double()
+    alone = copy.deepcopy(model)
+    for block in model:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(dim) if p.ndim == 2 else None)
+    fully_shard(model, mesh=mesh["dp"])
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, alone)]
+    for _ in range(2):
+        loss_of(model(dt.map_ranks(lambda at: x[at[0]].clone(), mesh=mesh))).backward()
+        torch.stack([loss_of(alone(part)) for part in x]).mean().backward()
+        assert_same_gradients(model, alone)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, alone)
+    return {name: p.placements for name, p in model[0].named_parameters()}
+
+
+def test_over_a_tensor_parallel_module() -> None:
+    assert _two_dims(0) == {
+        "up.weight": (Shard(0, level=1), Shard(0, level=0)),
+        "up.bias": (Shard(0, level=1), Shard(0, level=0)),
+        "norm.weight": (Shard(0),),
+        "norm.bias": (Shard(0),),
+        "down.weight": (Shard(0), Shard(1)),
+        "down.bias": (Shard(0), Replicate()),
+    }
+    assert _two_dims(1)["down.weight"] == (Shard(1, level=1), Shard(1, level=0))
+
+
+@pytest.mark.gloo
+def test_over_a_tensor_parallel_module_on_process_groups() -> None:
+    assert run_gloo(_two_dims, 4, 0) == [_two_dims(0)] * 4
+
+
+# --- what is sent --------------------------------------------------------------------------------------------------------
+def test_a_unit_costs_one_gather_each_way_and_one_reduction() -> None:
+    mesh = dp()
+    model = shard(net(), mesh)
+    for _ in range(2):
+        with CommDebugMode() as comm:
+            loss_of(model(own(batches(2)[0], mesh))).backward()
+        # four units; the first layer runs twice, so it is gathered twice in forward; the outermost unit stays whole
+        assert comm.get_comm_counts() == {"all_gather": 5 + 3, "reduce_scatter": 4}
+
+
+def test_kept_parameters_are_gathered_once() -> None:
+    mesh = dp()
+    model = shard(net(), mesh, reshard_after_forward=False)
+    with CommDebugMode() as comm:
+        loss_of(model(own(batches(2)[0], mesh))).backward()
+    assert comm.get_comm_counts() == {"all_gather": 4, "reduce_scatter": 4}
+
+
+def test_the_next_unit_is_gathered_while_one_computes() -> None:
+    mesh = dp()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    counts: list[int] = []
+    with CommDebugMode() as comm:
+        for layer in model:
+            layer.register_forward_hook(lambda *_: counts.append(comm.get_total_counts()))
+        for _ in range(2):
+            model(dt.per_rank([torch.ones(2, 4), torch.ones(2, 4)])).sum().backward()
+            counts.append(-1)
+    assert counts[:3] == [1, 2, 3]  # the first pass learns the order
+    start = counts[4] - 2
+    assert counts[4:7] == [start + 2, start + 3, start + 3]
+
+
+def test_only_this_ranks_part_is_held_between_passes() -> None:
+    mesh = dp()
+    model = shard(net(), mesh)
+    loss_of(model(own(batches(2)[0], mesh))).backward()
+    for module in (model, *model.layers):
+        (group,) = unit_of(module).groups
+        assert not group.gathered
+        assert all(buffer.untyped_storage().nbytes() == 0 for buffer in group._buffer.shards)
+    assert model.embedding.weight.to_local().shards[0].shape == (4, 5)
+
+
+def test_only_the_running_unit_is_whole() -> None:
+    mesh = dp()
+    model = shard(net(), mesh)
+    gathered: list[list[bool]] = []
+    for layer in model.layers:
+        layer[1].register_forward_hook(lambda *_: gathered.append([unit_of(m).groups[0].gathered for m in model.layers]))
+    model(own(batches(2)[0], mesh))
+    assert gathered[:3] == [[True, False, False], [False, True, False], [False, False, True]]
+
+
+# --- accumulation, freezing, sharing ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sync", [True, False])
+def test_gradients_accumulate(sync: bool) -> None:
+    mesh, model, alone = dp(), shard(net(), dp()), net()
+    first, second = batches(2, 2)
+    model.set_requires_gradient_sync(sync)
+    with CommDebugMode() as comm:
+        loss_of(model(own(first, mesh))).backward()
+    assert comm.get_comm_counts()["reduce_scatter"] == (4 if sync else 0)
+    assert sync or all(p.grad is None for p in model.parameters())
+    model.set_requires_gradient_sync(True)
+    loss_of(model(own(second, mesh))).backward()
+    for batch in (first, second):
+        alone_loss(alone, batch).backward()
+    assert_same_gradients(model, alone)
+
+
+def test_two_passes_before_one_backward() -> None:
+    mesh, model, alone = dp(), shard(net(), dp()), net()
+    first, second = batches(2, 2)
+    (loss_of(model(own(first, mesh))) + loss_of(model(own(second, mesh)))).backward()
+    (alone_loss(alone, first) + alone_loss(alone, second)).backward()
+    assert_same_gradients(model, alone)
+
+
+def test_frozen_parameters_have_no_gradient() -> None:
+    mesh, model, alone = dp(), net(), net()
+    for m in (model, alone):
+        m.layers[1].requires_grad_(False)
+        m.embedding.weight.requires_grad_(False)
+    shard(model, mesh)
+    loss_of(model(own(batches(2)[0], mesh))).backward()
+    alone_loss(alone, batches(2)[0]).backward()
+    assert_same_gradients(model, alone)
+    assert not unit_of(model.layers[1]).groups[0].gathered
+
+
+def test_parameters_that_no_rank_uses_keep_their_gradient() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    mesh = dp()
+    model = fully_shard(Branches(), mesh=mesh)
+    model(dt.per_rank([torch.ones(1, 3)] * 2)).sum().backward()
+    assert model.unused.weight.grad is None
+    assert model.used.weight.grad is not None
+
+
+def _used_by_some(mesh: dt.DeviceMesh) -> Tensor:
+    class Choice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
+
+    model = fully_shard(Choice(), mesh=mesh)
+    unit = unit_of(model)
+    unit.before_forward(model, (), {})
+    x = torch.ones(1, 3)
+    outs = dt.map_ranks(lambda at, a, b: x @ (a if at[0] else b).T, model.a.weight, model.b.weight, mesh=mesh)
+    unit.after_forward(model, outs)
+    outs.sum().backward()
+    return torch.stack([whole(model.a.weight.grad), whole(model.b.weight.grad)])
+
+
+def test_a_parameter_that_one_rank_uses_has_its_share_of_the_gradient() -> None:
+    assert _used_by_some(dp()).tolist() == torch.full((2, 2, 3), 0.5).tolist()
+
+
+def test_tied_weights_of_one_unit_and_of_two() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.body, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.body(self.embedding(tokens)))
+
+    mesh, batch = dp(), [torch.tensor([[1, 2]]), torch.tensor([[4, 0]])]
+    for inner in ((), ("embedding",), ("embedding", "body")):
+        torch.manual_seed(0)
+        model = Tied()
+        alone = copy.deepcopy(model)
+        for name in inner:
+            fully_shard(getattr(model, name), mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        assert model.head.weight is model.embedding.weight
+        loss_of(model(own(batch, mesh))).backward()
+        alone_loss(alone, batch).backward()
+        assert_same_gradients(model, alone)
+
+
+def test_ignored_parameters_stay_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    kept = model[0].weight
+    fully_shard(model, mesh=dp(), ignored_params={kept})
+    assert model[0].weight is kept
+    assert isinstance(model[1].weight, DTensor)
+
+
+# --- precision, offload ------------------------------------------------------------------------------------------------
+def test_mixed_precision() -> None:
+    mesh = dp()
+    seen: list[torch.dtype] = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.extend((x.dtype, self.weight.dtype))
+            return super().forward(x)
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    model = fully_shard(Watched(4, 3), mesh=mesh, mp_policy=policy)
+    with CommDebugMode() as comm:
+        out = model(dt.per_rank([torch.ones(2, 4), torch.ones(2, 4)]))
+        out.sum().backward()
+    assert seen == [torch.bfloat16, torch.bfloat16]
+    assert out.dtype == model.weight.dtype == model.weight.grad.dtype == torch.float32
+    assert comm.get_comm_bytes() == {"all_gather": 32, "reduce_scatter": 4 * (8 + 2 + 2)}  # rank 0 has 2 of 3 rows; 2 flags
+    torch.testing.assert_close(whole(model.weight.grad), torch.full((3, 4), 2.0))
+
+
+def test_mixed_dtypes_in_one_unit() -> None:
+    mesh = dp()
+    model = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float32))
+    alone = copy.deepcopy(model)
+    model[1].register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    alone[1].register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(2, 1, 3, dtype=torch.float64)
+    with CommDebugMode() as comm:
+        loss_of(model(own(list(x), mesh))).backward()
+    assert comm.get_comm_counts() == {"all_gather": 1, "reduce_scatter": 2}
+    alone_loss(alone, list(x)).backward()
+    assert_same_gradients(model, alone)
+
+
+def test_offload_changes_nothing_on_the_host() -> None:
+    train(dp(), ("dp",), offload_policy=CPUOffloadPolicy())
+
+
+# --- checkpointing, methods, hooks, copies --------------------------------------------------------------------------------
+@pytest.mark.parametrize("outside", [True, False], ids=["units recomputed", "parts of units recomputed"])
+def test_activation_checkpointing(outside: bool) -> None:
+    if outside:
+        _checkpointed(False)
+        return
+    mesh, model, alone = dp(), net(), net()
+    for layer in model.layers:
+        layer.forward = lambda x, layer=layer: layer[2](checkpoint(lambda y: torch.tanh(layer[0](y)), x, use_reentrant=False))
+    shard(model, mesh)
+    loss_of(model(own(batches(2)[0], mesh))).backward()
+    alone_loss(alone, batches(2)[0]).backward()
+    assert_same_gradients(model, alone)
+
+
+def _through(model: Net, tokens: Tensor) -> Tensor:
+    x = model.embedding(tokens)
+    for layer in model.layers:
+        x = x + layer(x)
+    return x
+
+
+def _checkpointed(reentrant: bool) -> None:
+    mesh, model, alone = dp(), net(), net()
+    shard(model, mesh)
+
+    def forward(tokens: Tensor) -> Tensor:
+        x = model.embedding(tokens)
+        for layer in model.layers:
+            x = x + checkpoint(layer, x, use_reentrant=reentrant)
+        return model.head(x * model.scale)
+
+    model.forward = forward
+    alone.forward = lambda tokens: alone.head(_through(alone, tokens) * alone.scale)
+    for batch in batches(2, 2):
+        loss_of(model(own(batch, mesh))).backward()
+        alone_loss(alone, batch).backward()
+        assert_same_gradients(model, alone)
+
+
+# a user's autograd function does not map over per_rank tensors, so checkpoints that are one need processes
+@pytest.mark.gloo
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_on_process_groups(reentrant: bool) -> None:
+    run_gloo(_checkpointed, 2, reentrant)
+
+
+def test_unshard_and_reshard_by_hand() -> None:
+    mesh = dp()
+    model = fully_shard(nn.Linear(3, 4), mesh=mesh)
+    sharded, expected = model.weight, whole(model.weight)
+    handle = model.unshard(async_op=True)
+    assert model.weight is sharded
+    handle.wait()
+    assert torch.equal(model.weight.shards[1], expected)
+    model.reshard()
+    assert model.weight is sharded
+    with CommDebugMode() as comm:
+        model.unshard()
+        model(torch.ones(1, 3))
+    assert comm.get_comm_counts() == {"all_gather": 1}
+
+
+def test_other_methods_may_be_treated_like_forward() -> None:
+    class Encoder(nn.Linear):
+        def encode(self, x: Tensor) -> Tensor:
+            return x @ self.weight.T
+
+    model = fully_shard(Encoder(3, 4), mesh=dp())
+    expected = whole(model.weight).sum(1)
+    register_fsdp_forward_method(model, "encode")
+    assert torch.equal(model.encode(torch.ones(1, 3)).shards[0][0], expected)
+
+
+def test_hooks_see_the_reduced_gradient() -> None:
+    model = fully_shard(nn.Linear(3, 2, bias=False), mesh=dp())
+    seen: list[Any] = []
+    model.weight.register_hook(lambda grad: grad * 2)
+    model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    model(dt.per_rank([torch.ones(1, 3), torch.zeros(1, 3)])).sum().backward()
+    (grad,) = seen
+    assert whole(grad).tolist() == [[1.0] * 3] * 2
+
+
+def test_full_backward_hooks() -> None:
+    mesh, model = dp(), fully_shard(nn.Linear(3, 2, bias=False), mesh=dp())
+    seen: list[Any] = []
+    model.register_full_backward_hook(lambda _, grad_input, grad_output: seen.append(grad_output))
+    x = dt.distribute_tensor(torch.ones(2, 3), mesh, [Shard(0)]).requires_grad_()
+    model(x).sum().backward()
+    assert whole(seen[0][0]).tolist() == [[1.0] * 2] * 2
+
+
+def test_an_average_of_models_is_a_deep_copy_that_trains_by_itself() -> None:
+    mesh = dp()
+    model = shard(net(), mesh)
+    loss_of(model(own(batches(2)[0], mesh))).backward()
+    average = copy.deepcopy(model)
+    assert isinstance(average, FSDPModule)
+    with torch.no_grad():
+        for a, p in zip(average.parameters(), model.parameters(), strict=True):
+            a.lerp_(p * 2, 0.5)
+    before = loss_of(model(own(batches(2)[0], mesh)))
+    after = loss_of(average(own(batches(2)[0], mesh)))
+    assert before.detach().shards[0].item() != after.detach().shards[0].item()
+    after.backward()
+    assert average.head.weight.grad is not model.head.weight.grad
+
+
+def test_state_dicts_hold_the_sharded_parameters() -> None:
+    mesh = dp()
+    model, other = shard(net(), mesh), shard(Net().double(), mesh)
+    state = model.state_dict()
+    assert all(isinstance(value, DTensor) for value in state.values())
+    other(own(batches(2)[0], mesh))
+    other.load_state_dict(state)
+    torch.testing.assert_close(other(own(batches(2)[0], mesh)).shards[0], model(own(batches(2)[0], mesh)).shards[0])
+
+
+def test_evaluation_without_gradients_frees_everything() -> None:
+    mesh = dp()
+    model = shard(net(), mesh)
+    with torch.no_grad():
+        first = model(own(batches(2)[0], mesh))
+    assert not any(unit_of(m).groups[0].gathered for m in (model, *model.layers))
+    assert torch.equal(first.shards[0], net()(batches(2)[0][0]))
+
+
+def test_parameters_changed_between_forward_and_backward_are_noticed() -> None:
+    mesh = dp()
+    model = shard(net(), mesh)
+    loss = loss_of(model(own(batches(2)[0], mesh)))
+    with torch.no_grad():
+        model.layers[2][0].weight.mul_(2)
+    with pytest.raises(DTensorError, match="written to in between"):
+        loss.backward()
+
+
+def test_meta_parameters_are_materialised_shard_by_shard() -> None:
+    mesh = dp()
+    with torch.device("meta"):
+        model = shard(Net(), mesh)
+    assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
+    model.to_empty(device="cpu")
+    torch.manual_seed(3)
+    for layer in model.layers:
+        for i in (0, 2):
+            layer[i].reset_parameters()
+    torch.manual_seed(3)
+    for layer in model.layers:
+        for i in (0, 2):
+            expected = nn.Linear(layer[i].in_features, layer[i].out_features)
+            torch.testing.assert_close(whole(layer[i].weight), expected.weight.detach())
+            torch.testing.assert_close(whole(layer[i].bias), expected.bias.detach())
+    with torch.no_grad():
+        for p in (model.embedding.weight, model.scale, model.head.weight):
+            p.fill_(0.5)
+    model(own(batches(2)[0], mesh)).sum().backward()
+    assert model.head.weight.grad is not None
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------------
+def test_refusals() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    with pytest.raises(MeshError, match="a mesh of one dim, or of two"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh)
+    other = dt.DeviceMesh("cpu", [4, 5], mesh_dim_names=("tp",))
+    with pytest.raises(MeshError, match="slice both from one"):
+        fully_shard(parallelize_module(nn.Linear(2, 2), other, ColwiseParallel()), mesh=dp())
+    with pytest.raises(MeshError, match="already"):
+        fully_shard(parallelize_module(nn.Linear(2, 2), dp(), ColwiseParallel()), mesh=dp())
+    with pytest.raises(TypeError, match="reshard_after_forward"):
+        fully_shard(nn.Linear(2, 2), mesh=dp(), reshard_after_forward=2)
+
+
+def _memory(make: Callable[[], nn.Module]) -> int:
+    return sum(p.to_local().shards[0].numel() for p in make().parameters())
+
+
+def test_a_rank_holds_its_share() -> None:
+    full = sum(p.numel() for p in net().parameters())
+    assert _memory(lambda: shard(net(), dp(4))) <= full / 4 + 5 * 12  # uneven dims: at most one row more each
