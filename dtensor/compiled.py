@@ -89,6 +89,7 @@ def _plain(plan: Plan, operator: Operator) -> bool:
         and plan.rule is not None
         and not plan.write_back
         and not operator.outs
+        and not operator.flat
         and not (plan.rule.kind == "view" and operator.mutated)
         and not (_is_kernel(plan) and operator.mutated)
         and plan.call.mesh.current_member() is not None

@@ -10,8 +10,13 @@ import torch
 
 from .announce import announce, describe
 from .choose import Chosen
+<<<<<<< ours
 from .comm import communicator_of
 from .errors import ImplicitCommunicationError, LayoutError
+=======
+from .comm import PerRank, communicator_of
+from .errors import ImplicitCommunicationError
+>>>>>>> theirs
 from .layout import Layout
 from .modes import MODES
 from .operators import Operator
@@ -55,6 +60,8 @@ def execute(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
 
 def _compute(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
     rule, chosen = plan.rule, plan.chosen
+    if operator.flat:
+        return _through_memory(operator, local)
     if rule is None or chosen is None:
         return _drawn_alike(plan, operator, local) if operator.seeded else operator.call(local)
     if rule.run is not None or chosen.kernel_row is not None:
@@ -62,6 +69,31 @@ def _compute(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
     if rule.local_args is not None:
         return _with_local_args(plan, operator, local)
     return operator.call(local, rule.local)
+
+
+def _through_memory(operator: Operator, local: dict[str, Any]) -> Any:
+    """An optimizer step over lists. Its kernels go through memory without a look at strides, so tensors laid out otherwise than
+    those of the first list are copied before and, where written, back."""
+    strayed = []
+    for name in operator.names:
+        if name == "self" or not isinstance(local.get(name), list):
+            continue
+        for i, (x, first) in enumerate(zip(local[name], local["self"], strict=False)):
+            if not all(map(_alike, _shards(x), _shards(first))):
+                local[name][i] = copy = torch.empty_like(first, dtype=x.dtype).copy_(x)
+                strayed += [(x, copy)] if name in operator.mutated else []
+    computed = operator.call(local)
+    for x, copy in strayed:
+        x.copy_(copy)
+    return computed
+
+
+def _shards(x: Any) -> tuple[torch.Tensor, ...]:
+    return x.shards if isinstance(x, PerRank) else (x,)
+
+
+def _alike(x: torch.Tensor, first: torch.Tensor) -> bool:
+    return x.shape != first.shape or x.stride() == first.stride() or x.numel() < 2
 
 
 def _drawn_alike(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:

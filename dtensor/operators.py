@@ -24,6 +24,8 @@ class Operator:
         gives_tensors: some return value is a tensor or a list of them.
         is_view: some result aliases an argument without writing to it.
         seeded: it draws random numbers.
+        per_element: it works on lists, on each element by itself.
+        flat: and reads its operands as flat memory, in the strides of the first list.
     """
 
     func: Any
@@ -41,6 +43,7 @@ class Operator:
     is_view: bool
     seeded: bool
     per_element: bool
+    flat: bool
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Argument values by name, defaults filled in."""
@@ -90,6 +93,7 @@ def operator_of(func: Any) -> Operator:
         gives_tensors=any("Tensor" in str(r.type) for r in schema.returns),
         seeded=torch.Tag.nondeterministic_seeded in func.tags,
         is_view=any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
+        flat=base.startswith("_fused_") and any(kind == "List[Tensor]" for kind in kinds.values()),
         per_element=base.startswith(("_foreach_", "_fused_")) and any(kind == "List[Tensor]" for kind in kinds.values()),
     )
 

@@ -120,7 +120,7 @@ def p_norm(p: float) -> str | Monoid:
 
 
 def norm_of_blocks(at: KernelContext, x: Any, ord: Any = 2, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    """Maximum norms where some block is empty: nothing is as small (p = inf) or as large (p = -inf) as can be."""
+    """Norms that nothing has (p infinite or negative) where some block is empty: it is as small, or as large, as can be."""
     result = at.results[0]
     assert result is not None
     dims = at.call.dims("dim", len(at.call.shape(0)))
@@ -140,14 +140,21 @@ def norm_order(call: Call) -> float:
     return 2.0 if order is None else float(order)
 
 
+def norm_exists(choice: Choice) -> bool:
+    """Norms of nothing exist for 0 <= p < infinity."""
+    reduced = [name for name in choice.splits if name in choice.factors.reduced]
+    return 0 <= norm_order(choice.call) < math.inf or all(min(choice.sizes(name)) > 0 for name in reduced)
+
+
 def norm_factors(call: Call) -> Factors:
-    dims, op = call.dims("dim", len(call.shape(0))), p_norm(norm_order(call))
-    if op in ("max", "min") and any(split is not None and 0 in split.sizes for split in call.operands[0].splits):
+    dims, order = call.dims("dim", len(call.shape(0))), norm_order(call)
+    op = p_norm(order)
+    if not 0 <= order < math.inf and any(split is not None and 0 in split.sizes for split in call.operands[0].splits):
         return reduction_factors(call, dims, None, Kernel(norm_of_blocks, lacking=Partial(op), joint=True))
     return reduction_factors(call, dims, op)
 
 
-kernel_rule("linalg_vector_norm norm", norm_factors, when=no_empty_shard, floats_matter=True)
+kernel_rule("linalg_vector_norm norm", norm_factors, when=norm_exists, floats_matter=True)
 
 
 def dist_factors(call: Call) -> Factors | None:
@@ -157,4 +164,4 @@ def dist_factors(call: Call) -> Factors | None:
     return factors and Factors(factors.operands, ((),), factors.sizes, reduced=dict.fromkeys(factors.sizes, op))
 
 
-kernel_rule("dist", dist_factors, when=no_empty_shard, floats_matter=True)
+kernel_rule("dist", dist_factors, when=norm_exists, floats_matter=True)

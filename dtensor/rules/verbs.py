@@ -93,7 +93,7 @@ def _multilinear(pattern: Pattern) -> tuple[str, ...]:
     return tuple(rows)
 
 
-def pointwise(names: str, *, partials: tuple[str, ...] = (), **options: Any) -> Rule:
+def pointwise(names: str, *, partials: Partials | Callable[[Call], Partials] = (), **options: Any) -> Rule:
     """A rule for operations that act element by element on broadcast operands."""
     return register(names, Rule(broadcast_factors, partials, kind="pointwise", source="... -> ...", **options))
 

@@ -1,0 +1,193 @@
+"""Operators on lists, and the optimizers of torch: every tensor keeps its layout, nothing is communicated."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from rule_tables import floats
+
+import dtensor as dt
+from dtensor import Partial, Placement, Replicate, Shard
+from dtensor.comm import events
+from dtensor.testing import check
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+SHAPES = ((5, 7), (3,), (1, 2), ())
+SHARDED: list[Sequence[Placement]] = [[S0, S1], [R, S0], [S0, S0], [R, R]]
+MIXED: list[Sequence[Placement]] = [[Partial(), R], [S0, R], [R, Partial("avg")], [Partial("max"), R]]
+
+
+def tensors(seed: int) -> list[torch.Tensor]:
+    return [floats(*shape, seed=seed + k, low=0.1, high=0.9) for k, shape in enumerate(SHAPES)]
+
+
+FORMS = {
+    "each": lambda op, x, y, z: op(x),
+    "pairs": lambda op, x, y, z: op(x, y),
+    "triples": lambda op, x, y, z: op(x, y, z),
+    "a number": lambda op, x, y, z: op(x, 2.0),
+    "numbers": lambda op, x, y, z: op(x, [0.5, 2.0, 3.0, 1.0]),
+    "a tensor": lambda op, x, y, z: op(x, torch.tensor(2.0, dtype=torch.float64)),
+    "triples, numbers": lambda op, x, y, z: op(x, y, z, [0.5, 2.0, 3.0, 1.0]),
+    "pairs, a number": lambda op, x, y, z: op(x, y, 0.3),
+    "a number first": lambda op, x, y, z: op(2.0, x),
+}
+# _foreach_mm needs matrices
+NAMES = sorted(name for name in dir(torch) if name.startswith("_foreach_") and name != "_foreach_mm")
+
+
+def accepted(name: str) -> Iterator[Any]:
+    """The forms that plain torch accepts."""
+    op = getattr(torch, name)
+    for form in FORMS.values():
+        try:
+            form(op, tensors(0), tensors(10), tensors(20))
+        except (TypeError, RuntimeError):
+            continue
+        yield lambda x, y, z, form=form: form(op, list(x), list(y), list(z))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lists_of_mixed_layouts(name: str) -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    writes = name.endswith("_")
+    found = 0
+    for fn in accepted(name):
+        found += 1
+        for own, other in ((SHARDED, SHARDED), (SHARDED, MIXED), (MIXED, SHARDED)):
+            outcome = check(
+                fn,
+                tensors(0),
+                tensors(10),
+                tensors(20),
+                mesh=mesh,
+                placements=[*own, *other, *own],
+                cloned=writes,
+                gradients=not writes and own is other,
+            )
+            assert own is not SHARDED or other is not SHARDED or not outcome.events
+    assert found
+
+
+@contextmanager
+def no_communication() -> Iterator[None]:
+    seen: list[events.Event] = []
+    events.listeners.append(seen.append)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+    finally:
+        events.listeners.pop()
+    assert not seen, seen
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"amsgrad": True, "weight_decay": 0.1}),
+    "Adam": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "ASGD": (torch.optim.ASGD, {}),
+}
+FUSED = ("AdamW", "Adam", "SGD", "Adagrad")
+PARAMETERS: tuple[tuple[tuple[int, ...], Sequence[Placement]], ...] = (
+    ((5, 7), [S0, S1]),
+    ((3,), [R, S0]),
+    ((6, 2), [S0, S0]),
+    ((), [R, R]),
+    ((2, 3), [S1, R]),
+    ((1, 4), [S0, R]),
+)
+
+
+def trained(name: str, mode: str, distributed: bool, steps_as_dtensors: bool = False) -> list[torch.Tensor]:
+    """Parameters after three steps; ``mode`` is how the optimizer runs: over lists, fused, or one by one."""
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    generator = torch.Generator().manual_seed(0)
+
+    def made(shape: tuple[int, ...], placements: Sequence[Placement]) -> torch.Tensor:
+        value = torch.randn(shape, generator=generator)
+        return dt.distribute_tensor(value, mesh, placements) if distributed else value
+
+    cls, options = OPTIMIZERS[name]
+    parameters = [torch.nn.Parameter(made(*each)) for each in PARAMETERS]
+    optimizer = cls(parameters, lr=0.1, **options, **({"fused": True} if mode == "fused" else {"foreach": mode == "foreach"}))
+    for _ in range(3):
+        for parameter, each in zip(parameters, PARAMETERS, strict=True):
+            parameter.grad = made(*each)
+        if not distributed:
+            optimizer.step()
+            continue
+        if steps_as_dtensors:
+            for state in optimizer.state.values():
+                state["step"] = dt.distribute_tensor(torch.as_tensor(state["step"]), mesh, [R, R])
+            optimizer.step()
+        else:
+            with no_communication():
+                optimizer.step()
+    return parameters  # type: ignore[return-value]  # parameters are tensors
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("mode", ["foreach", "fused", "one by one"])
+def test_optimizer_steps_are_local(name: str, mode: str) -> None:
+    if mode == "fused" and name not in FUSED:
+        pytest.skip("torch has no fused form of it")
+    plain, distributed = trained(name, mode, False), trained(name, mode, True)
+    for own, like, (_, placements) in zip(distributed, plain, PARAMETERS, strict=True):
+        assert isinstance(own, dt.DTensor)
+        assert own.placements == tuple(placements)
+        torch.testing.assert_close(own.full_tensor(), like, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["foreach", "fused", "one by one"])
+def test_step_counts_may_be_distributed(mode: str) -> None:
+    plain, distributed = trained("AdamW", mode, False), trained("AdamW", mode, True, steps_as_dtensors=True)
+    for own, like in zip(distributed, plain, strict=True):
+        torch.testing.assert_close(own.full_tensor(), like, rtol=1e-4, atol=1e-5)  # type: ignore[attr-defined]  # a DTensor
+
+
+def test_states_in_another_layout_are_moved_and_stay_there() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    values = [floats(5, 7, seed=seed).float() for seed in range(4)]
+    values[3] = values[3].abs()
+    layouts: list[Sequence[Placement]] = [[S0, S1], [R, R], [S1, S0], [S0, R]]
+    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    plain = [value.clone() for value in values]
+    distributed = [dt.distribute_tensor(value, mesh, where) for value, where in zip(values, layouts, strict=True)]
+    for p, g, m, v in (plain, distributed):
+        torch._fused_adamw_([p], [g], [m], [v], [], [torch.tensor(1.0)], **options)  # type: ignore[attr-defined]  # not in the stubs
+    for own, like, where in zip(distributed, plain, layouts, strict=True):
+        assert own.placements == tuple(where)
+        torch.testing.assert_close(own.full_tensor(), like)
+
+
+def test_fused_steps_look_at_strides() -> None:
+    """The kernels of torch go through memory: a gradient whose pieces are views of something larger is copied first."""
+    mesh = dt.init_device_mesh("cpu", (2,))
+    p, g, b = floats(5, 8).float(), floats(5, 8, seed=1).float(), floats(5, 8, seed=2).float()
+    pieces = [dt.distribute_tensor(x, mesh, [S1]) for x in (p, b)]
+    wide = dt.per_rank([torch.cat([half, half], 1)[:, :4] for half in g.chunk(2, 1)])
+    grad = dt.DTensor.from_local(wide, mesh, [S1])
+    options = {
+        "weight_decay": 0.0,
+        "momentum": 0.9,
+        "lr": 0.1,
+        "dampening": 0.0,
+        "nesterov": False,
+        "maximize": False,
+        "is_first_step": False,
+    }
+    torch._fused_sgd_([p], [g], [b], **options)  # type: ignore[attr-defined]  # not in the stubs
+    torch._fused_sgd_([pieces[0]], [grad], [pieces[1]], **options)  # type: ignore[attr-defined]  # not in the stubs
+    torch.testing.assert_close(pieces[0].full_tensor(), p)

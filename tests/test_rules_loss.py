@@ -1,0 +1,106 @@
+"""Losses over uneven batches and sharded classes: means are over the global count."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from rule_tables import MESHES, Case, floats, integers, kinds, received, run, try_all
+from torch.nn import functional as F
+
+from dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+X, Y = floats(5, 7), floats(5, 7, seed=1)
+PROBABILITIES, WEIGHTS = floats(5, 7, seed=2, low=0.1, high=0.9), floats(7, seed=3, low=0.5, high=2.0)
+TARGET = integers(5, low=0, high=7)
+SOME_IGNORED = torch.tensor([-100, 3, -100, 6, -100])
+IMAGES, LABELS = floats(3, 5, 2, 4), integers(3, 2, 4, low=0, high=5)
+SIGNS = integers(5, 7, low=0, high=2).double() * 2 - 1
+
+ELEMENTWISE = {
+    "mse": lambda x, y, r: F.mse_loss(x, y, reduction=r),
+    "l1": lambda x, y, r: F.l1_loss(x, y, reduction=r),
+    "smooth l1": lambda x, y, r: F.smooth_l1_loss(x, y, reduction=r, beta=0.7),
+    "huber": lambda x, y, r: F.huber_loss(x, y, reduction=r, delta=0.7),
+    "binary cross entropy": lambda x, y, r: F.binary_cross_entropy(x.sigmoid(), y.sigmoid().detach(), reduction=r),
+    "with logits": lambda x, y, r: F.binary_cross_entropy_with_logits(x, y.sigmoid().detach(), reduction=r),
+    "kl_div": lambda x, y, r: F.kl_div(x.log_softmax(1), y.softmax(1), reduction=r),
+    "soft margin": lambda x, y, r: F.soft_margin_loss(x, y.detach().sign(), reduction=r),
+    "poisson": lambda x, y, r: F.poisson_nll_loss(x, y.exp().detach(), reduction=r),
+    "gaussian": lambda x, y, r: F.gaussian_nll_loss(x, y.detach(), torch.ones_like(x), reduction=r),
+}
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_losses(name: str, reduction: str, mesh_shape: tuple[int, ...]) -> None:
+    try_all(Case(lambda x, y: ELEMENTWISE[name](x, y, reduction), (X, Y)), mesh_shape, 4)
+
+
+CLASSES = {
+    "cross entropy": Case(lambda x, t: F.cross_entropy(x, t), (X, TARGET)),
+    "some ignored": Case(lambda x, t: F.cross_entropy(x, t), (X, SOME_IGNORED)),
+    "a class ignored": Case(lambda x, t: F.cross_entropy(x, t, ignore_index=3), (X, SOME_IGNORED.abs() % 7)),
+    "all ignored": Case(lambda x, t: F.cross_entropy(x, t), (X, torch.full((5,), -100))),
+    "all ignored, sum": Case(lambda x, t: F.cross_entropy(x, t, reduction="sum"), (X, torch.full((5,), -100))),
+    "weighted": Case(lambda x, t, w: F.cross_entropy(x, t, w.detach()), (X, SOME_IGNORED, WEIGHTS)),
+    "weighted sum": Case(lambda x, t, w: F.cross_entropy(x, t, w.detach(), reduction="sum"), (X, TARGET, WEIGHTS)),
+    "each": Case(lambda x, t, w: F.cross_entropy(x, t, w.detach(), reduction="none"), (X, SOME_IGNORED, WEIGHTS)),
+    "smoothed": Case(lambda x, t: F.cross_entropy(x, t, label_smoothing=0.2), (X, SOME_IGNORED)),
+    "smoothed, weighted": Case(lambda x, t, w: F.cross_entropy(x, t, w.detach(), label_smoothing=0.2), (X, TARGET, WEIGHTS)),
+    "probabilities": Case(lambda x, p: F.cross_entropy(x, p.softmax(1).detach()), (X, PROBABILITIES)),
+    "images": Case(lambda x, t: F.cross_entropy(x, t), (IMAGES, LABELS)),
+    "images, sum": Case(lambda x, t: F.cross_entropy(x, t, reduction="sum"), (IMAGES, LABELS)),
+    "sequences": Case(lambda x, t: F.cross_entropy(x, t), (floats(2, 5, 3), integers(2, 3, low=0, high=5))),
+    "one row": Case(lambda x, t: F.cross_entropy(x, t), (floats(7), torch.tensor(4))),
+    "nll": Case(lambda x, t: F.nll_loss(x, t), (X, TARGET)),
+    "no class": Case(lambda x, t: F.cross_entropy(x, t), (X, torch.tensor([0, 1, 7, 2, 3]))),
+    "empty batch": Case(lambda x, t: F.cross_entropy(x, t, reduction="sum"), (floats(0, 7), integers(0))),
+}
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@pytest.mark.parametrize("name", CLASSES)
+def test_class_losses(name: str, mesh_shape: tuple[int, ...]) -> None:
+    try_all(CLASSES[name], mesh_shape, 6)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "scores", "target", "collectives"),
+    [
+        ((4,), [Shard(1)], [Replicate()], ["all_reduce"]),  # log_softmax
+        (
+            (2, 2),
+            [Shard(0), Shard(1)],
+            [Shard(0), Replicate()],
+            ["all_reduce", "all_reduce"],
+        ),  # and the number of targets that count
+        ((4,), [Shard(0)], [Shard(0)], ["all_reduce"]),
+    ],
+)
+def test_no_score_is_moved(mesh_shape, scores, target, collectives) -> None:  # type: ignore[no-untyped-def]
+    x, t = floats(6, 1000), integers(6, low=0, high=1000)
+    outcome = run(lambda x, t: F.cross_entropy(x, t), [x, t], mesh_shape, [scores, target])
+    assert outcome.layouts[0].placements == tuple(Partial() if isinstance(p, Shard) else p for p in scores)
+    assert kinds(outcome) == collectives
+    assert received(outcome) <= 250
+
+
+def test_gradients_of_scores_lie_as_the_scores() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = distribute_tensor(floats(6, 1000), mesh, [Shard(0), Shard(1)]).requires_grad_()
+    F.cross_entropy(x, distribute_tensor(integers(6, low=0, high=1000), mesh, [Shard(0), Replicate()])).backward()
+    assert x.grad is not None
+    assert x.grad.placements == x.placements
+
+
+def test_a_mean_over_nothing_is_nan_and_a_shard_without_targets_is_not() -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    x = distribute_tensor(X, mesh, [Shard(0)])
+    targets = [torch.tensor([1, 2, -100, -100, -100]), torch.full((5,), -100)]
+    values = [F.cross_entropy(x, distribute_tensor(t, mesh, [Shard(0)])).item() for t in targets]
+    assert math.isfinite(values[0])
+    assert math.isnan(values[1])
+    assert math.isclose(values[0], F.cross_entropy(X, targets[0]).item())

@@ -1,0 +1,95 @@
+"""Element by element: broadcasts, scalars, copies, in-place writes, new tensors; and how partial values pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rule_tables import MESHES, Case, floats, integers, run, try_all
+
+from dtensor import Partial, Replicate, Shard
+
+X, Y, ROW, COLUMN, Z = floats(5, 7), floats(5, 7, seed=1), floats(7, seed=2), floats(5, 1, seed=3), integers(5, 7)
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+ALL = ("sum", "avg", "max", "min", "product")
+
+CASES = {
+    "add": Case(lambda x, y: x + y, (X, ROW), ALL),
+    "add scaled": Case(lambda x, y: x.add(y, alpha=-2), (X, Y), ALL),
+    "subtract from a number": Case(lambda x: 3 - x, (X,), ALL),
+    "outer product": Case(lambda x, y: x * y, (COLUMN, ROW), ALL),
+    "promotes": Case(lambda x, z: x * z + 1, (X, Z), ALL),
+    "integers and numbers": Case(lambda z: (z * 0.5, z // 2, z % 3, z / 2, z**2, 2 ** z.abs()), (Z,), ALL),
+    "divide": Case(lambda x, y: x / (y + 5), (X, COLUMN), ALL),
+    "round": Case(lambda x: (x.round(decimals=1), x.floor(), x.trunc()), (X,), ALL),
+    "where": Case(lambda x, y: torch.where(x > 0, x, y), (X, ROW), ALL),
+    "where numbers": Case(lambda x: (torch.where(x > 0, x, 2.0), torch.where(x > 0, 1, 0)), (X,), ALL),
+    "masked_fill": Case(lambda x: x.masked_fill(x > 0, -1.0), (X,), ALL),
+    "clamp": Case(lambda x, y: (x.clamp(-0.5, 0.5), x.clamp(min=y)), (X, ROW), ALL),
+    "lerp": Case(lambda x, y: (x.lerp(y, 0.3), x.lerp(y, y)), (X, Y), ALL),
+    "addcmul": Case(lambda x, y, w: x.addcmul(y, w, value=-0.5), (X, Y, ROW), ALL),
+    "activations": Case(
+        lambda x: torch.nn.functional.gelu(x) + torch.nn.functional.silu(x) + x.relu() + x.tanh(), (X,), ("sum", "max")
+    ),
+    "prelu": Case(lambda x, w: torch.nn.functional.prelu(x, w), (X, ROW), ("sum",)),
+    "glu": Case(lambda x: torch.nn.functional.glu(x, 0), (floats(6, 5),), ("sum",)),
+    "compare": Case(lambda x, y: (x < y, x == y, (x > 0) & (y > 0), ~(x > 0)), (X, ROW), ALL),
+    "complex": Case(lambda x, y: torch.complex(x, y) * 1j, (X, Y), ("sum",)),
+    "conj": Case(lambda x, y: torch.complex(x, y).conj().resolve_conj() * 2, (X, Y), ("sum",)),
+    "to": Case(lambda x: (x.to(torch.float32), x.to(torch.int64), x.bool(), x.half().double()), (X,), ALL),
+    "clone": Case(lambda x: x.t().clone(memory_format=torch.contiguous_format), (X,), ALL),
+    "like": Case(lambda x: (torch.zeros_like(x), torch.ones_like(x, dtype=torch.int64), torch.full_like(x, 2.5)), (X,), ALL),
+    "new": Case(lambda x: (x.new_zeros(5, 7), x.new_ones(3), x.new_full((2, 2), 7.0)), (X,), ALL),
+    "frexp": Case(lambda x: torch.frexp(x), (X,), ("sum",), gradients=False),
+    "no dims": Case(lambda x, y: x * y + 1, (floats(), floats(3)), ALL),
+    "no elements": Case(lambda x: x * 2 + x.exp(), (floats(0, 3),), ALL),
+    "one element": Case(lambda x, y: x + y, (floats(1, 1), floats(1)), ALL),
+    # in place
+    "add_": Case(lambda x, y: x.add_(y), (X, ROW), ALL, written=True),
+    "copy_": Case(lambda x, y: x.copy_(y), (X, ROW), ALL, written=True),
+    "copy_ of integers": Case(lambda x, z: x.copy_(z), (X, Z), ALL, written=True),
+    "fill_": Case(lambda x: x.fill_(3), (X,), ALL, written=True),
+    "fill_ with a tensor": Case(lambda x, y: x.fill_(y), (X, floats()), ALL, written=True, gradients=False),
+    "zero_": Case(lambda x: x.zero_(), (X,), ALL, written=True),
+    "masked_fill_": Case(lambda x, y: x.masked_fill_(y > 0, 1.0), (X, Y), ALL, written=True),
+    "chain": Case(lambda x, y: x.mul_(2).sub_(y).clamp_(min=0).div_(3), (X, Y), ("sum", "avg"), written=True),
+    "out": Case(lambda x, y, o: torch.add(x, y, out=o), (X, Y, floats(5, 7)), ("sum",), written=True, gradients=False),
+}
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
+    try_all(CASES[name], mesh_shape, 8)
+
+
+@pytest.mark.parametrize(
+    ("fn", "placements", "expected"),
+    [
+        (lambda x, y: x + y, [[S0, S1], [S0, S1]], [S0, S1]),
+        (lambda x, y: x + y, [[S0, S1], [R, R]], [S0, S1]),
+        (lambda x, y: x + y, [[Partial(), S0], [R, S0]], [Partial(), S0]),
+        (lambda x, y: x * y, [[Partial(), S0], [R, R]], [Partial(), S0]),
+        (lambda x, y: x.exp(), [[Partial("max"), R], [R, R]], [Partial("max"), R]),
+        (lambda x, y: -x, [[Partial("max"), Partial("max")], [R, R]], [Partial("min"), Partial("min")]),
+        (lambda x, y: torch.where(y > 0, x, x * 2), [[Partial(), S1], [R, S1]], [Partial(), S1]),
+        (lambda x, y: x.to(torch.float32), [[Partial(), S0], [R, R]], [Partial(), S0]),
+        (lambda x, y: torch.zeros_like(x), [[S0, Partial()], [R, R]], [S0, R]),
+        (lambda x, y: x.new_zeros(5, 7), [[S0, S1], [R, R]], [S0, S1]),
+    ],
+)
+def test_nothing_is_communicated(fn, placements, expected) -> None:  # type: ignore[no-untyped-def]
+    outcome = run(fn, [X, Y], (2, 2), placements)
+    assert not outcome.events
+    assert outcome.layouts[0].placements == tuple(expected)
+
+
+def test_dtypes_keep_the_algebra_of_terms() -> None:
+    for z in (Z, Z.to(torch.int8) * 30, Z.bool()):
+        for op in ("sum", "max"):
+            run(lambda z: (z + z, z * 3, z.to(torch.float64), z.to(torch.int64), -z.to(torch.int8)), [z], (3,), [[Partial(op)]])
+
+
+def test_a_sign_of_the_step_is_not_remembered() -> None:
+    """The step does not enter the plan, and a negative one turns the order about."""
+    for alpha in (1, -1, 2.0, -2.0):
+        run(lambda x, y, alpha=alpha: (x.add(y, alpha=alpha), x.sub(y, alpha=alpha)), [X, Y], (3,), [[R], [Partial("max")]])

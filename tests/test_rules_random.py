@@ -1,0 +1,94 @@
+"""Random operations give the values of one device with the same seed, under every placement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rule_tables import MESHES, Case, floats, kinds, run, try_all
+from torch.nn import functional as F
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+
+X = floats(5, 7, low=0.1, high=0.9)
+
+NEW = {
+    "rand_like": torch.rand_like,
+    "randn_like": lambda x: torch.randn_like(x, dtype=torch.float32),
+    "randint_like": lambda x: torch.randint_like(x, 3, 9),
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "dropout of nothing": lambda x: F.dropout(x, 0.3, training=False),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.3, True),
+    "native_dropout of all": lambda x: torch.native_dropout(x, 1.0, True),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.3),
+    "dropout1d": lambda x: F.dropout1d(x, 0.4),
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.3),
+    "bernoulli": lambda x: torch.bernoulli(x, 0.3),
+    "bernoulli of probabilities": lambda x: torch.bernoulli(x.detach()),
+    "multinomial": lambda x: torch.multinomial(x.detach(), 3),
+    "normal around": lambda x: torch.normal(x.detach(), 0.1),
+    "poisson": lambda x: torch.poisson(x.detach()),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=1),
+    "several draws": lambda x: torch.rand_like(x) - torch.rand_like(x.t()).t() + torch.bernoulli(x.detach()) + torch.rand_like(x),
+}
+
+IN_PLACE: dict[str, Callable[[Any], Any]] = {
+    "normal_": lambda x: x.normal_(1.0, 2.0),
+    "uniform_": lambda x: x.uniform_(-1, 1),
+    "exponential_": lambda x: x.exponential_(),
+    "random_": lambda x: x.random_(),
+    "random_ from to": lambda x: x.random_(3, 9),
+    "cauchy_": lambda x: x.cauchy_(),
+    "log_normal_": lambda x: x.log_normal_(),
+    "geometric_": lambda x: x.geometric_(0.3),
+    "bernoulli_": lambda x: x.bernoulli_(0.3),
+    "bernoulli_ of probabilities": lambda x: x.bernoulli_(x.detach().clone()),
+    "of a transposed view": lambda x: x.t().normal_(),
+    "own generator": lambda x: x.normal_(generator=torch.Generator().manual_seed(3)),
+    "kaiming": lambda x: torch.nn.init.kaiming_uniform_(x),
+    "truncated": lambda x: torch.nn.init.trunc_normal_(x),
+}
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@pytest.mark.parametrize("name", NEW)
+def test_new_values_and_gradients(name: str, mesh_shape: tuple[int, ...]) -> None:
+    try_all(Case(NEW[name], (X,)), mesh_shape, 5)
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_values_written_in_place(name: str, mesh_shape: tuple[int, ...]) -> None:
+    try_all(Case(IN_PLACE[name], (floats(6, 20, low=0.1, high=0.9),), written=True, gradients=False), mesh_shape, 5)
+
+
+@pytest.mark.parametrize("name", ["rand_like", "dropout", "native_dropout", "bernoulli", "dropout1d"])
+def test_nothing_is_communicated(name: str) -> None:
+    outcome = run(NEW[name], [X], (2, 2), [[Shard(0), Shard(1)]])
+    assert not outcome.events
+    assert all(layout.placements == (Shard(0), Shard(1)) for layout in outcome.layouts)
+
+
+def test_dropout_keeps_terms() -> None:
+    outcome = run(lambda x: F.dropout(x, 0.3), [X], (3,), [[Partial()]])
+    assert outcome.layouts[0].placements == (Partial(),)
+    assert not outcome.events
+
+
+def test_the_generator_advances_as_on_one_device() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    x = dt.distribute_tensor(X, mesh, [Shard(0), Replicate()])
+    torch.manual_seed(3)
+    torch.rand_like(X), torch.bernoulli(X), F.dropout(X)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    torch.rand_like(x), torch.bernoulli(x), F.dropout(x)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_gathers_are_announced_by_name() -> None:
+    assert kinds(run(NEW["multinomial"], [X], (2,), [[Shard(0)]])) == ["all_gather"]

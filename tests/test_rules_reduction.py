@@ -1,0 +1,126 @@
+"""Reductions, extrema with indices, variances, norms and scans over sharded dims."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from rule_tables import MESHES, Case, floats, integers, kinds, received, run, try_all
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.comm import events
+
+X, Z = floats(5, 6, 7), integers(5, 6)
+ODD = torch.tensor([[3, 1, 3, 2, 3, 0], [1, 1, 1, 1, 1, 1], [0, 7, 0, 7, 0, 7]])
+NAN = torch.tensor([[1.0, math.nan, 3.0, math.nan, 0.0], [2.0, 5.0, 5.0, -1.0, 5.0]], dtype=torch.float64)
+
+CASES = {
+    "sum": Case(lambda x: x.sum((0, 2), keepdim=True), (X,)),
+    "sum of integers": Case(lambda x: x.sum(1), (Z,)),
+    "mean": Case(torch.mean, (floats(5, 6),)),
+    "mean of dims": Case(lambda x: x.mean((0, 1)), (X,)),
+    "prod": Case(lambda x: x.prod(0), (floats(5, 3),), ("sum", "product")),
+    "amax": Case(lambda x: x.amax((0, 1)), (X,)),
+    "max of integers": Case(torch.max, (Z,)),
+    "aminmax": Case(lambda x: torch.aminmax(x, dim=0), (floats(5, 6),)),
+    "max with index": Case(lambda x: x.max(1), (X,)),
+    "min with index": Case(lambda x: torch.min(x, -1, keepdim=True), (X,)),
+    "first of equal values": Case(lambda x: x.max(1), (ODD,)),
+    "NaN beats all": Case(lambda x: (x.max(1), x.argmax(), x.argmin(0), x.amax()), (NAN,), gradients=False),
+    "argmax of all": Case(torch.argmax, (ODD,)),
+    "argmin": Case(lambda x: x.argmin(0, keepdim=True), (ODD,)),
+    "any": Case(lambda x: (x > 1.9).any(0), (X,)),
+    "all": Case(lambda x: torch.all(x < 1.9), (X,)),
+    "isnan any": Case(lambda x: torch.isnan(x).any(), (NAN,), ("sum",)),
+    "count_nonzero": Case(lambda x: torch.count_nonzero(x, 0), (Z,)),
+    "var": Case(lambda x: x.var((0, 1)), (X,)),
+    "std": Case(lambda x: x.std(1, correction=0), (floats(5, 6),)),
+    "var_mean": Case(lambda x: torch.var_mean(x, 0, keepdim=True), (floats(5, 6),)),
+    "vector_norm": Case(torch.linalg.vector_norm, (floats(5, 6),)),
+    "vector_norm inf": Case(lambda x: torch.linalg.vector_norm(x, math.inf, 0), (floats(5, 6),)),
+    "norm 3": Case(lambda x: x.norm(3, 1), (floats(5, 6),)),
+    "cumsum": Case(lambda x: x.cumsum(1), (X,)),
+    "cumsum of integers": Case(lambda x: x.cumsum_(0), (Z,), written=True),
+    "cumprod": Case(lambda x: x.cumprod(0), (floats(5, 3, low=0.5),), ("sum",)),
+    "cummax": Case(lambda x: x.cummax(1), (floats(5, 6),)),
+    "logcumsumexp": Case(lambda x: x.logcumsumexp(0), (floats(5, 6),)),
+    "logsumexp": Case(lambda x: x.logsumexp((0, 1)), (X,)),
+    "median": Case(lambda x: x.median(0), (floats(5, 6),), ("sum",)),
+    "item": Case(lambda x: x.sum().item(), (X,)),
+    "equal": Case(
+        lambda x, y: (torch.equal(x, y), torch.equal(x, x.clone()), torch.equal(x, y[:1])), (Z, integers(5, 6, seed=1))
+    ),
+    "allclose": Case(lambda x, y: torch.allclose(x, y), (floats(5, 6), floats(5, 6))),
+}
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
+    try_all(CASES[name], mesh_shape, 8)
+
+
+@pytest.mark.parametrize(
+    ("fn", "placements", "expected", "collectives"),
+    [
+        (lambda x: x.sum(), [Shard(0), Shard(1)], [Partial(), Partial()], []),
+        (lambda x: x.mean(0), [Shard(0), Shard(1)], [Partial("avg"), Shard(0)], []),
+        (lambda x: x.mean(), [Shard(1), Shard(1)], [Partial(), Partial()], []),
+        (lambda x: x.amax(0), [Shard(0), Replicate()], [Partial("max"), Replicate()], []),
+        (lambda x: x.max(0), [Shard(0), Shard(1)], [Replicate(), Shard(0)], ["all_reduce"]),
+        (lambda x: x.argmax(), [Shard(0), Shard(1)], [Replicate(), Replicate()], ["all_reduce"]),
+        (lambda x: x.var(), [Shard(0), Shard(1)], [Replicate(), Replicate()], ["all_reduce"]),
+        (lambda x: x.logsumexp(1), [Shard(0), Shard(1)], [Shard(0), Replicate()], ["all_reduce"]),
+        (lambda x: x.cumsum(1), [Shard(0), Shard(1)], [Shard(0), Shard(1)], ["all_gather"]),
+        (lambda x: x.any(1), [Shard(1), Shard(0)], [Partial("max"), Shard(0)], []),
+    ],
+)
+def test_shards_combine_without_moving_the_operand(fn, placements, expected, collectives) -> None:  # type: ignore[no-untyped-def]
+    x = floats(64, 50)
+    outcome = run(fn, [x], (2, 2), [placements], gradients=False)
+    assert outcome.layouts[0].placements == tuple(expected)
+    assert kinds(outcome) == collectives
+    assert received(outcome) < x.nbytes // 8
+
+
+def test_clipping_many_parameters_reduces_one_number() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    layouts = [
+        ([Shard(0), Shard(1)], (5, 7)),
+        ([Replicate(), Shard(0)], (3,)),
+        ([Shard(0), Shard(0)], (6, 2)),
+        ([Replicate(), Replicate()], (2,)),
+    ]
+    plain, distributed = [], []
+    for seed, (placements, shape) in enumerate(layouts):
+        value, grad = floats(*shape, seed=seed), floats(*shape, seed=seed + 9)
+        plain.append(torch.nn.Parameter(value))
+        plain[-1].grad = grad.clone()
+        distributed.append(torch.nn.Parameter(dt.distribute_tensor(value, mesh, placements)))
+        distributed[-1].grad = dt.distribute_tensor(grad, mesh, placements)
+    expected = torch.nn.utils.clip_grad_norm_(plain, 1.0)
+    seen: list[events.Event] = []
+    events.listeners.append(seen.append)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            total = torch.nn.utils.clip_grad_norm_(distributed, 1.0)
+    finally:
+        events.listeners.pop()
+    assert len(seen) <= 2
+    assert sum(event.bytes for event in seen) <= 200
+    assert math.isclose(total.item(), expected.item())
+    for own, like in zip(distributed, plain, strict=True):
+        torch.testing.assert_close(own.grad.full_tensor(), like.grad)
+
+
+def test_means_of_half_precision_do_not_overflow() -> None:
+    x = torch.full((5, 4), 30000.0, dtype=torch.float16)
+    assert run(torch.mean, [x], (3,), [[Shard(0)]], gradients=False).layouts[0].dtype is torch.float16
+
+
+def test_item_of_a_tensor_with_several_elements_raises_like_plain_torch() -> None:
+    run(lambda x: x.item(), [floats(2)], (2,), [[Shard(0)]])
