@@ -10,13 +10,8 @@ import torch
 
 from .announce import announce, describe
 from .choose import Chosen
-<<<<<<< ours
-from .comm import communicator_of
-from .errors import ImplicitCommunicationError, LayoutError
-=======
 from .comm import PerRank, communicator_of
-from .errors import ImplicitCommunicationError
->>>>>>> theirs
+from .errors import ImplicitCommunicationError, LayoutError
 from .layout import Layout
 from .modes import MODES
 from .operators import Operator
