@@ -51,17 +51,20 @@ class Buffers:
 
     def leave(self, distributed: bool, training: bool) -> None:
         """DTensors in place again, made equal on all ranks if they were written to."""
-        written = []
+        written: set[nn.Module] = set()  # batch norm does not count up the version of all that it writes, but of one buffer
         for (module, name, _), (outside, value, versions) in zip(self.places, self._inside, strict=False):
             now = module._buffers[name]
             if now is not value and isinstance(now, Tensor):
                 outside._local.copy_(now._local if isinstance(now, DTensor) else now)
             if now is not value or _versions(outside) != versions:
-                written.append(outside)
+                written.add(module)
             module._buffers[name] = outside
+        changed = [
+            outside for (module, _, _), (outside, _, _) in zip(self.places, self._inside, strict=False) if module in written
+        ]
         self._inside = []
-        if written and training:
-            _first_ranks(written, self.axes)
+        if changed and training:
+            _first_ranks(changed, self.axes)
 
 
 def _versions(buffer: DTensor) -> tuple[int, ...]:

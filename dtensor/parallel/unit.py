@@ -21,6 +21,7 @@ from .policy import MixedPrecisionPolicy
 from .reduction import add, reductions
 from .schedule import Schedule
 
+_AT_ONCE = 2**62  # autograd runs later nodes first; this one as soon as its gradients are there, as it does with leaves
 _ATTRIBUTE = "_data_parallel_unit"
 
 
@@ -168,6 +169,7 @@ class Unit:
             return None, group.regrouped(group.values(distributed), distributed)
         self._count += 1
         flat = Gathered.apply(self._anchor, group, self, self._count, distributed)
+        next(x.grad_fn for x in flat if x.grad_fn is not None)._set_sequence_nr(_AT_ONCE)
         return _Use(group, self._count, group.stamp()), group.regrouped(flat, distributed)
 
     def put_parameters(self) -> None:
