@@ -60,7 +60,8 @@ def _compute(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
     if rule is None or chosen is None:
         return _drawn_alike(plan, operator, local) if operator.seeded else operator.call(local)
     if rule.run is not None or chosen.kernel_row is not None:
-        return _in_place(operator, local, operator.call(local, kernel_of(plan)))
+        computed = operator.call(local, kernel_of(plan))
+        return computed if rule.kind == "view" else _in_place(operator, local, computed)  # as_strided_ does not write, it looks otherwise
     if rule.local_args is not None:
         return _with_local_args(plan, operator, local)
     return operator.call(local, rule.local)
