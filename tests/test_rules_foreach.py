@@ -70,7 +70,8 @@ def test_lists_of_mixed_layouts(name: str) -> None:
                 cloned=writes,
                 gradients=not writes and own is other,
             )
-            assert own is not SHARDED or other is not SHARDED or not outcome.events
+            local = own is SHARDED and other is SHARDED
+            assert not local or len(outcome.events) <= (name == "_foreach_max")  # the largest of an empty piece does not exist
     assert found
 
 

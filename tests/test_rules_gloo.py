@@ -1,0 +1,44 @@
+"""The case tables of the rule families on real process groups: kernels are written once and run there alike."""
+
+from __future__ import annotations
+
+import pytest
+import test_rules_loss
+import test_rules_pointwise
+import test_rules_random
+import test_rules_reduction
+import test_rules_softmax
+import torch
+from gloo import run_gloo
+from rule_tables import Case, try_all
+
+pytestmark = pytest.mark.gloo
+
+TABLES: dict[str, dict[str, Case]] = {
+    "reduction": test_rules_reduction.CASES,
+    "softmax": test_rules_softmax.CASES,
+    "classes": test_rules_loss.CLASSES,
+    "losses": {
+        name: Case(lambda x, y, fn=fn: fn(x, y, "mean"), (test_rules_loss.X, test_rules_loss.Y))
+        for name, fn in test_rules_loss.ELEMENTWISE.items()
+    },
+    "random": {name: Case(fn, (test_rules_random.X,)) for name, fn in test_rules_random.NEW.items()},
+    "pointwise": test_rules_pointwise.CASES,
+}
+# raise on the ranks that meet the target alone: the others would wait for them
+DATA_DEPENDENT = ("no class",)
+
+
+def _try_tables(names: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    for table in names:
+        for name, case in TABLES[table].items():
+            if name not in DATA_DEPENDENT:
+                try:
+                    try_all(case, (2, 2), 2)
+                except AssertionError as error:
+                    raise AssertionError(f"{table}: {name}: {error}") from error
+
+
+def test_values_and_gradients_on_four_processes() -> None:
+    run_gloo(_try_tables, 4, tuple(TABLES))
