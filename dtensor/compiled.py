@@ -31,14 +31,14 @@ def compile_plan(plan: Plan, operator: Operator, wrap: Wrap) -> Layout | Runner:
 
 def _counted(runner: Runner, operator: Operator) -> Runner:
     """Writes to lists are counted here: torch's own count comes from the operators that it runs on each element."""
+    places = [(operator.names.index(name), name) for name in operator.mutated]
 
     def run(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         result = runner(args, kwargs, local_args, local_kwargs)
-        bound = operator.bind(args, kwargs)
-        for name in operator.mutated:
-            for written in bound[name] if isinstance(bound[name], (list, tuple)) else ():
-                if not written.is_inference():
-                    increment_version(written)
+        for place, name in places:
+            written = args[place] if place < len(args) else kwargs.get(name)
+            if isinstance(written, (list, tuple)):
+                increment_version([tensor for tensor in written if not tensor.is_inference()])
         return result
 
     return run
@@ -62,11 +62,26 @@ def _compiled(plan: Plan, operator: Operator, wrap: Wrap) -> Layout | Runner:
     if finish is None:
         return general
     only = plan.results[0] if operator.returns == (None,) else None
-    simple = not _is_kernel(plan) and not plan.moves and plan.rule.local_args is None and plan.rule.local is None
+    simple = not _is_kernel(plan) and not plan.moves and not _rewrites(plan) and plan.rule.local is None
     if simple and isinstance(only, Layout) and not only.dtype.is_complex:  # complex: the wrapper shows a lazy conjugation
         return only  # one new tensor
-    runner = _moved(plan, operator, call, finish, general) if plan.moves else _straight(call, finish)
+    if plan.moves:
+        runner = _moved(plan, operator, call, finish, general)
+    elif plan.rule.local is None and not _is_kernel(plan) and not _rewrites(plan) and operator.returns in ((), ("self",)):
+        runner = _in_place(local_function(operator.func), bool(operator.returns))
+    else:
+        runner = _straight(call, finish)
     return _guarded(runner, general) if plan.communicates else runner
+
+
+def _in_place(func: Any, gives_self: bool) -> Runner:
+    """The local op writes to its first argument, or to lists; there is nothing to wrap."""
+
+    def run(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        func(*local_args, **local_kwargs)
+        return args[0] if gives_self else None
+
+    return run
 
 
 def _straight(call: Runner, finish: Callable[[Args, Any], Any]) -> Runner:
@@ -116,21 +131,28 @@ def _kernel_call(plan: Plan, operator: Operator) -> Runner:
     return call
 
 
+def _rewrites(plan: Plan) -> list[dict[str, Any]]:
+    """The arguments to replace for each member held here; nothing if there are none at all."""
+    rewrite = None if plan.rule is None else plan.rule.local_args
+    if rewrite is None or plan.chosen is None:
+        return []
+    mesh = plan.call.mesh
+    members = mesh.members if mesh.kind == "in_process" else [mesh.current_member()]
+    changed = [rewrite(plan.call, local_view(plan, member)) for member in members if member is not None]
+    return changed if any(changed) else []
+
+
 def _local_call(plan: Plan, operator: Operator) -> Runner | None:
     rule = plan.rule
     assert rule is not None
     if _is_kernel(plan):
         return _kernel_call(plan, operator)
     func = rule.local or local_function(operator.func)
-    rewrite = rule.local_args
-    if rewrite is None or plan.chosen is None:
+    changed = _rewrites(plan)
+    if not changed:
         return lambda args, kwargs, local_args, local_kwargs: func(*local_args, **local_kwargs)
     mesh = plan.call.mesh
-    members = mesh.members if mesh.kind == "in_process" else [mesh.current_member()]
-    changed = [rewrite(plan.call, local_view(plan, member)) for member in members if member is not None]
     names = {name for values in changed for name in values}
-    if not any(changed) and not plan.moves:
-        return lambda args, kwargs, local_args, local_kwargs: func(*local_args, **local_kwargs)
     if not names <= set(operator.names[: operator.positional]):
         return None
     places = {name: operator.names.index(name) for name in names}

@@ -21,11 +21,23 @@ _DIFFERENT = frozenset(
 )
 
 
+def _slice(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> torch.Tensor:
+    """``aten::slice``, which torch offers as indexing only."""
+    if dim == 0:
+        return x[start:end:step]
+    return x[(*(slice(None),) * (dim % x.ndim), slice(start, end, step))]
+
+
+_SPELLED = {"aten::slice": _slice}
+
+
 @cache
 def local_function(func: Any) -> Any:
     """A callable with the signature and meaning of overload ``func``, preferably generated C++."""
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
+    if schema.name in _SPELLED and not any(a.is_out for a in schema.arguments):
+        return _SPELLED[schema.name]
     if namespace != "aten" or name in _DIFFERENT or any(a.is_out or a.name == "reduction" for a in schema.arguments):
         return func  # the functions take a reduction that is left out for "none", the overloads for "mean"
     if name.endswith("_") and not name.startswith("_"):

@@ -18,9 +18,7 @@ from .verbs import kernel_rule, view
 from .views import own_factors
 from .windows import count_below
 
-ZEROS_PASS = tuple(
-    f"{op} -> {op}" for op in REDUCE_OPS
-)  # zeros reduce to zero; by a user's reduction perhaps not
+ZEROS_PASS = tuple(f"{op} -> {op}" for op in REDUCE_OPS)  # zeros reduce to zero; by a user's reduction perhaps not
 ONE_OF_TWO = tuple(f"{op},{op} -> {op}" for op in REDUCE_OPS) + tuple(
     row for op in ("avg", "max", "min") for row in (f"{op},R -> {op}", f"R,{op} -> {op}")
 )
@@ -116,14 +114,19 @@ def pieces(call: Call) -> Factors:
 def local_pieces(call: Call, at: LocalView) -> dict[str, Any]:
     d = call["dim"] % len(at.operands[0])
     name = "split_size" if "split_size" in call.arguments else "split_sizes"
-    return {} if at.operands[0][d] == call.shape(0)[d] else {name: [shape[d] for shape in at.results]}
+    return {name: [shape[d] for shape in at.results]}
 
 
-def copies(x: torch.Tensor, size: Any, dim: int = 0) -> list[torch.Tensor]:
-    return [part.clone() for part in torch.split(x, size, dim)]
+def copies(x: torch.Tensor, sizes: Any, dim: int = 0) -> list[torch.Tensor]:
+    return [part.clone() for part in x.split_with_sizes(sizes, dim)]
 
 
-view("split split_with_sizes unsafe_split unsafe_split_with_sizes", pieces, local_args=local_pieces, local=torch.split)
+view(
+    "split split_with_sizes unsafe_split unsafe_split_with_sizes",
+    pieces,
+    local_args=local_pieces,
+    local=torch.Tensor.split_with_sizes,
+)
 view("split_copy split_with_sizes_copy", pieces, local_args=local_pieces, local=copies)
 
 
