@@ -44,7 +44,7 @@ class Entry:
         self.misses = 0
 
 
-_ENTRIES: dict[Any, Entry] = {}
+_ENTRIES: dict[int, Entry] = {}
 _TENSOR: Any = None  # the DTensor class and its constructor from (local, layout), installed by tensor.py
 _WRAP: Any = None
 _PENDING: Any = None
@@ -83,14 +83,14 @@ def clear_plans() -> None:
 
 def cache_info() -> dict[str, tuple[int, int]]:
     """Per operator (plans kept, plans made)."""
-    return {str(func): (len(entry.plans), entry.misses) for func, entry in _ENTRIES.items()}
+    return {str(entry.func): (len(entry.plans), entry.misses) for entry in _ENTRIES.values()}
 
 
 def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """``__torch_dispatch__`` of a DTensor."""
-    entry = _ENTRIES.get(func)
+    entry = _ENTRIES.get(id(func))  # an overload's own hash is Python code; the entry keeps it alive
     if entry is None:
-        entry = _ENTRIES[func] = Entry(func)
+        entry = _ENTRIES[id(func)] = Entry(func)
     if entry.is_view and _IN_INFERENCE() and not args[0].is_inference():
         with torch.inference_mode(False):  # a view of an ordinary tensor is one too: autograd gives it the tensor's version counter
             return dispatch(cls, func, types, args, kwargs)
@@ -143,6 +143,9 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
         return value
     if kind is list or kind is tuple:
         key.append(len(value))
+        if value and type(value[0]) is _TENSOR and all([type(item) is _TENSOR for item in value]):
+            key.extend([item._layout for item in value])
+            return [item._local for item in value]
         return [_static(item, key, by_type) for item in value]
     if isinstance(value, torch.Tensor):
         if isinstance(value, _TENSOR):
