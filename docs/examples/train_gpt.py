@@ -40,19 +40,28 @@ PLAN = {
     "*.down.weight": Shard(1),
     "head.weight": Shard(0),  # by token: no rank ever holds all logits of a position
 }
+# The modules whose output is such a sum. It is added up at once, since more than one operation reads it.
+SUMMED = ("embedding", "*.out", "*.down")
 TOLERANCE = 1e-5  # float32: sums over ranks round otherwise, and each step starts where the last one ended
 
 
 def distribute(model: nn.Module, mesh: dt.DeviceMesh) -> None:
-    """Replace the model's parameters by distributed ones. This is all that the model needs."""
+    """Replace the model's parameters by distributed ones, as PLAN says, and add outputs up as SUMMED says."""
 
     def partition(name: str, module: nn.Module, mesh: dt.DeviceMesh) -> None:
         for key, parameter in list(module.named_parameters(recurse=False)):
             over_tp = next((placement for pattern, placement in PLAN.items() if fnmatch(f"{name}.{key}", pattern)), Replicate())
             sharded = dt.distribute_tensor(parameter.detach(), mesh, [Replicate(), over_tp])
             module.register_parameter(key, nn.Parameter(sharded))
+        if any(fnmatch(name, pattern) for pattern in SUMMED):
+            module.register_forward_hook(lambda module, inputs, output: reduced(output))
 
     dt.distribute_module(model, mesh, partition)
+
+
+def reduced(x: Any) -> Any:
+    """``x`` with nothing left to be summed."""
+    return x.redistribute(placements=[Replicate() if place.is_partial() else place for place in x.placements])
 
 
 class Text:
