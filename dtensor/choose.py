@@ -258,7 +258,7 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
         dims = factors.operands[i]
         d = leads(dims, name, factors.sizes)
         current = None if d is None else call.operands[i].splits[d]
-        if current is None or set(current.mesh_dims[: len(wanted)]) != wanted:
+        if d is None or current is None or set(current.mesh_dims[: len(wanted)]) != wanted:
             continue
         inner, rest = inner_size(dims[d], name, factors.sizes), call.mesh.size_of(current.mesh_dims[len(wanted) :])
         blocks = [sum(current.sizes[k : k + rest]) for k in range(0, len(current.sizes), rest)]

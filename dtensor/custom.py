@@ -73,9 +73,9 @@ def factors_of_table(table: Callable[..., Sequence[Sharding]], call: Call) -> Fa
                 d = placement.dim % len(dims)
                 sizes.setdefault(label, layout.shape[d])
                 dims[d] += _reading(label, sizes, layout.shape[d])
-        for placement, dims, meta in zip(outputs, result_dims, metas, strict=True):
-            if isinstance(placement, Shard):
-                d = placement.dim % len(dims)
+        for result, dims, meta in zip(outputs, result_dims, metas, strict=True):
+            if isinstance(result, Shard):
+                d = result.dim % len(dims)
                 dims[d] += _reading(label, sizes, meta.shape[d])
         sharded = label in sizes
         rows.append(Row(tuple(_spec(p, label) for p in flat), tuple(_spec(p, label) for p in outputs), label if sharded else None))

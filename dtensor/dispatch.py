@@ -49,7 +49,7 @@ _TENSOR: Any = None  # the DTensor class and its constructor from (local, layout
 _WRAP: Any = None
 _PENDING: Any = None
 _VIEWING: Any = lambda plan, operator, found: found  # replaced by remote_view.py
-_MAKE = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]  # the documented way to build wrapper subclasses
+_MAKE = torch.Tensor._make_wrapper_subclass
 _IN_INFERENCE = torch.is_inference_mode_enabled
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
 
@@ -116,7 +116,7 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
     if found is None:
         found = _miss(entry, signature, args, kwargs)
     if type(found) is not Layout:
-        return found(args, kwargs, local_args, local_kwargs)
+        return found(args, kwargs, local_args, local_kwargs)  # type: ignore[operator]  # a Runner
     local = entry.local(*local_args, **local_kwargs) if local_kwargs else entry.local(*local_args)
     if found.dense:
         made = _MAKE(_TENSOR, found.shape, dtype=found.dtype, device=local.device)

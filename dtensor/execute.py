@@ -11,7 +11,7 @@ import torch
 from .announce import announce, describe
 from .choose import Chosen
 from .comm import PerRank, communicator_of
-from .errors import ImplicitCommunicationError, LayoutError
+from .errors import ImplicitCommunicationError, UnsupportedOperationError, LayoutError
 from .layout import Layout
 from .modes import MODES
 from .operators import Operator
@@ -34,7 +34,7 @@ def execute(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
     if plan.how == "answer":
         return plan.answer
     if plan.how == "decompose":
-        decompose = operator.func.decompose if plan.rule is None else plan.rule.decompose
+        decompose = operator.func.decompose if plan.rule is None or plan.rule.decompose is None else plan.rule.decompose
         return decompose(*[values[name] for name in operator.names[: operator.positional]], **_keywords(operator, values))
     if MODES.explicit and plan.communicates:
         raise ImplicitCommunicationError(f"{operator.name} would communicate under explicit():\n{describe(plan)}")
@@ -51,6 +51,19 @@ def execute(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
     for slot, move in plan.write_back:
         _write_back(plan, slot, move, operator, values, local, produced)
     return _wrap_results(plan, operator, values, produced, wrap)
+
+
+def _decomposed(plan: Plan, operator: Operator, values: dict[str, Any]) -> Any:
+    """The operations that an operator is made of; a rule's own know no ``out=``."""
+    positional, keywords = [values[name] for name in operator.names[: operator.positional]], _keywords(operator, values)
+    if plan.rule is None or plan.rule.decompose is None:
+        return operator.func.decompose(*positional, **keywords)
+    made = plan.rule.decompose(*positional, **{name: value for name, value in keywords.items() if name not in operator.outs})
+    if not operator.outs:
+        return made
+    for name, value in zip(operator.outs, _as_tuple(made, operator), strict=True):
+        values[name].copy_(value)
+    return values[operator.outs[0]] if len(operator.outs) == 1 else tuple(values[name] for name in operator.outs)
 
 
 def _compute(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
@@ -196,6 +209,10 @@ def _wrap_one(plan: Plan, layout: Any, value: Any, wrap: Wrap) -> Any:
         layouts = layout if isinstance(layout, list) else [None] * len(value)
         return [_wrap_one(plan, lay, item, wrap) for lay, item in zip(layouts, value, strict=True)]
     if isinstance(value, torch.Tensor):
+        if plan.how == "gather" and value.layout is not torch.strided:
+            raise UnsupportedOperationError(
+                f"{plan.call.func} would give a sparse tensor, which no DTensor is; pass sparse=False, or use x.full_tensor()"
+            )
         if plan.how == "gather":  # computed whole on every rank, so the local is the global one, whatever planning knew of it
             layout = Layout.replicated(plan.call.mesh, value.shape, value.stride(), value.dtype)
         return wrap(value, layout)

@@ -14,12 +14,12 @@ from .autograd import FromLocal, FullTensor, Redistribute, ToLocal, grad_layout
 from .comm import PerRank
 from .dispatch import dispatch, install
 from .errors import DTensorError, LayoutError, MeshError, UnsupportedOperationError
-from .layout import Layout
+from .layout import Layout, restore_layout
 from .local_layout import layout_of_locals
-from .mesh import DeviceMesh, as_mesh
-from .placement import Placement
+from .mesh import DeviceMesh, as_mesh, restore_mesh
+from .placement import Partial, Placement, Replicate, Shard
 
-_make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]  # the documented way to build wrapper subclasses
+_make = torch.Tensor._make_wrapper_subclass
 
 
 class DTensor(torch.Tensor):
@@ -41,7 +41,7 @@ class DTensor(torch.Tensor):
     _local: Any
     _layout: Layout
     __slots__ = ("_layout", "_local")
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # the documented way to say none
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
         raise DTensorError("make a DTensor with distribute_tensor(), DTensor.from_local() or dtensor.zeros(...)")
@@ -109,10 +109,10 @@ class DTensor(torch.Tensor):
             if len(shards) != len(mesh.members):
                 raise LayoutError(f"per_rank with {len(shards)} tensors for {mesh!r}, which has {len(mesh.members)} ranks")
             copied = not isinstance(local_tensor, PerRank)
-            return FromLocal.apply(layout, backward, copied, *shards)  # type: ignore[no-any-return]
+            return FromLocal.apply(layout, backward, copied, *shards)
         if not (local_tensor.requires_grad and torch.is_grad_enabled()):
             return wrap(local_tensor.detach(), layout)
-        return FromLocal.apply(layout, backward, False, local_tensor)  # type: ignore[no-any-return]
+        return FromLocal.apply(layout, backward, False, local_tensor)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece (all ranks' as a ``per_rank`` tensor when they live in this process); differentiable, no cost.
@@ -124,9 +124,9 @@ class DTensor(torch.Tensor):
         if not (self.requires_grad and torch.is_grad_enabled()):
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
-            return self._local  # type: ignore[no-any-return]
+            return self._local
         pieces = ToLocal.apply(self, grad_layout(self._layout, grad_placements))
-        return PerRank(pieces) if self._layout.mesh.kind == "in_process" else pieces[0]  # type: ignore[no-any-return]
+        return PerRank(pieces) if self._layout.mesh.kind == "in_process" else pieces[0]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The global value as a plain tensor on every rank; differentiable.
@@ -138,7 +138,7 @@ class DTensor(torch.Tensor):
         whole = self.redistribute(placements=Layout.replicated(mesh, self.shape, None, self.dtype).placements)
         if mesh.kind != "in_process" or not mesh.spans_root:
             return whole.to_local(grad_placements=grad_placements)
-        return FullTensor.apply(whole, grad_layout(whole._layout, grad_placements))  # type: ignore[no-any-return]
+        return FullTensor.apply(whole, grad_layout(whole._layout, grad_placements))
 
     def redistribute(
         self,
@@ -158,14 +158,17 @@ class DTensor(torch.Tensor):
         """
         mesh = self._layout.mesh if device_mesh is None else as_mesh(device_mesh)
         if mesh != self._layout.mesh:
-            raise MeshError(f"redistribute from {self._layout.mesh!r} to another mesh {mesh!r}: use x.full_tensor() and distribute_tensor on the other mesh")
+            raise MeshError(
+                f"redistribute from {self._layout.mesh!r} to another mesh {mesh!r};"
+                " use x.full_tensor() and distribute_tensor on the other mesh"
+            )
         if placements is None:
             placements = Layout.replicated(mesh, self.shape, None, self.dtype).placements
-        source = self if forward_dtype is None or forward_dtype == self.dtype else self.to(forward_dtype)
+        source: Any = self if forward_dtype is None or forward_dtype == self.dtype else self.to(forward_dtype)
         target = source._layout.replace(placements=placements)
         if target is source._layout and backward_dtype is None:
             return source
-        return Redistribute.apply(source, target, async_op, backward_dtype)  # type: ignore[no-any-return]
+        return Redistribute.apply(source, target, async_op, backward_dtype)
 
     # --- leaves: gradients arrive in the leaf's own layout ------------------------------------------------------
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
@@ -176,15 +179,15 @@ class DTensor(torch.Tensor):
         return self
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]  # an attribute in the stubs
-        return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined,no-any-return]
+    def requires_grad(self) -> bool:
+        return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]  # an attribute in the stubs
+    def data(self) -> torch.Tensor:
         return self.detach()
 
     @data.setter
@@ -199,7 +202,7 @@ class DTensor(torch.Tensor):
         if not self.is_leaf:
             raise UnsupportedOperationError("only leaf DTensors can be deep-copied; use x.detach().clone()")
         if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
+            return memo[id(self)]
         with torch.no_grad():
             made = wrap(_detached_copy(self._local), self._layout)
         _dress(made, self, memo)
@@ -210,21 +213,23 @@ class DTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles this rank's piece and the layout, without process groups."""
-        return _rebuild, (self._local.detach(), self._layout, self.requires_grad, getattr(self, "_is_param", False))
+        return restore_tensor, (self._local.detach(), self._layout, self.requires_grad, getattr(self, "_is_param", False))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        tail = f", grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn is not None else ", requires_grad=True" if self.requires_grad else ""
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # named as in torch's code, not its stub
+        tail = ", requires_grad=True" if self.requires_grad else ""
+        if self.grad_fn is not None:
+            tail = f", grad_fn=<{type(self.grad_fn).__name__}>"
         return f"DTensor({self._layout!r}{tail}{_pieces(self)})"
 
     def tolist(self) -> Any:
         """The global value as nested lists, on every rank. Costs what :meth:`full_tensor` does."""
-        return self.detach().full_tensor().tolist()
+        return _plain(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """The global value as an array, on every rank. Costs what :meth:`full_tensor` does."""
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on a DTensor that requires grad. Use x.detach().numpy() instead.")
-        return self.detach().full_tensor().numpy(force=force)
+        return _plain(self).numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
         whole = self.numpy()
@@ -241,7 +246,12 @@ def wrap(local: Any, layout: Layout) -> DTensor:
     made._layout = layout
     if layout.dtype.is_complex and local.is_conj():
         torch._C._set_conj(made, True)  # below __torch_dispatch__ nobody carries out a lazy conjugation: torch must see it above
-    return made  # type: ignore[no-any-return]
+    return made
+
+
+def _plain(x: DTensor) -> torch.Tensor:
+    whole: Any = x.detach()
+    return whole.full_tensor()  # type: ignore[no-any-return]
 
 
 class _Awaited(DTensor):
@@ -251,17 +261,18 @@ class _Awaited(DTensor):
 
     @property
     def _local(self) -> Any:  # type: ignore[override]  # an attribute once it has arrived
-        arrived, layout = self._pending.wait(), self._layout
-        del self._pending
-        self.__class__ = DTensor
-        self._local, self._layout = arrived, layout
+        made: Any = self
+        arrived, layout = made._pending.wait(), made._layout
+        del made._pending
+        made.__class__ = DTensor
+        made._local, made._layout = arrived, layout
         return arrived
 
 
 def _await(pending: Any, layout: Layout, like: Any) -> DTensor:
     made = _make(_Awaited, layout.shape, strides=layout.stride, dtype=layout.dtype, device=like.device)
     made._pending, made._layout = pending, layout
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 install(DTensor, wrap, _await)
@@ -276,7 +287,7 @@ def _keep_grad_layout(leaf: DTensor) -> None:
         target = owner()
         if target is None or not isinstance(grad, DTensor):
             return None
-        wanted = target._layout.placements if not target._layout.is_partial else grad_placements_of(target)
+        wanted = grad_placements_of(target)
         return None if grad._layout.placements == wanted else grad.redistribute(placements=wanted)
 
     leaf.__dict__["_grad_hook"] = leaf.register_hook(to_leaf_layout)
@@ -294,15 +305,15 @@ def _detached_copy(local: Any) -> Any:
 def _dress(made: DTensor, like: DTensor, memo: dict[int, Any] | None = None) -> None:
     """Give a new leaf the flags of another."""
     if getattr(like, "_is_param", False):
-        made._is_param = True  # type: ignore[attr-defined]
+        made._is_param = True
     if like.requires_grad:
         made.requires_grad_()
 
 
-def _rebuild(local: Any, layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:
+def restore_tensor(local: Any, layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:
     made = wrap(local, layout)
     if is_param:
-        made._is_param = True  # type: ignore[attr-defined]
+        made._is_param = True
     return made.requires_grad_() if requires_grad else made
 
 
@@ -325,3 +336,5 @@ def _indented(piece: torch.Tensor) -> str:
     return body.replace("\n" + " " * len("tensor("), "\n" + " " * len("  rank 0: "))
 
 
+# What a saved DTensor is made of: values only, so that torch.load(weights_only=True) reads it.
+torch.serialization.add_safe_globals([restore_tensor, restore_layout, restore_mesh, PerRank, Shard, Replicate, Partial])
