@@ -1,0 +1,106 @@
+"""Convolutions, pooling, resampling and padding: samples and channels are sharded freely, positions are whole."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.testing import check, verify_rule
+from dtensor.testing.samples import convolution, pooling
+
+R, S0, S1, S2, SUM = Replicate(), Shard(0), Shard(1), Shard(2), Partial()
+MESHES = {shape: dt.init_device_mesh("cpu", shape) for shape in ((2,), (3,), (2, 2))}
+
+
+def x(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", sorted(convolution.SAMPLES))
+def test_convolutions_under_every_placement(name: str) -> None:
+    report = verify_rule(name, limit=8, budget=60)
+    assert not report.wrong, report
+
+
+@pytest.mark.parametrize("name", sorted(pooling.SAMPLES))
+def test_operations_on_positions_under_every_placement(name: str) -> None:
+    report = verify_rule(name, limit=6, budget=9)
+    assert not report.wrong, report
+
+
+def conv(a: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.conv2d(a, w, b, stride=(2, 1), padding=1)
+
+
+def depthwise(a: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.conv2d(a, w, b, groups=4)
+
+
+def transposed(a: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.conv_transpose2d(a, w, b, stride=2, output_padding=1)
+
+
+PLAIN = [(5, 4, 6, 7), (6, 4, 3, 3), (6,)]
+# name, function, shapes, placements on one mesh dim, placements of the result
+FREE: list[tuple[str, Any, list[tuple[int, ...]], list[Any], Any]] = [
+    ("samples", conv, PLAIN, [S0, R, R], S0),
+    ("output channels", conv, PLAIN, [R, S0, S0], S1),
+    ("input channels", conv, PLAIN, [S1, S1, R], SUM),
+    ("groups", depthwise, [(5, 4, 6, 7), (4, 1, 3, 3), (4,)], [S1, S0, S0], S1),
+    ("output channels, transposed", transposed, [(5, 4, 6, 7), (4, 6, 3, 3), (6,)], [R, S1, S0], S1),
+    ("input channels, transposed", transposed, [(5, 4, 6, 7), (4, 6, 3, 3), (6,)], [S1, S0, R], SUM),
+    ("pooled samples", lambda a: F.max_pool2d(a, 2), [(5, 4, 6, 7)], [S0], S0),
+    ("pooled channels", lambda a: F.avg_pool2d(a, 2), [(5, 4, 6, 7)], [S1], S1),
+    ("resized channels", lambda a: F.interpolate(a, scale_factor=1.5, mode="bilinear"), [(5, 4, 6, 7)], [S1], S1),
+    ("padded channels", lambda a: F.pad(a, (1, 2, 1, 2), "reflect"), [(5, 4, 6, 7)], [S1], S1),
+    ("columns of channels", lambda a: F.unfold(a, 3), [(5, 4, 6, 7)], [S1], S1),
+]
+
+
+@pytest.mark.parametrize(("name", "fn", "shapes", "placements", "result"), FREE, ids=[case[0] for case in FREE])
+def test_blocks_suffice(name: str, fn: Any, shapes: Any, placements: Any, result: Any) -> None:
+    tensors = [x(*shape, seed=i) for i, shape in enumerate(shapes)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*has no sharding rule.*")
+        outcome = check(fn, *tensors, mesh=MESHES[2,], placements=[[p] for p in placements])
+    assert outcome.events == []
+    assert outcome.layouts[0].placements == (result,)
+
+
+COMPOSITES: list[tuple[str, Any, list[tuple[int, ...]]]] = [
+    ("conv1d", F.conv1d, [(5, 4, 7), (6, 4, 3), (6,)]),
+    ("conv2d", conv, PLAIN),
+    ("same padding", lambda a, w, b: F.conv2d(a, w, b, padding="same"), PLAIN),
+    ("dilated", lambda a, w, b: F.conv2d(a, w, b, dilation=2), PLAIN),
+    ("conv3d", F.conv3d, [(2, 4, 3, 4, 5), (6, 4, 2, 2, 2), (6,)]),
+    ("depthwise", depthwise, [(5, 4, 6, 7), (4, 1, 3, 3), (4,)]),
+    ("transposed", transposed, [(5, 4, 6, 7), (4, 6, 3, 3), (6,)]),
+    ("no batch", F.conv2d, [(4, 6, 7), (6, 4, 3, 3), (6,)]),
+    ("max_pool1d", lambda a: F.max_pool1d(a, 2), [(5, 4, 7)]),
+    ("adaptive pools", lambda a: F.adaptive_avg_pool2d(a, 3) + F.adaptive_max_pool2d(a, 3), [(5, 4, 6, 7)]),
+    ("lp_pool", lambda a: F.lp_pool2d(a.abs() + 1, 2, 2), [(5, 4, 6, 7)]),
+    ("unpool", lambda a: F.max_unpool2d(*F.max_pool2d(a, 2, return_indices=True), 2), [(5, 4, 6, 6)]),
+    ("fold", lambda a: F.fold(a, (4, 5), (2, 2)), [(5, 8, 12)]),
+    ("grid_sample", lambda a, g: F.grid_sample(a, g.tanh(), align_corners=False), [(5, 4, 6, 7), (5, 3, 4, 2)]),
+    ("affine_grid", lambda t: F.affine_grid(t, [5, 1, 3, 4], align_corners=False), [(5, 2, 3)]),
+    ("circular padding", lambda a: F.pad(a, (1, 2), "circular"), [(5, 4, 7)]),
+]
+
+
+@pytest.mark.parametrize(("name", "fn", "shapes"), COMPOSITES, ids=[case[0] for case in COMPOSITES])
+def test_values_and_gradients(name: str, fn: Any, shapes: Any) -> None:
+    tensors = [x(*own, seed=i) for i, own in enumerate(shapes)]
+
+    def placed(*wanted: Any) -> list[Any]:
+        return [[p if not isinstance(p, Shard) or p.dim < t.ndim else R for p in wanted] for t in tensors]
+
+    for one in (S0, S1, S2, SUM):
+        check(fn, *tensors, mesh=MESHES[3,], placements=placed(one))
+    check(fn, *tensors, mesh=MESHES[2, 2], placements=placed(S0, S1))
+    check(fn, *tensors, mesh=MESHES[2, 2], placements=placed(S1, S1))
