@@ -251,7 +251,7 @@ def wrap(local: Any, layout: Layout) -> DTensor:
 
 def _plain(x: DTensor) -> torch.Tensor:
     whole: Any = x.detach()
-    return whole.full_tensor()  # type: ignore[no-any-return]
+    return whole.full_tensor()
 
 
 class _Awaited(DTensor):
@@ -260,7 +260,7 @@ class _Awaited(DTensor):
     _pending: Any  # in the instance dictionary: the class can change only while slots are alike
 
     @property
-    def _local(self) -> Any:  # type: ignore[override]  # an attribute once it has arrived
+    def _local(self) -> Any:
         made: Any = self
         arrived, layout = made._pending.wait(), made._layout
         del made._pending
