@@ -34,8 +34,7 @@ def execute(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
     if plan.how == "answer":
         return plan.answer
     if plan.how == "decompose":
-        decompose = operator.func.decompose if plan.rule is None or plan.rule.decompose is None else plan.rule.decompose
-        return decompose(*[values[name] for name in operator.names[: operator.positional]], **_keywords(operator, values))
+        return _decomposed(plan, operator, values)
     if MODES.explicit and plan.communicates:
         raise ImplicitCommunicationError(f"{operator.name} would communicate under explicit():\n{describe(plan)}")
     if plan.how == "gather":

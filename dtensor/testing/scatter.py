@@ -106,6 +106,8 @@ def _above(value: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
 def can_be_partial(dtype: torch.dtype, op: Any) -> bool:
     """Whether a value of this dtype can be the reduction of terms by ``op``."""
     if dtype.is_floating_point and dtype.itemsize == 1:
+        return False  # torch does not compute in 8-bit floats
+    if dtype.is_floating_point and dtype.itemsize == 1:
         return False  # torch does not add them
     if op == "avg":
         return dtype.is_floating_point or dtype.is_complex
