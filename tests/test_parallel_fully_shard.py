@@ -200,8 +200,8 @@ def test_over_a_tensor_parallel_module() -> None:
     assert _two_dims(0) == {
         "up.weight": (Shard(0, level=1), Shard(0, level=0)),
         "up.bias": (Shard(0, level=1), Shard(0, level=0)),
-        "norm.weight": (Shard(0),),
-        "norm.bias": (Shard(0),),
+        "norm.weight": (Shard(0), Replicate()),  # plain inside, on one mesh with the others outside
+        "norm.bias": (Shard(0), Replicate()),
         "down.weight": (Shard(0), Shard(1)),
         "down.bias": (Shard(0), Replicate()),
     }

@@ -164,6 +164,34 @@ def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout) -> Any:
     return comm.map(block, local)
 
 
+def onto_one_mesh(managed: Sequence[Managed], dp: DeviceMesh) -> None:
+    """Plain parameters beside tensor-parallel ones: replicated over the tensor-parallel mesh dims, with the first rank's value.
+
+    All parameters of a model are on one mesh then, so that norms over them, and operations on lists of them, just work.
+    """
+    meshes = dict.fromkeys(m.whole.mesh for m in managed if m.inside is not None and same_root(m.whole.mesh, dp))
+    joined = dp
+    for mesh in meshes:
+        joined = _joined(joined, mesh)
+    for m in managed:
+        if m.inside is None and m.whole.mesh != joined:
+            _relocate(m, joined)
+
+
+def _relocate(m: Managed, mesh: DeviceMesh) -> None:
+    old = m.parameter
+    further = tuple(i for i, dims in enumerate(mesh._dims) if dims not in m.layout.mesh._dims)
+    local = old._local  # type: ignore[attr-defined]  # a DTensor
+    if not old.is_meta and mesh.current_member() is not None:
+        local = communicator_of(mesh).broadcast(local, further)
+    m.layout, m.whole = _on(mesh, m.layout), _on(mesh, m.whole)
+    m.parameter = nn.Parameter(wrap(local, m.layout), requires_grad=old.requires_grad)
+    m.parameter._data_parallel = True  # type: ignore[attr-defined]  # as _take does
+    m.put(m.parameter)
+    if m.owner is not None:
+        m.owner.forget()
+
+
 # --- meshes and layouts ------------------------------------------------------------------------------------------------
 def same_root(one: DeviceMesh, other: DeviceMesh) -> bool:
     """Whether both are parts of one mesh."""

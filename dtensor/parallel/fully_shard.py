@@ -9,7 +9,7 @@ from torch import nn
 
 from ..errors import MeshError
 from ..mesh import DeviceMesh, as_mesh
-from .adopt import Axes, ShardPlacement, adopt
+from .adopt import Axes, ShardPlacement, adopt, onto_one_mesh
 from .buffers import Buffers
 from .group import Group
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -119,6 +119,9 @@ def fully_shard(
     managed = [m for one in modules for m in adopt(one, axes, ignored_params or set(), shard_placement_fn)]
     buffers = Buffers([sub for one in modules for sub in one.modules()], axes)
     unit = Unit(modules, [Group(managed, axes, mp_policy)], buffers, axes, mp_policy)
+    onto_one_mesh(
+        [m for one in modules for inner in _units(one, True) for group in inner.groups for m in group.managed], axes.mesh
+    )
     unit.keep_after_forward = None if reshard_after_forward is None else not reshard_after_forward
     for one in modules:
         add_methods(one, FSDPModule, "FSDP")

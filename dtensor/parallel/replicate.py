@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..mesh import as_mesh
-from .adopt import Axes, Managed, adopt
+from .adopt import Axes, Managed, adopt, onto_one_mesh
 from .buffers import Buffers
 from .fully_shard import add_methods
 from .group import Group
@@ -76,6 +76,7 @@ def replicate(
     axes = Axes(mesh, (), tuple(range(mesh.ndim)))
     ignored = {p for inner in ignored_modules for p in inner.parameters()} | (ignored_params or set())
     managed = adopt(module, axes, ignored)
+    onto_one_mesh(managed, mesh)
     groups = [Group(bucket, axes, mp_policy) for bucket in buckets(managed, bucket_cap_mb * _MEBIBYTE)]
     unit = Unit([module], groups, Buffers(list(module.modules()), axes), axes, mp_policy)
     unit.in_order = True

@@ -1,0 +1,33 @@
+"""What ``torch.amp.GradScaler`` does to gradients, in terms of operations that have rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .registry import register
+from .rule import Rule
+
+
+def check_and_unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Gradients times ``inv_scale``, in place; ``found_inf`` (plain, one number) becomes 1 if any element on any rank is not finite.
+
+    The largest magnitude is not finite exactly if some element is not: one reduction tells all ranks alike.
+    """
+    largest = torch.stack(list(torch._foreach_norm(grads, float("inf"))))
+    broken: Any = largest.isfinite().all().logical_not().to(found_inf.dtype)
+    whole = broken.full_tensor()
+    torch.maximum(found_inf, whole, out=found_inf)
+    torch._foreach_mul_(grads, inv_scale)
+
+
+def nothing(call: Any) -> None:
+    """There are no factors: it decomposes."""
+
+
+register(
+    "_amp_foreach_non_finite_check_and_unscale_",
+    Rule(nothing, decompose=check_and_unscale, kind="decomposition", source="largest magnitude, product"),
+)

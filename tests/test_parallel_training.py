@@ -1,0 +1,268 @@
+"""What training loops use, on parameters of mixed layouts: clipping, scaling, averages, schedules, optimizers, hooks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import dtensor as dt
+from dtensor import DTensor, Replicate, Shard
+from dtensor.debug import CommDebugMode
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, fully_shard, parallelize_module, replicate
+
+pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Linear(4, 3)).double()
+
+
+def mesh_2d() -> dt.DeviceMesh:
+    return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def tensor_parallel(model: nn.Sequential, mesh: Any) -> nn.Module:
+    """Parameters cut by rows, by columns and replicated, on a mesh of one dim; computes on DTensors."""
+    between = {"use_local_output": False}
+    plan = {
+        "[01].norm": SequenceParallel(),
+        "[01].up": ColwiseParallel(**between),
+        "[01].down": RowwiseParallel(**between),
+        "2": ColwiseParallel(output_layouts=Replicate(), **between),
+    }
+    return parallelize_module(model, mesh["tp"], plan)
+
+
+def mixed() -> tuple[nn.Module, nn.Module, Callable[[Tensor], Tensor]]:
+    """(distributed, alone, inputs for the first): every parameter on the 2-d mesh, in different ways."""
+    mesh, model = mesh_2d(), net()
+    alone = copy.deepcopy(model)
+    ways = [[Shard(0), Replicate()], [Replicate(), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Replicate()]]
+    for k, (name, p) in enumerate(list(model.named_parameters())):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        owner.register_parameter(name.rpartition(".")[2], nn.Parameter(dt.distribute_tensor(p.detach(), mesh, ways[k % 4])))
+    return model, alone, lambda x: dt.distribute_tensor(x, mesh, [Shard(0), Replicate()])
+
+
+def sharded() -> tuple[nn.Module, nn.Module, Callable[[Tensor], Tensor]]:
+    """Fully sharded over tensor parallel."""
+    mesh, model = mesh_2d(), net()
+    alone = copy.deepcopy(model)
+    plan = {"[01].up": ColwiseParallel(), "[01].down": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    for block in model:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return model, alone, lambda x: dt.map_ranks(lambda at: x.chunk(2)[at[0]].clone(), mesh=mesh)
+
+
+def replicated() -> tuple[nn.Module, nn.Module, Callable[[Tensor], Tensor]]:
+    mesh, model = mesh_2d(), net()
+    alone = copy.deepcopy(model)
+    replicate(model, mesh["dp"])
+    return model, alone, lambda x: dt.map_ranks(lambda at: x.chunk(2)[at[0]].clone(), mesh=mesh)
+
+
+ANY = pytest.mark.parametrize("make", [mixed, sharded, replicated])
+X = torch.randn(4, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def loss_of(out: Tensor) -> Tensor:
+    return (out**2).mean() * 50
+
+
+def whole(x: Any) -> Tensor:
+    full = x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()
+    return full.shards[0] if isinstance(full, dt.PerRank) else full
+
+
+def assert_same(model: nn.Module, alone: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours), theirs.detach(), msg=lambda text, name=name: f"{name}: {text}")
+        if theirs.grad is not None:
+            assert ours.grad.placements == ours.placements, name
+            torch.testing.assert_close(whole(ours.grad), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@ANY
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_clipping(make: Any, norm_type: float, foreach: bool | None) -> None:
+    model, alone, given = make()
+    loss_of(model(given(X))).backward()
+    loss_of(alone(X)).backward()
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5, norm_type, foreach=foreach) for m in (model, alone)]
+    torch.testing.assert_close(whole(norms[0]), norms[1])
+    assert_same(model, alone)
+
+
+@ANY
+def test_clipping_by_value(make: Any) -> None:
+    model, alone, given = make()
+    for m, x in ((model, given(X)), (alone, X)):
+        loss_of(m(x)).backward()
+        nn.utils.clip_grad_value_(m.parameters(), 0.1)
+    assert_same(model, alone)
+
+
+def test_the_norm_of_many_gradients_is_few_collectives() -> None:
+    model, _, given = mixed()
+    loss_of(model(given(X))).backward()
+    with CommDebugMode() as comm:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    assert comm.get_total_counts() <= 6
+
+
+OPTIMIZERS = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.Adam, {"lr": 0.1}),
+    (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+    (torch.optim.RMSprop, {"lr": 0.1, "centered": True}),
+    (torch.optim.Adafactor, {"lr": 0.1}),
+]
+
+
+@ANY
+@pytest.mark.parametrize(
+    "mode", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=["default", "foreach", "loop", "fused"]
+)
+@pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS, ids=[o.__name__ for o, _ in OPTIMIZERS])
+def test_optimizers(make: Any, mode: dict[str, bool], optimizer: Any, options: dict[str, Any]) -> None:
+    if "fused" in mode and optimizer not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
+        pytest.skip("has no fused form")
+    model, alone, given = make()
+    optimizers = [optimizer(m.parameters(), **options, **mode) for m in (model, alone)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in optimizers]
+    for _ in range(3):
+        for m, o, s, x in zip((model, alone), optimizers, schedulers, (given(X), X), strict=True):
+            o.zero_grad()
+            loss_of(m(x)).backward()
+            o.step()
+            s.step()
+    assert_same(model, alone)
+
+
+@ANY
+def test_the_gradient_scaler(make: Any) -> None:
+    model, alone, given = make()
+    losses = []
+    for m, x in ((model, given(X)), (alone, X)):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(m(x))
+            scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()  # the second step overflows and is skipped
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(m.parameters(), 10.0)
+            scaler.step(optimizer)
+            scaler.update()
+        losses.append(scaler.get_scale())
+    assert losses[0] == losses[1] == 128.0
+    assert_same(model, alone)
+
+
+@ANY
+def test_averages_of_models(make: Any) -> None:
+    model, alone, given = make()
+    averages = []
+    for m, x in ((model, given(X)), (alone, X)):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.01)
+        average = torch.optim.swa_utils.AveragedModel(m, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(m(x)).backward()
+            optimizer.step()
+            average.update_parameters(m)
+        averages.append(average)
+    for ours, theirs in zip(*(average.module.parameters() for average in averages), strict=True):
+        torch.testing.assert_close(whole(ours), theirs.detach())
+
+
+@ANY
+def test_recomputing_activations(make: Any) -> None:
+    model, alone, given = make()
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        for layer in m:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+    model.forward = lambda x: forward(model, x)
+    loss_of(model(given(X))).backward()
+    loss_of(alone(X)).backward()
+    assert_same(model, alone)
+
+
+@ANY
+def test_frozen_parameters(make: Any) -> None:
+    model, alone, given = make()
+    for m, x in ((model, given(X)), (alone, X)):
+        m[0].requires_grad_(False)
+        m[1].up.weight.requires_grad_(False)
+        optimizer = torch.optim.Adam([p for p in m.parameters() if p.requires_grad], lr=0.1)
+        loss_of(m(x)).backward()
+        optimizer.step()
+    assert all((p.grad is None) == (q.grad is None) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
+    assert_same(model, alone)
+
+
+def test_hooks_on_modules() -> None:
+    model, alone, given = mixed()
+    seen: list[list[Any]] = []
+    for m, x in ((model, given(X).requires_grad_()), (alone, X.clone().requires_grad_())):
+        caught: list[Any] = []
+        m[1].register_full_backward_hook(lambda _, into, out, caught=caught: caught.extend((*into, *out)))
+        m[1].register_full_backward_pre_hook(lambda _, out: tuple(grad * 2 for grad in out))
+        loss_of(m(x)).backward()
+        seen.append(caught)
+    for ours, theirs in zip(*seen, strict=True):
+        torch.testing.assert_close(whole(ours), theirs)
+    assert_same(model, alone)
+
+
+def test_optimizer_states_are_laid_out_like_their_parameters() -> None:
+    model, _, given = mixed()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    loss_of(model(given(X))).backward()
+    optimizer.step()
+    for p, state in optimizer.state.items():
+        assert state["exp_avg"].placements == state["exp_avg_sq"].placements == p.placements
+
+
+def test_an_optimizer_may_step_inside_backward() -> None:
+    model, alone, given = sharded()
+    made = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(p: nn.Parameter) -> None:
+        made[p].step()
+        made[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(2):
+        loss_of(model(given(X))).backward()
+        loss_of(alone(X)).backward()
+        plain.step()
+        plain.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    assert_same(model, alone)
