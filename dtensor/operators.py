@@ -94,10 +94,11 @@ def operator_of(func: Any) -> Operator:
         seeded=torch.Tag.nondeterministic_seeded in func.tags,
         is_view=any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
         flat=base.startswith("_fused_") and any(kind == "List[Tensor]" for kind in kinds.values()),
-        per_element=base.startswith(("_foreach_", "_fused_", "_amp_foreach_")) and any(kind == "List[Tensor]" for kind in kinds.values()),
+        per_element=base.startswith(_LIST_FAMILIES) and any(kind == "List[Tensor]" for kind in kinds.values()),
     )
 
 
+_LIST_FAMILIES = ("_foreach_", "_fused_", "_amp_foreach_")
 _NUMBERS = frozenset(("number", "Optional[number]", "float", "Optional[float]", "List[number]", "List[float]"))
 
 

@@ -12,7 +12,7 @@ from .rule import Rule
 
 
 def check_and_unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Gradients times ``inv_scale``, in place; ``found_inf`` (plain, one number) becomes 1 if any element on any rank is not finite.
+    """Gradients times ``inv_scale``, in place; ``found_inf`` (plain, one number) becomes 1 if any element is not finite.
 
     The largest magnitude is not finite exactly if some element is not: one reduction tells all ranks alike.
     """
