@@ -1,7 +1,7 @@
 """PyTorch's own operator database as a yardstick: its samples under random placements, compared with plain torch.
 
-A *case* is one sample of one entry with a seeded random placement of every tensor argument; :func:`run_case` says whether it passes, is
-refused (an error of ours that says so), is wrong, or fails with an error, and which aten operators gathered on the way.
+A *case* is one sample of one entry with a seeded random placement of every tensor argument; :func:`run_case` says whether it
+passes, is refused (an error of ours that says so), is wrong, or fails with an error, and which operators gathered on the way.
 """
 
 from __future__ import annotations
@@ -24,14 +24,24 @@ from dtensor.errors import DTensorError
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.testing.cases import ragged_sizes
 from dtensor.testing.nested import leaves, replace, tensors
-from dtensor.testing.oracle import Outcome, compare
+from dtensor.testing.oracle import TOLERANCE, Outcome, compare
 
 MESHES: tuple[tuple[int, ...], ...] = ((4,), (2, 2))
 MOST_SAMPLES = 100  # an entry may have thousands
-UNDEFINED = frozenset("empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_ resize_as_".split())
+UNDEFINED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_")
 # Partial terms are integers apart, so that they add up exactly to values of so many binary digits after the point.
 FRACTION_BITS = {torch.float64: 24, torch.complex128: 24, torch.float32: 10, torch.complex64: 10}
 VARIANTS = ("function", "inplace", "out")
+# Differences that are torch's own, by entry and what the problem says, each with its reason.
+ACCEPTED = {
+    ("*", "sparse tensor"): "no DTensor is sparse: the error says so",
+    ("tensor_split", "its data is not allocated"): "torch reads the memory of the tensor of sections without asking",
+    ("nn_functional_linear_cross_entropy_chunked_none", "plain tensor 'out'"): "it computes in plain buffers of its own",
+    (
+        "masked_prod",
+        "gradient",
+    ): "prod_backward takes another formula for tensor subclasses; the two differ where an element is NaN",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,7 @@ class Case:
     entry: str
     setting: Setting
     sample: int
-    status: str = "pass"  # refused, wrong, error, or "void": plain torch raises by itself
+    status: str = "pass"  # accepted, refused, wrong, error, or "void": plain torch raises by itself
     problem: str = ""
     placements: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -145,7 +155,7 @@ def rng_of(name: str, setting: Setting, *more: Any) -> random.Random:
 
 
 def draw_placements(x: torch.Tensor, setting: Setting, rng: random.Random) -> tuple[Placement, ...]:
-    """One placement per mesh dim. Nested and uneven ones come by themselves; ragged sizes and another nesting order now and then."""
+    """One placement per mesh dim. Nested and uneven ones come by themselves; ragged sizes or reordered ones now and then."""
     mesh = setting.mesh
     if setting.draw == "shard":
         where = rng.randrange(len(mesh))
@@ -224,23 +234,34 @@ def run_case(name: str, setting: Setting, position: int, sample: Sample) -> Case
                 cloned=sample.writes,
                 values=sample.values,
                 cotangents=cotangents,
+                tolerance=coarsest(given),
                 seed=setting.seed,
             )
         except Exception as error:  # in the comparison, after the runs
             case.status, case.problem = "error", f"{type(error).__name__}: {_first_line(error)}"
         else:
-            case.status, case.problem = classify(outcome)
+            case.status, case.problem = classify(name, outcome)
     case.gathered = tuple(gathered)
     if "ill-defined" in case.problem and sample.invariant is not None:  # plain torch sees it, but checks no subclass for it
         fn, invariant = sample.fn, sample.invariant
-        return run_case(name, setting, position, replace_fields(sample, fn=lambda *a, **k: invariant(fn(*a, **k)), invariant=None))
+        return run_case(
+            name, setting, position, replace_fields(sample, fn=lambda *a, **k: invariant(fn(*a, **k)), invariant=None)
+        )
     return case
 
 
-def classify(outcome: Outcome) -> tuple[str, str]:
+def coarsest(xs: Sequence[torch.Tensor]) -> tuple[float, float] | None:
+    """The tolerance of the least precise argument: a float64 result may come from sums of float32."""
+    known = [TOLERANCE[x.dtype] for x in xs if x.dtype in TOLERANCE]
+    return max(known) if known else None
+
+
+def classify(name: str, outcome: Outcome) -> tuple[str, str]:
     """(status, problem) of a comparison."""
     if not outcome.problems:
         return ("void", "plain torch raises") if outcome.same_error else ("pass", "")
+    if any(entry in (name, "*") and text in outcome.problems[0] for entry, text in ACCEPTED):
+        return "accepted", outcome.problems[0]
     if outcome.error is None:
         return "wrong", outcome.problems[0]
     status = "refused" if isinstance(outcome.error, DTensorError) else "error"

@@ -26,7 +26,8 @@ einsum("addr", "+m n, m, n -> m n")
 
 def no_empty_block_of_a_number(choice: Choice) -> bool:
     """``addmv`` of an empty matrix returns its first operand as it is, not expanded to the shape of the result."""
-    return min(*choice.sizes("m"), *choice.sizes("k")) > 0 or len(choice.call.shape(0)) == 1
+    result = choice.call.results[0]
+    return min(*choice.sizes("m"), *choice.sizes("k")) > 0 or (result is not None and choice.call.shape(0) == result.shape)
 
 
 einsum("addmv", "+m, m k, k -> m", when=no_empty_block_of_a_number)

@@ -39,7 +39,8 @@ def reduced_dims(call: Call, name: str = "dim") -> tuple[int, ...]:
 
 
 # --- sums and truths ------------------------------------------------------------------------------------------------
-reduce("sum nansum", "sum", partials=LINEAR_PARTIAL)
+reduce("sum", "sum", partials=LINEAR_PARTIAL)
+reduce("nansum", "sum")  # where one term is NaN the element counts for nothing, the other terms' part included
 reduce("_foreach_powsum", "sum")
 reduce("prod", "product", partials=("product -> product",))
 reduce("count_nonzero", "sum")

@@ -1,0 +1,81 @@
+"""PyTorch's operator database gives on DTensors what it gives on plain tensors: values, dtypes, strides, errors, gradients.
+
+The fast part takes a sample of every kind of operation; the slow one the whole database, also in place, with ``out=`` and in
+other dtypes. What fails is run again by ``python benchmarks/op_coverage.py --ops NAME --seed SEED``.
+"""
+
+from __future__ import annotations
+
+import os
+
+import op_database as db
+import pytest
+
+import dtensor as dt
+
+SEED = int(os.environ.get("OP_DATABASE_SEED", "0"))
+PARTS = 24  # of the database: a part is a test, so that parts spread over workers
+
+# one or two of each kind: pointwise, reductions, scans, contractions, losses, norms, convolutions, pooling, indexing, views, ...
+COMMON = """
+add mul div_no_rounding_mode pow where clamp sigmoid nn_functional_gelu isclose lerp
+sum mean prod amax std var_mean logsumexp argmax all count_nonzero nansum norm linalg_vector_norm cumsum cumprod cummax
+mm addmm bmm matmul einsum outer nn_functional_linear nn_functional_bilinear tensordot
+softmax log_softmax nn_functional_cross_entropy nn_functional_mse_loss nn_functional_nll_loss nn_functional_binary_cross_entropy
+nn_functional_layer_norm nn_functional_group_norm nn_functional_batch_norm nn_functional_rms_norm
+nn_functional_conv1d nn_functional_conv2d nn_functional_max_pool2d nn_functional_avg_pool2d nn_functional_interpolate_bilinear
+nn_functional_scaled_dot_product_attention nn_functional_embedding nn_functional_pad_reflect nn_functional_unfold
+index_select gather scatter scatter_add index_put take_along_dim masked_select masked_fill nonzero unique __getitem__
+reshape flatten view transpose expand squeeze unsqueeze narrow split chunk unbind stack cat roll flip repeat tile tril as_strided
+sort topk kthvalue searchsorted histc fft_fft fft_irfft linalg_solve linalg_cholesky linalg_svd linalg_eigh
+nn_functional_dropout bernoulli multinomial normal randn_like full_like new_zeros empty_like
+"""
+
+
+def assert_right(entries: list[object], setting: db.Setting) -> None:
+    """No case of these entries is refused, wrong or an error."""
+    cases = [case for entry in entries for case in db.cases_of(entry, setting)]
+    bad = [case for case in cases if case.status not in ("pass", "void", "accepted")]
+    assert any(case.status == "pass" for case in cases)
+    assert not bad, "\n".join(map(str, bad[:10]))
+
+
+@pytest.mark.parametrize("mesh", db.MESHES, ids=str)
+def test_common_operators_are_right(mesh: tuple[int, ...]) -> None:
+    assert_right(db.entries(",".join(COMMON.split())), db.Setting(mesh, samples=1, seed=SEED))
+
+
+def test_every_common_operator_is_in_the_database() -> None:
+    assert {entry.formatted_name for entry in db.entries()} >= set(COMMON.split())
+
+
+def test_a_wrong_result_is_found() -> None:
+    (entry,) = db.entries("exp")
+    setting = db.Setting(draw="partial", samples=1)
+    ((position, sample),) = db.samples_of(entry, setting)
+    local = db.Sample(lambda x: x * 2 if isinstance(x, dt.DTensor) else x, sample.args)
+    assert db.run_case("exp", setting, position, local).status == "wrong"
+
+
+def test_gathers_are_counted() -> None:
+    (entry,) = db.entries("unique")
+    assert any(
+        "unique" in name for case in db.cases_of(entry, db.Setting(draw="shard")) for name in " ".join(case.gathered).split()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("mesh", db.MESHES, ids=str)
+def test_the_database_is_right(mesh: tuple[int, ...], part: int) -> None:
+    assert_right(db.entries()[part::PARTS], db.Setting(mesh, samples=8, seed=SEED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    ("variant", "dtype"), [("inplace", "float64"), ("out", "float64"), ("function", "int64"), ("function", "complex128")]
+)
+def test_variants_and_dtypes_are_right(variant: str, dtype: str, part: int) -> None:
+    mesh = db.MESHES[part % 2]
+    assert_right(db.entries()[part::PARTS], db.Setting(mesh, dtype, variant, samples=4, seed=SEED))
