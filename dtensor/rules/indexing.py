@@ -1,4 +1,4 @@
-"""Reading by index. Along a sharded dim each rank reads what its own block holds and adds zeros: the big operand does not move."""
+"""Reading by index. Along a sharded dim each rank reads what its own block holds and adds zeros: big operands do not move."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from ..placement import Partial
 from .call import Call
 from .context import At, KernelContext
-from .rule import LINEAR_PARTIAL, Dims, Factors, Kernel, LocalView
+from .rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, Kernel, LocalView
 from .slices import ZEROS_PASS
 from .verbs import kernel_rule, view
 from .views import own_factors
@@ -44,8 +44,19 @@ def stacked(call: Call) -> Factors:
     return Factors((dims,) * len(call.operands), ((*dims[:d], (), *dims[d:]),), sizes)
 
 
-view("cat", joined)
-view("stack", stacked)
+def whole_beside_terms(call: Call) -> tuple[str, ...]:
+    """Whole operands beside terms of a mean, a maximum or a minimum: a constant is all of these of itself."""
+    mixed = [
+        [op if layout.partials[mesh_dim] == op else "R" for layout in call.operands]
+        for mesh_dim in range(call.mesh.ndim)
+        for op in ("avg", "max", "min")
+    ]
+    rows = (f"{','.join(row)} -> {op}" for row in mixed for op in set(row) - {"R"})
+    return (*ANY_PARTIAL, *dict.fromkeys(rows))
+
+
+view("cat", joined, partials=whole_beside_terms)
+view("stack", stacked, partials=whole_beside_terms)
 
 
 # --- repeat and move ---
@@ -66,12 +77,14 @@ def whole_dims(call: Call) -> Factors:
 
 
 def rotated(call: Call) -> Factors:
+    """A quarter turn reverses one of the two dims."""
     dims, sizes = own_factors(call)
     a, b = call.dims("dims", len(dims))
     turned = list(dims)
     if call["k"] % 2:
         turned[a], turned[b] = dims[b], dims[a]
-    return Factors((dims,), (tuple(turned),), sizes, whole=frozenset({f"d{a}", f"d{b}"}))
+    reversed_dims = ((), (b,), (a, b), (a,))[call["k"] % 4]
+    return Factors((dims,), (tuple(turned),), sizes, whole=frozenset(f"d{d}" for d in reversed_dims))
 
 
 def shuffled_pixels(call: Call) -> Factors:
