@@ -21,7 +21,9 @@ def main(argv: list[str] | None = None) -> int:
     verify.add_argument("--missing", action="store_true", help="also look for placements that need no communication")
     options = parser.parse_args(argv)
     cases = wrong = missing = checked = 0
-    for report in verify_all(options.pattern, limit=options.limit, budget=options.budget, seed=options.seed, look_for_missing=options.missing):
+    for report in verify_all(
+        options.pattern, limit=options.limit, budget=options.budget, seed=options.seed, look_for_missing=options.missing
+    ):
         checked, cases = checked + 1, cases + report.cases
         wrong, missing = wrong + len(report.wrong), missing + len(report.missing)
         if not report:

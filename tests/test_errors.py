@@ -1,4 +1,4 @@
-"""Errors: the same on all ranks, early, saying what is wrong and what to write instead; the builtin that plain torch raises too."""
+"""Errors: alike on all ranks, early, saying what is wrong and what to write instead; builtins that plain torch raises too."""
 
 from __future__ import annotations
 
@@ -60,8 +60,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "data of a plain tensor": (lambda: setattr(make(4), "data", torch.ones(4)), LayoutError, "distribute_tensor"),
     "in place with another shape": (lambda: make(1, 4).add_(make(3, 4)), RuntimeError, "shape"),
     "in place that grows": (lambda: make(4).resize_(8), RuntimeError, ""),
-    "a source rank that is none": (lambda: dt.distribute_tensor(torch.ones(4), MESH, [R], src_data_rank=2), MeshError, "src_data_rank=2"),
-    "an average of integers": (lambda: DTensor.from_local(torch.ones(3, dtype=torch.int64), MESH, [Partial("avg")]).full_tensor(), LayoutError, r"mean of.*Partial\('sum'\)"),
+    "a source rank that is none": (
+        lambda: dt.distribute_tensor(torch.ones(4), MESH, [R], src_data_rank=2),
+        MeshError,
+        "src_data_rank=2",
+    ),
+    "an average of integers": (
+        lambda: DTensor.from_local(torch.ones(3, dtype=torch.int64), MESH, [Partial("avg")]).full_tensor(),
+        LayoutError,
+        r"mean of.*Partial\('sum'\)",
+    ),
     "a maximum of complex numbers": (
         lambda: DTensor.from_local(torch.ones(3, dtype=torch.complex64), MESH, [Partial("max")]).full_tensor(),
         LayoutError,
@@ -99,7 +107,13 @@ def test_every_error_is_a_dtensor_error_and_a_builtin() -> None:
     assert issubclass(DTensorError, RuntimeError)
 
 
-# --- the same errors as plain torch ------------------------------------------------------------------------------------------------
+def backward_after_write(y: torch.Tensor) -> None:
+    total = y.square().sum()
+    y.add_(1)
+    total.backward()
+
+
+# --- the same errors as plain torch ---------------------------------------------------------------------------------
 PLAIN_ERRORS: dict[str, Callable[..., Any]] = {
     "shapes that do not broadcast": lambda x: x + x[:2, :3],
     "shapes that do not multiply": lambda x: x @ x,
@@ -126,7 +140,7 @@ PLAIN_ERRORS: dict[str, Callable[..., Any]] = {
     "backward twice": lambda x: [y.backward() for y in [(x * x).sum()] * 2],
     "requires_grad of integers": lambda x: x.long().requires_grad_(),
     "no requires_grad for a result": lambda x: (x * 2).requires_grad_(False),
-    "an in-place write to what backward needs": lambda x: [(y.square(), y.add_(1)) for y in [x * 2]][0][0].sum().backward(),
+    "an in-place write to what backward needs": lambda x: backward_after_write(x * 2),
     "numpy of a leaf": lambda x: x.numpy(),
 }
 
@@ -139,7 +153,7 @@ def test_the_error_of_plain_torch(name: str, placements: list[Any]) -> None:
     assert outcome.same_error
 
 
-# --- what explicit() forbids -------------------------------------------------------------------------------------------------------
+# --- what explicit() forbids ----------------------------------------------------------------------------------------
 def test_explicit_names_the_redistribution_that_an_operation_needs() -> None:
     x, y = make(4, 6), make(4, 6, placements=[Shard(1)])
     with dt.explicit(), pytest.raises(ImplicitCommunicationError, match=r"(?s)add.*S\("):

@@ -1,4 +1,4 @@
-"""The laws of layouts: blocks partition the tensor, whatever the nesting, the sizes and the mesh; equal layouts are one object."""
+"""Laws of layouts: blocks partition the tensor, whatever the nesting, the sizes and the mesh; equal layouts are one object."""
 
 from __future__ import annotations
 
@@ -43,14 +43,16 @@ def test_every_element_is_held_once_per_replica(layout: Layout) -> None:
 @given(strategies.layouts())
 def test_blocks_lie_inside_the_tensor(layout: Layout) -> None:
     for offset, shape in blocks(layout):
-        assert all(0 <= start and start + size <= whole for start, size, whole in zip(offset, shape, layout.shape, strict=True))
+        assert all(start >= 0 and start + size <= whole for start, size, whole in zip(offset, shape, layout.shape, strict=True))
         assert math.prod(shape) * layout.dtype.itemsize <= layout.max_local_nbytes
 
 
 @given(strategies.layouts())
 def test_canonical_spelling_gives_the_same_layout(layout: Layout) -> None:
     assert Layout.of(layout.mesh, layout.placements, layout.shape, layout.stride, layout.dtype) is layout
-    assert Layout.from_splits(layout.mesh, layout.splits, layout.partials, layout.shape, layout.stride, layout.dtype).same_data(layout)
+    assert Layout.from_splits(layout.mesh, layout.splits, layout.partials, layout.shape, layout.stride, layout.dtype).same_data(
+        layout
+    )
 
 
 @given(strategies.layouts())
@@ -86,7 +88,7 @@ def test_pieces_of_a_value_make_it_up(pair: tuple[torch.Tensor, torch.Tensor]) -
     assert torch.equal(rebuilt, value)
 
 
-# --- torch.chunk ------------------------------------------------------------------------------------------------------------
+# --- torch.chunk ----------------------------------------------------------------------------------------------------
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_splitting_is_that_of_torch_chunk(size: int, ranks: int) -> None:
     chunks = [len(chunk) for chunk in torch.arange(size).chunk(ranks)]
@@ -108,7 +110,7 @@ def test_last_shards_may_be_smaller_or_empty() -> None:
     assert [layout.local_offset((k,)) for k in range(4)] == [(0, 0), (2, 0), (4, 0), (5, 0)]
 
 
-# --- nesting ----------------------------------------------------------------------------------------------------------------
+# --- nesting --------------------------------------------------------------------------------------------------------
 def test_two_mesh_dims_nest_in_mesh_dim_order() -> None:
     layout = Layout.of(MESH_22, [Shard(0), Shard(0)], (7,))
     assert layout.splits == (Split((0, 1), (2, 2, 2, 1)),)
@@ -144,7 +146,7 @@ def test_any_order_of_three_mesh_dims_partitions(order: tuple[int, ...]) -> None
     )
 
 
-# --- sizes of one's own -------------------------------------------------------------------------------------------------------
+# --- sizes of one's own ---------------------------------------------------------------------------------------------
 def test_sizes_are_kept_unless_they_are_the_default() -> None:
     assert Layout.of(MESH_2, [Shard(0, sizes=(1, 4))], (5,)).placements == (Shard(0, sizes=(1, 4)),)
     assert Layout.of(MESH_2, [Shard(0, sizes=(3, 2))], (5,)).placements == (Shard(0),)
@@ -168,7 +170,7 @@ def test_a_dim_of_size_zero_is_shared_out() -> None:
     assert [layout.local_shape((k,)) for k in range(2)] == [(0, 3), (0, 3)]
 
 
-# --- interning ----------------------------------------------------------------------------------------------------------------
+# --- interning ------------------------------------------------------------------------------------------------------
 def test_equal_layouts_are_one_object() -> None:
     first = Layout.of(MESH_22, [Shard(0), R], (5, 3))
     assert Layout.of(MESH_22, (Shard(-2), Replicate()), [5, 3], (3, 1)) is first

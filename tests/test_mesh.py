@@ -47,7 +47,7 @@ def test_coordinates_are_row_major() -> None:
     assert [CUBE.coordinates.index(c) for c in CUBE.coordinates] == list(range(12))
 
 
-# --- slices -------------------------------------------------------------------------------------------------------------------
+# --- slices ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("names", "ranks"),
     [
@@ -92,7 +92,7 @@ def test_a_slice_spans_the_root_only_if_it_leaves_nothing_out() -> None:
     assert init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))["b"].spans_root
 
 
-# --- flatten --------------------------------------------------------------------------------------------------------------------
+# --- flatten --------------------------------------------------------------------------------------------------------
 def test_flatten_joins_dims_and_names() -> None:
     flat = CUBE["dp", "tp"].flatten()
     assert flat.mesh.tolist() == [0, 1, 6, 7]
@@ -120,7 +120,7 @@ def test_overlapping_dims_are_refused() -> None:
         mesh["a_b", "a"]
 
 
-# --- values ---------------------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------------------------
 def test_equal_meshes_are_equal_and_hash_alike() -> None:
     other = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("dp", "pp", "tp"))
     assert other == CUBE
@@ -157,7 +157,7 @@ def test_a_mesh_of_some_ranks() -> None:
     assert "rank 3: [0., 1., 2.]" in repr(x)
 
 
-# --- errors ---------------------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -58,7 +58,7 @@ def test_lines_run_in_order() -> None:
     assert run(["y = x + 1", "y.mul_(2)"], {"x": torch.tensor(1)})["y"] == 4
 
 
-# --- properties over shipped strategies -------------------------------------------------------------------------------------
+# --- properties over shipped strategies -----------------------------------------------------------------------------
 FUNCTIONS = {
     "add": lambda x, y: x + y,
     "mul": lambda x, y: x * y,

@@ -23,7 +23,7 @@ def put(x: torch.Tensor, *placements: Any, mesh: dt.DeviceMesh = TP) -> dt.DTens
     return dt.distribute_tensor(x, mesh, placements)
 
 
-# --- a mesh of two: matrix products ----------------------------------------------------------------------------------------------
+# --- a mesh of two: matrix products ---------------------------------------------------------------------------------
 X, Y = torch.arange(1, 9).reshape(2, 4), torch.arange(9, 17).reshape(2, 4)
 
 
@@ -77,7 +77,7 @@ def test_a_module_of_three_linears() -> None:
     assert pieces(output) == [[[0.0, 57.0]] * 3] * 2
 
 
-# --- meshes of eight ---------------------------------------------------------------------------------------------------------------
+# --- meshes of eight ------------------------------------------------------------------------------------------------
 CUBE = dt.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("DDP", "FSDP", "TP"))
 
 
@@ -112,7 +112,7 @@ def test_fully_sharded_over_two_dims_of_three() -> None:
     assert weight.grad.full_tensor().unique().tolist() == [4]  # type: ignore[attr-defined]
 
 
-# --- a 2 x 2 mesh of FSDP and TP ------------------------------------------------------------------------------------------------------
+# --- a 2 x 2 mesh of FSDP and TP ------------------------------------------------------------------------------------
 MESH_22 = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("FSDP", "TP"))
 
 
@@ -135,7 +135,7 @@ def test_two_dimensional_parallelism() -> None:
     assert averaged.placements == (Shard(0), Shard(1))
 
 
-# --- the RFC of DTensor ----------------------------------------------------------------------------------------------------------------
+# --- the RFC of DTensor ---------------------------------------------------------------------------------------------
 def test_factories_of_the_rfc() -> None:
     mesh = dt.DeviceMesh("cpu", [[0, 1], [2, 3]])
     for placements in ([Shard(0), R], [Shard(0), Shard(1)], [R, R]):

@@ -24,7 +24,15 @@ MESH = dt.init_device_mesh("cpu", (2,))
 MESH_3 = dt.init_device_mesh("cpu", (3,))
 MESH_22 = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 R = Replicate()
-PLACEMENTS: list[list[Any]] = [[R], [Shard(0)], [Shard(1)], [Shard(0, sizes=(1, 4))], [Partial()], [Partial("avg")], [Partial("max")]]
+PLACEMENTS: list[list[Any]] = [
+    [R],
+    [Shard(0)],
+    [Shard(1)],
+    [Shard(0, sizes=(1, 4))],
+    [Partial()],
+    [Partial("avg")],
+    [Partial("max")],
+]
 
 
 def value(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -37,7 +45,7 @@ def pieces(x: Any) -> list[torch.Tensor]:
     return list(x._local.shards)
 
 
-# --- distribute_tensor and full_tensor -----------------------------------------------------------------------------------------
+# --- distribute_tensor and full_tensor ------------------------------------------------------------------------------
 @pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.complex64])
 def test_full_tensor_gives_back_what_was_distributed(placements: list[Any], dtype: torch.dtype) -> None:
@@ -117,7 +125,7 @@ def test_a_large_tensor_in_three_lines() -> None:
     assert [len(piece) for piece in pieces(made)] == [2500] * 4
 
 
-# --- from_local and to_local ------------------------------------------------------------------------------------------------------
+# --- from_local and to_local ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
 def test_from_local_is_the_inverse_of_to_local(placements: list[Any]) -> None:
     x = scatter(value(5, 6), MESH, placements)
@@ -163,7 +171,11 @@ def test_pieces_that_do_not_fit_together_name_the_rank() -> None:
     [
         ([torch.ones(3), torch.zeros(3)], [R], "rank 1 holds another value than rank 0"),
         ([torch.ones(3), torch.ones(4)], [R], "rank 1"),
-        ([torch.ones(3), torch.ones(3, dtype=torch.float64)], [Shard(0)], "rank 1 holds torch.float64, rank 0 holds torch.float32"),
+        (
+            [torch.ones(3), torch.ones(3, dtype=torch.float64)],
+            [Shard(0)],
+            "rank 1 holds torch.float64, rank 0 holds torch.float32",
+        ),
         ([torch.ones(3), torch.ones(4)], [Partial()], "rank 1"),
     ],
 )
@@ -187,7 +199,7 @@ def test_strides_may_be_given() -> None:
     assert x.stride() == (1, 6)
 
 
-# --- gradients across the border --------------------------------------------------------------------------------------------------
+# --- gradients across the border ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("placements", "expected"),
     [([R], [3.0, 3.0]), ([Partial()], [3.0, 3.0]), ([Partial("avg")], [1.5, 1.5])],
@@ -235,7 +247,7 @@ def test_pieces_of_a_maximum_have_no_gradient_of_their_own() -> None:
         (DTensor.from_local(local, MESH, [Partial("max")]) * 1.0).full_tensor().sum().backward()
 
 
-# --- redistribute -----------------------------------------------------------------------------------------------------------------
+# --- redistribute ---------------------------------------------------------------------------------------------------
 def test_redistribute_row_wise_column_wise_replicated() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)])
     for placements in ([Shard(1)], [R], [Shard(0)], [Shard(0, sizes=(5, 0))]):
@@ -277,7 +289,7 @@ def test_dtypes_of_a_redistribution() -> None:
     assert x.grad.dtype == torch.float64
 
 
-# --- autograd ---------------------------------------------------------------------------------------------------------------------
+# --- autograd -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("placements", [[R], [Shard(0)], [Shard(1)], [Shard(0, sizes=(1, 4))]], ids=str)
 def test_a_gradient_has_its_leafs_placements(placements: list[Any]) -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, placements).requires_grad_()
@@ -353,7 +365,7 @@ def test_checkpointing_recomputes() -> None:
     assert torch.allclose(x.grad.full_tensor(), expected.grad)  # type: ignore[attr-defined,arg-type]
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------------------------
 def write_rows(x: torch.Tensor) -> torch.Tensor:
     y = x.clone()
     y[1:3] = 7
@@ -413,7 +425,7 @@ def test_data_can_be_replaced() -> None:
     assert x.grad.placements == (Shard(1),)  # type: ignore[attr-defined]
 
 
-# --- reading --------------------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("placements", [[R], [Partial()], [Partial("avg")], [Partial("max")]], ids=str)
 def test_host_reads_are_of_the_global_value(placements: list[Any]) -> None:
     x = scatter(torch.tensor(6.0), MESH, placements)
@@ -440,7 +452,7 @@ def test_truth_of_several_elements_raises_as_in_plain_torch() -> None:
         bool(dt.ones(3, device_mesh=MESH, placements=[Shard(0)]))
 
 
-# --- plain tensors mixed in --------------------------------------------------------------------------------------------------------
+# --- plain tensors mixed in -----------------------------------------------------------------------------------------
 def test_numbers_and_0d_tensors_mix() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)])
     assert torch.equal((x * torch.tensor(2.0) + 1).full_tensor(), value(5, 6) * 2 + 1)
@@ -448,7 +460,9 @@ def test_numbers_and_0d_tensors_mix() -> None:
     assert torch.where(x > 0, x, torch.tensor(0.0, dtype=torch.float64)).full_tensor().min() == 0
 
 
-@pytest.mark.parametrize("fn", [lambda x, p: x + p, lambda x, p: p * x, lambda x, p: x @ p.t(), lambda x, p: p.add_(x), lambda x, p: torch.cat([x, p])])
+@pytest.mark.parametrize(
+    "fn", [lambda x, p: x + p, lambda x, p: p * x, lambda x, p: x @ p.t(), lambda x, p: p.add_(x), lambda x, p: torch.cat([x, p])]
+)
 def test_other_plain_tensors_raise_with_the_remedy(fn: Any) -> None:
     x, plain = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]), value(5, 6)
     with pytest.raises(MixedTensorError, match=r"implicit_replication|distribute_tensor"):
@@ -466,8 +480,10 @@ def test_implicit_replication_admits_them() -> None:
         x + plain
 
 
-# --- factories ----------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("placements", [None, [R, R], [Shard(0), R], [Shard(0), Shard(1)], [Shard(0), Shard(0)], [Partial(), Shard(1)]], ids=str)
+# --- factories ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "placements", [None, [R, R], [Shard(0), R], [Shard(0), Shard(1)], [Shard(0), Shard(0)], [Partial(), Shard(1)]], ids=str
+)
 def test_factories_fill_every_piece(placements: Any) -> None:
     options: dict[str, Any] = {"device_mesh": MESH_22, "placements": placements}
     assert torch.equal(dt.zeros(5, 6, **options).full_tensor(), torch.zeros(5, 6))
@@ -479,7 +495,9 @@ def test_factories_fill_every_piece(placements: Any) -> None:
     assert dt.zeros(5, 6, requires_grad=True, **options).requires_grad
 
 
-@pytest.mark.parametrize("placements", [[R, R], [Shard(0), R], [Shard(0), Shard(1)], [Shard(1), Shard(1)], [Partial(), Shard(0)]], ids=str)
+@pytest.mark.parametrize(
+    "placements", [[R, R], [Shard(0), R], [Shard(0), Shard(1)], [Shard(1), Shard(1)], [Partial(), Shard(0)]], ids=str
+)
 def test_random_factories_give_what_one_device_gives(placements: Any) -> None:
     torch.manual_seed(5)
     expected = [torch.rand(5, 6), torch.randn(5, 6)]
@@ -491,7 +509,14 @@ def test_random_factories_give_what_one_device_gives(placements: Any) -> None:
 
 def test_like_factories_keep_the_placements() -> None:
     x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0, sizes=(1, 4))])
-    for made in (torch.zeros_like(x), torch.ones_like(x), x.clone(), torch.full_like(x, 2), torch.empty_like(x), torch.rand_like(x)):
+    for made in (
+        torch.zeros_like(x),
+        torch.ones_like(x),
+        x.clone(),
+        torch.full_like(x, 2),
+        torch.empty_like(x),
+        torch.rand_like(x),
+    ):
         assert made.placements == x.placements
     torch.manual_seed(1)
     expected = torch.rand_like(value(5, 6))
@@ -499,7 +524,7 @@ def test_like_factories_keep_the_placements() -> None:
     assert torch.equal(torch.rand_like(x).full_tensor(), expected)
 
 
-# --- modules, parameters, state ------------------------------------------------------------------------------------------------------
+# --- modules, parameters, state -------------------------------------------------------------------------------------
 def make_module() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3, bias=False), nn.BatchNorm1d(3, affine=False))
@@ -554,7 +579,9 @@ def test_a_parameter_is_a_dtensor_and_a_parameter() -> None:
 def test_optimizers_step_as_on_one_device(optimizer: Any, foreach: bool) -> None:
     plain, distributed = make_module()[:3], dt.distribute_module(make_module()[:3], MESH, shard_linears)  # type: ignore[index]
     options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
-    steps = [optimizer(module.parameters(), lr=0.05, weight_decay=0.1, foreach=foreach, **options) for module in (plain, distributed)]
+    steps = [
+        optimizer(module.parameters(), lr=0.05, weight_decay=0.1, foreach=foreach, **options) for module in (plain, distributed)
+    ]
     x = torch.randn(6, 5)
     for _ in range(3):
         for module, batch in ((plain, x), (distributed, dt.distribute_tensor(x, MESH, [Shard(0)]))):
@@ -625,7 +652,7 @@ def test_apply_and_zero_grad() -> None:
     assert torch.equal(module[0].weight.full_tensor(), expected)  # type: ignore[index,union-attr,operator]
 
 
-# --- copies and files ------------------------------------------------------------------------------------------------------------------
+# --- copies and files -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
 def test_deepcopy_copies_the_pieces(placements: list[Any]) -> None:
     x = scatter(value(5, 6), MESH, placements)
@@ -683,15 +710,11 @@ def test_weights_only_loading_is_possible() -> None:
     assert torch.equal(state["w"].full_tensor(), value(5, 6))
 
 
-# --- prints ----------------------------------------------------------------------------------------------------------------------------
+# --- prints ---------------------------------------------------------------------------------------------------------
 def test_print_shows_every_ranks_piece() -> None:
     x = dt.distribute_tensor(torch.arange(6).reshape(2, 3), MESH_22, [Shard(0), Shard(1)])
     assert repr(x) == (
-        "DTensor(int64[2, 3] on (dp=S(0), tp=S(1))\n"
-        "  rank 0: [[0, 1]]\n"
-        "  rank 1: [[2]]\n"
-        "  rank 2: [[3, 4]]\n"
-        "  rank 3: [[5]])"
+        "DTensor(int64[2, 3] on (dp=S(0), tp=S(1))\n  rank 0: [[0, 1]]\n  rank 1: [[2]]\n  rank 2: [[3, 4]]\n  rank 3: [[5]])"
     )
     assert str(x) == repr(x) == f"{x}"
 
@@ -702,7 +725,7 @@ def test_print_tells_about_gradients() -> None:
     assert "grad_fn=<MulBackward0>" in repr(x * 2)
 
 
-# --- submeshes --------------------------------------------------------------------------------------------------------------------------
+# --- submeshes ------------------------------------------------------------------------------------------------------
 def test_a_tensor_on_a_submesh_lives_in_every_copy_of_it() -> None:
     x = dt.distribute_tensor(torch.arange(3.0), MESH_22["tp"], [Shard(0)])
     assert [piece.tolist() for piece in pieces(x)] == [[0, 1], [2], [0, 1], [2]]
@@ -728,7 +751,7 @@ def test_meshes_on_some_ranks() -> None:
     check(torch.mm, value(5, 6), value(6, 7), mesh=mesh, placements=[[Shard(1)], [Shard(0)]])
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------------------------
 def test_a_dead_leaf_is_freed() -> None:
     x = dt.ones(4, device_mesh=MESH, placements=[Shard(0)], requires_grad=True)
     (x * 2).sum().backward()

@@ -42,7 +42,7 @@ def test_rule_gives_what_plain_torch_gives_under_all_placements(name: str) -> No
     )
 
 
-# --- the verifier catches what it should ---------------------------------------------------------------------------------
+# --- the verifier catches what it should ----------------------------------------------------------------------------
 @pytest.fixture
 def op() -> str:
     """A custom operator without a rule."""

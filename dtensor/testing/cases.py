@@ -5,13 +5,22 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
 from ..layout import chunk_sizes
+from ..mesh import DeviceMesh, init_device_mesh
 from ..placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
 from ..rules.rule import Rule
 from .scatter import can_be_partial
+
+
+@cache
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """The CPU mesh of this shape, made once: on process groups its groups cost time."""
+    return init_device_mesh("cpu", shape)
+
 
 Combination = tuple[tuple[Placement, ...], ...]  # per tensor its placements, one per mesh dim
 
@@ -42,7 +51,8 @@ def ragged_sizes(size: int, ranks: int) -> tuple[int, ...]:
 def partial_ops(rule: Rule | None) -> list[str]:
     """The reductions to try: the usual ones and those that the rule speaks of."""
     rows = rule.partials if rule is not None and not callable(rule.partials) else ()
-    declared = {word.strip().removesuffix("...") for row in rows for side in row.split("->") for word in side.split(",")}
+    texts = [row for row in rows if isinstance(row, str)]
+    declared = {word.strip().removesuffix("...") for text in texts for side in text.split("->") for word in side.split(",")}
     return ["sum", "avg", "max", *sorted(op for op in declared if op in REDUCE_OPS and op not in ("sum", "avg", "max"))]
 
 

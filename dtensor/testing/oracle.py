@@ -1,13 +1,12 @@
 """The oracle: a function of plain tensors gives the same on distributed ones, for the placements asked.
 
-Compared are every rank's piece (with the canonical piece of the plain result), dtype, global shape and strides, values, results that
-are no tensors, errors, what in-place operations left in the arguments, gradients, and the placements of gradients.
+Compared are every rank's piece (with the canonical piece of the plain result), dtype, global shape and strides, values, results
+that are no tensors, errors, what in-place operations left in the arguments, gradients, and the placements of gradients.
 It runs in one process and, with the same arguments on every rank, on process groups.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,30 +15,18 @@ from typing import Any
 
 import torch
 
-from ..comm import PerRank, events
+from ..comm import events
 from ..errors import PlacementError
 from ..layout import Layout
 from ..mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate
 from ..tensor import DTensor, grad_placements_of
+from .differences import TOLERANCE as TOLERANCE  # for tests that scale it
+from .differences import Options, differences, everybodys
 from .nested import leaves, replace, tensors
-from .scatter import can_be_partial, piece, scatter
+from .scatter import can_be_partial, scatter
 
 Placements = Sequence[Placement] | None
-
-# (relative, absolute): what reassociation may change
-TOLERANCE: dict[torch.dtype, tuple[float, float]] = {
-    torch.float64: (1e-8, 1e-9),
-    torch.complex128: (1e-8, 1e-9),
-    torch.float32: (2e-4, 2e-5),
-    torch.complex64: (2e-4, 2e-5),
-    torch.float16: (3e-2, 2e-2),
-    torch.bfloat16: (1e-1, 6e-2),
-}
-# dtypes that torch cannot compare
-_WIDER = {torch.complex32: torch.complex64} | {
-    dtype: torch.float32 for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-}
 
 
 class Mismatch(AssertionError):
@@ -65,9 +52,7 @@ class Outcome:
     same_error: bool = False
 
 
-def check(
-    fn: Callable[..., Any], *args: Any, mesh: DeviceMesh, placements: Sequence[Placements], **options: Any
-) -> Outcome:
+def check(fn: Callable[..., Any], *args: Any, mesh: DeviceMesh, placements: Sequence[Placements], **options: Any) -> Outcome:
     """``fn(*args)`` gives the same on plain and on distributed tensors.
 
     Args:
@@ -122,12 +107,17 @@ def compare(
     inputs = tensors(given)
     if len(inputs) != len(placements):
         raise ValueError(f"{len(placements)} placements for {len(inputs)} tensors: give one entry per tensor (None: stays plain)")
-    wanted = _Options(values, strides, tolerance, cotangents, seed)
+    wanted = Options(values, strides, tolerance, cotangents, seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of gathers, and what plain torch warns of too
-        plain = _Run(fn, given, [_plain_leaf(x, where, gradients) for x, where in zip(inputs, placements, strict=True)], cloned, seed)
+        plain = _Run(
+            fn, given, [_plain_leaf(x, where, gradients) for x, where in zip(inputs, placements, strict=True)], cloned, seed
+        )
         outcome = Outcome()
-        made = [x if where is None else scatter(x, mesh, where, seed=seed + 7 * i) for i, (x, where) in enumerate(zip(inputs, placements, strict=True))]
+        made = [
+            x if where is None else scatter(x, mesh, where, seed=seed + 7 * i)
+            for i, (x, where) in enumerate(zip(inputs, placements, strict=True))
+        ]
         for leaf, like in zip(made, plain.leaves, strict=True):
             if isinstance(leaf, DTensor):
                 leaf.requires_grad_(like.requires_grad)
@@ -145,15 +135,6 @@ def _listening(collected: list[events.Event]) -> Iterator[None]:
         yield
     finally:
         events.listeners.remove(listen)
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    values: bool
-    strides: bool
-    tolerance: tuple[float, float] | None
-    cotangents: Placements
-    seed: int
 
 
 class _Run:
@@ -190,8 +171,8 @@ def _plain_leaf(x: torch.Tensor, where: Placements, gradients: bool) -> torch.Te
     return copied.requires_grad_(differentiable)
 
 
-def _compare_runs(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, options: _Options) -> None:
-    if _errors_differ(outcome, plain, run, "forward") or plain.error is not None:
+def _compare_runs(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, options: Options) -> None:
+    if _errors_differ(outcome, plain, run, "forward", mesh) or plain.error is not None:
         return
     if len(plain.results) != len(run.results):
         outcome.problems.append(f"{len(run.results)} results, not {len(plain.results)}")
@@ -205,12 +186,13 @@ def _compare_runs(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, op
     positions = plain.differentiable()
     if positions != run.differentiable():
         outcome.problems.append(f"results {run.differentiable()} require grad, not {positions}")
+    outcome.problems = everybodys(outcome.problems, mesh)
     if outcome.problems or not positions:
         return
     _compare_gradients(outcome, plain, run, mesh, options)
 
 
-def _compare_gradients(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, options: _Options) -> None:
+def _compare_gradients(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMesh, options: Options) -> None:
     generator = torch.Generator().manual_seed(options.seed)
     cotangents = []
     for i in plain.differentiable():
@@ -218,20 +200,22 @@ def _compare_gradients(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMes
         drawn = torch.randint(-3, 4, like.shape, generator=generator).to(like.dtype)
         cotangents.append(torch.empty_like(like).copy_(drawn))
     plain.backward([c.clone() for c in cotangents])
-    distributed = []
+    distributed: list[torch.Tensor] = []
     for i, cotangent in zip(plain.differentiable(), cotangents, strict=True):
         if isinstance(run.results[i], DTensor):
-            distributed.append(scatter(cotangent, mesh, _cotangent_placements(cotangent, mesh, options.cotangents), seed=options.seed))
+            distributed.append(
+                scatter(cotangent, mesh, _cotangent_placements(cotangent, mesh, options.cotangents), seed=options.seed)
+            )
         else:
             distributed.append(cotangent)
     run.backward(distributed)
-    if _errors_differ(outcome, plain, run, "backward") or plain.error is not None:
+    if _errors_differ(outcome, plain, run, "backward", mesh) or plain.error is not None:
         return
     for i, (expected, leaf) in enumerate(zip(plain.leaves, run.leaves, strict=True)):
         if (expected.grad is None) != (leaf.grad is None):
             outcome.problems.append(f"gradient {i}: {leaf.grad!r}, not {expected.grad!r}")
         elif expected.grad is not None:
-            loose = _Options(options.values, False, options.tolerance, None, 0)
+            loose = Options(options.values, strides=False, tolerance=options.tolerance)
             outcome.problems += [f"gradient {i}: {problem}" for problem in differences(leaf.grad, expected.grad, loose)]
             if isinstance(leaf, DTensor) and isinstance(leaf.grad, DTensor) and leaf.grad.placements != grad_placements_of(leaf):
                 outcome.problems.append(f"gradient {i} has placements {leaf.grad.placements}, the leaf {leaf.placements}")
@@ -249,111 +233,14 @@ def _cotangent_placements(x: torch.Tensor, mesh: DeviceMesh, wanted: Placements)
     return wanted
 
 
-def _errors_differ(outcome: Outcome, plain: _Run, run: _Run, when: str) -> bool:
+def _errors_differ(outcome: Outcome, plain: _Run, run: _Run, when: str, mesh: DeviceMesh) -> bool:
     outcome.error, expected = run.error, plain.error
     outcome.same_error = expected is not None and isinstance(run.error, type(expected))
+    found = []
     if run.error is not None and not outcome.same_error:
         wanted = "plain torch does not raise" if expected is None else f"plain torch raises {type(expected).__name__}: {expected}"
-        outcome.problems.append(f"{when} raises {type(run.error).__name__}: {run.error}; {wanted}")
+        found = [f"{when} raises {type(run.error).__name__}: {run.error}; {wanted}"]
     elif expected is not None and run.error is None:
-        outcome.problems.append(f"{when} does not raise; plain torch raises {type(expected).__name__}: {expected}")
-    else:
-        return False
-    return True
-
-
-# --- one value ----------------------------------------------------------------------------------------------------------
-def differences(got: Any, expected: Any, options: _Options | None = None) -> list[str]:
-    """What differs between a result and the plain one, one line each."""
-    options = options or _Options(True, True, None, None, 0)
-    if not isinstance(expected, torch.Tensor):
-        return [] if not options.values or _same_value(got, expected) else [f"{got!r}, not {expected!r}"]
-    if not isinstance(got, torch.Tensor):
-        return [f"{got!r} is no tensor"]
-    expected = expected.detach()
-    found = []
-    if got.dtype != expected.dtype:
-        found.append(f"dtype {got.dtype}, not {expected.dtype}")
-    if got.shape != expected.shape:
-        found.append(f"shape {tuple(got.shape)}, not {tuple(expected.shape)}")
-    elif options.strides and _strides(got) != _strides(expected):
-        found.append(f"strides {got.stride()}, not {expected.stride()} (shape {tuple(got.shape)})")
-    if found and (got.dtype != expected.dtype or got.shape != expected.shape):
-        return found
-    if isinstance(got, DTensor):
-        return found + _different_pieces(got, expected, options)
-    return found + ([] if not options.values or close(got.detach(), expected, options.tolerance) else [_shown(got, expected)])
-
-
-def _different_pieces(got: DTensor, expected: torch.Tensor, options: _Options) -> list[str]:
-    layout = got.layout
-    problems = []
-    if (got.shape, got.stride(), got.dtype) != (layout.shape, layout.stride, layout.dtype):
-        problems.append(f"the tensor ({tuple(got.shape)}, {got.stride()}, {got.dtype}) is not as its layout {layout!r}")
-    with torch.no_grad():
-        problems += _unfitting(got)
-        if problems or not options.values:
-            return problems
-        whole = got.detach().redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in layout.placements])
-    for member, local in _held(whole):
-        want = piece(expected, whole.layout, member)
-        if not close(local, want, options.tolerance):
-            problems.append(f"rank {layout.mesh.ranks[member]} at {layout.mesh.coordinates[member]} of {layout!r}: {_shown(local, want)}")
-    return problems
-
-
-def _unfitting(got: DTensor) -> list[str]:
-    layout, problems = got.layout, []
-    for member, local in _held(got):
-        block = layout.local_shape(layout.mesh.coordinates[member])
-        if tuple(local.shape) != block or local.dtype != layout.dtype:
-            problems.append(f"rank {layout.mesh.ranks[member]} holds {local.dtype}{tuple(local.shape)}, {layout!r} gives it {block}")
-    return problems
-
-
-def _held(x: DTensor) -> list[tuple[int, torch.Tensor]]:
-    """(member, piece) of the pieces in this process."""
-    local = x._local
-    if isinstance(local, PerRank):
-        return list(enumerate(local.shards))
-    own = x.device_mesh.current_member()
-    return [] if own is None else [(own, local)]
-
-
-def close(got: torch.Tensor, expected: torch.Tensor, tolerance: tuple[float, float] | None = None) -> bool:
-    """Equal; floating values up to reassociation, NaN equal to NaN."""
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return False
-    wider = _WIDER.get(expected.dtype)
-    if wider is not None:
-        return close(got.to(wider), expected.to(wider), tolerance or (3e-2, 2e-2))
-    if expected.dtype not in TOLERANCE:
-        return bool(torch.equal(got, expected))
-    rtol, atol = tolerance or TOLERANCE[expected.dtype]
-    atol += rtol / 100 * _largest(expected)  # what cancels leaves rounding errors of the size of its terms
-    return bool(torch.allclose(got, expected, rtol=rtol, atol=atol, equal_nan=True))
-
-
-def _largest(x: torch.Tensor) -> float:
-    """The largest finite magnitude."""
-    finite = x[x.isfinite()].abs()
-    return float(finite.max()) if finite.numel() else 0.0
-
-
-def _strides(x: torch.Tensor) -> tuple[int, ...]:
-    """Strides that mean something: none of tensors without elements, none of dims of size one."""
-    if x.numel() <= 1:
-        return ()
-    return tuple(step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1)
-
-
-def _same_value(got: Any, expected: Any) -> bool:
-    if isinstance(expected, float) and isinstance(got, float):
-        return math.isclose(got, expected, rel_tol=1e-6, abs_tol=1e-9) or (math.isnan(got) and math.isnan(expected))
-    return type(got) is type(expected) and bool(got == expected)
-
-
-def _shown(got: torch.Tensor, expected: torch.Tensor) -> str:
-    if expected.numel() > 24 and expected.dtype in TOLERANCE and got.shape == expected.shape:
-        return f"differs by up to {(got.detach() - expected).abs().max().item()}"
-    return f"{got.tolist()}, not {expected.tolist()}"
+        found = [f"{when} does not raise; plain torch raises {type(expected).__name__}: {expected}"]
+    outcome.problems += everybodys(found, mesh)
+    return bool(outcome.problems)

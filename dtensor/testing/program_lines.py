@@ -1,7 +1,4 @@
-"""Lines of random programs: each maker picks operands among the values so far and writes one statement of Python, or gives up.
-
-What differs between summation orders only by rounding stays so: thresholds are odd constants that no value meets by chance.
-"""
+"""Lines of random programs: each maker picks operands among the values so far and writes one statement of Python, or gives up."""
 
 from __future__ import annotations
 
@@ -10,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+
+from .program_forms import ALONG, BINARY, REDUCE, UNARY, WHOLE
 
 Make = Callable[["Scope"], str | None]
 
@@ -21,7 +20,9 @@ class Scope:
     values: Mapping[str, torch.Tensor]
     rng: random.Random
 
-    def pick(self, *, floating: bool | None = True, ndim: int | None = None, least: int = 0, dtype: torch.dtype | None = None) -> str | None:
+    def pick(
+        self, *, floating: bool | None = True, ndim: int | None = None, least: int = 0, dtype: torch.dtype | None = None
+    ) -> str | None:
         """A value of that kind, the latest ones more often."""
         fitting = [
             name
@@ -51,94 +52,6 @@ class Scope:
         return start, self.rng.randrange(start + 1, size + 1)
 
 
-UNARY = (
-    "torch.relu({x})",
-    "torch.tanh({x})",
-    "torch.sigmoid({x})",
-    "torch.exp(-{x}.abs())",
-    "-{x}",
-    "{x}.abs()",
-    "torch.cos({x})",
-    "F.gelu({x})",
-    "F.silu({x})",
-    "{x}.square()",
-    "{x}.clamp(-0.4137, 0.7311)",
-    "{x}.clamp(min=0.2137)",
-    "torch.sqrt({x}.abs() + 1)",
-    "torch.log1p({x}.abs())",
-    "1 / (1 + {x} * {x})",
-    "3 - {x} * 2",
-    "{x} * 0.5 + 1",
-    "F.leaky_relu({x}, 0.1)",
-    "F.softplus({x})",
-    "{x}.clone()",
-    "{x}.detach()",
-    "{x}.contiguous()",
-    "torch.where({x} > 0.3137, {x}, 0.5)",
-    "{x}.masked_fill({x} > 0.3137, -1.0)",
-    "torch.zeros_like({x})",
-    "torch.ones_like({x}) * 2",
-    "{x}.new_ones({x}.shape)",
-    "({x} > 0.1371).to({x}.dtype)",
-    "{x}.float().double()",
-    "{x}.nan_to_num()",
-    "F.dropout({x}, 0.4)",
-    "{x} * float({x}.sum())",
-    "{x} + {x}.mean().item()",
-    "torch.fft.fft({x}.reshape(-1)).real",
-)
-BINARY = (
-    "{x} + {y}",
-    "{x} - {y}",
-    "{x} * {y}",
-    "{x} / (2 + {y}.abs())",
-    "torch.add({x}, {y}, alpha=-2)",
-    "torch.sub({x}, {y}, alpha=0.5)",
-    "torch.maximum({x}, {y})",
-    "torch.minimum({x}, {y})",
-    "torch.where({x} > 0.3137, {x}, {y})",
-    "torch.lerp({x}, {y}, 0.3)",
-    "torch.addcmul({x}, {y}, {y}, value=0.5)",
-    "torch.atan2({x}, {y} + 3)",
-    "torch.hypot({x}, {y})",
-)
-REDUCE = (
-    "{x}.sum({d})",
-    "{x}.sum({d}, keepdim=True)",
-    "{x}.mean({d})",
-    "{x}.mean({d}, keepdim=True)",
-    "{x}.amax({d})",
-    "{x}.amin({d}, keepdim=True)",
-    "{x}.prod({d})",
-    "{x}.var({d})",
-    "{x}.var({d}, correction=0, keepdim=True)",
-    "{x}.std({d})",
-    "torch.logsumexp({x}, {d})",
-    "torch.linalg.vector_norm({x}, dim={d})",
-    "torch.linalg.vector_norm({x}, ord=1, dim={d}, keepdim=True)",
-    "{x}.max({d}).values",
-    "{x}.min({d})[0]",
-    "{x}.median({d}).values",
-)
-ALONG = (
-    "torch.softmax({x}, {d})",
-    "torch.log_softmax({x}, {d})",
-    "torch.cumsum({x}, {d})",
-    "{x}.flip({d})",
-    "torch.roll({x}, 2, {d})",
-    "{x}.sort({d}).values",
-    "torch.diff({x}, dim={d})",
-    "F.normalize({x}, dim={d})",
-    "{x}.cummax({d}).values",
-    "torch.cumprod({x}, {d})",
-    "{x}.unsqueeze({d})",
-    "{x}.softmax({d}).argmax({d})",
-    "{x}.topk(1, {d}).values",
-    "torch.renorm({x}, 2, {d}, 1.0)",
-)
-WHOLE = ("{x}.sum()", "{x}.mean()", "{x}.amax()", "{x}.max()", "{x}.norm()", "{x}.var()", "({x} > 0.3137).sum()", "{x}.std()", "{x}.prod()")
-
-
 def unary(s: Scope) -> str | None:
     x = s.pick()
     return x and s.rng.choice(UNARY).format(x=x)
@@ -160,7 +73,9 @@ def several_dims(s: Scope) -> str | None:
     if not x:
         return None
     dims = s.rng.sample(range(s.values[x].ndim), 2)
-    return s.rng.choice(("{x}.sum({d})", "{x}.mean({d}, keepdim=True)", "{x}.amax({d})", "{x}.var({d})", "{x}.flip({d})")).format(x=x, d=dims)
+    return s.rng.choice(("{x}.sum({d})", "{x}.mean({d}, keepdim=True)", "{x}.amax({d})", "{x}.var({d})", "{x}.flip({d})")).format(
+        x=x, d=dims
+    )
 
 
 def along(s: Scope) -> str | None:
@@ -175,14 +90,23 @@ def whole(s: Scope) -> str | None:
 
 def product(s: Scope) -> str | None:
     x = s.pick(least=1)
-    y = x and s.like(x, lambda a, b: b.ndim >= 1 and a.shape[-1] == b.shape[-2 if b.ndim > 1 else 0] and (min(a.ndim, b.ndim) <= 2 or broadcastable(a[..., 0, 0], b[..., 0, 0])))
+    y = x and s.like(
+        x,
+        lambda a, b: (
+            b.ndim >= 1
+            and a.shape[-1] == b.shape[-2 if b.ndim > 1 else 0]
+            and (min(a.ndim, b.ndim) <= 2 or broadcastable(a[..., 0, 0], b[..., 0, 0]))
+        ),
+    )
     return y and s.rng.choice(("{x} @ {y}", "torch.matmul({x}, {y})")).format(x=x, y=y)
 
 
 def linear(s: Scope) -> str | None:
     x = s.pick(least=1)
     w = x and s.like(x, lambda a, b: b.ndim == 2 and a.shape[-1] == b.shape[-1])
-    return w and s.rng.choice(("F.linear({x}, {w})", "torch.einsum('...k,nk->...n', {x}, {w})", "F.linear({x}, {w}, {w}[:, 0])")).format(x=x, w=w)
+    return w and s.rng.choice(
+        ("F.linear({x}, {w})", "torch.einsum('...k,nk->...n', {x}, {w})", "F.linear({x}, {w}, {w}[:, 0])")
+    ).format(x=x, w=w)
 
 
 def normed(s: Scope) -> str | None:
@@ -192,7 +116,14 @@ def normed(s: Scope) -> str | None:
     n = s.values[x].shape[-1]
     w = s.like(x, lambda a, b: b.ndim == 1 and b.shape[0] == n)
     weight = f", {w}, {w}" if w else ""
-    return s.rng.choice((f"F.layer_norm({x}, ({n},){weight})", f"F.rms_norm({x}, ({n},))", f"F.mse_loss({x}, {x}.detach() * 0.5)", f"F.l1_loss({x}, {x}.detach() * 0.5)"))
+    return s.rng.choice(
+        (
+            f"F.layer_norm({x}, ({n},){weight})",
+            f"F.rms_norm({x}, ({n},))",
+            f"F.mse_loss({x}, {x}.detach() * 0.5)",
+            f"F.l1_loss({x}, {x}.detach() * 0.5)",
+        )
+    )
 
 
 def entropy(s: Scope) -> str | None:
@@ -203,7 +134,12 @@ def entropy(s: Scope) -> str | None:
     labels = s.pick(floating=False, ndim=1, dtype=torch.int64)
     if not labels or s.values[labels].shape[0] != rows:
         return None
-    return s.rng.choice((f"F.cross_entropy({x}, {labels} % {classes})", f"F.nll_loss(F.log_softmax({x}, 1), {labels} % {classes}, reduction='sum')"))
+    return s.rng.choice(
+        (
+            f"F.cross_entropy({x}, {labels} % {classes})",
+            f"F.nll_loss(F.log_softmax({x}, 1), {labels} % {classes}, reduction='sum')",
+        )
+    )
 
 
 def view(s: Scope) -> str | None:
@@ -214,12 +150,25 @@ def view(s: Scope) -> str | None:
     dims = list(range(value.ndim))
     s.rng.shuffle(dims)
     d = s.dim(x)
-    forms = [f"{x}.permute({dims})", f"{x}.flatten()", f"{x}.reshape(-1)", f"{x}.unsqueeze({d})", f"{x}.movedim(0, -1)", f"{x}.squeeze()", f"{x}[None]", f"{x}[..., None]"]
+    forms = [
+        f"{x}.permute({dims})",
+        f"{x}.flatten()",
+        f"{x}.reshape(-1)",
+        f"{x}.unsqueeze({d})",
+        f"{x}.movedim(0, -1)",
+        f"{x}.squeeze()",
+        f"{x}[None]",
+        f"{x}[..., None]",
+    ]
     forms += [f"{x}.t()"] * (value.ndim == 2) + [f"{x}.transpose(0, {d})"]
     forms += [f"{x}.reshape({split}, -1)" for split in (2, 3, 5) if value.numel() and value.numel() % split == 0]
     forms += [f"{x}.unflatten({d}, (2, -1))"] * (value.shape[d] % 2 == 0 and value.shape[d] > 0)
     forms += [f"{x}.flatten({k}, {k + 1})" for k in range(value.ndim - 1)]
-    forms += [f"{x}.expand(2, {', '.join(['-1'] * value.ndim)})", f"{x}.repeat({', '.join(['2'] + ['1'] * (value.ndim - 1))})", f"{x}.repeat_interleave(2, {d})"]
+    forms += [
+        f"{x}.expand(2, {', '.join(['-1'] * value.ndim)})",
+        f"{x}.repeat({', '.join(['2'] + ['1'] * (value.ndim - 1))})",
+        f"{x}.repeat_interleave(2, {d})",
+    ]
     return s.rng.choice(forms)
 
 
@@ -259,14 +208,25 @@ def index(s: Scope) -> str | None:
     i = f"({labels} % {s.values[x].shape[d]})"
     forms = [f"{x}[{':, ' * d}{i}]", f"{x}.index_select({d}, {i})"]
     if s.values[x].ndim == 2:
-        forms += [f"F.embedding({labels} % {s.values[x].shape[0]}, {x})", f"{x}.gather(0, (({x} > 0.3137).long() + 1) % {s.values[x].shape[0]})"]
+        forms += [
+            f"F.embedding({labels} % {s.values[x].shape[0]}, {x})",
+            f"{x}.gather(0, (({x} > 0.3137).long() + 1) % {s.values[x].shape[0]})",
+        ]
         forms += [f"torch.zeros_like({x}).scatter_add(0, ({x} > 0.3137).long() % {s.values[x].shape[0]}, {x})"]
     return s.rng.choice(forms)
 
 
 def masked(s: Scope) -> str | None:
     x = s.pick()
-    return x and s.rng.choice(("{x}[{x} > 0.3137]", "torch.nonzero({x} > 0.3137)", "({x} > 0.3137).any()", "torch.isfinite({x}).all()", "({x} > 0.3137).sum(0)")).format(x=x)
+    return x and s.rng.choice(
+        (
+            "{x}[{x} > 0.3137]",
+            "torch.nonzero({x} > 0.3137)",
+            "({x} > 0.3137).any()",
+            "torch.isfinite({x}).all()",
+            "({x} > 0.3137).sum(0)",
+        )
+    ).format(x=x)
 
 
 def joined(s: Scope) -> str | None:
@@ -285,7 +245,22 @@ def joined(s: Scope) -> str | None:
 
 def integers(s: Scope) -> str | None:
     x = s.pick(floating=False, dtype=torch.int64)
-    return x and s.rng.choice(("{x} + 1", "{x} * 3", "{x} // 2", "{x} % 3", "-{x}", "{x}.sum()", "{x} * 0.5", "{x} > 1", "{x}.max()", "{x}.double() * 0.1", "{x} << 1", "{x}.cumsum(0)")).format(x=x)
+    return x and s.rng.choice(
+        (
+            "{x} + 1",
+            "{x} * 3",
+            "{x} // 2",
+            "{x} % 3",
+            "-{x}",
+            "{x}.sum()",
+            "{x} * 0.5",
+            "{x} > 1",
+            "{x}.max()",
+            "{x}.double() * 0.1",
+            "{x} << 1",
+            "{x}.cumsum(0)",
+        )
+    ).format(x=x)
 
 
 def in_place(s: Scope) -> str | None:
@@ -295,15 +270,37 @@ def in_place(s: Scope) -> str | None:
         return None
     x = s.rng.choice(made[-4:])
     value = s.values[x]
-    forms = [f"{x}.add_(1)", f"{x}.mul_(0.5)", f"{x}.neg_()", f"{x}.relu_()", f"{x}.clamp_(-0.7137)", f"{x}.zero_()", f"{x}.fill_(0.25)", f"{x} *= 2", f"{x}.masked_fill_({x} > 0.3137, 0.5)"]
+    forms = [
+        f"{x}.add_(1)",
+        f"{x}.mul_(0.5)",
+        f"{x}.neg_()",
+        f"{x}.relu_()",
+        f"{x}.clamp_(-0.7137)",
+        f"{x}.zero_()",
+        f"{x}.fill_(0.25)",
+        f"{x} *= 2",
+        f"{x}.masked_fill_({x} > 0.3137, 0.5)",
+    ]
     y = s.like(x, lambda a, b: b.ndim <= a.ndim and broadcastable(a, b) and torch.broadcast_shapes(a.shape, b.shape) == a.shape)
     if y and y != x:
-        forms += [f"{x}.add_({y})", f"{x}.copy_({y})", f"{x}.mul_({y})", f"{x} += {y}", f"{x}.addcmul_({y}, {y})", f"torch._foreach_add_([{x}], [{y}])" if value.shape == s.values[y].shape else f"{x}.sub_({y})"]
+        forms += [
+            f"{x}.add_({y})",
+            f"{x}.copy_({y})",
+            f"{x}.mul_({y})",
+            f"{x} += {y}",
+            f"{x}.addcmul_({y}, {y})",
+            f"torch._foreach_add_([{x}], [{y}])" if value.shape == s.values[y].shape else f"{x}.sub_({y})",
+        ]
     if value.ndim and 0 not in value.shape:
         d = s.rng.randrange(value.ndim)
         start, stop = s.span(value.shape[d])
         lead = ":, " * d
-        forms += [f"{x}[{lead}{start}:{stop}] = 0.5", f"{x}[{lead}{start}].mul_(2)", f"{x}[{lead}{start}:{stop}].add_(1)", f"{x}.select({d}, {start}).zero_()"]
+        forms += [
+            f"{x}[{lead}{start}:{stop}] = 0.5",
+            f"{x}[{lead}{start}].mul_(2)",
+            f"{x}[{lead}{start}:{stop}].add_(1)",
+            f"{x}.select({d}, {start}).zero_()",
+        ]
     if value.ndim == 2:
         forms += [f"{x}.t().mul_(2)"]
     return s.rng.choice(forms)
@@ -313,7 +310,23 @@ def broadcastable(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(m == n or 1 in (m, n) for m, n in zip(reversed(a.shape), reversed(b.shape), strict=False))
 
 
+# How often each is tried.
 MAKERS: tuple[tuple[int, Make], ...] = (
-    (4, unary), (5, binary), (3, reduction), (1, several_dims), (3, along), (1, whole), (3, product), (2, linear), (1, normed), (1, entropy),
-    (5, view), (4, slices), (2, index), (1, masked), (2, joined), (1, integers), (3, in_place),
-)  # fmt: skip
+    (4, unary),
+    (5, binary),
+    (3, reduction),
+    (1, several_dims),
+    (3, along),
+    (1, whole),
+    (3, product),
+    (2, linear),
+    (1, normed),
+    (1, entropy),
+    (5, view),
+    (4, slices),
+    (2, index),
+    (1, masked),
+    (2, joined),
+    (1, integers),
+    (3, in_place),
+)

@@ -9,7 +9,12 @@ import torch
 
 from ..placement import Partial, Placement, Replicate, Shard
 
-HEADER = "import torch, dtensor as dt\nfrom torch import tensor\nfrom dtensor import Partial, Replicate, Shard\nfrom dtensor.testing import check\n"
+HEADER = """\
+import torch, dtensor as dt
+from torch import tensor
+from dtensor import Partial, Replicate, Shard
+from dtensor.testing import check
+"""
 
 
 def oracle_call(
@@ -40,7 +45,11 @@ def source_of(value: Any) -> str:
         case dict():
             return "{" + ", ".join(f"{key!r}: {source_of(item)}" for key, item in value.items()) + "}"
         case _:
-            return repr(value).replace("nan", "float('nan')").replace("inf", "float('inf')") if isinstance(value, float) else repr(value)
+            return (
+                repr(value).replace("nan", "float('nan')").replace("inf", "float('inf')")
+                if isinstance(value, float)
+                else repr(value)
+            )
 
 
 def _tensor(x: torch.Tensor) -> str:
@@ -50,7 +59,7 @@ def _tensor(x: torch.Tensor) -> str:
     made = f"tensor({values}, dtype={x.dtype})"
     if x.is_contiguous():
         return made
-    order = sorted(range(x.ndim), key=lambda d: -x.stride(d))
+    order = sorted(range(x.ndim), key=x.stride, reverse=True)
     back = [order.index(d) for d in range(x.ndim)]
     return f"{made}.permute({order}).contiguous().permute({back})"
 

@@ -1,5 +1,6 @@
 """Hypothesis strategies for meshes, placements, shapes, layouts and distributed tensors, for your own property tests.
 
+>>> import math
 >>> from hypothesis import given
 >>> from dtensor.testing import strategies
 >>> @given(strategies.layouts())
@@ -52,7 +53,7 @@ def placements(
     ragged: bool = True,
     reordered: bool = True,
 ) -> tuple[Placement, ...]:
-    """One placement per mesh dim for a tensor of ``shape``: sharded unevenly, nested in any order, with sizes of one's own, partial.
+    """One placement per mesh dim for a tensor of ``shape``: sharded unevenly, nested in any order, with own sizes, partial.
 
     Args:
         partials: the reductions to draw from; () for none.

@@ -36,7 +36,7 @@ def operator_named(name: str) -> Callable[..., Any]:
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part)
-    return found  # type: ignore[no-any-return]  # an operator or one overload
+    return found
 
 
 def exists(name: str) -> bool:
@@ -91,7 +91,13 @@ def _listed(name: str, sample: Sample) -> Sample | None:
     """Every tensor twice, in a list; None where the list operator does not take that."""
     if not tensors(sample.args) or any(isinstance(value, (list, tuple)) for value in sample.args):
         return None
-    given = Sample(tuple([x, x] if isinstance(x, torch.Tensor) else x for x in sample.args), sample.kwargs, "lists", sample.values, sample.gradients)
+    given = Sample(
+        tuple([x, x] if isinstance(x, torch.Tensor) else x for x in sample.args),
+        sample.kwargs,
+        "lists",
+        sample.values,
+        sample.gradients,
+    )
     trial = _cloned(given)
     try:
         operator_named(name)(*trial.args, **trial.kwargs)

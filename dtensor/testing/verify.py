@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..mesh import init_device_mesh
 from ..placement import Placement
 from ..rules import rules
-from .cases import Combination, combinations, partial_ops
+from .cases import Combination, combinations, mesh_of, partial_ops
 from .gaps import Gap, gaps_of, is_accepted
 from .nested import tensors
 from .oracle import compare
@@ -45,10 +44,12 @@ class Wrong:
     def reproduction(self) -> str:
         """A program that raises the mismatch."""
         sample = self.variant.sample
-        options = {"kwargs": sample.kwargs} if sample.kwargs else {}
+        options: dict[str, Any] = {"kwargs": sample.kwargs} if sample.kwargs else {}
         options |= {"cloned": True} if self.variant.writes else {}
         options |= {"cotangents": self.cotangents} if sample.gradients else {"gradients": False}
-        return oracle_call(f"torch.ops.{self.variant.name}", sample.args, self.mesh_shape, self.placements, {**options, "seed": self.seed})
+        return oracle_call(
+            f"torch.ops.{self.variant.name}", sample.args, self.mesh_shape, self.placements, {**options, "seed": self.seed}
+        )
 
 
 @dataclass(slots=True)
@@ -92,8 +93,9 @@ def verify_rule(
         look_for_missing: also report placements that the rule could take without communication.
         stop_after: wrong cases after which to stop.
 
-    >>> print(verify_rule("mm", [Sample((torch.ones(5, 6), torch.ones(6, 7)))], meshes=[(3,)], limit=20))
-    aten::mm: 40 cases, 0 wrong, 0 missing
+    >>> report = verify_rule("mm", [Sample((torch.ones(5, 6), torch.ones(6, 7)))], meshes=[(3,)], limit=20)
+    >>> report.cases >= 20, report.wrong
+    (True, [])
     """
     name = full_name(op if isinstance(op, str) else _name_of(op))
     report = Report(name)
@@ -148,7 +150,7 @@ def _try(report: Report, variant: Variant, mesh_shape: tuple[int, ...], placemen
     outcome = compare(
         variant.call,
         sample.args,
-        init_device_mesh("cpu", mesh_shape),
+        mesh_of(mesh_shape),
         placements,
         kwargs=sample.kwargs,
         gradients=sample.gradients,

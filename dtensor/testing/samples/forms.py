@@ -1,4 +1,4 @@
-"""Samples of the forms that families leave out: composite operators called as such, host reads, results named in ``out=``, fused layers."""
+"""Samples of the forms that families leave out: composite operators, host reads, results named in ``out=``, fused layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def x(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.T
 
 def _extremum(name: str) -> Sample:
     """``max.dim_max``: values and places written into two given tensors."""
-    out = {name: torch.zeros(5, dtype=torch.float64), f"{name}_values" if name == "max" else "min_indices": torch.zeros(5, dtype=torch.int64)}
+    out = {
+        name: torch.zeros(5, dtype=torch.float64),
+        f"{name}_values" if name == "max" else "min_indices": torch.zeros(5, dtype=torch.int64),
+    }
     return Sample((x(5, 7), 1), out, gradients=False)
 
 
@@ -27,7 +30,12 @@ def _attention() -> tuple[torch.Tensor, ...]:
 
 def _encoder() -> Sample:
     norms = tuple(x(8, seed=5 + k, dtype=SINGLE) for k in range(4))
-    feed = (x(6, 8, seed=9, dtype=SINGLE), x(6, seed=10, dtype=SINGLE), x(8, 6, seed=11, dtype=SINGLE), x(8, seed=12, dtype=SINGLE))
+    feed = (
+        x(6, 8, seed=9, dtype=SINGLE),
+        x(6, seed=10, dtype=SINGLE),
+        x(8, 6, seed=11, dtype=SINGLE),
+        x(8, seed=12, dtype=SINGLE),
+    )
     return Sample((x(3, 5, 8, dtype=SINGLE), 8, 2, *_attention(), True, False, 1e-5, *norms, *feed), gradients=False)
 
 
@@ -37,7 +45,10 @@ SAMPLES: Samples = {
     "item": [Sample((x(),)), Sample((x(1, 1, dtype=torch.int64),))],
     "max.dim_max": [_extremum("max")],
     "min.dim_min": [_extremum("min")],
-    "_foreach_powsum": [Sample(([x(5, 7), x(6, seed=1)],), {}, "squares", gradients=False), Sample(([x(5, 7), x(6, seed=1)], 3), gradients=False)],
+    "_foreach_powsum": [
+        Sample(([x(5, 7), x(6, seed=1)],), {}, "squares", gradients=False),
+        Sample(([x(5, 7), x(6, seed=1)], 3), gradients=False),
+    ],
     "_native_multi_head_attention": [
         Sample((x(3, 5, 8, dtype=SINGLE),) * 3 + (8, 2, *_attention()), {"need_weights": False}, gradients=False),
         Sample((x(3, 5, 8, dtype=SINGLE),) * 3 + (8, 2, *_attention()), {}, "weights", gradients=False),
@@ -45,7 +56,12 @@ SAMPLES: Samples = {
     "_transformer_encoder_layer_fwd": [_encoder()],
     "_scaled_mm": [
         Sample(
-            (x(16, 32).to(torch.float8_e4m3fn), x(16, 32, seed=1).to(torch.float8_e4m3fn).t(), torch.tensor(0.5), torch.tensor(2.0)),
+            (
+                x(16, 32).to(torch.float8_e4m3fn),
+                x(16, 32, seed=1).to(torch.float8_e4m3fn).t(),
+                torch.tensor(0.5),
+                torch.tensor(2.0),
+            ),
             {"out_dtype": SINGLE},
             gradients=False,
         )

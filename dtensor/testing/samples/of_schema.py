@@ -27,7 +27,9 @@ def samples_by_schema(
     """Samples of all overloads of ``aten::name``, floats drawn between ``low`` and ``high``."""
     packet = getattr(torch.ops.aten, name.partition(".")[0])
     overloads = [name.partition(".")[2]] if "." in name else packet.overloads()
-    return [sample for overload in overloads for sample in _of_overload(getattr(packet, overload), dtypes, (low, high), broadcast)]
+    return [
+        sample for overload in overloads for sample in _of_overload(getattr(packet, overload), dtypes, (low, high), broadcast)
+    ]
 
 
 def _of_overload(op: Any, dtypes: Sequence[torch.dtype], span: tuple[float, float], broadcast: bool) -> Iterator[Sample]:
@@ -35,7 +37,11 @@ def _of_overload(op: Any, dtypes: Sequence[torch.dtype], span: tuple[float, floa
     if any(a.is_out for a in schema.arguments) or str(schema.overload_name).endswith("out"):
         return
     kinds = [str(a.type) for a in schema.arguments]
-    if any("List" in kind or kind in ("str", "Device", "Generator") for a, kind in zip(schema.arguments, kinds, strict=True) if not a.has_default_value()):
+    if any(
+        "List" in kind or kind in ("str", "Device", "Generator")
+        for a, kind in zip(schema.arguments, kinds, strict=True)
+        if not a.has_default_value()
+    ):
         return
     count = sum(kind == "Tensor" for kind in kinds)
     for dtype in dtypes:
@@ -51,9 +57,9 @@ def _made(schema: Any, shapes: Sequence[Shape], dtype: torch.dtype, span: tuple[
     following = iter(shapes)
     args, kwargs = [], {}
     for seed, argument in enumerate(schema.arguments):
-        if argument.has_default_value():
-            if str(argument.type) != "Optional[Tensor]" or argument.name not in ("min", "max"):
-                continue
+        bound = str(argument.type) == "Optional[Tensor]" and argument.name in ("min", "max")
+        if argument.has_default_value() and not bound:
+            continue
         value = _value(argument, following, dtype, span, seed)
         if argument.kwarg_only or argument.has_default_value():
             kwargs[argument.name] = value

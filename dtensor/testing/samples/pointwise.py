@@ -1,4 +1,4 @@
-"""Samples of the operations that act element by element: all overloads by their schema, and the arguments that change the algebra."""
+"""Samples of operations that act element by element: all overloads by schema, and the arguments that change the algebra."""
 
 from __future__ import annotations
 
@@ -11,7 +11,36 @@ from ...rules import rules
 from .of_schema import DTYPES, samples_by_schema, tensor
 from .sample import Builder, Sample, Samples
 
-_INSIDE = "acos acosh asin atanh erfinv logit log log1p log2 log10 lgamma digamma rsqrt sqrt pow float_power polygamma mvlgamma igamma igammac xlogy special_entr special_log_ndtr special_ndtri special_xlog1py special_zeta special_erfcx logaddexp".split()  # noqa: E501 - one list
+_INSIDE = [
+    "acos",
+    "acosh",
+    "asin",
+    "atanh",
+    "erfinv",
+    "logit",
+    "log",
+    "log1p",
+    "log2",
+    "log10",
+    "lgamma",
+    "digamma",
+    "rsqrt",
+    "sqrt",
+    "pow",
+    "float_power",
+    "polygamma",
+    "mvlgamma",
+    "igamma",
+    "igammac",
+    "xlogy",
+    "special_entr",
+    "special_log_ndtr",
+    "special_ndtri",
+    "special_xlog1py",
+    "special_zeta",
+    "special_erfcx",
+    "logaddexp",
+]
 _RANDOM_VALUES = ("empty_like",)
 # torch's meta kernels tell another dtype, or refuse what its CPU kernels do
 _DTYPES = {
@@ -30,18 +59,34 @@ def _extra() -> Samples:
     unsigned = partial(x, dtype=torch.uint8)
     small = torch.tensor([[100, -100, 127, -128, 0], [1, -1, 90, 50, 120]], dtype=torch.int8)
     return {
-        "add": [Sample((x(), x(1)), {"alpha": -2}, "alpha"), Sample((x(), 3), {"alpha": -1}, "alpha"), Sample((small, small.flip(0)), {}, "wraps")],
-        "sub": [Sample((x(), x(1)), {"alpha": -2}, "alpha"), Sample((unsigned(), unsigned(1)), {}, "wraps"), Sample((small, small.flip(0)), {}, "wraps")],
+        "add": [
+            Sample((x(), x(1)), {"alpha": -2}, "alpha"),
+            Sample((x(), 3), {"alpha": -1}, "alpha"),
+            Sample((small, small.flip(0)), {}, "wraps"),
+        ],
+        "sub": [
+            Sample((x(), x(1)), {"alpha": -2}, "alpha"),
+            Sample((unsigned(), unsigned(1)), {}, "wraps"),
+            Sample((small, small.flip(0)), {}, "wraps"),
+        ],
         "rsub": [Sample((x(), x(1)), {"alpha": -2}, "alpha"), Sample((x(), 3), {"alpha": -2}, "alpha")],
         "neg": [Sample((unsigned(),), {}, "wraps"), Sample((small,), {}, "wraps")],
         "div": [
             *(Sample((x(), x(1)), {"rounding_mode": mode}, str(mode)) for mode in ("floor", "trunc")),
             Sample((x(0, torch.int64), 3), {"rounding_mode": "floor"}, "integers"),
         ],
-        "mul": [Sample((x(), x(1, torch.int64)), {}, "promotes"), Sample((x(0, torch.int64), 0.5), {}, "promotes"), Sample((small, small.flip(0)), {}, "wraps")],
+        "mul": [
+            Sample((x(), x(1, torch.int64)), {}, "promotes"),
+            Sample((x(0, torch.int64), 0.5), {}, "promotes"),
+            Sample((small, small.flip(0)), {}, "wraps"),
+        ],
         "addcmul": [Sample((x(), x(1), x(2)), {"value": -0.5}, "value")],
         "addcdiv": [Sample((x(), x(1), x(2)), {"value": -0.5}, "value")],
-        "clamp": [Sample((x(), -0.5), {}, "one bound"), Sample((x(), None, 0.5), {}, "one bound"), Sample((x(), 0.5, -0.5), {}, "crossed")],
+        "clamp": [
+            Sample((x(), -0.5), {}, "one bound"),
+            Sample((x(), None, 0.5), {}, "one bound"),
+            Sample((x(), 0.5, -0.5), {}, "crossed"),
+        ],
         "round": [Sample((x(),), {"decimals": 1}, "decimals")],
         "gelu": [Sample((x(),), {"approximate": "tanh"}, "tanh")],
         "nan_to_num": [Sample((torch.tensor([1.0, float("nan"), float("inf"), -2.0, 0.0]),), {"nan": 0.5, "posinf": 9.0})],
@@ -52,11 +97,20 @@ def _extra() -> Samples:
             Sample((x(0, torch.int64), x(1, torch.bool)), {}, "dtype"),
         ],
         "_to_copy": [
-            *(Sample((x(),), {"dtype": dtype}, str(dtype)) for dtype in (torch.float32, torch.int64, torch.bool, torch.complex128, torch.bfloat16)),
-            *(Sample((x(0, torch.int64) * 50,), {"dtype": dtype}, str(dtype)) for dtype in (torch.float64, torch.int8, torch.uint8, torch.bool)),
+            *(
+                Sample((x(),), {"dtype": dtype}, str(dtype))
+                for dtype in (torch.float32, torch.int64, torch.bool, torch.complex128, torch.bfloat16)
+            ),
+            *(
+                Sample((x(0, torch.int64) * 50,), {"dtype": dtype}, str(dtype))
+                for dtype in (torch.float64, torch.int8, torch.uint8, torch.bool)
+            ),
             Sample((x().t(),), {}, "strides"),
         ],
-        "clone": [Sample((x().t(),), {}, "strides"), Sample((x().t(),), {"memory_format": torch.contiguous_format}, "contiguous")],
+        "clone": [
+            Sample((x().t(),), {}, "strides"),
+            Sample((x().t(),), {"memory_format": torch.contiguous_format}, "contiguous"),
+        ],
         "threshold": [Sample((x(), 0.1, 20.0), {}, "")],
         "full_like": [Sample((x(), 2.5), {}, ""), Sample((x(),), {"fill_value": 1, "dtype": torch.int64}, "dtype")],
         "empty_like": [Sample((x(),), {}, "", values=False, gradients=False)],
@@ -65,7 +119,15 @@ def _extra() -> Samples:
         "_fused_sgd": [
             Sample(
                 ([x(), x(1)], [x(2), x(3)], [x(4), x(5)]),
-                {"weight_decay": 0.1, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False},
+                {
+                    "weight_decay": 0.1,
+                    "momentum": 0.9,
+                    "lr": 0.1,
+                    "dampening": 0.0,
+                    "nesterov": False,
+                    "maximize": False,
+                    "is_first_step": False,
+                },
                 gradients=False,
             )
         ],

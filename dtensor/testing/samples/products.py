@@ -7,7 +7,7 @@ import torch
 from .of_schema import tensor
 from .sample import Sample, Samples
 
-I, I8 = torch.int64, torch.int8
+LONG, I8 = torch.int64, torch.int8
 
 
 def x(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -21,7 +21,7 @@ SAMPLES: Samples = {
     ],
     "linear": [
         Sample((x(5, 2, 6), x(7, 6, seed=1), x(7, seed=2))),
-        Sample((x(5, 6, dtype=I), x(7, 6, seed=1, dtype=I))),
+        Sample((x(5, 6, dtype=LONG), x(7, 6, seed=1, dtype=LONG))),
         Sample((x(6), x(7, 6, seed=1), x(7, seed=2)), {}, "vector"),
         Sample((x(5, 6), x(6, seed=1)), {}, "one output"),
     ],
@@ -29,7 +29,7 @@ SAMPLES: Samples = {
         Sample((x(3, 5, 2, 6), x(5, 6, 7, seed=1)), {}, "batch dims broadcast"),
         Sample((x(5, 1, 2, 6), x(3, 6, 7, seed=1)), {}, "batch dims of size one"),
         *(Sample((x(*a), x(*b, seed=1))) for a, b in (((6,), (6,)), ((5, 6), (6,)))),
-        Sample((x(5, 6, dtype=I), x(6, 7, seed=1, dtype=I))),
+        Sample((x(5, 6, dtype=LONG), x(6, 7, seed=1, dtype=LONG))),
     ],
     "einsum": [
         Sample(("bij, bjk -> bik", [x(5, 2, 6), x(5, 6, 3, seed=1)])),
