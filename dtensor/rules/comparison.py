@@ -17,7 +17,7 @@ def one_element(call: Call) -> Factors:
     return Factors((((),) * len(call.shape(0)),), (), {})
 
 
-register("_local_scalar_dense item", Rule(one_element, kind="whole", source="1 ->"))
+register("_local_scalar_dense", Rule(one_element, kind="whole", source="1 ->"))
 
 
 def equal_blocks(at: KernelContext, x: Any, y: Any) -> bool:

@@ -93,8 +93,8 @@ def _if_floating(finish: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], to
     return lambda call: kernel if call.results[0] is not None and call.results[0].dtype.is_floating_point else None
 
 
-along("_softmax softmax", kernel=_if_floating(_plain))
-along("_log_softmax log_softmax", kernel=_if_floating(_log))
+along("_softmax", kernel=_if_floating(_plain))
+along("_log_softmax", kernel=_if_floating(_log))
 along("_safe_softmax", kernel=_if_floating(_safe))
 
 

@@ -78,6 +78,7 @@ SAMPLES: Samples = {
     "nansum": [*over(*WITH_DIMS, dtypes=(F,)), Sample((SPECIAL,), {}, "nan")],
     "mean": [*over(*WITH_DIMS, dtypes=(F, C)), Sample((x(dtype=Z),), {"dtype": F}, "dtype"), Sample((x().half(),), {}, "half")],
     "prod": [*plain(F, Z, B), *over(*ONE_DIM, dtypes=(F, Z), nothing=False)],
+    "_foreach_powsum": [Sample(([x(), x(3)], order), {}, str(order)) for order in (2, 3)],
     "count_nonzero": [*plain(F, Z, B), Sample((x(5, 6, 7), 0)), Sample((x(5, 6, 7), [0, 2]))],
     "any": [
         *plain(F, Z, B),
@@ -184,5 +185,4 @@ SAMPLES: Samples = {
     "_local_scalar_dense": [Sample((tensor((), F),), {}, "0-d"), Sample((x(1, 1, dtype=Z),), {}, "one element")],
     "equal": [Sample((x(), x())), Sample((x(), x(seed=1))), Sample((x(), x(7))), Sample((SPECIAL, SPECIAL), {}, "nan")],
     "is_same_size": [Sample((x(), x(seed=1))), Sample((x(), x(7)))],
-    "item": [],
 }

@@ -34,6 +34,4 @@ SAMPLES: Samples = {
         for name in ("_softmax_backward_data", "_log_softmax_backward_data")
     },
     "_safe_softmax": [Sample((x(5, 7), dim), {}, f"dim {dim}") for dim in (0, -1)] + [Sample((MASKED, 1), {}, "masked")],
-    "softmax": [],
-    "log_softmax": [],
 }
