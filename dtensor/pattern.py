@@ -64,7 +64,8 @@ def parse(text: str) -> Pattern:
 def _term(part: str, text: str, whole: set[str]) -> Term:
     part = part.strip()
     additive = part.startswith("+")
-    rest, dims = part.removeprefix("+"), []
+    rest = part.removeprefix("+")
+    dims: list[Dim] = []
     while rest.strip():
         match = _TOKEN.match(rest)
         if match is None:

@@ -19,7 +19,7 @@ R, S0, S1 = Replicate(), Shard(0), Shard(1)
 MESH = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-# --- the models: plain modules that know nothing of meshes ------------------------------------------------------------------
+# --- the models: plain modules that know nothing of meshes ----------------------------------------------------------
 class LlamaBlock(nn.Module):
     """Pre-norm attention with rotary positions and fewer key heads, and a gated feed-forward network."""
 
@@ -66,7 +66,7 @@ class Llama(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]  # a Tensor
+        return self.head(self.norm(x))
 
 
 class GPTBlock(nn.Module):
@@ -115,14 +115,14 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(12, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x).flatten(1))  # type: ignore[no-any-return]  # a Tensor
+        return self.head(self.features(x).flatten(1))
 
 
 def encoder_layer(**options: Any) -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, **options)
 
 
-# --- how parameters are placed -------------------------------------------------------------------------------------------------
+# --- how parameters are placed --------------------------------------------------------------------------------------
 Plan = Callable[[int, Tensor], list[Placement]]
 
 

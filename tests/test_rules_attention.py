@@ -59,7 +59,9 @@ COSTS: list[tuple[str, Any, list[torch.Tensor], Any, Any, Any, int]] = [
 ]
 
 
-@pytest.mark.parametrize("name, fn, tensors, queries, keys, result, collectives", COSTS, ids=[case[0] for case in COSTS])
+@pytest.mark.parametrize(
+    ("name", "fn", "tensors", "queries", "keys", "result", "collectives"), COSTS, ids=[case[0] for case in COSTS]
+)
 def test_communication(name: str, fn: Any, tensors: Any, queries: Any, keys: Any, result: Any, collectives: int) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*has no sharding rule.*")
@@ -80,7 +82,7 @@ PLACED = ([S0], [S1], [S2], [Shard(-1)], [SUM])
 PAIRS = ([S0, S1], [S1, S1], [S2, S1], [S0, S2], [S2, S2], [SUM, S2])
 
 
-@pytest.mark.parametrize("name, fn, tensors", FUNCTIONS, ids=[case[0] for case in FUNCTIONS])
+@pytest.mark.parametrize(("name", "fn", "tensors"), FUNCTIONS, ids=[case[0] for case in FUNCTIONS])
 def test_values_and_gradients_however_sharded(name: str, fn: Any, tensors: Any) -> None:
     for placements in PLACED:
         for shape in ((2,), (3,)):

@@ -1,4 +1,4 @@
-"""Products of matrices, distances and linear algebra: the same values as plain torch, and no communication where blocks suffice."""
+"""Products of matrices, distances and linear algebra: values of plain torch, no communication where blocks suffice."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FREE: list[tuple[str, Callable[..., Any], list[tuple[int, ...]], list[Any], Any]
 ]
 
 
-@pytest.mark.parametrize("name, fn, shapes, placements, result", FREE, ids=[case[0] for case in FREE])
+@pytest.mark.parametrize(("name", "fn", "shapes", "placements", "result"), FREE, ids=[case[0] for case in FREE])
 def test_blocks_suffice(name: str, fn: Callable[..., Any], shapes: Any, placements: Any, result: Any) -> None:
     tensors = [x(*shape, seed=i) for i, shape in enumerate(shapes)]
     with warnings.catch_warnings():
@@ -73,7 +73,7 @@ INFERENCE: list[tuple[str, Callable[..., Any], list[tuple[int, ...]], list[Any],
 ]
 
 
-@pytest.mark.parametrize("name, fn, shapes, placements, result", INFERENCE, ids=[case[0] for case in INFERENCE])
+@pytest.mark.parametrize(("name", "fn", "shapes", "placements", "result"), INFERENCE, ids=[case[0] for case in INFERENCE])
 def test_whole_composites_need_no_flattening_in_inference_mode(
     name: str, fn: Any, shapes: Any, placements: Any, result: Any
 ) -> None:
@@ -104,7 +104,7 @@ COMPOSITES: list[tuple[str, Callable[..., Any], list[tuple[int, ...]]]] = [
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("name, fn, shapes", COMPOSITES, ids=[case[0] for case in COMPOSITES])
+@pytest.mark.parametrize(("name", "fn", "shapes"), COMPOSITES, ids=[case[0] for case in COMPOSITES])
 def test_composites_and_their_gradients(name: str, fn: Callable[..., Any], shapes: Any, shape: tuple[int, ...]) -> None:
     tensors = [x(*shape_, seed=i) for i, shape_ in enumerate(shapes)]
     for first, second in ((S0, S0), (Shard(-1), S0), (S0, Shard(-1)), (SUM, R)):

@@ -58,7 +58,7 @@ COSTS: list[tuple[str, Any, list[tuple[int, ...]], list[Any], Any, int]] = [
 ]
 
 
-@pytest.mark.parametrize("name, fn, shapes, placements, result, collectives", COSTS, ids=[case[0] for case in COSTS])
+@pytest.mark.parametrize(("name", "fn", "shapes", "placements", "result", "collectives"), COSTS, ids=[case[0] for case in COSTS])
 def test_communication(name: str, fn: Any, shapes: Any, placements: Any, result: Any, collectives: int) -> None:
     tensors = [x(*shape, seed=i) for i, shape in enumerate(shapes)]
     with warnings.catch_warnings():
@@ -81,20 +81,20 @@ COMPOSITES: list[tuple[str, Any, list[tuple[int, ...]]]] = [
 ]
 
 
+def small(ndim: int, *placements: Any) -> list[Any]:
+    """Placements as far as they fit a parameter of ``ndim`` dims."""
+    return [R if isinstance(p, Shard) and (p.sizes or not -ndim <= p.dim < ndim) else p for p in placements]
+
+
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("name, fn, shapes", COMPOSITES, ids=[case[0] for case in COMPOSITES])
+@pytest.mark.parametrize(("name", "fn", "shapes"), COMPOSITES, ids=[case[0] for case in COMPOSITES])
 def test_values_and_gradients(name: str, fn: Any, shapes: Any, shape: tuple[int, ...]) -> None:
     tensors = [x(*own, seed=i) for i, own in enumerate(shapes)]
     for first, second in ((S0, Shard(-1)), (S1, S0), (Shard(-1), Shard(-1)), (SUM, S0), (Shard(0, sizes=(1, 4)), R)):
-
-        def placed(ndim: int) -> list[Any]:
-            small = [R if isinstance(p, Shard) and (p.sizes or not -ndim <= p.dim < ndim) else p for p in (first, second)]
-            return small[: len(shape)]
-
         ragged = isinstance(first, Shard) and first.sizes is not None
         if ragged and shape[0] != 2:
             continue
-        own = [[first, second][: len(shape)], *(placed(t.ndim) for t in tensors[1:])]
+        own = [[first, second][: len(shape)], *(small(t.ndim, first, second)[: len(shape)] for t in tensors[1:])]
         check(fn, *tensors, mesh=MESHES[shape], placements=own)
 
 
@@ -154,5 +154,6 @@ def test_fused_rms_norm_gradients_are_those_of_the_composite(placement: Any, wan
     got = torch.ops.aten._fused_rms_norm_backward(
         *own, [7], small, dt.distribute_tensor(w, mesh, [S0 if placement == S2 else R]), wanted
     )
-    assert torch.allclose(got[0].full_tensor(), leaf.grad) and got[0].placements == (placement,)
+    assert got[0].placements == (placement,)
+    assert torch.allclose(got[0].full_tensor(), leaf.grad)
     assert not wanted[1] or torch.allclose(got[1].full_tensor(), weight.grad)

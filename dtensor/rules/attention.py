@@ -1,6 +1,7 @@
 """Scaled dot-product attention: batch and heads are factors without communication; so are sequences, in the CPU operator.
 
-Fewer key heads than query heads (grouped queries) make the query heads a product (key head, query within it): sharding cuts key heads.
+Fewer key heads than query heads (grouped queries) make the query heads a product (key head, query within it): sharding
+cuts key heads.
 The CUDA operators keep sequences whole, since they take no mask with which to compute a block. With dropout there is no rule: the
 operators would draw other numbers on blocks.
 """
@@ -23,9 +24,9 @@ SOURCE = "b (h g) l [e], b h s [e], b h s [v]"
 HEAD_DIMS = frozenset(("e", "v"))
 
 
-# --- factors shared by all fused operators -------------------------------------------------------------------------------------
+# --- factors shared by all fused operators --------------------------------------------------------------------------
 def attention_sizes(call: Call) -> dict[str, int] | None:
-    """Sizes of batch b, key heads h, queries per key head g, queries l, keys s, head dims; None where dims do not fit together."""
+    """Sizes of batch b, key heads h, query heads per key head g, queries l, keys s, head dims; None where they do not fit."""
     q, k = call.shape(call.names.index("query")), call.shape(call.names.index("key"))
     if len(q) != 4 or len(k) != 4 or q[0] != k[0] or not k[1] or q[1] % k[1]:
         return None
@@ -70,7 +71,7 @@ def placed(call: Call, table: dict[str, Dims], sizes: dict[str, int]) -> tuple[D
     return tuple(found)
 
 
-# --- the CPU operator ---------------------------------------------------------------------------------------------------------------
+# --- the CPU operator -----------------------------------------------------------------------------------------------
 def forward_factors(call: Call) -> Factors | None:
     sizes = attention_sizes(call)
     if sizes is None or call["dropout_p"] > 0:
@@ -115,7 +116,7 @@ register(
 )
 
 
-# --- the CUDA operators: sequences whole ---------------------------------------------------------------------------------------------
+# --- the CUDA operators: sequences whole ----------------------------------------------------------------------------
 def whole_sequences(dims: Dims) -> Dims:
     return tuple(() if own in (("l",), ("s",)) else own for own in dims)
 
@@ -161,7 +162,7 @@ for name in ("flash", "efficient", "cudnn"):
     register(f"_scaled_dot_product_{name}_attention_backward", backward)
 
 
-# --- which of them ----------------------------------------------------------------------------------------------------------------------
+# --- which of them --------------------------------------------------------------------------------------------------
 def choice(call: Call) -> int:
     """What torch chooses for plain tensors of the global shapes (it looks at no values, so they are left uninitialised)."""
     device = call.mesh.device_type

@@ -1,9 +1,9 @@
 """Attention of blocks of queries and keys, for the CPU operator, whose mask argument lets a block be computed.
 
-Queries of one block see all keys: without a causal mask the operator does that by itself, with one the mask is written out for its rows.
-Keys of one block give a part of every row, combined by the logarithms of the rows' sums: ``out = sum over blocks of
-exp(lse_block - lse) * out_block`` (Rabe and Staats 2021, "Self-attention does not need O(n^2) memory"). With the rows' global ``lse`` given,
-the backward pass of a block of keys is the operator itself.
+Queries of one block see all keys: without a causal mask the operator does that by itself, with one the mask is written out
+for its rows. Keys of one block give a part of every row, combined by the logarithms of the rows' sums: ``out = sum over
+blocks of exp(lse_block - lse) * out_block`` (Rabe and Staats 2021, "Self-attention does not need O(n^2) memory"). With the
+rows' global ``lse`` given, the backward pass of a block of keys is the operator itself.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def attention_block(
 ) -> tuple[Tensor, Tensor]:
     """The operator, which divides by zero where there are no queries or no keys; rows without keys are zeros."""
     if query.numel() and key.numel():
-        return aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
+        return aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )
     rows = query.shape[:3]
@@ -79,7 +79,7 @@ def attention_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward operator, with the same care for empty blocks."""
     if query.numel() and key.numel():
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )
     return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)

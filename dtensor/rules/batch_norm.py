@@ -1,6 +1,7 @@
 """Batch norm: channels are a factor; in training the statistics run over the samples and positions of all ranks.
 
-Running statistics are updated with the global mean and variance, on every rank alike, so they stay equal wherever they are replicated.
+Running statistics are updated with the global mean and variance, on every rank alike: they stay equal wherever they are
+replicated.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def written(call: Call) -> tuple[str, ...]:
         return ()
     if any(call.names[i] in RUNNING for i in call.plain):
         raise MixedTensorError(
-            f"{call.func._schema.name} would update plain running statistics with those of a DTensor; make them distributed first: "
-            "distribute_module(m, mesh), or distribute_tensor(buffer, mesh, [Replicate()] * mesh.ndim)"
+            f"{call.func._schema.name} would update plain running statistics with those of a DTensor; make them distributed "
+            "first: distribute_module(m, mesh), or distribute_tensor(buffer, mesh, [Replicate()] * mesh.ndim)"
         )
     return RUNNING
 
@@ -58,8 +59,8 @@ def table_of(call: Call) -> tuple[dict[str, Dims], dict[str, int], tuple[str, ..
     return table, sizes, ("n", *spatial)
 
 
-def around_channels(ndim: int) -> list[int]:
-    return [d for d in range(ndim) if d != 1]
+def around_channels(ndim: int) -> tuple[int, ...]:
+    return tuple(d for d in range(ndim) if d != 1)
 
 
 def per_channel(x: Tensor | None, ndim: int) -> Tensor | None:
@@ -67,18 +68,17 @@ def per_channel(x: Tensor | None, ndim: int) -> Tensor | None:
     return None if x is None else wide(x).reshape(1, -1, *(1,) * (ndim - 2))
 
 
-# --- forward -----------------------------------------------------------------------------------------------------------------
+# --- forward --------------------------------------------------------------------------------------------------------
 def training_result(
     bound: dict[str, Any], mean: Tensor, variance: Tensor, count: int, dtypes: Sequence[torch.dtype]
 ) -> tuple[Tensor, ...]:
     """The normalized block and the saved statistics; updates the running ones."""
     x, ndim = bound["input"], bound["input"].ndim
-    eps = bound.get("eps", bound.get("epsilon"))
-    momentum = bound.get("momentum", bound.get("exponential_average_factor"))
+    eps: float = bound["eps"] if "eps" in bound else bound["epsilon"]
+    momentum: float = bound["momentum"] if "momentum" in bound else bound["exponential_average_factor"]
     rstd = (variance + eps).rsqrt()
-    out = scale_and_shift((wide(x) - mean) * rstd, per_channel(bound["weight"], ndim), per_channel(bound["bias"], ndim)).to(
-        x.dtype
-    )
+    weight, bias = (per_channel(bound[name], ndim) for name in ("weight", "bias"))
+    out = scale_and_shift((wide(x) - mean) * rstd, weight, bias).to(x.dtype)
     if bound.get("running_mean") is not None:
         bound["running_mean"].mul_(1 - momentum).add_(mean.reshape(-1), alpha=momentum)
     if bound.get("running_var") is not None:
@@ -96,7 +96,7 @@ def batch_norm_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
     count = math.prod(at.call.shape(0)[d] for d in dims)
     dtypes = [layout.dtype for layout in at.results if layout is not None]
     mean, variance = moments(at, bound["input"], 0, dims)
-    return at.map(lambda _, *own: training_result(*own, count, dtypes), bound, mean, variance)
+    return at.map(lambda _, own, mean, variance: training_result(own, mean, variance, count, dtypes), bound, mean, variance)
 
 
 def forward_factors(call: Call) -> Factors:
@@ -135,7 +135,7 @@ def on_blocks(op: Any) -> Any:
     return on_each_rank(run)
 
 
-# --- backward ----------------------------------------------------------------------------------------------------------------
+# --- backward -------------------------------------------------------------------------------------------------------
 def batch_norm_gradients_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
     names = [argument.name for argument in at.call.func._schema.arguments]
     bound = dict(zip(names, args, strict=False)) | kwargs
@@ -148,7 +148,8 @@ def parts(bound: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     x, grad = bound["input"], bound["grad_out"] if "grad_out" in bound else bound["grad_output"]
     mean = per_channel(bound["save_mean"], x.ndim)
     rstd = per_channel(bound["save_invstd"] if "save_invstd" in bound else bound["save_var"], x.ndim)
-    assert mean is not None and rstd is not None
+    assert mean is not None
+    assert rstd is not None
     return wide(grad), (wide(x) - mean) * rstd, rstd
 
 
@@ -163,7 +164,7 @@ def training_gradients(bound: dict[str, Any], sums: Tensor, call: Call) -> tuple
     x, weight = bound["input"], bound["weight"]
     grad, normalized, rstd = parts(bound)
     shape = call.shape(call.names.index("input"))
-    scale = rstd if weight is None else rstd * per_channel(weight, x.ndim)
+    scale = scale_and_shift(rstd, per_channel(weight, x.ndim), None)
     of_input = centred_gradient(grad, normalized, sums, math.prod(shape) // shape[1], scale).to(x.dtype)
     mask, dtype = bound.get("output_mask", (True,) * 3), (x if weight is None else weight).dtype
     given = (of_input, sums[1].reshape(-1).to(dtype), sums[0].reshape(-1).to(dtype))
@@ -213,7 +214,7 @@ register(
 )
 
 
-# --- cuDNN: what it keeps for its backward pass cannot be cut, so blocks are computed as the kernels above do -----------------------
+# --- cuDNN: what it keeps for its backward pass cannot be cut, so blocks are computed as above ----------------------
 @on_each_rank
 def cudnn_block(*args: Any) -> Any:
     if not args[5]:

@@ -1,8 +1,8 @@
-"""Declarations for operations that work block by block: a pattern says which dims are factors, the caller which of them are summed.
+"""Declarations for operations that work block by block: a pattern says which dims are factors, the caller which are summed.
 
 Unlike ``einsum``, nothing is taken to be linear: a letter absent on the right must be whole unless it is named in ``sums``, and
-partial values pass only where ``partials`` says so. Results that the operator was told to leave out (None, or an empty marker of shape
-``(0,)``) are left out of the pattern too.
+partial values pass only where ``partials`` says so. Results that the operator was told to leave out (None, or an empty
+marker of shape ``(0,)``) are left out of the pattern too.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def asked_for(call: Call, results: Sequence[Dims]) -> tuple[Dims, ...]:
     return tuple(dims for dims, asked in zip(results, wanted, strict=True) if asked)
 
 
-# --- partial rows that depend on how many operands and results there are ----------------------------------------------------
+# --- partial rows that depend on how many operands and results there are --------------------------------------------
 def linear_in(position: int) -> Callable[[Call], tuple[str, ...]]:
     """Linear in one operand, the others fixed; all results are."""
 

@@ -59,7 +59,7 @@ register(
 )
 
 
-# --- the backward of linear: reduced factors differ between results, so k has a kernel for the bias, which does not know it ---
+# --- the backward of linear: reduced factors differ between results, so k has a kernel for the bias, which does not k
 def linear_gradients(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, output_mask: Sequence[bool]) -> tuple[Any, ...]:
     """Gradients of input, weight and bias (only mkldnn and MPS have the operator itself)."""
     flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
@@ -92,7 +92,7 @@ register(
 )
 
 
-# --- matmul and einsum arrive whole in inference mode ---------------------------------------------------------------------
+# --- matmul and einsum arrive whole in inference mode ---------------------------------------------------------------
 def matmul_factors(call: Call) -> Factors:
     """Matrices, vectors, and stacks of matrices whose batch dims broadcast."""
     a, b = call.shape(0), call.shape(1)
@@ -164,7 +164,7 @@ def trilinear_factors(call: Call) -> Factors:
 register("_trilinear", Rule(trilinear_factors, multilinear, kind="einsum", source="three operands, dims put in and summed"))
 
 
-# --- distances: every pair of rows by itself ------------------------------------------------------------------------------
+# --- distances: every pair of rows by itself ------------------------------------------------------------------------
 def same_method(call: Call, view: LocalView) -> dict[str, Any]:
     """The way to compute Euclidean distances that the whole matrices would take (matrix products from 26 rows on)."""
     if call["compute_mode"] not in (None, 0):
@@ -185,7 +185,7 @@ blockwise("_pdist_forward", "[p] [m] -> [p]")
 blockwise("_pdist_backward", "[p], [p] m, [p] -> [p] m", partials=in_first, local=pdist_gradient)
 
 
-# --- low precision ---------------------------------------------------------------------------------------------------------
+# --- low precision --------------------------------------------------------------------------------------------------
 def blocks_of_eight(choice: Choice) -> bool:
     """What the CUDA kernels of 8-bit products ask of every block."""
     if choice.call.mesh.device_type != "cuda":
@@ -197,11 +197,11 @@ einsum("_int_mm", "m k, k n -> m n", when=blocks_of_eight)  # int32 sums of int8
 
 
 def scaled_factors(call: Call) -> Factors | None:
-    """Scales are one number, or one per row of the first and per column of the second matrix; k is whole (sums are rounded once)."""
+    """Scales are one number, or one per row and one per column; k is whole, so that sums are rounded once."""
     (m, k), (_, n) = call.shape(0), call.shape(1)
     sizes = {"m": m, "k": k, "n": n}
     own = {"self": ("m", "k"), "mat2": ("k", "n"), "scale_a": ("m", ""), "scale_b": ("", "n"), "bias": ("n",), "scale_result": ()}
-    operands = []
+    operands: list[Dims] = []
     for name, layout in zip(call.names, call.operands, strict=True):
         shape = tuple(layout.shape)
         if layout.numel == 1:

@@ -1,7 +1,7 @@
 """Convolutions: samples, groups, and channels are factors; input channels are contracted; positions are whole.
 
-``input: n (g i) positions``, ``weight: (g o) i kernel`` (transposed: ``(g i) o kernel``), ``bias: (g o)``, ``output: n (g o) positions``. With one group
-the inner channel dims lead; with several, whole groups are what ranks take.
+``input: n (g i) positions``, ``weight: (g o) i kernel`` (transposed: ``(g i) o kernel``), ``bias: (g o)``,
+``output: n (g o) positions``. With one group the inner channel dims lead; with several, ranks take whole groups.
 """
 
 from __future__ import annotations

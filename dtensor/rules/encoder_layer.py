@@ -1,4 +1,4 @@
-"""The fused inference operators of ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention``, in terms of operations that have rules."""
+"""The fused inference operators of ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention``, in terms of others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def native_multi_head_attention(
         out = weights @ v
         weights = weights.mean(1) if average_attn_weights else weights
     else:
-        out = F.scaled_dot_product_attention(*projected, attn_mask=None if hidden is None else hidden.logical_not())
+        q, k, v = projected
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=None if hidden is None else hidden.logical_not())
     return F.linear(out.transpose(1, 2).flatten(2), proj_weight, proj_bias), weights
 
 

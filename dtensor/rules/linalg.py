@@ -1,4 +1,4 @@
-"""Decompositions and solutions of matrices: the last dims are whole, stacks of matrices and columns of right-hand sides are factors."""
+"""Decompositions and solutions of matrices: the last dims are whole, stacks and columns of right-hand sides are factors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Means and variances of values that lie in blocks over several ranks, and what normalizations share.
 
-Blocks are combined as (count, mean, sum of squared deviations): one collective of two numbers per row, and no difference of large sums
-(Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances").
+Blocks are combined as (count, mean, sum of squared deviations): one collective of two numbers per row, and no difference of
+large sums (Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances").
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def counts(at: KernelContext, operand: int, dims: Sequence[int], member: int) ->
     return [math.prod(block[d] for d in dims) for block in blocks]
 
 
-def moments(at: KernelContext, x: Any, operand: int, dims: Sequence[int]) -> tuple[Any, Any]:
-    """Mean and biased variance over ``dims`` (kept, of size one) of the whole that ``x`` is a block of, on every rank of the group."""
+def moments(at: KernelContext, x: Any, operand: int, dims: tuple[int, ...]) -> tuple[Any, Any]:
+    """Mean and biased variance over ``dims`` (kept) of the whole that ``x`` is a block of, on every rank of the group."""
 
     def own(_: Any, block: Tensor) -> Tensor:
         mean, squares = block_moments(wide(block), dims)
         return torch.stack((mean, squares))
 
     gathered = at.all_gather(at.map(own, x), lambda member: (2, *shape_of_statistics(at, operand, dims, member)))
-    return at.map(lambda here, *blocks: combined(counts(at, operand, dims, here.member), blocks), *gathered)  # type: ignore[no-any-return]
+    return at.map(lambda here, *blocks: combined(counts(at, operand, dims, here.member), blocks), *gathered)
 
 
-def block_moments(x: Tensor, dims: Sequence[int]) -> Sums:
+def block_moments(x: Tensor, dims: tuple[int, ...]) -> Sums:
     """Mean and sum of squared deviations over ``dims`` (kept); zeros where there is nothing to reduce."""
     mean = x.sum(dims, keepdim=True) / max(1, math.prod(x.shape[d] for d in dims))
     return mean, (x - mean).square().sum(dims, keepdim=True)
@@ -79,12 +79,12 @@ def scale_and_shift(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Te
 
 
 def centred_gradient(upstream: Tensor, normalized: Tensor, sums: Tensor, count: int, rstd: Tensor) -> Tensor:
-    """Gradient of values that were centred and scaled, from the sums of ``upstream`` and of ``upstream * normalized`` over all ``count`` of them."""
+    """Gradient of ``count`` values that were centred and scaled, from the sums of ``upstream`` and ``upstream * normalized``."""
     return (upstream - sums[0] / count - normalized * (sums[1] / count)) * rstd
 
 
 def statistics_dtype(call: Call) -> torch.dtype | None:
-    """The dtype in which CPU kernels keep the statistics of a normalization, which torch's meta kernels do not tell; None elsewhere.
+    """The dtype in which CPU kernels keep statistics, which torch's meta kernels do not tell; None elsewhere.
 
     In float16 and bfloat16 they are kept as the input's, unless weights of float32 make the computation mixed.
     """

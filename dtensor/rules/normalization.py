@@ -38,7 +38,7 @@ def statistics_nbytes(call: Call) -> int:
     return 8 * math.prod(shape[: len(shape) - len(call["normalized_shape"])])
 
 
-# --- layer norm ---------------------------------------------------------------------------------------------------------------
+# --- layer norm -----------------------------------------------------------------------------------------------------
 def layer_norm_of_blocks(at: KernelContext, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
     dims = last(at, 0, normalized_shape)
     kept = at.results[1].dtype  # type: ignore[union-attr]  # the mean is a tensor
@@ -110,7 +110,7 @@ register("native_layer_norm", Rule(layer_norm_factors, kind="kernel", source="..
 register("native_layer_norm_backward", Rule(layer_norm_backward_factors, in_first, kind="kernel", source="as native_layer_norm"))
 
 
-# --- RMS norm: as layer norm, without centring -----------------------------------------------------------------------------------
+# --- RMS norm: as layer norm, without centring ----------------------------------------------------------------------
 def rms_norm_of_blocks(at: KernelContext, x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
     total, dims = math.prod(normalized_shape), last(at, 0, normalized_shape)
     kept = at.results[1].dtype  # type: ignore[union-attr]  # rstd is a tensor
@@ -137,9 +137,13 @@ def rms_norm_gradients_of_blocks(
 ) -> Any:
     total, dims, reduced = math.prod(normalized_shape), last(at, 1, normalized_shape), None
     if mask[0]:
-        own = at.map(lambda _, *block: rms_sums(*block, dims), grad, x, rstd, weight)
+        own = at.map(lambda _, grad, x, rstd, weight: rms_sums(grad, x, rstd, weight, dims), grad, x, rstd, weight)
         reduced = at.all_reduce(own, "sum")
-    return at.map(lambda _, *block: rms_gradients(*block, total, mask, dims[0]), grad, x, rstd, weight, reduced)
+
+    def finish(_: Any, *block: Any) -> Any:
+        return rms_gradients(block[0], block[1], block[2], block[3], block[4], total, mask, dims[0])
+
+    return at.map(finish, grad, x, rstd, weight, reduced)
 
 
 def rms_sums(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, dims: tuple[int, ...]) -> Tensor:
@@ -163,7 +167,7 @@ def rms_norm_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The operator, which has no CPU kernel."""
     if x.device.type != "cpu":
-        return torch.ops.aten._fused_rms_norm_backward(grad, x, normalized_shape, rstd, weight, mask)  # type: ignore[no-any-return]
+        return torch.ops.aten._fused_rms_norm_backward(grad, x, normalized_shape, rstd, weight, mask)
     rows = x.ndim - len(normalized_shape)
     sums = rms_sums(grad, x, rstd, weight, tuple(range(rows, x.ndim))) if mask[0] else None
     return rms_gradients(grad, x, rstd, weight, sums, math.prod(normalized_shape), mask, rows)
@@ -186,7 +190,7 @@ register(
 )
 
 
-# --- weight norm: one norm for each index of dim ``dim`` ---------------------------------------------------------------------------
+# --- weight norm: one norm for each index of dim ``dim`` ------------------------------------------------------------
 def weight_norm_factors(call: Call) -> Factors:
     """All operands are like ``v`` or like the norms, which have size one in all dims but one."""
     shape = call.shape(0)
@@ -213,7 +217,7 @@ def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim:
     if not v.numel():
         return v.clone(), g.clone()
     own = (tensor.contiguous() for tensor in (grad, v, g, norms))
-    return torch.ops.aten._weight_norm_interface_backward(*own, dim)  # type: ignore[no-any-return]
+    return torch.ops.aten._weight_norm_interface_backward(*own, dim)
 
 
 register(

@@ -1,4 +1,4 @@
-"""Operations on the positions of images and sequences: pooling, resampling, padding, unfolding. Positions are whole, the rest are factors.
+"""Operations on the positions of images and sequences: pooling, resampling, padding, unfolding. Only positions are whole.
 
 Blocks of channels must not be empty, which most of these operators refuse (an empty batch they take).
 """
@@ -58,7 +58,7 @@ def densely(op: Any) -> Any:
     return run
 
 
-# --- pooling: indices are positions inside one image -----------------------------------------------------------------------------
+# --- pooling: indices are positions inside one image ----------------------------------------------------------------
 on_positions("max_pool2d_with_indices adaptive_max_pool2d", 2)
 on_positions("max_pool3d_with_indices adaptive_max_pool3d", 3)
 on_positions("max_pool2d_with_indices_backward", 2, partials=LINEAR)
@@ -78,14 +78,15 @@ blockwise(
 )
 
 
-# --- resampling -------------------------------------------------------------------------------------------------------------------
+# --- resampling -----------------------------------------------------------------------------------------------------
 def local_input_size(call: Call, at: LocalView) -> dict[str, Any]:
     return {"input_size": at.results[0]}
 
 
 _MODES = {
     1: "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d",
-    2: "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa",
+    2: "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d "
+    "_upsample_bicubic2d_aa",
     3: "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d",
 }
 for _count, _names in _MODES.items():
@@ -121,13 +122,13 @@ register(
 )
 
 
-# --- padding: each element is a copy of one, and its gradient a sum of some ----------------------------------------------------------
+# --- padding: each element is a copy of one, and its gradient a sum of some -----------------------------------------
 for _count in (1, 2, 3):
     on_positions(f"reflection_pad{_count}d replication_pad{_count}d", _count, partials=ANY_PARTIAL)
     on_positions(f"reflection_pad{_count}d_backward replication_pad{_count}d_backward", _count, partials=LINEAR)
 
 
-# --- windows as columns: ``n c h w`` as ``n (c k) positions`` ---------------------------------------------------------------------------
+# --- windows as columns: ``n c h w`` as ``n (c k) positions`` -------------------------------------------------------
 def columns(call: Call, image: int, channels: int) -> Factors:
     """Factors of an image of ``image`` dims (3 without a batch) and of its columns."""
     kernel = call["kernel_size"]
