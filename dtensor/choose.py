@@ -68,7 +68,7 @@ def _monoid_rows(factors: Factors, call: Call, partials: Partials) -> Iterator[R
 
 
 def _allowed(row: Row, call: Call) -> bool:
-    return all(isinstance(row.operands[i], Replicate) for i in call.plain)
+    return all(isinstance(row.operands[i], Replicate) for i in call.fixed)
 
 
 def sound_dtypes(row: Row, call: Call) -> bool:
@@ -124,7 +124,7 @@ def _price(row: Row, mesh_dim: int, factors: Factors, call: Call, kept: Mapping[
     seconds, changes, memory = 0.0, 0, 0.0
     invented = row.factor is not None
     for i, (spec, layout) in enumerate(zip(row.operands, call.operands, strict=True)):
-        if i in call.plain:
+        if i in call.fixed:
             continue
         target = _target(spec, factors.operands[i], factors.sizes)
         current = _current(layout, mesh_dim)
@@ -229,7 +229,7 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
 
     operands = tuple(
         layout
-        if i in call.plain
+        if i in call.fixed
         else place(call.mesh, factors.operands[i], [row.operands[i] for row in rows], splits_of("operand", i), factors.sizes, layout)
         for i, layout in enumerate(call.operands)
     )

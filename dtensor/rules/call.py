@@ -43,6 +43,11 @@ class Call:
     results: tuple[Meta | None, ...] = ()
     plain: frozenset[int] = field(default_factory=frozenset)
 
+    @property
+    def fixed(self) -> frozenset[int]:
+        """Positions of operands that stay as they are: numbers and 0-d plain tensors. Plain tensors with dims can be cut."""
+        return frozenset(i for i in self.plain if not self.operands[i].shape)
+
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
 

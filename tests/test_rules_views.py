@@ -1,0 +1,149 @@
+"""Views, slices and splits: shards stay where they are, and what is split along a sharded dim is as uneven as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rule_tables import MESHES, Case, floats, integers, kinds, run, try_all
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.errors import UnsupportedOperationError
+from dtensor.rules.windows import covering, windowed
+from dtensor.testing import check
+
+X, Y, Z = floats(5, 6, 7), floats(5, 6), integers(5, 6)
+PAIRS = torch.view_as_complex(floats(5, 6, 2))
+
+CASES = {
+    "flatten": Case(lambda x: x.flatten(0, 1), (X,)),
+    "unflatten": Case(lambda x: x.unflatten(1, (2, 3)), (X,)),
+    "reshape": Case(lambda x: x.reshape(15, -1), (X,)),
+    "reshape of a transpose": Case(lambda x: x.transpose(0, 2).reshape(42, 5), (X,)),
+    "view and back": Case(lambda x: x.view(30, 7).view(5, 6, 7) * 2, (X,)),
+    "interleaved boundaries": Case(lambda x: x.view(6, 5), (Y,)),
+    "movedim": Case(lambda x: x.movedim((0, 1), (2, 0)), (X,)),
+    "swapaxes": Case(lambda x: x.swapaxes(-1, 0), (X,)),
+    "matrix transposes": Case(lambda x: (x.mT, x.mH, x.adjoint()), (X,)),
+    "squeeze": Case(lambda x: x.unsqueeze(1).squeeze(), (Y,)),
+    "squeeze of sharded ones": Case(lambda x: (x.squeeze(), x.squeeze(0), x.squeeze((0, 2))), (floats(1, 6, 1),)),
+    "expand": Case(lambda x: x.unsqueeze(1).expand(-1, 3, -1), (Y,)),
+    "expand_as": Case(lambda x: x[:1].expand_as(x) + x, (Y,)),
+    "view_as": Case(lambda x: x.view_as(x.view(6, 5)), (Y,)),
+    "real and imag": Case(lambda x: (x.real * 2, x.imag + 1, torch.view_as_real(x)), (PAIRS,), ("sum",)),
+    "conjugate": Case(lambda x: (x.conj() * x, x.conj().t()[2]), (PAIRS,), ("sum",)),
+    "other dtype": Case(lambda x: (x.view(torch.int32), x.view(torch.int8)[:, ::8]), (Z,), ("sum",)),
+    "slices": Case(lambda x: (x[1:4], x[:, ::2], x[-2:, 1:-1], x[3:3]), (Y,)),
+    "slice with step of a slice": Case(lambda x: x[1:][::2][1:], (Y,)),
+    "rows": Case(lambda x: (x[2], x[:, -1], x[1, 2], x[..., 0, None]), (X,)),
+    "rows of integers": Case(lambda x: (x[0], x[-1, 3]), (Z,)),
+    "split": Case(lambda x: [part * 2 for part in x.split(2)], (Y,)),
+    "split with sizes": Case(lambda x: x.split([1, 0, 5], 1)[2], (Y,)),
+    "chunk": Case(lambda x: [part.sum() for part in x.chunk(4, 1)], (Y,)),
+    "tensor_split": Case(lambda x: x.tensor_split((1, 4)), (Y,)),
+    "hsplit and vsplit": Case(lambda x: (*x.hsplit(2), *x.vsplit([2])), (Y,)),
+    "unbind": Case(lambda x: x.unbind(1)[3], (X,)),
+    "iteration": Case(lambda x: [row * 2 for row in x], (Y,)),
+    "narrow": Case(lambda x: x.narrow(0, 1, 3), (Y,)),
+    "diagonal": Case(lambda x: (x.diagonal(1), x.diagonal(-2, 1, 0)), (Y,)),
+    "unfold": Case(lambda x: x.unfold(1, 3, 2), (X,)),
+    "as_strided": Case(lambda x: x.as_strided((2, 3), (7, 2), 1), (Y,)),
+    "scatter into": Case(
+        lambda x, y: (torch.slice_scatter(x, y, 1, 2, 4), torch.select_scatter(x, y[:, 0], 1, 5)), (Y, floats(5, 2, seed=1))
+    ),
+    "empty tensors": Case(lambda x: (x.view(4, 0), x[:, 1:], x.flatten(), x.t()), (floats(0, 4),), ("sum",)),
+    "0-d": Case(lambda x: (x.view(1, 1), x.expand(3), x[None]), (floats(),)),
+}
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
+    try_all(CASES[name], mesh_shape, 7)
+
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+FREE: list[tuple[str, Callable[[torch.Tensor], Any], list[Any], list[Any]]] = [
+    ("flatten keeps ragged blocks", lambda x: x.flatten(), [S0], [Shard(0, sizes=(18, 12))]),
+    ("unflatten of ragged blocks", lambda x: x.flatten().view(5, 6), [S0], [S0]),
+    ("split of the inner dim", lambda x: x.view(5, 2, 3), [S1], [S1]),
+    ("a slice along shards", lambda x: x[1:5], [S0], [Shard(0, sizes=(2, 2))]),
+    ("a slice that leaves a rank nothing", lambda x: x[:2], [S0], [Shard(0, sizes=(2, 0))]),
+    ("a slice with a step", lambda x: x[::2], [S0], [Shard(0, sizes=(2, 1))]),
+    ("a slice across shards", lambda x: x[:, 1:], [S0], [S0]),
+    ("a row", lambda x: x[3], [S0], [Partial()]),
+    ("a column", lambda x: x[:, 3], [S0], [S0]),
+    ("the first part of a split", lambda x: x.split(4)[0], [S0], [Shard(0, sizes=(3, 1))]),
+    ("the last chunk", lambda x: x.chunk(2)[1], [S0], [Shard(0, sizes=(0, 2))]),
+    ("a diagonal follows its rows", lambda x: x.diagonal(1), [S0], [Shard(0, sizes=(3, 2))]),
+    ("transpose", lambda x: x.t(), [S0], [S1]),
+    ("nested shards, flattened", lambda x: x.flatten(), [S0, S0], [S0, Shard(0, sizes=(12, 6, 6, 6))]),
+    ("nested shards, sliced", lambda x: x[1:], [S0, S0], [S0, Shard(0, sizes=(1, 1, 1, 1))]),
+    ("partial terms", lambda x: x.view(30)[3:], [Partial("max")], [Partial("max")]),
+]
+
+
+@pytest.mark.parametrize(("fn", "given", "expected"), [row[1:] for row in FREE], ids=[row[0] for row in FREE])
+def test_no_communication(fn: Callable[[torch.Tensor], Any], given: list[Any], expected: list[Any]) -> None:
+    shape = (2,) * len(given)
+    outcome = run(fn, (Y,), shape, [given])
+    assert kinds(outcome) == []
+    assert outcome.layouts[0].placements == dt.Layout.of(outcome.layouts[0].mesh, expected, outcome.layouts[0].shape).placements
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x: x[1:4] * 2, lambda x: x.flatten()[7:] * 2, lambda x: x.chunk(2)[1] * 3], ids=["slice", "flat slice", "chunk"]
+)
+def test_the_gradient_of_a_slice_stays_where_the_slice_is(fn: Callable[[torch.Tensor], Any]) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = dt.distribute_tensor(Y.clone().requires_grad_(), mesh, [Shard(0)])
+    made = fn(x)
+    with dt.explicit():
+        made.backward(torch.ones_like(made))
+    assert x.grad is not None
+    assert x.grad.placements == x.placements  # type: ignore[attr-defined]  # a DTensor
+
+
+def test_a_slice_along_shards_is_a_view_of_the_local() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = dt.distribute_tensor(Y.clone(), mesh, [Shard(0)])
+    part = x[1:4]
+    for local, base in zip(part._local.shards, x._local.shards, strict=True):
+        assert local.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    part.zero_()
+    assert x.full_tensor()[1:4].abs().sum() == 0
+
+
+def test_strided_views_between_ones_own_elements_are_refused() -> None:
+    x = dt.distribute_tensor(Y.clone(), dt.init_device_mesh("cpu", (2,)), [Shard(0)])[:, ::2]
+    with pytest.raises(UnsupportedOperationError, match="clone"):
+        x.as_strided((3, 2), (2, 1))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "window", "expected"),
+    [((3, 2), range(1, 5), (2, 2)), ((2, 0, 2, 1), range(0, 5, 2), (1, 0, 1, 1)), ((4, 3), range(9, 9), (0, 0))],
+)
+def test_windowed(sizes: tuple[int, ...], window: range, expected: tuple[int, ...]) -> None:
+    assert windowed(sizes, window) == expected
+
+
+def test_covering_gives_the_windows_their_sizes_or_the_default() -> None:
+    for total in range(1, 9):
+        for start in range(total):
+            for end in range(start, total + 1):
+                for cut in range(end - start + 1):
+                    window, wanted = range(start, end), (cut, end - start - cut)
+                    default = (-(-total // 2), total // 2)
+                    found = covering(default, [(wanted, window)])
+                    assert sum(found) == total
+                    assert found == default or windowed(found, window) == wanted
+
+
+def test_a_rule_of_a_view_is_right_in_a_composite_under_inference_mode() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    with torch.inference_mode():
+        check(lambda x: (x.flatten(1), x.chunk(2, 1)[0], x.mT), X, mesh=mesh, placements=[[Shard(1)]], gradients=False)
