@@ -51,8 +51,8 @@ def gaps_of(name: str, sample: Sample, rule: Rule | None, limit: int, rng: rando
     """The gaps that a sample shows on meshes of 2, 3 and 4 ranks alike."""
     variant = Variant(name.replace("::", "."), sample, False)
     xs = tensors((sample.args, sample.kwargs))
-    if not sample.values or not xs:
-        return
+    if not sample.values or not xs or is_accepted(Gap(name, ("*",), ("*",))):
+        return  # whatever would be found is accepted (and operators may read out of bounds with indices meant for more)
     meshes = [mesh_of((ranks,)) for ranks in _RANKS]
     for placements in combinations(xs, (2,), partial_ops(rule), limit, rng, ragged=False):
         if _has_partial_indices(xs, placements) or not _communicates(variant, meshes[0], placements):
