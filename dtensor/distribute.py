@@ -72,15 +72,29 @@ def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
     if mesh.device_type in ("cpu", "cuda") and tensor.device.type not in ("meta", mesh.device_type):
         tensor = tensor.to(mesh.device_type)
     if tensor.is_meta or mesh.kind == "dry_run":
-        return comm.map(lambda member: torch.empty(layout.local_shape(mesh.coordinates[member]), dtype=layout.dtype, device="meta"))
+        return comm.map(lambda member: _empty(layout, member, torch.device("meta")))
     if mesh.current_member() is None:
         return torch.empty(layout.local_shape(None), dtype=layout.dtype, device=tensor.device)
     if position is None or (mesh.kind == "in_process" and not isinstance(tensor, PerRank)):
         return comm.map(lambda member, full: block_of(full, layout, member), tensor)
     everywhere = tuple(range(mesh.ndim))
     if all(split is None for split in layout.splits):
-        return comm.broadcast(tensor, everywhere, position)
-    return _send_blocks(tensor, layout, everywhere, position)
+        received = comm.broadcast(tensor, everywhere, position)
+    else:
+        received = _send_blocks(tensor, layout, everywhere, position)
+    return comm.map(lambda member, block: _ordered(block, layout, member), received)
+
+
+def _empty(layout: Layout, member: int, device: torch.device) -> torch.Tensor:
+    coordinate = layout.mesh.coordinates[member]
+    return torch.empty_strided(layout.local_shape(coordinate), layout.local_stride(coordinate), dtype=layout.dtype, device=device)
+
+
+def _ordered(block: torch.Tensor, layout: Layout, member: int) -> torch.Tensor:
+    """The block with its dims in memory as in the layout: collectives give row-major ones, and views are legal by the strides."""
+    if block.stride() == layout.local_stride(layout.mesh.coordinates[member]) or block.numel() < 2:
+        return block
+    return _empty(layout, member, block.device).copy_(block)
 
 
 def _send_blocks(tensor: torch.Tensor, layout: Layout, everywhere: tuple[int, ...], position: int) -> Any:

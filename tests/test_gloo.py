@@ -1,16 +1,31 @@
-"""The spawner returns what ranks return, and turns whatever goes wrong on one of them into an error here."""
+"""The spawner, and the cases that run in one process and, unchanged, on four processes."""
 
 from __future__ import annotations
 
 import os
 import time
 
+import cases_gloo
 import pytest
 import torch
 import torch.distributed as dist
 from gloo import RankFailed, run_gloo
 
-pytestmark = pytest.mark.gloo
+
+# --- the same cases here and there -------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+@pytest.mark.parametrize("name", cases_gloo.CASES)
+def test_case_in_one_process(name: str) -> None:
+    cases_gloo.CASES[name]()
+
+
+@pytest.mark.gloo
+def test_all_cases_on_four_processes() -> None:
+    ran = run_gloo(cases_gloo.main, 4, timeout_s=280.0)
+    assert ran == [list(cases_gloo.CASES)] * 4
+
+
+# --- the spawner returns what ranks return, and turns whatever goes wrong on one of them into an error here ------------
 
 
 def _sum_of_ranks(start: int) -> tuple[int, float]:
@@ -38,20 +53,24 @@ def _leave_one_out() -> None:
         time.sleep(60)
 
 
+@pytest.mark.gloo
 def test_results_come_in_rank_order() -> None:
     assert run_gloo(_sum_of_ranks, 3, 10) == [(0, 33.0), (1, 33.0), (2, 33.0)]
 
 
+@pytest.mark.gloo
 def test_the_first_traceback_is_the_error() -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 1 of 3.*ValueError: rank 1 has a reason"):
         run_gloo(_fail_on, 3, 1)
 
 
+@pytest.mark.gloo
 def test_a_rank_that_dies_is_named() -> None:
     with pytest.raises(RankFailed, match="rank 2 of 3 ---\nexit code 7"):
         run_gloo(_die_on, 3, 2)
 
 
+@pytest.mark.gloo
 def test_a_hang_ends_with_every_stack() -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 0 of 2.*in _leave_one_out"):
         run_gloo(_leave_one_out, 2, timeout_s=2.0)

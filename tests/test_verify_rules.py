@@ -16,7 +16,7 @@ from dtensor.testing.gaps import Gap, is_accepted
 from dtensor.testing.samples import without_sample
 
 RULES = sorted(rules())
-CASES_PER_RULE = 12
+CASES_PER_RULE = 8
 SEED = int(os.environ.get("DTENSOR_SEED", "0"))
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no sharding rule.*:UserWarning", "ignore:.*resized since.*:UserWarning")

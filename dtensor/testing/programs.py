@@ -184,11 +184,13 @@ def compare_program(
     return compare(program, program.values(), mesh, list(placements), seed=0, tolerance=(1e-3, 1e-4) if single else None)
 
 
-def random_case(seed: int, length: int = 6) -> tuple[Program, tuple[int, ...], list[tuple[Placement, ...]]]:
+def random_case(
+    seed: int, length: int = 6, meshes: Sequence[tuple[int, ...]] = MESHES
+) -> tuple[Program, tuple[int, ...], list[tuple[Placement, ...]]]:
     """A program, a mesh shape and placements: a function of ``seed``."""
     rng = random.Random(seed)
     program = random_program(seed, length)
-    mesh_shape = rng.choice(MESHES)
+    mesh_shape = rng.choice(meshes)
     return program, mesh_shape, random_placements(program, mesh_shape, rng)
 
 

@@ -1,0 +1,318 @@
+"""Cases that run in one process and, unchanged, on four: what a rank holds is asked of ``held``, the rest is one program."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dtensor as dt
+from dtensor import DTensor, Partial, Replicate, Shard
+from dtensor.errors import LayoutError, MeshError, MixedTensorError, PlacementError
+from dtensor.rules import rules
+from dtensor.testing import check, scatter, verify_rule
+from dtensor.testing.cases import mesh_of
+from dtensor.testing.programs import compare_program, random_case
+
+R = Replicate()
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(fn: Callable[[], None]) -> Callable[[], None]:
+    CASES[fn.__name__] = fn
+    return fn
+
+
+def square() -> dt.DeviceMesh:
+    return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def value(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def held(x: Any) -> dict[int, torch.Tensor]:
+    """Rank -> piece, for the ranks in this process."""
+    local = x._local if isinstance(x, DTensor) else x
+    if isinstance(local, dt.PerRank):
+        return dict(enumerate(local.shards))
+    return {dist.get_rank(): local}
+
+
+def by_rank(make: Callable[[int], torch.Tensor], count: int = 4) -> torch.Tensor:
+    """What every rank makes, or this one's."""
+    return make(dist.get_rank()) if dist.is_initialized() else dt.per_rank([make(rank) for rank in range(count)])
+
+
+def raises(kind: type[Exception], text: str, fn: Callable[[], Any]) -> None:
+    """``fn`` raises on every rank, with the same words."""
+    with pytest.raises(kind, match=text):
+        fn()
+
+
+def equal(x: Any, expected: torch.Tensor) -> None:
+    whole = x.full_tensor()
+    for piece in whole.shards if isinstance(whole, dt.PerRank) else (whole,):
+        assert torch.allclose(piece, expected), (piece, expected)
+
+
+# --- made and moved ------------------------------------------------------------
+@case
+def every_layout_of_a_matrix_gives_it_back() -> None:
+    mesh = square()
+    choices = [R, Shard(0), Shard(1), Partial(), Partial("avg"), Partial("max")]
+    for x in (value(5, 6), value(6, 5).t(), value(2, 3)):
+        for first in choices:
+            for second in choices:
+                made = scatter(x, mesh, [first, second])
+                equal(made, x)
+                assert made.stride() == x.stride()
+                equal(dt.distribute_tensor(x, mesh, [first, second]), x)
+
+
+@case
+def non_contiguous_tensors_keep_their_strides_on_every_rank() -> None:
+    for placements in ([R, R], [Shard(0), R], [Shard(1), Shard(0)], [R, Shard(1)]):
+        made = dt.distribute_tensor(value(6, 5).t(), square(), placements)
+        for rank, piece in held(made).items():
+            assert piece.stride() == made.layout.local_stride(made.device_mesh.coordinates[rank]), placements
+        equal(made.t().contiguous().view(-1), value(6, 5).reshape(-1))
+
+
+@case
+def the_source_rank_decides() -> None:
+    mesh = mesh_of((4,))
+    for source in (0, 3):
+        for placements in ([R], [Shard(0)], [Shard(1)], [Partial()]):
+            made = dt.distribute_tensor(by_rank(lambda rank: value(5, 6, seed=rank)), mesh, placements, src_data_rank=source)
+            equal(made, value(5, 6, seed=source))
+
+
+@case
+def each_rank_cuts_its_own_without_a_source() -> None:
+    made = dt.distribute_tensor(
+        by_rank(lambda rank: torch.full((4,), float(rank))), mesh_of((4,)), [Shard(0)], src_data_rank=None
+    )
+    equal(made, torch.arange(4.0))
+
+
+@case
+def ragged_pieces_find_their_global_shape() -> None:
+    sizes = (3, 0, 1, 2)
+    whole = value(6, 5)
+    made = DTensor.from_local(by_rank(lambda rank: whole.split(sizes)[rank]), mesh_of((4,)), [Shard(0)])
+    assert made.placements == (Shard(0, sizes=sizes),)
+    equal(made, whole)
+    equal((made * 2).sum(0), whole.sum(0) * 2)
+
+
+@case
+def wrong_pieces_raise_on_every_rank_and_name_the_rank() -> None:
+    mesh = mesh_of((4,))
+    odd = by_rank(lambda rank: torch.ones(2, 4 if rank == 2 else 3))
+    raises(LayoutError, "rank 2", lambda: DTensor.from_local(odd, mesh, [Shard(0)]))
+    raises(LayoutError, "rank 2", lambda: DTensor.from_local(odd, mesh, [R], run_check=True))
+    other = by_rank(lambda rank: torch.full((3,), float(rank == 1)))
+    raises(LayoutError, "rank 1 holds another value", lambda: DTensor.from_local(other, mesh, [R], run_check=True))
+    dtypes = by_rank(lambda rank: torch.ones(3, dtype=torch.float64 if rank == 3 else torch.float32))
+    raises(LayoutError, "rank 3 holds torch.float64", lambda: DTensor.from_local(dtypes, mesh, [Shard(0)], run_check=True))
+
+
+@case
+def redistribution_in_both_ways() -> None:
+    x = dt.distribute_tensor(value(5, 6), square(), [Shard(0), Shard(1)])
+    for placements in (
+        [Shard(1), Shard(0)],
+        [Shard(0), Shard(0)],
+        [Shard(0, level=1), Shard(0, level=0)],
+        [R, Shard(1)],
+        [Partial(), R],
+    ):
+        equal(x.redistribute(placements=placements), value(5, 6))
+        equal(x.redistribute(placements=placements, async_op=True) * 2, value(5, 6) * 2)
+
+
+@case
+def host_reads_are_global() -> None:
+    x = dt.distribute_tensor(value(5, 6), square(), [Shard(0), Partial()])
+    assert x.sum().item() == value(5, 6).sum().item()
+    assert x.tolist() == value(5, 6).tolist()
+    assert bool((x > 100).any()) is False
+    assert x[3, 4].item() == value(5, 6)[3, 4].item()
+
+
+# --- differentiated and written to ------------------------------------------------------------
+@case
+def a_layer_and_its_gradients() -> None:
+    def layer(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(x @ w.t() + b)
+        return torch.log_softmax(hidden, -1).square().mean()
+
+    for where in ([R, Shard(0)], [Shard(0), Shard(1)], [Shard(0), Shard(0)]):
+        check(
+            layer,
+            value(5, 6),
+            value(7, 6, seed=1) / 9,
+            value(7, seed=2),
+            mesh=square(),
+            placements=[[Shard(0), R], where, [R, Shard(0)]],
+        )
+
+
+@case
+def writes_through_views() -> None:
+    def write(x: torch.Tensor) -> list[torch.Tensor]:
+        y = x.clone()
+        row, column = y[2], y[:, 1:4]
+        y[1:3] = 7
+        column.mul_(2)
+        row.add_(1)
+        y.t()[0].zero_()
+        return [y, row, column]
+
+    for where in ([Shard(0), R], [Shard(0), Shard(1)], [R, Partial()]):
+        check(write, value(5, 6), mesh=square(), placements=[where])
+
+
+@case
+def the_gradient_of_a_piece() -> None:
+    for placements, share in (([R], 1.0), ([Partial()], 1.0), ([Partial("avg")], 0.25), ([Shard(0)], 1.0)):
+        leaves = by_rank(lambda rank: torch.ones(2, dtype=torch.float64))
+        pieces = [piece.requires_grad_() for piece in held(leaves).values()]
+        local = dt.per_rank(pieces) if len(pieces) > 1 else pieces[0]
+        total = (DTensor.from_local(local, mesh_of((4,)), placements) * 3).sum().full_tensor()
+        (total.shards[0] if isinstance(total, dt.PerRank) else total).backward()
+        for piece in pieces:
+            assert piece.grad is not None
+            assert piece.grad.tolist() == [3 * share] * 2, placements
+
+
+@case
+def pieces_used_differently() -> None:
+    x = dt.distribute_tensor(torch.ones(3), mesh_of((4,)), [R]).requires_grad_()
+    weights = by_rank(lambda rank: torch.tensor(10.0**rank))
+    (x.to_local(grad_placements=[Partial()]) * weights).sum().backward()
+    equal(x.grad, torch.full((3,), 1111.0))
+
+
+# --- drawn ------------------------------------------------------------
+@case
+def random_numbers_are_those_of_one_device() -> None:
+    torch.manual_seed(11)
+    expected = [torch.randn(5, 6), torch.rand(5, 6), torch.nn.functional.dropout(torch.ones(5, 6))]
+    for placements in ([R, R], [Shard(0), Shard(1)], [Shard(0), Shard(0)]):
+        torch.manual_seed(11)
+        ones = dt.ones(5, 6, device_mesh=square(), placements=placements)
+        made = [
+            dt.randn(5, 6, device_mesh=square(), placements=placements),
+            torch.rand_like(ones),
+            torch.nn.functional.dropout(ones),
+        ]
+        for got, want in zip(made, expected, strict=True):
+            equal(got, want)
+
+
+# --- modules, files ------------------------------------------------------------
+@case
+def a_module_trains_as_on_one_device() -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3)).double()
+
+    def shard(name: str, module: nn.Module, mesh: Any) -> None:
+        if isinstance(module, nn.Linear):
+            where = [R, Shard(0)] if name == "0" else [R, Shard(1)]
+            module.weight = nn.Parameter(dt.distribute_tensor(module.weight.detach(), mesh, where))
+
+    plain, distributed = build(), dt.distribute_module(build(), square(), shard)
+    steps = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (plain, distributed)]
+    for k in range(3):
+        x = value(5, 6, seed=k)
+        losses = [
+            m(batch).square().mean() for m, batch in ((plain, x), (distributed, dt.distribute_tensor(x, square(), [Shard(0), R])))
+        ]
+        for loss, step in zip(losses, steps, strict=True):
+            step.zero_grad()
+            loss.backward()
+            step.step()
+        assert abs(losses[0].item() - losses[1].item()) < 1e-9
+    for p, q in zip(plain.parameters(), distributed.parameters(), strict=True):
+        equal(q.detach(), p.detach())
+
+
+@case
+def copies_and_files() -> None:
+    x = dt.distribute_tensor(value(5, 6), square(), [Shard(0), Shard(0)]).requires_grad_()
+    for other in (copy.deepcopy(x), pickle.loads(pickle.dumps(x))):
+        assert other.placements == x.placements
+        assert other.requires_grad
+        equal(other.detach(), value(5, 6))
+    file = io.BytesIO()
+    torch.save({"x": x}, file)
+    file.seek(0)
+    equal(torch.load(file, weights_only=True)["x"].detach() + x.detach(), value(5, 6) * 2)
+
+
+# --- meshes ------------------------------------------------------------
+@case
+def submeshes_talk_within_their_groups() -> None:
+    for name, groups in (("tp", ((0, 1), (2, 3))), ("dp", ((0, 2), (1, 3)))):
+        local = by_rank(lambda rank: torch.full((2,), float(rank + 1)))
+        total = DTensor.from_local(local, square()[name], [Partial()]).full_tensor()
+        for rank, piece in held(total).items():
+            (group,) = (g for g in groups if rank in g)
+            assert piece.tolist() == [float(sum(r + 1 for r in group))] * 2
+
+
+@case
+def meshes_of_some_ranks() -> None:
+    mesh = dt.DeviceMesh("cpu", [2, 0])
+    x = dt.distribute_tensor(value(5, 6), mesh, [Shard(0)])
+    y = (x * 2 + 1).sum(0)
+    if dist.is_initialized() and dist.get_rank() in (1, 3):
+        assert x.to_local().numel() == 0
+        assert y.shape == (6,)
+    else:
+        equal(y, (value(5, 6) * 2 + 1).sum(0))
+
+
+@case
+def errors_are_raised_by_every_rank() -> None:
+    x = dt.distribute_tensor(value(5, 6), square(), [Shard(0), R])
+    other = dt.distribute_tensor(value(5, 6), mesh_of((4,)), [Shard(0)])
+    raises(MeshError, "different meshes", lambda: x + other)
+    raises(MixedTensorError, "implicit_replication", lambda: x + value(5, 6))
+    raises(PlacementError, "out of range", lambda: x.redistribute(placements=[Shard(2), R]))
+    raises(RuntimeError, "broadcast", lambda: x + x[:, :4])
+    raises(RuntimeError, "7, 7", lambda: x.view(7, 7))
+
+
+# --- at random ------------------------------------------------------------
+@case
+def programs() -> None:
+    for seed in range(400, 440):
+        program, mesh_shape, placements = random_case(seed, meshes=((4,), (2, 2)))
+        outcome = compare_program(program, mesh_shape, placements)
+        assert not outcome.problems, f"seed {seed} on {mesh_shape}\n{program}\n{placements}\n{outcome.problems}"
+
+
+@case
+def rules_of_every_kind() -> None:
+    for name in sorted(rules())[::3]:
+        report = verify_rule(name, meshes=((4,), (2, 2)), budget=2, stop_after=1)
+        assert not report.wrong, str(report)
+
+
+def main() -> list[str]:
+    """Runs all cases; their names."""
+    torch.set_num_threads(1)
+    for fn in CASES.values():
+        fn()
+    return list(CASES)
