@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from typing import Any
@@ -23,7 +24,7 @@ from redistribute_cases import (
     wrong_members,
 )
 
-from dtensor.comm import events, per_rank
+from dtensor.comm import backends, events, per_rank
 from dtensor.errors import LayoutError
 from dtensor.layout import Layout
 from dtensor.mesh import DeviceMesh
@@ -192,8 +193,11 @@ def gloo_cases(mesh: DeviceMesh) -> list[tuple[Layout, Layout]]:
 MESHES = (torch.arange(4), torch.arange(4).reshape(2, 2), torch.tensor([2, 0, 1]))
 
 
-def _redistribute_on_gloo() -> list[list[torch.Tensor]]:
+def _redistribute_on_gloo(message_by_message: bool) -> list[list[torch.Tensor]]:
     results = []
+    if message_by_message:  # as for large tensors
+        traits = backends._TRAITS["gloo"]
+        backends._TRAITS["gloo"] = dataclasses.replace(traits, direct_bytes=0, one_round_bytes=-1)
     for ranks in MESHES:
         mesh = DeviceMesh("cpu", ranks)
         member = mesh.current_member()
@@ -207,8 +211,9 @@ def _redistribute_on_gloo() -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.gloo
-def test_process_groups_give_every_rank_its_block() -> None:
-    results = run_gloo(_redistribute_on_gloo, 4)
+@pytest.mark.parametrize("message_by_message", [False, True])
+def test_process_groups_give_every_rank_its_block(message_by_message: bool) -> None:
+    results = run_gloo(_redistribute_on_gloo, 4, message_by_message, timeout_s=30.0)
     for at, ranks in enumerate(MESHES):
         mesh = DeviceMesh("cpu", ranks)
         for seed, (src, dst) in enumerate(gloo_cases(mesh)):

@@ -22,7 +22,6 @@ from ..errors import LayoutError
 from .groups import Group
 from .protocol import Pending, Shape
 from .reduction import Op, dense
-from .regions import Packing
 
 T = TypeVar("T")
 
@@ -35,7 +34,7 @@ class Traits:
         reduces: its own reductions, and its own all-gather.
         sends_lists: all-to-all takes a list of tensors of any sizes, so nothing is copied into one buffer.
         direct_bytes: messages of this size are worth sending one by one, out of and into the tensors they are parts of.
-        direct_partners: with so few partners any message is.
+        sparse: so are messages of any size where each rank sends to one in ``sparse`` of the others at most.
         one_round_bytes: up to this many bytes from all ranks together, an all-reduce that sends everything to everybody in one
             round beats two rounds.
     """
@@ -43,14 +42,14 @@ class Traits:
     reduces: bool
     sends_lists: bool
     direct_bytes: int = sys.maxsize
-    direct_partners: int = 0
+    sparse: int = sys.maxsize
     one_round_bytes: int = 0
 
 
 # Measured on gloo, 2 to 8 ranks on 2 cores. Message by message, gathers and exchanges of large blocks take half the CPU time of
 # packed ones; an all-reduce in one round takes half the time of two rounds (of gloo's own too) up to 2 MiB in all.
 _TRAITS = {
-    "gloo": Traits(reduces=False, sends_lists=False, direct_bytes=1 << 17, direct_partners=1, one_round_bytes=1 << 21),
+    "gloo": Traits(reduces=False, sends_lists=False, direct_bytes=1 << 17, sparse=3, one_round_bytes=1 << 21),
     "mpi": Traits(reduces=False, sends_lists=False, one_round_bytes=1 << 16),
     "fake": Traits(reduces=True, sends_lists=False),  # no communication: torch's stand-in for host-time measurements
 }
@@ -153,13 +152,14 @@ def message(row: Tensor) -> Tensor:
 
 
 def all_to_all_rows(
-    group: Group, into: Tensor, row: Tensor, arriving: Packing, leaving: Packing, async_op: bool
+    group: Group, into: Tensor, row: Tensor, arriving: list[int], leaving: list[int], async_op: bool
 ) -> dist.Work | None:
-    """One all-to-all of the parts of ``row``; what comes stands in ``into``."""
-    into, row, unit = message(into), message(row), 1 if row.dtype in _CARRIED else row.dtype.itemsize
-    # Always with splits: one rank's may be even where another's are not, and without them gloo runs another algorithm.
-    lengths, splits = ([length * unit for length in side.lengths] for side in (arriving, leaving))
-    return dist.all_to_all_single(into, row, lengths, splits, group=group.handle, async_op=async_op)
+    """One all-to-all of the parts of ``row``, ``leaving`` elements each; what comes stands in ``into``."""
+    if row.dtype not in _CARRIED:
+        unit = row.dtype.itemsize
+        arriving, leaving = ([length * unit for length in side] for side in (arriving, leaving))
+    # Always with lengths: one rank's may be equal where another's are not, and without them gloo runs another algorithm.
+    return dist.all_to_all_single(message(into), message(row), arriving, leaving, group=group.handle, async_op=async_op)
 
 
 Message = tuple[int, Tensor]  # torch's rank in the group, and a row

@@ -45,6 +45,11 @@ class Group:
     def size(self) -> int:
         return len(self.members)
 
+    @property
+    def torch_rank(self) -> int:
+        """torch's rank of this process."""
+        return self.position if self.order is None else self.order[self.position]
+
     def to_torch(self, items: Sequence[Any]) -> list[Any]:
         """Items by group position, put by torch's group rank."""
         if self.order is None:

@@ -79,31 +79,46 @@ def dense(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False).copy_(x.detach())
 
 
-def fold(terms: Sequence[Tensor], op: Op) -> Tensor:
-    """The reduction of ``terms`` in their order: a new row-major tensor of the same dtype."""
-    terms = [term.resolve_conj().resolve_neg() for term in terms]  # inside a __torch_dispatch__ nobody else does it
+def fold(terms: Sequence[Tensor], op: Op, out: Tensor | None = None) -> Tensor:
+    """The reduction of ``terms`` in their order: a new row-major tensor of the same dtype (or ``out``, row-major and no term)."""
     if isinstance(op, Monoid):
         return _fold_monoid(terms, op)
     dtype = terms[0].dtype
-    if dtype is torch.uint64:
-        return _fold_uint64(terms, op)
+    if dtype in _SUMMED and op in ("sum", "avg") and len(terms) > 1:
+        return _sum(terms, op, torch.empty(terms[0].shape, dtype=dtype, device=terms[0].device) if out is None else out)
+    folded = _fold_uint64(terms, op) if dtype is torch.uint64 else _fold(terms, op)
+    return folded if out is None else out.copy_(folded)
+
+
+def _fold(terms: Sequence[Tensor], op: str) -> Tensor:
+    dtype = terms[0].dtype
     carrier = _CARRIER.get(dtype, dtype)
     step = (_BOOL_STEP if dtype is torch.bool else _STEP)[op]
-    if carrier is dtype and op in ("sum", "avg") and dtype is not torch.bool and len(terms) > 1:
-        total = _row_major_sum(terms[0], terms[1])  # saves a copy
-        rest = terms[2:]
-    else:
-        total, rest = dense(terms[0], carrier), terms[1:]
-    for term in rest:
+    total = dense(terms[0], carrier)
+    for term in terms[1:]:
         step(total, term.detach().to(carrier))
     if op == "avg" and len(terms) > 1:
         total.div_(len(terms))
     return total.to(dtype)
 
 
-def _row_major_sum(a: Tensor, b: Tensor) -> Tensor:
-    total = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-    return torch.add(a.detach(), b.detach(), out=total)
+_SUMMED = frozenset({torch.float32, torch.float64, torch.int64, torch.int32})
+_BLOCK = 1 << 16  # elements that stay in cache while all terms are added
+
+
+def _sum(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
+    terms = [term.detach() for term in terms]
+    if out.numel() > 2 * _BLOCK and len(terms) > 2 and all(term.is_contiguous() for term in terms):
+        rows = list(zip(*(term.view(-1).split(_BLOCK) for term in (out, *terms)), strict=True))
+    else:
+        rows = [(out, *terms)]
+    for total, first, second, *rest in rows:
+        torch.add(first, second, out=total)
+        for term in rest:
+            total.add_(term)
+        if op == "avg":
+            total.div_(len(terms))
+    return out
 
 
 def _fold_monoid(terms: Sequence[Tensor], op: Monoid) -> Tensor:

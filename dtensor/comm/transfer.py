@@ -75,7 +75,7 @@ class Traffic:
     @property
     def direct(self) -> bool:
         traits = traits_of(self.group)
-        return self.largest >= traits.direct_bytes or self.partners <= traits.direct_partners
+        return self.largest >= traits.direct_bytes or self.partners * traits.sparse <= self.group.size - 1
 
 
 def bind_transfer(group: Group, route_of: Callable[[int], Route], dtype: torch.dtype, gathers: bool) -> Issue:
@@ -98,10 +98,10 @@ def _packed(group: Group, route: Route) -> Issue:
         row = leaving.pack(block)
         if arriving.whole:
             result = block.new_empty(route.new)
-            work = all_to_all_rows(group, result.view(-1), row, arriving, leaving, async_op)
+            work = all_to_all_rows(group, result.view(-1), row, arriving.lengths, leaving.lengths, async_op)
             return started(work, lambda: result)
         buffer = block.new_empty(arriving.total)
-        work = all_to_all_rows(group, buffer, row, arriving, leaving, async_op)
+        work = all_to_all_rows(group, buffer, row, arriving.lengths, leaving.lengths, async_op)
         return started(work, lambda: arriving.unpack(buffer))
 
     return issue
@@ -187,12 +187,12 @@ def bind_scatter(group: Group, old: tuple[int, ...], chunks: tuple[Box, ...], op
         return _scattered_directly(group, old, chunks, op)
     leaving = Packing(tuple(group.to_torch(chunks)), old)
     own = chunks[group.position]
-    arriving = Packing((Box((0,), (own.numel,)),) * group.size, (own.numel * group.size,))
+    arriving = [own.numel] * group.size
 
     def issue(x: Tensor, async_op: bool) -> Pending[Tensor]:
         block = row_major(x, old)
         buffer = block.new_empty((group.size, *own.size))
-        work = all_to_all_rows(group, buffer.view(-1), leaving.pack(block), arriving, leaving, async_op)
+        work = all_to_all_rows(group, buffer.view(-1), leaving.pack(block), arriving, leaving.lengths, async_op)
         return started(work, lambda: fold(group.to_mesh(buffer.unbind(0)), op))
 
     return issue
@@ -230,11 +230,18 @@ def _scattered_directly(group: Group, old: tuple[int, ...], chunks: tuple[Box, .
 def everybodys(group: Group, x: Tensor, async_op: bool, then: Callable[[Sequence[Tensor]], Tensor]) -> Pending[Tensor]:
     """``then`` of the group's ``x``, by group position; sent to all in one round."""
     block = row_major(x, x.shape)
-    buffer = block.new_empty((group.size, *block.shape))
-    row = block.expand(group.size, *block.shape).contiguous().view(-1)
-    whole = Packing((Box((0,), (block.numel(),)),) * group.size, (row.numel(),))
-    work = all_to_all_rows(group, buffer.view(-1), row, whole, whole, async_op)
-    return started(work, lambda: then(group.to_mesh(buffer.unbind(0))))
+    others, mine = group.size - 1, group.torch_rank
+    buffer = block.new_empty((others, *block.shape))
+    row = block.view(-1) if others == 1 else block.expand(others, *block.shape).contiguous().view(-1)
+    lengths = [block.numel()] * group.size
+    lengths[mine] = 0
+    work = all_to_all_rows(group, buffer.view(-1), row, lengths, lengths, async_op)
+
+    def finish() -> Tensor:
+        arrived = list(buffer.unbind(0))
+        return then(group.to_mesh([*arrived[:mine], block, *arrived[mine:]]))
+
+    return started(work, finish)
 
 
 def all_reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
@@ -246,6 +253,8 @@ def all_reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
     order = group.order or tuple(range(size))
     block = row_major(x, tuple(x.shape))
     result = torch.empty_like(block)
+    if not block.numel():
+        return Pending.of(result)
     length = -(-block.numel() // size)
     given, places = block.view(-1).split(length), result.view(-1).split(length)  # the last ones may be shorter, or missing
     own = len(given[mine]) if mine < len(given) else 0
@@ -261,7 +270,7 @@ def all_reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
     def finish() -> Tensor:
         if own:
             terms = [given[mine] if k == mine else scratch[k][:own] for k in range(size)]
-            _after(first, lambda: places[mine].copy_(fold(terms, op)))
+            _after(first, lambda: fold(terms, op, out=places[mine]))
         second = post(
             group,
             [(order[k], places[k]) for k in before if k < len(places)],
