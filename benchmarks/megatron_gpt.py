@@ -1,0 +1,91 @@
+"""The model of ``gpt_model`` with Megatron-LM's tensor parallelism written by hand: local tensors and explicit all-reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class _Copy(torch.autograd.Function):
+    """Identity; its gradient is summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks; its gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        x = x.contiguous().clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+def split(model: Any, group: Any) -> nn.Module:
+    """``model`` with this rank's parts of its weights, in place."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def part(p: Tensor, dim: int) -> nn.Parameter:
+        return nn.Parameter(p.detach().chunk(ranks, dim)[rank].clone())
+
+    def hook(module: nn.Module) -> None:
+        module.register_forward_pre_hook(lambda _, args: (_Copy.apply(args[0], group), *args[1:]))
+
+    for block in model.blocks:
+        attention, feed = block.attention, block.feed_forward
+        for linear in (attention.query, attention.key, attention.value, feed.gate, feed.up):
+            linear.weight = part(linear.weight, 0)
+        for linear in (attention.out, feed.down):
+            linear.weight = part(linear.weight, 1)
+            linear.register_forward_hook(lambda _, args, out: _Sum.apply(out, group))
+        hook(attention)
+        hook(feed)
+    rows = model.embedding.weight.shape[0] // ranks
+    model.embedding.weight = part(model.embedding.weight, 0)
+
+    def embed(tokens: Tensor) -> Tensor:
+        own = (tokens >= rank * rows) & (tokens < (rank + 1) * rows)
+        found = F.embedding((tokens - rank * rows).where(own, 0), model.embedding.weight)
+        return _Sum.apply(found * own[..., None], group)  # type: ignore[no-any-return]
+
+    model.embedding.forward = embed
+    model.head.weight = part(model.head.weight, 0)
+    hook(model.head)
+    return model  # type: ignore[no-any-return]
+
+
+def loss_of(group: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """The mean cross-entropy of logits of which each rank has a part of the vocabulary."""
+    rank = dist.get_rank(group)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        flat, wanted = logits.flatten(0, 1), targets.flatten()
+        first = rank * flat.shape[1]
+        largest = flat.detach().amax(1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        shifted = flat - largest[:, None]
+        own = (wanted >= first) & (wanted < first + flat.shape[1])
+        picked = shifted.gather(1, (wanted - first).where(own, 0)[:, None])[:, 0] * own
+        total = _Sum.apply(torch.stack([shifted.exp().sum(1), picked]), group)
+        return (total[0].log() - total[1]).mean()
+
+    return loss

@@ -1,0 +1,284 @@
+"""Training steps of a Llama-shaped model on gloo processes: ours, the peer's and a program written by hand, in one run.
+
+    python benchmarks/train_step.py [--quick] [--json] [--only tp2 fsdp4] [--memory]
+
+The sides take turns, step by step, on the same processes and groups, so a slow moment of the machine hits no one alone. A step is
+forward, backward and AdamW; its time is that of the slowest rank. "cpu" is the processor time of a rank, which other programs on
+the machine hardly change, "host" that of its main thread; in brackets, the ratio to the peer's. "by hand" is Megatron-LM's tensor
+parallelism with explicit all-reduces (tp), or plain torch with one flat all-reduce of the gradients (the others). With --memory
+each side runs alone, and the peak of resident memory over what the processes start with is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "examples"), str(ROOT / "benchmarks")]
+
+from gpt_model import GPT, Config, loss_of  # noqa: E402  # it is found by the path above
+
+CASES = {  # name -> (processes, mesh shape)
+    "tp2": (2, {"tp": 2}),
+    "tp4": (4, {"tp": 4}),
+    "ddp2": (2, {"dp": 2}),
+    "ddp4": (4, {"dp": 4}),
+    "fsdp2": (2, {"dp": 2}),
+    "fsdp4": (4, {"dp": 4}),
+    "fsdp2xtp2": (4, {"dp": 2, "tp": 2}),
+}
+SIDES = ("ours", "peer", "by hand")
+BATCH = 4
+
+
+def config_of(size: str) -> Config:
+    if size == "small":
+        return Config(vocabulary=512, context=64, width=64, heads=4, layers=2)
+    return Config(vocabulary=2048, context=128, width=256, heads=8, layers=4)
+
+
+# --- the same plan for both libraries ------------------------------------------------------------------------------------
+def plan_of(lib: Any, shard: Any, replicate: Any) -> dict[str, Any]:
+    """Tensor, sequence and loss parallelism; attention computes on this rank's heads as local tensors."""
+    plan = {
+        "embedding": lib.RowwiseParallel(input_layouts=replicate(), output_layouts=shard(1)),
+        "norm": lib.SequenceParallel(),
+        "head": lib.ColwiseParallel(input_layouts=shard(1), use_local_output=False),
+    }
+    block = {
+        "attention_norm": lib.SequenceParallel(),
+        "attention": lib.PrepareModuleInput(
+            input_layouts=(shard(1), None, None), desired_input_layouts=(replicate(), None, None)
+        ),
+        "attention.query": lib.ColwiseParallel(),
+        "attention.key": lib.ColwiseParallel(),
+        "attention.value": lib.ColwiseParallel(),
+        "attention.out": lib.RowwiseParallel(output_layouts=shard(1)),
+        "feed_forward_norm": lib.SequenceParallel(),
+        "feed_forward": lib.PrepareModuleInput(input_layouts=(shard(1),), desired_input_layouts=(replicate(),)),
+        "feed_forward.gate": lib.ColwiseParallel(),
+        "feed_forward.up": lib.ColwiseParallel(),
+        "feed_forward.down": lib.RowwiseParallel(output_layouts=shard(1)),
+    }
+    return plan | {f"blocks.*.{name}": style for name, style in block.items()}
+
+
+Step = Callable[[], float]
+
+
+def ours(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
+    import dtensor as dt
+    from dtensor import parallel
+
+    shape = CASES[case][1]
+    mesh = dt.init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    if "tp" in shape:
+        parallel.parallelize_module(model, mesh["tp"], plan_of(parallel, dt.Shard, dt.Replicate))
+        labels: Any = dt.DTensor.from_local(targets, mesh["tp"], [dt.Replicate()])
+    else:
+        labels = targets
+    if "fsdp" in case:
+        for block in model.blocks:  # type: ignore[union-attr]  # a ModuleList
+            parallel.fully_shard(block, mesh=mesh["dp"])
+        parallel.fully_shard(model, mesh=mesh["dp"])
+    elif "ddp" in case:
+        parallel.replicate(model, mesh["dp"])
+    return stepper(model, tokens, labels)
+
+
+def peer(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, parallel
+
+    shape = CASES[case][1]
+    mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    if "tp" in shape:
+        parallel.parallelize_module(model, mesh["tp"], plan_of(parallel, Shard, Replicate))
+    if "fsdp" in case:
+        for block in model.blocks:  # type: ignore[union-attr]  # a ModuleList
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    elif "ddp" in case:
+        model = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+    if "tp" not in shape:
+        return stepper(model, tokens, targets)
+
+    inner = stepper(model, tokens, targets)
+
+    def step() -> float:
+        with parallel.loss_parallel():
+            return inner()
+
+    return step
+
+
+def by_hand(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
+    import megatron_gpt
+
+    shape = CASES[case][1]
+    if case.startswith("tp"):
+        return stepper(megatron_gpt.split(model, dist.group.WORLD), tokens, targets, megatron_gpt.loss_of(dist.group.WORLD))
+    if "tp" in shape:  # the data-parallel program, each group of two computing the same
+        return by_hand("ddp4", model, tokens, targets)
+    parameters = list(model.parameters())
+
+    def average() -> None:
+        flat = torch.cat([p.grad.reshape(-1) for p in parameters])  # type: ignore[union-attr]  # backward has run
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad.copy_(part.view_as(p))  # type: ignore[union-attr]  # as above
+
+    return stepper(model, tokens, targets, after_backward=average)
+
+
+def stepper(
+    model: nn.Module,
+    tokens: Tensor,
+    targets: Any,
+    loss_fn: Callable[[Any, Any], Any] = loss_of,
+    after_backward: Callable[[], None] = lambda: None,
+) -> Step:
+    """One step of training as a function that gives the loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)  # as it is by default on accelerators
+
+    def step() -> float:
+        loss = loss_fn(model(tokens), targets)
+        loss.backward()
+        after_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        local = loss.detach()
+        return float(local.full_tensor() if hasattr(local, "full_tensor") else local)
+
+    return step
+
+
+# --- measuring -----------------------------------------------------------------------------------------------------------
+def run_rank(rank: int, case: str, sides: tuple[str, ...], size: str, rounds: int, folder: str) -> None:
+    ranks, shape = CASES[case]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    config = config_of(size)
+    dp_rank = rank // shape.get("tp", 1) if "dp" in shape else 0
+    batch = torch.randint(config.vocabulary, (BATCH, config.context + 1), generator=torch.Generator().manual_seed(dp_rank))
+    steps: dict[str, Step] = {}
+    for side in sides:
+        torch.manual_seed(0)
+        build = {"ours": ours, "peer": peer, "by hand": by_hand}[side]
+        steps[side] = build(case, GPT(config), batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
+    losses = {side: [step() for _ in range(3)] for side, step in steps.items()}
+    wall: dict[str, list[float]] = {side: [] for side in sides}
+    host: dict[str, list[float]] = {side: [] for side in sides}
+    cpu: dict[str, list[float]] = {side: [] for side in sides}
+    for k in range(rounds):
+        for side in sides[k % len(sides) :] + sides[: k % len(sides)]:
+            dist.barrier()
+            thread, process, now = time.thread_time(), time.process_time(), time.perf_counter()
+            steps[side]()
+            host[side].append(time.thread_time() - thread)
+            cpu[side].append(time.process_time() - process)
+            took = torch.tensor(time.perf_counter() - now, dtype=torch.float64)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            wall[side].append(took.item())
+    sent = communication(steps) if "ours" in sides else {}
+    if rank == 0:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found = {
+            side: {
+                "ms": statistics.median(wall[side]) * 1e3 if rounds else math.nan,
+                "host_ms": statistics.median(host[side]) * 1e3 if rounds else math.nan,
+                "cpu_ms": statistics.median(cpu[side]) * 1e3 if rounds else math.nan,
+                "losses": losses[side],
+                "peak_mib": (peak - started) / 1024,
+                **sent.get(side, {}),
+            }
+            for side in sides
+        }
+        Path(folder, "result.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def communication(steps: dict[str, Step]) -> dict[str, dict[str, Any]]:
+    """Collectives of one step of ours, and the bytes they bring to a rank."""
+    from dtensor.debug import CommDebugMode
+
+    with CommDebugMode() as comm:
+        steps["ours"]()
+    found = {"ours": {"collectives": comm.get_total_counts(), "bytes": sum(comm.get_comm_bytes().values())}}
+    for side in steps:
+        if side != "ours":
+            steps[side]()
+    return found
+
+
+def measure(case: str, sides: tuple[str, ...], size: str, rounds: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, (case, sides, size, rounds, folder), nprocs=CASES[case][0])
+        return json.loads(Path(folder, "result.json").read_text())  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small model, few rounds")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--only", nargs="*", default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=0)
+    options = parser.parse_args()
+    size, rounds = ("small", 5) if options.quick else ("medium", 15)
+    results = {}
+    for case in options.only:
+        if options.memory:
+            results[case] = {side: measure(case, (side,), size, 0)[side] for side in SIDES}
+        else:
+            results[case] = measure(case, SIDES, size, options.rounds or rounds)
+        if not options.json:
+            show(case, results[case], options.memory)
+    if options.json:
+        print(json.dumps(results))
+    elif not options.memory:
+        summary(results)
+
+
+def show(case: str, found: dict[str, Any], memory: bool) -> None:
+    for side, row in found.items():
+        if memory:
+            print(f"{case:10} {side:8} peak {row['peak_mib']:7.1f} MiB", flush=True)
+            continue
+        relative = {key: row[key] / found["peer"][key] for key in ("ms", "cpu_ms")}
+        sent = f"  {row['collectives']} collectives, {row['bytes'] / 2**20:.2f} MiB" if "collectives" in row else ""
+        busy = f"cpu {row['cpu_ms']:7.1f} ms ({relative['cpu_ms']:.2f})  host {row['host_ms']:7.1f} ms"
+        times = f"{row['ms']:8.1f} ms ({relative['ms']:.2f})  {busy}"
+        print(f"{case:10} {side:8} {times}  loss {row['losses'][-1]:.5f}{sent}", flush=True)
+
+
+def summary(results: dict[str, Any]) -> None:
+    for kind in ("tp", "ddp", "fsdp"):
+        for key, what in (("ms", "time"), ("cpu_ms", "processor time")):
+            ratios = [found["ours"][key] / found["peer"][key] for case, found in results.items() if case.startswith(kind)]
+            if ratios:
+                mean = math.prod(ratios) ** (1 / len(ratios))
+                print(f"{kind}: {mean:.2f} of the peer's {what} (geometric mean of {len(ratios)})")
+
+
+if __name__ == "__main__":
+    main()
