@@ -56,6 +56,8 @@ CLASSES = {
     "sequences": Case(lambda x, t: F.cross_entropy(x, t), (floats(2, 5, 3), integers(2, 3, low=0, high=5))),
     "one row": Case(lambda x, t: F.cross_entropy(x, t), (floats(7), torch.tensor(4))),
     "nll": Case(lambda x, t: F.nll_loss(x, t), (X, TARGET)),
+    "labels of one byte": Case(lambda x, t: F.cross_entropy(x, t), (X, TARGET.to(torch.uint8))),
+    "half precision": Case(lambda x, t: F.cross_entropy(x, t), (X.half(), TARGET)),
     "no class": Case(lambda x, t: F.cross_entropy(x, t), (X, torch.tensor([0, 1, 7, 2, 3]))),
     "empty batch": Case(lambda x, t: F.cross_entropy(x, t, reduction="sum"), (floats(0, 7), integers(0))),
 }
@@ -86,6 +88,11 @@ def test_no_score_is_moved(mesh_shape, scores, target, collectives) -> None:  # 
     assert outcome.layouts[0].placements == tuple(Partial() if isinstance(p, Shard) else p for p in scores)
     assert kinds(outcome) == collectives
     assert received(outcome) <= 250
+
+
+def test_means_of_half_precision_do_not_overflow() -> None:
+    x, y = torch.full((5, 40), 200.0).half(), torch.zeros(5, 40).half()
+    run(F.mse_loss, [x, y], (3,), [[Shard(0)]] * 2)
 
 
 def test_gradients_of_scores_lie_as_the_scores() -> None:

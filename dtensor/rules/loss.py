@@ -40,8 +40,11 @@ def elements(call: Call, *operands: int) -> int:
 def mean_of_losses(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
     """Each rank's sum over the number of elements of the whole: terms of the mean."""
     op, count = functional(at.call), elements(at.call, *range(len(at.operands)))
-    args = with_reduction(at.call, args, SUM)
-    return at.map(lambda _, *locals_: op(*locals_, **kwargs) / count, *args)
+    result = at.results[0]
+    assert result is not None
+    wide = torch.promote_types(result.dtype, torch.float32)  # a sum of half precision would overflow where the mean does not
+    args = with_reduction(at.call, args, SUM if wide is result.dtype else NONE)
+    return at.map(lambda _, *locals_: (op(*locals_, **kwargs).sum(dtype=wide) / count).to(result.dtype), *args)
 
 
 def loss_factors(call: Call) -> Factors | None:

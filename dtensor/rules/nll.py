@@ -48,6 +48,7 @@ def own_targets(target: torch.Tensor, start: int, size: int, total: int, ignore_
     Raises:
         IndexError: a target that is no class, as the plain loss does (on CPU; elsewhere asserted on the device).
     """
+    target = target.long()  # labels of one byte would wrap around
     counts = target != ignore_index
     legal = ~counts | ((target >= 0) & (target < total))
     if target.device.type == "cpu":
@@ -74,34 +75,39 @@ def local_weight(weight: torch.Tensor | None, start: int, size: int) -> torch.Te
 
 # --- forward ----------------------------------------------------------------------------------------------------------------
 def nll_forward(at: KernelContext, scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
-    op = functional(at.call)
+    op, dtype = functional(at.call), at.operands[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)  # sums of half precision would overflow
 
     def one(
         here: Any, scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         start, size, total = class_block(at, here.member)
         local = own_targets(target, start, size, total, ignore_index)
-        if not size:
-            loss = scores.new_zeros(target.shape if reduction == NONE else ())
+        if size:
+            each = op(scores, local, local_weight(weight, start, size), NONE, IGNORED)[0]
         else:
-            loss = op(scores, local, local_weight(weight, start, size), NONE if reduction == NONE else 2, IGNORED)[0]
-        return loss, weight_of(target, weight, ignore_index, scores)
+            each = scores.new_zeros(target.shape)
+        return each if reduction == NONE else each.sum(dtype=wide), weight_of(target, weight, ignore_index, wide)
 
     loss, total_weight = at.map(one, scores, target, weight)
     if reduction == NONE:
-        return loss, at.map(lambda _, x: torch.zeros_like(x), total_weight)
+        return loss, at.map(lambda _, x: torch.zeros_like(x, dtype=dtype), total_weight)
     batch_dims = tuple(i for name, split in at.splits.items() if name != "c" for i in split.mesh_dims)
     if reduction == MEAN and batch_dims:
         total_weight = at.comm.all_reduce(total_weight, batch_dims, "sum")
-    return (at.map(lambda _, x, w: x / w, loss, total_weight) if reduction == MEAN else loss), total_weight
+    mean = reduction == MEAN
+    return at.map(lambda _, x, w: ((x / w if mean else x).to(dtype), w.to(dtype)), loss, total_weight)
 
 
-def weight_of(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, like: torch.Tensor) -> torch.Tensor:
+def weight_of(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype) -> torch.Tensor:
     """The total weight of the targets that count."""
+    target = target.long()
     counts = target != ignore_index
     if weight is None:
-        return counts.sum().to(like.dtype)
-    return (weight[target.masked_fill(~counts, 0)] * counts).sum().to(like.dtype) if weight.numel() else like.new_zeros(())
+        return counts.sum().to(dtype)
+    if not weight.numel():
+        return weight.new_zeros((), dtype=dtype)
+    return (weight.to(dtype)[target.masked_fill(~counts, 0)] * counts).sum()
 
 
 def nll_factors(call: Call) -> Factors:
