@@ -36,6 +36,9 @@ blockwise("_addmm_activation", "+m n, m [k], [k] n -> m n")  # the activation ne
 WITHOUT_BIAS = ("sum,R -> sum", "R,sum -> sum", "avg,R -> avg", "R,avg -> avg")
 
 
+WITH_BIAS = ("R,R,avg -> avg", "avg,R,avg -> avg", "R,avg,avg -> avg", "R,R,max -> max", "R,R,min -> min")
+
+
 def linear_factors(call: Call) -> Factors:
     """``x @ w.T + b``: dims of x but the last pass through; a weight of one dim gives no output dim."""
     x, w = call.shape(0), call.shape(1)
@@ -52,7 +55,7 @@ register(
     "linear",
     Rule(
         linear_factors,
-        (*WITHOUT_BIAS, "sum,R,sum -> sum", "R,sum,sum -> sum", "avg,R,R -> avg", "R,avg,R -> avg", "R,R,avg -> avg"),
+        (*WITHOUT_BIAS, "sum,R,sum -> sum", "R,sum,sum -> sum", "avg,R,R -> avg", "R,avg,R -> avg", *WITH_BIAS),
         kind="einsum",
         source="... k, n k, +n -> ... n",
     ),

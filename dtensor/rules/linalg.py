@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..pattern import parse
-from .blockwise import blockwise, linear_in, multilinear
+from .blockwise import blockwise, linear_in, multilinear, plain_op
 from .call import Call
 from .registry import register
-from .rule import Dims, Factors, Rule
+from .rule import Dims, Factors, Kernel, Rule
 from .verbs import bind, kernel_rule
 
 # one matrix in
@@ -51,14 +53,22 @@ blockwise("triangular_solve", "... [j] [k], ... [i] [j] -> ... [j] [k], ... [i] 
 
 
 def solve_factors(call: Call) -> Factors | None:
-    """``_linalg_solve_ex``: the right-hand sides are a stack of vectors or of matrices; LU, pivots and info come along."""
+    """``_linalg_solve_ex``: the right-hand sides are a stack of vectors or of matrices; LU, pivots and info come along.
+
+    They know neither the columns nor batch dims that only the right-hand sides have: there they are whole.
+    """
     a, b = call.shape(0), call.shape(1)
     vector = len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
-    right = "... [j]" if vector else "... [j] [k]"
-    return bind(parse(f"... [i] [j], {right} -> {right}, ... [i] [j], ... [i], ..."), call, None)
+    right = "... [j]" if vector else "... [j] k" if call["left"] else "... k [j]"
+    factors = bind(parse(f"... [i] [j], {right} -> {right}, ... [i] [j], ... [i], ..."), call, None)
+    if factors is None:
+        return None
+    lacked = {name for name in factors.sizes if any((name,) not in dims for dims in factors.results)} - factors.whole
+    return replace(factors, kernels=dict.fromkeys(lacked, Kernel(plain_op, joint=True)))
 
 
-kernel_rule("_linalg_solve_ex", solve_factors)
+SOLVE_ROWS = ("R,sum -> sum,R,R,R", "R,avg -> avg,R,R,R")
+kernel_rule("_linalg_solve_ex", solve_factors, partials=SOLVE_ROWS)
 
 
 def cross_factors(call: Call) -> Factors:

@@ -42,8 +42,10 @@ def bind(pattern: Pattern, call: Call, reduce_op: str | None = "sum") -> Factors
         return None
     sizes: dict[str, int] = {}
     terms = pattern.operands[: len(shapes)]
-    rest = max((len(shape) - len(term.dims) + 1 for term, shape in zip(terms, shapes, strict=True) if ELLIPSIS in term.dims), default=0)
-    for _ in range(2):  # all sizes are known once all operands are seen: only then is it known which dims of size one are broadcast
+    rest = max(
+        (len(shape) - len(term.dims) + 1 for term, shape in zip(terms, shapes, strict=True) if ELLIPSIS in term.dims), default=0
+    )
+    for _ in range(2):  # sizes are known once all operands are seen: only then, which dims of size one are broadcast
         operands = tuple(_bind_term(term, shape, rest, sizes) for term, shape in zip(terms, shapes, strict=True))
     if any(dims is None for dims in operands):
         return None
@@ -60,9 +62,18 @@ def bind(pattern: Pattern, call: Call, reduce_op: str | None = "sum") -> Factors
 
 
 def _bind_term(term: Term, shape: tuple[int, ...], rest: int, sizes: dict[str, int]) -> Dims | None:
-    """Right-aligned ``...`` (and added operands, which broadcast); a dim of size one where others are larger is a broadcast and carries no factor."""
+    """Factors of one operand; ``...`` and added operands, which broadcast, are right-aligned.
+
+    A dim of size one where others are larger is a broadcast and carries no factor.
+    """
     names: list[tuple[str, ...]] = []
-    dims = term.dims[-len(shape) :] if term.additive and 0 < len(shape) < len(term.dims) else () if term.additive and not shape else term.dims
+    dims = (
+        term.dims[-len(shape) :]
+        if term.additive and 0 < len(shape) < len(term.dims)
+        else ()
+        if term.additive and not shape
+        else term.dims
+    )
     for dim in dims:
         if dim == ELLIPSIS:
             own = len(shape) - len(term.dims) + 1
@@ -85,7 +96,7 @@ def _multilinear(pattern: Pattern) -> tuple[str, ...]:
     added = [term.additive for term in pattern.operands]
     for i, additive in enumerate(added):
         if not additive:
-            for op, bias in (("sum", "sum"), ("avg", "R")):
+            for op, bias in (("sum", "sum"), ("avg", "R"), *([("avg", "avg")] if any(added) else [])):
                 left = [op if j == i else bias if added[j] else "R" for j in range(len(added))]
                 rows.append(f"{','.join(left)} -> {','.join([op] * results)}")
     if any(added):
@@ -167,7 +178,9 @@ def reduction_factors(call: Call, dims: tuple[int, ...], op: str | Monoid | None
     picked = frozenset(f"d{d}" for d in dims)
     operand: Dims = tuple((f"d{d}",) for d in range(len(shape)))
     results = tuple(_reduced(meta, operand, picked) for meta in call.results if meta is not None)
-    others = tuple(operand if layout.shape == call.operands[0].shape else ((),) * len(layout.shape) for layout in call.operands[1:])
+    others = tuple(
+        operand if layout.shape == call.operands[0].shape else ((),) * len(layout.shape) for layout in call.operands[1:]
+    )
     kernels = dict.fromkeys(picked, kernel) if kernel is not None else {}
     whole = picked if op is None and kernel is None else frozenset()
     return Factors((operand, *others), results, sizes, whole, {} if op is None else dict.fromkeys(picked, op), kernels=kernels)
