@@ -1,0 +1,162 @@
+"""Reading and writing by index: along a sharded dim the big operand does not move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rule_tables import MESHES, Case, floats, integers, kinds, run, try_all
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.testing import check
+
+F = torch.nn.functional
+X, Z = floats(5, 6), integers(5, 6)
+
+
+def ids(high: int, *shape: int, seed: int = 0, low: int = 0) -> torch.Tensor:
+    return integers(*shape, seed=seed, low=low, high=high)
+
+
+ROWS, COLUMNS = ids(5, 7, low=-5), ids(6, 7, seed=1)
+DISTINCT = torch.tensor([3, 0, 4])
+SORTED = floats(7).sort().values
+
+
+def put_rows(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    x[i] = v
+    return x
+
+
+def add_rows(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return x.index_put_((i,), v, accumulate=True)
+
+
+def fill_mask(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    x[m] = -1.0
+    return x
+
+
+CASES = {
+    "embedding": Case(lambda w, i: F.embedding(i, w), (floats(7, 3), ids(7, 5, 2)), ("sum", "avg")),
+    "embedding with padding": Case(lambda w, i: F.embedding(i, w, 2), (floats(7, 3), ids(4, 9)), ("sum",)),
+    "embedding used twice": Case(
+        lambda w, i: (h := F.embedding(i, w), h.relu() @ w.t(), h.sum())[1:], (floats(7, 3), ids(7, 5)), ("sum",)
+    ),
+    "embedding by frequency": Case(lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), (floats(7, 3), ids(4, 9)), ("sum",)),
+    "index_select": Case(lambda x, i: x.index_select(0, i), (X, ids(5, 7)), ("sum", "max")),
+    "index_select of integers": Case(lambda x, i: x.index_select(1, i), (Z, ids(6, 4)), ("sum",)),
+    "gather": Case(lambda x, i: x.gather(0, i), (X, ids(5, 7, 6))),
+    "gather with a shorter index": Case(lambda x, i: x.gather(1, i), (X, ids(6, 3, 4)), ("sum",)),
+    "take_along_dim": Case(lambda x, i: torch.take_along_dim(x, i, 1), (X, ids(6, 5, 1)), ("sum",)),
+    "take": Case(lambda x, i: x.take(i), (X, ids(30, 7, low=-30)), ("sum",)),
+    "x[rows]": Case(lambda x, i: x[i], (X, ROWS)),
+    "x[:, columns]": Case(lambda x, i: x[:, i], (X, COLUMNS)),
+    "x[rows, columns]": Case(lambda x, i, j: x[i, j], (X, ROWS, COLUMNS), ("sum",)),
+    "x[rows, :, columns]": Case(lambda x, i, j: x[i, :, j], (floats(5, 3, 6), ROWS, COLUMNS), ("sum",)),
+    "broadcast indices": Case(lambda x, i, j: x[:, i, j], (floats(3, 5, 6), ids(5, 4, 1), ids(6, 2)), ("sum",)),
+    "indices from a list": Case(lambda x: (x[[0, 3, -1]], x[[0, 2], [1, 1]], x[:, [5, 0]]), (X,)),
+    "x[mask]": Case(lambda x, m: x[m] * 2, (X, X > 0), ("sum",)),
+    "masked_select and nonzero": Case(lambda x, m: (x.masked_select(m), x.nonzero(), torch.argwhere(m)), (X, X > 0), ("sum",)),
+    "x[rows] = v": Case(put_rows, (X, DISTINCT, floats(3, 6, seed=1)), ("sum",), written=True),
+    "x[rows] += v": Case(add_rows, (X, ROWS, floats(7, 6, seed=1)), ("sum", "avg"), written=True),
+    "x[rows] = v of integers": Case(put_rows, (Z, DISTINCT, integers(3, 6, seed=1)), ("sum",), written=True),
+    "x[mask] = v": Case(fill_mask, (X, X > 0), ("sum",), written=True),
+    "index_add": Case(lambda x, i, v: x.index_add(0, i, v, alpha=2), (X, ids(5, 7), floats(7, 6, seed=1)), ("sum",)),
+    "index_add_": Case(lambda x, i, v: x.index_add_(1, i, v), (X, ids(6, 4), floats(5, 4, seed=1)), ("sum",), written=True),
+    "index_copy": Case(lambda x, i, v: x.index_copy(0, i, v), (X, DISTINCT, floats(3, 6, seed=1)), ("sum",)),
+    "index_fill": Case(lambda x, i: x.index_fill(1, i, 2.5), (X, ids(6, 3)), ("sum",)),
+    "index_reduce": Case(
+        lambda x, i, v: x.index_reduce(0, i, v, "amax"), (X, ids(5, 7), floats(7, 6, seed=1)), ("sum",), gradients=False
+    ),
+    "scatter": Case(lambda x, i, v: x.scatter(0, i, v), (X, DISTINCT[:, None].repeat(1, 6), floats(3, 6, seed=1)), ("sum",)),
+    "scatter a number": Case(lambda x, i: x.scatter(1, i, 7.0), (X, ids(6, 5, 2)), ("sum",)),
+    "scatter_add": Case(lambda x, i, v: x.scatter_add(0, i, v), (X, ids(5, 7, 6), floats(7, 6, seed=1)), ("sum",)),
+    "scatter_add_": Case(
+        lambda x, i, v: x.scatter_add_(1, i, v), (X, ids(6, 5, 9), floats(5, 9, seed=1)), ("sum",), written=True
+    ),
+    "scatter_reduce": Case(lambda x, i, v: x.scatter_reduce(0, i, v, "mean"), (X, ids(5, 7, 6), floats(7, 6, seed=1)), ("sum",)),
+    "scatter_reduce of largest": Case(
+        lambda x, i, v: x.scatter_reduce(0, i, v, "amax"), (X, ids(5, 7, 6), floats(7, 6, seed=1)), ("sum",)
+    ),
+    "put_": Case(lambda x, i, v: x.put_(i, v), (X, torch.tensor([4, 29, -2, 0]), floats(4, seed=1)), ("sum",), written=True),
+    "one_hot": Case(lambda i: F.one_hot(i, 7), (ids(7, 5),), ("sum",)),
+    "one_hot without a size": Case(lambda i: F.one_hot(i), (ids(7, 5),), ("sum",)),
+    "bucketize": Case(lambda x, b: torch.bucketize(x, b), (X, SORTED), ("sum",)),
+    "searchsorted": Case(lambda s, v: torch.searchsorted(s, v, right=True), (floats(5, 7).sort().values, X), ("sum",)),
+    "where": Case(lambda m, x, y: torch.where(m, x, y), (X > 0, X, floats(6, seed=1)), ("sum", "max")),
+    "masked_fill": Case(lambda x, m: x.masked_fill(m, -3.0), (X, X > 1)),
+    "masked_scatter": Case(lambda x, m, v: x.masked_scatter(m, v), (X, X > 0, floats(30, seed=1)), ("sum",)),
+    "infinities elsewhere": Case(lambda x, i: x.index_select(0, i), (floats(5) / 0.0, ids(5, 3)), (), gradients=False),
+    "nothing to read": Case(lambda x, i: (x[i], x.index_select(0, i), F.embedding(i, x)), (X, ids(5, 0)), ("sum",)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*in beta.*:UserWarning")
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tuple[int, ...]) -> None:
+    try_all(CASES[name], mesh_shape, 6)
+
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+FREE: list[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...], list[Any], Any]] = [
+    ("vocabulary", lambda w, i: F.embedding(i, w), (floats(7, 3), ids(7, 5, 2)), [S0, R], P),
+    ("uneven vocabulary", lambda w, i: F.embedding(i, w), (floats(7, 3), ids(7, 5)), [Shard(0, sizes=(7, 0)), R], P),
+    ("embedding dim", lambda w, i: F.embedding(i, w), (floats(7, 3), ids(7, 5)), [S1, R], S1),
+    ("batch", lambda w, i: F.embedding(i, w), (floats(7, 3), ids(7, 5)), [R, S0], S0),
+    ("rows of a sharded dim", lambda x, i: x.index_select(0, i), (X, ids(5, 7)), [S0, R], P),
+    ("gather along a sharded dim", lambda x, i: x.gather(0, i), (X, ids(5, 7, 6)), [S0, R], P),
+    ("gather beside the shards", lambda x, i: x.gather(0, i), (X, ids(5, 7, 6)), [S1, S1], S1),
+    ("advanced index of a sharded dim", lambda x, i, j: x[i, j], (X, ROWS, COLUMNS), [S0, R, R], P),
+    ("batched indices", lambda x, i: x[i], (X, ROWS), [R, S0], S0),
+    ("take", lambda x, i: x.take(i), (X, ids(30, 7)), [S1, R], P),
+    ("rows written where they are", put_rows, (X, DISTINCT, floats(3, 6)), [S0, R, R], S0),
+    ("sums by index", lambda x, i, v: x.index_add(0, i, v), (X, ids(5, 7), floats(7, 6)), [R, S0, S0], P),
+    ("scatter into shards", lambda x, i, v: x.scatter_add(0, i, v), (X, ids(5, 7, 6), floats(7, 6)), [S0, R, R], S0),
+    ("one value under a mask", fill_mask, (X, X > 0), [S0, S0], S0),
+    ("a sorted sequence in pieces", lambda s, v: torch.searchsorted(s, v), (SORTED, X), [S0, R], P),
+]
+
+
+@pytest.mark.parametrize(("fn", "tensors", "given", "expected"), [row[1:] for row in FREE], ids=[row[0] for row in FREE])
+def test_no_communication(fn: Callable[..., Any], tensors: Any, given: list[Any], expected: Any) -> None:
+    outcome = run(fn, tensors, (2,), [[placement] for placement in given], cloned=True)
+    assert kinds(outcome) == []
+    assert outcome.layouts[0].placements == (expected,)
+
+
+def test_two_indexed_dims_on_two_mesh_dims() -> None:
+    outcome = run(lambda x, i, j: x[i, j], (X, ROWS, COLUMNS), (2, 2), [[S0, S1], [R, R], [R, R]])
+    assert kinds(outcome) == []
+    assert outcome.layouts[0].placements == (P, P)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: F.embedding(torch.tensor([0, 5]), x),
+        lambda x: x[torch.tensor([1, -6])],
+        lambda x: x.index_select(0, torch.tensor([5])),
+        lambda x: x.gather(0, torch.tensor([[5] * 6])),
+        lambda x: x.take(torch.tensor([30])),
+    ],
+    ids=["embedding", "index", "index_select", "gather", "take"],
+)
+def test_an_index_out_of_range_is_an_error_on_every_rank(fn: Callable[[torch.Tensor], Any]) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    with dt.implicit_replication():
+        for placement in (S0, S1, R):
+            check(fn, X, mesh=mesh, placements=[[placement]])
+
+
+def test_the_gradient_of_a_sharded_vocabulary_comes_back_in_its_shards() -> None:
+    mesh = dt.init_device_mesh("cpu", (3,))
+    weight = dt.distribute_tensor(floats(7, 3), mesh, [S0]).requires_grad_()
+    i = dt.distribute_tensor(ids(7, 5), mesh, [R])
+    F.embedding(i, weight).pow(2).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.placements == (S0,)  # type: ignore[attr-defined]  # a DTensor
