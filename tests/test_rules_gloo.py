@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import test_rules_indexing
+import test_rules_joining
 import test_rules_loss
 import test_rules_pointwise
 import test_rules_random
 import test_rules_reduction
 import test_rules_softmax
+import test_rules_views
+import test_rules_writes
 import torch
 from gloo import run_gloo
 from rule_tables import Case, try_all
@@ -24,6 +28,13 @@ TABLES: dict[str, dict[str, Case]] = {
     },
     "random": {name: Case(fn, (test_rules_random.X,)) for name, fn in test_rules_random.NEW.items()},
     "pointwise": test_rules_pointwise.CASES,
+    "views": test_rules_views.CASES,
+    "joining": test_rules_joining.CASES,
+    "indexing": test_rules_indexing.CASES,
+    "writes": {
+        program.__name__: Case(test_rules_writes.run(program), (test_rules_writes.X, test_rules_writes.V), written=True)
+        for program in test_rules_writes.PROGRAMS
+    },
 }
 # raise on the ranks that meet the target alone: the others would wait for them
 DATA_DEPENDENT = ("no class",)

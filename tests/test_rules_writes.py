@@ -14,6 +14,8 @@ from dtensor.debug import CommDebugMode
 from dtensor.testing import check, scatter
 
 Program = Callable[[torch.Tensor, torch.Tensor], Any]
+X = torch.arange(30.0, dtype=torch.float64).reshape(5, 6) - 7
+V = torch.tensor([1.0, -2, 3, 0.5, 2, -1], dtype=torch.float64)
 
 
 def set_row(x: torch.Tensor, v: torch.Tensor) -> None:
@@ -175,12 +177,11 @@ def run(program: Program) -> Callable[..., Any]:
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("gradients", [False, True], ids=["values", "gradients"])
 def test_a_program_that_writes_through_views_gives_what_it_gives_on_plain_tensors(program: Program, gradients: bool) -> None:
-    x, v = torch.arange(30.0, dtype=torch.float64).reshape(5, 6) - 7, torch.tensor([1.0, -2, 3, 0.5, 2, -1], dtype=torch.float64)
     for shape, choices in (((2,), FLAT), ((2, 2), GRID)):
         mesh = dt.init_device_mesh("cpu", shape)
         for k, placements in enumerate(choices):
             other = [Shard(0)] * mesh.ndim if k % 2 else [Replicate()] * mesh.ndim
-            check(run(program), x, v, mesh=mesh, placements=[placements, other], cloned=True, gradients=gradients, strides=False)
+            check(run(program), X, V, mesh=mesh, placements=[placements, other], cloned=True, gradients=gradients, strides=False)
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS[:8], *SPLIT_PROGRAMS], ids=lambda program: program.__name__)
