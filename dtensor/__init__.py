@@ -9,6 +9,7 @@ from .distribute import distribute_module, distribute_tensor
 from .explaining import Explanation, explain
 from .layout import Layout
 from .local_mapping import local_map
+from .many import redistribute_many
 from .mesh import DeviceMesh, init_device_mesh
 from .modes import explicit, implicit_replication
 from .placement import Monoid, Partial, Placement, Replicate, Shard
@@ -43,6 +44,7 @@ __all__ = [
     "per_rank",
     "rand",
     "randn",
+    "redistribute_many",
     "register_sharding",
     "zeros",
 ]

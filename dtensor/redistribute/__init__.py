@@ -2,6 +2,7 @@
 
 from .cost import LINKS, Link
 from .executor import execute, redistribute_local
+from .many import execute_many
 from .planner import estimate, plan
 from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, Step
 
@@ -18,6 +19,7 @@ __all__ = [
     "Step",
     "estimate",
     "execute",
+    "execute_many",
     "plan",
     "redistribute_local",
 ]

@@ -42,9 +42,7 @@ def execute(plan: Plan, local: Local, async_op: bool = False) -> Local:
     With ``async_op`` a ``Pending``: the plan has run up to its first collective, which is issued; the steps after it run in
     the first ``wait()``, so all ranks must wait in the same order. A rank outside the mesh gets ``local`` back.
     """
-    bound = plan.bound
-    if bound is None:
-        bound = plan.bound = bind(plan)
+    bound = bound_of(plan)
     if async_op:
         return _issue(bound, local)
     for step in bound:
@@ -59,8 +57,15 @@ class Bound(NamedTuple):
     start: Callable[[Local], Pending[Local]] | None = None
 
 
-def bind(plan: Plan) -> tuple[Bound, ...]:
-    """What this process does for ``plan``; regions and groups are worked out once."""
+def bound_of(plan: Plan) -> tuple[Bound, ...]:
+    """What this process does for each step of ``plan``, regions and groups worked out once; nothing outside its mesh."""
+    bound: tuple[Bound, ...] | None = plan.bound
+    if bound is None:
+        bound = plan.bound = _bind_all(plan)
+    return bound
+
+
+def _bind_all(plan: Plan) -> tuple[Bound, ...]:
     if not plan.steps or plan.src.mesh.current_member() is None:
         return ()
     comm = communicator_of(plan.src.mesh)
@@ -89,7 +94,7 @@ def _bind(comm: Communicator, step: Step) -> Bound:
     before, after, mesh_dims = step.before, step.after, step.mesh_dims
     match step:
         case Slice():
-            return Bound(lambda x: comm.map(lambda member, part: region(part, _inside(before, member, after, member)), x))
+            return Bound(lambda x: comm.map(lambda member, part: region(part, inside(before, member, after, member)), x))
         case Spread():
             return Bound(lambda x: comm.map(_spread, x, step))
         case AllReduce(op=Monoid() as op):
@@ -101,7 +106,7 @@ def _bind(comm: Communicator, step: Step) -> Bound:
 
             def chunks_of(member: int) -> tuple[Box, ...]:
                 group = before.mesh.members_of(mesh_dims, member)
-                return tuple(_inside(before, member, after, other) for other in group)
+                return tuple(inside(before, member, after, other) for other in group)
 
             shape_of = functools.partial(_local_shape, before)
             return _collective(comm, comm.bind_reduce_scatter(mesh_dims, chunks_of, op, shape_of, before.dtype), step)
@@ -142,7 +147,7 @@ def _local_shape(layout: Layout, member: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=8192)
-def _inside(outer: Layout, holder: int, inner: Layout, member: int) -> Box:
+def inside(outer: Layout, holder: int, inner: Layout, member: int) -> Box:
     """Where the block of ``member`` under ``inner`` lies in that of ``holder`` under ``outer``, which contains it."""
     coordinates = outer.mesh.coordinates
     origin, at = outer.local_offset(coordinates[holder]), inner.local_offset(coordinates[member])
@@ -159,5 +164,5 @@ def _spread(member: int, x: torch.Tensor, step: Spread) -> torch.Tensor:
         return x if holds else identity(step.op, x)
     result = identity(step.op, x.new_empty(after.local_shape(coordinate)))
     if holds:
-        region(result, _inside(after, member, before, member)).copy_(x)
+        region(result, inside(after, member, before, member)).copy_(x)
     return result
