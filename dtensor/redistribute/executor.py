@@ -69,7 +69,10 @@ def _bind_all(plan: Plan) -> tuple[Bound, ...]:
     if not plan.steps or plan.src.mesh.current_member() is None:
         return ()
     comm = communicator_of(plan.src.mesh)
-    return tuple(_bind(comm, step) for step in plan.steps)
+    bound = tuple(_bind(comm, step) for step in plan.steps)
+    if plan.dst.dense or not plan.communicates:
+        return bound
+    return (*bound, Bound(lambda x: comm.map(_in_order, x, plan.dst)))
 
 
 def _issue(bound: tuple[Bound, ...], local: Local) -> Pending[Local]:
@@ -144,6 +147,15 @@ def _finish(comm: Communicator, step: Step) -> Callable[[Local], Local] | None:
 # --- what one member does; coordinates and regions are integer maths --------------------------------------------
 def _local_shape(layout: Layout, member: int) -> tuple[int, ...]:
     return layout.local_shape(layout.mesh.coordinates[member])
+
+
+def _in_order(member: int, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """``x`` with its dims ordered in memory as in the global tensor: what can be viewed there can then be viewed here."""
+    major_first = sorted((d for d, step in enumerate(layout.stride) if step and x.shape[d] > 1), key=lambda d: -layout.stride[d])
+    strides = [x.stride(d) for d in major_first]
+    if strides == sorted(strides, reverse=True):
+        return x
+    return x.new_empty_strided(x.shape, layout.local_stride(layout.mesh.coordinates[member])).copy_(x)
 
 
 @functools.lru_cache(maxsize=8192)
