@@ -1,6 +1,6 @@
 """dtensor: SPMD maths on distributed tensors."""
 
-from . import remote_view as _remote_view
+from . import write_through as _write_through
 from .comm import PerRank, map_ranks, per_rank
 from .create import empty, full, ones, rand, randn, zeros
 from .custom import register_sharding
