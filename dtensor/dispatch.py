@@ -104,7 +104,8 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
             local_args.append(_static(value, key, len(local_args) in entry.scalar_positions))
     if kwargs:
         local_kwargs = {}
-        for name, value in kwargs.items():
+        for name in kwargs:  # an iterator over items would hold one more reference (see origin.py)
+            value = kwargs[name]
             key.append(name)
             local_kwargs[name] = _static(value, key, name in entry.scalar_names)
     else:
@@ -183,7 +184,7 @@ def _agreeing(entry: Entry, found: Layout | Runner, mesh: DeviceMesh) -> Runner:
     """``found``, after a look at whether all ranks hold the same plain tensors."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        for value in (*args, *kwargs.values()):
+        for value in (*args, *(value for name, value in kwargs.items() if name not in entry.operator.outs)):
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(item, torch.Tensor) and not isinstance(item, _TENSOR) and item.ndim:
                     agree(item, mesh, entry.operator.name)
@@ -227,7 +228,8 @@ def _admit(
         return [_admit(item, name, i, operator, mesh, plain, mixed) for i, item in enumerate(value)]
     if not isinstance(value, torch.Tensor):
         return value
-    if name in operator.mutated and not (operator.per_element and value.ndim == 0):  # step counts of optimizers, alike on all ranks
+    # step counts of optimizers are alike on all ranks; buffers that torch itself makes for results may be written
+    if name in operator.mutated and not (operator.per_element and value.ndim == 0) and not (mixed and name in operator.outs):
         raise MixedTensorError(
             f"{operator.name} would write a DTensor's value into the plain tensor {name!r}; "
             "make it distributed first with distribute_tensor(t, mesh, [Replicate()] * mesh.ndim)"

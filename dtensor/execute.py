@@ -11,12 +11,13 @@ import torch
 from .announce import announce, describe
 from .choose import Chosen
 from .comm import PerRank, communicator_of
-from .errors import ImplicitCommunicationError, UnsupportedOperationError, LayoutError
+from .errors import ImplicitCommunicationError, UnsupportedOperationError
 from .layout import Layout
 from .modes import MODES
 from .operators import Operator
 from .propagate import Plan, Slot
 from .redistribute import execute as run_move
+from .redistribute import plan as plan_move
 from .rules.context import KernelContext
 from .rules.draw import default_generator, synchronize
 from .rules.rule import LocalView
@@ -181,11 +182,27 @@ def _write_back(
         written = _get(local, slot)
     target = _get(values, slot)
     if not plan.results and name in operator.outs and written.shape != target.shape:
-        raise LayoutError(
-            f"{operator.name} gives a tensor of shape {tuple(written.shape)}, but out= has shape {tuple(target.shape)}, which a distributed "
-            "tensor cannot change; leave out= away"
-        )
-    target._local.copy_(run_move(move, written))
+        return  # the data decided the shape: it takes it in the end
+    moved = run_move(move, written)
+    if hasattr(target, "_layout"):
+        target._local.copy_(moved)
+    else:  # a buffer of torch's own: the move made the value whole
+        target.copy_(_one(moved))
+
+
+def _one(local: Any) -> torch.Tensor:
+    """What every rank holds."""
+    return local.shards[0] if isinstance(local, PerRank) else local
+
+
+def _take_shape(plan: Plan, target: Any, value: Any, layout: Layout | None, wrap: Wrap) -> None:
+    """An ``out=`` tensor of another shape than the result becomes what the result is, as in torch."""
+    layout = layout or Layout.replicated(plan.call.mesh, value.shape, value.stride(), value.dtype)
+    if hasattr(target, "_layout"):
+        target.data = wrap(value, layout.replace(dtype=target.dtype))
+    else:
+        whole = Layout.replicated(layout.mesh, layout.shape, layout.stride, layout.dtype)
+        target.resize_(layout.shape).copy_(_one(run_move(plan_move(layout, whole), value)))
 
 
 def _wrap_results(plan: Plan, operator: Operator, values: dict[str, Any], produced: tuple[Any, ...], wrap: Wrap) -> Any:
@@ -195,6 +212,8 @@ def _wrap_results(plan: Plan, operator: Operator, values: dict[str, Any], produc
         if owner is not None:
             if plan.rule is not None and plan.rule.kind == "view":  # unsqueeze_, t_: the argument is seen in another shape and layout
                 values[owner].data = wrap(value, layout)
+            elif owner in operator.outs and values[owner].shape != (value.shape if layout is None else layout.shape):
+                _take_shape(plan, values[owner], value, layout, wrap)
             wrapped.append(values[owner])
         else:
             wrapped.append(_wrap_one(plan, layout, value, wrap))
@@ -233,11 +252,9 @@ def _absent(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
 
 def _scratch(plan: Plan, operator: Operator, name: str, value: Any) -> Any:
     """A fresh tensor to compute an ``out=`` result in, of its local shape; it is copied to the user's tensor in that one's layout."""
-    if isinstance(value, (list, tuple)):
-        return [_scratch(plan, operator, "", item) for item in value]
     if value is None:
         return None
-    layout = plan.results[operator.returns.index(name)] if plan.results and name in operator.returns else None
+    layout = plan.results[operator.returns.index(name)] if plan.results else None
     if not isinstance(layout, Layout):
         return torch.empty_like(value).resize_(0)
     coordinates = layout.mesh.coordinates

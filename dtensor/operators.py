@@ -19,7 +19,8 @@ class Operator:
         scalars: positions of number arguments (``Scalar`` or ``float``), whose value no plan depends on.
         number_operands: names of number arguments that stand for a tensor in another overload (``mul.Scalar``'s ``other``): rules
             see them as one more replicated operand.
-        mutated: names of the arguments written to; ``outs`` those of them that are ``out=`` results.
+        mutated: names of the arguments written to; ``outs`` those of them that are ``out=`` results and come back.
+        fills_lists: it writes its results into a list of tensors and returns nothing.
         returns: per return value the name of the argument that it is, or None for a new one.
         gives_tensors: some return value is a tensor or a list of them.
         is_view: some result aliases an argument without writing to it.
@@ -38,6 +39,7 @@ class Operator:
     number_operands: frozenset[str]
     mutated: frozenset[str]
     outs: tuple[str, ...]
+    fills_lists: bool
     returns: tuple[str | None, ...]
     gives_tensors: bool
     is_view: bool
@@ -88,11 +90,14 @@ def operator_of(func: Any) -> Operator:
         scalars=frozenset(name for name, kind in kinds.items() if kind in _NUMBERS),
         number_operands=_number_operands(func, kinds),
         mutated=written,
-        outs=tuple(a.name for a in arguments if a.is_out),
+        outs=tuple(a.name for a in arguments if a.is_out and a.name in returns),
+        fills_lists=any(a.is_out and a.name not in returns for a in arguments),
         returns=returns,
         gives_tensors=any("Tensor" in str(r.type) for r in schema.returns),
         seeded=torch.Tag.nondeterministic_seeded in func.tags,
-        is_view=any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
+        # composites write through `_unsafe_view` into `out=`, although its schema says that it is no view
+        is_view=schema.name == "aten::_unsafe_view"
+        or any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
         flat=base.startswith("_fused_") and any(kind == "List[Tensor]" for kind in kinds.values()),
         per_element=base.startswith(_LIST_FAMILIES) and any(kind == "List[Tensor]" for kind in kinds.values()),
     )

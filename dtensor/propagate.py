@@ -110,6 +110,8 @@ def propagate(operator: Operator, mesh: DeviceMesh, bound: dict[str, Any], plain
         metas = infer(operator, bound)
     except NotInferable:
         return gather(operator, call, slots, None)
+    if operator.fills_lists:
+        return gather(operator, call, slots, metas)
     call.results = _flat(metas)
     if operator.per_element and (rule is not None or base is not None):
         plan = _per_element(operator, rule or base, call, slots, metas)  # type: ignore[arg-type]  # one of them is a rule
@@ -174,6 +176,8 @@ def _write_back(
         if reshapes and owner not in operator.outs:
             continue
         if target.shape != result.shape:
+            if owner in operator.outs:
+                continue  # it takes the result's shape, and with it the result's layout
             raise LayoutError(
                 f"{operator.name} would change the shape of the tensor it writes to from {tuple(target.shape)} to "
                 f"{tuple(result.shape)}, which a distributed tensor cannot do in place; use the out-of-place operation"

@@ -63,7 +63,7 @@ def _left_out(term: Term, meta: Meta) -> bool:
 
 def plain_op(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
     """The operator itself: a kernel only in that its results without the factor are whole instead of terms."""
-    return at.call.func(*args, **kwargs)
+    return at.call.func.overloadpacket(*args, **kwargs)  # the overload without `out=`, which kernels do not get
 
 
 def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
