@@ -105,7 +105,7 @@ def _plain(plan: Plan, operator: Operator) -> bool:
         and not plan.write_back
         and not operator.outs
         and not operator.flat
-        and not (plan.rule.kind == "view" and operator.mutated)
+        and not operator.reshapes
         and not (_is_kernel(plan) and operator.mutated)
         and plan.call.mesh.current_member() is not None
     )

@@ -74,7 +74,7 @@ def _compute(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
         return _drawn_alike(plan, operator, local) if operator.seeded else operator.call(local)
     if rule.run is not None or chosen.kernel_row is not None:
         computed = operator.call(local, kernel_of(plan))
-        return computed if rule.kind == "view" else _in_place(operator, local, computed)  # as_strided_ does not write, it looks otherwise
+        return computed if operator.reshapes else _in_place(operator, local, computed)  # as_strided_ does not write, it looks otherwise
     if rule.local_args is not None:
         return _with_local_args(plan, operator, local)
     return operator.call(local, rule.local)
@@ -84,11 +84,11 @@ def _through_memory(operator: Operator, local: dict[str, Any]) -> Any:
     """An optimizer step over lists. Its kernels go through memory without a look at strides, so tensors laid out otherwise than
     those of the first list are copied before and, where written, back."""
     strayed = []
-    for name in operator.names:
-        if name == "self" or not isinstance(local.get(name), list):
-            continue
+    lists = [name for name in operator.names if isinstance(local.get(name), list)]
+    for name in sorted(lists, key=lambda name: name != "self"):
         for i, (x, first) in enumerate(zip(local[name], local["self"], strict=False)):
-            if not all(map(_alike, _shards(x), _shards(first))):
+            fits = all(map(_dense, _shards(x))) if name == "self" else all(map(_alike, _shards(x), _shards(first)))
+            if not fits:
                 local[name][i] = copy = torch.empty_like(first, dtype=x.dtype).copy_(x)
                 strayed += [(x, copy)] if name in operator.mutated else []
     computed = operator.call(local)
@@ -99,6 +99,11 @@ def _through_memory(operator: Operator, local: dict[str, Any]) -> Any:
 
 def _shards(x: Any) -> tuple[torch.Tensor, ...]:
     return x.shards if isinstance(x, PerRank) else (x,)
+
+
+def _dense(x: torch.Tensor) -> bool:
+    """No gaps in memory, as a slice of rows has them."""
+    return x.numel() < 2 or x.stride() == torch.empty_like(x).stride()
 
 
 def _alike(x: torch.Tensor, first: torch.Tensor) -> bool:
@@ -210,7 +215,7 @@ def _wrap_results(plan: Plan, operator: Operator, values: dict[str, Any], produc
     wrapped = []
     for owner, layout, value in zip(operator.returns, results, produced, strict=True):
         if owner is not None:
-            if plan.rule is not None and plan.rule.kind == "view":  # unsqueeze_, t_: the argument is seen in another shape and layout
+            if plan.rule is not None and operator.reshapes:  # unsqueeze_, t_: the argument is seen in another shape and layout
                 values[owner].data = wrap(value, layout)
             elif owner in operator.outs and values[owner].shape != (value.shape if layout is None else layout.shape):
                 _take_shape(plan, values[owner], value, layout, wrap)

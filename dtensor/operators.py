@@ -24,6 +24,7 @@ class Operator:
         returns: per return value the name of the argument that it is, or None for a new one.
         gives_tensors: some return value is a tensor or a list of them.
         is_view: some result aliases an argument without writing to it.
+        reshapes: the argument written to is the same memory seen in another way (``unsqueeze_``).
         seeded: it draws random numbers.
         per_element: it works on lists, on each element by itself.
         flat: and reads its operands as flat memory, in the strides of the first list.
@@ -43,6 +44,7 @@ class Operator:
     returns: tuple[str | None, ...]
     gives_tensors: bool
     is_view: bool
+    reshapes: bool
     seeded: bool
     per_element: bool
     flat: bool
@@ -95,8 +97,9 @@ def operator_of(func: Any) -> Operator:
         returns=returns,
         gives_tensors=any("Tensor" in str(r.type) for r in schema.returns),
         seeded=torch.Tag.nondeterministic_seeded in func.tags,
+        reshapes=torch.Tag.inplace_view in func.tags,
         # composites write through `_unsafe_view` into `out=`, although its schema says that it is no view
-        is_view=schema.name == "aten::_unsafe_view"
+        is_view=(schema.name == "aten::_unsafe_view" and not written)
         or any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
         flat=base.startswith("_fused_") and any(kind == "List[Tensor]" for kind in kinds.values()),
         per_element=base.startswith(_LIST_FAMILIES) and any(kind == "List[Tensor]" for kind in kinds.values()),

@@ -134,7 +134,7 @@ def _by_rule(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...]
     factors = rule.factors(call)
     if factors is None:
         return None
-    reshapes = rule.kind == "view" and bool(operator.mutated)
+    reshapes = operator.reshapes
     kept = {} if reshapes else _kept(operator, call, slots)
     chosen = choose(rule, factors, call, kept)
     if chosen is None:
@@ -250,7 +250,7 @@ def _item(meta: Any, i: int) -> Meta | None:
     """Element ``i`` of a list (lists of ``_fused_`` operators may be empty), or what is no list."""
     if isinstance(meta, list):
         return meta[i] if i < len(meta) else None
-    return meta  # type: ignore[no-any-return]  # a Meta or None
+    return meta
 
 
 def _same_as(element: Call) -> Meta:
