@@ -38,7 +38,7 @@ class Origin:
     """What a view is a view of; shared by all results of a split.
 
     Attributes:
-        version: its version when ``results`` were computed.
+        versions: of the base, its own base, ... when ``results`` were computed.
         pinned: a write is in progress: ``results`` are the value.
     """
 
@@ -48,14 +48,14 @@ class Origin:
     kwargs: dict[str, Any]
     plan: Plan
     results: list[DTensor] | None = None
-    version: int | None = None
+    versions: tuple[int, ...] | None = None
     pinned: bool = False
 
     def shown(self) -> list[DTensor]:
         """The views as the base is now."""
-        version = None if self.base.is_inference() else self.base._version
-        if self.results is None or not (self.pinned or (version is not None and version == self.version)):
-            self.results, self.version = self.computed(self.base), version
+        versions = _versions(self.base)
+        if self.results is None or not (self.pinned or (versions is not None and versions == self.versions)):
+            self.results, self.versions = self.computed(self.base), versions
         return self.results
 
     def computed(self, base: DTensor) -> list[DTensor]:
@@ -75,6 +75,16 @@ class Origin:
     @property
     def name(self) -> str:
         return str(self.operator.func._schema.name).removeprefix("aten::")
+
+
+def _versions(x: DTensor) -> tuple[int, ...] | None:
+    """How often a tensor and what it is a view of have been written to; None where nobody counts."""
+    if x.is_inference():
+        return None
+    if not isinstance(x, RemoteView):
+        return (x._version,)
+    rest = _versions(x._origin.base)
+    return None if rest is None else (x._version, *rest)
 
 
 class RemoteView(DTensor):
@@ -130,6 +140,17 @@ install_views(viewing)
 def is_local(plan: Plan) -> bool:
     """Whether the plan runs on the base's own local, a function of it alone."""
     return not plan.moves and (plan.chosen is None or plan.chosen.kernel_row is None)
+
+
+def become(view: RemoteView, other: RemoteView) -> None:
+    """Make ``view`` show what ``other`` does, in its shape."""
+    torch.Tensor.data.__set__(view, other)  # type: ignore[attr-defined]  # sizes and strides; the version counter stays
+    view._layout, view._origin, view._place = other._layout, other._origin, other._place
+
+
+def twin(view: RemoteView) -> RemoteView:
+    """The same view as another tensor."""
+    return _view(view._origin, view._layout, view._place)
 
 
 def views_of(origin: Origin) -> Any:

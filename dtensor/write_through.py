@@ -18,7 +18,7 @@ from .errors import UnsupportedOperationError
 from .layout import Layout
 from .operators import Operator, operator_of
 from .redistribute import redistribute_local
-from .remote_view import Origin, RemoteView, dense, install_operations, is_local, plan_of, views_of
+from .remote_view import Origin, RemoteView, become, dense, install_operations, is_local, plan_of, twin, views_of
 from .rules import lookup
 from .tensor import DTensor, wrap
 
@@ -33,6 +33,9 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``__torch_dispatch__`` of a remote view."""
     operator = operator_of(func)
     written = [x for name in operator.mutated for x in _remote(operator.bind(args, kwargs).get(name))] if operator.mutated else []
+    if written and operator.reshapes:  # t_, unsqueeze_: the view is seen in another way
+        become(args[0], operate(_out_of_place(func), (twin(args[0]), *args[1:]), kwargs))
+        return args[0]
     if written:
         elementwise = _by_element(operator, args, kwargs)
         return _write_elements(operator, args, kwargs) if elementwise else _write_value(operator, args, kwargs, written)
@@ -44,6 +47,12 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plan.how not in ("answer", "decompose"):
             return views_of(Origin(args[0], operator, args, kwargs, plan))
     return dispatch(DTensor, func, (), args, kwargs)
+
+
+def _out_of_place(func: Any) -> Any:
+    schema = func._schema
+    packet = getattr(_aten, schema.name.removeprefix("aten::").removesuffix("_"))
+    return getattr(packet, schema.overload_name or "default")
 
 
 def _remote(value: Any) -> Iterator[RemoteView]:

@@ -110,6 +110,14 @@ def unsqueezed(x: torch.Tensor, v: torch.Tensor) -> None:
     x.unsqueeze(1)[2].add_(v)
 
 
+def seen_in_another_way(x: torch.Tensor, v: torch.Tensor) -> None:
+    row, column = x[2], x[:, 1]
+    row.unsqueeze_(0)
+    row.add_(1)
+    column.unsqueeze_(1).t_()
+    column[0, 2] = -5
+
+
 def where_masked(x: torch.Tensor, v: torch.Tensor) -> None:
     x[2].masked_fill_(v > 0, -1)
 
@@ -154,7 +162,8 @@ def into_unbound(x: torch.Tensor, v: torch.Tensor) -> None:
     x.split(4, 1)[1].zero_()
 
 
-SPLIT_PROGRAMS += [into_chunks, into_unbound]
+# (nor can it replay a view that was reshaped in place)
+SPLIT_PROGRAMS += [into_chunks, into_unbound, seen_in_another_way]
 FLAT = [
     (Replicate(),),
     (Shard(0),),
