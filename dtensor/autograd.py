@@ -129,5 +129,3 @@ def _share(layout: Layout) -> int:
                 "call .redistribute(placements=[Replicate()] * mesh.ndim) before using the value"
             )
     return math.prod(layout.mesh.shape[i] for i, op in enumerate(layout.partials) if op == "avg")
-
-

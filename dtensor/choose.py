@@ -49,7 +49,11 @@ def choose(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) ->
         kept: result -> operand that the result is written into (in place): its placement must come back.
     """
     partials = rule.partials(call) if callable(rule.partials) else rule.partials
-    rows = [row for row in candidates(factors, (*partials, *_monoid_rows(factors, call, partials))) if _allowed(row, call) and sound_dtypes(row, call)]
+    rows = [
+        row
+        for row in candidates(factors, (*partials, *_monoid_rows(factors, call, partials)))
+        if _allowed(row, call) and sound_dtypes(row, call)
+    ]
     ranked = [_rank(rows, mesh_dim, factors, call, kept) for mesh_dim in range(call.mesh.ndim)]
     for picked in _best_first(ranked):
         chosen = _realize(picked, factors, call, kept)
@@ -212,8 +216,12 @@ def _total(ranked: list[list[tuple[Any, Row]]], at: tuple[int, ...]) -> tuple[fl
 
 def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
     """The layouts that follow from one row per mesh dim; None if they contradict each other."""
-    kernels = {row.factor: row.kernel for row, size in zip(rows, call.mesh.shape, strict=True) if row.kernel is not None and size > 1}
-    if len(kernels) > 1 and (len({kernel.run for kernel in kernels.values()}) > 1 or not all(kernel.joint for kernel in kernels.values())):
+    kernels = {
+        row.factor: row.kernel for row, size in zip(rows, call.mesh.shape, strict=True) if row.kernel is not None and size > 1
+    }
+    if len(kernels) > 1 and (
+        len({kernel.run for kernel in kernels.values()}) > 1 or not all(kernel.joint for kernel in kernels.values())
+    ):
         return None
     used: dict[str, list[int]] = {}
     for mesh_dim, row in enumerate(rows):
@@ -225,19 +233,32 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
 
     def splits_of(side: str, i: int) -> Mapping[str, Split]:
         cut = {name: factors.windows[side, i, name] for name in splits if (side, i, name) in factors.windows}
-        return {**splits, **{n: Split(splits[n].mesh_dims, windowed(splits[n].sizes, window)) for n, window in cut.items()}} if cut else splits
+        return (
+            {**splits, **{n: Split(splits[n].mesh_dims, windowed(splits[n].sizes, window)) for n, window in cut.items()}}
+            if cut
+            else splits
+        )
 
     operands = tuple(
         layout
         if i in call.fixed
-        else place(call.mesh, factors.operands[i], [row.operands[i] for row in rows], splits_of("operand", i), factors.sizes, layout)
+        else place(
+            call.mesh, factors.operands[i], [row.operands[i] for row in rows], splits_of("operand", i), factors.sizes, layout
+        )
         for i, layout in enumerate(call.operands)
     )
     tensors = iter(range(len(factors.results)))
     results = tuple(
         None
         if meta is None
-        else place(call.mesh, factors.results[(r := next(tensors))], [row.results[r] for row in rows], splits_of("result", r), factors.sizes, meta)
+        else place(
+            call.mesh,
+            factors.results[(r := next(tensors))],
+            [row.results[r] for row in rows],
+            splits_of("result", r),
+            factors.sizes,
+            meta,
+        )
         for meta in call.results
     )
     return Chosen(Choice(call, factors, rows, splits), operands, results)
@@ -288,9 +309,7 @@ def place(
                 inner = inner_size(names, name, sizes)
                 split = splits[name]
                 tensor_splits[d] = Split(split.mesh_dims, tuple(size * inner for size in split.sizes))
-    partials = tuple(
-        spec.reduce_op if isinstance(spec, Partial) and mesh.shape[i] > 1 else None for i, spec in enumerate(specs)
-    )
+    partials = tuple(spec.reduce_op if isinstance(spec, Partial) and mesh.shape[i] > 1 else None for i, spec in enumerate(specs))
     idle = {i: _idle(spec, dims, sizes) for i, spec in enumerate(specs) if mesh.shape[i] == 1}
     return Layout.from_splits(mesh, tensor_splits, partials, meta.shape, meta.stride, meta.dtype, idle)
 

@@ -20,6 +20,7 @@ from .random import draw
 from .redistribute import redistribute_local
 from .tensor import DTensor, wrap
 
+
 def zeros(*size: Any, **options: Any) -> DTensor:
     """Filled with zeros; options as in ``torch.zeros``, no communication."""
     return _filled(torch.zeros, size, **options)
@@ -50,16 +51,22 @@ def randn(*size: Any, **options: Any) -> DTensor:
     return _drawn(torch.randn, size, **options)
 
 
-def _filled(fill: Any, size: Any, *, placements: Sequence[Placement] | None = None, device_mesh: Any = None, **options: Any) -> DTensor:
+def _filled(
+    fill: Any, size: Any, *, placements: Sequence[Placement] | None = None, device_mesh: Any = None, **options: Any
+) -> DTensor:
     layout, reduced, requires_grad = _prepare(size, placements, device_mesh, options, fill)
     mesh, device = layout.mesh, torch.device(layout.mesh.device_type)
     local = communicator_of(mesh).map(
-        lambda member: fill(layout.local_shape(None if member is None else mesh.coordinates[member]), dtype=layout.dtype, device=device)
+        lambda member: fill(
+            layout.local_shape(None if member is None else mesh.coordinates[member]), dtype=layout.dtype, device=device
+        )
     )
     return _finish(local, layout, reduced, requires_grad)
 
 
-def _drawn(fill: Any, size: Any, *, placements: Sequence[Placement] | None = None, device_mesh: Any = None, **options: Any) -> DTensor:
+def _drawn(
+    fill: Any, size: Any, *, placements: Sequence[Placement] | None = None, device_mesh: Any = None, **options: Any
+) -> DTensor:
     layout, reduced, requires_grad = _prepare(size, placements, device_mesh, options, fill)
     local = draw(reduced, lambda device: fill(tuple(layout.shape), dtype=layout.dtype, device=device))
     return _finish(local, layout, reduced, requires_grad)
@@ -82,4 +89,3 @@ def _prepare(size: Any, placements: Any, device_mesh: Any, options: dict[str, An
 def _finish(local: Any, layout: Layout, reduced: Layout, requires_grad: bool) -> DTensor:
     made = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
     return made.requires_grad_() if requires_grad else made
-

@@ -78,7 +78,9 @@ def factors_of_table(table: Callable[..., Sequence[Sharding]], call: Call) -> Fa
                 d = result.dim % len(dims)
                 dims[d] += _reading(label, sizes, meta.shape[d])
         sharded = label in sizes
-        rows.append(Row(tuple(_spec(p, label) for p in flat), tuple(_spec(p, label) for p in outputs), label if sharded else None))
+        rows.append(
+            Row(tuple(_spec(p, label) for p in flat), tuple(_spec(p, label) for p in outputs), label if sharded else None)
+        )
     freeze: Callable[[list[list[list[str]]]], tuple[Dims, ...]] = lambda side: tuple(tuple(map(tuple, dims)) for dims in side)  # noqa: E731
     return Factors(freeze(operand_dims), freeze(result_dims), sizes, rows=tuple(rows))
 

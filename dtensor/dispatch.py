@@ -92,7 +92,9 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
     if entry is None:
         entry = _ENTRIES[id(func)] = Entry(func)
     if entry.is_view and _IN_INFERENCE() and not args[0].is_inference():
-        with torch.inference_mode(False):  # a view of an ordinary tensor is one too: autograd gives it the tensor's version counter
+        with torch.inference_mode(
+            False
+        ):  # a view of an ordinary tensor is one too: autograd gives it the tensor's version counter
             return dispatch(cls, func, types, args, kwargs)
     key: list[Any] = []
     local_args: list[Any] = []
@@ -220,9 +222,7 @@ def _layouts(value: Any, meshes: dict[DeviceMesh, None]) -> Any:
     return value
 
 
-def _admit(
-    value: Any, name: str, index: int | None, operator: Operator, mesh: DeviceMesh, plain: set[Slot], mixed: bool
-) -> Any:
+def _admit(value: Any, name: str, index: int | None, operator: Operator, mesh: DeviceMesh, plain: set[Slot], mixed: bool) -> Any:
     """Plain tensors replaced by a replicated layout where they are allowed."""
     if isinstance(value, list):
         return [_admit(item, name, i, operator, mesh, plain, mixed) for i, item in enumerate(value)]

@@ -48,10 +48,14 @@ def distribute_tensor(
     mesh = as_mesh(device_mesh)
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
-            raise MeshError(f"distribute_tensor: the DTensor lives on {tensor.device_mesh!r}, not on {mesh!r}; call x.redistribute(mesh, placements)")
+            raise MeshError(
+                f"distribute_tensor: the DTensor lives on {tensor.device_mesh!r}, not on {mesh!r}; call x.redistribute(mesh, placements)"
+            )
         return tensor.redistribute(placements=placements)
     if not tensor.is_leaf:
-        raise LayoutError("distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, placements)")
+        raise LayoutError(
+            "distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, placements)"
+        )
     layout = Layout.of(mesh, placements, tensor.shape, _dense_stride(tensor), tensor.dtype)
     reduced = layout.replace(placements=[Replicate() if isinstance(p, Partial) else p for p in layout.placements])
     local = _scatter(tensor.detach(), reduced, src_data_rank)
@@ -119,7 +123,9 @@ def _send_blocks(tensor: torch.Tensor, layout: Layout, everywhere: tuple[int, ..
 def _position(mesh: DeviceMesh, source: int) -> int:
     """The group position, over all mesh dims, of the rank at index ``source`` along each."""
     if any(not 0 <= source < size for size in mesh.shape):
-        raise MeshError(f"src_data_rank={source} is not an index along every dim of {mesh!r}; use 0, or None to cut each rank's own copy")
+        raise MeshError(
+            f"src_data_rank={source} is not an index along every dim of {mesh!r}; use 0, or None to cut each rank's own copy"
+        )
     position = 0
     for size in mesh.shape:
         position = position * size + source

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .dispatch import plan_for
 from .announce import describe
+from .dispatch import plan_for
 from .layout import Layout
 from .operators import operator_of
 from .propagate import Plan
@@ -93,5 +93,11 @@ def _line(name: str, plan: Plan) -> Line:
     kernel = None if plan.chosen is None else plan.chosen.kernel_row
     text = describe(plan) if moves or kernel is not None or plan.how == "gather" else ""
     return Line(
-        name, plan.how, plan.call.operands, plan.results, text, sum(move.bytes for move in moves), sum(move.cost for move in moves)
+        name,
+        plan.how,
+        plan.call.operands,
+        plan.results,
+        text,
+        sum(move.bytes for move in moves),
+        sum(move.cost for move in moves),
     )

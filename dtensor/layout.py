@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .errors import LayoutError, PlacementError
+from .errors import PlacementError
 from .mesh import DeviceMesh
 from .placement import Monoid, Partial, Placement, Replicate, Shard, normalize
 
@@ -207,7 +207,9 @@ class Layout:
 
     def local_stride(self, coordinate: Sequence[int] | None) -> Stride:
         """Dense strides of the block, its dims ordered in memory as in the global tensor."""
-        return stride_like(self.local_shape(coordinate), self.stride) if coordinate is not None else (1,) * max(1, len(self.shape))
+        return (
+            stride_like(self.local_shape(coordinate), self.stride) if coordinate is not None else (1,) * max(1, len(self.shape))
+        )
 
     def _leaf(self, split: Split, coordinate: Sequence[int]) -> int:
         index = 0
@@ -313,9 +315,13 @@ def _leaf_sizes(levels: list[tuple[int, Shard]], dim: int, size: int) -> tuple[i
         elif len(given) == count and all(block == sum(given) for block in blocks):
             blocks = given * len(blocks)
         else:
-            raise PlacementError(f"Shard({dim}, sizes={given}) does not cut {blocks} over {count} ranks: give {count} sizes that sum to the dim")
+            raise PlacementError(
+                f"Shard({dim}, sizes={given}) does not cut {blocks} over {count} ranks: give {count} sizes that sum to the dim"
+            )
     if sum(blocks) != size:
-        raise PlacementError(f"the sizes of Shard({dim}) sum to {sum(blocks)}, but tensor dim {dim} has {size} elements: {blocks}")
+        raise PlacementError(
+            f"the sizes of Shard({dim}) sum to {sum(blocks)}, but tensor dim {dim} has {size} elements: {blocks}"
+        )
     return blocks
 
 

@@ -47,7 +47,12 @@ def layout_of_locals(
 
 
 def _measured(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], pieces: Sequence[torch.Tensor], stride: Any, dtype: torch.dtype, check: bool
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    pieces: Sequence[torch.Tensor],
+    stride: Any,
+    dtype: torch.dtype,
+    check: bool,
 ) -> Layout:
     """The layout from the sizes of all pieces; they are exchanged where a tensor dim is sharded and no sizes are given."""
     shape, order = list(pieces[0].shape), pieces[0].stride()
@@ -164,7 +169,9 @@ def _check(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
     for position, (dtype, digest) in enumerate(facts):
         member = members[position]
         if dtype != facts[0][0]:
-            raise LayoutError(f"from_local: rank {mesh.ranks[member]} holds {dtype}, rank {mesh.ranks[members[0]]} holds {facts[0][0]}")
+            raise LayoutError(
+                f"from_local: rank {mesh.ranks[member]} holds {dtype}, rank {mesh.ranks[members[0]]} holds {facts[0][0]}"
+            )
         coordinate = mesh.coordinates[member]
         kept = tuple(-1 if isinstance(p, Replicate) else c for p, c in zip(layout.placements, coordinate, strict=True))
         like = first.setdefault(kept, position)

@@ -73,7 +73,9 @@ def local_map(
                 found = True
                 mesh = mesh or value.device_mesh
                 wanted = None if in_placements is None else in_placements[i]
-                value = _localize(value, i, wanted, None if in_grad_placements is None else in_grad_placements[i], redistribute_inputs)
+                value = _localize(
+                    value, i, wanted, None if in_grad_placements is None else in_grad_placements[i], redistribute_inputs
+                )
             locals_.append(value)
         out = inner(*tree_unflatten(locals_, tree), **kwargs)
         return _wrap_outputs(out, out_placements, mesh) if found and mesh is not None else out

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from .errors import RuleError
 
@@ -41,7 +41,7 @@ class Pattern:
     whole: frozenset[str]
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Pattern:
     """The pattern that ``text`` denotes.
 

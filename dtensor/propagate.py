@@ -236,7 +236,9 @@ def _per_element(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, 
                 made.append(layout)
     operands = tuple(placed.get(slot, have) for slot, have in zip(slots, call.operands, strict=True))
     moves = tuple(
-        (slot, plan_move(have, need)) for slot, have, need in zip(slots, call.operands, operands, strict=True) if not have.same_data(need)
+        (slot, plan_move(have, need))
+        for slot, have, need in zip(slots, call.operands, operands, strict=True)
+        if not have.same_data(need)
     )
     listed = tuple(made if isinstance(meta, list) else None for made, meta in zip(results, metas, strict=True))
     return Plan("rule", call, moves, operands, listed, tuple(back), rule=rule)
@@ -280,7 +282,11 @@ def gather(operator: Operator, call: Call, slots: tuple[Slot, ...], metas: tuple
     back = _write_back(operator, call, results) if metas is not None else ()
     returned = {owner for owner in operator.returns if owner is not None}
     for slot, have in zip(slots, call.operands, strict=True):
-        if slot[0] in operator.mutated and slot[0] not in operator.outs and (slot[0] not in returned or slot[1] is not None or metas is None):
+        if (
+            slot[0] in operator.mutated
+            and slot[0] not in operator.outs
+            and (slot[0] not in returned or slot[1] is not None or metas is None)
+        ):
             back += ((slot, plan_move(_whole(have), have)),)
     for name in operator.outs if metas is None else ():
         target = call.arguments[name]
@@ -307,5 +313,3 @@ def _like(metas: tuple[Any, ...], flat: tuple[Layout | None, ...]) -> tuple[Any,
     """``flat`` nested as ``metas`` is."""
     items = iter(flat)
     return tuple([next(items) for _ in meta] if isinstance(meta, list) else next(items) for meta in metas)
-
-

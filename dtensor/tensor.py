@@ -101,7 +101,9 @@ class DTensor(torch.Tensor):
         """
         mesh = as_mesh(device_mesh)
         if isinstance(local_tensor, DTensor):
-            raise LayoutError("from_local takes this rank's plain tensor, got a DTensor; use x.redistribute(...) or x.to_local() first")
+            raise LayoutError(
+                "from_local takes this rank's plain tensor, got a DTensor; use x.redistribute(...) or x.to_local() first"
+            )
         layout = layout_of_locals(local_tensor, mesh, placements, shape, stride, check=run_check)
         backward = grad_layout(layout, grad_placements)
         if mesh.kind == "in_process":

@@ -41,7 +41,10 @@ pointwise(
 )
 
 # non-decreasing, NaN kept
-pointwise("asinh atan ceil deg2rad erf exp exp2 expm1 floor hardtanh rad2deg relu relu6 round sigmoid sinh tanh trunc", partials=MONOTONE)
+pointwise(
+    "asinh atan ceil deg2rad erf exp exp2 expm1 floor hardtanh rad2deg relu relu6 round sigmoid sinh tanh trunc",
+    partials=MONOTONE,
+)
 pointwise("clamp", partials=("max,R,R -> max", "min,R,R -> min", "max,R -> max", "min,R -> min"))
 pointwise("clamp_min maximum", partials=("max,max -> max", "max,R -> max", "R,max -> max", "min,R -> min"))
 pointwise("clamp_max minimum", partials=("min,min -> min", "min,R -> min", "R,min -> min", "max,R -> max"))
@@ -74,7 +77,18 @@ pointwise("conj_physical _conj_physical _conj", partials=LINEAR_PARTIAL)
 pointwise("_neg_view", partials=LINEAR_PARTIAL, local=torch.neg)
 pointwise("complex", partials=SHIFT)
 pointwise("lerp", partials=("sum,sum,R -> sum", "avg,avg,R -> avg", "avg,R,R -> avg", "R,avg,R -> avg"))
-pointwise("addcmul", partials=("sum,sum,R -> sum", "sum,R,sum -> sum", "avg,avg,R -> avg", "avg,R,avg -> avg", "avg,R,R -> avg", "R,avg,R -> avg", "R,R,avg -> avg"))
+pointwise(
+    "addcmul",
+    partials=(
+        "sum,sum,R -> sum",
+        "sum,R,sum -> sum",
+        "avg,avg,R -> avg",
+        "avg,R,avg -> avg",
+        "avg,R,R -> avg",
+        "R,avg,R -> avg",
+        "R,R,avg -> avg",
+    ),
+)
 pointwise("addcdiv", partials=("sum,sum,R -> sum", "avg,avg,R -> avg", "avg,R,R -> avg", "R,avg,R -> avg"))
 
 
@@ -89,7 +103,9 @@ pointwise("div", partials=division)
 _SAME = tuple(f"R,{op},{op} -> {op}" for op in REDUCE_OPS)
 _ONE_OF = tuple(row for op in ("avg", "max", "min") for row in (f"R,{op},R -> {op}", f"R,R,{op} -> {op}"))
 pointwise("where", partials=(*_SAME, *_ONE_OF))
-pointwise("masked_fill", partials=(*(f"{op},R,{op} -> {op}" for op in REDUCE_OPS), "avg,R,R -> avg", "max,R,R -> max", "min,R,R -> min"))
+pointwise(
+    "masked_fill", partials=(*(f"{op},R,{op} -> {op}" for op in REDUCE_OPS), "avg,R,R -> avg", "max,R,R -> max", "min,R,R -> min")
+)
 pointwise("clone positive _to_copy alias lift lift_fresh lift_fresh_copy", partials=ANY_PARTIAL)
 pointwise("copy", partials=tuple(f"{op},{op} -> {op}" for op in REDUCE_OPS) + tuple(f"{op},R -> R" for op in REDUCE_OPS))
 pointwise("fill", partials=tuple(f"{op},R -> R" for op in REDUCE_OPS))

@@ -204,9 +204,7 @@ def _row_of(factors: Factors, name: str) -> Row | None:
     summed = all(d is None for d in result_dims)  # elsewhere each block of the result needs the operand whole
     added: Spec = lacking if summed and isinstance(lacking, Partial) else R
     each = lacking if isinstance(lacking, tuple) else (lacking,) * len(result_dims)
-    operands = tuple(
-        (added if i in factors.additive else R) if d is None else Along(name) for i, d in enumerate(operand_dims)
-    )
+    operands = tuple((added if i in factors.additive else R) if d is None else Along(name) for i, d in enumerate(operand_dims))
     if not any(isinstance(spec, Along) for spec in operands):
         return None
     results = tuple(spec if d is None else Along(name) for d, spec in zip(result_dims, each, strict=True))
