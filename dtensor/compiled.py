@@ -223,8 +223,10 @@ def _finish(plan: Plan, operator: Operator, wrap: Wrap) -> Callable[[Args, Any],
 
 
 def _moved(plan: Plan, operator: Operator, call: Runner, finish: Callable[[Args, Any], Any], general: Runner) -> Runner:
-    """Operands redistributed first; keyword operands take the general way."""
+    """Operands redistributed first; keyword operands, and lists, which move together, take the general way."""
     places = []
+    if sum(index is not None for (_, index), _ in plan.moves) > 1:
+        return general
     for (name, index), move in plan.moves:
         if name not in operator.names[: operator.positional]:
             return general

@@ -17,6 +17,7 @@ from .modes import MODES
 from .operators import Operator
 from .propagate import Plan, Slot
 from .redistribute import execute as run_move
+from .redistribute import execute_many as run_moves
 from .redistribute import plan as plan_move
 from .rules.context import KernelContext
 from .rules.draw import default_generator, synchronize
@@ -42,8 +43,7 @@ def execute(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
         announce(plan, operator.name)
     if plan.call.mesh.current_member() is None:
         return _absent(plan, operator, values, local, wrap)
-    for slot, move in plan.moves:
-        _put(local, slot, run_move(move, _get(local, slot)))
+    _move_operands(plan, local)
     for name in operator.outs:
         local[name] = _scratch(plan, operator, name, local[name])
     computed = _compute(plan, operator, local)
@@ -51,6 +51,15 @@ def execute(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
     for slot, move in plan.write_back:
         _write_back(plan, slot, move, operator, values, local, produced)
     return _wrap_results(plan, operator, values, produced, wrap)
+
+
+def _move_operands(plan: Plan, local: dict[str, Any]) -> None:
+    if sum(index is not None for (_, index), _ in plan.moves) > 1:  # lists, as of foreach operators: few collectives for all
+        moved = run_moves([move for _, move in plan.moves], [_get(local, slot) for slot, _ in plan.moves])
+    else:
+        moved = [run_move(move, _get(local, slot)) for slot, move in plan.moves]
+    for (slot, _), value in zip(plan.moves, moved, strict=True):
+        _put(local, slot, value)
 
 
 def _decomposed(plan: Plan, operator: Operator, values: dict[str, Any]) -> Any:
@@ -74,9 +83,7 @@ def _compute(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
         return _drawn_alike(plan, operator, local) if operator.seeded else operator.call(local)
     if rule.run is not None or chosen.kernel_row is not None:
         computed = operator.call(local, kernel_of(plan))
-        return (
-            computed if operator.reshapes else _in_place(operator, local, computed)
-        )  # as_strided_ does not write, it looks otherwise
+        return computed if operator.reshapes else _in_place(operator, local, computed)  # as_strided_ does not write, it looks otherwise
     if rule.local_args is not None:
         return _with_local_args(plan, operator, local)
     return operator.call(local, rule.local)
@@ -160,9 +167,7 @@ def _with_local_args(plan: Plan, operator: Operator, local: dict[str, Any]) -> A
     def one(member: int, bound: dict[str, Any]) -> Any:
         values = rewrite(plan.call, local_view(plan, member))
         extra = {name: value for name, value in values.items() if name not in operator.names}
-        return operator.call(
-            {**bound, **values}, partial(rule.local, **extra) if extra and rule.local is not None else rule.local
-        )
+        return operator.call({**bound, **values}, partial(rule.local, **extra) if extra and rule.local is not None else rule.local)
 
     return communicator_of(plan.call.mesh).map(one, local)
 
@@ -181,13 +186,7 @@ def local_view(plan: Plan, member: int) -> LocalView:
 
 
 def _write_back(
-    plan: Plan,
-    slot: Slot,
-    move: Any,
-    operator: Operator,
-    values: dict[str, Any],
-    local: dict[str, Any],
-    produced: tuple[Any, ...],
+    plan: Plan, slot: Slot, move: Any, operator: Operator, values: dict[str, Any], local: dict[str, Any], produced: tuple[Any, ...]
 ) -> None:
     """Bring what was written to the layout of the user's tensor, and copy it there."""
     name = slot[0]
@@ -261,10 +260,7 @@ def _absent(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
             return [empty(item) for item in layout]
         return None if layout is None else wrap(torch.empty(layout.local_shape(None), dtype=layout.dtype, device=device), layout)
 
-    out = [
-        values[owner] if owner is not None else empty(layout)
-        for owner, layout in zip(operator.returns, plan.results, strict=True)
-    ]
+    out = [values[owner] if owner is not None else empty(layout) for owner, layout in zip(operator.returns, plan.results, strict=True)]
     return None if not out else out[0] if len(out) == 1 else tuple(out)
 
 

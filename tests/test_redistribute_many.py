@@ -112,3 +112,13 @@ def test_tensors_of_different_meshes_do_not_mix() -> None:
 def test_placements_must_be_given_for_each() -> None:
     with pytest.raises(LayoutError, match="3 placements for 2 tensors"):
         dt.redistribute_many(tensors(DeviceMesh("cpu", 2), [S0], 2), [[R], [R], [R]])
+
+
+def test_lists_of_operands_move_in_one_collective() -> None:
+    mesh = DeviceMesh("cpu", 2)
+    xs, ys = tensors(mesh, [S0]), tensors(mesh, [S1])
+    expected = [x.full_tensor() + y.full_tensor() for x, y in zip(xs, ys, strict=True)]
+    with torch.no_grad(), CommDebugMode() as comm:
+        zs = torch._foreach_add(xs, ys)
+    assert comm.get_total_counts() == 1
+    assert all(torch.equal(z.full_tensor(), want) for z, want in zip(zs, expected, strict=True))
