@@ -11,6 +11,7 @@ from typing import Any
 from torch.autograd.graph import increment_version
 
 from .comm import communicator_of
+from .conjugation import carried_out, is_complex
 from .execute import Wrap, execute, kernel_of, local_view
 from .layout import Layout
 from .local_functions import local_function
@@ -26,7 +27,16 @@ Runner = Callable[[Args, dict[str, Any], list[Any], dict[str, Any]], Any]  # use
 def compile_plan(plan: Plan, operator: Operator, wrap: Wrap) -> Layout | Runner:
     """How to run ``plan``: the result's layout alone where the local op and one wrapper are all there is, else a function."""
     found = _compiled(plan, operator, wrap)
+    if is_complex(plan):
+        found = carried_out(_runner(found, operator, wrap))
     return _counted(found, operator) if operator.per_element and operator.mutated and not isinstance(found, Layout) else found
+
+
+def _runner(found: Layout | Runner, operator: Operator, wrap: Wrap) -> Runner:
+    if not isinstance(found, Layout):
+        return found
+    func, layout = local_function(operator.func), found
+    return lambda args, kwargs, local_args, local_kwargs: wrap(func(*local_args, **local_kwargs), layout)
 
 
 def _counted(runner: Runner, operator: Operator) -> Runner:

@@ -1,0 +1,31 @@
+"""Complex numbers: lazy conjugations are carried out inside operators that are composed of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor.testing import check
+
+CASES: dict[str, Callable[..., torch.Tensor]] = {
+    "conj": lambda x, y: x.conj(),
+    "conj times": lambda x, y: x.conj() * y,
+    "product with the adjoint": lambda x, y: x.mH @ y,
+    "pinv": lambda x, y: torch.linalg.pinv(x),  # composed of others, below our dispatch
+    "lstsq": lambda x, y: torch.linalg.lstsq(x, y)[0],
+    "imag of conj": lambda x, y: x.conj().imag,
+    "solve with the adjoint": lambda x, y: torch.linalg.solve(x.mH, y),
+    "cov": lambda x, y: torch.cov(x),
+    "where": lambda x, y: torch.where(x.real > 0, x.conj(), y),
+}
+
+
+@pytest.mark.parametrize("placement", [dt.Replicate(), dt.Shard(0), dt.Shard(1), dt.Partial()], ids=str)
+@pytest.mark.parametrize("fn", CASES.values(), ids=CASES)
+def test_lazy_conjugation_is_carried_out(fn: Callable[..., torch.Tensor], placement: dt.Placement) -> None:
+    torch.manual_seed(0)
+    x, y = (torch.randn(3, 3, dtype=torch.complex128) for _ in range(2))
+    check(fn, x, y, mesh=dt.init_device_mesh("cpu", (2,)), placements=[[placement], [placement]])
