@@ -27,7 +27,7 @@ from .dispatch import wrap_local, wrap_pending
 from .errors import UnsupportedOperationError
 from .layout import Layout
 from .placement import Partial, Placement, Replicate
-from .redistribute import execute, plan
+from .redistribute import execute, move_between, plan
 
 
 def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
@@ -100,6 +100,9 @@ class Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, target: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> Any:
         ctx.source, ctx.backward_dtype = x._layout, backward_dtype
+        if x._layout.mesh != target.mesh:
+            moved = move_between(x._local, x._layout, target, async_op=async_op)
+            return wrap_pending(moved, target, x._local) if async_op else wrap_local(moved, target)
         moves = plan(x._layout, target)
         moved = execute(moves, x._local, async_op=async_op and moves.communicates)
         if isinstance(moved, Pending):
@@ -110,7 +113,8 @@ class Redistribute(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         if ctx.backward_dtype is not None:
             grad = grad.to(ctx.backward_dtype)
-        target = grad._layout.replace(placements=grad_layout(ctx.source, None).placements)
+        placements = grad_layout(ctx.source, None).placements
+        target = Layout.of(ctx.source.mesh, placements, grad.shape, grad._layout.stride, grad.dtype)
         moved = grad if target is grad._layout else Redistribute.apply(grad, target, False, None)
         return (moved if moved.dtype == ctx.source.dtype else moved.to(ctx.source.dtype)), None, None, None
 

@@ -13,11 +13,13 @@ import torch
 from .autograd import FromLocal, FullTensor, Redistribute, ToLocal, grad_layout
 from .comm import PerRank
 from .dispatch import dispatch, install
-from .errors import DTensorError, LayoutError, MeshError, UnsupportedOperationError
+from .errors import DTensorError, LayoutError, UnsupportedOperationError
 from .layout import Layout, restore_layout
 from .local_layout import layout_of_locals
 from .mesh import DeviceMesh, as_mesh, restore_mesh
 from .placement import Partial, Placement, Replicate, Shard
+from .redistribute import Plan as MovePlan
+from .redistribute import Transit, plan, plan_between
 
 _make = torch.Tensor._make_wrapper_subclass
 
@@ -151,26 +153,35 @@ class DTensor(torch.Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same global value under other placements; differentiable.
+        """The same global value under other placements, or on another mesh; differentiable.
 
         Args:
+            device_mesh: default the tensor's own. All ranks of both meshes make the call, each with its ``x``; a rank outside
+                one of them holds nothing there. The copies on a submesh count as one value.
             placements: one per mesh dim; default all ``Replicate()``.
             async_op: return at once; the result waits at first use.
             forward_dtype, backward_dtype: convert to this dtype before moving (forward: result has it; backward: the gradient).
         """
-        mesh = self._layout.mesh if device_mesh is None else as_mesh(device_mesh)
-        if mesh != self._layout.mesh:
-            raise MeshError(
-                f"redistribute from {self._layout.mesh!r} to another mesh {mesh!r};"
-                " use x.full_tensor() and distribute_tensor on the other mesh"
-            )
-        if placements is None:
-            placements = Layout.replicated(mesh, self.shape, None, self.dtype).placements
         source: Any = self if forward_dtype is None or forward_dtype == self.dtype else self.to(forward_dtype)
-        target = source._layout.replace(placements=placements)
+        target = _target(source._layout, device_mesh, placements)
         if target is source._layout and backward_dtype is None:
             return source
         return Redistribute.apply(source, target, async_op, backward_dtype)
+
+    def explain_redistribute(
+        self, placements: Sequence[Placement] | None = None, *, device_mesh: Any = None
+    ) -> MovePlan | Transit:
+        """What ``redistribute(device_mesh, placements)`` would do, to be printed: each step, the ranks that take part, the bytes
+        that one rank receives, peak memory and estimated time. Nothing is moved.
+
+        >>> import dtensor as dt
+        >>> x = dt.zeros(6, 4, device_mesh=dt.init_device_mesh("cpu", (2,), ("tp",)), placements=[dt.Shard(0)])
+        >>> print(x.explain_redistribute([dt.Shard(1)]))
+        float32[6, 4] (tp=S(0)) -> (tp=S(1)): 1 collective, 24 B received per rank, peak ... B, ...
+          1. exchange over tp: (tp=S(0)) -> (tp=S(1)), 24 B/rank, ...
+        """
+        target = _target(self._layout, device_mesh, placements)
+        return plan(self._layout, target) if target.mesh == self._layout.mesh else plan_between(self._layout, target)
 
     # --- leaves: gradients arrive in the leaf's own layout ------------------------------------------------------
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
@@ -239,6 +250,14 @@ class DTensor(torch.Tensor):
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.ndim == 0 and spec else repr(self)
+
+
+def _target(layout: Layout, device_mesh: Any, placements: Sequence[Placement] | None) -> Layout:
+    """``layout`` under other placements, on another mesh where one is given."""
+    mesh = layout.mesh if device_mesh is None else as_mesh(device_mesh)
+    if placements is None:
+        placements = (Replicate(),) * mesh.ndim
+    return Layout.of(mesh, placements, layout.shape, layout.stride, layout.dtype)
 
 
 def wrap(local: Any, layout: Layout) -> DTensor:

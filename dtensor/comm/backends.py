@@ -170,6 +170,10 @@ def post(group: Group, receives: Sequence[Message], sends: Sequence[Message]) ->
     if not traits_of(group).sends_lists:
         works = [group.handle.recv([message(row)], rank, _TAG) for rank, row in receives]
         return works + [group.handle.send([message(row)], rank, _TAG) for rank, row in sends]
+    if group.handle.size() > group.size:  # not all of the process group take part
+        ops = [dist.P2POp(dist.irecv, row, group=group.handle, group_peer=rank) for rank, row in receives]
+        ops += [dist.P2POp(dist.isend, row, group=group.handle, group_peer=rank) for rank, row in sends]
+        return dist.batch_isend_irecv(ops) if ops else []
     device = (*receives, *sends)[0][1].device if receives or sends else torch.device("cuda")
     into, rows = ([torch.empty(0, dtype=torch.uint8, device=device) for _ in group.members] for _ in range(2))
     for side, given in ((into, receives), (rows, sends)):

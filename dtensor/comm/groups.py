@@ -75,10 +75,10 @@ def group_of(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Group:
     in_torch = dist.get_process_group_ranks(handle)
     order = tuple(in_torch.index(rank) for rank in ranks)
     kept = None if order == tuple(range(len(order))) else order
-    return Group(handle, members, members.index(member), kept, _backend_of(handle, mesh.device_type))
+    return Group(handle, members, members.index(member), kept, backend_of(handle, mesh.device_type))
 
 
-def _backend_of(handle: Any, device_type: str) -> str:
+def backend_of(handle: Any, device_type: str) -> str:
     """The backend that serves tensors of ``device_type`` (a group may have one for each)."""
     parts = (part.split(":", 1) for part in dist.get_backend_config(handle).split(","))
     by_device = {part[0]: part[-1] for part in parts}

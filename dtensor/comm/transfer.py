@@ -83,7 +83,7 @@ def bind_transfer(group: Group, route_of: Callable[[int], Route], dtype: torch.d
     traffic = Traffic(group, route_of, dtype.itemsize)
     if gathers and traits_of(group).reduces and len({route.old for route in traffic.routes}) == 1 and group.size <= EXAMINED:
         return _gathered(group, traffic.mine)
-    return _direct(group, traffic.mine) if traffic.direct else _packed(group, traffic.mine)
+    return bind_direct(group, traffic.mine) if traffic.direct else _packed(group, traffic.mine)
 
 
 def _packed(group: Group, route: Route) -> Issue:
@@ -137,7 +137,8 @@ def _parts(group: Group, boxes: tuple[Box | None, ...], shape: tuple[int, ...], 
     return [_Part(rank, box, run_of(box, shape)) for rank, box in met if box is not None and box.numel]
 
 
-def _direct(group: Group, route: Route) -> Issue:
+def bind_direct(group: Group, route: Route) -> Issue:
+    """Messages between the ranks that have something for each other; ``group`` may be a part of its process group."""
     outgoing = _parts(group, route.sends, route.old, 1)
     incoming = _parts(group, route.receives, route.new, -1)
 

@@ -1,5 +1,6 @@
 """Redistribution: a plan of local steps and collectives between two layouts (pure), and its execution."""
 
+from .between import Transit, move_between, plan_between
 from .cost import LINKS, Link
 from .executor import execute, redistribute_local
 from .many import execute_many
@@ -17,9 +18,12 @@ __all__ = [
     "Slice",
     "Spread",
     "Step",
+    "Transit",
     "estimate",
     "execute",
     "execute_many",
+    "move_between",
     "plan",
+    "plan_between",
     "redistribute_local",
 ]

@@ -42,8 +42,8 @@ class Step:
 
     def __str__(self) -> str:
         over = f" over {_names(self.before, self.mesh_dims)}" if self.mesh_dims else ""
-        cost = f", {self.bytes:,} B/rank, {_time(self.seconds)}" if self.mesh_dims else ", local"
-        return f"{self._what()}{over}: {_where(self.before)} -> {_where(self.after)}{cost}"
+        cost = f", {self.bytes:,} B/rank, {seconds_of(self.seconds)}" if self.mesh_dims else ", local"
+        return f"{self._what()}{over}: {place(self.before)} -> {place(self.after)}{cost}"
 
     def _what(self) -> str:
         return self.verb
@@ -113,7 +113,7 @@ class Exchange(Step):
     verb = "exchange"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Plan:
     """The steps from ``src`` to ``dst``; none if every rank holds the right block already.
 
@@ -159,13 +159,20 @@ class Plan:
         return max([self.src.max_local_nbytes, *(step.after.max_local_nbytes for step in self.steps)])
 
     def __str__(self) -> str:
-        dtype = str(self.src.dtype).removeprefix("torch.")
-        head = f"{dtype}[{', '.join(map(str, self.src.shape))}] {_where(self.src)} -> {_where(self.dst)}: "
+        head = f"{described(self.src)} -> {place(self.dst)}: "
         if not self.steps:
             return head + "nothing to do"
         count = f"{self.collectives} collective{'' if self.collectives == 1 else 's'}"
-        head += f"{count}, {self.bytes:,} B received per rank, peak {self.peak_bytes:,} B, {_time(self.cost)}"
+        head += f"{count}, {self.bytes:,} B received per rank, peak {self.peak_bytes:,} B, {seconds_of(self.cost)}"
         return "\n".join([head, *(f"  {k}. {step}" for k, step in enumerate(self.steps, 1))])
+
+    __repr__ = __str__
+
+
+def described(layout: Layout) -> str:
+    """What is where: dtype, shape and placements."""
+    dtype = str(layout.dtype).removeprefix("torch.")
+    return f"{dtype}[{', '.join(map(str, layout.shape))}] {place(layout)}"
 
 
 def _names(layout: Layout, mesh_dims: tuple[int, ...]) -> str:
@@ -173,10 +180,12 @@ def _names(layout: Layout, mesh_dims: tuple[int, ...]) -> str:
     return ", ".join(names[i] if names else f"mesh dim {i}" for i in mesh_dims)
 
 
-def _where(layout: Layout) -> str:
+def place(layout: Layout) -> str:
+    """Placements by mesh dim."""
     names = layout.mesh.mesh_dim_names
     return "(" + ", ".join(f"{names[i]}={p}" if names else str(p) for i, p in enumerate(layout.placements)) + ")"
 
 
-def _time(seconds: float) -> str:
+def seconds_of(seconds: float) -> str:
+    """Seconds as a person reads them."""
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
