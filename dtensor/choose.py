@@ -14,7 +14,8 @@ from .layout import Layout, Split, chunk_sizes
 from .mesh import DeviceMesh
 from .placement import Monoid, Partial, Placement, Replicate, Shard
 from .rules.call import Call, Meta
-from .rules.rule import ANY_PARTIAL, Along, Choice, Dims, Factors, Partials, Row, Rule, Spec, candidates, inner_size, leads
+from .rules.compound import NotBlocks, composed, cut_in
+from .rules.rule import ANY_PARTIAL, Along, Choice, Dims, Factors, Partials, Row, Rule, Spec, candidates, stands
 from .rules.windows import covering, windowed
 
 # Seconds; only their ratios matter. A collective costs LATENCY plus bytes; a local slice or zero costs next to nothing.
@@ -55,11 +56,22 @@ def choose(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) ->
         if _allowed(row, call) and sound_dtypes(row, call)
     ]
     ranked = [_rank(rows, mesh_dim, factors, call, kept) for mesh_dim in range(call.mesh.ndim)]
-    for picked in _best_first(ranked):
-        chosen = _realize(picked, factors, call, kept)
-        if chosen is not None and (rule.when is None or rule.when(chosen.choice)):
+    best: tuple[tuple[float, ...], int, Chosen] | None = None
+    for price, picked in _best_first(ranked):
+        if best is not None and price[:2] > best[0]:
+            break
+        try:
+            chosen = _realize(picked, factors, call, kept)
+        except NotBlocks:
+            continue
+        if chosen is None or not (rule.when is None or rule.when(chosen.choice)):
+            continue
+        moved = sum(not have.same_data(need) for have, need in zip(call.operands, chosen.operands, strict=True))
+        if moved == 0:
             return chosen
-    return None
+        if best is None or moved < best[1]:  # of equal prices, which do not see uneven blocks, the one that moves less
+            best = price[:2], moved, chosen
+    return None if best is None else best[2]
 
 
 def _monoid_rows(factors: Factors, call: Call, partials: Partials) -> Iterator[Row]:
@@ -164,7 +176,7 @@ def _current(layout: Layout, mesh_dim: int) -> Where:
 
 def _target(spec: Spec, dims: Dims, sizes: Mapping[str, int]) -> Where:
     if isinstance(spec, Along):
-        dim = leads(dims, spec.factor, sizes)
+        dim = stands(dims, spec.factor)
         return Replicate() if dim is None else dim
     return spec
 
@@ -190,7 +202,7 @@ def _move(source: Where, target: Where, layout: Layout, ranks: int) -> float:
             return LATENCY + nbytes * (ranks - 1) * PER_BYTE
 
 
-def _best_first(ranked: list[list[tuple[Any, Row]]]) -> Iterator[tuple[Row, ...]]:
+def _best_first(ranked: list[list[tuple[Any, Row]]]) -> Iterator[tuple[tuple[float, ...], tuple[Row, ...]]]:
     """Combinations of one row per mesh dim in order of summed price, a bounded number of them."""
     if not all(ranked):
         return
@@ -199,14 +211,15 @@ def _best_first(ranked: list[list[tuple[Any, Row]]]) -> Iterator[tuple[Row, ...]
     for _ in range(_TRIES):
         if not heap:
             return
-        _, at = heapq.heappop(heap)
-        yield tuple(ranked[i][k][1] for i, k in enumerate(at))
+        price, at = heapq.heappop(heap)
+        yield price, tuple(ranked[i][k][1] for i, k in enumerate(at))
         for i in range(len(at)):
             following = (*at[:i], at[i] + 1, *at[i + 1 :])
             if following[i] < len(ranked[i]) and following not in seen:
                 seen.add(following)
                 heapq.heappush(heap, (_total(ranked, following), following))
-    yield tuple(column[-1][1] for column in ranked)
+    last = tuple(len(column) - 1 for column in ranked)
+    yield _total(ranked, last), tuple(column[-1][1] for column in ranked)
 
 
 def _total(ranked: list[list[tuple[Any, Row]]], at: tuple[int, ...]) -> tuple[float, ...]:
@@ -228,8 +241,6 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
         if row.factor is not None and call.mesh.shape[mesh_dim] > 1:
             used.setdefault(row.factor, []).append(mesh_dim)
     splits = {name: _split(name, mesh_dims, factors, call, kept) for name, mesh_dims in used.items()}
-    if _clash(factors, splits):
-        return None
 
     def splits_of(side: str, i: int) -> Mapping[str, Split]:
         cut = {name: factors.windows[side, i, name] for name in splits if (side, i, name) in factors.windows}
@@ -264,30 +275,25 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
     return Chosen(Choice(call, factors, rows, splits), operands, results)
 
 
-def _clash(factors: Factors, splits: Mapping[str, Split]) -> bool:
-    """Whether two sharded factors share a tensor dim: their blocks together are no blocks of it."""
-    return any(sum(name in splits for name in dim) > 1 for dims in (*factors.operands, *factors.results) for dim in dims)
-
-
 def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: Mapping[int, int]) -> Split:
     """How ``name`` is cut by ``mesh_dims``: as in the operand that already is (written ones first, then the largest)."""
     wanted, size = set(mesh_dims), factors.sizes[name]
     written = set(kept.values())
     order = sorted(range(len(call.operands)), key=lambda i: (i not in written, -call.operands[i].numel, i))
-    pieces: list[tuple[tuple[int, ...], list[int], range]] = []
+    pieces: list[tuple[tuple[int, ...], tuple[int, ...], range]] = []
     for i in order:
         dims = factors.operands[i]
-        d = leads(dims, name, factors.sizes)
+        d = stands(dims, name)
         current = None if d is None else call.operands[i].splits[d]
-        if d is None or current is None or set(current.mesh_dims[: len(wanted)]) != wanted:
+        if d is None or current is None:
             continue
-        inner, rest = inner_size(dims[d], name, factors.sizes), call.mesh.size_of(current.mesh_dims[len(wanted) :])
-        blocks = [sum(current.sizes[k : k + rest]) for k in range(0, len(current.sizes), rest)]
         window = factors.windows.get(("operand", i, name))
-        if window is not None:
-            pieces.append((current.mesh_dims[: len(wanted)], blocks, window))
-        elif all(block % inner == 0 for block in blocks):
-            return Split(current.mesh_dims[: len(wanted)], tuple(block // inner for block in blocks))
+        sizes = factors.sizes if window is None else {**factors.sizes, name: len(window)}
+        found = cut_in(dims[d], name, current, wanted, sizes, call.mesh.shape)
+        if found is not None and window is None:
+            return found
+        if found is not None and window is not None:
+            pieces.append((*found, window))
     ordered = pieces[0][0] if pieces else tuple(sorted(mesh_dims))
     default = chunk_sizes(size, tuple(call.mesh.shape[i] for i in ordered))
     return Split(ordered, covering(default, [(blocks, window) for nesting, blocks, window in pieces if nesting == ordered]))
@@ -302,22 +308,10 @@ def place(
     meta: Meta | Layout,
 ) -> Layout:
     """The layout of a tensor with these factors when each mesh dim follows its spec."""
-    tensor_splits: list[Split | None] = [None] * len(dims)
-    for d, names in enumerate(dims):
-        for name in names:
-            if name in splits and sizes[name] == _prefix_free(names, name, sizes):
-                inner = inner_size(names, name, sizes)
-                split = splits[name]
-                tensor_splits[d] = Split(split.mesh_dims, tuple(size * inner for size in split.sizes))
+    tensor_splits = [composed(names, splits, sizes) for names in dims]
     partials = tuple(spec.reduce_op if isinstance(spec, Partial) and mesh.shape[i] > 1 else None for i, spec in enumerate(specs))
     idle = {i: _idle(spec, dims, sizes) for i, spec in enumerate(specs) if mesh.shape[i] == 1}
     return Layout.from_splits(mesh, tensor_splits, partials, meta.shape, meta.stride, meta.dtype, idle)
-
-
-def _prefix_free(names: tuple[str, ...], name: str, sizes: Mapping[str, int]) -> int:
-    """The factor's size if only factors of size one stand before it, else -1."""
-    before = names[: names.index(name)]
-    return sizes[name] if all(sizes[other] == 1 or other[0] == "@" for other in before) else -1
 
 
 def _idle(spec: Spec, dims: Dims, sizes: Mapping[str, int]) -> Placement:

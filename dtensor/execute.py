@@ -83,7 +83,9 @@ def _compute(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
         return _drawn_alike(plan, operator, local) if operator.seeded else operator.call(local)
     if rule.run is not None or chosen.kernel_row is not None:
         computed = operator.call(local, kernel_of(plan))
-        return computed if operator.reshapes else _in_place(operator, local, computed)  # as_strided_ does not write, it looks otherwise
+        return (
+            computed if operator.reshapes else _in_place(operator, local, computed)
+        )  # as_strided_ does not write, it looks otherwise
     if rule.local_args is not None:
         return _with_local_args(plan, operator, local)
     return operator.call(local, rule.local)
@@ -167,7 +169,9 @@ def _with_local_args(plan: Plan, operator: Operator, local: dict[str, Any]) -> A
     def one(member: int, bound: dict[str, Any]) -> Any:
         values = rewrite(plan.call, local_view(plan, member))
         extra = {name: value for name, value in values.items() if name not in operator.names}
-        return operator.call({**bound, **values}, partial(rule.local, **extra) if extra and rule.local is not None else rule.local)
+        return operator.call(
+            {**bound, **values}, partial(rule.local, **extra) if extra and rule.local is not None else rule.local
+        )
 
     return communicator_of(plan.call.mesh).map(one, local)
 
@@ -186,7 +190,13 @@ def local_view(plan: Plan, member: int) -> LocalView:
 
 
 def _write_back(
-    plan: Plan, slot: Slot, move: Any, operator: Operator, values: dict[str, Any], local: dict[str, Any], produced: tuple[Any, ...]
+    plan: Plan,
+    slot: Slot,
+    move: Any,
+    operator: Operator,
+    values: dict[str, Any],
+    local: dict[str, Any],
+    produced: tuple[Any, ...],
 ) -> None:
     """Bring what was written to the layout of the user's tensor, and copy it there."""
     name = slot[0]
@@ -260,7 +270,10 @@ def _absent(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
             return [empty(item) for item in layout]
         return None if layout is None else wrap(torch.empty(layout.local_shape(None), dtype=layout.dtype, device=device), layout)
 
-    out = [values[owner] if owner is not None else empty(layout) for owner, layout in zip(operator.returns, plan.results, strict=True)]
+    out = [
+        values[owner] if owner is not None else empty(layout)
+        for owner, layout in zip(operator.returns, plan.results, strict=True)
+    ]
     return None if not out else out[0] if len(out) == 1 else tuple(out)
 
 

@@ -19,7 +19,16 @@ META = torch.device("meta")
 # Strides or auxiliary shapes follow the library that computes: LAPACK, MKL or cuSOLVER, cuFFT.
 DEVICE_DEPENDENT = frozenset(
     "aten::" + name
-    for name in ["_linalg_svd", "linalg_eig", "_fft_c2c", "_fft_r2c", "_fft_c2r", "nonzero_static", "_embedding_bag", "_embedding_bag_forward_only"]
+    for name in [
+        "_linalg_svd",
+        "linalg_eig",
+        "_fft_c2c",
+        "_fft_r2c",
+        "_fft_c2r",
+        "nonzero_static",
+        "_embedding_bag",
+        "_embedding_bag_forward_only",
+    ]
 )
 
 

@@ -15,7 +15,38 @@ import torch
 
 # Their Python signatures differ from the schema (argument order, packed lists, defaults), or they mean something else.
 _DIFFERENT = frozenset(
-    ["arange", "full", "empty", "zeros", "ones", "rand", "randn", "randint", "normal", "linspace", "logspace", "scalar_tensor", "tensor", "empty_like", "full_like", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "where", "index", "norm", "split", "to", "_to_copy", "set_", "data", "requires_grad_", "is_same_size"]
+    [
+        "arange",
+        "full",
+        "empty",
+        "zeros",
+        "ones",
+        "rand",
+        "randn",
+        "randint",
+        "normal",
+        "linspace",
+        "logspace",
+        "scalar_tensor",
+        "tensor",
+        "empty_like",
+        "full_like",
+        "index_put",
+        "index_put_",
+        "_index_put_impl_",
+        "_unsafe_index",
+        "_unsafe_index_put",
+        "where",
+        "index",
+        "norm",
+        "split",
+        "to",
+        "_to_copy",
+        "set_",
+        "data",
+        "requires_grad_",
+        "is_same_size",
+    ]
 )
 
 

@@ -1,5 +1,6 @@
 """Whole models: tensor, sequence and data parallelism, built on DTensors and their redistribution."""
 
+from .auto_wrap import units_by_size
 from .boundary import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from .fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from .loss import loss_parallel
@@ -30,4 +31,5 @@ __all__ = [
     "parallelize_module",
     "register_fsdp_forward_method",
     "replicate",
+    "units_by_size",
 ]

@@ -151,26 +151,9 @@ class Rule:
     source: str = ""
 
 
-def leads(dims: Dims, factor: str, sizes: Mapping[str, int]) -> int | None:
-    """The tensor dim whose outermost factor (of size > 1) is ``factor``; None if it stands nowhere.
-
-    Raises:
-        RuleError: it stands inside another factor, so its blocks are no blocks of the dim.
-    """
-    for d, names in enumerate(dims):
-        if factor in names:
-            if any(sizes[name] > 1 and name[0] != "@" for name in names[: names.index(factor)]):
-                raise RuleError("inner")
-            return d
-    return None
-
-
-def inner_size(dim: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> int:
-    """Elements of the tensor dim per element of its leading factor."""
-    result = 1
-    for name in dim[dim.index(factor) + 1 :]:
-        result *= 1 if name[0] == "@" else sizes[name]
-    return result
+def stands(dims: Dims, factor: str) -> int | None:
+    """The tensor dim that ``factor`` is part of; None if it stands nowhere."""
+    return next((d for d, names in enumerate(dims) if factor in names), None)
 
 
 def candidates(factors: Factors, partials: Partials) -> list[Row]:
@@ -189,11 +172,8 @@ def candidates(factors: Factors, partials: Partials) -> list[Row]:
 
 
 def _row_of(factors: Factors, name: str) -> Row | None:
-    try:
-        operand_dims = [leads(dims, name, factors.sizes) for dims in factors.operands]
-        result_dims = [leads(dims, name, factors.sizes) for dims in factors.results]
-    except RuleError:
-        return None
+    operand_dims = [stands(dims, name) for dims in factors.operands]
+    result_dims = [stands(dims, name) for dims in factors.results]
     if sum(name in dim for dims in factors.operands for dim in dims) != sum(d is not None for d in operand_dims):
         return None  # twice in one operand, as on a diagonal
     kernel = factors.kernels.get(name)

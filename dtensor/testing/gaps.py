@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,17 +16,18 @@ import torch
 from ..comm import PerRank
 from ..mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate, Shard
-from ..rules.rule import Rule
-from .cases import Combination, combinations, mesh_of, partial_ops
+from .cases import Combination, combinations, mesh_of
 from .differences import close
 from .nested import replace, tensors
 from .oracle import compare
 from .samples import Sample
 from .scatter import can_be_partial, scatter
+from .shelter import sheltered
 from .source import placement_text
 from .variants import Variant
 
 _RANKS = (3, 2, 4)
+_PARTIALS = ("sum",)  # terms of means and maxima pass few operations that programs run on them
 _SEEDS = (0, 1, 2)
 _COMBINE: dict[str, Any] = {
     "sum": lambda xs: torch.stack(xs).sum(0).to(xs[0].dtype),
@@ -47,28 +49,41 @@ class Gap:
         return f"{self.name} | {', '.join(self.operands)} -> {', '.join(self.results)}"
 
 
-def gaps_of(name: str, sample: Sample, rule: Rule | None, limit: int, rng: random.Random) -> Iterator[Gap]:
-    """The gaps that a sample shows on meshes of 2, 3 and 4 ranks alike."""
-    variant = Variant(name.replace("::", "."), sample, False)
-    xs = tensors((sample.args, sample.kwargs))
-    if not sample.values or not xs or is_accepted(Gap(name, ("*",), ("*",))):
-        return  # whatever would be found is accepted (and operators may read out of bounds with indices meant for more)
+def gaps_of(name: str, samples: Sequence[Sample], limit: int, rng: random.Random) -> list[Gap]:
+    """The gaps that all samples show alike, on meshes of 2, 3 and 4 ranks: what holds for one sample only is chance."""
+    if is_accepted(Gap(name, ("*",), ("*",))):
+        return []  # whatever would be found is accepted
+    return sheltered(lambda: _search(name, samples, limit, rng), [])
+
+
+def _search(name: str, samples: Sequence[Sample], limit: int, rng: random.Random) -> list[Gap]:
+    found: dict[tuple[str, ...], set[tuple[Placement, ...]]] = {}
+    for sample in samples:
+        for operands, results in _shown(Variant(name.replace("::", "."), sample, False), limit, rng):
+            found[operands] = found[operands] & results if operands in found else results
+    return [Gap(name, operands, _best(results)) for operands, results in found.items() if results]
+
+
+def _best(results: set[tuple[Placement, ...]]) -> tuple[str, ...]:
+    return tuple(map(str, min(results, key=lambda row: [not isinstance(p, Shard) for p in row])))
+
+
+def _shown(variant: Variant, limit: int, rng: random.Random) -> Iterator[tuple[tuple[str, ...], set[tuple[Placement, ...]]]]:
+    """Operands whose rule communicates, and all results that local blocks give by themselves."""
+    xs = tensors((variant.sample.args, variant.sample.kwargs))
+    if not variant.sample.values or not any(x.numel() > 1 for x in xs):
+        return
     meshes = [mesh_of((ranks,)) for ranks in _RANKS]
-    for placements in combinations(xs, (2,), partial_ops(rule), limit, rng, ragged=False):
+    for placements in combinations(xs, (2,), _PARTIALS, limit, rng, ragged=False):
         if _has_partial_indices(xs, placements) or not _communicates(variant, meshes[0], placements):
             continue
         found: set[tuple[Placement, ...]] | None = None
-        for mesh in meshes:
-            for seed in _SEEDS:
-                right = _right_results(variant, mesh, placements, seed)
-                found = right if found is None else found & right
-                if not found:
-                    break
+        for mesh, seed in itertools.product(meshes, _SEEDS):
+            right = _right_results(variant, mesh, placements, seed)
+            found = right if found is None else found & right
             if not found:
                 break
-        if found:
-            best = min(found, key=lambda results: [not isinstance(p, Shard) for p in results])
-            yield Gap(name, tuple(map(placement_text, placements)), tuple(map(str, best)))
+        yield tuple(map(placement_text, placements)), found or set()
 
 
 def _has_partial_indices(xs: Sequence[torch.Tensor], placements: Combination) -> bool:

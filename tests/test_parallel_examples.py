@@ -1,0 +1,42 @@
+"""The examples of parallel models print losses equal to one device's, in one process and under torchrun."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from test_demo import printed_by
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+NAMES = {"llama_tp_sp": 4, "fsdp_tp_2d": 4, "hsdp_3d": 8, "ddp": 4, "zero": 4, "digits_fsdp": 2}
+_LOSSES = re.compile(r"^ +(\d+) +(\d+\.\d+) +(\d+\.\d+)$", re.MULTILINE)
+
+
+def arguments(name: str) -> tuple[str, ...]:
+    if name == "digits_fsdp":
+        pytest.importorskip("sklearn")
+        return "--epochs", "1"
+    return ()
+
+
+def losses(printed: str) -> list[tuple[float, float]]:
+    """(mesh, one device) at every step."""
+    found = [(float(ours), float(theirs)) for _, ours, theirs in _LOSSES.findall(printed)]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_one_process(name: str) -> None:
+    for ours, theirs in losses(printed_by(sys.executable, str(EXAMPLES / f"{name}.py"), *arguments(name))):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", NAMES)
+def test_under_torchrun(name: str) -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NAMES[name]))
+    for ours, theirs in losses(printed_by(sys.executable, *launch, str(EXAMPLES / f"{name}.py"), *arguments(name))):
+        assert ours == pytest.approx(theirs, abs=1e-4)
