@@ -1,6 +1,7 @@
 """Redistribution: ``dtensor`` against ``torch.distributed.tensor`` (the peer), both on gloo, taking turns in the same processes.
 
-    python benchmarks/redistribute.py [--quick] [--worlds 2 4 8] [--sizes "16 KB" "64 MB"] [--only "S0>R"] [--json FILE] [--plot FILE]
+    python benchmarks/redistribute.py [--quick] [--worlds 2 4 8] [--sizes "16 KB" "64 MB"] [--only "S0>R"]
+                                      [--json FILE] [--plot FILE]
 
 Wall is that of the slowest rank and CPU that of all ranks together, medians over rounds; a ratio is dtensor / peer. Bytes are
 what one rank receives, for both libraries by the usual ring algorithms; the bound is what no plan can go below. Peak memory
@@ -72,7 +73,10 @@ def line(row: Row) -> str:
     )
 
 
-HEAD = f"{'mesh   pair                         size':48} {'ms':>9} {'wall':>6} {'cpu':>6} {'collect.':>7} {'bytes: ours':>11} {'peer':>11} {'peak: ours':>11} {'peer':>11} {'bound':>11}"
+HEAD = (
+    f"{'mesh   pair                         size':48} {'ms':>9} {'wall':>6} {'cpu':>6} {'collect.':>7} "
+    f"{'bytes: ours':>11} {'peer':>11} {'peak: ours':>11} {'peer':>11} {'bound':>11}"
+)
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -87,7 +91,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
             means = [geometric_mean([r for row in part if (r := ratio(row, what)) is not None]) for what in ("wall", "cpu")]
             if part:
                 lines.append(
-                    f"{world} ranks, {label:>6}: geometric mean of dtensor / peer over {len(part)} cases: wall {means[0]:.3f}, CPU {means[1]:.3f}"
+                    f"{world} ranks, {label:>6}: geometric mean of dtensor / peer over {len(part)} cases: "
+                    f"wall {means[0]:.3f}, CPU {means[1]:.3f}"
                 )
     slower = sorted((row for row in rows if (ratio(row, "wall") or 0) > 1.05), key=lambda row: -(ratio(row, "wall") or 0))
     lines.append(f"above 1.05 in wall time: {len(slower)}")
@@ -97,7 +102,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
     wrong, theirs = ([row["name"] for row in rows if row[side]["error"]] for side in ("ours", "peer"))
     above = [row["name"] for row in rows if row["ours"].get("bytes", 0) > 1.05 * row["bound"] + 64]
     lines.append(
-        f"dtensor wrong or refused: {len(wrong)} {wrong or ''}; peer wrong or refused: {len(theirs)}; bytes above 1.05 x bound: {len(above)} {above or ''}"
+        f"dtensor wrong or refused: {len(wrong)} {wrong or ''}; peer wrong or refused: {len(theirs)}; "
+        f"bytes above 1.05 x bound: {len(above)} {above or ''}"
     )
     return lines
 

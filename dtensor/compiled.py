@@ -1,6 +1,7 @@
 """Plans in the form that dispatch runs: everything known at planning time is bound, so that a call does what it must and no more.
 
-A fast path skips work whose result is known; it is never a different algorithm: each falls back to :func:`execute` for what it does not cover.
+A fast path skips work whose result is known; it is never a different algorithm: each falls back to :func:`execute` for the
+rest.
 """
 
 from __future__ import annotations

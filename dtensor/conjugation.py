@@ -1,8 +1,8 @@
 """Lazy conjugation and negation, carried out while local operators run.
 
 ``x.conj()`` only sets a bit, which a dispatch key above the kernels looks at. ``__torch_dispatch__`` runs below that key, and so
-would the local operators of a plan: one that is composed of others (``linalg_pinv``) would lose the bits that its own parts set. The
-keys are switched on again for plans with complex numbers. This is the one module that touches them.
+would the local operators of a plan: one that is composed of others (``linalg_pinv``) would lose the bits that its own parts set.
+The keys are switched on again for plans with complex numbers. This is the one module that touches them.
 """
 
 from __future__ import annotations

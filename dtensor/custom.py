@@ -19,8 +19,9 @@ Sharding = tuple[Sequence[Placement | None], Sequence[Placement | None]]
 def register_sharding(op: Any) -> Callable[[Callable[..., Sequence[Sharding]]], Callable[..., Sequence[Sharding]]]:
     """A decorator that declares how ``op`` (an ``OpOverload``, or a list of them) may be sharded along ONE mesh dim.
 
-    The decorated function gets the op's arguments, each tensor as its ``Layout`` (``.shape``, ``.ndim``, ``.dtype``), and returns pairs
-    ``(output placements, input placements)``, inputs in argument order with None for what is no tensor. Meshes of more dims combine rows.
+    The decorated function gets the op's arguments, each tensor as its ``Layout`` (``.shape``, ``.ndim``, ``.dtype``), and returns
+    pairs ``(output placements, input placements)``, inputs in argument order with None for what is no
+    tensor. Meshes of more dims combine rows.
     A rule that the library has for the op is replaced. Check it with ``dtensor.testing.verify_rule(op)``.
 
     Raises:
@@ -64,7 +65,8 @@ def factors_of_table(table: Callable[..., Sequence[Sharding]], call: Call) -> Fa
         flat = _tensor_placements(inputs, arguments)
         if len(flat) != len(call.operands) or len(outputs) != len(metas):
             raise RuleError(
-                f"register_sharding for {call.func}: row {k} has {len(flat)} tensor inputs and {len(outputs)} outputs, the op has "
+                f"register_sharding for {call.func}: row {k} has {len(flat)} tensor inputs and {len(outputs)} outputs, "
+                f"the op has "
                 f"{len(call.operands)} and {len(metas)}"
             )
         label = f"@{k}"

@@ -48,7 +48,13 @@ _ENTRIES: dict[int, Entry] = {}
 _TENSOR: Any = None  # the DTensor class and its constructor from (local, layout), installed by tensor.py
 _WRAP: Any = None
 _PENDING: Any = None
-_VIEWING: Any = lambda plan, operator, found: found  # replaced by remote_view.py
+
+
+def _as_found(plan: Any, operator: Any, found: Any) -> Any:
+    return found
+
+
+_VIEWING: Any = _as_found  # replaced by remote_view.py
 _MAKE = torch.Tensor._make_wrapper_subclass
 _IN_INFERENCE = torch.is_inference_mode_enabled
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
@@ -146,7 +152,7 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
         return value
     if kind is list or kind is tuple:
         key.append(len(value))
-        if value and type(value[0]) is _TENSOR and all([type(item) is _TENSOR for item in value]):
+        if value and type(value[0]) is _TENSOR and all([type(item) is _TENSOR for item in value]):  # noqa: C419 -- half the time of a generator
             key.extend([item._layout for item in value])
             return [item._local for item in value]
         return [_static(item, key, by_type) for item in value]
@@ -236,7 +242,8 @@ def _admit(value: Any, name: str, index: int | None, operator: Operator, mesh: D
         )
     if value.ndim and not mixed:
         raise MixedTensorError(
-            f"{operator.name} mixes DTensors with a plain tensor of shape {tuple(value.shape)} (argument {name!r}). If every rank holds "
+            f"{operator.name} mixes DTensors with a plain tensor of shape {tuple(value.shape)} (argument {name!r}). "
+            f"If every rank holds "
             "the same value, use `with dtensor.implicit_replication():`, or distribute_tensor(t, mesh, placements)"
         )
     plain.add((name, index))

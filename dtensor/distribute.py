@@ -30,8 +30,8 @@ def distribute_tensor(
     Args:
         tensor: the global tensor (a meta tensor gives meta pieces; a DTensor is redistributed).
         placements: one per mesh dim, default ``Replicate()`` on all.
-        src_data_rank: whose value counts: the rank at this index along every mesh dim sends each rank its block (a broadcast where
-            nothing is sharded, else one scatter). None: every rank cuts its own copy, no communication.
+        src_data_rank: whose value counts: the rank at this index along every mesh dim sends each rank its block (a broadcast
+            where nothing is sharded, else one scatter). None: every rank cuts its own copy, no communication.
 
     Raises:
         PlacementError, MeshError: see :class:`Layout`. LayoutError: a non-leaf that requires grad.
@@ -49,7 +49,8 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
             raise MeshError(
-                f"distribute_tensor: the DTensor lives on {tensor.device_mesh!r}, not on {mesh!r}; call x.redistribute(mesh, placements)"
+                f"distribute_tensor: the DTensor lives on {tensor.device_mesh!r}, not on {mesh!r}; "
+                f"call x.redistribute(mesh, placements)"
             )
         return tensor.redistribute(placements=placements)
     if not tensor.is_leaf:

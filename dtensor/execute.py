@@ -137,7 +137,8 @@ def _drawn_alike(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
 
 def kernel_of(plan: Plan) -> Callable[..., Any]:
     """The function that a plan runs instead of the operator, its context bound."""
-    assert plan.rule is not None and plan.chosen is not None
+    assert plan.rule is not None
+    assert plan.chosen is not None
     row = plan.chosen.kernel_row
     if row is not None and row.kernel is not None:
         return partial(row.kernel.run, _context(plan, plan.chosen))
@@ -163,7 +164,9 @@ def _in_place(operator: Operator, local: dict[str, Any], computed: Any) -> Any:
 
 def _with_local_args(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
     rule, chosen = plan.rule, plan.chosen
-    assert rule is not None and chosen is not None and rule.local_args is not None
+    assert rule is not None
+    assert chosen is not None
+    assert rule.local_args is not None
     rewrite = rule.local_args
 
     def one(member: int, bound: dict[str, Any]) -> Any:
@@ -278,7 +281,7 @@ def _absent(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
 
 
 def _scratch(plan: Plan, operator: Operator, name: str, value: Any) -> Any:
-    """A fresh tensor to compute an ``out=`` result in, of its local shape; it is copied to the user's tensor in that one's layout."""
+    """A fresh tensor to compute an ``out=`` result in, of its local shape; it is copied to the user's tensor in its layout."""
     if value is None:
         return None
     layout = plan.results[operator.returns.index(name)] if plan.results else None

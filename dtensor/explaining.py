@@ -55,7 +55,10 @@ class Explanation:
 
     def __str__(self) -> str:
         moving = [line for line in self.lines if line.moves]
-        head = f"{len(self.lines)} operations, {len(moving)} of them communicate: {self.nbytes} bytes received per rank, about {self.seconds:.2e} s"
+        head = (
+            f"{len(self.lines)} operations, {len(moving)} of them communicate: "
+            f"{self.nbytes} bytes received per rank, about {self.seconds:.2e} s"
+        )
         return "\n".join([head, *map(str, moving)])
 
     __repr__ = __str__

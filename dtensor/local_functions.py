@@ -1,8 +1,8 @@
 """The cheapest callable for the local part of an aten overload.
 
-``torch.add(x, y)`` reaches the same kernel as ``torch.ops.aten.add.Tensor(x, y)`` at half the host time: its argument parser is generated
-C++, an overload object parses its schema at run time. Used only where the function's arguments are the overload's, in order.
-This is the one module that looks into ``torch._C`` for such functions.
+``torch.add(x, y)`` reaches the same kernel as ``torch.ops.aten.add.Tensor(x, y)`` at half the host time: its argument parser is
+generated C++, an overload object parses its schema at run time. Used only where the function's arguments are the
+overload's, in order. This is the one module that looks into ``torch._C`` for such functions.
 """
 
 from __future__ import annotations

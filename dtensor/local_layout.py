@@ -139,7 +139,8 @@ def _agree(layout: Layout, shapes: Sequence[tuple[int, ...]]) -> None:
         expected = layout.local_shape(mesh.coordinates[member])
         if shape != expected:
             raise LayoutError(
-                f"from_local: rank {mesh.ranks[member]} at {mesh.coordinates[member]} holds a piece of shape {shape}, but the other ranks' "
+                f"from_local: rank {mesh.ranks[member]} at {mesh.coordinates[member]} holds a piece of shape {shape}, "
+                f"but the other ranks' "
                 f"pieces make it {expected} under {layout.placements}; pieces along one mesh dim must agree in all other dims"
             )
 
@@ -151,7 +152,8 @@ def _fits(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
         expected = layout.local_shape(None if member is None else mesh.coordinates[member])
         if member is not None and tuple(piece.shape) != expected:
             raise LayoutError(
-                f"from_local: rank {mesh.ranks[member]} holds a piece of shape {tuple(piece.shape)}, but {layout!r} gives it {expected}; "
+                f"from_local: rank {mesh.ranks[member]} holds a piece of shape {tuple(piece.shape)}, "
+                f"but {layout!r} gives it {expected}; "
                 "give Shard(dim, sizes=(...)) for uneven pieces, or leave shape= out to have the sizes exchanged"
             )
 
@@ -177,7 +179,8 @@ def _check(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
         like = first.setdefault(kept, position)
         if facts[like][1] != digest:
             raise LayoutError(
-                f"from_local: rank {mesh.ranks[member]} holds another value than rank {mesh.ranks[members[like]]}, but {layout.placements} says "
+                f"from_local: rank {mesh.ranks[member]} holds another value than rank {mesh.ranks[members[like]]}, "
+                f"but {layout.placements} says "
                 "that they are replicas; broadcast it first, or use Partial() or Shard(dim)"
             )
 

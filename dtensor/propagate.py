@@ -153,20 +153,19 @@ def _by_rule(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...]
 def _kept(operator: Operator, call: Call, slots: tuple[Slot, ...]) -> dict[int, int]:
     """Flat result -> operand written in place (``out=`` arguments are no operands and constrain nothing)."""
     kept = {}
-    flat = 0
-    for owner in operator.returns:
+    for flat, owner in enumerate(operator.returns):
         if owner is not None and (owner, None) in slots:
             kept[flat] = slots.index((owner, None))
-        flat += 1
     return kept
 
 
 def _write_back(
     operator: Operator, call: Call, results: tuple[Any, ...], moved: Collection[str] = (), reshapes: bool = False
 ) -> tuple[tuple[Slot, Move], ...]:
-    """Moves from what the local op wrote to the layout of the tensor that the user passed to be written, where it is another tensor.
+    """Moves from what the local op wrote to the layout of the tensor that the user passed to be written, where those differ.
 
-    ``moved``: arguments that were redistributed first. ``reshapes``: the operator changes how its argument is seen (``unsqueeze_``), so the argument takes the result's layout.
+    ``moved``: arguments that were redistributed first. ``reshapes``: the operator changes how its argument is seen (``unsqueeze_``),
+    so the argument takes the result's layout.
     """
     moves: list[tuple[Slot, Move]] = []
     for owner, result in zip(operator.returns, results, strict=False):
@@ -203,7 +202,8 @@ def _written_aside(
 def _per_element(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...], metas: tuple[Any, ...]) -> Plan | None:
     """A ``_foreach_`` or ``_fused_`` operator: element i of every list follows the rule by itself, one local call does them all.
 
-    A tensor that all elements share (a step size) is whole on every rank. Elements for which only a kernel would do are made whole.
+    A tensor that all elements share (a step size) is whole on every rank. Elements for which only a kernel would do are
+    made whole.
     """
     arguments = {name: value for name, value in call.arguments.items() if name in operator.tensors}
     lists = {name: value for name, value in arguments.items() if isinstance(value, (list, tuple))}

@@ -10,7 +10,7 @@ import pytest
 from test_demo import printed_by
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
-NAMES = {"llama_tp_sp": 4, "fsdp_tp_2d": 4, "hsdp_3d": 8, "ddp": 4, "zero": 4, "digits_fsdp": 2}
+NAMES = {"llama_tp_sp": 4, "fsdp_tp_2d": 4, "hsdp_3d": 8, "ddp": 4, "zero": 4}
 _LOSSES = re.compile(r"^ +(\d+) +(\d+\.\d+) +(\d+\.\d+)$", re.MULTILINE)
 
 

@@ -1,9 +1,9 @@
 """Operations that act element by element, and how partial values pass through them.
 
 A row such as ``"sum,R -> sum"`` holds for all values, or it is not here: ``f(sum of terms) = sum of f(term)`` for linear ``f``,
-``f(max(a, b)) = max(f(a), f(b))`` for non-decreasing ``f`` that keeps NaN. (``add`` has no ``"sum,R -> sum"``: the replicated operand would be
-counted once per rank. Propagation turns it into a partial sum first, which costs nothing.) Rows hold where the dtype keeps
-the algebra: see ``choose.sound_dtypes``.
+``f(max(a, b)) = max(f(a), f(b))`` for non-decreasing ``f`` that keeps NaN. (``add`` has no ``"sum,R -> sum"``: the
+replicated operand would be counted once per rank. Propagation turns it into a partial sum first, which costs
+nothing.) Rows hold where the dtype keeps the algebra: see ``choose.sound_dtypes``.
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ SHIFT = ("sum,sum -> sum", "avg,avg -> avg", "avg,R -> avg", "R,avg -> avg")  # 
 # no partial value passes
 pointwise(
     "abs acos acosh angle asin atanh atan2 bitwise_left_shift bitwise_not bitwise_right_shift bitwise_xor celu copysign cos cosh "
-    "digamma elu eq erfc erfinv float_power floor_divide fmax fmin fmod frac frexp gcd ge gelu gt hardshrink hardsigmoid hardswish "
-    "heaviside hypot i0 igamma igammac isfinite isinf isnan isneginf isposinf lcm ldexp le leaky_relu lgamma log log10 log1p log2 "
-    "log_sigmoid_forward logaddexp logaddexp2 logical_not logical_xor logit lt mish mvlgamma nan_to_num ne nextafter polar polygamma "
+    "digamma elu eq erfc erfinv float_power floor_divide fmax fmin fmod frac frexp gcd ge gelu gt hardshrink hardsigmoid "
+    "hardswish "
+    "heaviside hypot i0 igamma igammac isfinite isinf isnan isneginf isposinf lcm ldexp le leaky_relu lgamma log log10 log1p "
+    "log2 "
+    "log_sigmoid_forward logaddexp logaddexp2 logical_not logical_xor logit lt mish mvlgamma nan_to_num ne nextafter polar "
+    "polygamma "
     "pow _prelu_kernel reciprocal remainder rsqrt selu sgn sign signbit silu sin sinc softplus softshrink sqrt square "
     "tan threshold true_divide xlogy __ilshift__ __irshift__ __ixor__ __lshift__ __rshift__ __xor__ logical_and logical_or "
     "bitwise_and bitwise_or __and__ __or__ __iand__ __ior__ max.other min.other clip "
     "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t "
     "special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_entr special_erfcx "
     "special_hermite_polynomial_h special_hermite_polynomial_he special_i0e special_i1 special_i1e special_laguerre_polynomial_l "
-    "special_legendre_polynomial_p special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 "
+    "special_legendre_polynomial_p special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 "
+    "special_modified_bessel_k0 "
     "special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 "
     "special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v "
     "special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0 special_xlog1py special_zeta"
@@ -115,7 +119,8 @@ pointwise("zeros_like ones_like empty_like full_like", partials=tuple(f"{op} -> 
 # gradients: linear in the incoming gradient, which is operand 0
 pointwise(
     "sigmoid_backward tanh_backward gelu_backward silu_backward threshold_backward native_dropout_backward leaky_relu_backward "
-    "elu_backward hardtanh_backward hardsigmoid_backward hardswish_backward hardshrink_backward softshrink_backward softplus_backward "
+    "elu_backward hardtanh_backward hardsigmoid_backward hardswish_backward hardshrink_backward softshrink_backward "
+    "softplus_backward "
     "mish_backward logit_backward",
     partials=LINEAR_IN_FIRST,
 )

@@ -126,7 +126,8 @@ class Rule:
         partials: how partial operands pass through (see :func:`parse_partial`; a :class:`Row` says what a text cannot), or a
             function of the call giving the rows.
         when: a predicate on a full choice, true only where the local ops give the right blocks.
-        local_args: arguments to replace for one member: ``local_args(call, view) -> {name: value}`` (``local`` may take further ones).
+        local_args: arguments to replace for one member: ``local_args(call, view) -> {name: value}`` (``local`` may take
+            further ones).
         local: a function to call instead of the op, same arguments.
         run: the same with a ``KernelContext`` first, whatever row is chosen (random ops: every block of one global draw).
         answer: the value itself, from layouts alone, for operations that return no tensor (``NotImplemented``: the data decide).

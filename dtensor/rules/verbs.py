@@ -162,7 +162,7 @@ def reduce(
     kernel: Kernel | MakeKernel | None = None,
     **options: Any,
 ) -> Rule:
-    """A rule for operations that reduce the dims in argument ``dim``; shards along them combine by ``op`` (None: need them whole)."""
+    """A rule for operations that reduce the dims in argument ``dim``; their shards combine by ``op`` (None: must be whole)."""
 
     def factors(call: Call) -> Factors | None:
         made = kernel(call) if callable(kernel) else kernel
