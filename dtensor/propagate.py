@@ -164,7 +164,7 @@ def _write_back(
 ) -> tuple[tuple[Slot, Move], ...]:
     """Moves from what the local op wrote to the layout of the tensor that the user passed to be written, where those differ.
 
-    ``moved``: arguments that were redistributed first. ``reshapes``: the operator changes how its argument is seen (``unsqueeze_``),
+    ``moved``: arguments that were redistributed first. ``reshapes``: the operator changes how its argument is seen,
     so the argument takes the result's layout.
     """
     moves: list[tuple[Slot, Move]] = []
