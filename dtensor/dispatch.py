@@ -20,6 +20,7 @@ from .mesh import DeviceMesh
 from .modes import MODES
 from .operators import Operator, operator_of
 from .origin import Origin, agree, origin_of
+from .plain_writes import plainly_written, through_copies
 from .propagate import Plan, Slot, propagate
 from .rules.registry import foreach_base, lookup
 
@@ -175,12 +176,16 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
 
 def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
     origins = {part[-1] for part in signature if type(part) is tuple and part and isinstance(part[-1], Origin)}
-    plan = plan_for(entry.operator, args, kwargs, mixed=Origin.USER not in origins or MODES.implicit_replication)
-    found = compile_plan(plan, entry.operator, _WRAP)
-    if entry.operator.is_view:
-        found = _VIEWING(plan, entry.operator, found)
-    if Origin.TORCH in origins and not MODES.implicit_replication and plan.call.mesh.kind == "process_group":
-        found = _agreeing(entry, found, plan.call.mesh)
+    written = plainly_written(entry.operator, args, kwargs, _TENSOR) if MODES.implicit_replication else ()
+    if written:
+        found: Layout | Runner = through_copies(entry.operator, written, _TENSOR, _WRAP)
+    else:
+        plan = plan_for(entry.operator, args, kwargs, mixed=Origin.USER not in origins or MODES.implicit_replication)
+        found = compile_plan(plan, entry.operator, _WRAP)
+        if entry.operator.is_view:
+            found = _VIEWING(plan, entry.operator, found)
+        if Origin.TORCH in origins and not MODES.implicit_replication and plan.call.mesh.kind == "process_group":
+            found = _agreeing(entry, found, plan.call.mesh)
     entry.misses += 1
     if len(entry.plans) >= CACHE_LIMIT:
         entry.plans.clear()
@@ -238,7 +243,8 @@ def _admit(value: Any, name: str, index: int | None, operator: Operator, mesh: D
     if name in operator.mutated and not (operator.per_element and value.ndim == 0) and not (mixed and name in operator.outs):
         raise MixedTensorError(
             f"{operator.name} would write a DTensor's value into the plain tensor {name!r}; "
-            "make it distributed first with distribute_tensor(t, mesh, [Replicate()] * mesh.ndim)"
+            "make it distributed first with distribute_tensor(t, mesh, [Replicate()] * mesh.ndim), or, if every rank holds the same, "
+            "use `with dtensor.implicit_replication():`"
         )
     if value.ndim and not mixed:
         raise MixedTensorError(

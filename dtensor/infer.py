@@ -16,7 +16,7 @@ from .operators import Operator
 from .rules.call import Meta
 
 META = torch.device("meta")
-# Strides or auxiliary shapes follow the library that computes: LAPACK, MKL or cuSOLVER, cuFFT.
+# Strides or auxiliary shapes follow the library that computes: LAPACK, MKL or cuSOLVER, cuFFT, oneDNN or cuDNN.
 DEVICE_DEPENDENT = frozenset(
     "aten::" + name
     for name in [
@@ -25,6 +25,8 @@ DEVICE_DEPENDENT = frozenset(
         "_fft_c2c",
         "_fft_r2c",
         "_fft_c2r",
+        "convolution",
+        "convolution_backward",
         "nonzero_static",
         "_embedding_bag",
         "_embedding_bag_forward_only",

@@ -249,7 +249,7 @@ class DTensor(torch.Tensor):
         return whole if dtype is None else whole.astype(dtype)
 
     def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.ndim == 0 and spec else repr(self)
+        return format(self.item(), spec) if self.ndim == 0 else repr(self)
 
 
 def _target(layout: Layout, device_mesh: Any, placements: Sequence[Placement] | None) -> Layout:

@@ -104,3 +104,16 @@ def test_values_and_gradients(name: str, fn: Any, shapes: Any) -> None:
         check(fn, *tensors, mesh=MESHES[3,], placements=placed(one))
     check(fn, *tensors, mesh=MESHES[2, 2], placements=placed(S0, S1))
     check(fn, *tensors, mesh=MESHES[2, 2], placements=placed(S1, S1))
+
+
+@pytest.mark.parametrize("channels_last", ["input", "weight"])
+def test_channels_last_operands_give_a_result_laid_out_as_on_one_device(channels_last: str) -> None:
+    """What is drawn for the result later (a dropout mask) follows its order in memory."""
+    x, w = torch.randn(3, 16, 5, 6), torch.randn(8, 16, 3, 3)
+    if channels_last == "input":
+        x = x.to(memory_format=torch.channels_last)
+    else:
+        w = w.to(memory_format=torch.channels_last)
+    mesh = dt.init_device_mesh("cpu", (2,))
+    got = torch.nn.functional.conv2d(*(dt.distribute_tensor(t, mesh, [dt.Replicate()]) for t in (x, w)))
+    assert got.stride() == torch.nn.functional.conv2d(x, w).stride()

@@ -157,3 +157,16 @@ def test_fused_rms_norm_gradients_are_those_of_the_composite(placement: Any, wan
     assert got[0].placements == (placement,)
     assert torch.allclose(got[0].full_tensor(), leaf.grad)
     assert not wanted[1] or torch.allclose(got[1].full_tensor(), weight.grad)
+
+
+def test_gradients_of_a_layer_norm_whose_statistics_are_cut_out_of_whole_ones() -> None:
+    """Blocks of a whole tensor are not contiguous; the CPU kernel of the gradients reads the statistics as if they were."""
+    a, w, b = x(3, 5, 4, 7), x(7, seed=1), x(7, seed=2)
+    _, mean, rstd = torch.native_layer_norm(a, (7,), w, b, 1e-5)
+    grad = x(3, 5, 4, 7, seed=3)
+    expected = torch.ops.aten.native_layer_norm_backward(grad, a, (7,), mean, rstd, w, b, [True] * 3)
+    mesh = MESHES[2, 2]
+    place = [(grad, [S0, SUM]), (a, [S0, S2]), (mean, [S0, R]), (rstd, [S0, R]), (w, [R, R]), (b, [R, R])]
+    g, own, m, r, v, c = (dt.distribute_tensor(t, mesh, placements) for t, placements in place)
+    for got, wanted in zip(torch.ops.aten.native_layer_norm_backward(g, own, (7,), m, r, v, c, [True] * 3), expected, strict=True):
+        assert torch.allclose(got.full_tensor(), wanted)

@@ -106,8 +106,19 @@ def layer_norm_backward_factors(call: Call) -> Factors:
     return Factors(dims_of(call, table), results, sizes, reduced={name: "sum" for (name,) in rows}, kernels=kernels)
 
 
+@on_each_rank
+def layer_norm_backward(
+    grad: Tensor, x: Tensor, normalized_shape: Any, mean: Tensor, rstd: Tensor, *rest: Any
+) -> tuple[Tensor | None, ...]:
+    """The operator, which reads the statistics as contiguous without a look; blocks cut out of whole ones are not."""
+    return torch.ops.aten.native_layer_norm_backward(grad, x, normalized_shape, mean.contiguous(), rstd.contiguous(), *rest)
+
+
 register("native_layer_norm", Rule(layer_norm_factors, kind="kernel", source="... [n], [n], [n] -> ... [n], ..., ..."))
-register("native_layer_norm_backward", Rule(layer_norm_backward_factors, in_first, kind="kernel", source="as native_layer_norm"))
+register(
+    "native_layer_norm_backward",
+    Rule(layer_norm_backward_factors, in_first, local=layer_norm_backward, kind="kernel", source="as native_layer_norm"),
+)
 
 
 # --- RMS norm: as layer norm, without centring ----------------------------------------------------------------------
