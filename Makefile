@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL ?= -n 2 --dist worksteal
 
-.PHONY: demo demo-4 test test-4 test-all check lint format types layers docs bench clean
+.PHONY: demo demo-4 test test-4 test-hf test-all check lint format types layers docs bench clean
 
 demo: $(VENV)/.test
 	$(BIN)/python docs/examples/train_gpt.py
@@ -19,6 +19,9 @@ test: $(VENV)/.test
 
 test-4: $(VENV)/.test
 	$(PYTEST) -m gloo
+
+test-hf: $(VENV)/.hf
+	HF_HUB_OFFLINE=1 $(PYTEST) tests/hf $(PARALLEL)
 
 test-all: $(VENV)/.test
 	$(PYTEST) -m "not gloo" $(PARALLEL)
@@ -54,6 +57,10 @@ clean:
 $(VENV)/.test: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) -e '.[test]'
+	touch $@
+
+$(VENV)/.hf: $(VENV)/.test
+	$(INSTALL) -e '.[test,hf]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.test

@@ -67,7 +67,10 @@ def main() -> None:
             result = run(family, plan, mesh)
             results.append(result)
             if result["failure"]:
-                print(f"{family:24} {plan:12} {result['seconds']:5.1f} s  {result['failure'][:300]}\n    {result['where']}", flush=True)
+                print(
+                    f"{family:24} {plan:12} {result['seconds']:5.1f} s  {result['failure'][:300]}\n    {result['where']}",
+                    flush=True,
+                )
             if options.json:
                 with Path(options.json).open("a") as file:
                     file.write(json.dumps(result) + "\n")

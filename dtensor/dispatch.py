@@ -243,8 +243,8 @@ def _admit(value: Any, name: str, index: int | None, operator: Operator, mesh: D
     if name in operator.mutated and not (operator.per_element and value.ndim == 0) and not (mixed and name in operator.outs):
         raise MixedTensorError(
             f"{operator.name} would write a DTensor's value into the plain tensor {name!r}; "
-            "make it distributed first with distribute_tensor(t, mesh, [Replicate()] * mesh.ndim), or, if every rank holds the same, "
-            "use `with dtensor.implicit_replication():`"
+            "make it distributed first with distribute_tensor(t, mesh, [Replicate()] * mesh.ndim), or, if every rank holds "
+            "the same, use `with dtensor.implicit_replication():`"
         )
     if value.ndim and not mixed:
         raise MixedTensorError(

@@ -168,5 +168,7 @@ def test_gradients_of_a_layer_norm_whose_statistics_are_cut_out_of_whole_ones() 
     mesh = MESHES[2, 2]
     place = [(grad, [S0, SUM]), (a, [S0, S2]), (mean, [S0, R]), (rstd, [S0, R]), (w, [R, R]), (b, [R, R])]
     g, own, m, r, v, c = (dt.distribute_tensor(t, mesh, placements) for t, placements in place)
-    for got, wanted in zip(torch.ops.aten.native_layer_norm_backward(g, own, (7,), m, r, v, c, [True] * 3), expected, strict=True):
+    for got, wanted in zip(
+        torch.ops.aten.native_layer_norm_backward(g, own, (7,), m, r, v, c, [True] * 3), expected, strict=True
+    ):
         assert torch.allclose(got.full_tensor(), wanted)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from families import Family, Inputs
+from family import Family, Inputs
 from torch import Tensor, nn
 
 import dtensor as dt
