@@ -246,7 +246,7 @@ def _admit(value: Any, name: str, index: int | None, operator: Operator, mesh: D
             "make it distributed first with distribute_tensor(t, mesh, [Replicate()] * mesh.ndim), or, if every rank holds "
             "the same, use `with dtensor.implicit_replication():`"
         )
-    if value.ndim and not mixed:
+    if value.numel() != 1 and not mixed:
         raise MixedTensorError(
             f"{operator.name} mixes DTensors with a plain tensor of shape {tuple(value.shape)} (argument {name!r}). "
             f"If every rank holds "

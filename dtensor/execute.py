@@ -273,6 +273,8 @@ def _absent(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
             return [empty(item) for item in layout]
         return None if layout is None else wrap(torch.empty(layout.local_shape(None), dtype=layout.dtype, device=device), layout)
 
+    if plan.rule is not None and plan.rule.absent is not None:
+        return plan.rule.absent
     out = [
         values[owner] if owner is not None else empty(layout)
         for owner, layout in zip(operator.returns, plan.results, strict=True)

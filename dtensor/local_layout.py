@@ -113,7 +113,7 @@ def _all_shapes(mesh: DeviceMesh, pieces: Sequence[torch.Tensor]) -> tuple[tuple
         return (mine,) * mesh.size()
     if len(mine) > _MOST_DIMS:
         raise LayoutError(f"from_local exchanges the sizes of up to {_MOST_DIMS} dims, got {len(mine)}; give shape=")
-    sizes = torch.tensor([len(mine), *mine, *(0,) * (_MOST_DIMS - len(mine))], device=pieces[0].device)
+    sizes = torch.tensor([len(mine), *mine, *(0,) * (_MOST_DIMS - len(mine))], device=mesh.device_type)
     gathered = communicator_of(mesh).all_gather(sizes, tuple(range(mesh.ndim)), lambda member: (_MOST_DIMS + 1,))
     rows = torch.stack(gathered).tolist()
     return tuple(tuple(row[1 : 1 + row[0]]) for row in rows)
@@ -159,25 +159,25 @@ def _fits(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
 
 
 def _check(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
-    """``run_check``: dtypes everywhere, values along replicated mesh dims; names the offending rank, on all ranks."""
+    """``run_check``: dtypes and gradients everywhere, values of replicas; names the offending rank, on all ranks."""
     mesh, comm = layout.mesh, communicator_of(layout.mesh)
     everywhere = tuple(range(mesh.ndim))
     members = mesh.members_of(everywhere, mesh.current_member() or 0)
     if mesh.kind == "in_process":
-        facts = [(str(pieces[m].dtype), _digest(pieces[m])) for m in members] if len(pieces) > 1 else []
+        facts = [_facts(pieces[m]) for m in members] if len(pieces) > 1 else []
     else:
-        facts = comm.all_gather_object((str(pieces[0].dtype), _digest(pieces[0])), everywhere)
+        facts = comm.all_gather_object(_facts(pieces[0]), everywhere)
     first: dict[tuple[int, ...], int] = {}
-    for position, (dtype, digest) in enumerate(facts):
+    telling = [d for d in range(layout.ndim) if all(shape[d] > 1 for _, shape, _, _ in facts)]  # others may have any stride
+    for position, (kind, _, stride, digest) in enumerate(facts):
         member = members[position]
-        if dtype != facts[0][0]:
-            raise LayoutError(
-                f"from_local: rank {mesh.ranks[member]} holds {dtype}, rank {mesh.ranks[members[0]]} holds {facts[0][0]}"
-            )
+        for mine, others in ((kind, facts[0][0]), (_order(stride, telling), _order(facts[0][2], telling))):
+            if mine != others:
+                raise LayoutError(f"from_local: rank {mesh.ranks[member]} holds {mine}, rank {mesh.ranks[members[0]]} holds {others}")
         coordinate = mesh.coordinates[member]
         kept = tuple(-1 if isinstance(p, Replicate) else c for p, c in zip(layout.placements, coordinate, strict=True))
         like = first.setdefault(kept, position)
-        if facts[like][1] != digest:
+        if facts[like][3] != digest:
             raise LayoutError(
                 f"from_local: rank {mesh.ranks[member]} holds another value than rank {mesh.ranks[members[like]]}, "
                 f"but {layout.placements} says "
@@ -185,8 +185,18 @@ def _check(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
             )
 
 
-def _digest(piece: torch.Tensor) -> bytes:
+def _facts(piece: torch.Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...], bytes]:
+    """What all pieces have in common, shape and stride, and what replicas have in common."""
+    kind = f"{piece.dtype}{', requiring gradients' if piece.requires_grad else ''}"
+    return kind, tuple(piece.shape), piece.stride(), _digest(piece)
 
+
+def _order(stride: Sequence[int], dims: Sequence[int]) -> str:
+    """The order of dims in memory."""
+    return f"dims in the order {sorted(dims, key=lambda d: (-stride[d], d))}"
+
+
+def _digest(piece: torch.Tensor) -> bytes:
     data = piece.detach().cpu().contiguous()
     raw = data.reshape(-1).view(torch.uint8) if data.numel() else data.new_empty(0, dtype=torch.uint8)
     return hashlib.sha256(raw.numpy().tobytes()).digest()

@@ -279,8 +279,17 @@ def meshes_of_some_ranks() -> None:
     if dist.is_initialized() and dist.get_rank() in (1, 3):
         assert x.to_local().numel() == 0
         assert y.shape == (6,)
+        assert x.equal(x)
     else:
         equal(y, (value(5, 6) * 2 + 1).sum(0))
+
+
+@case
+def meta_pieces_have_sizes_too() -> None:
+    x = DTensor.from_local(torch.empty(2, 3, device="meta"), mesh_of((4,)), [Shard(0)])
+    assert x.shape == (8, 3)
+    made = torch.empty_like(x, device="cpu").fill_(2.0)
+    equal(made, torch.full((8, 3), 2.0))
 
 
 @case
@@ -291,6 +300,9 @@ def errors_are_raised_by_every_rank() -> None:
     raises(MixedTensorError, "implicit_replication", lambda: x + value(5, 6))
     raises(PlacementError, "out of range", lambda: x.redistribute(placements=[Shard(2), R]))
     raises(RuntimeError, "broadcast", lambda: x + x[:, :4])
+    gradient = value(5, 6).requires_grad_(not dist.is_initialized() or dist.get_rank() != 1)
+    if dist.is_initialized():
+        raises(ValueError, "requiring gradients", lambda: DTensor.from_local(gradient, mesh_of((4,)), [Shard(0)], run_check=True))
     raises(RuntimeError, "7, 7", lambda: x.view(7, 7))
 
 

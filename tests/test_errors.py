@@ -47,6 +47,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no placement": (lambda: dt.distribute_tensor(torch.ones(4), MESH, [0]), PlacementError, "use Shard"),  # type: ignore[list-item]
     "sizes that do not sum up": (lambda: make(4).redistribute(placements=[Shard(0, sizes=(1, 1))]), PlacementError, "sizes"),
     "a plain tensor": (lambda: make(4) + torch.ones(4), MixedTensorError, r"argument 'other'.*implicit_replication"),
+    "a plain tensor of two elements": (lambda: make(4) + torch.ones(2, 1), MixedTensorError, "implicit_replication"),
     "a write into a plain tensor": (lambda: torch.ones(4).add_(make(4)), MixedTensorError, "distribute_tensor"),
     "a result in a plain tensor": (lambda: torch.add(make(4), make(4), out=torch.ones(4)), MixedTensorError, "distribute_tensor"),
     "pieces of wrong shapes": (

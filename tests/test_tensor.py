@@ -177,11 +177,18 @@ def test_pieces_that_do_not_fit_together_name_the_rank() -> None:
             "rank 1 holds torch.float64, rank 0 holds torch.float32",
         ),
         ([torch.ones(3), torch.ones(4)], [Partial()], "rank 1"),
+        ([torch.ones(2, 3), torch.ones(3, 2).t()], [Shard(0)], r"rank 1 holds dims in the order \[1, 0\]"),
     ],
 )
 def test_run_check_names_the_offending_rank(pieces_: list[torch.Tensor], placements: list[Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         DTensor.from_local(dt.per_rank(pieces_), MESH, placements, run_check=True)
+
+
+def test_one_plain_element_is_the_same_everywhere_like_a_number() -> None:
+    x = dt.ones(4, 3, device_mesh=MESH, placements=[Shard(0)])
+    assert torch.equal((torch.tensor([2]) + x).full_tensor(), torch.full((4, 3), 3.0))
+    assert torch.equal((x * torch.full((1, 1, 1), 3.0)).full_tensor(), torch.full((1, 4, 3), 3.0))
 
 
 def test_run_check_lets_right_pieces_pass() -> None:

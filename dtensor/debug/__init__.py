@@ -1,5 +1,6 @@
-"""Seeing what happens: communication counts."""
+"""Seeing what happens: communication counts, and where a tensor's blocks lie."""
 
 from .comm_mode import CommDebugMode
+from .visualize import visualize_sharding
 
-__all__ = ["CommDebugMode"]
+__all__ = ["CommDebugMode", "visualize_sharding"]

@@ -3,10 +3,47 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..comm import events
 from ..comm.events import Event
+from .module_log import ModuleLog
+
+# torch's collectives by the operators that programs written for it ask for
+_KINDS = {
+    "all_reduce": "all_reduce",
+    "allreduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
+    "scatter_": "scatter",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+}
+
+
+class Counts(defaultdict[Any, int]):
+    """Numbers by kind of collective; torch's operators (``torch.ops.c10d_functional.all_reduce``) are looked up by their kind.
+
+    >>> Counts(int, {"all_reduce": 2})[torch.ops._c10d_functional.all_reduce]
+    2
+    """
+
+    def __missing__(self, key: Any) -> int:
+        packet = getattr(key, "overloadpacket", key)
+        if isinstance(packet, torch._ops.OpOverloadPacket):
+            return self.get(_KINDS.get(packet.__name__, ""), 0)
+        return 0
 
 
 class CommDebugMode:
@@ -24,32 +61,41 @@ class CommDebugMode:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self._modules = ModuleLog()
 
     def __enter__(self) -> CommDebugMode:
         self.events.clear()
+        self._modules.__enter__()
         events.listeners.append(self._record)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         events.listeners.remove(self._record)
+        self._modules.__exit__(*exception)
 
     def _record(self, event: Event) -> None:
         self.events.append(event)
+        self._modules.record(event)
 
     def get_total_counts(self) -> int:
         """Number of collectives of all kinds."""
         return len(self.events)
 
-    def get_comm_counts(self) -> dict[str, int]:
+    @property
+    def comm_counts(self) -> dict[Any, int]:
+        """What :meth:`get_comm_counts` gives."""
+        return self.get_comm_counts()
+
+    def get_comm_counts(self) -> dict[Any, int]:
         """Number of collectives of each kind; 0 for a kind that did not run."""
-        counts: dict[str, int] = defaultdict(int)
+        counts = Counts(int)
         for event in self.events:
             counts[event.kind] += 1
         return counts
 
-    def get_comm_bytes(self) -> dict[str, int]:
+    def get_comm_bytes(self) -> dict[Any, int]:
         """Bytes received by one rank (the largest over ranks, for each collective) of each kind."""
-        totals: dict[str, int] = defaultdict(int)
+        totals = Counts(int)
         for event in self.events:
             totals[event.kind] += event.bytes
         return totals
@@ -68,6 +114,26 @@ class CommDebugMode:
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
         )
+
+    def get_parameter_info(self) -> dict[str, dict[str, Any]]:
+        """Parameters of the modules that ran: module -> name -> parameter."""
+        return dict(self._modules.parameters)
+
+    def get_sharding_info(self) -> dict[str, tuple[Any, ...]]:
+        """Placements of the distributed parameters of the modules that ran, by ``module.parameter``."""
+        return self._modules.sharding()
+
+    def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
+        """The modules that ran, the placements of their parameters, and the collectives of their forward and backward.
+
+        Args:
+            noise_level: accepted for programs written for torch; operations are not listed (``dtensor.explain`` does that).
+        """
+        return self._modules.table()
+
+    def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 3) -> None:
+        """Writes that table to a file."""
+        Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level) + "\n")
 
     def __str__(self) -> str:
         return self.get_table()

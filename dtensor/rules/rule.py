@@ -131,6 +131,7 @@ class Rule:
         local: a function to call instead of the op, same arguments.
         run: the same with a ``KernelContext`` first, whatever row is chosen (random ops: every block of one global draw).
         answer: the value itself, from layouts alone, for operations that return no tensor (``NotImplemented``: the data decide).
+        absent: the Python value on ranks outside of the mesh, for operations that return no tensor.
         decompose: the operation in terms of others, with its arguments; it is called with DTensors and comes before ``factors``.
         writes: arguments that a call writes to though its schema does not say so (running statistics).
         floats_matter: the plan depends on the value of Python floats (an output size, say): they enter the cache key.
@@ -145,6 +146,7 @@ class Rule:
     local: Callable[..., Any] | None = None
     run: Callable[..., Any] | None = None
     answer: Callable[[Call], Any] | None = None
+    absent: Any = None
     decompose: Callable[..., Any] | None = None
     writes: Callable[[Call], tuple[str, ...]] | None = None
     floats_matter: bool = False
