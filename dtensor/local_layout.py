@@ -173,7 +173,9 @@ def _check(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
         member = members[position]
         for mine, others in ((kind, facts[0][0]), (_order(stride, telling), _order(facts[0][2], telling))):
             if mine != others:
-                raise LayoutError(f"from_local: rank {mesh.ranks[member]} holds {mine}, rank {mesh.ranks[members[0]]} holds {others}")
+                raise LayoutError(
+                    f"from_local: rank {mesh.ranks[member]} holds {mine}, rank {mesh.ranks[members[0]]} holds {others}"
+                )
         coordinate = mesh.coordinates[member]
         kept = tuple(-1 if isinstance(p, Replicate) else c for p, c in zip(layout.placements, coordinate, strict=True))
         like = first.setdefault(kept, position)

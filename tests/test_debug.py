@@ -43,7 +43,12 @@ def test_modules_parameters_and_collectives_are_listed() -> None:
     x = torch.randn(2, 4, requires_grad=True)
     with CommDebugMode() as comm:
         model(x).sum().backward()
-    assert comm.get_sharding_info() == {"MLP.up.weight": (S0,), "MLP.up.bias": (S0,), "MLP.down.weight": (S1,), "MLP.down.bias": (R,)}
+    assert comm.get_sharding_info() == {
+        "MLP.up.weight": (S0,),
+        "MLP.up.bias": (S0,),
+        "MLP.down.weight": (S1,),
+        "MLP.down.bias": (R,),
+    }
     assert list(comm.get_parameter_info()) == ["MLP.up", "MLP.down"]
     table = comm.generate_comm_debug_tracing_table()
     assert "forward all_reduce: 1" in table
