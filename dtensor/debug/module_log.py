@@ -80,6 +80,6 @@ class ModuleLog:
                 where = f"{value.placements}" if isinstance(value, DTensor) else "not distributed"
                 lines.append("  " * depth + f"  *{parameter}: {tuple(value.shape)} {where}")
             for phase in ("forward", "backward"):
-                counts = self.collectives.get((name, phase), {})
+                counts = self.collectives.get((name, phase), Counter())
                 lines += ["  " * depth + f"  {phase} {kind}: {count}" for kind, count in counts.items()]
         return "\n".join(lines)
