@@ -1,5 +1,7 @@
 """dtensor: SPMD maths on distributed tensors."""
 
+from importlib import import_module
+
 from . import write_through as _write_through
 from .comm import PerRank, map_ranks, per_rank
 from .create import empty, full, ones, rand, randn, zeros
@@ -48,3 +50,18 @@ __all__ = [
     "register_sharding",
     "zeros",
 ]
+
+_LAZY = (
+    "checkpoint",
+    "debug",
+    "parallel",
+    "sharded_tensor",
+    "sharding_spec",
+    "testing",
+)  # not everybody needs them, and they take their time
+
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

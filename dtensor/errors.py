@@ -41,3 +41,7 @@ class UnsupportedOperationError(DTensorError, NotImplementedError):
 
 class GatherWarning(UserWarning):
     """An operator without a fitting rule gathered its operands on every rank: right, but slow."""
+
+
+class CheckpointError(DTensorError):
+    """A checkpoint could not be saved or loaded; all ranks raise it with the same words, and nothing was changed."""

@@ -228,6 +228,22 @@ class DTensor(torch.Tensor):
         """Pickles this rank's piece and the layout, without process groups."""
         return restore_tensor, (self._local.detach(), self._layout, self.requires_grad, getattr(self, "_is_param", False))
 
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        """For ``torch.distributed.checkpoint``: see :mod:`dtensor.checkpoint.protocol`."""
+        from .checkpoint import protocol  # a layer on top of tensors, and a second to import: only when torch asks
+
+        return protocol.write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from .checkpoint import protocol  # as above
+
+        return protocol.chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        from .checkpoint import protocol  # as above
+
+        return protocol.shard_at(self, index)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # named as in torch's code, not its stub
         tail = ", requires_grad=True" if self.requires_grad else ""
         if self.grad_fn is not None:

@@ -1,0 +1,198 @@
+"""Loading: every rank reads the parts of stored blocks that its own blocks are made of; all is verified, then changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import CheckpointError
+from ..layout import contiguous_stride
+from . import metadata
+from .agreement import Ranks
+from .archive import Files
+from .digest import MASK, digest
+from .held import Held, held_here
+from .manifest import NAME, Block, Entry, Manifest, check_files, read_manifest
+from .match import Matched, match_trees, put_back
+from .saving import finish_pending
+from .staging import Target
+from .stateful import expand
+from .tree import decode
+
+Sums = dict[tuple[str, int], int]  # (tensor, number of the stored block) -> what this rank adds to its digest
+Buffers = dict[str, dict[int | None, torch.Tensor]]
+
+
+class Loaded(NamedTuple):
+    """What :func:`load` did.
+
+    Attributes:
+        missing_keys: asked for, not in the checkpoint.
+        unexpected_keys: in the checkpoint, not asked for.
+        bytes_read: by this process, of tensors.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    bytes_read: int
+
+
+def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True, process_group: Any = None) -> Loaded:
+    """Fill ``state`` from the checkpoint in the folder ``path``, whatever the meshes and layouts that it was saved under.
+
+    Tensors are filled in their own memory (those on ``meta`` are replaced by new ones with their layout), plain values replaced
+    in their dicts and lists, objects given their state by ``load_state_dict``. Checkpoints of ``torch.distributed.checkpoint``
+    are read too. Everything is read and verified before anything is changed; that takes memory for one more copy of what this
+    rank holds.
+
+    Args:
+        state: as for :func:`save`; a part of what was saved, with ``strict=False``.
+        strict: raise if something is asked for that is not in the checkpoint, or the checkpoint holds what is not asked for.
+        process_group: the ranks that load together, default all.
+
+    Raises:
+        CheckpointError: on all ranks, with the same words, and nothing is changed: no checkpoint there, a truncated or corrupted
+            one, other shapes or dtypes, missing or unexpected keys.
+
+    Cost: each rank reads the bytes of its own blocks, one rank the manifest, which it broadcasts; a gather and a broadcast of
+    digests.
+    """
+    finish_pending()
+    ranks, folder = Ranks(process_group), Path(path)
+    what = f"loading {folder}"
+    manifest = ranks.together(what, lambda: None, lambda _: find_manifest(folder))
+    found: list[tuple[Any, Matched]] = []
+
+    def matched() -> str:
+        expanded = expand(state, manifest.tensors)
+        found.append((expanded, match_trees(expanded, manifest, strict)))
+        return found[0][1].fingerprint
+
+    ranks.together(what, matched, _same_everywhere)
+    expanded, wanted = found[0]
+    buffers: Buffers = {}
+    with Files(folder) as files:
+        ranks.together(
+            what,
+            lambda: _read(wanted.targets, manifest, files, buffers, ranks.rank),
+            lambda sums: _verify(sums, manifest),
+        )
+        read = files.bytes_read
+    for target in wanted.targets.values():
+        target.finish(buffers.pop(target.name))
+    put_back(state, wanted.tree, expanded.installs)
+    return Loaded(wanted.missing, wanted.unexpected, read)
+
+
+def find_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, ours or torch's.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (folder / NAME).exists():
+        return read_manifest(folder)
+    if (folder / metadata.NAME).exists():
+        return metadata.read_foreign(folder)
+    there = "holds no complete checkpoint" if folder.is_dir() else "does not exist"
+    raise CheckpointError(f"{folder} {there} (no {NAME} or {metadata.NAME})")
+
+
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, Entry]:
+    """Name -> shape, dtype and stored blocks of every tensor in a checkpoint; nothing is loaded."""
+    return find_manifest(Path(path)).tensors
+
+
+def read_tree(path: str | os.PathLike[str]) -> Any:
+    """The plain values of a checkpoint in their nesting, meta tensors in the places of tensors."""
+    manifest = find_manifest(Path(path))
+    tensors = {n: torch.empty(e.shape, dtype=e.torch_dtype, device="meta") for n, e in manifest.tensors.items()}
+    return decode(manifest.tree, tensors)
+
+
+def _same_everywhere(prints: list[str]) -> None:
+    if len(set(prints)) > 1:
+        other = next(rank for rank, told in enumerate(prints) if told != prints[0])
+        raise CheckpointError(f"rank {other} asks for other tensors, shapes, layouts or keys than rank 0")
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------------
+def _read(targets: Mapping[str, Target], manifest: Manifest, files: Files, buffers: Buffers, rank: int) -> Sums:
+    check_files(manifest, files.folder)
+    sums: Sums = {}
+    for name, held in held_here({name: target.like for name, target in targets.items()}, rank):
+        target, entry = targets[name], manifest.tensors[name]
+        buffers[name] = target.buffers()
+        for piece in _first_of_each(held, target):
+            _fill(buffers[name][piece.member], piece, name, entry, files, sums)
+        _copy_replicas(held, buffers[name])
+    return sums
+
+
+def _first_of_each(held: list[Held], target: Target) -> Iterator[Held]:
+    """One of the members here for each block: in one process replicas are read once and copied."""
+    known = set()
+    for piece in sorted(held, key=lambda piece: not piece.answers):
+        if (piece.offset, piece.shape) not in known:
+            known.add((piece.offset, piece.shape))
+            yield piece
+
+
+def _copy_replicas(held: list[Held], buffers: dict[int | None, torch.Tensor]) -> None:
+    read: dict[Any, Held] = {}
+    for piece in sorted(held, key=lambda piece: not piece.answers):
+        first = read.setdefault((piece.offset, piece.shape), piece)
+        if first is not piece:
+            buffers[piece.member].copy_(buffers[first.member])
+
+
+def _fill(out: torch.Tensor, piece: Held, name: str, entry: Entry, files: Files, sums: Sums) -> None:
+    """Read one block of ours from all stored blocks that it meets, and account for what was read."""
+    filled = 0
+    for number, block in enumerate(entry.blocks):
+        start = [max(a, b) for a, b in zip(piece.offset, block.offset, strict=True)]
+        ends = zip(piece.offset, piece.shape, block.offset, block.shape, strict=True)
+        size = [min(a + n, b + m) - s for (a, n, b, m), s in zip(ends, start, strict=True)]
+        if any(length <= 0 for length in size):
+            continue
+        here = [a - b for a, b in zip(start, piece.offset, strict=True)]
+        there = [a - b for a, b in zip(start, block.offset, strict=True)]
+        stride = contiguous_stride(block.shape) if block.stride is None else block.stride
+        files.read_box(out, here, size, block.file, block.at, stride, there)
+        part = out[tuple(slice(a, a + n) for a, n in zip(here, size, strict=True))]
+        filled += part.numel()
+        if block.digest is not None:
+            _account(digest(part, start), tuple(size) == block.shape, piece, name, number, block, files, sums)
+    if filled != out.numel():
+        raise CheckpointError(f"the stored blocks of {name!r} leave {out.numel() - filled} of its elements out")
+
+
+def _account(found: int, entire: bool, piece: Held, name: str, number: int, block: Block, files: Files, sums: Sums) -> None:
+    """A block that was read entirely is verified at once; of others, ranks add up what each has read, replicas once."""
+    if entire:
+        if found != block.digest:
+            raise _corrupted(name, block, files.folder)
+    elif piece.answers:
+        sums[name, number] = (sums.get((name, number), 0) + found) & MASK
+
+
+def _verify(sums: list[Sums], manifest: Manifest) -> None:
+    total: Sums = {}
+    for one in sums:
+        for key, value in one.items():
+            total[key] = (total.get(key, 0) + value) & MASK
+    read: dict[str, int] = {}
+    for (name, number), value in total.items():
+        block = manifest.tensors[name].blocks[number]
+        read[name] = number
+        if value != block.digest:
+            raise _corrupted(name, block, None)
+
+
+def _corrupted(name: str, block: Block, folder: Path | None) -> CheckpointError:
+    file = block.file if folder is None else folder / block.file
+    return CheckpointError(f"{name!r} is corrupted: its block at {block.offset} in {file} does not fit its checksum")

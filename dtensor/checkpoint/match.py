@@ -1,0 +1,212 @@
+"""What a state asks for, laid beside what a checkpoint holds; and values put back where they were asked for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..layout import Layout
+from .manifest import Manifest
+from .staging import Target
+from .stateful import Expanded, Install, check_groups
+from .tree import Path, decode, name_of
+
+_MOST = 6  # keys that an error lists
+
+
+class _Stored:
+    """A tensor's place in a checkpoint's tree."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+@dataclass(slots=True)
+class Matched:
+    """The outcome of a match.
+
+    Attributes:
+        tree: the state's tree with targets for tensors and the checkpoint's plain values.
+        targets: name in the checkpoint -> target.
+        missing, unexpected: names asked for and not found, found and not asked for.
+        wrong: what does not fit, in words.
+    """
+
+    tree: Any = None
+    targets: dict[str, Target] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what must be alike on all ranks that load together."""
+        told = [(name, t.like if isinstance(t.like, Layout) else tuple(t.like), t.dtype) for name, t in self.targets.items()]
+        return hashlib.sha256(repr((told, self.missing)).encode()).hexdigest()
+
+
+def match_trees(asked: Expanded, manifest: Manifest, strict: bool) -> Matched:
+    """Every leaf of the state with its value in the checkpoint.
+
+    Raises:
+        CheckpointError: other shapes, dtypes or kinds; under ``strict`` missing or unexpected keys.
+    """
+    stored = decode(manifest.tree, {name: _Stored(name) for name in manifest.tensors})
+    result = Matched()
+    result.tree = _match(asked.tree, stored, (), manifest, result)
+    if result.wrong:
+        raise CheckpointError(_listed(result.wrong, "; "))
+    if strict and (result.missing or result.unexpected):
+        parts = [("not in the checkpoint: ", result.missing), ("in the checkpoint, not asked for: ", result.unexpected)]
+        said = "; ".join(head + _listed(names, ", ") for head, names in parts if names)
+        raise CheckpointError(f"{said}. Give strict=False to load what both have")
+    for path in asked.installs:
+        ours, theirs = _at(asked.tree, path), _at(stored, path)
+        if all(isinstance(tree, Mapping) and "param_groups" in tree for tree in (ours, theirs)):
+            check_groups(ours, theirs, path)
+    return result
+
+
+def _match(asked: Any, stored: Any, path: Path, manifest: Manifest, result: Matched) -> Any:
+    match asked, stored:
+        case ((torch.Tensor() | Target()), _Stored()):
+            return _target(asked, stored.name, manifest, result)
+        case Mapping(), Mapping() if _is_structure(asked, stored):
+            return _match_dicts(asked, stored, path, manifest, result)
+        case ((list() | tuple()), (list() | tuple())) if len(asked) == len(stored) and (
+            _has_tensors(asked) or _has_tensors(stored)
+        ):
+            pairs = enumerate(zip(asked, stored, strict=True))
+            items = [_match(a, s, (*path, i), manifest, result) for i, (a, s) in pairs]
+            return items if isinstance(asked, list) else tuple(items)
+    if _has_tensors(asked) or _has_tensors(stored):
+        result.wrong.append(f"{name_of(path)!r} is {_kind(asked)} here and {_kind(stored)} in the checkpoint")
+        return asked
+    return stored
+
+
+def _match_dicts(asked: Any, stored: Any, path: Path, manifest: Manifest, result: Matched) -> dict[Any, Any]:
+    alike = {str(key): key for key in stored}  # torch's checkpoints have strings for all keys
+    filled = {}
+    for key, item in asked.items():
+        there = key if key in stored else alike.get(str(key))
+        if there is None or there not in stored:
+            result.missing += _leaves(item, (*path, key))
+            filled[key] = _kept(item)
+        else:
+            alike.pop(str(there))
+            filled[key] = _match(item, stored[there], (*path, key), manifest, result)
+    for there in alike.values():
+        result.unexpected += _leaves(stored[there], (*path, there))
+    return filled
+
+
+def _is_structure(asked: Any, stored: Any) -> bool:
+    """Dicts with strings for keys or tensors inside have the same keys on both sides; others are plain values."""
+    return all(isinstance(key, str) for key in (*asked, *stored)) or _has_tensors(asked) or _has_tensors(stored)
+
+
+def _target(asked: Any, name: str, manifest: Manifest, result: Matched) -> Any:
+    entry = manifest.tensors[name]
+    target = asked if isinstance(asked, Target) else Target.of(name, asked)
+    if target.shape != entry.shape:
+        result.wrong.append(f"{name!r} has shape {list(target.shape)} here and {list(entry.shape)} in the checkpoint")
+    elif target.dtype != entry.torch_dtype:
+        ours = str(target.dtype).removeprefix("torch.")
+        result.wrong.append(f"{name!r} is {ours} here and {entry.dtype} in the checkpoint: load it as such, then convert it")
+    result.targets[name] = target
+    return target
+
+
+def _kept(item: Any) -> Any:
+    """What was asked for in vain stays as it is; what was only to be made is not."""
+    if isinstance(item, dict):
+        return {key: _kept(value) for key, value in item.items() if not isinstance(value, Target)}
+    return item
+
+
+def _has_tensors(tree: Any) -> bool:
+    if isinstance(tree, Mapping):
+        return any(_has_tensors(item) for item in tree.values())
+    if isinstance(tree, (list, tuple)):
+        return any(_has_tensors(item) for item in tree)
+    return isinstance(tree, (torch.Tensor, Target, _Stored))
+
+
+def _leaves(tree: Any, path: Path) -> list[str]:
+    if isinstance(tree, Mapping) and tree:
+        return [name for key, item in tree.items() for name in _leaves(item, (*path, key))]
+    if isinstance(tree, (list, tuple)) and _has_tensors(tree):
+        return [name for i, item in enumerate(tree) for name in _leaves(item, (*path, i))]
+    return [name_of(path)]
+
+
+def _kind(tree: Any) -> str:
+    if isinstance(tree, (torch.Tensor, Target, _Stored)):
+        return "a tensor"
+    return f"a {type(tree).__name__}" + (f" of {len(tree)} with tensors" if _has_tensors(tree) else "")
+
+
+def _listed(items: list[str], between: str) -> str:
+    more = f" and {len(items) - _MOST} more" if len(items) > _MOST else ""
+    return between.join(items[:_MOST]) + more
+
+
+def _at(tree: Any, path: Path) -> Any:
+    for key in path:
+        if not isinstance(tree, (Mapping, list, tuple)):
+            return None
+        tree = tree.get(key) if isinstance(tree, Mapping) else tree[key] if len(tree) > key else None
+    return tree
+
+
+# --- back into the state ---------------------------------------------------------------------------------------------------
+def put_back(state: Any, filled: Any, installs: Mapping[Path, Install], path: Path = ()) -> Any:
+    """``state`` with the values of ``filled``: dicts and lists changed in place, objects given theirs; what stands there now."""
+    if path in installs:
+        installs[path](_final(filled))
+        return state
+    match state:
+        case torch.Tensor():
+            return _final(filled)
+        case dict():
+            for key, item in filled.items():
+                new = put_back(state[key], item, installs, (*path, key)) if key in state else _final(item)
+                if key not in state or new is not state[key]:
+                    state[key] = new
+            for key in [key for key in state if key not in filled]:
+                del state[key]
+            return state
+        case list() if isinstance(filled, (list, tuple)):
+            same = len(state) == len(filled)
+            state[:] = [
+                put_back(old, item, installs, (*path, i)) if same else _final(item)
+                for i, (old, item) in enumerate(zip(state if same else filled, filled, strict=True))
+            ]
+            return state
+        case tuple() if isinstance(filled, (list, tuple)) and len(state) == len(filled) and not isinstance(state, torch.Size):
+            new = tuple(
+                put_back(old, item, installs, (*path, i)) for i, (old, item) in enumerate(zip(state, filled, strict=True))
+            )
+            return state if all(a is b for a, b in zip(state, new, strict=True)) else new
+    return _final(filled)
+
+
+def _final(tree: Any) -> Any:
+    """Targets replaced by what they became."""
+    match tree:
+        case Target():
+            return tree.result
+        case dict():
+            return {key: _final(item) for key, item in tree.items()}
+        case torch.Size():
+            return tree
+        case list() | tuple():
+            items = [_final(item) for item in tree]
+            return items if isinstance(tree, list) else tuple(items)
+    return tree

@@ -1,0 +1,298 @@
+"""Saving: every rank writes the blocks that it answers for, aside; the first rank then makes them the checkpoint by one rename.
+
+A folder holds data files with names of their own for each save, the manifest that names the valid ones, and a ``.metadata`` file,
+by which ``torch.distributed.checkpoint`` reads the same data files. The order of a save: data files, on the disk; the manifest,
+by an atomic rename, which is the moment when the new checkpoint takes the old one's place; ``.metadata``; data files of older
+saves removed. Killed anywhere, the folder holds the old checkpoint or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import uuid
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CheckpointError
+from ..tensor import DTensor
+from .agreement import Ranks
+from .archive import Stream, append
+from .digest import digest
+from .held import held_here, piece_of, whole
+from .manifest import Block, Entry, Manifest, replace_file, sha256_of, sync_folder
+from .stateful import expand
+from .tree import encode, named_tensors
+
+_OURS = re.compile(r"__\d+_\w+\.distcp")
+
+
+class PendingSave:
+    """A save that goes on in the background; the saved state may be changed meanwhile."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+        self.told = False  # whether somebody has seen how it ended
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete.
+
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        self.told = True
+        self._future.result()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """A block to be written: the first rank's share is told from its name, offset and shape alone."""
+
+    name: str
+    offset: tuple[int, ...]
+    data: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A save with nothing left to ask of the tensors.
+
+    Attributes:
+        tree: the state's plain tree, with tensors that only say name, shape and dtype.
+        print: of what must be alike on all ranks.
+    """
+
+    folder: Path
+    encoded: Any
+    values: Any
+    entries: dict[str, Entry]
+    writes: list[_Write]
+    fingerprint: str
+
+
+def save(state: Any, path: str | os.PathLike[str], *, async_op: bool = False, process_group: Any = None) -> PendingSave | None:
+    """Save ``state`` as a checkpoint in the folder ``path``; an older one there stays loadable until the new one is complete.
+
+    All ranks call it, with the same nesting and the same plain values. Each block of a DTensor is written once, by one of the
+    ranks that hold it, in shares of about the same size; of a plain tensor the first rank's value counts. Unreduced (``Partial``)
+    tensors are reduced first. On several machines ``path`` is on a file system that they share.
+
+    Args:
+        state: nested dicts, lists and tuples of tensors (distributed or plain), plain values (numbers, strings, bytes, None,
+            dtypes, ...), modules, optimizers, and any object with ``state_dict`` and ``load_state_dict``.
+        async_op: copy what this rank writes, return at once, and write in the background; the next ``save`` or ``load`` waits for
+            it.
+        process_group: the ranks that save together, default all.
+
+    Raises:
+        CheckpointError: on all ranks, with the same words: a state that differs between ranks, something that is no plain data, a
+            folder that cannot be written, a full disk, another save into the folder that is under way.
+
+    Cost: two gathers to the first rank (of a hash, and of the positions of blocks) and two broadcasts of a few bytes; with
+    ``async_op`` memory for a copy of this rank's share.
+
+    >>> import tempfile, dtensor as dt
+    >>> mesh, folder = dt.init_device_mesh("cpu", (2,)), tempfile.mkdtemp()
+    >>> dt.checkpoint.save({"w": dt.ones(5, 3, device_mesh=mesh, placements=[dt.Shard(0)]), "step": 7}, folder)
+    >>> state = {"w": dt.zeros(5, 3, device_mesh=dt.init_device_mesh("cpu", (3,)), placements=[dt.Shard(1)]), "step": 0}
+    >>> dt.checkpoint.load(state, folder).missing_keys
+    []
+    >>> state["w"].sum().item(), state["step"]
+    (15.0, 7)
+    """
+    finish_pending()
+    ranks = _background_ranks(process_group) if async_op else Ranks(process_group)
+    prepared = _prepared(state, Path(path), ranks, copy=async_op)
+    if not async_op:
+        _run(prepared, ranks)
+        return None
+    pending = PendingSave(_WORKER.submit(_run, prepared, ranks))
+    _PENDING.append(pending)
+    return pending
+
+
+# --- in the background -----------------------------------------------------------------------------------------------------
+_WORKER = ThreadPoolExecutor(1, "checkpoint")  # one: saves end in the order of their calls, on all ranks
+_PENDING: list[PendingSave] = []
+_GROUPS: dict[Any, Any] = {}
+
+
+def finish_pending() -> None:
+    """Wait for saves in the background; warn of those that failed and that nobody waited for."""
+    while _PENDING:
+        pending = _PENDING.pop(0)
+        error = pending._future.exception()
+        if error is not None and not pending.told:
+            warnings.warn(f"an earlier save in the background has failed: {error}", stacklevel=3)
+
+
+def _background_ranks(group: Any) -> Ranks:
+    """The ranks, with a gloo group of their own: the main thread's collectives must not meet those of the background."""
+    ranks = Ranks(group)
+    if ranks.alone:
+        return ranks
+    known = _GROUPS.get(ranks.group)
+    if known is None:
+        known = _GROUPS[ranks.group] = dist.new_group(ranks.world_ranks, backend="gloo", use_local_synchronization=True)
+    return Ranks(known)
+
+
+# --- the parts of a save ---------------------------------------------------------------------------------------------------
+def _prepared(state: Any, folder: Path, ranks: Ranks, copy: bool) -> _Job | CheckpointError:
+    """Everything that needs the tensors; what is wrong is told when the ranks meet."""
+    try:
+        tree = expand(state).tree
+        tensors = {name: _reduced(tensor) for name, tensor in named_tensors(tree).items()}
+        encoded = encode(tree)
+        entries = {name: Entry(tuple(x.shape), str(x.dtype).removeprefix("torch."), ()) for name, x in tensors.items()}
+        writes = [
+            _Write(name, held.offset, _to_write(piece_of(tensors[name], held.member), copy))
+            for name, blocks in held_here(tensors, ranks.rank)
+            for held in blocks
+            if held.answers
+        ]
+    except CheckpointError as error:
+        return error
+    told = repr((encoded, entries, [(x._layout if isinstance(x, DTensor) else None) for x in tensors.values()]))
+    return _Job(folder, encoded, _without_tensors(tree), entries, writes, hashlib.sha256(told.encode()).hexdigest())
+
+
+def _reduced(tensor: torch.Tensor) -> Any:
+    tensor = tensor.detach()
+    if tensor.is_meta or tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"a tensor of shape {tuple(tensor.shape)} is {'on meta: it has no values' if tensor.is_meta else tensor.layout}; "
+            "only strided tensors with values are saved"
+        )
+    if isinstance(tensor, DTensor) and tensor._layout.is_partial:
+        return tensor.redistribute(placements=whole(tensor._layout).placements)
+    return tensor
+
+
+def _to_write(piece: torch.Tensor, copy: bool) -> torch.Tensor:
+    data = piece.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return data.clone() if copy and data.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr() else data
+
+
+def _without_tensors(tree: Any) -> Any:
+    """The tree with meta tensors, which keep nothing alive."""
+    match tree:
+        case torch.Tensor():
+            return torch.empty(tree.shape, dtype=tree.dtype, device="meta")
+        case dict():
+            return {key: _without_tensors(item) for key, item in tree.items()}
+        case torch.Size():
+            return tree
+        case list() | tuple():
+            items = [_without_tensors(item) for item in tree]
+            return items if isinstance(tree, list) else tuple(items)
+    return tree
+
+
+def _run(job: _Job | CheckpointError, ranks: Ranks) -> None:
+    with contextlib.ExitStack() as stack:
+
+        def ready() -> str:
+            if isinstance(job, CheckpointError):
+                raise job
+            return job.fingerprint
+
+        def opened(prints: list[str]) -> str:
+            assert isinstance(job, _Job)
+            if len(set(prints)) > 1:
+                other = next(rank for rank, told in enumerate(prints) if told != prints[0])
+                raise CheckpointError(
+                    f"the state of rank {other} differs from that of rank 0 in its keys, shapes, layouts or plain values; "
+                    "what belongs to one rank goes under a key of its own, gathered on all ranks"
+                )
+            job.folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_locked(job.folder))
+            return uuid.uuid4().hex[:12]
+
+        token = ranks.together(_what(job), ready, opened)
+        assert isinstance(job, _Job)
+        file = job.folder / f"__{ranks.rank}_{token}.distcp"
+        try:
+            ranks.together(_what(job), lambda: _written(job, file), lambda shares: _commit(job, shares, token))
+        except CheckpointError:
+            if not _committed(job.folder, token):
+                file.unlink(missing_ok=True)
+                (job.folder / f"__{ranks.rank}_{token}v.distcp").unlink(missing_ok=True)
+            raise
+
+
+def _what(job: _Job | CheckpointError) -> str:
+    return "saving" if isinstance(job, CheckpointError) else f"saving to {job.folder}"
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder against other saves; the system lets go of it when this process ends, however it ends."""
+    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                "another save into this folder is under way; save into another folder, or wait for it"
+            ) from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def _written(job: _Job, file: Path) -> list[tuple[str, Block, Stream]]:
+    """Write this rank's share and bring it to the disk."""
+    if not job.writes:
+        return []
+    share = []
+    with open(file, "w+b") as out:
+        for write in job.writes:
+            stream = append(out, write.data)
+            block = Block(write.offset, tuple(write.data.shape), file.name, stream.at, digest(write.data, write.offset))
+            share.append((write.name, block, stream))
+        out.flush()
+        os.fsync(out.fileno())
+    return share
+
+
+def _commit(job: _Job, shares: list[list[tuple[str, Block, Stream]]], token: str) -> None:
+    """Make what was written the checkpoint."""
+    from . import metadata  # imports torch.distributed.checkpoint, which takes a second
+
+    written = [item for share in shares for item in share]
+    blocks: dict[str, list[Block]] = {name: [] for name in job.entries}
+    for name, block, _ in written:
+        blocks[name].append(block)
+    entries = {name: Entry(entry.shape, entry.dtype, tuple(blocks[name])) for name, entry in job.entries.items()}
+    values = job.folder / f"__0_{token}v.distcp"
+    beside = metadata.encode(job.values, entries, {(name, block.offset): stream for name, block, stream in written}, values)
+    old = sha256_of(job.folder / ".metadata")
+    prints = (hashlib.sha256(beside).hexdigest(), *(() if old is None else (old,)))
+    files = {name: (job.folder / name).stat().st_size for name in {values.name, *(block.file for _, block, _ in written)}}
+    sync_folder(job.folder)
+    Manifest(entries, job.encoded, files, prints).write(job.folder)
+    replace_file(job.folder / ".metadata", beside)
+    for path in job.folder.iterdir():
+        if _OURS.fullmatch(path.name) and token not in path.name:
+            path.unlink()
+
+
+def _committed(folder: Path, token: str) -> bool:
+    with contextlib.suppress(OSError):
+        return token in (folder / "manifest.json").read_text()
+    return False

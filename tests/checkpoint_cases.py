@@ -1,0 +1,459 @@
+"""Checkpoint cases that run in one process and, unchanged, on four: each gets a folder that all ranks share."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.checkpoint import load, read_tensors, read_tree, save
+from dtensor.errors import CheckpointError
+
+R = Replicate()
+CASES: dict[str, Callable[[Path], None]] = {}
+
+
+def case(fn: Callable[[Path], None]) -> Callable[[Path], None]:
+    CASES[fn.__name__] = fn
+    return fn
+
+
+def square() -> dt.DeviceMesh:
+    return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def line() -> dt.DeviceMesh:
+    return dt.init_device_mesh("cpu", (4,))
+
+
+def value(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def laid(x: torch.Tensor, mesh: dt.DeviceMesh, *placements: dt.Placement) -> dt.DTensor:
+    return dt.distribute_tensor(x, mesh, placements)
+
+
+def blank(x: torch.Tensor, mesh: dt.DeviceMesh, *placements: dt.Placement) -> dt.DTensor:
+    return dt.zeros(*x.shape, dtype=x.dtype, device_mesh=mesh, placements=placements)
+
+
+def same(x: Any, expected: torch.Tensor) -> None:
+    found = x.full_tensor() if isinstance(x, dt.DTensor) else x
+    for piece in found.shards if isinstance(found, dt.PerRank) else (found,):
+        assert torch.equal(piece, expected), (piece, expected)
+
+
+def on_first_rank(fn: Callable[[], Any]) -> None:
+    if not dist.is_initialized():
+        fn()
+        return
+    if dist.get_rank() == 0:
+        fn()
+    dist.barrier()
+
+
+def layouts_of(x: torch.Tensor) -> list[tuple[dt.DeviceMesh, tuple[dt.Placement, ...]]]:
+    """A matrix of 7 rows and 5 columns on two meshes, in all the ways that a layout can be unusual."""
+    two, one = square(), line()
+    return [
+        (two, (Shard(0), Shard(1))),
+        (two, (Shard(0, level=1), Shard(0, level=0))),
+        (two, (Shard(0), Shard(0))),
+        (two, (R, Shard(1, sizes=(1, 4)))),
+        (two, (Shard(0), R)),
+        (one, (Shard(0, sizes=(0, 4, 1, 2)),)),
+        (one, (Shard(1),)),
+        (one, (R,)),
+        (two["tp"], (Shard(0),)),
+        (two, (Partial(), Shard(1))),
+    ]
+
+
+# --- any layout to any other ------------------------------------------------------------------------------------------------
+@case
+def any_layout_loads_into_any_other(folder: Path) -> None:
+    x = value(7, 5)
+    layouts = layouts_of(x)
+    save({str(i): laid(x, mesh, *p) for i, (mesh, p) in enumerate(layouts)} | {"plain": x}, folder)
+    for mesh, placements in layouts:
+        state: dict[str, Any] = {str(i): blank(x, mesh, *placements) for i in range(len(layouts))} | {"plain": torch.zeros(7, 5)}
+        load(state, folder)
+        for name, tensor in state.items():
+            if not any(isinstance(p, Partial) for p in (layouts[int(name)][1] if name != "plain" else ())):
+                same(tensor, x)
+    state = {str(i): torch.zeros(7, 5) for i in range(len(layouts))} | {"plain": blank(x, line(), Shard(1))}
+    load(state, folder)
+    for name, tensor in state.items():
+        same(tensor, x) if name != "9" else torch.testing.assert_close(tensor, x)
+
+
+@case
+def every_dtype_shape_and_memory_order_survives(folder: Path) -> None:
+    mesh = line()
+    dtypes = [
+        torch.bool,
+        torch.uint8,
+        torch.int64,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    ]
+    dtypes += [torch.float8_e4m3fn, torch.uint16]
+    plain = {f"{dtype}": value(9, 3).mul(10).to(dtype) for dtype in dtypes}
+    saved: dict[str, Any] = {name: laid(x, mesh, Shard(0)) for name, x in plain.items()}
+    saved["t"], saved["0d"], saved["empty"] = (
+        laid(value(6, 4).t(), mesh, Shard(0)),
+        laid(torch.tensor(2.5), mesh, R),
+        torch.zeros(0, 3),
+    )
+    saved["few"] = laid(value(2, 3), mesh, Shard(0))
+    save(saved, folder)
+    state: dict[str, Any] = {name: torch.zeros(9, 3, dtype=x.dtype) for name, x in plain.items()}
+    state |= {
+        "t": blank(value(4, 6), mesh, Shard(1)),
+        "0d": torch.tensor(0.0),
+        "empty": torch.ones(0, 3),
+        "few": torch.zeros(2, 3),
+    }
+    load(state, folder)
+    for name, x in plain.items():
+        assert torch.equal(state[name].view(torch.uint8), x.view(torch.uint8)), name
+    same(state["t"], value(6, 4).t())
+    same(state["0d"], torch.tensor(2.5))
+    same(state["few"], value(2, 3))
+
+
+@case
+def plain_values_and_nesting_come_back(folder: Path) -> None:
+    values = {
+        "n": 1,
+        "f": float("inf"),
+        "t": (1, [2, (3,)]),
+        "by": b"\x00x",
+        5: {"a": None},
+        "d": torch.bfloat16,
+        "c": 1j,
+        "s": {1, 2},
+    }
+    save({"v": values, "x": [torch.ones(2), {"y": torch.zeros(1)}]}, folder)
+    state = {"v": copy.deepcopy(values) | {"n": 0, "t": 0}, "x": [torch.zeros(2), {"y": torch.ones(1)}]}
+    inner = state["v"]
+    load(state, folder)
+    assert state["v"] == values
+    assert state["v"] is inner
+    same(state["x"][0], torch.ones(2))  # type: ignore[index]
+    assert read_tree(folder)["v"] == values
+    assert read_tensors(folder)["x.1.y"].shape == (1,)
+
+
+@case
+def no_rank_reads_more_than_it_needs(folder: Path) -> None:
+    x = value(64, 96)
+    save({"w": laid(x, square(), Shard(0), Shard(1)), "v": x}, folder)
+    for mesh, placements in [(line(), (Shard(0),)), (line(), (Shard(1),)), (square(), (R, Shard(1)))]:
+        state = {"w": blank(x, mesh, *placements), "v": blank(x, mesh, *placements)}
+        read = load(state, folder).bytes_read
+        needed = 2 * (x.nbytes if not dist.is_initialized() else state["w"].to_local().nbytes)
+        assert read == needed
+        same(state["w"], x)
+
+
+# --- modules and optimizers -------------------------------------------------------------------------------------------------
+def network(device: str = "cpu") -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 10, device=device), nn.LayerNorm(10, device=device), nn.Linear(10, 3, device=device))
+
+
+def sharded(module: nn.Module, mesh: dt.DeviceMesh, *placements: dt.Placement) -> nn.Module:
+    def partition(name: str, sub: nn.Module, mesh: dt.DeviceMesh) -> None:
+        for key, p in list(sub._parameters.items()):
+            assert p is not None
+            where = [Shard(0) if isinstance(q, Shard) and p.ndim == 1 else q for q in placements]
+            sub.register_parameter(key, nn.Parameter(dt.distribute_tensor(p.detach(), mesh, where)))
+
+    return dt.distribute_module(module, mesh, partition)
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, mesh: dt.DeviceMesh | None, steps: int = 2) -> None:
+    for step in range(steps):
+        x = value(8, 6, seed=step)
+        out = module(x if mesh is None else dt.distribute_tensor(x, mesh, [R] * mesh.ndim))
+        optimizer.zero_grad()
+        out.square().mean().backward()
+        optimizer.step()
+
+
+@case
+def training_goes_on_under_another_layout(folder: Path) -> None:
+    plain = network()
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    train(plain, reference, None, 4)
+    model, mesh = sharded(network(), square(), R, Shard(0)), square()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, mesh)
+    save({"model": model, "optimizer": optimizer}, folder)
+    other = sharded(network("meta"), line(), Shard(1))
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.5)
+    load({"model": other}, folder, strict=False)
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.5)
+    load({"model": other, "optimizer": fresh}, folder)
+    assert fresh.param_groups[0]["lr"] == 0.1
+    p = next(iter(other.parameters()))
+    assert fresh.state[p]["exp_avg"].placements == p.placements
+    for step in (2, 3):
+        x = value(8, 6, seed=step)
+        fresh.zero_grad()
+        other(dt.distribute_tensor(x, line(), [R])).square().mean().backward()
+        fresh.step()
+    whole = network()
+    again = torch.optim.AdamW(whole.parameters(), lr=0.1)
+    load({"model": whole, "optimizer": again}, folder)
+    for step in (2, 3):
+        again.zero_grad()
+        whole(value(8, 6, seed=step)).square().mean().backward()
+        again.step()
+    plain = network()
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    train(plain, reference, None, 4)
+    for p, q, r in zip(other.parameters(), whole.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(q, r)
+        found = p.full_tensor()
+        torch.testing.assert_close(found.shards[0] if isinstance(found, dt.PerRank) else found, r)
+
+
+@case
+def an_optimizer_alone_goes_by_position(folder: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, None)
+    save({"o": optimizer, "flat": model.state_dict()}, folder)
+    other = network()
+    fresh = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    load({"o": fresh, "flat": other.state_dict()}, folder)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        same(b, a)
+        same(fresh.state[b]["momentum_buffer"], optimizer.state[a]["momentum_buffer"])
+
+
+@case
+def a_scheduler_and_extra_state_come_back(folder: Path) -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("b", torch.zeros(2))
+            self.count = 0
+
+        def get_extra_state(self) -> Any:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.count = state["count"]
+
+    one, two = Counter(), Counter()
+    one.count = 5
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    schedules = [torch.optim.lr_scheduler.MultiStepLR(optimizer, [m, 30]) for m in (10, 20)]
+    save({"m": one, "s": schedules[0]}, folder)
+    load({"m": two, "s": schedules[1]}, folder)
+    assert two.count == 5
+    assert schedules[1].milestones == schedules[0].milestones
+
+
+@case
+def parameters_regrouped_by_name_find_their_state(folder: Path) -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, None, 1)
+    save({"model": model, "optimizer": optimizer}, folder)
+    other = network()
+    fresh = torch.optim.Adam([{"params": list(other.parameters())[::-1]}])
+    with pytest.raises(CheckpointError, match="parameter groups"):
+        load({"model": other, "optimizer": fresh}, folder)
+    same(next(iter(other.parameters())), next(iter(network().parameters())))
+
+
+@case
+def fully_sharded_and_zero_states_move_on(folder: Path) -> None:
+    mesh, x = line(), value(8, 6)
+    model = dt.parallel.fully_shard(network(), mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(dt.distribute_tensor(x, mesh, [Shard(0)]).to_local()).square().mean().backward()
+    optimizer.step()
+    save({"model": model, "optimizer": optimizer}, folder)
+    whole = network()
+    again = torch.optim.Adam(whole.parameters(), lr=0.5)
+    load({"model": whole, "optimizer": again}, folder)
+    zero_model = sharded(network(), mesh, R)
+    zero = dt.parallel.ZeroRedundancyOptimizer(zero_model.parameters(), torch.optim.Adam, mesh=mesh, lr=0.5)
+    load({"model": zero_model, "optimizer": zero}, folder)
+    for p, q, part in zip(whole.parameters(), zero_model.parameters(), zero.inner.param_groups[0]["params"], strict=True):
+        same(q, p)
+        state = zero.inner.state[part]["exp_avg"]
+        assert state.placements == part.placements
+        same(state, again.state[p]["exp_avg"])
+
+
+# --- torch's own functions --------------------------------------------------------------------------------------------------
+@case
+def torchs_own_functions_read_and_write_the_same(folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    x, mesh = value(7, 5), line()
+    saved = {
+        "m": {"w": laid(x, square(), Shard(0), Shard(1)), "none": laid(value(0, 2), mesh, Shard(0))},
+        "p": x,
+        "l": [1, "two"],
+        "n": 3,
+    }
+    target = {"m": {"w": blank(x, mesh, Shard(1)), "none": torch.zeros(0, 2)}, "p": blank(x, mesh, Shard(0)), "l": [], "n": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(saved, folder / "ours")
+        state = copy.deepcopy(target)
+        dcp.load(state, checkpoint_id=folder / "ours")
+        same(state["m"]["w"], x)  # type: ignore[index,call-overload]
+        same(state["p"], x)
+        assert (state["l"], state["n"]) == ([1, "two"], 3)
+        dcp.save(saved, checkpoint_id=folder / "torchs")
+    state = copy.deepcopy(target)
+    load(state, folder / "torchs")
+    same(state["m"]["w"], x)  # type: ignore[index,call-overload]
+    same(state["p"], x)
+    assert (state["l"], state["n"]) == ([1, "two"], 3)
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------------
+@case
+def mismatches_say_what_differs_and_change_nothing(folder: Path) -> None:
+    x, mesh = value(6, 4), line()
+    save({"a": laid(x, mesh, Shard(0)), "b": x, "n": 1}, folder)
+
+    def asked(**changes: Any) -> dict[str, Any]:
+        return {
+            k: v for k, v in {"a": blank(x, mesh, Shard(1)), "b": torch.zeros(6, 4), "n": 0, **changes}.items() if v is not None
+        }
+
+    wrong: list[tuple[dict[str, Any], str]] = [
+        (asked(b=torch.zeros(4, 6)), r"'b' has shape \[4, 6\] here and \[6, 4\]"),
+        (asked(b=torch.zeros(6, 4, dtype=torch.float64)), "'b' is float64 here and float32"),
+        (asked(c=torch.zeros(1)), "not in the checkpoint: c"),
+        (asked(b=None), "not asked for: b"),
+        (asked(n=None), "not asked for: n"),
+        (asked(b=3), "'b' is a int here and a tensor"),
+        (asked(n=torch.zeros(1)), "'n' is a tensor here and a int"),
+    ]
+    for state, words in wrong:
+        with pytest.raises(CheckpointError, match=words):
+            load(state, folder)
+        same(state["a"], torch.zeros(6, 4))
+    state = asked(b=None, c=torch.ones(1))
+    assert load(state, folder, strict=False)[:2] == (["c"], ["b"])
+    same(state["a"], x)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load(asked(), folder / "nowhere")
+    on_first_rank(lambda: (folder / "empty").mkdir())
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        load(asked(), folder / "empty")
+    with pytest.raises(CheckpointError, match="'f' is a function"):
+        save({"f": asked}, folder)
+    with pytest.raises(CheckpointError, match="on meta"):
+        save({"m": torch.zeros(2, device="meta")}, folder)
+    load(asked(), folder)
+
+
+@case
+def damage_is_found_wherever_it_is(folder: Path) -> None:
+    x, mesh = value(16, 24), line()
+    save({"a": laid(x, mesh, Shard(0)), "b": laid(x.to(torch.int16), square(), Shard(1), R)}, folder)
+    files = sorted([*folder.glob("*.distcp"), folder / "manifest.json"])
+    blocks = [(b.file, b.at, b.at + 2 * 16) for e in read_tensors(folder).values() for b in e.blocks]
+    dice = random.Random(1)
+    for _ in range(12):
+        name, low, high = dice.choice(blocks)
+        at = dice.randrange(low, high)
+        on_first_rank(lambda name=name, at=at: _flip(folder / name, at))  # type: ignore[misc]
+        for layout in (Shard(0), Shard(1), R):
+            state = {"a": blank(x, mesh, layout), "b": blank(x.to(torch.int16), mesh, layout)}
+            with pytest.raises(CheckpointError, match="corrupted"):
+                load(state, folder)
+            same(state["a"], torch.zeros(16, 24))
+        on_first_rank(lambda name=name, at=at: _flip(folder / name, at))  # type: ignore[misc]
+    load({"a": blank(x, mesh, Shard(1)), "b": torch.zeros(16, 24, dtype=torch.int16)}, folder)
+    for file in files:
+        if "v." in file.name:
+            continue
+        content = file.read_bytes()
+        for damaged in (content[: len(content) // 2], content + b"x", b""):
+            on_first_rank(lambda file=file, damaged=damaged: file.write_bytes(damaged))  # type: ignore[misc]
+            with pytest.raises(CheckpointError, match=r"damaged|truncated"):
+                load({"a": blank(x, mesh, Shard(0)), "b": blank(x.to(torch.int16), mesh, R)}, folder)
+        on_first_rank(lambda file=file, content=content: file.write_bytes(content))  # type: ignore[misc]
+    on_first_rank(files[0].unlink)
+    with pytest.raises(CheckpointError, match="missing"):
+        load({"a": blank(x, mesh, Shard(0)), "b": blank(x.to(torch.int16), mesh, R)}, folder)
+
+
+def _flip(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+@case
+def saving_again_replaces_and_cleans_up(folder: Path) -> None:
+    mesh = line()
+    for step in range(3):
+        save({"a": laid(value(9, 2, seed=step), mesh, Shard(0)), "step": step}, folder)
+    names = {b.file for e in read_tensors(folder).values() for b in e.blocks}
+    left = {path.name for path in folder.glob("*.distcp") if "v." not in path.name}
+    assert left == names
+    state = {"a": blank(value(9, 2), mesh, R), "step": 0}
+    load(state, folder)
+    same(state["a"], value(9, 2, seed=2))
+    assert state["step"] == 2
+
+
+@case
+def a_save_in_the_background_keeps_the_values_of_its_call(folder: Path) -> None:
+    mesh, x = line(), value(9, 2)
+    tensor, plain = laid(x, mesh, Shard(0)), x.clone()
+    pending = [save({"a": tensor, "p": plain}, folder / str(k), async_op=True) for k in range(2)]
+    tensor.add_(1)
+    plain.add_(1)
+    state = {"a": blank(x, mesh, R), "p": torch.zeros(9, 2)}
+    load(state, folder / "1")
+    assert all(p is not None and p.done() for p in pending)
+    same(state["a"], x)
+    same(state["p"], x)
+    broken = save({"f": case}, folder / "bad", async_op=True)
+    assert broken is not None
+    with pytest.raises(CheckpointError, match="function"):
+        broken.wait()
+    ignored = save({"f": case}, folder / "bad", async_op=True)
+    assert ignored is not None
+    with pytest.warns(UserWarning, match="has failed"):
+        save({"a": tensor}, folder / "good")
+
+
+def main(folder: str) -> list[str]:
+    """Every case on this rank; what ran."""
+    for name, run in CASES.items():
+        own = Path(folder) / name
+        on_first_rank(own.mkdir)
+        run(own)
+    return list(CASES)

@@ -1,0 +1,41 @@
+"""The digest: of any tensor the sum of its blocks', and changed by whatever changes the tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtensor.checkpoint.digest import MASK, digest
+
+SHAPES = [(), (1,), (700,), (7, 5), (3, 600), (600, 3), (4, 3, 5), (270_000,), (2, 0)]
+DTYPES = [torch.float32, torch.float64, torch.int8, torch.bfloat16, torch.complex128, torch.bool]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_add_up(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, dtype=torch.float64).to(dtype)
+    zero = (0,) * len(shape)
+    for dim, size in enumerate(shape):
+        for cut in {0, size // 3, size}:
+            offset = tuple(cut if d == dim else 0 for d in range(len(shape)))
+            parts = digest(x.narrow(dim, 0, cut), zero) + digest(x.narrow(dim, cut, size - cut), offset)
+            assert parts & MASK == digest(x, zero)
+    assert digest(x.t().contiguous().t() if x.ndim == 2 else x, zero) == digest(x, zero)
+
+
+@given(st.integers(0, 34), st.integers(0, 34), st.integers(0, 63), st.integers(0, 63))
+def test_flipped_bits_are_seen(a: int, b: int, first: int, second: int) -> None:
+    x = torch.arange(35).reshape(5, 7)
+    y = x.clone()
+    y.view(-1)[a] ^= torch.tensor(1).bitwise_left_shift(first)
+    y.view(-1)[b] ^= torch.tensor(1).bitwise_left_shift(second)
+    assert (digest(x, (0, 0)) == digest(y, (0, 0))) == torch.equal(x, y)
+
+
+def test_moved_values_are_seen() -> None:
+    x = torch.randn(6, 6)
+    assert len({digest(y, (0, 0)) for y in (x, x.t(), x.flip(0), x.flip(1), x.roll(1, 0), torch.zeros(6, 6))}) == 6
+    assert digest(x, (0, 0)) != digest(x, (1, 0))
