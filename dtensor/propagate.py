@@ -107,7 +107,7 @@ def propagate(operator: Operator, mesh: DeviceMesh, bound: dict[str, Any], plain
     if rule is None and base is None and _composite(operator):
         return Plan("decompose", call)
     try:
-        metas = infer(operator, bound)
+        metas = infer(operator, bound) if rule is None or rule.metas is None else rule.metas(call)
     except NotInferable:
         return gather(operator, call, slots, None)
     if operator.fills_lists:

@@ -84,6 +84,11 @@ def asked_for(call: Call, results: Sequence[Dims]) -> tuple[Dims, ...]:
 
 
 # --- partial rows that depend on how many operands and results there are --------------------------------------------
+def linear_terms(*positions: int) -> Callable[[Call], tuple[str, ...]]:
+    """Linear in each of these operands, the others fixed."""
+    return lambda call: tuple(_row([i], op, len(call.operands), 1) for i in positions for op in ("sum", "avg"))
+
+
 def linear_in(position: int) -> Callable[[Call], tuple[str, ...]]:
     """Linear in one operand, the others fixed; all results are."""
 

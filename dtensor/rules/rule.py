@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import RuleError
 from ..layout import Split
 from ..placement import REDUCE_OPS, Monoid, Partial, Replicate
-from .call import Call
+from .call import Call, Meta
 
 Dims = tuple[tuple[str, ...], ...]  # per tensor dim its factors, major first; () cannot be sharded
 
@@ -133,6 +133,7 @@ class Rule:
         answer: the value itself, from layouts alone, for operations that return no tensor (``NotImplemented``: the data decide).
         absent: the Python value on ranks outside of the mesh, for operations that return no tensor.
         decompose: the operation in terms of others, with its arguments; it is called with DTensors and comes before ``factors``.
+        metas: what the results look like, for operators whose own meta kernel is missing or refuses what they take.
         writes: arguments that a call writes to though its schema does not say so (running statistics).
         floats_matter: the plan depends on the value of Python floats (an output size, say): they enter the cache key.
         kind: the verb that made it, for the docs.
@@ -148,6 +149,7 @@ class Rule:
     answer: Callable[[Call], Any] | None = None
     absent: Any = None
     decompose: Callable[..., Any] | None = None
+    metas: Callable[[Call], tuple[Meta, ...]] | None = None
     writes: Callable[[Call], tuple[str, ...]] | None = None
     floats_matter: bool = False
     kind: str = "rule"

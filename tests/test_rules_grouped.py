@@ -1,0 +1,66 @@
+"""Products of groups of rows: whatever is sharded, values, strides and gradients are those of one device."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.debug import CommDebugMode
+
+R, SUM = Replicate(), Partial()
+MESH = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+ENDS = torch.tensor([3, 3, 7], dtype=torch.int32)  # an empty group
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def distributed(x: torch.Tensor, *placements: dt.Placement) -> dt.DTensor:
+    return dt.distribute_tensor(x, MESH, placements)
+
+
+ROWS = [(R, R), (Shard(0), R), (Shard(0), Shard(0)), (Shard(0), Shard(1)), (SUM, R)]
+MATRICES = [(R, R), (R, Shard(0)), (Shard(2), Shard(1)), (Shard(0), Shard(0)), (SUM, Shard(2))]
+
+
+@pytest.mark.parametrize(("rows", "matrices"), list(itertools.product(ROWS, MATRICES)), ids=str)
+def test_rows_and_gradients_are_those_of_one_device(rows: tuple[dt.Placement, ...], matrices: tuple[dt.Placement, ...]) -> None:
+    x, w = numbers(7, 8).requires_grad_(), numbers(3, 8, 12, seed=1).requires_grad_()
+    a, b = distributed(x.detach(), *rows).requires_grad_(), distributed(w.detach(), *matrices).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = F.grouped_mm(a, b, offs=distributed(ENDS, R, R))
+    expected = F.grouped_mm(x, w, offs=ENDS)
+    assert got.stride() == expected.stride()
+    assert torch.allclose(got.full_tensor(), expected, atol=1e-5)
+    (got * got).sum().backward()
+    (expected * expected).sum().backward()
+    assert torch.allclose(a.grad.full_tensor(), x.grad, atol=1e-4)
+    assert torch.allclose(b.grad.full_tensor(), w.grad, atol=1e-4)
+
+
+@pytest.mark.parametrize("placements", [(R, Shard(0)), (Shard(1), Shard(2)), (Shard(1), R)], ids=str)
+def test_groups_of_columns(placements: tuple[dt.Placement, ...]) -> None:
+    a, b, ends = numbers(3, 5, 8), numbers(8, 12, seed=1), torch.tensor([4, 4, 12], dtype=torch.int32)
+    got = F.grouped_mm(distributed(a, *placements), distributed(b, Shard(1), R), offs=distributed(ends, R, R))
+    assert torch.allclose(got.full_tensor(), F.grouped_mm(a, b, offs=ends), atol=1e-5)
+
+
+def test_expert_parallel_rows_cost_no_collective_before_their_sum() -> None:
+    x, w = distributed(numbers(7, 8), Shard(0), R), distributed(numbers(3, 8, 12), R, Shard(0))
+    with CommDebugMode() as comm:
+        got = F.grouped_mm(x, w, offs=distributed(ENDS, R, R))
+    assert comm.get_total_counts() == 0
+    assert got.placements == (Shard(0), SUM)
+
+
+def test_strides_that_one_device_refuses_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="16 bytes"):
+        F.grouped_mm(distributed(numbers(7, 8), R, R), distributed(numbers(3, 8, 11), R, R), offs=distributed(ENDS, R, R))
