@@ -8,8 +8,9 @@ names such a group after its ranks and *the number of groups that this process h
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -86,9 +87,17 @@ def backend_of(handle: Any, device_type: str) -> str:
 
 
 # --- finding or making it --------------------------------------------------------------------------------------------
-_MADE: dict[tuple[int, ...], Any] = {}
-_TIMES_MADE: Counter[tuple[int, ...]] = Counter()
-_made_in: list[Any] = [None]  # the world that _MADE belongs to; another one after destroy_process_group
+class _Made(threading.local):
+    """Groups by ranks; every thread has its own, since torch's tests run ranks as threads."""
+
+    def __init__(self) -> None:
+        self.world: Any = None  # that the groups belong to; another one after destroy_process_group
+        self.groups: dict[tuple[int, ...], Any] = {}
+        self.times: Counter[tuple[int, ...]] = Counter()
+        self.name: str | None = None  # of the group that is being made
+
+
+_MADE = _Made()
 
 
 def _handle(mesh: DeviceMesh, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
@@ -103,17 +112,17 @@ def _handle(mesh: DeviceMesh, mesh_dims: Sequence[int], ranks: list[int]) -> Any
     if sorted(ranks) == list(range(dist.get_world_size())):
         handle = world
     else:
-        if _made_in[0] is not world:
-            _MADE.clear()
-            _made_in[0] = world
-        handle = _MADE.get(tuple(sorted(ranks)))
+        if _MADE.world is not world:
+            _MADE.groups.clear()
+            _MADE.world = world
+        handle = _MADE.groups.get(tuple(sorted(ranks)))
         if handle is None:
             timeout = _timeout_of(world, mesh.device_type)
             if _splits(world):
                 handle = _make_among_all(mesh, mesh_dims, ranks, timeout)
             else:
                 handle = _make_among_members(ranks, timeout)
-            _MADE[tuple(sorted(ranks))] = handle
+            _MADE.groups[tuple(sorted(ranks))] = handle
     given[key or group_id] = handle
     return handle
 
@@ -125,7 +134,10 @@ def _splits(world: Any) -> bool:
 
 def _timeout_of(world: Any, device_type: str) -> timedelta | None:
     """The user's timeout, which a new group does not take over by itself; None, torch's default, if it cannot be read."""
-    options = getattr(world._get_backend(torch.device(device_type)), "options", None)  # no public way to read it
+    try:
+        options = getattr(world._get_backend(torch.device(device_type)), "options", None)  # no public way to read it
+    except RuntimeError:  # a backend written in Python
+        return None
     return getattr(options, "_timeout", None)
 
 
@@ -148,15 +160,21 @@ def _make_among_all(mesh: DeviceMesh, mesh_dims: Sequence[int], ranks: list[int]
 def _named_for(ranks: list[int]) -> Iterator[None]:
     """Groups made inside are named after their ranks and how often we made one of these ranks: alike on all its members."""
     key = tuple(sorted(ranks))
-    _TIMES_MADE[key] += 1
-    name = f"dtensor_{'_'.join(map(str, key))}_{_TIMES_MADE[key]}"
+    _MADE.times[key] += 1
     # Private, because torch has no public way to name a group. Without it (renamed, one day) torch's own name is used.
     before = getattr(distributed_c10d, "_hash_ranks_to_str", None)
-    if before is None:
-        yield
-        return
-    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    if before is not None and not hasattr(before, "of_dtensor"):
+        distributed_c10d._hash_ranks_to_str = _naming(before)
+    _MADE.name = f"dtensor_{'_'.join(map(str, key))}_{_MADE.times[key]}"
     try:
         yield
     finally:
-        distributed_c10d._hash_ranks_to_str = before
+        _MADE.name = None
+
+
+def _naming(before: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
+    def name_of(ranks: list[int]) -> str:
+        return _MADE.name or before(ranks)
+
+    name_of.of_dtensor = True  # type: ignore[attr-defined]
+    return name_of

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..comm import events
 from ..comm.events import Event
@@ -62,10 +63,12 @@ class CommDebugMode:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self._modules = ModuleLog()
+        self._world: Any = None
 
     def __enter__(self) -> CommDebugMode:
         self.events.clear()
         self._modules.__enter__()
+        self._world = dist.group.WORLD
         events.listeners.append(self._record)
         return self
 
@@ -74,6 +77,8 @@ class CommDebugMode:
         self._modules.__exit__(*exception)
 
     def _record(self, event: Event) -> None:
+        if event.mesh is not None and event.mesh.kind == "process_group" and event.mesh._root.world is not self._world:
+            return  # of another rank, in programs whose ranks are threads
         self.events.append(event)
         self._modules.record(event)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import Any
 
@@ -25,10 +26,12 @@ class ModuleLog:
         self._names: dict[nn.Module, str] = {}
         self._running: list[str] = []
         self._hooks: list[Any] = []
+        self._thread = 0  # whose modules are followed: ranks may be threads, and hooks hear all of them
 
     def __enter__(self) -> ModuleLog:
         self.parameters.clear()
         self.collectives.clear()
+        self._thread = threading.get_ident()
         self._hooks = [
             register_module_forward_pre_hook(self._entered),
             register_module_forward_hook(self._left, always_call=True),
@@ -42,6 +45,8 @@ class ModuleLog:
         self._running.clear()
 
     def _entered(self, module: nn.Module, _: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         if module not in self._names:  # a root, named by its type, or a module that no other lists
             root = type(module).__name__
             for name, inner in module.named_modules():
@@ -53,7 +58,8 @@ class ModuleLog:
             self.parameters[name] = own
 
     def _left(self, module: nn.Module, *_: Any) -> None:
-        self._running.pop()
+        if threading.get_ident() == self._thread:
+            self._running.pop()
 
     def record(self, event: Event) -> None:
         in_backward = torch._C._current_graph_task_id() != -1

@@ -1,0 +1,38 @@
+"""Ranks as threads of one process, as torch's own tests run them: every thread is a rank of its own world."""
+
+from __future__ import annotations
+
+import torch
+from torch.testing._internal.common_distributed import MultiThreadedTestCase
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+
+
+class Threads(MultiThreadedTestCase):
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_threads()
+
+    def test_values_gradients_and_groups(self) -> None:
+        mesh = dt.init_device_mesh("cpu", (4,))
+        value = torch.arange(45.0).view(9, 5)
+        x = dt.distribute_tensor(value, mesh, [Shard(0)])
+        self.assertEqual(x.to_local(), value.chunk(4)[self.rank] if self.rank < 3 else value[:0])
+        self.assertEqual(x.redistribute(placements=[Shard(1)]).full_tensor(), value)
+        self.assertEqual(x.sum().item(), value.sum().item())
+
+        square = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        weight = value.clone().requires_grad_()
+        y = dt.distribute_tensor(weight, square, [Shard(0), Shard(1)])
+        (y @ y.t()).square().mean().backward()
+        (weight @ weight.t()).square().mean().backward()
+        assert y.grad is not None
+        self.assertEqual(y.grad.placements, (Shard(0), Shard(1)))
+        self.assertEqual(y.grad.full_tensor(), weight.grad)
+        term = dt.DTensor.from_local(torch.full((3,), float(self.rank)), square["tp"], [Partial()])
+        self.assertEqual(term.redistribute(placements=[Replicate()]).to_local(), torch.full((3,), 1.0 if self.rank < 2 else 5.0))
