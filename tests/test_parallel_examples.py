@@ -10,7 +10,17 @@ import pytest
 from test_demo import printed_by
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
-NAMES = {"llama_tp_sp": 4, "fsdp_tp_2d": 4, "hsdp_3d": 8, "ddp": 4, "zero": 4}
+NAMES = {
+    "llama_tp_sp": 4,
+    "fsdp_tp_2d": 4,
+    "hsdp_3d": 8,
+    "ddp": 4,
+    "zero": 4,
+    "digits_fsdp": 2,
+    "two_meshes": 4,
+    "ring_attention": 4,
+    "pipeline_3d": 8,
+}
 _LOSSES = re.compile(r"^ +(\d+) +(\d+\.\d+) +(\d+\.\d+)$", re.MULTILINE)
 
 
@@ -28,7 +38,7 @@ def losses(printed: str) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES.keys() - {"pipeline_3d"})  # a pipeline's stages run at the same time
 def test_in_one_process(name: str) -> None:
     for ours, theirs in losses(printed_by(sys.executable, str(EXAMPLES / f"{name}.py"), *arguments(name))):
         assert ours == pytest.approx(theirs, abs=1e-4)

@@ -1,7 +1,7 @@
 """Scaled dot-product attention: batch and heads are factors without communication; so are sequences, in the CPU operator.
 
 Fewer key heads than query heads (grouped queries) make the query heads a product (key head, query within it): sharding
-cuts key heads.
+cuts key heads. Where queries and keys are cut by the same mesh dim, blocks of keys travel around a ring.
 The CUDA operators keep sequences whole, since they take no mask with which to compute a block. With dropout there is no rule: the
 operators would draw other numbers on blocks.
 """
@@ -18,6 +18,7 @@ from .attention_blocks import attention_block, attention_gradients, attention_of
 from .blockwise import in_first, plain_op
 from .call import Call
 from .registry import register
+from .ring_attention import ranks_in_ring, ring_attention, ring_gradients
 from .rule import Dims, Factors, Kernel, Rule
 
 SOURCE = "b (h g) l [e], b h s [e], b h s [v]"
@@ -80,7 +81,10 @@ def forward_factors(call: Call) -> Factors | None:
     rows: dict[str, Kernel] = {"l": Kernel(attention_of_rows)} if call["is_causal"] else {}
     keys = Kernel(attention_over_keys, collectives=2, nbytes=lambda call: 2 * call.operands[0].nbytes)
     results = (table["out"], table["logsumexp"])
-    return Factors(placed(call, table, sizes), results, sizes, HEAD_DIMS, kernels=rows | {"s": keys})
+    made = Factors(placed(call, table, sizes), results, sizes, HEAD_DIMS, kernels=rows | {"s": keys})
+    if ranks_in_ring(call) == 1:
+        return made
+    return one_sequence(call, made, Kernel(ring_attention, collectives=1, nbytes=bytes_passed))
 
 
 def backward_factors(call: Call) -> Factors | None:
@@ -90,7 +94,29 @@ def backward_factors(call: Call) -> Factors | None:
     table = attention_table(call)
     kernels = dict.fromkeys("ls", Kernel(gradients_of_blocks, lacking=Partial("sum"))) if call["is_causal"] else {}
     results = (table["query"], table["key"], table["value"])
-    return Factors(placed(call, table, sizes), results, sizes, HEAD_DIMS, dict.fromkeys("gls", "sum"), kernels=kernels)
+    made = Factors(placed(call, table, sizes), results, sizes, HEAD_DIMS, dict.fromkeys("gls", "sum"), kernels=kernels)
+    if ranks_in_ring(call) == 1:
+        return made
+    return one_sequence(call, made, Kernel(ring_gradients, collectives=2, nbytes=bytes_passed))
+
+
+def one_sequence(call: Call, factors: Factors, ring: Kernel) -> Factors:
+    """The same operation where queries and keys are cut alike, as one factor ``t``; of a mask each rank needs its rows whole."""
+
+    def renamed(dims: Dims, mask: bool) -> Dims:
+        return tuple(() if mask and own == ("s",) else ("t",) if own in (("l",), ("s",)) else own for own in dims)
+
+    operands = tuple(renamed(dims, name == "attn_mask") for name, dims in zip(call.names, factors.operands, strict=True))
+    results = tuple(renamed(dims, False) for dims in factors.results)
+    sizes = {("t" if name in "ls" else name): size for name, size in factors.sizes.items()}
+    reduced = {name: op for name, op in factors.reduced.items() if name not in "ls"}
+    return Factors(operands, results, sizes, HEAD_DIMS, reduced, kernels={"t": ring})
+
+
+def bytes_passed(call: Call) -> int:
+    """Of all passes of keys and values; they overlap with the computation, so that a ring has the latency of one collective."""
+    key, value = (call.operands[call.names.index(name)] for name in ("key", "value"))
+    return (ranks_in_ring(call) - 1) * (key.max_local_nbytes + value.max_local_nbytes)
 
 
 def linear_in_value(call: Call) -> tuple[str, ...]:
