@@ -16,7 +16,6 @@ import dtensor as dt
 from dtensor import Replicate, Shard
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-
 COLUMNS, ROWS = ColwiseParallel(use_local_output=False), RowwiseParallel(use_local_output=False)
 PLAN = {
     **{f"blocks.*.attention.{name}": COLUMNS for name in ("query", "key", "value")},

@@ -180,7 +180,8 @@ def ring_gradients(
             blocks = arriving()
 
     def finished(here: At, total: Tensor, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return (total.to(query.dtype), *(x.to(query.dtype) for x in ring.unpacked(here.member, 0, both)))
+        dk, dv = ring.unpacked(here.member, 0, both)
+        return total.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype)
 
     assert coming is not None, "a ring has two ranks or more"
     return at.map(finished, total, query, own + coming())
