@@ -38,7 +38,7 @@ def losses(printed: str) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES.keys() - {"pipeline_3d"})  # a pipeline's stages run at the same time
+@pytest.mark.parametrize("name", sorted(NAMES.keys() - {"pipeline_3d"}))  # a pipeline's stages run at the same time
 def test_in_one_process(name: str) -> None:
     for ours, theirs in losses(printed_by(sys.executable, str(EXAMPLES / f"{name}.py"), *arguments(name))):
         assert ours == pytest.approx(theirs, abs=1e-4)

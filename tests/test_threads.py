@@ -1,5 +1,6 @@
 """Ranks as threads of one process, as torch's own tests run them: every thread is a rank of its own world."""
 
+# ruff: noqa: PT009 -- values of tensors
 from __future__ import annotations
 
 import torch

@@ -164,7 +164,7 @@ def _named_for(ranks: list[int]) -> Iterator[None]:
     # Private, because torch has no public way to name a group. Without it (renamed, one day) torch's own name is used.
     before = getattr(distributed_c10d, "_hash_ranks_to_str", None)
     if before is not None and not hasattr(before, "of_dtensor"):
-        distributed_c10d._hash_ranks_to_str = _naming(before)
+        distributed_c10d._hash_ranks_to_str = _naming(before)  # type: ignore[assignment]
     _MADE.name = f"dtensor_{'_'.join(map(str, key))}_{_MADE.times[key]}"
     try:
         yield

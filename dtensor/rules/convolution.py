@@ -6,11 +6,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from .blockwise import asked_for, linear_in
 from .call import Call
-from .context import KernelContext
+from .context import At, KernelContext
 from .registry import register
 from .rule import Choice, Dims, Factors, Kernel, LocalView, Rule
 
@@ -57,10 +60,18 @@ def partial_rows(call: Call) -> tuple[str, ...]:
 
 def local_groups(call: Call, view: LocalView) -> dict[str, Any]:
     """Groups of the block."""
-    position = call.names.index("input")
-    channels = view.operands[position][1]
-    whole = call.shape(position)[1]
-    return {"groups": call["groups"] if channels == whole or call["groups"] == 1 else channels * call["groups"] // whole}
+    if "output_mask" in call.arguments:
+        return {"groups": groups_of(call, view.operands[call.names.index("grad_output")], *view.operands[1:3])}
+    return {"groups": groups_of(call, view.results[0], *view.operands[:2])}
+
+
+def groups_of(call: Call, output: Sequence[int], x: Sequence[int], weight: Sequence[int]) -> int:
+    """Groups in a block, from the shapes of its output, input and weight: of the latter, dim 1 is the channels of one group.
+
+    The channels inside a group may be cut too, where each rank has a single group.
+    """
+    channels = output[1] if call["transposed"] else x[1]
+    return channels // weight[1] if weight[1] else int(call["groups"])
 
 
 def channels_everywhere(choice: Choice) -> bool:
@@ -79,8 +90,14 @@ def backward_factors(call: Call) -> Factors | None:
 
 
 def gradients_of_input_channels(at: KernelContext, *args: Any) -> Any:
-    """The operator on a block of input channels: no group is cut, for then there is only one."""
-    return at.call.func(*args)
+    """The operator on a block of input channels; the gradient of the bias, which lacks them, is whole."""
+
+    def own(_: At, grad: Tensor, x: Tensor, weight: Tensor) -> Any:
+        groups = groups_of(at.call, grad.shape, x.shape, weight.shape)
+        return at.call.func(grad, x, weight, bias_sizes and [grad.shape[1]], *settings, groups, mask)
+
+    grad, x, weight, bias_sizes, *settings, _groups, mask = args
+    return at.map(own, grad, x, weight)
 
 
 def local_backward(call: Call, view: LocalView) -> dict[str, Any]:

@@ -114,8 +114,7 @@ pointwise("clone positive _to_copy alias lift lift_fresh lift_fresh_copy", parti
 pointwise("copy", partials=tuple(f"{op},{op} -> {op}" for op in REDUCE_OPS) + tuple(f"{op},R -> R" for op in REDUCE_OPS))
 pointwise("fill", partials=tuple(f"{op},R -> R" for op in REDUCE_OPS))
 pointwise("zero", partials=ANY_PARTIAL)
-pointwise("zeros_like ones_like full_like", partials=tuple(f"{op} -> R" for op in REDUCE_OPS))
-pointwise("empty_like", partials=tuple(f"{op} -> {op}" for op in REDUCE_OPS))  # whatever the values, in the same layout
+pointwise("zeros_like ones_like empty_like full_like", partials=tuple(f"{op} -> R" for op in REDUCE_OPS))
 
 # gradients: linear in the incoming gradient, which is operand 0
 pointwise(

@@ -43,6 +43,14 @@ SAMPLES: Samples = {
         Sample((x(5), x(5, 6, seed=1), x(6, seed=2)), {"beta": 0.5}, "scaled"),
         Sample((x(), x(5, 6, seed=1), x(6, seed=2)), {}, "0-d"),
     ],
+    "_grouped_mm": [
+        Sample(
+            (x(7, 8, dtype=torch.float32), x(3, 8, 12, seed=1, dtype=torch.float32)),
+            {"offs": torch.tensor([3, 3, 7], dtype=torch.int32)},
+            "rows, an empty group",
+            gradients=False,
+        )
+    ],
     "addr": [
         Sample((x(5, 7), x(5, seed=1), x(7, seed=2)), {"alpha": -2.0}, "scaled"),
         Sample((x(7), x(5, seed=1), x(7, seed=2)), {}, "vector"),
