@@ -12,7 +12,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import thread_time
@@ -51,6 +51,21 @@ def interleaved(functions: Mapping[str, Callable[[], object]], effort: Effort) -
         for name in names[repeat % len(names) :] + names[: repeat % len(names)] if names else ():
             times[name].append(_time(functions[name], counts[name]) / counts[name])
     return {name: result[name] if name in result else statistics.median(times[name]) for name in functions}
+
+
+def first_calls(rounds: Iterable[Mapping[str, Callable[[], object]]]) -> dict[str, float | str]:
+    """As :func:`interleaved`, of functions that are called once: each round brings new ones. The first round does not count."""
+    times: dict[str, list[float]] = {}
+    errors: dict[str, float | str] = {}
+    for number, functions in enumerate(rounds):
+        for name, function in functions.items():
+            try:
+                time = _time(function, 1)
+            except Exception as error:
+                errors[name] = type(error).__name__
+                continue
+            times.setdefault(name, []).extend([time] if number else [])
+    return errors | {name: statistics.median(found) for name, found in times.items() if name not in errors}
 
 
 def _calls_per_round(function: Callable[[], object], effort: Effort) -> int:
