@@ -218,6 +218,8 @@ def _finish(plan: Plan, operator: Operator, wrap: Wrap) -> Callable[[Args, Any],
     returns, results = operator.returns, plan.results
     if not returns:
         return lambda args, computed: None
+    if not results:
+        return None  # the data decide the shapes
     if len(returns) == 1:
         owner, layout = returns[0], results[0] if results else None
         if owner is not None:

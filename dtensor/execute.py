@@ -36,7 +36,7 @@ def execute(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
     if plan.how == "answer":
         return plan.answer
     if plan.how == "decompose":
-        return _decomposed(plan, operator, values)
+        return _decomposed(plan, operator, values, wrap)
     if MODES.explicit and plan.communicates:
         raise ImplicitCommunicationError(f"{operator.name} would communicate under explicit():\n{describe(plan)}")
     if plan.how == "gather":
@@ -62,17 +62,32 @@ def _move_operands(plan: Plan, local: dict[str, Any]) -> None:
         _put(local, slot, value)
 
 
-def _decomposed(plan: Plan, operator: Operator, values: dict[str, Any]) -> Any:
-    """The operations that an operator is made of; a rule's own know no ``out=``."""
+def _decomposed(plan: Plan, operator: Operator, values: dict[str, Any], wrap: Wrap) -> Any:
+    """The operations that an operator is made of; a rule's own know no ``out=`` and get no plain tensors."""
+    own = plan.rule is not None and plan.rule.decompose is not None
+    if own:
+        values = {name: _distributed(value, plan.call.arguments.get(name), wrap) for name, value in values.items()}
     positional, keywords = [values[name] for name in operator.names[: operator.positional]], _keywords(operator, values)
-    if plan.rule is None or plan.rule.decompose is None:
+    if not own:
         return operator.func.decompose(*positional, **keywords)
+    assert plan.rule is not None
+    assert plan.rule.decompose is not None
     made = plan.rule.decompose(*positional, **{name: value for name, value in keywords.items() if name not in operator.outs})
-    if not operator.outs:
+    if not any(operator.returns):
         return made
-    for name, value in zip(operator.outs, _as_tuple(made, operator), strict=True):
-        values[name].copy_(value)
-    return values[operator.outs[0]] if len(operator.outs) == 1 else tuple(values[name] for name in operator.outs)
+    given = []
+    for owner, value in zip(operator.returns, _as_tuple(made, operator), strict=True):
+        given.append(value if owner is None or values[owner] is value else values[owner].copy_(value))
+    return given[0] if len(given) == 1 else tuple(given)
+
+
+def _distributed(value: Any, layout: Any, wrap: Wrap) -> Any:
+    """An argument whose plain tensors, which all ranks hold alike, are replicated ones."""
+    if isinstance(layout, list):
+        return [_distributed(item, own, wrap) for item, own in zip(value, layout, strict=True)]
+    if isinstance(layout, Layout) and not hasattr(value, "_layout"):
+        return wrap(communicator_of(layout.mesh).map(lambda member, x: x, value), layout)
+    return value
 
 
 def _compute(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
@@ -258,7 +273,9 @@ def _wrap_one(plan: Plan, layout: Any, value: Any, wrap: Wrap) -> Any:
             raise UnsupportedOperationError(
                 f"{plan.call.func} would give a sparse tensor, which no DTensor is; pass sparse=False, or use x.full_tensor()"
             )
-        if plan.how == "gather":  # computed whole on every rank, so the local is the global one, whatever planning knew of it
+        if (
+            plan.how == "gather" or layout is None
+        ):  # whole on every rank: the local is the global one, whatever planning knew of it
             layout = Layout.replicated(plan.call.mesh, value.shape, value.stride(), value.dtype)
         return wrap(value, layout)
     return value[0] if isinstance(value, tuple) else value

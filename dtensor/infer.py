@@ -32,6 +32,15 @@ DEVICE_DEPENDENT = frozenset(
         "_embedding_bag_forward_only",
     ]
 )
+# Gradients without a meta kernel: contiguous, in the shape and dtype of this argument.
+LIKE = {
+    "aten::multi_margin_loss_backward": "self",
+    "aten::multilabel_margin_loss_backward": "self",
+    "aten::fractional_max_pool3d_backward": "self",
+    "aten::_ctc_loss_backward": "log_probs",
+    "aten::glu_jvp": "glu",
+    "aten::glu_backward_jvp": "grad_x",
+}
 
 
 class NotInferable(Exception):
@@ -48,6 +57,8 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
         return ()  # some optimizer steps have no meta kernel, and nothing is to be found out
     if operator.returns and not operator.gives_tensors:
         return (None,) * len(operator.returns)  # a Python value: it depends on data
+    if (like := LIKE.get(operator.func._schema.name)) is not None:
+        return (_meta_of(torch.empty(arguments[like].shape, dtype=arguments[like].dtype, device=META)),)
     if operator.func._schema.name in DEVICE_DEPENDENT:
         with _fake_mode():
             bound = {name: _to_meta(value, None) for name, value in arguments.items()}

@@ -102,14 +102,15 @@ def propagate(operator: Operator, mesh: DeviceMesh, bound: dict[str, Any], plain
         answer = rule.answer(call)
         if answer is not NotImplemented:
             return Plan("answer", call, answer=answer)
-    if rule is not None and rule.decompose is not None:
+    if rule is not None and rule.decompose is not None and (rule.decomposes is None or rule.decomposes(call)):
         return Plan("decompose", call, rule=rule)
     if rule is None and base is None and _composite(operator):
         return Plan("decompose", call)
     try:
         metas = infer(operator, bound) if rule is None or rule.metas is None else rule.metas(call)
     except NotInferable:
-        return gather(operator, call, slots, None)
+        measured = _by_rule(operator, rule, call, slots, ()) if rule is not None and rule.measured and not operator.outs else None
+        return measured or gather(operator, call, slots, None)
     if operator.fills_lists:
         return gather(operator, call, slots, metas)
     call.results = _flat(metas)

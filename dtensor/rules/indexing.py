@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -231,7 +232,28 @@ def index_partials(call: Call) -> tuple[str, ...]:
     return tuple(f"{op}{rest} -> {op}" for op in REDUCE_OPS)
 
 
-kernel_rule("index _unsafe_index", indexed, partials=index_partials, when=no_foreign_zeros)
+def has_masks(call: Call) -> bool:
+    return any(isinstance(item, Layout) and item.dtype in (torch.bool, torch.uint8) for item in call["indices"])
+
+
+def by_number(indices: Sequence[Any]) -> list[Any]:
+    """Masks replaced by the positions that they pick, one index for each of their dims."""
+    numbered: list[Any] = []
+    for item in indices:
+        masked = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
+        numbered += item.nonzero().unbind(1) if masked else [item]
+    return numbered
+
+
+for _name in ("index", "_unsafe_index"):
+    kernel_rule(
+        _name,
+        indexed,
+        partials=index_partials,
+        when=no_foreign_zeros,
+        decompose=lambda x, indices, op=getattr(torch.ops.aten, _name): op(x, by_number(indices)),
+        decomposes=has_masks,
+    )
 
 
 # --- places in a sorted sequence ---

@@ -23,6 +23,7 @@ blockwise("_linalg_slogdet", "... [m] [n] -> ..., ..., ... [m] [n], ... [m]")
 blockwise("linalg_lu", "... [m] [n] -> ... [m] [n], ... [m] [n], ... [m] [n]")
 blockwise("linalg_lu_factor_ex linalg_ldl_factor_ex", "... [m] [n] -> ... [m] [n], ... [m], ...")
 
+
 # factors in
 blockwise("lu_unpack", "... [m] [n], ... [k] -> ... [m] [n], ... [m] [n], ... [m] [n]")
 blockwise("linalg_householder_product", "... [m] [n], ... [k] -> ... [m] [n]")

@@ -110,7 +110,7 @@ pointwise("where", partials=(*_SAME, *_ONE_OF))
 pointwise(
     "masked_fill", partials=(*(f"{op},R,{op} -> {op}" for op in REDUCE_OPS), "avg,R,R -> avg", "max,R,R -> max", "min,R,R -> min")
 )
-pointwise("clone positive _to_copy alias lift lift_fresh lift_fresh_copy", partials=ANY_PARTIAL)
+pointwise("clone positive _to_copy alias alias_copy lift lift_fresh lift_fresh_copy", partials=ANY_PARTIAL)
 pointwise("copy", partials=tuple(f"{op},{op} -> {op}" for op in REDUCE_OPS) + tuple(f"{op},R -> R" for op in REDUCE_OPS))
 pointwise("fill", partials=tuple(f"{op},R -> R" for op in REDUCE_OPS))
 pointwise("zero", partials=ANY_PARTIAL)
@@ -125,6 +125,7 @@ pointwise(
     partials=LINEAR_IN_FIRST,
 )
 pointwise("log_sigmoid_backward", partials=("sum,R,R -> sum", "avg,R,R -> avg"))
+pointwise("rrelu_with_noise_backward", partials=("sum,R,R -> sum", "avg,R,R -> avg"))
 pointwise("_prelu_kernel_backward", partials=("sum,R,R -> sum,sum", "avg,R,R -> avg,avg"))
 
 # optimizer steps over lists: every element by itself

@@ -132,8 +132,10 @@ class Rule:
         run: the same with a ``KernelContext`` first, whatever row is chosen (random ops: every block of one global draw).
         answer: the value itself, from layouts alone, for operations that return no tensor (``NotImplemented``: the data decide).
         absent: the Python value on ranks outside of the mesh, for operations that return no tensor.
-        decompose: the operation in terms of others, with its arguments; it is called with DTensors and comes before ``factors``.
         metas: what the results look like, for operators whose own meta kernel is missing or refuses what they take.
+        decompose: the operation in terms of others, with its arguments; it is called with DTensors and comes before ``factors``,
+            for the calls that ``decomposes`` picks (default all).
+        measured: result shapes depend on data; ``factors`` has none, and what the local op or kernel gives is whole on every rank.
         writes: arguments that a call writes to though its schema does not say so (running statistics).
         floats_matter: the plan depends on the value of Python floats (an output size, say): they enter the cache key.
         kind: the verb that made it, for the docs.
@@ -150,6 +152,8 @@ class Rule:
     absent: Any = None
     decompose: Callable[..., Any] | None = None
     metas: Callable[[Call], tuple[Meta, ...]] | None = None
+    decomposes: Callable[[Call], bool] | None = None
+    measured: bool = False
     writes: Callable[[Call], tuple[str, ...]] | None = None
     floats_matter: bool = False
     kind: str = "rule"

@@ -15,7 +15,16 @@ import torch
 from ..placement import REDUCE_OPS
 from .call import Call
 from .context import At, KernelContext
-from .indexing import aligned_index, index_places, index_shape, indexed_dims, located_flat, located_in_dims
+from .indexing import (
+    aligned_index,
+    by_number,
+    has_masks,
+    index_places,
+    index_shape,
+    indexed_dims,
+    located_flat,
+    located_in_dims,
+)
 from .located import located, with_scratch
 from .rule import Dims, Factors, Kernel
 from .verbs import kernel_rule
@@ -188,7 +197,17 @@ def put_partials(call: Call) -> tuple[str, ...]:
     return tuple(row.replace(",R,", f"{indices},") for row in REPLACED)
 
 
-kernel_rule("index_put _index_put_impl _unsafe_index_put", put, partials=put_partials)
+def put_by_number(x: Any, indices: Any, values: Any, accumulate: bool = False, *options: Any) -> Any:
+    return torch.ops.aten.index_put.default(x, by_number(indices), values, accumulate)
+
+
+kernel_rule(
+    "index_put _index_put_impl _unsafe_index_put",
+    put,
+    partials=put_partials,
+    decompose=put_by_number,
+    decomposes=lambda call: has_masks(call) and _masked(call) is None,
+)
 
 
 # --- put: elements of the flattened tensor ---

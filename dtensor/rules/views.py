@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..errors import UnsupportedOperationError
 from ..layout import stride_like
+from ..placement import REDUCE_OPS
 from .call import Call
 from .context import At, KernelContext
 from .rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, LocalView
@@ -207,6 +209,14 @@ def strided(call: Call) -> Factors:
     return Factors((nothing,), (((),) * len(result.shape),), {})
 
 
+def strided_put_in(call: Call) -> Factors:
+    """The tensor that is written through other strides is whole, and so is what is written."""
+    strided(replace(call, results=(call.results[0],)))
+    result = call.results[0]
+    assert result is not None
+    return Factors((((),) * len(call.shape(0)), ((),) * len(call.shape(1))), (((),) * len(result.shape),), {})
+
+
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     long = [d for d, size in enumerate(shape) if size != 1]
     steps = [stride[d] for d in long]
@@ -282,3 +292,4 @@ view(
 view("view_as_real view_as_real_copy", paired, partials=LINEAR_PARTIAL)
 view("view_as_complex view_as_complex_copy", unpaired, partials=LINEAR_PARTIAL)
 view("as_strided as_strided_copy", strided, run=restride)
+view("as_strided_scatter", strided_put_in, run=restrided_scatter, partials=tuple(f"{op},{op} -> {op}" for op in REDUCE_OPS))

@@ -107,8 +107,8 @@ def can_be_partial(dtype: torch.dtype, op: Any) -> bool:
     """Whether a value of this dtype can be the reduction of terms by ``op``."""
     if dtype.is_floating_point and dtype.itemsize == 1:
         return False  # torch does not compute in 8-bit floats
-    if dtype.is_floating_point and dtype.itemsize == 1:
-        return False  # torch does not add them
+    if dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return False  # nor in these
     if op == "avg":
         return dtype.is_floating_point or dtype.is_complex
     return not (dtype.is_complex and op in ("max", "min"))

@@ -1,0 +1,111 @@
+"""Operations that are others put together: where all parts have rules, so have they.
+
+They are called with DTensors, and each part is placed by its own rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import Call
+from .registry import register
+from .rule import Factors, Rule
+
+aten = torch.ops.aten
+
+
+def nothing(call: Call) -> Factors | None:
+    return None
+
+
+def composed(names: str, function: Any, parts: str) -> None:
+    """Declare operators as what ``function`` does; ``parts`` names the operations it is made of."""
+    register(names, Rule(nothing, decompose=function, kind="decomposition", source=parts))
+
+
+# --- masks: the elements that a mask picks, in row-major order ---
+def masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    x, mask = torch.broadcast_tensors(x, mask) if x.ndim or mask.ndim else (x.reshape(1), mask.reshape(1))
+    return aten.index.Tensor(x, [mask])
+
+
+def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """The k-th element picked is the k-th of the source."""
+    whole = torch.broadcast_tensors(x, mask)[1]
+    place = whole.reshape(-1).cumsum(0).sub(1).clamp(min=0).view(whole.shape)
+    if not source.numel():
+        return x.clone()
+    values = source.reshape(-1).take(place.clamp(max=source.numel() - 1))
+    return torch.where(whole, values, x)
+
+
+def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
+    picked, total = masked_select(grad, mask), math.prod(sizes)
+    return torch.nn.functional.pad(picked, (0, total - picked.shape[0])).view(sizes)
+
+
+def unsafe_masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill: Any) -> Tensor:
+    if not x.numel():
+        return x.new_full(aten._unsafe_index(x.new_empty([max(1, size) for size in x.shape]), indices).shape, fill)
+    return aten._unsafe_index.Tensor(x, _inside(x, indices)).masked_fill(mask.logical_not(), fill)
+
+
+def unsafe_masked_index_put(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Tensor:
+    if not x.numel():
+        return x.clone()
+    return aten._unsafe_index_put.default(x, _inside(x, indices), values.masked_fill(mask.logical_not(), 0), True)
+
+
+def _inside(x: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [
+        None if index is None else index.clamp(min=-size, max=size - 1) for index, size in zip(indices, x.shape, strict=False)
+    ]
+
+
+composed("masked_select", masked_select, "expand, index by mask")
+composed("masked_scatter", masked_scatter, "cumsum, take, where")
+composed("masked_scatter_backward", masked_scatter_backward, "masked_select, pad")
+composed("_unsafe_masked_index", unsafe_masked_index, "clamp, _unsafe_index, masked_fill")
+composed("_unsafe_masked_index_put_accumulate", unsafe_masked_index_put, "clamp, masked_fill, _unsafe_index_put")
+
+
+# --- shapes ---
+def nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
+    rows = x.nonzero()[:size]
+    return torch.nn.functional.pad(rows, (0, 0, 0, size - rows.shape[0]), value=fill_value).contiguous()
+
+
+def block_diag(tensors: Sequence[Tensor]) -> Tensor:
+    """Each block between zeros, one below the other."""
+    dtype = tensors[0].dtype
+    for x in tensors[1:]:
+        dtype = torch.promote_types(dtype, x.dtype)
+    blocks = [torch.atleast_2d(x).to(dtype) for x in tensors]
+    total, before, rows = sum(x.shape[1] for x in blocks), 0, []
+    for x in blocks:
+        rows.append(torch.nn.functional.pad(x, (before, total - before - x.shape[1])))
+        before += x.shape[1]
+    return torch.cat(rows)
+
+
+composed("nonzero_static", nonzero_static, "nonzero, pad")
+composed("block_diag", block_diag, "pad, cat")
+
+
+# --- norms of slices ---
+def renorm(x: Tensor, p: Any, dim: int, maxnorm: Any) -> Tensor:
+    """Slices whose norm is larger are scaled down to it."""
+    dim %= x.ndim
+    rest = [d for d in range(x.ndim) if d != dim]
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
+    norm = torch.linalg.vector_norm(x, p, rest, keepdim=True, dtype=wide)
+    factor = torch.where(norm > maxnorm, maxnorm / (norm + 1e-7), 1.0)
+    return (x * factor.to(x.dtype)).contiguous()
+
+
+composed("renorm", renorm, "linalg_vector_norm, where, mul")

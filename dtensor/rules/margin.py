@@ -1,0 +1,97 @@
+"""Margin losses of classes, and gated halves: samples are factors, classes (the two halves) are whole.
+
+A mean is over all samples: each rank's sum over the number of samples of the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..placement import Partial
+from .call import Call
+from .context import KernelContext
+from .loss import MEAN, NONE, SUM, functional, with_reduction
+from .rule import Dims, Factors, Kernel
+from .verbs import kernel_rule
+
+
+def operand_dims(call: Call, first: int) -> tuple[list[Dims], int]:
+    """Dims of operands from ``first`` on (scores, labels, class weights), and the number of samples."""
+    scores = call.shape(first)
+    batched = len(scores) == 2
+    samples = scores[0] if batched else 1
+    dims: list[Dims] = []
+    for i in range(first, len(call.operands)):
+        weight = call.names[i] == "weight"
+        dims.append((("n",), *((),) * (len(call.shape(i)) - 1)) if batched and not weight else ((),) * len(call.shape(i)))
+    return dims, samples
+
+
+def margin_factors(call: Call) -> Factors:
+    dims, samples = operand_dims(call, 0)
+    loss: Dims = (("n",),) if len(call.shape(0)) == 2 and call["reduction"] == NONE else ()
+    results = (loss, dims[1]) if len(call.results) == 2 else (loss,)
+    if call["reduction"] == MEAN:
+        mean = Kernel(mean_of_samples, lacking=Partial("sum"))
+        return Factors(tuple(dims), results, {"n": samples}, kernels={"n": mean})
+    return Factors(tuple(dims), results, {"n": samples}, reduced={} if loss else {"n": "sum"})
+
+
+def mean_of_samples(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+    op, samples = functional(at.call), at.call.shape(0)[0]
+
+    def one(_: Any, *locals_: Any) -> Any:
+        made = op(*locals_, **kwargs)
+        return made / samples if isinstance(made, torch.Tensor) else (made[0] / samples, *made[1:])
+
+    return at.map(one, *with_reduction(at.call, args, SUM))
+
+
+def margin_gradient_factors(call: Call) -> Factors:
+    dims, samples = operand_dims(call, 1)
+    grad: Dims = (("n",),) if call.shape(0) else ()
+    kernels = {"n": Kernel(gradient_of_samples)} if call["reduction"] == MEAN else {}
+    return Factors((grad, *dims), (dims[0],), {"n": samples}, kernels=kernels)
+
+
+def gradient_of_samples(at: KernelContext, grad: Any, *args: Any, **kwargs: Any) -> Any:
+    op, samples = functional(at.call), at.call.shape(1)[0]
+    args = with_reduction(at.call, (grad, *args), SUM)
+    return at.map(lambda _, g, *locals_: op(g / samples, *locals_, **kwargs), *args)
+
+
+def in_weight(call: Call) -> tuple[str, ...]:
+    """Linear in the weights of classes."""
+    return ("R,R,sum -> sum", "R,R,avg -> avg") if len(call.operands) == 3 and len(call.results) == 1 else ()
+
+
+def in_gradient_or_weight(call: Call) -> tuple[str, ...]:
+    return (*in_gradient(call), *(("R,R,R,sum -> sum", "R,R,R,avg -> avg") if len(call.operands) == 4 else ()))
+
+
+def in_gradient(call: Call) -> tuple[str, ...]:
+    rest = ",R" * (len(call.operands) - 1)
+    return f"sum{rest} -> sum", f"avg{rest} -> avg"
+
+
+kernel_rule("multi_margin_loss multilabel_margin_loss_forward", margin_factors, partials=in_weight)
+kernel_rule("multi_margin_loss_backward", margin_gradient_factors, partials=in_gradient_or_weight)
+kernel_rule("multilabel_margin_loss_backward", margin_gradient_factors, partials=in_gradient)
+
+
+# --- gates ---
+def gated(call: Call) -> Factors:
+    """The dim whose halves meet is whole, in operands and results alike."""
+    ndim = len(call.shape(0))
+    (d,) = call.dims("dim", ndim)
+    shape = call.shape(0)
+    dims: Dims = tuple(() if k == d else (f"d{k}",) for k in range(ndim))
+    return Factors((dims,) * len(call.operands), (dims,), {f"d{k}": size for k, size in enumerate(shape)})
+
+
+kernel_rule("glu", gated)
+kernel_rule("glu_backward", gated, partials=in_gradient)
+kernel_rule("glu_jvp", gated, partials=("R,R,sum -> sum", "R,R,avg -> avg"))
+kernel_rule("glu_backward_jvp", gated)
