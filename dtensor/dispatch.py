@@ -23,6 +23,7 @@ from .origin import Origin, agree, origin_of
 from .plain_writes import plainly_written, through_copies
 from .propagate import Plan, Slot, propagate
 from .rules.registry import foreach_base, lookup
+from .several_meshes import across_meshes, meshes_of
 
 CACHE_LIMIT = 4096  # plans per operator
 
@@ -175,10 +176,14 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
 
 
 def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
+    found: Layout | Runner
+    if len(meshes_of((*args, *kwargs.values()))) > 1:
+        found = across_meshes(entry.operator, args, kwargs, _WRAP)
+        return _kept(entry, signature, found)
     origins = {part[-1] for part in signature if type(part) is tuple and part and isinstance(part[-1], Origin)}
     written = plainly_written(entry.operator, args, kwargs, _TENSOR) if MODES.implicit_replication else ()
     if written:
-        found: Layout | Runner = through_copies(entry.operator, written, _TENSOR, _WRAP)
+        found = through_copies(entry.operator, written, _TENSOR, _WRAP)
     else:
         plan = plan_for(entry.operator, args, kwargs, mixed=Origin.USER not in origins or MODES.implicit_replication)
         found = compile_plan(plan, entry.operator, _WRAP)
@@ -186,6 +191,10 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
             found = _VIEWING(plan, entry.operator, found)
         if Origin.TORCH in origins and not MODES.implicit_replication and plan.call.mesh.kind == "process_group":
             found = _agreeing(entry, found, plan.call.mesh)
+    return _kept(entry, signature, found)
+
+
+def _kept(entry: Entry, signature: tuple[Any, ...], found: Layout | Runner) -> Layout | Runner:
     entry.misses += 1
     if len(entry.plans) >= CACHE_LIMIT:
         entry.plans.clear()

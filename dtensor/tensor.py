@@ -324,7 +324,9 @@ def _keep_grad_layout(leaf: DTensor) -> None:
         target = owner()
         if target is None or not isinstance(grad, DTensor):
             return None
-        wanted = grad_placements_of(target)
+        wanted, mesh = grad_placements_of(target), target._layout.mesh
+        if grad._layout.mesh != mesh:  # the leaf was a number in a program on another mesh
+            return grad.redistribute(mesh, wanted)
         return None if grad._layout.placements == wanted else grad.redistribute(placements=wanted)
 
     leaf.__dict__["_grad_hook"] = leaf.register_hook(to_leaf_layout)

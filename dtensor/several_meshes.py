@@ -1,0 +1,143 @@
+"""Calls whose operands live on several meshes: lists go mesh by mesh, and 0-d values count as the numbers that they are.
+
+Gradient clipping is such a program: it stacks the norms of all parameters, and scales lists of gradients by the result. A 0-d
+value is reduced on its own mesh and then known to every rank of it, so it is known on any mesh of the same ranks. Not so on a
+submesh, whose copies may hold different values, nor are tensors with dims ever moved silently. But autograd's formulas carry a
+number's gradient back to where the number came from in the shapes of that place, so in backward such tensors are made whole too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .errors import ImplicitCommunicationError, MeshError
+from .layout import Layout
+from .mesh import DeviceMesh
+from .modes import MODES
+from .operators import Operator
+from .redistribute import execute as run_move
+from .redistribute import plan as plan_move
+
+Runner = Callable[..., Any]
+Wrap = Callable[[Any, Layout], Any]
+
+
+def meshes_of(values: Any) -> dict[DeviceMesh, None]:
+    """The meshes of all DTensors among arguments, in order."""
+    found: dict[DeviceMesh, None] = {}
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            found.update(meshes_of(value))
+        elif _layout(value) is not None:
+            found[_layout(value).mesh] = None
+    return found
+
+
+def across_meshes(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap) -> Runner:
+    """How to run a call whose operands live on several meshes.
+
+    Raises:
+        MeshError: it is none of the cases above.
+    """
+    bound = operator.bind(args, kwargs)
+    groups = _by_mesh(operator, bound)
+    if len(groups) > 1:
+        return lambda args, kwargs, *_: _mesh_by_mesh(operator, operator.bind(args, kwargs), groups)
+    home = _home(operator, bound)
+    name = operator.name
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
+        _check(name, [*args, *kwargs.values()], home)
+        moved = [_on(value, home, name, wrap) for value in args]
+        return operator.func(*moved, **{key: _on(value, home, name, wrap) for key, value in kwargs.items()})
+
+    return run
+
+
+def _layout(value: Any) -> Any:
+    return getattr(value, "_layout", None) if isinstance(value, torch.Tensor) else None
+
+
+# --- lists --------------------------------------------------------------------------------------------------------------
+def _by_mesh(operator: Operator, bound: dict[str, Any]) -> list[list[int]]:
+    """Positions of the elements of a list operator, one group for each mesh of the first list's."""
+    lists = [bound[name] for name in operator.names if name in operator.tensors and isinstance(bound.get(name), (list, tuple))]
+    if not operator.per_element or not lists:
+        return []
+    groups: dict[Any, list[int]] = {}
+    for i, value in enumerate(lists[0]):
+        groups.setdefault(None if _layout(value) is None else _layout(value).mesh, []).append(i)
+    return list(groups.values())
+
+
+def _mesh_by_mesh(operator: Operator, bound: dict[str, Any], groups: Sequence[Sequence[int]]) -> Any:
+    count = sum(map(len, groups))
+    made: list[Any] = [None] * count
+    for group in groups:
+        part = {
+            name: [value[i] for i in group] if isinstance(value, (list, tuple)) and len(value) == count else value
+            for name, value in bound.items()
+        }
+        results = operator.call(part)
+        for i, result in zip(group, results or (), strict=False):
+            made[i] = result
+    return made if any(item is not None for item in made) else None
+
+
+# --- numbers ------------------------------------------------------------------------------------------------------------
+def _home(operator: Operator, bound: dict[str, Any]) -> DeviceMesh:
+    """The mesh of what is written, else of the largest operand."""
+    written = [bound.get(name) for name in operator.names if name in operator.mutated]
+    for chosen in (written, list(bound.values())):
+        layouts = [_layout(value) for value in _leaves(chosen) if _layout(value) is not None]
+        if layouts:
+            mesh: DeviceMesh = max(layouts, key=_extent).mesh
+            return mesh
+    raise AssertionError("no operand lives on a mesh")
+
+
+def _extent(layout: Layout) -> int:
+    """Number of different elements: an expanded number is still one."""
+    return layout.numel if any(layout.stride) else 1
+
+
+def _check(name: str, values: Sequence[Any], home: DeviceMesh) -> None:
+    backward = torch._C._current_graph_task_id() != -1
+    for value in _leaves(values):
+        layout = _layout(value)
+        if layout is None or layout.mesh == home:
+            continue
+        if (layout.shape and not backward) or not _same_ranks(layout.mesh, home):
+            raise MeshError(
+                f"{name}: operands live on different meshes: {', '.join(map(repr, meshes_of(values)))}; "
+                "bring them to one with x.redistribute(mesh, placements)"
+            )
+
+
+def _same_ranks(a: DeviceMesh, b: DeviceMesh) -> bool:
+    """Whether what every rank of one mesh knows is known to every rank of the other."""
+    whole = a.spans_root and b.spans_root
+    return whole and sorted(a.ranks) == sorted(b.ranks) and (a.kind, a.device_type) == (b.kind, b.device_type)
+
+
+def _on(value: Any, home: DeviceMesh, name: str, wrap: Wrap) -> Any:
+    """A value of another mesh as the same one on every rank of ``home``."""
+    if isinstance(value, (list, tuple)):
+        return [_on(item, home, name, wrap) for item in value]
+    layout = _layout(value)
+    if layout is None or layout.mesh == home:
+        return value
+    local = value._local
+    if not layout.is_replicated:
+        if MODES.explicit:
+            raise ImplicitCommunicationError(f"{name} would gather an operand of another mesh, {layout!r}, under explicit()")
+        whole = Layout.replicated(layout.mesh, layout.shape, layout.stride, layout.dtype)
+        local = run_move(plan_move(layout, whole), local)
+    return wrap(local, Layout.replicated(home, layout.shape, layout.stride, layout.dtype))
+
+
+def _leaves(values: Sequence[Any]) -> list[Any]:
+    return [leaf for value in values for leaf in (_leaves(value) if isinstance(value, (list, tuple)) else [value])]

@@ -1,0 +1,388 @@
+"""What PEER.md lists as wrong, surprising or asked for, each as a program that runs in one process and, unchanged, on four."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from cases_gloo import by_rank, equal, held, raises, value
+from torch import nn
+from torch.nn import functional as F
+
+import dtensor as dt
+from dtensor import DTensor, Partial, Replicate, Shard
+from dtensor.debug import CommDebugMode
+from dtensor.errors import ImplicitCommunicationError, LayoutError, MixedTensorError
+from dtensor.placement import REDUCE_OPS
+from dtensor.testing import check, scatter
+from dtensor.testing.cases import mesh_of
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+RAGGED = Shard(0, sizes=(1, 0, 3, 1))
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(fn: Callable[[], None]) -> Callable[[], None]:
+    CASES[fn.__name__] = fn
+    return fn
+
+
+def line() -> dt.DeviceMesh:
+    return mesh_of((4,))
+
+
+def square() -> dt.DeviceMesh:
+    return mesh_of((2, 2))
+
+
+def everywhere(fn: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> None:
+    """``fn`` is right with its tensors sharded unevenly, nested, along other dims, replicated and partial."""
+    for mesh, choices in ((line(), ([S0], [R], [Partial()])), (square(), ([S0, S1], [S0, S0], [R, Shard(-1)]))):
+        for where in choices:
+            fitting = [[p if not isinstance(p, Shard) or x.ndim > p.dim else R for p in where] for x in tensors]
+            fitting = [
+                [R if isinstance(p, Partial) and not x.is_floating_point() else p for p in each]
+                for x, each in zip(tensors, fitting, strict=True)
+            ]
+            check(fn, *tensors, mesh=mesh, placements=fitting, **options)
+
+
+# --- wrong or surprising results -------------------------------------------------------------------------------------
+@case
+def integer_sums_keep_their_dtype() -> None:
+    for dtype in (torch.int64, torch.int32, torch.uint8):
+        x, y = value(5, 6).abs().to(dtype), value(5, 6, seed=1).abs().to(dtype)
+        made = scatter(x, line(), [Partial()]) + dt.distribute_tensor(y, line(), [R])
+        assert made.dtype == dtype
+        equal(made, x + y)
+
+
+@case
+def replicated_integers_become_partial_without_division() -> None:
+    x = dt.distribute_tensor(torch.tensor([1, 2, 3]), line(), [R]).redistribute(placements=[Partial()])
+    assert x.dtype == torch.int64
+    equal(x, torch.tensor([1, 2, 3]))
+
+
+@case
+def threshold_of_partial_maxima() -> None:
+    for op in ("max", "min", "sum"):
+        check(lambda x: F.threshold(x, 1.0, -20.0), value(5, 6), mesh=line(), placements=[[Partial(op)]])
+
+
+@case
+def extrema_where_the_last_shard_is_empty() -> None:
+    for fn in (torch.amax, torch.amin, torch.argmax, torch.argmin):
+        for dim in (0, 1):
+            check(lambda x, fn=fn, dim=dim: fn(x, dim), value(5, 3), mesh=line(), placements=[[S0]])
+    check(lambda x: x.max(0), value(5, 3), mesh=line(), placements=[[RAGGED]])
+
+
+@case
+def gathering_nested_uneven_shards_of_a_flattened_mesh() -> None:
+    x = value(5, 3)
+    equal(dt.distribute_tensor(x, square(), [S0, S0]), x)
+    equal(dt.distribute_tensor(x, square().flatten(), [S0]), x)
+    moved = dt.distribute_tensor(x, square(), [S0, S0]).redistribute(square().flatten(), [S1])
+    equal(moved, x)
+
+
+@case
+def dropout_masks_differ_between_shards() -> None:
+    torch.manual_seed(0)
+    kept = F.dropout(dt.ones(4, 64, device_mesh=line(), placements=[S0])).full_tensor()
+    rows = [row.tolist() for row in (kept.shards[0] if isinstance(kept, dt.PerRank) else kept)]
+    assert all(rows[i] != rows[j] for i in range(4) for j in range(i))
+
+
+@case
+def randn_on_a_cpu_mesh() -> None:
+    torch.manual_seed(0)
+    expected = torch.randn(5, 6)
+    torch.manual_seed(0)
+    equal(dt.randn(5, 6, device_mesh=line(), placements=[S0]), expected)
+
+
+@case
+def pieces_of_other_sizes_give_the_right_global_shape() -> None:
+    whole, sizes = value(7, 2), (1, 0, 4, 2)
+    made = DTensor.from_local(by_rank(lambda rank: whole.split(sizes)[rank]), line(), [S0])
+    assert made.shape == (7, 2)
+    equal(made, whole)
+
+
+@case
+def pieces_that_do_not_fit_a_given_shape_raise() -> None:
+    odd = by_rank(lambda rank: torch.ones((3, 1, 4, 2)[rank], 2))
+    raises(LayoutError, "rank", lambda: DTensor.from_local(odd, line(), [S0], shape=(10, 2), stride=(2, 1), run_check=True))
+
+
+@case
+def an_item_is_the_global_value() -> None:
+    x = value(5, 6)
+    total = dt.distribute_tensor(x, line(), [S0]).sum()
+    assert total.placements == (Partial(),)
+    assert total.item() == float(total) == x.sum().item()
+    assert bool(total > 1e6) is False
+    assert int(total) == int(x.sum())
+
+
+@case
+def convolutions_along_batch_width_and_channels() -> None:
+    x, w, b = value(3, 4, 9, 8), value(6, 4, 3, 3, seed=1) / 9, value(6, seed=2)
+    fns = (
+        lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1),
+        lambda x, w, b: F.conv2d(x, w, b, padding="same", dilation=2),
+        lambda x, w, b: F.conv2d(x, w.expand(6, 4, 3, 3)[:, :2], b, groups=2),
+    )
+    for fn in fns:
+        for at_x, at_w in (([S0], [R]), ([Shard(3)], [R]), ([S1], [R]), ([R], [S0]), ([S1], [S1]), ([Shard(2)], [S0])):
+            check(fn, x, w, b, mesh=line(), placements=[at_x, at_w, [R]])
+
+
+@case
+def means_of_losses_over_uneven_batches() -> None:
+    x, y = value(5, 6) / 9, value(5, 6, seed=1) / 9
+    classes, weight = torch.tensor([0, 5, 2, 2, 4]), value(6, seed=3).abs() + 1
+    for where in (S0, RAGGED):
+        for loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss):
+            check(loss, x, y, mesh=line(), placements=[[where], [where]])
+        check(F.binary_cross_entropy, x.sigmoid(), y.sigmoid(), mesh=line(), placements=[[where], [where]])
+        check(F.binary_cross_entropy_with_logits, x, y.sigmoid(), mesh=line(), placements=[[where], [where]])
+        check(
+            lambda x, t, w: F.cross_entropy(x, t, w, ignore_index=2),
+            x,
+            classes,
+            weight,
+            mesh=line(),
+            placements=[[where], [where], [R]],
+        )
+
+
+@case
+def adafactor_takes_the_same_step_on_all_ranks() -> None:
+    def train(make: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        parameters = [nn.Parameter(make(value(5, 6).float())), nn.Parameter(make(value(7, seed=1).float()))]
+        optimizer = torch.optim.Adafactor(parameters, lr=0.1)
+        for seed in range(3):
+            for p in parameters:
+                p.grad = make(value(*p.shape, seed=seed + 2).float())
+            optimizer.step()
+        return [p.detach() for p in parameters]
+
+    plain = train(lambda x: x.clone())
+    for own, like in zip(train(lambda x: dt.distribute_tensor(x, line(), [S0])), plain, strict=True):
+        equal(own, like)
+
+
+@case
+def attention_on_cpu() -> None:
+    q, k, v = (value(2, 4, 5, 8, seed=seed) / 9 for seed in range(3))
+    for where in ([S0, S1], [S1, S1], [Shard(2), S1]):
+        check(
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+            q,
+            k,
+            v,
+            mesh=square(),
+            placements=[where] * 3,
+        )
+
+
+@case
+def writes_through_a_slice_are_seen() -> None:
+    def write(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        part = y[1:4]
+        part.zero_()
+        y[0].fill_(7)
+        y[:, 2:].mul_(3)
+        return y
+
+    everywhere(write, value(5, 6))
+
+
+@case
+def embeddings_sharded_over_the_vocabulary_used_twice() -> None:
+    def use(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        looked = F.embedding(ids, table)
+        return looked.tanh() + looked * 2 + F.embedding(ids + 1, table)
+
+    for where in ([S0], [S1], [RAGGED]):
+        table = value(5, 3) if where == [RAGGED] else value(9, 3)
+        check(use, torch.tensor([[1, 3], [0, 2]]), table / 9, mesh=line(), placements=[[R], where])
+
+
+@case
+def views_of_uneven_and_nested_shards() -> None:
+    everywhere(lambda x: x.flatten(0, 1) * 2, value(5, 6, 3))
+    everywhere(lambda x: x.reshape(5, 2, 3, 3).sum(1), value(5, 6, 3))
+    everywhere(lambda x: x.view(-1).unflatten(0, (5, 6, 3)), value(5, 6, 3))
+    everywhere(lambda x: x.reshape(15, 6), value(5, 6, 3))
+
+
+@case
+def a_gradient_has_its_parameters_placements() -> None:
+    for placements in ([S0, S0], [S0, S1], [R, S0], [R, R]):
+        w = dt.distribute_tensor(value(5, 6) / 9, square(), placements).requires_grad_()
+        x = dt.distribute_tensor(value(7, 6, seed=1), square(), [S0, R])
+        (x @ w.t()).square().mean().backward()
+        assert isinstance(w.grad, DTensor)
+        assert w.grad.placements == w.placements
+
+
+@case
+def layer_norm_gradients_with_every_parameter_sharded_twice() -> None:
+    def block(x: torch.Tensor, g: torch.Tensor, b: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x + F.gelu(F.layer_norm(x, (6,), g, b) @ w)
+
+    check(
+        block,
+        value(3, 5, 6) / 9,
+        value(6, seed=1),
+        value(6, seed=2),
+        value(6, 6, seed=3) / 9,
+        mesh=square(),
+        placements=[[S0, R], [S0, S0], [S0, S0], [S0, S0]],
+    )
+
+
+@case
+def clipping_many_parameters_takes_one_collective_for_each_kind() -> None:
+    parameters = [nn.Parameter(dt.distribute_tensor(value(5, 6, seed=k), line(), [S0])) for k in range(12)]
+    for k, p in enumerate(parameters):
+        p.grad = dt.distribute_tensor(value(5, 6, seed=k + 1), line(), [S0])
+    plain = torch.cat([value(5, 6, seed=k + 1).flatten() for k in range(12)]).norm()
+    with CommDebugMode() as comm:
+        norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+        assert abs(norm.item() - plain.item()) < 1e-9
+    assert comm.get_total_counts() <= 2
+    equal(parameters[3].grad, value(5, 6, seed=4) / (plain + 1e-6))
+
+
+# --- operators refused under Replicate ---------------------------------------------------------------------------------
+def operator(name: str, fn: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> None:
+    CASES[f"operator_{name}"] = lambda: everywhere(fn, *tensors, **options)
+
+
+ROWS, IMAGE = value(5, 6) / 4, value(3, 2, 8, 6)
+INDEX = torch.tensor([[0, 2, 1, 4, 3, 0]])
+operator("avg_pool2d", lambda x: F.avg_pool2d(x, 3, 2, 1), IMAGE)
+operator("scatter_reduce", lambda x, i, s: x.scatter_reduce(0, i, s, "amax"), ROWS, INDEX, value(1, 6, seed=3))
+operator("cdist", torch.cdist, ROWS, value(4, 6, seed=1) / 4, tolerance=(1e-5, 1e-6))
+operator("searchsorted", lambda x, v: torch.searchsorted(x.sort(-1).values, v), ROWS, value(5, 3, seed=1), gradients=False)
+operator("unfold", lambda x: F.unfold(x, (2, 3), padding=1, stride=2), IMAGE)
+operator("tensor_unfold", lambda x: x.unfold(1, 3, 2), ROWS)
+operator("embedding_bag", lambda i, w: F.embedding_bag(i, w, mode="mean"), torch.tensor([[0, 3], [2, 2], [4, 1]]), ROWS)
+operator("masked_scatter", lambda x, m, s: x.masked_scatter(m, s), ROWS, ROWS > 0, value(30, seed=2))
+operator("reflection_padding", lambda x: F.pad(x, (2, 1, 1, 2), "reflect"), IMAGE)
+operator("replication_padding", lambda x: F.pad(x, (2, 1, 1, 2), "replicate"), IMAGE)
+operator("circular_padding", lambda x: F.pad(x, (2, 1, 1, 2), "circular"), IMAGE)
+operator("histogram", lambda x: torch.histogram(x, 4, range=(-2.0, 2.0)), ROWS, gradients=False)
+operator("histc", lambda x: torch.histc(x, 5, -2, 2), ROWS, gradients=False)
+operator("renorm", lambda x: torch.renorm(x, 2, 0, 1.5), ROWS)
+operator("nonzero", torch.nonzero, value(5, 6).clamp(0), gradients=False)
+operator("unique", lambda x: torch.unique(x, return_inverse=True, return_counts=True), value(5, 6), gradients=False)
+operator("masked_select", lambda x: x.masked_select(x > 0), ROWS)
+operator("boolean_index", lambda x: x[x > 0] * 2, ROWS)
+operator("attention", lambda q: F.scaled_dot_product_attention(q, q, q), value(2, 3, 5, 4) / 9)
+
+
+@case
+def operator_jvp() -> None:
+    for where in ([S0], [R], [S1]):
+        x = dt.distribute_tensor(ROWS, line(), where)
+        t = dt.distribute_tensor(value(5, 6, seed=1), line(), where)
+        primal, tangent = torch.func.jvp(lambda x: (x.sin() * x).sum(0), (x,), (t,))
+        wanted = torch.func.jvp(lambda x: (x.sin() * x).sum(0), (ROWS,), (value(5, 6, seed=1),))
+        equal(primal, wanted[0])
+        equal(tangent, wanted[1])
+
+
+# --- what users ask for ------------------------------------------------------------------------------------------------
+@case
+def every_kind_of_partial_is_exact_for_integers_too() -> None:
+    for op in REDUCE_OPS:
+        for dtype in (torch.int64, torch.float64):
+            if op == "avg" and dtype == torch.int64:
+                continue
+            x = value(5, 6).to(dtype)
+            equal(scatter(x, square(), [Partial(op), Partial(op)]) * 2, x * 2)
+
+
+@case
+def users_give_the_sizes_of_shards() -> None:
+    x = dt.distribute_tensor(value(5, 6), line(), [RAGGED])
+    assert [tuple(piece.shape) for piece in held(x).values()] == [((1, 6), (0, 6), (3, 6), (1, 6))[rank] for rank in held(x)]
+    assert (x * 2).placements == (RAGGED,)
+    equal((x.t() @ x).relu(), (value(5, 6).t() @ value(5, 6)).relu())
+
+
+@case
+def hidden_communication_can_be_forbidden() -> None:
+    x, y = (dt.distribute_tensor(value(5, 6), line(), [where]) for where in (S0, S1))
+    with dt.explicit():
+        raises(ImplicitCommunicationError, "add", lambda: x + y)
+        equal_after = x + y.redistribute(placements=[S0])
+    equal(equal_after, value(5, 6) * 2)
+
+
+@case
+def each_collective_has_a_reason() -> None:
+    x, y = (dt.distribute_tensor(value(5, 6), line(), [where]) for where in (S0, S1))
+    told = str(dt.explain(lambda x, y: x + y, x, y))
+    assert "S(0)" in told
+    assert "S(1)" in told
+    assert "B" in str(x.explain_redistribute([S1]))
+
+
+@case
+def mixing_with_plain_tensors_is_an_error_that_tells_the_remedy() -> None:
+    x = dt.distribute_tensor(value(5, 6), line(), [S0])
+    raises(MixedTensorError, "implicit_replication", lambda: x + value(5, 6))
+    with dt.implicit_replication():
+        equal(x + value(5, 6), value(5, 6) * 2)
+
+
+@case
+def nesting_orders_need_no_special_placement() -> None:
+    x = value(5, 6)
+    inner_first = dt.distribute_tensor(x, square(), [Shard(0, level=1), Shard(0, level=0)])
+    equal(inner_first, x)
+    equal(inner_first @ inner_first.t(), x @ x.t())
+    equal(inner_first.redistribute(placements=[S0, S0]), x)
+
+
+@case
+def tensors_move_between_meshes() -> None:
+    x = dt.distribute_tensor(value(5, 6), line(), [S0])
+    equal(x.redistribute(square(), [S1, S0]), value(5, 6))
+    equal(x.redistribute(square(), [R, S1]).redistribute(line(), [RAGGED]), value(5, 6))
+
+
+@case
+def optimizer_steps_over_lists_move_nothing() -> None:
+    parameters = [nn.Parameter(dt.distribute_tensor(value(5, 6, seed=k), line(), [S0])) for k in range(4)]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, foreach=True)
+    for p in parameters:
+        p.grad = dt.distribute_tensor(value(5, 6), line(), [S0])
+    with CommDebugMode() as comm:
+        optimizer.step()
+    assert not comm.get_total_counts()
+
+
+def run_all(cases: dict[str, Callable[[], None]]) -> list[str]:
+    """Runs cases one after the other; their names. What goes wrong is told with the case's name."""
+    torch.set_num_threads(1)
+    for name, fn in cases.items():
+        try:
+            fn()
+        except BaseException as error:
+            raise AssertionError(f"case {name}") from error
+    return list(cases)
+
+
+def main() -> list[str]:
+    """Runs all cases; their names."""
+    return run_all(CASES)

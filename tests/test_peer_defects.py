@@ -1,0 +1,24 @@
+"""The peer's known defects and what its users reported: none of them here, in one process and on four."""
+
+from __future__ import annotations
+
+import cases_defects
+import cases_reports_operators
+import cases_reports_tensors
+import pytest
+from gloo import run_gloo
+
+MODULES = (cases_defects, cases_reports_operators, cases_reports_tensors)
+ALL = {name: fn for module in MODULES for name, fn in module.CASES.items()}
+
+
+@pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+@pytest.mark.parametrize("name", ALL)
+def test_case(name: str) -> None:
+    ALL[name]()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_all_cases_on_four_processes(module: object) -> None:
+    assert run_gloo(module.main, 4, timeout_s=270.0) == [list(module.CASES)] * 4  # type: ignore[attr-defined]  # a module of cases
