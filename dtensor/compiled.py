@@ -25,9 +25,12 @@ Args = tuple[Any, ...]
 Runner = Callable[[Args, dict[str, Any], list[Any], dict[str, Any]], Any]  # user's args, kwargs, then local ones
 
 
-def compile_plan(plan: Plan, operator: Operator, wrap: Wrap) -> Layout | Runner:
-    """How to run ``plan``: the result's layout alone where the local op and one wrapper are all there is, else a function."""
-    found = _compiled(plan, operator, wrap)
+def compile_plan(plan: Plan, operator: Operator, wrap: Wrap, wrap_real: Wrap) -> Layout | Runner:
+    """How to run ``plan``: the result's layout alone where the local op and one wrapper are all there is, else a function.
+
+    ``wrap_real`` is ``wrap`` for tensors that are known not to be complex.
+    """
+    found = _compiled(plan, operator, wrap, wrap if is_complex(plan) else wrap_real)
     if is_complex(plan):
         found = carried_out(_runner(found, operator, wrap))
     return _counted(found, operator) if operator.per_element and operator.mutated and not isinstance(found, Layout) else found
@@ -49,13 +52,16 @@ def _counted(runner: Runner, operator: Operator) -> Runner:
         for place, name in places:
             written = args[place] if place < len(args) else kwargs.get(name)
             if isinstance(written, (list, tuple)):
-                increment_version([tensor for tensor in written if not tensor.is_inference()])
+                try:
+                    increment_version(written)
+                except RuntimeError:  # nobody counts for inference tensors
+                    increment_version([tensor for tensor in written if not tensor.is_inference()])
         return result
 
     return run
 
 
-def _compiled(plan: Plan, operator: Operator, wrap: Wrap) -> Layout | Runner:
+def _compiled(plan: Plan, operator: Operator, wrap: Wrap, wrap_known: Wrap) -> Layout | Runner:
 
     def general(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         return execute(plan, operator, operator.bind(args, kwargs), operator.bind(tuple(local_args), local_kwargs), wrap)
@@ -69,7 +75,7 @@ def _compiled(plan: Plan, operator: Operator, wrap: Wrap) -> Layout | Runner:
     call: Runner | None = _local_call(plan, operator)
     if call is None:
         return general
-    finish = _finish(plan, operator, wrap)
+    finish = _finish(plan, operator, wrap_known)
     if finish is None:
         return general
     only = plan.results[0] if operator.returns == (None,) else None
@@ -228,11 +234,15 @@ def _finish(plan: Plan, operator: Operator, wrap: Wrap) -> Callable[[Args, Any],
         if isinstance(layout, Layout):
             return lambda args, computed: wrap(computed, layout)
         if isinstance(layout, list) and all(isinstance(item, Layout) for item in layout):
-            return lambda args, computed: [wrap(value, item) for value, item in zip(computed, layout, strict=True)]
+            return _all_of(layout, wrap)
         return None
     if all(owner is None for owner in returns) and all(isinstance(layout, Layout) for layout in results):
         return lambda args, computed: tuple(wrap(value, layout) for value, layout in zip(computed, results, strict=True))
     return None
+
+
+def _all_of(layouts: list[Layout], wrap: Wrap) -> Callable[[Args, Any], Any]:
+    return lambda args, computed: list(map(wrap, computed, layouts))
 
 
 def _moved(plan: Plan, operator: Operator, call: Runner, finish: Callable[[Args, Any], Any], general: Runner) -> Runner:

@@ -104,6 +104,19 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
             False
         ):  # a view of an ordinary tensor is one too: autograd gives it the tensor's version counter
             return dispatch(cls, func, types, args, kwargs)
+    if not kwargs:  # one or two DTensors and nothing else: the same look-up without lists
+        if len(args) == 1:
+            (x,) = args
+            if type(x) is _TENSOR:
+                layout = entry.plans.get((x._layout,))
+                if type(layout) is Layout:
+                    return _made(entry.local(x._local), layout)
+        elif len(args) == 2:
+            x, y = args
+            if type(x) is _TENSOR and type(y) is _TENSOR:
+                layout = entry.plans.get((x._layout, y._layout))
+                if type(layout) is Layout:
+                    return _made(entry.local(x._local, y._local), layout)
     key: list[Any] = []
     local_args: list[Any] = []
     for value in args:
@@ -128,13 +141,17 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
         found = _miss(entry, signature, args, kwargs)
     if type(found) is not Layout:
         return found(args, kwargs, local_args, local_kwargs)  # type: ignore[operator]  # a Runner
-    local = entry.local(*local_args, **local_kwargs) if local_kwargs else entry.local(*local_args)
-    if found.dense:
-        made = _MAKE(_TENSOR, found.shape, dtype=found.dtype, device=local.device)
+    return _made(entry.local(*local_args, **local_kwargs) if local_kwargs else entry.local(*local_args), found)
+
+
+def _made(local: Any, layout: Layout) -> Any:
+    """:func:`wrap_local` for results that are not complex (those may be lazy conjugates)."""
+    if layout.dense:
+        made = _MAKE(_TENSOR, layout.shape, dtype=layout.dtype, device=local.device)
     else:
-        made = _MAKE(_TENSOR, found.shape, strides=found.stride, dtype=found.dtype, device=local.device)
+        made = _MAKE(_TENSOR, layout.shape, strides=layout.stride, dtype=layout.dtype, device=local.device)
     made._local = local
-    made._layout = found
+    made._layout = layout
     return made
 
 
@@ -144,7 +161,7 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
     if kind is _TENSOR:
         key.append(value._layout)
         return value._local
-    if kind is float or kind is int or kind is complex:
+    if kind is int or kind is float or kind is complex:
         key.append(kind)
         if not by_type:
             key.append(value)
@@ -153,11 +170,7 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
         key.append(_TRUE if value else _FALSE)
         return value
     if kind is list or kind is tuple:
-        key.append(len(value))
-        if value and type(value[0]) is _TENSOR and all([type(item) is _TENSOR for item in value]):  # noqa: C419 -- half the time of a generator
-            key.extend([item._layout for item in value])
-            return [item._local for item in value]
-        return [_static(item, key, by_type) for item in value]
+        return _static_list(value, key, by_type)
     if isinstance(value, torch.Tensor):
         if isinstance(value, _TENSOR):
             key.append(value._layout)
@@ -175,6 +188,24 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
     return value
 
 
+def _static_list(value: Any, key: list[Any], by_type: bool) -> Any:
+    first = type(value[0]) if value else None
+    if first is _TENSOR:
+        try:
+            layouts, locals_ = [item._layout for item in value], [item._local for item in value]
+        except AttributeError:  # a plain tensor or None among them
+            pass
+        else:
+            key.append(len(value))
+            key += layouts
+            return locals_
+    elif (first is int or first is float) and len(set(map(type, value))) == 1:  # True == 1 as a part of a key
+        key.append((first, len(value)) if by_type else (first, *value))
+        return value
+    key.append(len(value))
+    return [_static(item, key, by_type) for item in value]
+
+
 def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
     found: Layout | Runner
     if len(meshes_of((*args, *kwargs.values()))) > 1:
@@ -186,7 +217,7 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         found = through_copies(entry.operator, written, _TENSOR, _WRAP)
     else:
         plan = plan_for(entry.operator, args, kwargs, mixed=Origin.USER not in origins or MODES.implicit_replication)
-        found = compile_plan(plan, entry.operator, _WRAP)
+        found = compile_plan(plan, entry.operator, _WRAP, _made)
         if entry.operator.is_view:
             found = _VIEWING(plan, entry.operator, found)
         if Origin.TORCH in origins and not MODES.implicit_replication and plan.call.mesh.kind == "process_group":

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
 from .autograd import FromLocal, FullTensor, Redistribute, ToLocal, grad_layout
 from .comm import PerRank
@@ -313,6 +315,9 @@ def _await(pending: Any, layout: Layout, like: Any) -> DTensor:
 
 
 install(DTensor, wrap, _await)
+# Lists of DTensors have rules, so torch may take its `_foreach_` ways (clip_grad_norm_, optimizers) with them as with plain tensors.
+_optimizer_types.append(DTensor)
+_foreach_types.append(DTensor)
 
 
 def _keep_grad_layout(leaf: DTensor) -> None:

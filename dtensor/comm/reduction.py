@@ -8,6 +8,7 @@ rounded once, at the end, wherever the fold is ours: in one process, and on gloo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,13 +123,21 @@ def _sum(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
 
 
 def _fold_monoid(terms: Sequence[Tensor], op: Monoid) -> Tensor:
-    total = terms[0]
-    for term in terms[1:]:
-        total = op.combine(total, term)
+    total = _combined_in_pairs(terms, op) if op.elementwise and len(terms) > 2 else functools.reduce(op.combine, terms)
     if op.finalize is not None:
         total = op.finalize(total)
     # combine and finalize may hand back a term, or a view of one
     return dense(total) if any(_shares(total, term) for term in terms) or not total.is_contiguous() else total.detach()
+
+
+def _combined_in_pairs(terms: Sequence[Tensor], op: Monoid) -> Tensor:
+    """Neighbours first, all pairs at once: ``combine`` is associative, and element by element it does not see the stack."""
+    stack = torch.stack([term.detach() for term in terms])
+    while len(stack) > 1:
+        even = len(stack) // 2 * 2
+        combined = op.combine(stack[0:even:2], stack[1:even:2])
+        stack = combined if even == len(stack) else torch.cat([combined, stack[even:]])
+    return stack[0]
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:
