@@ -315,7 +315,7 @@ def _await(pending: Any, layout: Layout, like: Any) -> DTensor:
 
 
 install(DTensor, wrap, _await)
-# Lists of DTensors have rules, so torch may take its `_foreach_` ways (clip_grad_norm_, optimizers) with them as with plain tensors.
+# Lists of DTensors have rules, so torch may take its `_foreach_` ways (clip_grad_norm_, optimizers) with them.
 _optimizer_types.append(DTensor)
 _foreach_types.append(DTensor)
 

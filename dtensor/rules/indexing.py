@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -245,13 +246,17 @@ def by_number(indices: Sequence[Any]) -> list[Any]:
     return numbered
 
 
+def index_by_number(op: Any, x: Any, indices: Sequence[Any]) -> Any:
+    return op(x, by_number(indices))
+
+
 for _name in ("index", "_unsafe_index"):
     kernel_rule(
         _name,
         indexed,
         partials=index_partials,
         when=no_foreign_zeros,
-        decompose=lambda x, indices, op=getattr(torch.ops.aten, _name): op(x, by_number(indices)),
+        decompose=functools.partial(index_by_number, getattr(torch.ops.aten, _name)),
         decomposes=has_masks,
     )
 

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 def gathered_rows(at: KernelContext, rows: Any) -> list[Any]:
     """Every group position's rows, each rank having its own number of them."""
     counts = at.all_gather(at.map(lambda _, own: torch.tensor([own.shape[0]], device=own.device), rows))
-    lengths = {member: n for member, n in _by_member(at, counts).items()}
+    lengths = dict(_by_member(at, counts).items())
     shape = tuple(rows.shape[1:]) if not hasattr(rows, "shards") else tuple(rows.shards[0].shape[1:])
     return at.all_gather(rows, lambda member: (lengths[member], *shape))
 

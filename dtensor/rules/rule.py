@@ -135,7 +135,7 @@ class Rule:
         metas: what the results look like, for operators whose own meta kernel is missing or refuses what they take.
         decompose: the operation in terms of others, with its arguments; it is called with DTensors and comes before ``factors``,
             for the calls that ``decomposes`` picks (default all).
-        measured: result shapes depend on data; ``factors`` has none, and what the local op or kernel gives is whole on every rank.
+        measured: result shapes depend on data; ``factors`` has none, and what the local op or kernel gives is whole on all ranks.
         writes: arguments that a call writes to though its schema does not say so (running statistics).
         floats_matter: the plan depends on the value of Python floats (an output size, say): they enter the cache key.
         kind: the verb that made it, for the docs.

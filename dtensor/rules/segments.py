@@ -48,7 +48,7 @@ def operand_dims(call: Call) -> tuple[Dims, ...]:
 def reduced_factors(call: Call) -> Factors | None:
     """``indices`` have no meaning yet in torch."""
     table = segment_dims(call)
-    dims, sizes = table["data"]
+    _dims, sizes = table["data"]
     if call.get("axis") == 0 and (call.get("lengths") is not None or call.get("offsets") is not None):
         part = Kernel(reduce_parts, lacking=Partial(_OPS[call["reduce"]]))
         return Factors(operand_dims(call), (table["reduced"][0],), sizes, kernels={"s": part})

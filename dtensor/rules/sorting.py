@@ -8,7 +8,7 @@ holds more than its share and what equal elements make of it. The best of each b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def _parted(key: torch.Tensor, place: torch.Tensor, bounds: torch.Tensor) -> tor
         for a, b, bound in zip(low.tolist(), high.tolist(), bounds[1], strict=True)
     ]
     ends = [0, *ends, key.numel()]
-    return torch.tensor([after - before for before, after in zip(ends, ends[1:], strict=False)], device=key.device)
+    return torch.tensor([after - before for before, after in pairwise(ends)], device=key.device)
 
 
 Table = list[list[int]]  # how many elements go from one group position to another
@@ -153,7 +153,7 @@ kernel_rule("sort", sorted_factors)
 
 # --- topk ---
 def best_of_blocks(at: KernelContext, x: Any, k: int, dim: int = -1, largest: bool = True, ordered: bool = True) -> Any:
-    """The best of each block and one more, gathered; where equal ones leave the choice open, one device's choice is all ranks'."""
+    """The best of each block and one more, gathered; where equal ones leave the choice open, one device's is all ranks'."""
     layout = at.operands[0]
     dim %= len(layout.shape)
     coordinates = at.call.mesh.coordinates
