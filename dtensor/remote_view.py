@@ -116,6 +116,8 @@ def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | 
     def deferred(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         return views_of(Origin(args[0], operator, args, kwargs, plan))
 
+    if str(operator.func._schema.name) == "aten::as_strided":
+        return _restriding(operator, plan)
     if not is_local(plan) or (plan.rule is not None and plan.rule.run is not None):
         return deferred
     if str(operator.func._schema.name) not in _NEED_STRIDES:
@@ -130,6 +132,29 @@ def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | 
             return deferred(args, kwargs, local_args, local_kwargs)
 
     return guarded
+
+
+def _restriding(operator: Operator, plan: Plan) -> Runner:
+    """``as_strided`` counts from the start of the memory, which a view shares with the tensor that it is a view of."""
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        bound = operator.bind(args, kwargs)
+        x, size, stride, offset = (bound[name] for name in operator.names)
+        root = x._base
+        own = _offset_in(root, x) if isinstance(root, DTensor) else None
+        if own is None or root._layout.dtype != x._layout.dtype:
+            return views_of(Origin(x, operator, args, kwargs, plan))
+        args = (root, size, stride, own if offset is None else offset)
+        return views_of(Origin(root, operator, args, {}, plan_of(operator, args, {})))
+
+    return run
+
+
+def _offset_in(root: DTensor, view: DTensor) -> int | None:
+    """Where plain torch would have ``view`` begin in the memory of ``root``; None where autograd did not see it made."""
+    like = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")
+    shown = view._view_func_unsafe(like)
+    return None if shown is None else int(shown.storage_offset())
 
 
 _NEED_STRIDES = ("aten::view", "aten::_reshape_alias", "aten::view_as_complex", "aten::view_as_real")

@@ -111,7 +111,7 @@ def forward_factors(call: Call) -> Factors:
         kernels = dict.fromkeys(reduced, kernel)
     else:  # the empty statistics lack every factor
         kernels = dict.fromkeys(sizes, Kernel(plain_op, joint=True))
-    return Factors(dims_of(call, table), (own, *saved, *reserve), sizes, kernels=kernels)
+    return Factors(dims_of(call, table, sizes), (own, *saved, *reserve), sizes, kernels=kernels)
 
 
 def corrected(call: Call, training: bool) -> tuple[Meta | None, ...]:
@@ -175,7 +175,7 @@ def backward_factors(call: Call) -> Factors:
     table, sizes, reduced = table_of(call)
     results = (table["input"], table["weight"], table["bias"])
     kept = asked_for(call, results) if "output_mask" in call.arguments else results
-    operands = dims_of(call, table)
+    operands = dims_of(call, table, sizes)
     if not is_training(call):
         return Factors(operands, kept, sizes, reduced=dict.fromkeys(reduced, "sum"))
     kernel = Kernel(batch_norm_gradients_of_blocks, collectives=1, nbytes=lambda call: 8 * call.shape(0)[1], joint=True)

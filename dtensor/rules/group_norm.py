@@ -98,7 +98,7 @@ def group_norm_factors(call: Call) -> Factors:
     table, sizes, inner = factors_of_groups(call)
     kernel = Kernel(group_norm_of_blocks, collectives=1, nbytes=lambda call: 8 * call.shape(0)[0] * call["group"], joint=True)
     results = (table["input"], table["mean"], table["rstd"])
-    return Factors(dims_of(call, table), results, sizes, single(call), kernels=dict.fromkeys(inner, kernel))
+    return Factors(dims_of(call, table, sizes), results, sizes, single(call), kernels=dict.fromkeys(inner, kernel))
 
 
 def group_norm_gradients_of_blocks(at: KernelContext, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, *args: Any) -> Any:
@@ -141,7 +141,7 @@ def group_norm_backward_factors(call: Call) -> Factors:
     kernel = Kernel(group_norm_gradients_of_blocks, Partial("sum"), 1, lambda call: 8 * call["N"] * call["group"], joint=True)
     results = asked_for(call, (table["input"], table["weight"], table["bias"]))
     kernels = dict.fromkeys(inner, kernel)
-    return Factors(dims_of(call, table), results, sizes, single(call), {"n": "sum"}, kernels=kernels)
+    return Factors(dims_of(call, table, sizes), results, sizes, single(call), {"n": "sum"}, kernels=kernels)
 
 
 register(

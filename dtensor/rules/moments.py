@@ -7,7 +7,7 @@ large sums (Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorit
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,16 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def dims_of(call: Call, table: dict[str, Dims]) -> tuple[Dims, ...]:
-    """The factors of all operands by argument name; a tensor without elements (statistics left out) has none."""
+def dims_of(call: Call, table: dict[str, Dims], sizes: Mapping[str, int]) -> tuple[Dims, ...]:
+    """The factors of all operands by argument name; an empty marker in the place of statistics that were left out has none."""
     return tuple(
-        table[name] if layout.numel else ((),) * len(layout.shape) for name, layout in zip(call.names, call.operands, strict=True)
+        ((),) if tuple(layout.shape) == (0,) and _size(table[name], sizes) else table[name]
+        for name, layout in zip(call.names, call.operands, strict=True)
     )
+
+
+def _size(dims: Dims, sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[factor] for dim in dims for factor in dim)
 
 
 def shape_of_statistics(at: KernelContext, operand: int, dims: Sequence[int], member: int) -> tuple[int, ...]:

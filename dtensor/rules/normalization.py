@@ -60,7 +60,7 @@ def layer_norm_factors(call: Call) -> Factors:
         call.results = tuple(meta if i == 0 or meta is None else replace(meta, dtype=kept) for i, meta in enumerate(call.results))
     own, ones = (*rows, *normalized), (*rows, *((),) * len(normalized))
     kernel = Kernel(layer_norm_of_blocks, collectives=1, nbytes=statistics_nbytes, joint=True)
-    operands = dims_of(call, {"input": own, "weight": normalized, "bias": normalized})
+    operands = dims_of(call, {"input": own, "weight": normalized, "bias": normalized}, sizes)
     return Factors(operands, (own, ones, ones), sizes, kernels={name: kernel for (name,) in normalized})
 
 
@@ -103,7 +103,7 @@ def layer_norm_backward_factors(call: Call) -> Factors:
     table = {"grad_out": own, "input": own, "mean": ones, "rstd": ones, "weight": normalized, "bias": normalized}
     results = asked_for(call, (own, normalized, normalized))
     kernels = {name: kernel for (name,) in normalized}
-    return Factors(dims_of(call, table), results, sizes, reduced={name: "sum" for (name,) in rows}, kernels=kernels)
+    return Factors(dims_of(call, table, sizes), results, sizes, reduced={name: "sum" for (name,) in rows}, kernels=kernels)
 
 
 @on_each_rank
@@ -139,7 +139,10 @@ def rms_norm_factors(call: Call) -> Factors:
     own, ones = (*rows, *normalized), (*rows, *((),) * len(normalized))
     kernel = Kernel(rms_norm_of_blocks, collectives=1, nbytes=statistics_nbytes, joint=True)
     return Factors(
-        dims_of(call, {"input": own, "weight": normalized}), (own, ones), sizes, kernels={name: kernel for (name,) in normalized}
+        dims_of(call, {"input": own, "weight": normalized}, sizes),
+        (own, ones),
+        sizes,
+        kernels={name: kernel for (name,) in normalized},
     )
 
 
@@ -191,7 +194,7 @@ def rms_norm_backward_factors(call: Call) -> Factors:
     table = {"grad_out": own, "input": own, "rstd": ones, "weight": normalized}
     results = asked_for(call, (own, normalized))
     kernels = {name: kernel for (name,) in normalized}
-    return Factors(dims_of(call, table), results, sizes, reduced={name: "sum" for (name,) in rows}, kernels=kernels)
+    return Factors(dims_of(call, table, sizes), results, sizes, reduced={name: "sum" for (name,) in rows}, kernels=kernels)
 
 
 register("_fused_rms_norm", Rule(rms_norm_factors, kind="kernel", source="... [n], [n] -> ... [n], ..."))

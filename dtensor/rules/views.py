@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..errors import UnsupportedOperationError
-from ..layout import stride_like
+from ..errors import LayoutError, UnsupportedOperationError
+from ..layout import Layout, stride_like
 from ..placement import REDUCE_OPS
 from .call import Call
 from .context import At, KernelContext
@@ -205,6 +206,7 @@ def strided(call: Call) -> Factors:
             f"as_strided of a tensor of shape {tuple(layout.shape)} and strides {layout.stride} would show elements between its "
             "own, which it does not have; call x.contiguous() or x.clone() first, or index the tensor that it is a view of"
         )
+    _check_bounds(layout, call["size"], call["stride"], call["storage_offset"] or 0)
     nothing: Dims = ((),) * len(layout.shape)
     return Factors((nothing,), (((),) * len(result.shape),), {})
 
@@ -215,6 +217,16 @@ def strided_put_in(call: Call) -> Factors:
     result = call.results[0]
     assert result is not None
     return Factors((((),) * len(call.shape(0)), ((),) * len(call.shape(1))), (((),) * len(result.shape),), {})
+
+
+def _check_bounds(layout: Layout, size: Sequence[int], stride: Sequence[int], offset: int) -> None:
+    """Raises what plain torch does for elements behind the tensor's last."""
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if math.prod(size) and last >= layout.numel:
+        raise LayoutError(
+            f"as_strided with sizes {list(size)}, strides {list(stride)}, storage offset {offset} requires {last + 1} elements, "
+            f"out of bounds for the {layout.numel} elements of a tensor of shape {tuple(layout.shape)}"
+        )
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
