@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,11 +33,12 @@ from .redistribute import execute, move_between, plan
 
 def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
     """The layout in which a gradient crosses between local and global: as given, else ``layout`` with Partial replicated."""
-    if placements is None:
-        if not any(isinstance(p, Partial) for p in layout.placements):
-            return layout
-        placements = tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
-    return layout.replace(placements=placements)
+    return _without_partials(layout) if placements is None else layout.replace(placements=placements)
+
+
+@lru_cache(maxsize=4096)
+def _without_partials(layout: Layout) -> Layout:
+    return layout.replace(placements=tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements))
 
 
 def move(x: Any, target: Layout) -> Any:
@@ -60,18 +62,17 @@ class FromLocal(torch.autograd.Function):
         scale = _share(ctx.layout)
         moved = Redistribute.apply(grad, grad._layout.replace(placements=ctx.target.placements), False, None)
         pieces = ToLocal.apply(moved if scale == 1 else moved / scale, grad_layout(moved._layout, None))
-        return None, None, None, *pieces
+        return None, None, None, *(pieces if type(pieces) is tuple else (pieces,))
 
 
 class ToLocal(torch.autograd.Function):
-    """Global -> pieces, as a tuple with one per rank held in this process."""
+    """Global -> this rank's piece; a tuple with one per rank where all ranks are in this process."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, backward: Layout) -> Any:
         ctx.target = backward
         local = x._local
-        pieces = local.shards if isinstance(local, PerRank) else (local,)
-        return tuple(piece.view_as(piece) for piece in pieces)
+        return tuple(piece.view_as(piece) for piece in local.shards) if isinstance(local, PerRank) else local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:

@@ -25,22 +25,24 @@ Args = tuple[Any, ...]
 Runner = Callable[[Args, dict[str, Any], list[Any], dict[str, Any]], Any]  # user's args, kwargs, then local ones
 
 
-def compile_plan(plan: Plan, operator: Operator, wrap: Wrap, wrap_real: Wrap) -> Layout | Runner:
-    """How to run ``plan``: the result's layout alone where the local op and one wrapper are all there is, else a function.
-
-    ``wrap_real`` is ``wrap`` for tensors that are known not to be complex.
-    """
-    found = _compiled(plan, operator, wrap, wrap if is_complex(plan) else wrap_real)
+def compile_plan(plan: Plan, operator: Operator, wrap: Wrap) -> Layout | Runner:
+    """How to run ``plan``: the result's layout alone where the local op and one wrapper are all there is, else a function."""
+    found = _compiled(plan, operator, wrap)
     if is_complex(plan):
-        found = carried_out(_runner(found, operator, wrap))
+        found = carried_out(runner_of(found, operator, wrap))
     return _counted(found, operator) if operator.per_element and operator.mutated and not isinstance(found, Layout) else found
 
 
-def _runner(found: Layout | Runner, operator: Operator, wrap: Wrap) -> Runner:
+def runner_of(found: Layout | Runner, operator: Operator, wrap: Wrap) -> Runner:
+    """``found`` as a function."""
     if not isinstance(found, Layout):
         return found
     func, layout = local_function(operator.func), found
-    return lambda args, kwargs, local_args, local_kwargs: wrap(func(*local_args, **local_kwargs), layout)
+
+    def run(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        return wrap(func(*local_args, **local_kwargs), layout)
+
+    return run
 
 
 def _counted(runner: Runner, operator: Operator) -> Runner:
@@ -61,7 +63,7 @@ def _counted(runner: Runner, operator: Operator) -> Runner:
     return run
 
 
-def _compiled(plan: Plan, operator: Operator, wrap: Wrap, wrap_known: Wrap) -> Layout | Runner:
+def _compiled(plan: Plan, operator: Operator, wrap: Wrap) -> Layout | Runner:
 
     def general(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         return execute(plan, operator, operator.bind(args, kwargs), operator.bind(tuple(local_args), local_kwargs), wrap)
@@ -75,7 +77,7 @@ def _compiled(plan: Plan, operator: Operator, wrap: Wrap, wrap_known: Wrap) -> L
     call: Runner | None = _local_call(plan, operator)
     if call is None:
         return general
-    finish = _finish(plan, operator, wrap_known)
+    finish = _finish(plan, operator, wrap)
     if finish is None:
         return general
     only = plan.results[0] if operator.returns == (None,) else None
@@ -86,6 +88,8 @@ def _compiled(plan: Plan, operator: Operator, wrap: Wrap, wrap_known: Wrap) -> L
         runner = _moved(plan, operator, call, finish, general)
     elif plan.rule.local is None and not _is_kernel(plan) and not _rewrites(plan) and operator.returns in ((), ("self",)):
         runner = _in_place(local_function(operator.func), bool(operator.returns))
+    elif isinstance(only, Layout) and (value := _one_value(plan, operator)) is not None:
+        runner = _with_one_value(plan.rule.local or local_function(operator.func), *value, only, wrap)
     else:
         runner = _straight(call, finish)
     return _guarded(runner, general) if plan.communicates else runner
@@ -190,19 +194,29 @@ def _local_call(plan: Plan, operator: Operator) -> Runner | None:
     return each
 
 
-def _with_values(func: Any, values: list[tuple[int, Any]]) -> Runner:
-    if len(values) == 1:
-        (place, value) = values[0]
+def _one_value(plan: Plan, operator: Operator) -> tuple[int, Any] | None:
+    """The only argument that the one member here gets otherwise than all, with its place; None where there is another number."""
+    changed = [] if _is_kernel(plan) or plan.call.mesh.kind == "in_process" else _rewrites(plan)
+    if len(changed) != 1 or len(changed[0]) != 1:
+        return None
+    ((name, value),) = changed[0].items()
+    return operator.names.index(name), value
 
-        def one_value(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-            if place < len(local_args):
-                local_args[place] = value
-                return func(*local_args, **local_kwargs)
+
+def _with_one_value(func: Any, place: int, value: Any, layout: Layout, wrap: Wrap) -> Runner:
+    """As the general form below, for views and the like: one call less on the way."""
+
+    def run(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        if place < len(local_args):
+            local_args[place] = value
+        else:
             _set(local_args, place, value)
-            return func(*local_args, **local_kwargs)
+        return wrap(func(*local_args, **local_kwargs), layout)
 
-        return one_value
+    return run
 
+
+def _with_values(func: Any, values: list[tuple[int, Any]]) -> Runner:
     def many_values(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         for place, value in values:
             _set(local_args, place, value)

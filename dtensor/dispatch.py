@@ -47,8 +47,7 @@ class Entry:
 
 
 _ENTRIES: dict[int, Entry] = {}
-_TENSOR: Any = None  # the DTensor class and its constructor from (local, layout), installed by tensor.py
-_WRAP: Any = None
+_TENSOR: Any = None  # the DTensor class, installed by tensor.py
 _PENDING: Any = None
 
 
@@ -62,21 +61,16 @@ _IN_INFERENCE = torch.is_inference_mode_enabled
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
 
 
-def install(tensor_type: Any, wrap: Any, pending: Any) -> None:
-    """Tell dispatch which class it serves (a layer above this one) and how to make one from a local and a layout."""
-    global _TENSOR, _WRAP, _PENDING
-    _TENSOR, _WRAP, _PENDING = tensor_type, wrap, pending
+def install(tensor_type: Any, pending: Any) -> None:
+    """Tell dispatch which class it serves (a layer above this one) and how to make one whose local is on its way."""
+    global _TENSOR, _PENDING
+    _TENSOR, _PENDING = tensor_type, pending
 
 
 def install_views(viewing: Callable[[Plan, Operator, Layout | Runner], Layout | Runner]) -> None:
     """Tell dispatch how view operations run whose results cannot be views of the local."""
     global _VIEWING
     _VIEWING = viewing
-
-
-def wrap_local(local: Any, layout: Layout) -> Any:
-    """The DTensor with this local and layout."""
-    return _WRAP(local, layout)
 
 
 def wrap_pending(pending: Any, layout: Layout, like: Any) -> Any:
@@ -104,27 +98,29 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
             False
         ):  # a view of an ordinary tensor is one too: autograd gives it the tensor's version counter
             return dispatch(cls, func, types, args, kwargs)
-    if not kwargs:  # one or two DTensors and nothing else: the same look-up without lists
+    if not kwargs:  # one or two DTensors and nothing else: the same look-up without lists (no names: see origin.py on references)
         if len(args) == 1:
-            (x,) = args
-            if type(x) is _TENSOR:
-                layout = entry.plans.get((x._layout,))
+            if type(args[0]) is _TENSOR:
+                layout = entry.plans.get((args[0]._layout,))
                 if type(layout) is Layout:
-                    return _made(entry.local(x._local), layout)
-        elif len(args) == 2:
-            x, y = args
-            if type(x) is _TENSOR and type(y) is _TENSOR:
-                layout = entry.plans.get((x._layout, y._layout))
-                if type(layout) is Layout:
-                    return _made(entry.local(x._local, y._local), layout)
+                    return wrap_local(entry.local(args[0]._local), layout)
+        elif len(args) == 2 and type(args[0]) is _TENSOR and type(args[1]) is _TENSOR:
+            layout = entry.plans.get((args[0]._layout, args[1]._layout))
+            if type(layout) is Layout:
+                return wrap_local(entry.local(args[0]._local, args[1]._local), layout)
     key: list[Any] = []
     local_args: list[Any] = []
+    by_type = entry.scalar_positions
     for value in args:
-        if type(value) is _TENSOR:
+        kind = type(value)
+        if kind is _TENSOR:
             key.append(value._layout)
             local_args.append(value._local)
+        elif kind is int and not by_type:
+            key.append(value)
+            local_args.append(value)
         else:
-            local_args.append(_static(value, key, len(local_args) in entry.scalar_positions))
+            local_args.append(_static(value, key, len(local_args) in by_type))
     if kwargs:
         local_kwargs = {}
         for name in kwargs:  # an iterator over items would hold one more reference (see origin.py)
@@ -141,17 +137,19 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
         found = _miss(entry, signature, args, kwargs)
     if type(found) is not Layout:
         return found(args, kwargs, local_args, local_kwargs)  # type: ignore[operator]  # a Runner
-    return _made(entry.local(*local_args, **local_kwargs) if local_kwargs else entry.local(*local_args), found)
+    return wrap_local(entry.local(*local_args, **local_kwargs) if local_kwargs else entry.local(*local_args), found)
 
 
-def _made(local: Any, layout: Layout) -> Any:
-    """:func:`wrap_local` for results that are not complex (those may be lazy conjugates)."""
+def wrap_local(local: Any, layout: Layout) -> Any:
+    """The DTensor with this local and layout. The hot path's wrapper: nothing is checked."""
     if layout.dense:
         made = _MAKE(_TENSOR, layout.shape, dtype=layout.dtype, device=local.device)
     else:
         made = _MAKE(_TENSOR, layout.shape, strides=layout.stride, dtype=layout.dtype, device=local.device)
     made._local = local
     made._layout = layout
+    if layout.is_complex and local.is_conj():
+        torch._C._set_conj(made, True)  # below __torch_dispatch__ nobody carries out a lazy conjugation: torch must see it above
     return made
 
 
@@ -161,7 +159,10 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
     if kind is _TENSOR:
         key.append(value._layout)
         return value._local
-    if kind is int or kind is float or kind is complex:
+    if kind is int:
+        key.append(kind if by_type else value)
+        return value
+    if kind is float or kind is complex:
         key.append(kind)
         if not by_type:
             key.append(value)
@@ -209,15 +210,15 @@ def _static_list(value: Any, key: list[Any], by_type: bool) -> Any:
 def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
     found: Layout | Runner
     if len(meshes_of((*args, *kwargs.values()))) > 1:
-        found = across_meshes(entry.operator, args, kwargs, _WRAP)
+        found = across_meshes(entry.operator, args, kwargs, wrap_local)
         return _kept(entry, signature, found)
     origins = {part[-1] for part in signature if type(part) is tuple and part and isinstance(part[-1], Origin)}
     written = plainly_written(entry.operator, args, kwargs, _TENSOR) if MODES.implicit_replication else ()
     if written:
-        found = through_copies(entry.operator, written, _TENSOR, _WRAP)
+        found = through_copies(entry.operator, written, _TENSOR, wrap_local)
     else:
         plan = plan_for(entry.operator, args, kwargs, mixed=Origin.USER not in origins or MODES.implicit_replication)
-        found = compile_plan(plan, entry.operator, _WRAP, _made)
+        found = compile_plan(plan, entry.operator, wrap_local)
         if entry.operator.is_view:
             found = _VIEWING(plan, entry.operator, found)
         if Origin.TORCH in origins and not MODES.implicit_replication and plan.call.mesh.kind == "process_group":
@@ -243,7 +244,7 @@ def _agreeing(entry: Entry, found: Layout | Runner, mesh: DeviceMesh) -> Runner:
                     agree(item, mesh, entry.operator.name)
         if not isinstance(found, Layout):
             return found(args, kwargs, local_args, local_kwargs)
-        return _WRAP(entry.local(*local_args, **local_kwargs), found)
+        return wrap_local(entry.local(*local_args, **local_kwargs), found)
 
     return run
 

@@ -86,9 +86,22 @@ class Layout:
         splits: per tensor dim a :class:`Split` or None. Mesh dims of size 1 do not appear: they never cause work.
         partials: per mesh dim the reduce op of a ``Partial``, or None (also for mesh dims of size 1).
         dense: the global strides are those of a row-major tensor.
+        is_complex: what the dtype says.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "dense", "dtype", "mesh", "partials", "placements", "shape", "splits", "stride")
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "dense",
+        "dtype",
+        "is_complex",
+        "mesh",
+        "partials",
+        "placements",
+        "shape",
+        "splits",
+        "stride",
+    )
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -98,6 +111,7 @@ class Layout:
     splits: tuple[Split | None, ...]
     partials: tuple[str | Monoid | None, ...]
     dense: bool
+    is_complex: bool
 
     # --- making ----------------------------------------------------------------------------------------------
     @staticmethod
@@ -166,6 +180,7 @@ class Layout:
             found.mesh, found.placements, found.splits = mesh, placements, splits
             found.shape, found.stride, found.dtype = torch.Size(shape), stride, dtype
             found.dense = tuple(stride) == contiguous_stride(tuple(shape))
+            found.is_complex = dtype.is_complex
             found.partials = tuple(
                 p.reduce_op if isinstance(p, Partial) and mesh.shape[i] > 1 else None for i, p in enumerate(placements)
             )

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from .comm import communicator_of
-from .compiled import Runner
+from .compiled import Runner, runner_of
 from .dispatch import install_views, plan_for
 from .execute import execute
 from .layout import Layout
@@ -123,11 +123,11 @@ def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | 
     if str(operator.func._schema.name) not in _NEED_STRIDES:
         return found
 
+    run = runner_of(found, operator, wrap)
+
     def guarded(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         try:
-            if isinstance(found, Layout):
-                return wrap(operator.func(*local_args, **local_kwargs), found)
-            return found(args, kwargs, local_args, local_kwargs)
+            return run(args, kwargs, local_args, local_kwargs)
         except RuntimeError:
             return deferred(args, kwargs, local_args, local_kwargs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _foreach_type
 
 from .autograd import FromLocal, FullTensor, Redistribute, ToLocal, grad_layout
 from .comm import PerRank
-from .dispatch import dispatch, install
+from .dispatch import dispatch, install, wrap_local
 from .errors import DTensorError, LayoutError, UnsupportedOperationError
 from .layout import Layout, restore_layout
 from .local_layout import layout_of_locals
@@ -131,8 +131,8 @@ class DTensor(torch.Tensor):
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
             return self._local
-        pieces = ToLocal.apply(self, grad_layout(self._layout, grad_placements))
-        return PerRank(pieces) if self._layout.mesh.kind == "in_process" else pieces[0]
+        made = ToLocal.apply(self, grad_layout(self._layout, grad_placements))
+        return PerRank(made) if type(made) is tuple else made
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The global value as a plain tensor on every rank; differentiable.
@@ -193,13 +193,10 @@ class DTensor(torch.Tensor):
             _keep_grad_layout(self)
         return self
 
-    @property
-    def requires_grad(self) -> bool:
-        return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
+    def _set_requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
+
+    requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]  # torch's stub
 
     @property
     def data(self) -> torch.Tensor:
@@ -278,16 +275,6 @@ def _target(layout: Layout, device_mesh: Any, placements: Sequence[Placement] | 
     return Layout.of(mesh, placements, layout.shape, layout.stride, layout.dtype)
 
 
-def wrap(local: Any, layout: Layout) -> DTensor:
-    """The DTensor with this local and layout. The hot path's wrapper: nothing is checked."""
-    made = _make(DTensor, layout.shape, strides=layout.stride, dtype=layout.dtype, device=local.device)
-    made._local = local
-    made._layout = layout
-    if layout.dtype.is_complex and local.is_conj():
-        torch._C._set_conj(made, True)  # below __torch_dispatch__ nobody carries out a lazy conjugation: torch must see it above
-    return made
-
-
 def _plain(x: DTensor) -> torch.Tensor:
     whole: Any = x.detach()
     return whole.full_tensor()
@@ -314,8 +301,9 @@ def _await(pending: Any, layout: Layout, like: Any) -> DTensor:
     return made
 
 
-install(DTensor, wrap, _await)
-# Lists of DTensors have rules, so torch may take its `_foreach_` ways (clip_grad_norm_, optimizers) with them.
+install(DTensor, _await)
+wrap: Callable[[Any, Layout], DTensor] = wrap_local
+# Lists of DTensors have rules, so torch may take its `_foreach_` ways (clip_grad_norm_) with them as with plain tensors.
 _optimizer_types.append(DTensor)
 _foreach_types.append(DTensor)
 

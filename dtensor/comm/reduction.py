@@ -123,7 +123,10 @@ def _sum(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
 
 
 def _fold_monoid(terms: Sequence[Tensor], op: Monoid) -> Tensor:
-    total = _combined_in_pairs(terms, op) if op.elementwise and len(terms) > 2 else functools.reduce(op.combine, terms)
+    if op.elementwise and len(terms) > 2:
+        total = _combined_in_pairs(terms, op)
+        return (total if op.finalize is None else op.finalize(total)).contiguous().detach()
+    total = functools.reduce(op.combine, terms)
     if op.finalize is not None:
         total = op.finalize(total)
     # combine and finalize may hand back a term, or a view of one

@@ -14,7 +14,7 @@ import torch
 from ..placement import Partial
 from .call import Call
 from .context import KernelContext
-from .loss import MEAN, NONE, functional
+from .loss import MEAN, NONE, SUM, functional
 from .rule import Along, Factors, Kernel, Partials, R, Row, Spec
 from .verbs import kernel_rule
 
@@ -77,10 +77,14 @@ def local_weight(weight: torch.Tensor | None, start: int, size: int) -> torch.Te
 def nll_forward(at: KernelContext, scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
     op, dtype = functional(at.call), at.operands[0].dtype
     wide = torch.promote_types(dtype, torch.float32)  # sums of half precision would overflow
+    classes_whole = at.operands[0].splits[min(1, len(at.call.shape(0)) - 1)] is None
 
     def one(
         here: Any, scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if classes_whole and reduction != NONE and dtype is wide and target.numel():  # the plain operator gives these two
+            loss, total_weight = op(scores, target, weight, SUM, ignore_index)
+            return loss, total_weight
         start, size, total = class_block(at, here.member)
         local = own_targets(target, start, size, total, ignore_index)
         if size:
@@ -96,6 +100,8 @@ def nll_forward(at: KernelContext, scores: Any, target: Any, weight: Any, reduct
     if reduction == MEAN and batch_dims:
         total_weight = at.comm.all_reduce(total_weight, batch_dims, "sum")
     mean = reduction == MEAN
+    if not mean and dtype is wide:
+        return loss, total_weight
     return at.map(lambda _, x, w: ((x / w if mean else x).to(dtype), w.to(dtype)), loss, total_weight)
 
 
@@ -119,7 +125,7 @@ def nll_factors(call: Call) -> Factors:
     # the weight of the targets of one rank: a term of the total, which a mean has reduced already
     by_batch = Kernel(
         nll_forward,
-        lacking=(loss, R if call["reduction"] != 2 else Partial("sum")),
+        lacking=(loss, R if call["reduction"] != SUM else Partial("sum")),
         collectives=int(call["reduction"] == MEAN),
         joint=True,
     )
