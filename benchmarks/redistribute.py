@@ -1,7 +1,7 @@
 """Redistribution: ``dtensor`` against ``torch.distributed.tensor`` (the peer), both on gloo, taking turns in the same processes.
 
     python benchmarks/redistribute.py [--quick] [--worlds 2 4 8] [--sizes "16 KB" "64 MB"] [--only "S0>R"]
-                                      [--json FILE] [--plot FILE]
+                                      [--json FILE] [--plot FILE] [--add FILE ...]
 
 Wall is that of the slowest rank and CPU that of all ranks together, medians over rounds; a ratio is dtensor / peer. Bytes are
 what one rank receives, for both libraries by the usual ring algorithms; the bound is what no plan can go below. Peak memory
@@ -132,29 +132,31 @@ def plot(rows: Sequence[Row], path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(rc.QUICK)}, fewer rounds, 4 ranks unless --worlds")
-    parser.add_argument("--worlds", type=int, nargs="+", choices=list(rc.MESHES))
+    parser.add_argument("--worlds", type=int, nargs="*", choices=list(rc.MESHES))
     parser.add_argument("--sizes", nargs="+", choices=list(rc.EVEN))
     parser.add_argument("--only", nargs="+", default=(), metavar="PAIR", help='as "S0,S1>S1,S0"')
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--add", nargs="+", default=(), metavar="FILE", help="rows of earlier runs, for one summary and plot")
     parser.add_argument("--plot", metavar="FILE")
     options = parser.parse_args()
     options.sizes = options.sizes or (rc.QUICK if options.quick else list(rc.EVEN))
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "5"}
     about = timing.machine()
     print(*(f"{key:8} {value}" for key, value in about.items()), "", HEAD, sep="\n", flush=True)
-    rows: list[Row] = []
-    for world in options.worlds or ([4] if options.quick else list(rc.MESHES)):
+    worlds = options.worlds if options.worlds is not None else [4] if options.quick else list(rc.MESHES)
+    rows: list[Row] = [row for path in options.add for row in json.loads(Path(path).read_text())["rows"]]
+    for world in worlds:
         for row in rows_of(world, options):
             rows.append(row)
             print(line(row), flush=True)
+            if options.json:  # after each row: a long run may be cut short
+                Path(options.json).write_text(json.dumps({"machine": about, "rows": rows}, indent=1))
     print("", *summary(rows), sep="\n")
-    if options.json:
-        Path(options.json).write_text(json.dumps({"machine": about, "rows": rows}, indent=1))
     if options.plot:
         try:
             plot(rows, options.plot)
         except ImportError:
-            print("matplotlib is not installed: no plot", file=sys.stderr)
+            print("no plot: matplotlib is not installed (pip install 'dtensor[plot]')", file=sys.stderr)
 
 
 if __name__ == "__main__":

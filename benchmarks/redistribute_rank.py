@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import os
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from io import StringIO
 from types import ModuleType
 from typing import Any
 
@@ -147,7 +147,7 @@ def _cost(call: Callable[[], Any], name: str, case: Case) -> dict[str, Any]:
         with CommDebugMode() as seen:
             call()
         count, received = len(seen.events), sum(event.bytes for event in seen.events)
-    with redirect_stderr(StringIO()), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         kept = call()
     now = most = 0
     for event in profiled.profiler.kineto_results.events():  # type: ignore[union-attr]
@@ -160,6 +160,19 @@ def _cost(call: Callable[[], Any], name: str, case: Case) -> dict[str, Any]:
     dist.all_gather_object(found, (count, received, most + source))
     count, received, most = (max(column) for column in zip(*found, strict=True))
     return {"collectives": count, "bytes": received, "peak": most}
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """The profiler's library writes to the file descriptor of stderr itself."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _times(calls: dict[str, Callable[[], Any]], effort: Effort, case: Case) -> dict[str, tuple[float, float]]:

@@ -13,13 +13,13 @@ import torch
 from .layout import Layout, Split, chunk_sizes
 from .mesh import DeviceMesh
 from .placement import Monoid, Partial, Placement, Replicate, Shard
+from .redistribute.cost import link_of
 from .rules.call import Call, Meta
 from .rules.compound import NotBlocks, composed, cut_in
 from .rules.rule import ANY_PARTIAL, Along, Choice, Dims, Factors, Partials, Row, Rule, Spec, candidates, stands
 from .rules.windows import covering, windowed
 
-# Seconds; only their ratios matter. A collective costs LATENCY plus bytes; a local slice or zero costs next to nothing.
-LATENCY, PER_BYTE, LOCAL_STEP = 20e-6, 1e-9, 1e-7
+LOCAL_STEP = 1e-7  # seconds: a local slice or zero costs next to nothing
 _TRIES = 256
 
 
@@ -144,7 +144,7 @@ def _price(row: Row, mesh_dim: int, factors: Factors, call: Call, kept: Mapping[
             continue
         target = _target(spec, factors.operands[i], factors.sizes)
         current = _current(layout, mesh_dim)
-        cost = _move(current, target, layout, ranks)
+        cost = _move(current, target, layout, mesh_dim)
         seconds += cost
         changes += cost > 0
         invented = invented and not isinstance(current, int)
@@ -154,11 +154,12 @@ def _price(row: Row, mesh_dim: int, factors: Factors, call: Call, kept: Mapping[
         memory += nbytes / ranks if isinstance(target, int) else nbytes
         if r in kept:
             layout = call.operands[kept[r]]
-            cost = _move(target, _current(layout, mesh_dim), layout, ranks)
+            cost = _move(target, _current(layout, mesh_dim), layout, mesh_dim)
             seconds += cost
             changes += cost > 0
     if row.kernel is not None and ranks > 1:
-        seconds += row.kernel.collectives * LATENCY + row.kernel.nbytes(call) * PER_BYTE
+        rate = link_of(call.mesh, (mesh_dim,)).exchange
+        seconds += row.kernel.collectives * rate.seconds(ranks, 0) + row.kernel.nbytes(call) / rate.bandwidth
     return seconds if ranks > 1 else 0.0, invented, changes, memory
 
 
@@ -181,25 +182,24 @@ def _target(spec: Spec, dims: Dims, sizes: Mapping[str, int]) -> Where:
     return spec
 
 
-def _move(source: Where, target: Where, layout: Layout, ranks: int) -> float:
+def _move(source: Where, target: Where, layout: Layout, mesh_dim: int) -> float:
     """Seconds to change one mesh dim's placement, other mesh dims as they are."""
     if source == target:
         return 0.0
-    nbytes = layout.max_local_nbytes
+    if isinstance(source, Replicate):
+        return LOCAL_STEP
+    nbytes, ranks = layout.max_local_nbytes, layout.mesh.shape[mesh_dim]
+    link = link_of(layout.mesh, (mesh_dim,))
     match source, target:
-        case (Replicate(), _):
-            return LOCAL_STEP
-        case (Partial(), int() | Replicate()):
+        case (Partial(), _):
             # Scattering moves half of what reducing everywhere does, but the next operation usually gathers it again.
-            return LATENCY * 1.5 + 2 * nbytes * PER_BYTE
-        case (Partial(), Partial()):
-            return LATENCY * 2 + 2 * nbytes * PER_BYTE
+            return link.all_reduce.seconds(ranks, 2 * nbytes)
         case (int(), int()):
-            return LATENCY + nbytes * PER_BYTE
+            return link.exchange.seconds(ranks, nbytes)
         case (int(), Partial()):
-            return LATENCY * 1.5 + nbytes * (ranks - 1) * PER_BYTE  # never better than having it whole
+            return 1.5 * link.all_gather.seconds(ranks, nbytes * (ranks - 1))  # never better than having it whole
         case _:
-            return LATENCY + nbytes * (ranks - 1) * PER_BYTE
+            return link.all_gather.seconds(ranks, nbytes * (ranks - 1))
 
 
 def _best_first(ranked: list[list[tuple[Any, Row]]]) -> Iterator[tuple[tuple[float, ...], tuple[Row, ...]]]:

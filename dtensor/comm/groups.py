@@ -178,3 +178,22 @@ def _naming(before: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
 
     name_of.of_dtensor = True  # type: ignore[attr-defined]
     return name_of
+
+
+
+# --- what all ranks must hold alike, without a collective -------------------------------------------------------------------
+def settled_by_first(world: Any, key: str, value: str) -> str | None:
+    """The ``value`` of the rank that asked first; no rank waits for another, so they may ask at any time, or never.
+
+    None, on all ranks alike, where torch has no store to leave it in.
+    """
+    if dist.get_backend(world) == "fake":
+        return value  # there is no other rank
+    store_of = getattr(distributed_c10d, "_get_default_store", None)  # private: torch has no public way to its store
+    try:
+        store = None if store_of is None else store_of()
+        return None if store is None else store.compare_set(key, "", value).decode()
+    except dist.DistError:  # it is out of reach, for this rank alone perhaps
+        raise
+    except (RuntimeError, NotImplementedError):  # a kind of store that cannot
+        return None

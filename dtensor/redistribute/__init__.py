@@ -1,18 +1,15 @@
 """Redistribution: a plan of local steps and collectives between two layouts (pure), and its execution."""
 
 from .between import Transit, move_between, plan_between
-from .cost import LINKS, Link
 from .executor import execute, redistribute_local
 from .many import execute_many
 from .planner import estimate, plan
 from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, Step
 
 __all__ = [
-    "LINKS",
     "AllGather",
     "AllReduce",
     "Exchange",
-    "Link",
     "Plan",
     "ReduceScatter",
     "Slice",

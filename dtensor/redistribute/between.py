@@ -22,7 +22,7 @@ from ..errors import MeshError
 from ..layout import Layout
 from ..placement import Monoid, Partial, Placement, Replicate, Shard
 from .blocks import Table, blocks
-from .cost import collective_seconds, local_seconds
+from .cost import link_of, local_seconds
 from .executor import Local, execute
 from .planner import plan
 from .step import Plan, described, place, seconds_of
@@ -61,8 +61,10 @@ class Crossing:
 
     @cached_property
     def seconds(self) -> float:
-        wire = collective_seconds(self.after.mesh, len(self.ranks), max(self.bytes, *self.sent))
-        return wire + local_seconds(self.after.mesh, self.after.max_local_nbytes)
+        rate = link_of(self.after.mesh).exchange
+        return rate.seconds(len(self.ranks), max(self.bytes, *self.sent)) + local_seconds(
+            self.after.mesh, self.after.max_local_nbytes
+        )
 
     @cached_property
     def bound(self) -> Any:

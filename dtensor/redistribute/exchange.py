@@ -63,39 +63,51 @@ def _partners(before: Layout, after: Layout, mesh_dims: tuple[int, ...], group: 
 
 @lru_cache(maxsize=512)
 def _owners(before: Layout, after: Layout, mesh_dims: tuple[int, ...], group: tuple[int, ...]) -> Table:
-    """For position ``s`` (with its replicas) and ``r``: the position that sends their common part to ``r``; -1 for none.
+    """For position ``s`` (with its replicas) and ``r``: the position that sends their common part to ``r``; -1 for none."""
+    replicas, owner, _ = _turns(before, after, mesh_dims, np.asarray([group], dtype=np.int64))
+    position = np.empty((len(group), len(group)), dtype=np.int64)
+    position[replicas] = owner[0][:, None]  # what is settled for a block holds for all that have it
+    return position
+
+
+def _turns(before: Layout, after: Layout, mesh_dims: tuple[int, ...], table: Table) -> tuple[Table, Table, Table]:
+    """Who sends what within each group of ``table`` (groups, size).
 
     The receivers of one block take its replicas in turn, so no two replicas differ by more than one send.
+
+    Returns:
+        positions of each block's replicas (blocks, replicas), alike in all groups; per group, block and receiver the sender's
+        position, -1 for none (groups, blocks, size); and the elements sent (groups, blocks, size).
     """
-    members = np.asarray(group, dtype=np.int64)
     splitting = {i for split in before.splits if split is not None for i in split.mesh_dims}
-    blocks_of = leaves(before.mesh, tuple(i for i in mesh_dims if i in splitting))[members]
-    needs = _overlaps(before, after, members[None])[0] > 0
-    owner = np.full(needs.shape, -1, dtype=np.int64)
-    for block in np.unique(blocks_of):
-        replicas = np.flatnonzero(blocks_of == block)
-        receivers = np.flatnonzero(needs[replicas[0]] & (blocks_of != block))
-        owner[np.ix_(replicas, receivers)] = replicas[np.arange(len(receivers)) % len(replicas)]
-    return owner
+    first = table[0]
+    block_of = leaves(before.mesh, tuple(i for i in mesh_dims if i in splitting))[first]
+    count = int(block_of.max()) + 1
+    replicas = np.argsort(block_of, kind="stable").reshape(count, -1)
+    common = _overlaps(before, after, table[:, replicas[:, 0]], table)
+    common[:, block_of, np.arange(len(first))] = 0  # its own
+    needs = common > 0
+    turn = (np.cumsum(needs, axis=2) - 1) % replicas.shape[1]
+    owner = np.where(needs, replicas[np.arange(count)[None, :, None], turn], -1)
+    return replicas, owner, common
 
 
-def _overlaps(before: Layout, after: Layout, table: Table) -> Table:
-    """Common elements of old block ``s`` and new block ``r`` within each group: (groups, size, size)."""
+def _overlaps(before: Layout, after: Layout, senders: Table, receivers: Table) -> Table:
+    """Common elements of old block ``s`` and new block ``r`` within each group: (groups, senders, receivers)."""
     (lo, size), (new_lo, new_size) = blocks(before), blocks(after)
-    hi, new_hi = (lo + size)[table], (new_lo + new_size)[table]
-    common = np.minimum(hi[:, :, None], new_hi[:, None]) - np.maximum(lo[table][:, :, None], new_lo[table][:, None])
-    return np.multiply.reduce(np.maximum(common, 0), axis=-1)
+    total: Table = np.ones((len(senders), senders.shape[1], receivers.shape[1]), dtype=np.int64)
+    for dim in range(before.ndim):
+        start, new_start = lo[:, dim][senders], new_lo[:, dim][receivers]
+        end, new_end = start + size[:, dim][senders], new_start + new_size[:, dim][receivers]
+        common = np.minimum(end[:, :, None], new_end[:, None]) - np.maximum(start[:, :, None], new_start[:, None])
+        total *= np.maximum(common, 0, out=common)
+    return total
 
 
 def sent(before: Layout, after: Layout, mesh_dims: tuple[int, ...]) -> int:
     """Most elements that one rank sends."""
     table = groups(before.mesh, mesh_dims)
-    common = _overlaps(before, after, table)
-    position = np.arange(table.shape[1])
-    splitting = {i for split in before.splits if split is not None for i in split.mesh_dims}
-    if splitting.issuperset(mesh_dims):
-        common[:, position, position] = 0
-    else:
-        owner = np.stack([_owners(before, after, mesh_dims, tuple(row)) for row in table.tolist()])
-        common = np.where(owner == position[None, :, None], common, 0)
-    return int(common.sum(axis=2).max())
+    _, owner, common = _turns(before, after, mesh_dims, table)
+    sender = owner + np.arange(len(table))[:, None, None] * table.shape[1]
+    chosen = owner >= 0
+    return int(np.bincount(sender[chosen], common[chosen], minlength=1).max())

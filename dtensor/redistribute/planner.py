@@ -72,7 +72,8 @@ def _cheapest(src: Layout, dst: Layout) -> tuple[Step, ...]:
         return tuple(_moves(src, dst))
     change = changes(src, dst)
     modes = _modes(src, dst, change)
-    chains = [_chain(src, dst, change, scatter, pad) for scatter in modes for pad in (True, False)]
+    pads = (True, False) if change.entered else (True,)
+    chains = [_chain(src, dst, change, scatter, pad) for scatter in modes for pad in pads]
     return min(chains, key=lambda steps: (sum(step.seconds for step in steps), len(steps)))
 
 

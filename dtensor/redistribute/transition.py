@@ -7,7 +7,7 @@ from functools import lru_cache
 from ..layout import Layout
 from ..placement import Monoid
 from .blocks import common_prefix, depth, group_size, missing
-from .cost import collective_seconds, local_seconds
+from .cost import Collective, collective_seconds, local_seconds
 from .exchange import sent
 from .reduction import Reduction
 from .step import AllGather, AllReduce, Exchange, ReduceScatter, Slice, Spread, Step
@@ -24,12 +24,13 @@ def reduce_step(before: Layout, after: Layout, reduction: Reduction) -> Step:
     size, divisor = group_size(mesh, dims), group_size(mesh, reduction.averaged)
     if before.splits == after.splits:
         nbytes = -(-2 * (size - 1) * before.max_local_nbytes // size)  # a reduce-scatter and an all-gather, evenly cut
-        seconds = collective_seconds(mesh, size, nbytes, rounds=2)
+        seconds = collective_seconds(mesh, dims, "all_reduce", nbytes)
         return AllReduce(before, after, dims, nbytes, seconds, reduction.op, divisor, reduction.finish)
     assert not isinstance(reduction.op, Monoid), "a monoid need not act pointwise along the dim that would be scattered"
     nbytes = (size - 1) * after.max_local_nbytes
     sent = before.max_local_nbytes  # uneven blocks: whoever keeps the smallest sends nearly everything
-    seconds = collective_seconds(mesh, size, max(nbytes, sent * (size - 1) // size)) + local_seconds(mesh, nbytes)
+    wire = collective_seconds(mesh, dims, "reduce_scatter", max(nbytes, sent * (size - 1) // size))
+    seconds = wire + local_seconds(mesh, nbytes)
     return ReduceScatter(before, after, dims, nbytes, seconds, reduction.op, divisor)
 
 
@@ -50,20 +51,19 @@ def move_step(before: Layout, after: Layout) -> Step:
         return Slice(before, after, (), 0, 0.0)
     dims = _changed(before, after)
     if _is_gather(before, after):
-        return AllGather(before, after, dims, received, _move_seconds(after, dims, received, received))
+        return AllGather(before, after, dims, received, _move_seconds(after, dims, "all_gather", received))
     wider = _with_replicas(before, after, dims)
     if wider == dims or len(before.mesh.members) * group_size(before.mesh, wider) > EXACT_PAIRS:
-        return Exchange(before, after, dims, received, _move_seconds(after, dims, received, received))
-    choices = [(_move_seconds(after, group, received, sent(before, after, group) * itemsize), group) for group in (dims, wider)]
+        return Exchange(before, after, dims, received, _move_seconds(after, dims, "exchange", received))
+    busiest = [max(received, sent(before, after, group) * itemsize) for group in (dims, wider)]
+    choices = [(_move_seconds(after, group, "exchange", most), group) for group, most in zip((dims, wider), busiest, strict=True)]
     seconds, dims = min(choices, key=lambda choice: choice[0])
     return Exchange(before, after, dims, received, seconds)
 
 
-def _move_seconds(after: Layout, dims: tuple[int, ...], received: int, most_sent: int) -> float:
+def _move_seconds(after: Layout, dims: tuple[int, ...], kind: Collective, nbytes: int) -> float:
     """Time on the wire, and to put the new block together."""
-    mesh = after.mesh
-    wire = collective_seconds(mesh, group_size(mesh, dims), max(received, most_sent))
-    return wire + local_seconds(mesh, after.max_local_nbytes)
+    return collective_seconds(after.mesh, dims, kind, nbytes) + local_seconds(after.mesh, after.max_local_nbytes)
 
 
 def _changed(before: Layout, after: Layout) -> tuple[int, ...]:

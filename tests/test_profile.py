@@ -1,0 +1,143 @@
+"""Profiles of communication: measured constants steer plans, a broken file does not, and all ranks go by the same one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gloo import run_gloo
+
+from dtensor import calibrate
+from dtensor.__main__ import main
+from dtensor.comm import profile as profiles
+from dtensor.comm.profile import BUILT_IN, COLLECTIVES, Link, Profile, Rate, profile_path, read_profile
+from dtensor.layout import Layout
+from dtensor.mesh import DeviceMesh
+from dtensor.placement import Partial, Placement, Replicate, Shard
+from dtensor.redistribute import plan
+
+SLOW_START = Profile({"gloo": Link.uniform(latency=1.0, per_peer=0.0, bandwidth=1e12, memory=1e12)})
+SLOW_WIRE = Profile({"gloo": Link.uniform(latency=1e-9, per_peer=0.0, bandwidth=1.0, memory=1e12)})
+P, MAX, R, S0 = Partial(), Partial("max"), Replicate(), Shard(0)
+
+
+def test_a_profile_reads_what_it_writes() -> None:
+    made = Profile({"gloo": SLOW_WIRE.links["gloo"]}, {"nccl": SLOW_START.links["gloo"]}, 4)
+    read = Profile.loads(made.dumps())
+    assert read.links["gloo"] == made.links["gloo"]
+    assert read.links["nccl"] == BUILT_IN.links["nccl"]  # not named: built in
+    assert read.between_hosts["nccl"] == made.between_hosts["nccl"]
+    assert read.ranks_per_host == 4
+    assert Profile.loads(read.dumps()) == read
+
+
+BROKEN = {
+    "empty": "",
+    "no JSON": "{",
+    "another thing": "[1, 2]",
+    "another format": '{"format": 0}',
+    "no links": '{"format": 1, "links": 3}',
+    "a collective is missing": json.dumps({"format": 1, "links": {"gloo": {"memory": 1e9}}}),
+    "a number is none": BUILT_IN.dumps().replace("0.0001", '"fast"'),
+    "a time is negative": BUILT_IN.dumps().replace("0.0001", "-1"),
+    "a bandwidth is zero": BUILT_IN.dumps().replace("1000000000.0", "0"),
+    "hosts are no count": '{"format": 1, "ranks_per_host": -2}',
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_told_and_left_aside(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(BROKEN[name])
+    monkeypatch.setenv("DTENSOR_PROFILE", str(path))
+    with pytest.warns(UserWarning, match="python -m dtensor calibrate"):
+        assert read_profile() == BUILT_IN
+
+
+def test_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for off in ("off", ""):
+        monkeypatch.setenv("DTENSOR_PROFILE", off)
+        assert profile_path() is None
+        assert read_profile() == BUILT_IN
+    monkeypatch.setenv("DTENSOR_PROFILE", str(tmp_path / "mine"))
+    assert profile_path() == tmp_path / "mine"
+    assert read_profile() == BUILT_IN  # not there
+    monkeypatch.delenv("DTENSOR_PROFILE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert profile_path() == tmp_path / "dtensor" / "profile.json"
+
+
+def collectives(mesh: DeviceMesh) -> int:
+    src, dst = (Layout.of(mesh, placements, (600, 600)) for placements in ([P, MAX], [R, R]))
+    return plan(src, dst).collectives
+
+
+def test_plans_follow_the_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for at, profile in enumerate((SLOW_START, SLOW_WIRE)):
+        monkeypatch.setattr(profiles, "_of_this_process", lambda profile=profile: profile)
+        counts.append(collectives(DeviceMesh("cpu", [[50 + at, 1, 2], [3, 4, 5]])))  # ranks that no plan is cached for
+    assert counts == [2, 3]
+
+
+def test_a_group_over_several_hosts_takes_longer() -> None:
+    mesh = DeviceMesh("meta", torch.arange(32).reshape(4, 8))
+    within, between = (
+        plan(Layout.of(mesh, src, (4096, 4096)), Layout.of(mesh, [R, R], (4096, 4096))).cost for src in ([R, S0], [S0, R])
+    )
+    assert between > 2 * within
+
+
+def _costs_on_gloo(folder: str) -> list[Any]:
+    rank = torch.distributed.get_rank()
+    if rank != 2:
+        os.environ["DTENSOR_PROFILE"] = f"{folder}/{rank}.json"
+    mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2)) if rank != 1 else None
+    pairs: list[list[Placement]] = [[S0, R], [P, MAX]]
+    if mesh is None:  # comes late, and asks for another mesh first
+        torch.distributed.barrier()
+        mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
+    else:
+        torch.distributed.barrier()
+    return [
+        str(plan(Layout.of(mesh, src, (600, 600)), Layout.of(mesh, [R, R], (600, 600)))) for src in pairs
+    ]
+
+
+@pytest.mark.gloo
+def test_all_ranks_go_by_one_profile(tmp_path: Path) -> None:
+    for rank, text in enumerate((SLOW_START.dumps(), "{", "unused", SLOW_WIRE.dumps())):
+        (tmp_path / f"{rank}.json").write_text(text)
+    results = run_gloo(_costs_on_gloo, 4, str(tmp_path))
+    assert all(result == results[0] for result in results)
+
+
+def test_a_fit_finds_the_constants_and_none_is_negative() -> None:
+    made = Rate(2e-4, 3e-5, 5e8)
+    sizes = [(n, b) for n in (2, 4, 8) for b in (1 << 12, 1 << 16, 1 << 22)]
+    found = calibrate.fit([calibrate.Sample("exchange", n, b, made.seconds(n, b)) for n, b in sizes])
+    assert (found.latency, found.per_peer, found.bandwidth) == pytest.approx((2e-4, 3e-5, 5e8))
+    falling = [calibrate.Sample("exchange", n, b, (9 - n) * 1e-4 + b / 1e9) for n, b in sizes]
+    found = calibrate.fit(falling)
+    assert found.per_peer == 0
+    assert found.latency > 0
+    assert calibrate.fit(falling[:3]).per_peer == 0  # one size of group tells nothing of peers
+
+
+@pytest.mark.gloo
+def test_calibrate_writes_a_profile_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new" / "profile.json"
+    monkeypatch.setenv("DTENSOR_PROFILE", str(path))
+    assert main(["calibrate", "--ranks", "2", "--seconds", "0.001"]) == 0
+    text = capsys.readouterr().out
+    assert all(kind in text for kind in COLLECTIVES)
+    assert str(path) in text
+    read = read_profile()
+    assert read.links["gloo"] != BUILT_IN.links["gloo"]
+    assert all(getattr(read.links["gloo"], kind).bandwidth > 1e6 for kind in COLLECTIVES)
