@@ -103,9 +103,7 @@ def _costs_on_gloo(folder: str) -> list[Any]:
         mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
     else:
         torch.distributed.barrier()
-    return [
-        str(plan(Layout.of(mesh, src, (600, 600)), Layout.of(mesh, [R, R], (600, 600)))) for src in pairs
-    ]
+    return [str(plan(Layout.of(mesh, src, (600, 600)), Layout.of(mesh, [R, R], (600, 600)))) for src in pairs]
 
 
 @pytest.mark.gloo
