@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from .comm.groups import backend_of
 from .comm.profile import COLLECTIVES, Link, Profile, Rate, profile_path
@@ -170,7 +170,7 @@ def run(ranks: int, device_type: str, path: Path | None, seconds: float) -> tupl
         return path, found
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         made = Path(folder) / "profile.json"
-        torch.multiprocessing.spawn(_rank, (ranks, device_type, folder, str(made), seconds), nprocs=ranks)
+        spawn(_rank, (ranks, device_type, folder, str(made), seconds), nprocs=ranks)
         found = Profile.loads(made.read_text())
     _write(path, found)
     return path, found
