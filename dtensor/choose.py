@@ -191,13 +191,15 @@ def _move(source: Where, target: Where, layout: Layout, mesh_dim: int) -> float:
     nbytes, ranks = layout.max_local_nbytes, layout.mesh.shape[mesh_dim]
     link = link_of(layout.mesh, (mesh_dim,))
     match source, target:
+        case (Partial(), Partial()):
+            return 1.5 * link.all_reduce.seconds(ranks, 2 * nbytes)  # never better than having it whole
         case (Partial(), _):
             # Scattering moves half of what reducing everywhere does, but the next operation usually gathers it again.
             return link.all_reduce.seconds(ranks, 2 * nbytes)
         case (int(), int()):
             return link.exchange.seconds(ranks, nbytes)
         case (int(), Partial()):
-            return 1.5 * link.all_gather.seconds(ranks, nbytes * (ranks - 1))  # never better than having it whole
+            return 1.5 * link.all_gather.seconds(ranks, nbytes * (ranks - 1))
         case _:
             return link.all_gather.seconds(ranks, nbytes * (ranks - 1))
 
