@@ -180,7 +180,6 @@ def _naming(before: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
     return name_of
 
 
-
 # --- what all ranks must hold alike, without a collective -------------------------------------------------------------------
 def settled_by_first(world: Any, key: str, value: str) -> str | None:
     """The ``value`` of the rank that asked first; no rank waits for another, so they may ask at any time, or never.
