@@ -32,13 +32,14 @@ def local_map(
     Args:
         out_placements: placements of the result; a tuple with one entry per flattened output if there are several (None for what
             is no tensor).
-        in_placements: per flattened argument the placements it must have; None (or None for one) checks nothing.
+        in_placements: per flattened argument the placements it must have, None for one that is no DTensor; None checks nothing.
         in_grad_placements: per flattened argument the placements of its local gradient, see :meth:`DTensor.to_local`.
         device_mesh: of the results; default that of the first DTensor argument.
         redistribute_inputs: redistribute arguments that are placed otherwise instead of raising.
 
     Raises:
-        PlacementError: an argument is not placed as ``in_placements`` says, or the outputs do not match ``out_placements``.
+        PlacementError: an argument is not placed as ``in_placements`` says, or is a DTensor where it says None, or the outputs do
+            not match ``out_placements``.
 
     >>> import torch, dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,))
@@ -73,6 +74,8 @@ def local_map(
                 found = True
                 mesh = mesh or value.device_mesh
                 wanted = None if in_placements is None else in_placements[i]
+                if in_placements is not None and wanted is None:
+                    raise PlacementError(f"local_map expects placements for argument {i}, a DTensor; in_placements has None for it")
                 value = _localize(
                     value, i, wanted, None if in_grad_placements is None else in_grad_placements[i], redistribute_inputs
                 )

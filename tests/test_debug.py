@@ -50,6 +50,11 @@ def test_modules_parameters_and_collectives_are_listed() -> None:
         "MLP.down.bias": (R,),
     }
     assert list(comm.get_parameter_info()) == ["MLP.up", "MLP.down"]
+    counts = comm.comm_module_counts
+    assert list(counts) == ["Global", "MLP", "MLP.up", "MLP.down"]
+    assert [counts[name]["forward"]["all_reduce"] for name in counts] == [1, 1, 0, 1]
+    assert counts["MLP.down"]["forward"][torch.ops.c10d_functional.all_reduce] == 1
+    assert counts["Global"]["backward"] == {"all_reduce": 1}  # of x's gradient
     table = comm.generate_comm_debug_tracing_table()
     assert "forward all_reduce: 1" in table
     with pytest.raises(ZeroDivisionError), CommDebugMode():

@@ -766,3 +766,10 @@ def test_a_dead_leaf_is_freed() -> None:
     del x
     gc.collect()
     assert alive() is None
+
+
+def test_local_map_wants_placements_of_every_dtensor() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = dt.distribute_tensor(torch.ones(4, 2), mesh, [dt.Shard(0)])
+    with pytest.raises(dt.errors.PlacementError, match="expects placements for argument 1"):
+        dt.local_map(torch.add, out_placements=[dt.Shard(0)], in_placements=([dt.Shard(0)], None))(x, x)

@@ -120,6 +120,18 @@ class CommDebugMode:
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
         )
 
+    @property
+    def comm_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
+        """Number of collectives by module ("Global" for all), then "forward" or "backward", then kind.
+
+        A module is named by the type of the outermost one and its path in it (``"MLP.layers.0"``) and counts those of its parts;
+        backward runs outside of modules and counts under "Global" only.
+        """
+        return {
+            name: {phase: Counts(int, counts) for phase, counts in phases.items()}
+            for name, phases in self._modules.inclusive().items()
+        }
+
     def get_parameter_info(self) -> dict[str, dict[str, Any]]:
         """Parameters of the modules that ran: module -> name -> parameter."""
         return dict(self._modules.parameters)

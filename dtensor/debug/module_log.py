@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..comm.events import Event
 from ..tensor import DTensor
@@ -24,6 +24,7 @@ class ModuleLog:
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
         self.collectives: dict[tuple[str, str], Counter[str]] = {}  # (module, "forward" | "backward") -> kinds
         self._names: dict[nn.Module, str] = {}
+        self._seen: dict[str, None] = {}  # names of the modules that ran, in order
         self._running: list[str] = []
         self._hooks: list[Any] = []
         self._thread = 0  # whose modules are followed: ranks may be threads, and hooks hear all of them
@@ -31,11 +32,9 @@ class ModuleLog:
     def __enter__(self) -> ModuleLog:
         self.parameters.clear()
         self.collectives.clear()
+        self._seen.clear()
         self._thread = threading.get_ident()
-        self._hooks = [
-            register_module_forward_pre_hook(self._entered),
-            register_module_forward_hook(self._left, always_call=True),
-        ]
+        self._hooks = [register_module_forward_pre_hook(self._entered)]
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -50,9 +49,12 @@ class ModuleLog:
         if module not in self._names:  # a root, named by its type, or a module that no other lists
             root = type(module).__name__
             for name, inner in module.named_modules():
-                self._names.setdefault(inner, f"{root}.{name}" if name else root)
+                if inner not in self._names:  # its last hook: what its other hooks communicate is its own
+                    self._names[inner] = f"{root}.{name}" if name else root
+                    self._hooks.append(inner.register_forward_hook(self._left, always_call=True))
         name = self._names[module]
         self._running.append(name)
+        self._seen[name] = None
         own = dict(module.named_parameters(recurse=False))
         if own:
             self.parameters[name] = own
@@ -65,6 +67,18 @@ class ModuleLog:
         in_backward = torch._C._current_graph_task_id() != -1
         where = ("all modules", "backward") if in_backward else (self._running[-1] if self._running else "outside", "forward")
         self.collectives.setdefault(where, Counter())[event.kind] += 1
+
+    def inclusive(self) -> dict[str, dict[str, Counter[str]]]:
+        """Collectives by module and phase, a module's with those of its parts; "Global" has all, and all of backward's."""
+        found: dict[str, dict[str, Counter[str]]] = {"Global": {"forward": Counter(), "backward": Counter()}}
+        for name in self._seen:
+            found[name] = {"forward": Counter(), "backward": Counter()}
+        for (name, phase), counts in self.collectives.items():
+            found["Global"][phase].update(counts)
+            for module in found:
+                if module == name or name.startswith(f"{module}."):
+                    found[module][phase].update(counts)
+        return found
 
     def sharding(self) -> dict[str, tuple[Any, ...]]:
         """Placements of every parameter that is a DTensor, by ``module.parameter``."""
