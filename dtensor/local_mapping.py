@@ -75,7 +75,9 @@ def local_map(
                 mesh = mesh or value.device_mesh
                 wanted = None if in_placements is None else in_placements[i]
                 if in_placements is not None and wanted is None:
-                    raise PlacementError(f"local_map expects placements for argument {i}, a DTensor; in_placements has None for it")
+                    raise PlacementError(
+                        f"local_map expects placements for argument {i}, a DTensor; in_placements has None for it"
+                    )
                 value = _localize(
                     value, i, wanted, None if in_grad_placements is None else in_grad_placements[i], redistribute_inputs
                 )
