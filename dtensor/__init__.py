@@ -15,7 +15,7 @@ from .many import redistribute_many
 from .mesh import DeviceMesh, init_device_mesh
 from .modes import explicit, implicit_replication
 from .placement import Monoid, Partial, Placement, Replicate, Shard
-from .random import manual_seed
+from .random import manual_seed, random_mode
 from .rules import families as _families
 from .tensor import DTensor
 
@@ -46,6 +46,7 @@ __all__ = [
     "per_rank",
     "rand",
     "randn",
+    "random_mode",
     "redistribute_many",
     "register_sharding",
     "zeros",

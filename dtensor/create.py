@@ -16,7 +16,7 @@ from .errors import PlacementError
 from .layout import Layout
 from .mesh import as_mesh
 from .placement import Partial, Placement, Replicate
-from .random import draw
+from .random import DRAWING, SAMPLERS, draw, draw_counted
 from .redistribute import redistribute_local
 from .tensor import DTensor, wrap
 
@@ -42,7 +42,10 @@ def full(size: Sequence[int], fill_value: Any, **options: Any) -> DTensor:
 
 
 def rand(*size: Any, **options: Any) -> DTensor:
-    """Uniform on [0, 1): the values that ``torch.rand`` gives on one device for the same seed, whatever the layout."""
+    """Uniform on [0, 1): the values that ``torch.rand`` gives on one device for the same seed, whatever the layout.
+
+    (Those of one device under ``random_mode("counter")`` are other ones, and as independent of the layout.)
+    """
     return _drawn(torch.rand, size, **options)
 
 
@@ -68,7 +71,10 @@ def _drawn(
     fill: Any, size: Any, *, placements: Sequence[Placement] | None = None, device_mesh: Any = None, **options: Any
 ) -> DTensor:
     layout, reduced, requires_grad = _prepare(size, placements, device_mesh, options, fill)
-    local = draw(reduced, lambda device: fill(tuple(layout.shape), dtype=layout.dtype, device=device))
+    if DRAWING.mode == "counter":
+        local = draw_counted(reduced, SAMPLERS["uniform" if fill is torch.rand else "normal"], {})
+    else:
+        local = draw(reduced, lambda device: fill(tuple(layout.shape), dtype=layout.dtype, device=device))
     return _finish(local, layout, reduced, requires_grad)
 
 

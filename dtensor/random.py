@@ -1,17 +1,69 @@
-"""Random numbers: what one device would draw for the same seed, whatever the mesh and placements (see ``rules.draw``)."""
+"""Random numbers that do not depend on the mesh or the placements (see ``rules.draw`` for how)."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from .mesh import DeviceMesh
-from .rules.draw import block_of, draw, synchronize
+from .rules.counter import SAMPLERS
+from .rules.draw import DRAWING, MODES, block_of, draw, draw_counted, synchronize
 
-__all__ = ["block_of", "draw", "manual_seed", "synchronize"]
+__all__ = ["DRAWING", "SAMPLERS", "block_of", "draw", "draw_counted", "manual_seed", "random_mode", "synchronize"]
 
 
-def manual_seed(seed: int, device_mesh: DeviceMesh | None = None) -> None:
-    """Seed the generators of this process (call it on every rank with the same seed), as ``torch.manual_seed`` does."""
+def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, mode: str | None = None) -> None:
+    """Seed the generators of this process (call it on every rank with the same seed), as ``torch.manual_seed`` does.
+
+    Args:
+        device_mesh: a mesh whose ranks are known to be seeded alike, so that its first draw need not compare.
+        mode: how to draw from now on, see :func:`random_mode`; None leaves it as it is.
+
+    >>> import torch, dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2,))
+    >>> dt.manual_seed(0, mesh)
+    >>> x = dt.rand(3, device_mesh=mesh, placements=[dt.Shard(0)]).full_tensor()
+    >>> _ = torch.manual_seed(0)
+    >>> torch.equal(x, torch.rand(3))
+    True
+    """
     torch.manual_seed(seed)
+    if mode is not None:
+        DRAWING.mode = _known(mode)
     if device_mesh is not None:
         device_mesh._root.seeded = True
+
+
+@contextmanager
+def random_mode(mode: str) -> Iterator[None]:
+    """Inside, draw random numbers this way; all ranks must enter it alike. Neither mode communicates.
+
+    Args:
+        mode: ``"exact"``: the values that one device draws for the same seed. Each rank draws the whole tensor and keeps
+            its block.
+            ``"counter"``: values of their own, which depend on the seed, the number of the call and the global index only. Each
+            rank draws its block, in parallel; what it does not cover (given probabilities, ``randperm``) is drawn exactly.
+
+    >>> import dtensor as dt
+    >>> meshes = [dt.init_device_mesh("cpu", shape) for shape in ((1,), (2, 2))]
+    >>> with dt.random_mode("counter"):
+    ...     dt.manual_seed(0)
+    ...     one = dt.randn(5, 3, device_mesh=meshes[0]).full_tensor()
+    ...     dt.manual_seed(0)
+    ...     four = dt.randn(5, 3, device_mesh=meshes[1], placements=[dt.Shard(0), dt.Shard(1)]).full_tensor()
+    >>> bool((one == four).all())
+    True
+    """
+    before, DRAWING.mode = DRAWING.mode, _known(mode)
+    try:
+        yield
+    finally:
+        DRAWING.mode = before
+
+
+def _known(mode: str) -> str:
+    if mode not in MODES:
+        raise ValueError(f"random mode {mode!r} is none of {MODES}")
+    return mode

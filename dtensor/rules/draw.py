@@ -1,13 +1,19 @@
-"""Blocks of one global draw of random numbers.
+"""Blocks of one global draw of random numbers, in one of two modes.
 
-Every rank draws the whole tensor from the default generator and keeps its block: the values that one device gives for
-the same seed, exactly and for every generator, at the cost of the whole tensor's time and transient memory on each rank.
+``"exact"``: every rank draws the whole tensor from the default generator and keeps its block: the values that one device gives
+for the same seed, for every generator, at the cost of the whole tensor's time and transient memory on each rank.
+
+``"counter"``: the generator gives one 64-bit key a call, and an element's value is a function of the key and its global index. A
+rank draws its block only. Since the key comes from the generator, whatever saves, restores or replaces its state
+(checkpointing, ``fork_rng``, ``generator=``) keeps working.
+
 All ranks must draw alike, so on process groups the first draw on a mesh takes over the generator state of its first rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,17 +21,64 @@ import torch
 from ..comm import communicator_of
 from ..layout import Layout
 from ..mesh import DeviceMesh
+from .counter import Arguments, Sampler, sample
+
+MODES = ("exact", "counter")
 
 
-def draw(layout: Layout, sample: Callable[[torch.device], torch.Tensor]) -> Any:
-    """The local blocks of one global draw: ``sample(device)`` gives the whole tensor."""
+@dataclass(slots=True)
+class Drawing:
+    """The current mode."""
+
+    mode: str = "exact"
+
+
+DRAWING = Drawing()
+
+
+def draw(layout: Layout, whole: Callable[[torch.device], torch.Tensor]) -> Any:
+    """The local blocks of one global draw: ``whole(device)`` gives the whole tensor."""
     mesh = layout.mesh
     device = torch.device(mesh.device_type)
     synchronize(mesh)
     if mesh.kind == "dry_run":
         return torch.empty(layout.local_shape(mesh.coordinates[0]), dtype=layout.dtype, device=device)
-    whole = sample(device)
-    return communicator_of(mesh).map(lambda member: block_of(whole, layout, member))
+    drawn = whole(device)
+    return communicator_of(mesh).map(lambda member: block_of(drawn, layout, member))
+
+
+def draw_counted(layout: Layout, sampler: Sampler, given: Arguments, generator: torch.Generator | None = None) -> Any:
+    """The local blocks of one global draw, each made by itself."""
+    mesh = layout.mesh
+    device = torch.device(mesh.device_type)
+    synchronize(mesh)
+    if mesh.kind == "dry_run":
+        return torch.empty(layout.local_shape(mesh.coordinates[0]), dtype=layout.dtype, device=device)
+    key = next_key(default_generator(mesh) if generator is None else generator)
+
+    def one(member: int | None) -> torch.Tensor:
+        coordinate = None if member is None else mesh.coordinates[member]
+        if coordinate is None:
+            return torch.empty(layout.local_shape(None), dtype=layout.dtype, device=device)
+        size = layout.local_shape(coordinate)
+        made = sample(sampler, given, key, layout.shape, layout.local_offset(coordinate), size, (layout.dtype, device))
+        return (
+            made
+            if layout.dense
+            else torch.empty_strided(size, layout.local_stride(coordinate), dtype=layout.dtype, device=device).copy_(made)
+        )
+
+    return communicator_of(mesh).map(one)
+
+
+def next_key(generator: torch.Generator) -> int:
+    """64 bits that are a function of the generator's state, which advances. On CUDA from seed and offset, without waiting."""
+    if generator.device.type == "cpu":
+        drawn = torch.randint(-(2**63), 2**63 - 1, (), generator=generator)
+        return int(drawn) & (2**64 - 1)
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4)
+    return (generator.initial_seed() * 0x9E3779B97F4A7C15 + offset) & (2**64 - 1)
 
 
 def block_of(whole: torch.Tensor, layout: Layout, member: int | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Random operations: every rank draws the whole tensor and keeps its block (see ``draw``), so values are those of one device.
+"""Random operations. What is drawn is cut like the operand it fills: without communication, in the current mode (see ``draw``).
 
 Where what is drawn depends on the *values* of an operand (``bernoulli`` of given probabilities, ``multinomial``, ``normal``
 with a tensor of means), there is no rule: the operand is gathered, and every rank draws from the same generator state.
@@ -13,7 +13,8 @@ import torch
 from ..placement import REDUCE_OPS
 from .call import Call
 from .context import KernelContext
-from .draw import draw
+from .counter import SAMPLERS, sampler_of
+from .draw import DRAWING, draw, draw_counted
 from .registry import register
 from .rule import Factors, Rule
 from .verbs import broadcast_factors
@@ -32,6 +33,10 @@ def draw_like(at: KernelContext, like: Any, *args: Any, **kwargs: Any) -> Any:
     """A block of what the op draws for a whole tensor with the strides of the global operand."""
     func, layout, result = at.call.func, at.operands[0], at.results[0]
     assert result is not None
+    sampler = sampler_of(func._schema.name.partition("::")[2])
+    if DRAWING.mode == "counter" and sampler is not None:
+        given = arguments_of(func, args, kwargs)
+        return draw_counted(result, sampler, given, given.get("generator"))
     has_out = any(argument.is_out for argument in func._schema.arguments)
 
     def sample(device: torch.device) -> torch.Tensor:
@@ -41,6 +46,13 @@ def draw_like(at: KernelContext, like: Any, *args: Any, **kwargs: Any) -> Any:
         return drawn
 
     return draw(result, sample)
+
+
+def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments after the first by name, defaults filled in."""
+    declared = func._schema.arguments[1:]
+    given = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
+    return given | dict(zip((argument.name for argument in declared), args, strict=False)) | kwargs
 
 
 register(
@@ -59,7 +71,8 @@ def drop(at: KernelContext, x: Any, p: float, train: bool | None) -> Any:
         ones = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device).fill_(1)
         return torch.native_dropout(ones, p, train)[1]
 
-    mask = draw(mask_layout, sample)
+    counted = DRAWING.mode == "counter" and train is not False
+    mask = draw_counted(mask_layout, SAMPLERS["bernoulli"], {"p": 1 - p}) if counted else draw(mask_layout, sample)
     scale = 1.0 if train is False or p == 1 else 1 / (1 - p)
     return at.map(lambda _, block, kept: block * kept * scale if train is not False else block.clone(), x, mask), mask
 

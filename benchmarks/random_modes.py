@@ -1,0 +1,49 @@
+"""Time that one rank spends on drawing its part of a tensor, in both random modes, beside the plain draw of the whole.
+
+``python benchmarks/random_modes.py [ranks ...]``: one process, one thread; a rank's share of an in-process mesh.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from dtensor.layout import Layout
+from dtensor.mesh import DeviceMesh
+from dtensor.placement import Shard
+from dtensor.rules.counter import SAMPLERS, sample
+from dtensor.rules.draw import block_of
+
+SHAPE = (2048, 2048)
+
+
+def milliseconds(fn: Callable[[], object], repeat: int = 5) -> float:
+    """The best of ``repeat`` runs."""
+    best = float("inf")
+    for _ in range(repeat):
+        start = time.perf_counter()
+        fn()
+        best = min(best, time.perf_counter() - start)
+    return best * 1e3
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(f"{SHAPE[0]} x {SHAPE[1]} float32, Shard(0), ms per rank")
+    print(f"{'':10}{'ranks':>7}{'plain':>9}{'exact':>9}{'counter':>9}")
+    for name, plain in (("uniform", torch.rand), ("normal", torch.randn)):
+        for ranks in [int(word) for word in sys.argv[1:]] or [1, 4, 16, 64]:
+            layout = Layout.of(DeviceMesh("cpu", ranks), [Shard(0)], SHAPE)
+            at, size = layout.local_offset((0,)), layout.local_shape((0,))
+            like = (torch.float32, torch.device("cpu"))
+            whole = milliseconds(lambda plain=plain: plain(SHAPE))  # type: ignore[misc]
+            exact = milliseconds(lambda plain=plain, layout=layout: block_of(plain(SHAPE), layout, 0))  # type: ignore[misc]
+            counted = milliseconds(lambda name=name, at=at, size=size: sample(SAMPLERS[name], {}, 1, SHAPE, at, size, like))  # type: ignore[misc]
+            print(f"{name:10}{ranks:7}{whole:9.1f}{exact:9.1f}{counted:9.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Random numbers in both modes: what they depend on, and, in counter mode, that they are distributed as they should be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import cases_random
+import pytest
+import torch
+from gloo import run_gloo
+
+import dtensor as dt
+from dtensor import Shard
+from dtensor.debug import CommDebugMode
+from dtensor.rules.philox import philox
+from dtensor.testing.cases import mesh_of
+
+
+@pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+@pytest.mark.parametrize("name", cases_random.CASES)
+def test_case_in_one_process(name: str) -> None:
+    cases_random.CASES[name]()
+
+
+@pytest.mark.gloo
+def test_all_cases_on_four_processes() -> None:
+    assert run_gloo(cases_random.main, 4, timeout_s=270.0) == [list(cases_random.CASES)] * 4
+
+
+# --- the words ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_published_words(counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]) -> None:
+    assert tuple(int(word) for word in philox(tuple(torch.tensor(c) for c in counter), key)) == expected
+
+
+# --- distributions in counter mode --------------------------------------------------------------------------------------
+SIZE = (40, 1003)
+
+
+def drawn(fill: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Values as float64, drawn over four ranks."""
+    x = dt.zeros(SIZE, device_mesh=mesh_of((2, 2)), placements=[Shard(0), Shard(1)], dtype=dtype)
+    with dt.random_mode("counter"):
+        dt.manual_seed(seed)
+        return fill(x).full_tensor().double()  # type: ignore[attr-defined]  # a DTensor
+
+
+def phi(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+CONTINUOUS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "uniform": (lambda x: x.uniform_(-1, 3), lambda x: (x + 1) / 4),
+    "normal": (lambda x: x.normal_(1, 2), lambda x: phi((x - 1) / 2)),
+    "rand_like": (torch.rand_like, lambda x: x),
+    "randn_like": (torch.randn_like, phi),
+    "exponential": (lambda x: x.exponential_(2.0), lambda x: 1 - torch.exp(-2 * x)),
+    "log_normal": (lambda x: x.log_normal_(0.5, 0.25), lambda x: phi((x.log() - 0.5) / 0.25)),
+    "cauchy": (lambda x: x.cauchy_(1.0, 2.0), lambda x: 0.5 + torch.atan((x - 1) / 2) / math.pi),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_values_follow_their_distribution(name: str, dtype: torch.dtype) -> None:
+    """Kolmogorov and Smirnov's statistic, at a level of about one in a million (the seed is fixed)."""
+    fill, cumulative = CONTINUOUS[name]
+    x = drawn(fill, dtype).flatten().sort().values
+    steps = torch.arange(1, x.numel() + 1, dtype=torch.float64) / x.numel()
+    distance = torch.maximum((cumulative(x) - steps).abs(), (cumulative(x) - steps + 1 / x.numel()).abs()).max()
+    assert distance < 2.7 / math.sqrt(x.numel())
+
+
+@pytest.mark.parametrize(
+    ("fill", "mean", "variance"),
+    [
+        (lambda x: x.bernoulli_(0.3), 0.3, 0.21),
+        (lambda x: torch.randint_like(x, -3, 9), 2.5, 143 / 12),
+        (lambda x: torch.randint_like(x, 0, 2**40), (2**40 - 1) / 2, 2.0**80 / 12),
+        (lambda x: x.geometric_(0.25), 4.0, 12.0),
+        (lambda x: x.random_(0, 7), 3.0, 4.0),
+        (lambda x: torch.nn.functional.dropout(torch.ones_like(x), 0.4), 1.0, 0.4 / 0.6),
+    ],
+    ids=["bernoulli", "randint", "wide randint", "geometric", "random", "dropout"],
+)
+def test_means_and_variances(fill: Callable[[torch.Tensor], torch.Tensor], mean: float, variance: float) -> None:
+    x = drawn(fill, torch.float64)
+    assert abs(x.mean().item() - mean) < 5 * math.sqrt(variance / x.numel())
+    assert abs(x.var().item() / variance - 1) < 0.06
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nothing_is_correlated(dtype: torch.dtype) -> None:
+    """Neighbours, rows, blocks of ranks and successive calls."""
+    x, y = drawn(torch.randn_like, dtype), drawn(torch.randn_like, dtype, seed=1)
+    x = x[:, :1000]
+    pairs = [(x[:, :-lag], x[:, lag:]) for lag in (1, 2, 3, 4, 8, 502)] + [(x[:-lag], x[lag:]) for lag in (1, 2, 20)]
+    for a, b in [*pairs, (x, y[:, :1000]), (x.square(), y[:, :1000].square()), (x[:, :-1].square(), x[:, 1:].square())]:
+        correlation = ((a - a.mean()) * (b - b.mean())).mean() / (a.std() * b.std())
+        assert abs(correlation.item()) < 5 / math.sqrt(a.numel())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_uniforms_stay_below_one(dtype: torch.dtype) -> None:
+    x = drawn(lambda x: x.uniform_(), dtype)
+    assert x.max() < 1
+    assert x.min() == 0
+
+
+def test_complex_normals_have_unit_variance() -> None:
+    with dt.random_mode("counter"):
+        x = dt.randn(300, 70, device_mesh=mesh_of((4,)), placements=[Shard(1)], dtype=torch.complex64).full_tensor()
+    assert abs(x.abs().square().mean().item() - 1) < 0.05
+    assert abs(x.mean().abs().item()) < 0.05
+
+
+def test_integers_cover_their_dtype() -> None:
+    for dtype in (torch.uint8, torch.int8, torch.int32):
+        x = drawn(lambda x: x.random_(), dtype)
+        assert x.min() >= 0
+        assert x.max() > 0.97 * torch.iinfo(dtype).max
+
+
+def test_calls_differ_and_nothing_is_communicated() -> None:
+    x = dt.zeros(7, 5, device_mesh=mesh_of((4,)), placements=[Shard(0)])
+    with dt.random_mode("counter"), CommDebugMode() as comm:
+        first, second = torch.rand_like(x), torch.rand_like(x)
+    assert not comm.get_total_counts()
+    assert not torch.equal(first.full_tensor(), second.full_tensor())  # type: ignore[attr-defined]  # DTensors
+
+
+def test_blocks_anywhere_are_parts_of_the_whole() -> None:
+    """Also those that begin in the middle of a group of words, on chunks of several sizes."""
+    for shape in ((), (1,), (13,), (5, 1), (3, 2, 9), (2, 70_001)):
+        for dtype in (torch.float32, torch.float64, torch.int64):
+            seen = []
+            for mesh, placements in (((1,), [Shard(-1)]), ((4,), [Shard(-1)]), ((3,), [Shard(0)])):
+                where = placements if shape else [dt.Replicate()]
+                x = dt.zeros(shape, device_mesh=mesh_of(mesh), placements=where, dtype=dtype)
+                with dt.random_mode("counter"):
+                    dt.manual_seed(0)
+                    seen.append(x.random_(0, 2**33).full_tensor())  # type: ignore[attr-defined]  # a DTensor
+            assert all(torch.equal(seen[0], other) for other in seen)
+
+
+def test_unknown_modes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'fast' is none of"):
+        dt.manual_seed(0, mode="fast")
+    with dt.random_mode("exact"):
+        dt.manual_seed(0, mode="counter")
+        assert dt.random.DRAWING.mode == "counter"
+    assert dt.random.DRAWING.mode == "exact"
