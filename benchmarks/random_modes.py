@@ -30,18 +30,29 @@ def milliseconds(fn: Callable[[], object], repeat: int = 5) -> float:
     return best * 1e3
 
 
+def times(plain: Callable[[tuple[int, int]], torch.Tensor], name: str, ranks: int) -> tuple[float, float, float]:
+    """Milliseconds: the plain draw of the whole, and the first rank's block in exact and in counter mode."""
+    layout = Layout.of(DeviceMesh("cpu", ranks), [Shard(0)], SHAPE)
+    at, size, like = layout.local_offset((0,)), layout.local_shape((0,)), (torch.float32, torch.device("cpu"))
+    return (
+        milliseconds(lambda: plain(SHAPE)),
+        milliseconds(lambda: block_of(plain(SHAPE), layout, 0)),
+        milliseconds(lambda: sample(SAMPLERS[name], {"p": 0.5}, 1, SHAPE, at, size, like)),
+    )
+
+
+def bernoulli(shape: tuple[int, int]) -> torch.Tensor:
+    """What dropout draws."""
+    return torch.empty(shape).bernoulli_(0.5)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     print(f"{SHAPE[0]} x {SHAPE[1]} float32, Shard(0), ms per rank")
     print(f"{'':10}{'ranks':>7}{'plain':>9}{'exact':>9}{'counter':>9}")
-    for name, plain in (("uniform", torch.rand), ("normal", torch.randn)):
+    for name, plain in (("uniform", torch.rand), ("normal", torch.randn), ("bernoulli", bernoulli)):
         for ranks in [int(word) for word in sys.argv[1:]] or [1, 4, 16, 64]:
-            layout = Layout.of(DeviceMesh("cpu", ranks), [Shard(0)], SHAPE)
-            at, size = layout.local_offset((0,)), layout.local_shape((0,))
-            like = (torch.float32, torch.device("cpu"))
-            whole = milliseconds(lambda plain=plain: plain(SHAPE))  # type: ignore[misc]
-            exact = milliseconds(lambda plain=plain, layout=layout: block_of(plain(SHAPE), layout, 0))  # type: ignore[misc]
-            counted = milliseconds(lambda name=name, at=at, size=size: sample(SAMPLERS[name], {}, 1, SHAPE, at, size, like))  # type: ignore[misc]
+            whole, exact, counted = times(plain, name, ranks)
             print(f"{name:10}{ranks:7}{whole:9.1f}{exact:9.1f}{counted:9.1f}")
 
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from .comm import communicator_of
+from .errors import MeshError
 from .mesh import DeviceMesh
 from .rules.counter import SAMPLERS
 from .rules.draw import DRAWING, MODES, block_of, draw, draw_counted, synchronize
@@ -18,8 +20,12 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, mode: str |
     """Seed the generators of this process (call it on every rank with the same seed), as ``torch.manual_seed`` does.
 
     Args:
-        device_mesh: a mesh whose ranks are known to be seeded alike, so that its first draw need not compare.
+        device_mesh: on processes, compare the seeds of its ranks now (one small collective). Without it the first draw on
+            a mesh takes over the state of the mesh's first rank. A pipeline's stages may be seeded differently: ``mesh["tp"]``.
         mode: how to draw from now on, see :func:`random_mode`; None leaves it as it is.
+
+    Raises:
+        MeshError: on every rank of ``device_mesh``, if their seeds differ.
 
     >>> import torch, dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,))
@@ -33,7 +39,19 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, mode: str |
     if mode is not None:
         DRAWING.mode = _known(mode)
     if device_mesh is not None:
-        device_mesh._root.seeded = True
+        _agree(seed, device_mesh)
+
+
+def _agree(seed: int, mesh: DeviceMesh) -> None:
+    root = mesh._root
+    if root.kind != "process_group" or mesh.current_member() is None:
+        return
+    seeds = communicator_of(mesh).all_gather_object(seed, tuple(range(mesh.ndim)))
+    if len(set(seeds)) > 1:
+        raise MeshError(
+            f"manual_seed: the ranks of {mesh!r} were given seeds {seeds}: pass the same one, or a mesh of those alike"
+        )
+    root.seeded = set(mesh.group_id(range(mesh.ndim)))  # between the copies of a submesh seeds may differ
 
 
 @contextmanager

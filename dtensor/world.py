@@ -33,7 +33,7 @@ class Root:
     groups: dict[tuple[int, ...], Any] = field(default_factory=dict)  # root dims -> torch group
     derived: dict[Any, DeviceMesh] = field(default_factory=dict)
     communicator: Any = None
-    seeded: bool = False  # all ranks draw random numbers from the same generator state
+    seeded: set[int] = field(default_factory=set)  # root dims over which ranks draw from the same generator state
     current: int | None = None  # the member that map_ranks is running for
 
     @property

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from cases_defects import RAGGED, S0, S1, R, line, run_all, square
-from cases_gloo import equal
+from cases_gloo import equal, held
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Shard
+from dtensor.errors import MeshError
 
 CASES: dict[str, Callable[[], None]] = {}
 LAYOUTS: tuple[list[Any], ...] = ([S0], [S1], [R], [RAGGED], [S0, S1], [S0, S0], [Shard(0, level=1), Shard(0, level=0)])
@@ -33,14 +36,16 @@ def plain(x: Any) -> torch.Tensor:
     return whole.shards[0] if isinstance(whole, dt.PerRank) else whole
 
 
-def as_on_one_device(draw: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
-    """``draw`` gives the same on a plain tensor and under every layout, and leaves the generator alike."""
+def as_on_one_device(draw: Callable[[torch.Tensor], Any], x: torch.Tensor, rounded: bool = False) -> None:
+    """``draw`` gives the same bits on a plain tensor and under every layout (``rounded``: sums follow, which may be
+    associated otherwise), and leaves the generator alike."""
     torch.manual_seed(3)
     expected, after = draw(x.clone()), torch.rand(2)
     for placements in LAYOUTS:
         made = put(x, placements)
         torch.manual_seed(3)
-        equal(draw(made).detach(), expected)
+        got = plain(draw(made))
+        assert torch.allclose(got, expected) if rounded else torch.equal(got, expected)
         assert torch.equal(torch.rand(2), after)
 
 
@@ -68,10 +73,13 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
     "orthogonal": nn.init.orthogonal_,
     "sparse": lambda x: nn.init.sparse_(x, 0.3),
     "dirac": lambda x: nn.init.eye_(x) + torch.rand_like(x),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None], dropout_p=0.4),
+    "several": lambda x: torch.rand_like(x) + F.dropout(torch.randn_like(x[1:]), 0.2).sum() * 0 + x.t().exponential_().t(),
     "own_generator": lambda x: x.normal_(generator=torch.Generator().manual_seed(7)),
 }
+ROUNDED = ("gumbel_softmax", "orthogonal", "attention")
 for _name, _draw in DRAWS.items():
-    CASES[f"exact_{_name}"] = lambda draw=_draw: as_on_one_device(draw, X)  # type: ignore[misc]
+    CASES[f"exact_{_name}"] = lambda draw=_draw, rounded=_name in ROUNDED: as_on_one_device(draw, X, rounded)  # type: ignore[misc]
 
 
 @case
@@ -141,6 +149,64 @@ def factories_of_partial_tensors() -> None:
     expected = plain(dt.randn(5, 6, device_mesh=line(), placements=[R]))
     torch.manual_seed(6)
     equal(dt.randn(5, 6, device_mesh=line(), placements=[Partial()]), expected)
+
+
+@in_both_modes
+def initialised_on_meta_first() -> None:
+    seen = []
+    for placements in ([R], [S0], [S1]):
+        with torch.device("meta"):
+            module = nn.Sequential(nn.Linear(6, 5), nn.Embedding(7, 3))
+        dt.distribute_module(
+            module,
+            line(),
+            lambda name, m, mesh, where=placements: (
+                [
+                    m.register_parameter(key, nn.Parameter(dt.distribute_tensor(p, mesh, where if p.ndim > 1 else [S0])))
+                    for key, p in m.named_parameters(recurse=False)
+                ]
+                and None
+            ),
+        )
+        module.to_empty(device="cpu")
+        torch.manual_seed(0)
+        for m in module:
+            m.reset_parameters()
+        seen.append([plain(p) for p in module.parameters()])
+    assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other, strict=True))
+    if dt.random.DRAWING.mode == "exact":
+        torch.manual_seed(0)
+        expected = [p.detach() for p in nn.Sequential(nn.Linear(6, 5), nn.Embedding(7, 3)).parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], expected, strict=True))
+
+
+@case
+def ranks_seeded_differently_draw_alike() -> None:
+    """The first draw on a submesh is shared by its ranks, and that says nothing about the whole mesh."""
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh._root.seeded.clear()  # as at the start
+    if dist.is_initialized():
+        torch.manual_seed(dist.get_rank())
+    for part, placements in ((mesh["tp"], [R]), (mesh, [R, R])):
+        drawn = dt.rand(5, device_mesh=part, placements=placements)
+        for piece in held(drawn).values():
+            mine = DTensor.from_local(piece, part, [Partial("max")] * part.ndim, shape=(5,))
+            assert torch.equal(plain(mine.redistribute(placements=placements)), plain(drawn))
+
+
+@case
+def manual_seed_compares_seeds() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    stage = mesh.get_local_rank("dp")
+    dt.manual_seed(stage, mesh["tp"])
+    if dist.is_initialized():
+        with pytest.raises(MeshError, match="pass the same one"):
+            dt.manual_seed(stage, mesh)
+    dt.manual_seed(3, mesh)
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    equal(dt.rand(4, device_mesh=mesh, placements=[R, S0]), expected)
 
 
 def main() -> list[str]:

@@ -1,7 +1,7 @@
 """Random numbers by counting: an element is a function of the call's key, its global index and the distribution alone.
 
 A rank draws its block and nothing else; blocks agree on every mesh and under all placements. Rows (all dims but the last)
-and columns of the *global* tensor are Philox's counter; a group of four words serves four neighbouring columns, or two in float64.
+and columns of the *global* tensor are Philox's counter; a group of four words serves four neighbouring columns, two in float64.
 """
 
 from __future__ import annotations

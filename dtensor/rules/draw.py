@@ -94,11 +94,11 @@ def block_of(whole: torch.Tensor, layout: Layout, member: int | None) -> torch.T
 
 
 def synchronize(mesh: DeviceMesh) -> None:
-    """On process groups, once per mesh: all ranks take over the first rank's generator state."""
-    root = mesh._root
-    if root.kind != "process_group" or root.seeded:
+    """On process groups, once for all ranks that share a draw: they take over the first one's generator state."""
+    root, dims = mesh._root, mesh.group_id(range(mesh.ndim))
+    if root.kind != "process_group" or root.seeded.issuperset(dims):
         return
-    root.seeded = True
+    root.seeded.update(dims)
     if mesh.current_member() is None:
         return
     generator = default_generator(mesh)

@@ -1,7 +1,7 @@
 """Random operations. What is drawn is cut like the operand it fills: without communication, in the current mode (see ``draw``).
 
-Where what is drawn depends on the *values* of an operand (``bernoulli`` of given probabilities, ``multinomial``, ``normal``
-with a tensor of means), there is no rule: the operand is gathered, and every rank draws from the same generator state.
+Operations whose outcome depends on the *values* of an operand (``bernoulli`` of given probabilities, ``multinomial``, ``normal``
+with a tensor of means) are in ``values_drawn``: exact in both modes.
 """
 
 from __future__ import annotations
