@@ -5,7 +5,7 @@ from .boundary import PrepareModuleInput, PrepareModuleInputOutput, PrepareModul
 from .fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from .loss import loss_parallel
 from .plan import parallelize_module
-from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .replicate import ReplicatedModule, replicate
 from .style import ParallelStyle
 from .tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
@@ -14,6 +14,7 @@ from .zero import ZeroRedundancyOptimizer
 __all__ = [
     "CPUOffloadPolicy",
     "ColwiseParallel",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm import PerRank, communicator_of
-from ..errors import MeshError
+from ..errors import MeshError, PlacementError
 from ..layout import Layout
 from ..mesh import DeviceMesh
 from ..placement import Placement, Replicate, Shard
@@ -69,9 +69,9 @@ class Managed:
         self.placed = value
         for module, name in self.places:
             module._parameters[name] = value
-            names = getattr(module, "_flat_weights_names", None)
-            if names is not None:  # recurrent modules keep a list of their weights
-                module.__dict__["_flat_weights"] = [module._parameters.get(name) for name in names]
+            attributes = module.__dict__
+            if "_flat_weights_names" in attributes:  # recurrent modules keep a list of their weights
+                attributes["_flat_weights"] = [module._parameters.get(name) for name in attributes["_flat_weights_names"]]
 
 
 _MANAGED: Any = WeakTensorKeyDictionary()  # parameters as they were -> Managed: finds ties across units
@@ -124,8 +124,7 @@ def adopt(module: nn.Module, axes: Axes, ignored: set[nn.Parameter], where: Shar
 
 
 def _take(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> Managed:
-    asked = where(parameter) if where is not None else None
-    cut = None if not axes.shard or parameter.ndim == 0 else 0 if asked is None else asked.dim % parameter.ndim
+    cut = None if not axes.shard or parameter.ndim == 0 else _asked(parameter, where)
     inside = _beside(parameter._layout, axes.mesh) if isinstance(parameter, DTensor) else None
     if inside is None:
         whole = Layout.of(axes.mesh, None, parameter.shape, None, parameter.dtype)
@@ -137,6 +136,23 @@ def _take(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> 
     made = nn.Parameter(wrap(local, layout), requires_grad=parameter.requires_grad)
     made._data_parallel = True  # type: ignore[attr-defined]  # a mark that survives in the parameter
     return Managed([], made, layout, whole, inside, cut)
+
+
+def _asked(parameter: nn.Parameter, where: ShardPlacement | None) -> int:
+    """The tensor dim to cut.
+
+    Raises:
+        PlacementError: ``where`` gives something else than None or a ``Shard`` of one of the parameter's dims.
+    """
+    asked = None if where is None else where(parameter)
+    if asked is None:
+        return 0
+    if not isinstance(asked, Shard) or not -parameter.ndim <= asked.dim < parameter.ndim:
+        raise PlacementError(
+            f"shard_placement_fn gave {asked!r} for a parameter of shape {tuple(parameter.shape)}; "
+            f"return Shard(dim) with a dim below {parameter.ndim}, or None for Shard(0)"
+        )
+    return asked.dim % parameter.ndim
 
 
 def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout) -> Any:

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import MeshError
+from ..errors import DTensorError, MeshError
 from ..mesh import DeviceMesh, as_mesh
 from .adopt import Axes, ShardPlacement, adopt, onto_one_mesh
 from .buffers import Buffers
 from .group import Group
-from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .unit import Unit, unit_of
 
 _DEFAULT_PRECISION = MixedPrecisionPolicy()
@@ -53,6 +53,27 @@ class FSDPModule:
         for unit in _units(self, recurse):
             unit.keep_after_backward = not reshard_after_backward
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward, on a 2-d mesh, also sums over the replicas what it has reduce-scattered. If not this rank's part is
+        held, and joins that of the next backward that does: gradients accumulate in a part's memory, and cross replicas once.
+        """
+        for unit in _units(self, recurse):
+            for group in unit.groups:
+                group.all_reduces = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's summed gradients by ``factor`` instead of the number of data-parallel ranks.
+
+        Where the batch is a DTensor, and the loss so a global one, nothing is divided, with or without this.
+        """
+        if not isinstance(factor, (int, float)) or not factor > 0:
+            raise ValueError(f"set_gradient_divide_factor takes a number above 0, got {factor!r}")
+        for group in _unit(self).groups:
+            group.divisor = float(factor)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Does nothing: every backward waits for its own reductions, so none has to be told that it is the last."""
+
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Units whose gather starts when this one's forward does; default the one that ran next in the pass before."""
         _unit(self).before_in_forward = [_unit(module) for module in modules]
@@ -82,7 +103,8 @@ def fully_shard(
     shard_placement_fn: ShardPlacement | None = None,
     mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
     offload_policy: OffloadPolicy = _DEFAULT_OFFLOAD,
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
     """``module``, in place, with the parameters that no inner unit has cut over the data-parallel mesh.
 
@@ -100,6 +122,11 @@ def fully_shard(
         mp_policy: dtypes to compute and to reduce in.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in host memory.
         ignored_params: left as they are.
+        dp_mesh_dims: the dims of ``mesh`` that are data-parallel, by name, where ``mesh`` has others too; default all.
+
+    Raises:
+        MeshError: more than two data-parallel dims, or a parameter on a mesh that is not of the same root.
+        DTensorError: ``module`` is a unit already, or a container that nobody calls.
 
     Cost: per unit and pass two all-gathers of its parameters and one reduce-scatter of its gradients.
 
@@ -112,11 +139,13 @@ def fully_shard(
     >>> model.bias.grad.placements, model.bias.grad.full_tensor()
     ((Shard(dim=0),), tensor([1., 1., 1., 1.]))
     """
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise TypeError(f"reshard_after_forward is True, False or None, got {reshard_after_forward!r}")
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
-    axes = axes_of(as_mesh(mesh), isinstance(offload_policy, CPUOffloadPolicy))
-    managed = [m for one in modules for m in adopt(one, axes, ignored_params or set(), shard_placement_fn)]
+    _check_options(reshard_after_forward, mp_policy, offload_policy)
+    for one in modules:
+        check_callable(one, "fully_shard")
+    offload = isinstance(offload_policy, CPUOffloadPolicy)
+    axes = axes_of(as_mesh(mesh), offload) if dp_mesh_dims is None else axes_named(as_mesh(mesh), dp_mesh_dims, offload)
+    managed = [m for one in modules for m in adopt(one, axes, set(ignored_params or ()), shard_placement_fn)]
     buffers = Buffers([sub for one in modules for sub in one.modules()], axes)
     unit = Unit(modules, [Group(managed, axes, mp_policy)], buffers, axes, mp_policy)
     onto_one_mesh(
@@ -126,6 +155,53 @@ def fully_shard(
     for one in modules:
         add_methods(one, FSDPModule, "FSDP")
     return module
+
+
+def _check_options(reshard_after_forward: Any, mp_policy: Any, offload_policy: Any) -> None:
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise TypeError(
+            f"reshard_after_forward is True, False or None, got {reshard_after_forward!r}; "
+            "to gather over fewer ranks give a 2-d mesh"
+        )
+    check_policy(mp_policy)
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(f"offload_policy is CPUOffloadPolicy() or OffloadPolicy(), got {offload_policy!r}")
+
+
+def check_policy(mp_policy: Any) -> None:
+    """Raises TypeError unless it is a policy."""
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy is a MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...), got {mp_policy!r}")
+
+
+def check_callable(module: Any, name: str) -> None:
+    """Whether a unit can be made of ``module``: it runs by being called, and is none yet.
+
+    Raises:
+        TypeError, DTensorError: it cannot.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{name} takes a module, got {type(module).__name__}")
+    has_forward = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_forward:
+        raise DTensorError(
+            f"{name} of a {type(module).__name__}: nobody calls it, so nothing could gather its parameters; apply it to each of "
+            f"its modules: for block in blocks: {name}(block, mesh=mesh)"
+        )
+    if unit_of(module) is not None:
+        raise DTensorError(
+            f"this {type(module).__name__} is data-parallel already; call {name} once per module, inner ones first"
+        )
+
+
+def axes_named(mesh: DeviceMesh, dims: DataParallelMeshDims, offload: bool = False) -> Axes:
+    """The roles of the named dims of a mesh that has others too."""
+    shard, replicate = ((x,) if isinstance(x, str) else tuple(x or ()) for x in (dims.shard, dims.replicate))
+    if not shard:
+        raise MeshError(f"dp_mesh_dims of fully_shard needs shard=, the mesh dims to cut over, got {dims}; see replicate()")
+    part = mesh[(*replicate, *shard)]
+    both = range(len(replicate) + len(shard))
+    return Axes(part, tuple(both[len(replicate) :]), tuple(both[: len(replicate)]), offload)
 
 
 def axes_of(mesh: DeviceMesh, offload: bool = False) -> Axes:

@@ -35,6 +35,8 @@ class Group:
         managed: the parameters, wider dtypes first, so that every block is aligned.
         gathered: the buffer is filled.
         live: forward passes whose backward has begun and still needs the gathered values.
+        divisor: of summed gradients; None: the number of ranks.
+        all_reduces: reduce-scattered gradients are summed over replicas too; otherwise they wait in ``scattered``.
     """
 
     def __init__(self, managed: Sequence[Managed], axes: Axes, policy: MixedPrecisionPolicy) -> None:
@@ -42,6 +44,9 @@ class Group:
         self.managed: list[Managed] = []
         self.gathered = False
         self.live: set[int] = set()
+        self.divisor: float | None = None
+        self.all_reduces = True
+        self.scattered: dict[Any, Any] = {}
         self._stamp: Any = None
         self._pending: Pending[list[Any]] | None = None
         self._buffer: Any = None
@@ -120,12 +125,9 @@ class Group:
 
     def stamp(self) -> list[Any]:
         """Changes whenever a parameter's value does: written to as a DTensor or as its local, or replaced."""
-        found: list[Any] = []
-        for m in self.managed:
-            found.append(m.parameter._version)
-            for shard in shards_of(m.parameter._local):  # type: ignore[attr-defined]  # a DTensor
-                found += (id(shard), shard._version)
-        return found
+        parameters = [m.parameter for m in self.managed]
+        shards = [shard for p in parameters for shard in shards_of(p._local)]  # type: ignore[attr-defined]  # DTensors
+        return [p._version for p in parameters] + [id(x) for x in shards] + [x._version for x in shards]
 
     def start_gather(self) -> None:
         """Issue the all-gather, unless what is gathered is still right."""

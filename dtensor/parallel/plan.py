@@ -50,7 +50,8 @@ def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None) 
         plan.src_data_rank = source
         return plan._apply(module, mesh)
     if not isinstance(plan, Mapping):
-        raise TypeError(f"a parallelize_plan is a ParallelStyle or a mapping from names to such, got {type(plan).__name__}")
+        given = f"the class {plan.__name__}, not an instance: write {plan.__name__}()" if isinstance(plan, type) else repr(plan)
+        raise TypeError(f"a parallelize_plan is a ParallelStyle or a mapping from names to such, got {given}")
     for path, inner in plan.items():
         found = submodules_at(module, path)
         if not found:

@@ -34,3 +34,16 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Sharded parameters, gradients and so optimizer states stay in host memory; ``pin_memory`` lets copies overlap compute."""
 
     pin_memory: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelMeshDims:
+    """Which dims of a larger mesh are data-parallel, by name.
+
+    Attributes:
+        shard: the dims to cut parameters over.
+        replicate: the dims to copy them over.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None

@@ -10,6 +10,7 @@ them; what no rank used keeps its ``.grad`` as it was.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ class Reduction:
     def __init__(self, group: Group, gradients: dict[int, Column], dtype: torch.dtype, average: bool) -> None:
         self.group, self.chosen = group, list(gradients)
         self.missing = {i for i, column in gradients.items() if any(grad is None for grad in column)}
-        self._op = "avg" if average else "sum"
+        self._divisor = group.divisor if average else None
+        self._op = "avg" if average and self._divisor is None else "sum"
         self._pending = self._issue([gradients[i] for i in self.chosen], dtype)
 
     def _issue(self, columns: Sequence[Column], dtype: torch.dtype) -> Pending[Tensor]:
@@ -49,7 +51,11 @@ class Reduction:
         group, comm, axes = self.group, self.group.comm, self.group.axes
         flat = self._pending.wait()
         if axes.shard and axes.replicate:
-            flat = comm.all_reduce(flat, axes.replicate, self._op)
+            flat = self._over_replicas(flat)
+            if flat is None:
+                return
+        if self._divisor is not None:
+            flat = flat / self._divisor
         *blocks, flags = comm.map(self._blocks, flat)
         used = {}
         if self.missing:
@@ -59,6 +65,17 @@ class Reduction:
             if i not in self.missing or used[i]:
                 m = group.managed[i]
                 accumulate(m.parameter, wrap(block, m.layout))
+
+    def _over_replicas(self, flat: Any) -> Any:
+        """This rank's part with those of the passes before that were not summed over replicas; None: it waits with them."""
+        group, key = self.group, (tuple(self.chosen), self._op)
+        before, missing = group.scattered.pop(key, (None, frozenset()))
+        flat = flat if before is None else before + flat
+        self.missing |= missing
+        if not group.all_reduces:
+            group.scattered[key] = (flat, frozenset(self.missing))
+            return None
+        return group.comm.all_reduce(flat, group.axes.replicate, self._op)
 
     def _blocks(self, member: int, flat: Tensor) -> list[Tensor]:
         group = self.group

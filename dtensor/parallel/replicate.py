@@ -11,7 +11,7 @@ from torch import nn
 from ..mesh import as_mesh
 from .adopt import Axes, Managed, adopt, onto_one_mesh
 from .buffers import Buffers
-from .fully_shard import add_methods
+from .fully_shard import add_methods, check_callable, check_policy
 from .group import Group
 from .policy import MixedPrecisionPolicy
 from .unit import Unit, unit_of
@@ -47,7 +47,7 @@ def replicate(
     mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
     bucket_cap_mb: float = 25,
     ignored_modules: Iterable[nn.Module] = (),
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> Any:
     """``module``, in place, its parameters (and buffers) those of the first rank, everywhere; each rank runs it on its own batch.
 
@@ -72,9 +72,13 @@ def replicate(
     >>> model.weight.grad.placements, model.weight.grad.full_tensor()
     ((Replicate(),), tensor([[1., 1., 1.]]))
     """
+    check_policy(mp_policy)
+    check_callable(module, "replicate")
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb is a number of mebibytes above 0, got {bucket_cap_mb!r}")
     mesh = as_mesh(mesh)
     axes = Axes(mesh, (), tuple(range(mesh.ndim)))
-    ignored = {p for inner in ignored_modules for p in inner.parameters()} | (ignored_params or set())
+    ignored = {p for inner in ignored_modules for p in inner.parameters()} | set(ignored_params or ())
     managed = adopt(module, axes, ignored)
     onto_one_mesh(managed, mesh)
     groups = [Group(bucket, axes, mp_policy) for bucket in buckets(managed, bucket_cap_mb * _MEBIBYTE)]

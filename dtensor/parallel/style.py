@@ -11,7 +11,7 @@ from torch import nn
 
 from ..comm import PerRank
 from ..distribute import distribute_tensor
-from ..errors import MeshError
+from ..errors import MeshError, PlacementError
 from ..mesh import DeviceMesh
 from ..placement import Placement, Replicate
 from ..tensor import DTensor
@@ -45,6 +45,17 @@ def one_dim(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
         name = (mesh.mesh_dim_names or ("tp",))[-1]
         raise MeshError(f"{type(style).__name__} works over one mesh dim, got {mesh!r}; pass one of its dims: mesh[{name!r}]")
     return mesh
+
+
+def checked(given: Placement | None, default: Placement, name: str, style: ParallelStyle) -> Placement:
+    """``given``, or ``default`` for None.
+
+    Raises:
+        PlacementError: it is no placement.
+    """
+    if given is not None and not isinstance(given, Placement):
+        raise PlacementError(f"{type(style).__name__} takes {name}=Shard(dim) or Replicate(), one placement, got {given!r}")
+    return default if given is None else given
 
 
 def lay_out(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None) -> None:

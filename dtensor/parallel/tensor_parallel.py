@@ -14,7 +14,18 @@ from torch import nn
 from ..mesh import DeviceMesh
 from ..placement import Placement, Replicate, Shard
 from ..tensor import DTensor
-from .style import ParallelStyle, after_forward, annotated, before_forward, lay_out, local_if, one_dim, placed, replicate_rest
+from .style import (
+    ParallelStyle,
+    after_forward,
+    annotated,
+    before_forward,
+    checked,
+    lay_out,
+    local_if,
+    one_dim,
+    placed,
+    replicate_rest,
+)
 
 Family = Literal["linear", "transposed linear", "embedding"]
 
@@ -47,8 +58,8 @@ class _MatrixParallel(ParallelStyle):
     def __init__(
         self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None, use_local_output: bool = True
     ) -> None:
-        self.input_layouts = (input_layouts or self._default_input,)
-        self.output_layouts = (output_layouts or self._default_output,)
+        self.input_layouts = (checked(input_layouts, self._default_input, "input_layouts", self),)
+        self.output_layouts = (checked(output_layouts, self._default_output, "output_layouts", self),)
         self.use_local_output = use_local_output
 
     def _weight_dim(self, family: Family) -> int:

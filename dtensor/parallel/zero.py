@@ -50,6 +50,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         params: parameters or groups of such: replicated DTensors (see :func:`replicate`), or plain ones, equal on all ranks.
         optimizer_class: for example ``torch.optim.AdamW``.
         mesh: default that of the first DTensor parameter, else the one entered by ``with mesh:``.
+        process_group: a group of ``torch.distributed`` instead of a mesh.
         defaults: options of ``optimizer_class``.
 
     Cost: per step one all-gather of all parameters; state memory divided by the number of ranks.
@@ -64,9 +65,22 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     (tensor([0.5000, 0.5000, 0.5000], grad_fn=<SelectBackward0>), float32[4, 3] on (0=S(0)))
     """
 
-    def __init__(self, params: Any, optimizer_class: type[torch.optim.Optimizer], mesh: Any = None, **defaults: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[torch.optim.Optimizer],
+        mesh: Any = None,
+        *,
+        process_group: Any = None,
+        **defaults: Any,
+    ) -> None:
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+            raise TypeError(f"optimizer_class is a class such as torch.optim.AdamW, got {optimizer_class!r}")
         groups = _as_groups(params)
+        if process_group is not None:
+            mesh = DeviceMesh.from_group(process_group, groups[0]["params"][0].device.type)
         self.mesh = _mesh_of(groups, mesh)
+        self._consolidated: dict[str, Any] | None = None
         self._parts: list[_Part] = []
         inner_groups = [{**group, "params": [self._part(p) for p in group["params"]]} for group in groups]
         self.inner = optimizer_class(inner_groups, **defaults)
@@ -89,7 +103,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """One step of the inner optimizer on the parts, then parameters made whole again."""
-        loss = None
+        loss, self._consolidated = None, None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -180,8 +194,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     # --- state -------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, its state DTensors: what a distributed checkpoint saves in parts."""
-        return self.inner.state_dict()
+        """The inner optimizer's, its state DTensors: what a distributed checkpoint saves in parts. After
+        :meth:`consolidate_state_dict`, and until the next step, the plain optimizer's.
+        """
+        return self.inner.state_dict() if self._consolidated is None else self._consolidated
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what :meth:`state_dict` or :meth:`consolidated_state_dict` gave, on any mesh."""
@@ -192,6 +208,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def consolidated_state_dict(self) -> dict[str, Any]:
         """The state dict that the plain optimizer would have: whole plain tensors, on every rank."""
         return _mapped(self.inner.state_dict(), lambda x: x.full_tensor() if isinstance(x, DTensor) else x)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Has :meth:`state_dict` give :meth:`consolidated_state_dict` until the next step, on all ranks, ``to`` among them."""
+        self._consolidated = self.consolidated_state_dict()
 
     def _laid_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         parts = [part for group in self.inner.param_groups for part in group["params"]]
@@ -220,7 +240,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:
     listed = list(params)
-    if listed and isinstance(listed[0], dict):
+    if not listed:
+        raise ValueError("ZeroRedundancyOptimizer got no parameters; pass model.parameters()")
+    if isinstance(listed[0], dict):
         return [{**group, "params": _listed(group["params"])} for group in listed]
     return [{"params": listed}]
 
