@@ -24,6 +24,8 @@ def test_collectives_are_found_under_the_names_that_torch_gives_them() -> None:
     assert comm.comm_counts[functional.all_gather_into_tensor] == comm.get_comm_counts()["all_gather"] == 1
     assert comm.get_comm_counts()[functional.reduce_scatter_tensor] == 1
     assert comm.get_comm_counts()[functional.all_reduce] == comm.get_comm_counts()["all_reduce"] == 0
+    assert comm.get_comm_counts() == {functional.all_gather_into_tensor: 1, functional.reduce_scatter_tensor: 1}
+    assert comm.get_comm_counts() != {functional.all_gather_into_tensor: 1}
     assert comm.get_total_counts() == sum(comm.get_comm_counts().values()) == 2
 
 

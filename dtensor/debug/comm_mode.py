@@ -34,17 +34,25 @@ _KINDS = {
 
 
 class Counts(defaultdict[Any, int]):
-    """Numbers by kind of collective; torch's operators (``torch.ops.c10d_functional.all_reduce``) are looked up by their kind.
+    """Numbers by kind of collective; torch's operators (``torch.ops.c10d_functional.all_reduce``) stand for their kinds.
 
     >>> Counts(int, {"all_reduce": 2})[torch.ops._c10d_functional.all_reduce]
     2
     """
 
     def __missing__(self, key: Any) -> int:
-        packet = getattr(key, "overloadpacket", key)
-        if isinstance(packet, torch._ops.OpOverloadPacket):
-            return self.get(_KINDS.get(packet.__name__, ""), 0)
-        return 0
+        return self.get(_kind(key), 0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, dict) and dict(self) == {_kind(key): count for key, count in other.items()}
+
+    __hash__ = None  # type: ignore[assignment]  # as of any dict
+
+
+def _kind(key: Any) -> Any:
+    """The kind that a torch operator stands for; any other key is its own."""
+    packet = getattr(key, "overloadpacket", key)
+    return _KINDS.get(packet.__name__, "") if isinstance(packet, torch._ops.OpOverloadPacket) else key
 
 
 class CommDebugMode:
