@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .comm import PerRank, communicator_of
+from .comm.backends import flat_bytes
 from .errors import LayoutError
 from .layout import Layout, Split, stride_like
 from .mesh import DeviceMesh
@@ -199,6 +200,4 @@ def _order(stride: Sequence[int], dims: Sequence[int]) -> str:
 
 
 def _digest(piece: torch.Tensor) -> bytes:
-    data = piece.detach().cpu().contiguous()
-    raw = data.reshape(-1).view(torch.uint8) if data.numel() else data.new_empty(0, dtype=torch.uint8)
-    return hashlib.sha256(raw.numpy().tobytes()).digest()
+    return hashlib.sha256(flat_bytes(piece).cpu().numpy().tobytes()).digest()

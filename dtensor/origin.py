@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from .comm import communicator_of
+from .comm.backends import flat_bytes
 from .errors import ImplicitCommunicationError, MixedTensorError
 from .mesh import DeviceMesh
 from .modes import MODES
@@ -133,7 +134,7 @@ def agree(value: torch.Tensor, mesh: DeviceMesh, what: str) -> None:
         return
     if MODES.explicit:
         raise ImplicitCommunicationError(f"{what} would compare a plain tensor between ranks under explicit()")
-    content = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    content = flat_bytes(value).cpu().numpy().tobytes()
     sums = communicator_of(mesh).all_gather_object(zlib.crc32(content), tuple(range(mesh.ndim)))
     if len(set(sums)) > 1:
         raise MixedTensorError(

@@ -140,6 +140,18 @@ def redistribution_in_both_ways() -> None:
 
 
 @case
+def a_single_element_may_have_any_stride() -> None:
+    mesh = dt.init_device_mesh("cpu", (4,))
+    for dtype in (torch.float64, torch.bfloat16, torch.bool, torch.complex64):
+        x = value(7, dtype=dtype)
+        y = dt.distribute_tensor(x, mesh, [Shard(0, sizes=(1, 3, 2, 1))])[::2]
+        equal(y, x[::2])
+        equal(y.redistribute(placements=[Shard(0)]), x[::2])
+        equal(torch.cat([y.clone(), y]), torch.cat([x[::2], x[::2]]))
+        equal(torch.cat([dt.distribute_tensor(x, mesh, [Shard(0)]), y]), torch.cat([x, x[::2]]))
+
+
+@case
 def host_reads_are_global() -> None:
     x = dt.distribute_tensor(value(5, 6), square(), [Shard(0), Partial()])
     assert x.sum().item() == value(5, 6).sum().item()

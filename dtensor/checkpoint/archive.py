@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from ..comm.backends import flat_bytes
 from ..errors import CheckpointError
 from ..layout import contiguous_stride
 
@@ -125,7 +126,7 @@ class Files:
             CheckpointError: the file ends too early.
         """
         width = out.element_size()
-        target = out.reshape(-1).view(torch.uint8).numpy()
+        target = flat_bytes(out).numpy()
         source_stride = [step * width for step in stride]
         target_stride = [step * width for step in contiguous_stride(tuple(out.shape))]
         source = at + sum(a * b for a, b in zip(start, source_stride, strict=True))

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..comm.backends import flat_bytes
+
 Words = NDArray[np.uint64]
 MASK = (1 << 64) - 1
 _SHORT = 512  # rows of fewer words are handled together
@@ -76,7 +78,7 @@ def _words(block: torch.Tensor) -> tuple[NDArray[np.generic], int]:
     """
     size = block.element_size()
     width = math.gcd(size, 4)
-    data = block.reshape(-1).view(torch.uint8).numpy()
+    data = flat_bytes(block).numpy()
     return data.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[width]), size // width
 
 

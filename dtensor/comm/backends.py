@@ -104,7 +104,12 @@ def started(work: dist.Work | None, finish: Callable[[], T]) -> Pending[T]:
 def flat_bytes(x: Tensor) -> Tensor:
     """The data of ``x`` as one row of bytes; a copy only where ``x`` is not row-major."""
     x = x.detach()
-    return (dense(x) if not x.is_contiguous() or x.is_conj() or x.is_neg() else x).reshape(-1).view(torch.uint8)
+    return as_row(dense(x) if not x.is_contiguous() or x.is_conj() or x.is_neg() else x).view(torch.uint8)
+
+
+def as_row(x: Tensor) -> Tensor:
+    """Contiguous ``x`` as one row. Of one element any stride is contiguous, and views keep it; as bytes it has none."""
+    return x.as_strided((x.numel(),), (1,))
 
 
 def from_bytes(row: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
@@ -148,7 +153,7 @@ def row_major(x: Tensor, shape: Shape) -> Tensor:
 
 def message(row: Tensor) -> Tensor:
     """A row as the backend takes it: every dtype can travel as bytes."""
-    return row if row.dtype in _CARRIED else row.view(torch.uint8)
+    return row if row.dtype in _CARRIED else as_row(row).view(torch.uint8)
 
 
 def all_to_all_rows(
@@ -178,5 +183,5 @@ def post(group: Group, receives: Sequence[Message], sends: Sequence[Message]) ->
     into, rows = ([torch.empty(0, dtype=torch.uint8, device=device) for _ in group.members] for _ in range(2))
     for side, given in ((into, receives), (rows, sends)):
         for rank, row in given:
-            side[rank] = row.view(torch.uint8)
+            side[rank] = as_row(row).view(torch.uint8)
     return [dist.all_to_all(into, rows, group=group.handle, async_op=True)]

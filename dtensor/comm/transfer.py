@@ -22,6 +22,7 @@ from torch import Tensor
 from .backends import (
     all_gather_single,
     all_to_all_rows,
+    as_row,
     message,
     native_reduction,
     post,
@@ -205,7 +206,7 @@ def _scattered_natively(group: Group, old: tuple[int, ...], chunks: tuple[Box, .
     def issue(x: Tensor, async_op: bool) -> Pending[Tensor]:
         block = row_major(x, old)
         result = block.new_empty(own.size)
-        row, into = leaving.pack(block).view(seen), result.view(-1).view(seen)
+        row, into = as_row(leaving.pack(block)).view(seen), result.view(-1).view(seen)
         return started(reduce_scatter_single(into, row, op, group=group.handle, async_op=async_op), lambda: result)
 
     return issue

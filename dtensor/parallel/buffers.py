@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import communicator_of
+from ..comm.backends import flat_bytes, from_bytes
 from ..layout import Layout
 from ..tensor import DTensor, wrap
 from .adopt import Axes, _joined, _on
@@ -91,12 +92,12 @@ def _first_ranks(written: list[DTensor], axes: Axes) -> None:
     comm = communicator_of(axes.mesh)
 
     def packed(member: int, locals_: list[Tensor]) -> Tensor:
-        return torch.cat([x.detach().reshape(-1).view(torch.uint8) for x in locals_])
+        return torch.cat([flat_bytes(x) for x in locals_])
 
     def unpacked(member: int, row: Tensor, locals_: list[Tensor]) -> None:
         pieces = row.split([x.numel() * x.dtype.itemsize for x in locals_])
         for x, piece in zip(locals_, pieces, strict=True):
-            x.reshape(-1).view(torch.uint8).copy_(piece)
+            x.copy_(from_bytes(piece, x.shape, x.dtype))
 
     with torch.no_grad():
         locals_ = [buffer._local for buffer in written]

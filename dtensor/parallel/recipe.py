@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..comm.backends import flat_bytes
 from ..layout import Layout
 
 _ALIGNMENT = 16  # bytes: rows stand behind each other in a receive buffer and are read in the parameters' own dtypes
@@ -49,7 +50,7 @@ class Recipe:
     def pack(self, locals_: Sequence[Tensor], device: str | torch.device) -> Tensor:
         """This member's row of bytes."""
         parts = [
-            local.detach().to(dtype).reshape(-1).view(torch.uint8)
+            flat_bytes(local.detach().to(dtype))
             for local, cut, dtype in zip(locals_, self.cuts, self.dtypes, strict=True)
             if cut is not None
         ]

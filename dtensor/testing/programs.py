@@ -75,8 +75,7 @@ def random_program(seed: int, length: int = 6) -> Program:
     for _ in range(20 * length):
         if len(program.lines) >= length:
             break
-        torch.manual_seed(0)
-        values = {name: x for name, x in run(program.lines, _leaves(program)).items() if isinstance(x, torch.Tensor)}
+        values = _values(program)
         (make,) = rng.choices([make for _, make in MAKERS], weights)
         text = make(Scope({name: x.detach() for name, x in values.items()}, rng))
         if not text:
@@ -86,6 +85,13 @@ def random_program(seed: int, length: int = 6) -> Program:
         if _sound(longer):
             program = longer
     return program
+
+
+def _values(program: Program) -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # plain torch's, about the variance of one element and the like
+        torch.manual_seed(0)
+        return {name: x for name, x in run(program.lines, _leaves(program)).items() if isinstance(x, torch.Tensor)}
 
 
 def _is_statement(text: str) -> bool:
