@@ -25,7 +25,7 @@ import torch
 
 from .comm import Pending, PerRank
 from .dispatch import wrap_local, wrap_pending
-from .errors import UnsupportedOperationError
+from .errors import DTensorError, UnsupportedOperationError
 from .layout import Layout
 from .placement import Partial, Placement, Replicate
 from .redistribute import execute, move_between, plan
@@ -103,12 +103,12 @@ class Redistribute(torch.autograd.Function):
         ctx.source, ctx.backward_dtype = x._layout, backward_dtype
         if x._layout.mesh != target.mesh:
             moved = move_between(x._local, x._layout, target, async_op=async_op)
-            return wrap_pending(moved, target, x._local) if async_op else wrap_local(moved, target)
+            return wrap_pending(unwritten(moved, [x]), target, x._local) if async_op else wrap_local(moved, target)
         moves = plan(x._layout, target)
         moved = execute(moves, x._local, async_op=async_op and moves.communicates)
         if isinstance(moved, Pending):
-            return wrap_pending(moved, target, x._local)
-        return wrap_local(moved if moves.communicates else _own(moved), target)
+            return wrap_pending(unwritten(moved, [x]), target, x._local)
+        return wrap_local(moved if moves.communicates else apart(moved, x._local), target)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -120,9 +120,35 @@ class Redistribute(torch.autograd.Function):
         return (moved if moved.dtype == ctx.source.dtype else moved.to(ctx.source.dtype)), None, None, None
 
 
-def _own(local: Any) -> Any:
-    """Memory of its own: a slice of a replicated value written to in place would make the replicas differ."""
-    return local.clone()
+def apart(local: Any, source: Any) -> Any:
+    """``local`` with memory of its own: a slice of a replicated value written to in place would make the replicas differ."""
+    if isinstance(local, PerRank):
+        held = {_memory(shard) for shard in source.shards}  # ranks may share memory too
+        return PerRank(x.clone() if _memory(x) in held else x for x in local.shards)
+    return local.clone() if _memory(local) == _memory(source) else local
+
+
+def _memory(x: torch.Tensor) -> int:
+    """Where its storage begins; 0 where there is none to tell by (fake tensors, meta tensors)."""
+    return x.untyped_storage().data_ptr() if type(x) is torch.Tensor else 0
+
+
+def unwritten(pending: Pending[Any], sources: Sequence[Any]) -> Pending[Any]:
+    """``pending``, refusing its result if one of ``sources`` (DTensors) is written to while messages still read from it."""
+    held = [t for x in sources for t in (x, *getattr(x._local, "shards", (x._local,)))]
+    tracked = [t for t in held if not t.is_inference()]  # those of inference mode have no version
+    versions = [t._version for t in tracked]
+
+    def arrived() -> Any:
+        value = pending.wait()
+        if versions != [t._version for t in tracked]:
+            raise DTensorError(
+                "a tensor was written to in place while redistribute(..., async_op=True) was still sending it: the result may "
+                "hold old values or new ones; use the result before writing, or redistribute a copy: x.clone().redistribute(...)"
+            )
+        return value
+
+    return Pending(arrived)
 
 
 def _share(layout: Layout) -> int:

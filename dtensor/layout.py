@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +35,7 @@ class Split(NamedTuple):
 @lru_cache(maxsize=4096)
 def offsets_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Where each block starts."""
-    total, offsets = 0, []
-    for size in sizes:
-        offsets.append(total)
-        total += size
-    return tuple(offsets)
+    return tuple(accumulate(sizes[:-1], initial=0)) if sizes else ()
 
 
 @lru_cache(maxsize=4096)

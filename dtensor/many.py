@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .autograd import grad_layout
+from .autograd import apart, grad_layout, unwritten
 from .comm import Pending
 from .dispatch import wrap_local, wrap_pending
 from .errors import LayoutError
@@ -73,11 +73,13 @@ class RedistributeMany(torch.autograd.Function):
 
         def finished(values: list[Any]) -> list[Any]:
             # memory of its own, as for one tensor: see Redistribute
-            return [value if moves.communicates else value.clone() for value, moves in zip(values, plans, strict=True)]
+            return [
+                value if moves.communicates else apart(value, x._local) for value, moves, x in zip(values, plans, xs, strict=True)
+            ]
 
         if not async_op:
             return tuple(map(wrap_local, finished(moved), targets))
-        shared = Pending(lambda: finished(moved.wait()))
+        shared = unwritten(Pending(lambda: finished(moved.wait())), xs)
         each = [Pending(lambda i=i: shared.wait()[i]) for i in range(len(xs))]  # type: ignore[misc]  # bound early
         return tuple(wrap_pending(pending, target, x._local) for pending, target, x in zip(each, targets, xs, strict=True))
 

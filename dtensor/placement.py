@@ -6,6 +6,7 @@ communication and know no mesh. ``Layout`` gives them their meaning on a mesh an
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,10 @@ class Shard(Placement):
         if type(self.dim) is not int:
             raise PlacementError(f"Shard(dim) takes an int, got {self.dim!r}; write Shard(0)")
         if self.sizes is not None:
-            sizes = tuple(int(size) for size in self.sizes)
+            try:
+                sizes = tuple(map(operator.index, self.sizes))
+            except TypeError:
+                raise PlacementError(f"Shard sizes are whole numbers, one per rank, got {self.sizes!r}") from None
             if any(size < 0 for size in sizes):
                 raise PlacementError(f"Shard sizes must be non-negative, got {sizes}")
             object.__setattr__(self, "sizes", sizes)

@@ -35,11 +35,6 @@ class Step:
     def communicates(self) -> bool:
         return bool(self.mesh_dims)
 
-    @property
-    def peak_bytes(self) -> int:
-        """Most memory that one rank holds: input, output, and what arrives before it is put in place."""
-        return self.before.max_local_nbytes + self.after.max_local_nbytes + self.bytes
-
     def __str__(self) -> str:
         over = f" over {_names(self.before, self.mesh_dims)}" if self.mesh_dims else ""
         cost = f", {self.bytes:,} B/rank, {seconds_of(self.seconds)}" if self.mesh_dims else ", local"
@@ -54,10 +49,6 @@ class Slice(Step):
     """Every rank keeps a part of its block. Gives views."""
 
     verb = "slice"
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.before.max_local_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +140,19 @@ class Plan:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Most memory that one rank holds during the plan, the source included."""
+        """Most memory that one rank holds while ``x.redistribute`` runs this plan, the source included.
+
+        For sharded and replicated layouts that is the source's block, the destination's, and one buffer for what arrives.
+        """
         source = self.src.max_local_nbytes  # never freed: the plan does not own it
-        return max([source, *(step.peak_bytes + (source if k else 0) for k, step in enumerate(self.steps))])
+        most, held = source, 0  # held: by the present block, where it is not a view of the source
+        for step in self.steps:
+            if not isinstance(step, Slice):
+                most = max(most, source + held + step.after.max_local_nbytes + step.bytes)
+                held = step.after.max_local_nbytes
+        if self.steps and not self.communicates:  # local steps give views, of which the result is a copy
+            most = max(most, source + self.dst.max_local_nbytes)
+        return most
 
     @cached_property
     def largest_block(self) -> int:

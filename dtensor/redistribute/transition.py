@@ -51,7 +51,8 @@ def move_step(before: Layout, after: Layout) -> Step:
         return Slice(before, after, (), 0, 0.0)
     dims = _changed(before, after)
     if _is_gather(before, after):
-        return AllGather(before, after, dims, received, _move_seconds(after, dims, "all_gather", received))
+        most = max(received, (group_size(before.mesh, dims) - 1) * before.max_local_nbytes)  # uneven: the largest is sent to all
+        return AllGather(before, after, dims, received, _move_seconds(after, dims, "all_gather", most))
     wider = _with_replicas(before, after, dims)
     if wider == dims or len(before.mesh.members) * group_size(before.mesh, wider) > EXACT_PAIRS:
         return Exchange(before, after, dims, received, _move_seconds(after, dims, "exchange", received))

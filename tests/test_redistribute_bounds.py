@@ -1,0 +1,154 @@
+"""The bounds of plans between sharded and replicated layouts, over every pair of placements, on meshes of up to 64 ranks.
+
+The bound on bytes is counted here anew, block by block: what no plan can go below is what a rank's new block has and its old
+one has not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from redistribute_cases import local_of, terms_of, value_of, wrong_members
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dtensor.comm import events, per_rank
+from dtensor.layout import Layout
+from dtensor.mesh import DeviceMesh
+from dtensor.placement import Partial, Replicate, Shard
+from dtensor.redistribute import execute, plan
+
+MESHES = ((2, 2), (2, 4), (4, 4), (2, 2, 2), (4, 4, 4))
+SHAPES = ((64, 64), (61, 67), (3, 130))  # even; uneven; blocks that are empty
+CHOICES = (Replicate(), Shard(0), Shard(1))
+
+
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    return DeviceMesh("cpu", torch.arange(math.prod(shape)).reshape(shape))
+
+
+def pairs_on(mesh_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[Layout, Layout]]:
+    mesh = mesh_of(mesh_shape)
+    found = [Layout.of(mesh, placements, shape, dtype=dtype) for placements in itertools.product(CHOICES, repeat=mesh.ndim)]
+    return itertools.product(found, repeat=2)
+
+
+Block = list[tuple[int, int]]
+
+
+def blocks_of(layout: Layout) -> list[Block]:
+    """Per member and tensor dim where its block begins and ends."""
+    coordinates = layout.mesh.coordinates
+    return [
+        [(start, start + size) for start, size in zip(layout.local_offset(c), layout.local_shape(c), strict=True)]
+        for c in coordinates
+    ]
+
+
+def lacking(old: list[Block], new: list[Block]) -> int:
+    """Elements that some member must receive."""
+    most = 0
+    for before, after in zip(old, new, strict=True):
+        needed, held = 1, 1
+        for (a, b), (c, d) in zip(before, after, strict=True):
+            needed *= d - c
+            held *= max(0, min(b, d) - max(a, c))
+        most = max(most, needed - held)
+    return most
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+def test_every_pair_keeps_the_bounds(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    pairs = list(pairs_on(mesh_shape, shape, torch.float32))
+    blocks = {layout: blocks_of(layout) for layout, _ in pairs}
+    for src, dst in pairs if len(mesh_shape) < 3 or shape == SHAPES[1] else random.Random(0).sample(pairs, 150):
+        found = plan(src, dst)
+        bound = 4 * lacking(blocks[src], blocks[dst])
+        assert found.bytes <= 1.05 * bound, str(found)  # it is exact, so nothing is sent where nothing must be
+        assert found.collectives <= min(2, bound), str(found)
+        larger = max(src.max_local_nbytes, dst.max_local_nbytes)
+        assert found.largest_block <= larger, str(found)
+        assert found.peak_bytes <= src.max_local_nbytes + dst.max_local_nbytes + bound, str(found)
+        assert found.cost <= 1.0001 * via_replicate(src, dst), str(found)
+
+
+def via_replicate(src: Layout, dst: Layout) -> float:
+    whole = Layout.replicated(src.mesh, src.shape, src.stride, src.dtype)
+    return plan(src, whole).cost + plan(whole, dst).cost
+
+
+def check_run(pairs: list[tuple[Layout, Layout]]) -> None:
+    """Every rank gets its canonical block, by the collectives of the plan."""
+    seen: list[events.Event] = []
+    listener = seen.append
+    events.listeners.append(listener)
+    try:
+        for seed, (src, dst) in enumerate(pairs):
+            terms, found = terms_of(src, seed), plan(src, dst)
+            local = per_rank([local_of(src, terms, member) for member in src.mesh.members])
+            seen.clear()
+            moved = execute(found, local)
+            assert not (wrong := wrong_members(dst, value_of(src, terms), moved.shards)), "\n".join([str(found), *wrong])
+            issued = [(event.mesh_dims, event.bytes) for event in seen]
+            assert issued == [(step.mesh_dims, step.bytes) for step in found.steps if step.communicates], str(found)
+    finally:
+        events.listeners.remove(listener)
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+def test_some_pairs_run_as_planned(mesh_shape: tuple[int, ...]) -> None:
+    pairs = list(pairs_on(mesh_shape, (5, 7), torch.int64))
+    count = 200 // math.prod(mesh_shape)
+    check_run(random.Random(1).sample(pairs, min(count, len(pairs))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(8, 8), (9, 11)], ids=str)
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+def test_all_pairs_run_as_planned(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    check_run(list(pairs_on(mesh_shape, shape, torch.int64)))
+
+
+# --- with terms ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 4), (2, 2, 2)], ids=str)
+def test_terms_all_reduced_receive_what_a_ring_does(mesh_shape: tuple[int, ...]) -> None:
+    """2 (n - 1) / n of the tensor to be replicated, (n - 1) / n to be scattered evenly, whatever the mesh."""
+    mesh, n, shape = mesh_of(mesh_shape), math.prod(mesh_shape), (64, 64)
+    src = Layout.of(mesh, [Partial()] * mesh.ndim, shape)
+    assert plan(src, src.replace(placements=[Replicate()] * mesh.ndim)).bytes == 2 * (n - 1) * src.max_local_nbytes // n
+    for placements in itertools.product((Shard(0), Shard(1)), repeat=mesh.ndim):
+        assert plan(src, src.replace(placements=placements)).bytes == (n - 1) * src.max_local_nbytes // n
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 4), (2, 2, 2)], ids=str)
+def test_no_plan_costs_more_than_the_one_via_replicate(mesh_shape: tuple[int, ...]) -> None:
+    mesh = mesh_of(mesh_shape)
+    for shape in ((8, 8), (600, 500)):
+        choices = [*CHOICES, Partial(), Partial("max")]
+        found = [Layout.of(mesh, placements, shape) for placements in itertools.product(choices, repeat=mesh.ndim)]
+        for src, dst in random.Random(0).sample(list(itertools.product(found, repeat=2)), 300):
+            assert plan(src, dst).cost <= 1.0001 * via_replicate(src, dst), f"{plan(src, dst)}\n{via_replicate(src, dst)}"
+
+
+# --- who plans --------------------------------------------------------------------------------------------------------------
+def plans_as(rank: int) -> list[str]:
+    """Plans on a mesh of 64 processes of which this is one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=64)
+    try:
+        mesh = DeviceMesh("cpu", torch.arange(64).reshape(4, 4, 4))
+        draw, choices = random.Random(5), [*CHOICES, Partial(), Partial("max"), Partial("avg")]
+        layouts = [Layout.of(mesh, draw.choices(choices, k=3), (61, 67)) for _ in range(60)]
+        return [str(plan(src, dst)) for src, dst in itertools.pairwise(layouts)]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_all_ranks_of_a_world_make_the_same_plans() -> None:
+    first, *others = (plans_as(rank) for rank in (0, 21, 63))
+    assert all(other == first for other in others)

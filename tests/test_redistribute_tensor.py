@@ -1,0 +1,232 @@
+"""``x.redistribute``: random layouts there and back, what is printed is what runs, gradients, async results, memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_gloo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redistribute_cases import local_of, ragged, terms_of, value_of
+
+import dtensor as dt
+from dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard
+from dtensor.comm import backends
+from dtensor.debug import CommDebugMode
+from dtensor.errors import DTensorError
+from dtensor.layout import Layout
+from dtensor.redistribute import AllGather, AllReduce, Exchange, Plan, ReduceScatter
+from dtensor.testing import strategies
+from dtensor.testing.scatter import scatter
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+KINDS = {AllGather: "all_gather", AllReduce: "all_reduce", Exchange: "all_to_all", ReduceScatter: "reduce_scatter"}
+
+
+def planned(found: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """The collectives that a plan announces."""
+    assert isinstance(found, Plan)
+    return [(KINDS[type(step)], step.mesh_dims) for step in found.steps if step.communicates]
+
+
+def issued(comm: CommDebugMode) -> list[tuple[str, tuple[int, ...]]]:
+    return [(event.kind, event.mesh_dims) for event in comm.events]
+
+
+@st.composite
+def moves(draw: st.DrawFn) -> tuple[DTensor, torch.Tensor, tuple[Any, ...]]:
+    """A tensor under any layout, its value, and other placements."""
+    mesh, shape = draw(strategies.meshes(max_ndim=3, max_ranks=12)), draw(strategies.shapes(max_ndim=2))
+    x, value = draw(strategies.dtensors(mesh, shape))
+    return x, value, draw(strategies.placements(mesh, shape))
+
+
+@settings(max_examples=150)
+@given(moves())
+def test_there_and_back_by_the_collectives_that_are_printed(case: tuple[DTensor, torch.Tensor, tuple[Any, ...]]) -> None:
+    x, value, placements = case
+    at = x
+    for target in (placements, x.placements, [R] * x.device_mesh.ndim):
+        announced = at.explain_redistribute(target)
+        with CommDebugMode() as comm:
+            at = at.redistribute(placements=target)
+        assert issued(comm) == planned(announced), str(announced)
+        assert sum(event.bytes for event in comm.events) <= announced.bytes  # the plan's is the most of each step
+        shards = at.to_local().shards  # type: ignore[attr-defined]
+        for coordinate, shard in zip(at.device_mesh.coordinates, shards, strict=True):
+            assert tuple(shard.shape) == at.layout.local_shape(coordinate)
+    for shard in at.to_local().shards:  # type: ignore[attr-defined]
+        torch.testing.assert_close(shard, value, rtol=0, atol=0)
+
+
+@settings(max_examples=60)
+@given(moves())
+def test_gradients_are_those_of_the_identity(case: tuple[DTensor, torch.Tensor, tuple[Any, ...]]) -> None:
+    x, value, placements = case
+    leaf = x.detach().requires_grad_()
+    weight = torch.arange(1.0, value.numel() + 1, dtype=value.dtype).view(value.shape)
+    mesh = x.device_mesh
+    y = leaf.redistribute(placements=placements)
+    y.backward(scatter(weight, mesh, [R if isinstance(p, Partial) else p for p in placements]))
+    assert leaf.grad is not None
+    assert leaf.grad.placements == tuple(R if isinstance(p, Partial) else p for p in leaf.placements)
+    assert torch.equal(leaf.grad.full_tensor(), weight)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("placements", [(S0, R), (S1, S0), (P, R), (Partial("max"), S0), (R, Partial("avg"))], ids=str)
+def test_a_result_never_shares_the_sources_memory_and_is_copied_once(placements: Any) -> None:
+    value, mesh = torch.arange(35.0).view(5, 7), dt.init_device_mesh("cpu", (2, 2))
+    x = dt.distribute_tensor(value, mesh, [R, R])
+    y = x.redistribute(placements=placements)
+    y.mul_(2)
+    assert torch.equal(x.full_tensor(), value)
+    if "max" not in str(placements):
+        assert torch.equal(y.full_tensor(), value * 2)
+    one = dt.init_device_mesh("cpu", (1,))
+    (source,) = (z := dt.distribute_tensor(value, one, [R])).to_local().shards  # type: ignore[attr-defined]
+    (same,) = z.redistribute(placements=[S0]).to_local().shards  # type: ignore[attr-defined]
+    assert same.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
+
+
+def test_peak_memory_counts_source_result_and_what_arrives() -> None:
+    mesh = dt.init_device_mesh("cpu", (4,))
+    x = dt.zeros(16, 16, device_mesh=mesh, placements=[S0])
+    block, whole = 256, 1024
+    for placements, peak in (([S1], 2 * block + 192), ([R], block + whole + 768), ([S0], block), ([P], block + whole)):
+        assert x.explain_redistribute(placements).peak_bytes == peak  # type: ignore[union-attr]
+    assert x.redistribute(placements=[R]).explain_redistribute([S1]).peak_bytes == whole + block  # type: ignore[union-attr]
+
+
+# --- async ------------------------------------------------------------------------------------------------------------------
+def test_writing_to_a_source_under_way_is_refused_where_the_result_is_used() -> None:
+    value, mesh = torch.arange(35.0).view(5, 7), dt.init_device_mesh("cpu", (2, 2))
+    x = dt.distribute_tensor(value.clone(), mesh, [S0, S1])
+    y = x.redistribute(placements=[S1, S0], async_op=True)
+    x[1].zero_()
+    for _ in range(2):
+        with pytest.raises(DTensorError, match="use the result before writing"):
+            y + 1
+    (many,) = dt.redistribute_many([x], [R, R], async_op=True)
+    other = x.redistribute(DeviceMesh("cpu", [0, 1]), [S0], async_op=True)
+    x.to_local().add_(1)
+    for z in (many, other):
+        with pytest.raises(DTensorError, match="use the result before writing"):
+            z.sum()
+    z = x.redistribute(placements=[R, R], async_op=True)
+    total = z.sum().item()
+    x.zero_()
+    assert z.sum().item() == total
+
+
+# --- processes ----------------------------------------------------------------------------------------------------------------
+PAIRS: tuple[tuple[Any, Any], ...] = (([S0], [S1]), ([S0], [R]), ([P], [S0]), ([P], [R]), ([S0], [Shard(0, sizes=(1, 9, 0, 30))]))
+
+
+def _first_rank_first(direct: bool) -> None:
+    """The first rank issues everything before the others have begun; it can only go on if issuing does not wait."""
+    if direct:
+        traits = backends._TRAITS["gloo"]
+        backends._TRAITS["gloo"] = dataclasses.replace(traits, direct_bytes=0, one_round_bytes=-1)
+    mesh, rank = dt.init_device_mesh("cpu", (4,)), dist.get_rank()
+    other = DeviceMesh("cpu", [2, 3, 0])
+    value, aside, flag = torch.arange(1600.0).view(40, 40), dist.new_group(), torch.zeros(1)
+    xs = [scatter(value, mesh, src) for src, _ in PAIRS]
+    targets = [(mesh, placements) for _, placements in PAIRS] + [(other, [S1])]
+    xs.append(xs[0])
+
+    def issue() -> list[DTensor]:
+        started = [x.redistribute(on, placements, async_op=True) for x, (on, placements) in zip(xs, targets, strict=True)]
+        return started + dt.redistribute_many([xs[0], xs[1]], [R], async_op=True)
+
+    for x in issue():  # connections are made, which does wait
+        x.to_local()
+    if rank == 0:
+        started = issue()
+        for peer in (1, 2, 3):
+            dist.send(flag, peer, group=aside)
+    else:
+        dist.recv(flag, 0, group=aside)
+        started = issue()
+    for x in started:
+        if x.device_mesh.get_coordinate() is not None:
+            coordinate, layout = x.device_mesh.get_coordinate(), x.layout
+            start, size = layout.local_offset(coordinate), layout.local_shape(coordinate)  # type: ignore[arg-type]
+            want = value[start[0] : start[0] + size[0], start[1] : start[1] + size[1]]
+            assert torch.equal(x.to_local(), want), str(x.layout)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("direct", [False, True])
+def test_issuing_does_not_wait_for_other_ranks(direct: bool) -> None:
+    run_gloo(_first_rank_first, 4, direct, timeout_s=40.0)
+
+
+DTYPES = (torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.float16, torch.uint16, torch.float64)
+
+
+def _random_moves(direct: bool) -> list[Any]:
+    """Random pairs of every dtype on process groups: issued as planned, plans alike, blocks canonical, bytes as announced."""
+    if direct:
+        traits = backends._TRAITS["gloo"]
+        backends._TRAITS["gloo"] = dataclasses.replace(traits, direct_bytes=0, one_round_bytes=-1)
+    draw, plans = random.Random(7), []
+    for ranks in (torch.arange(4), torch.arange(4).reshape(2, 2), torch.tensor([[3, 1], [0, 2]])):
+        mesh = DeviceMesh("cpu", ranks)
+        for seed in range(70):
+            dtype, shape = draw.choice(DTYPES), draw.choice([(5, 7), (4, 3, 2), (6,), (1, 9)])
+            src, dst = (Layout.of(mesh, _placements(draw, mesh, shape, dtype), shape, dtype=dtype) for _ in range(2))
+            value = scatter_value(src, seed)
+            local = local_of(src, value, mesh.current_member() or 0)
+            x = DTensor.from_local(_strided(local, seed), mesh, src.placements, shape=shape)
+            announced = x.explain_redistribute(dst.placements)
+            plans.append(str(announced))
+            with CommDebugMode() as comm:
+                y = x.redistribute(placements=dst.placements, async_op=seed % 2 == 1)
+                y.to_local()
+            assert issued(comm) == planned(announced), str(announced)
+            assert sum(event.bytes for event in comm.events) <= announced.bytes, str(announced)
+            # bools: sums are *or*, which is what their sum as numbers, converted back, says too
+            got, want = y.full_tensor(), value_of(src, value).to(dtype)
+            assert torch.equal(_comparable(got), _comparable(want)), f"{announced}\n{got}\n{want}"
+    return plans
+
+
+def scatter_value(layout: Layout, seed: int) -> torch.Tensor:
+    wide = Layout.of(layout.mesh, layout.placements, layout.shape, dtype=torch.float64)
+    terms = terms_of(wide, seed) if layout.dtype is not torch.bool else (terms_of(wide, seed) > 3).double()
+    return (terms.abs() if layout.dtype in (torch.uint16, torch.float8_e4m3fn) else terms).to(layout.dtype)
+
+
+def _placements(draw: random.Random, mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype) -> list[Any]:
+    computes = dtype not in (torch.float8_e4m3fn, torch.uint16)
+    ops = [P] if dtype is torch.complex64 else [P, Partial("max"), Partial("min")] if computes else []
+    found = [draw.choice([R, *map(Shard, range(len(shape))), *ops]) for _ in range(mesh.ndim)]
+    shards = [i for i, p in enumerate(found) if isinstance(p, Shard)]
+    if len(shards) == 1 and draw.random() < 0.5:
+        i = shards[0]
+        found[i] = Shard(found[i].dim, sizes=ragged(shape[found[i].dim], mesh.shape[i]))
+    elif len(shards) == 2 and found[0] == found[1] and draw.random() < 0.5:
+        found = [Shard(found[0].dim, level=1), Shard(found[0].dim, level=0)]
+    return found
+
+
+def _strided(x: torch.Tensor, seed: int) -> torch.Tensor:
+    """The same values, every other time not contiguous."""
+    return x if seed % 2 else x.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
+
+
+def _comparable(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float64) if x.dtype in (torch.float8_e4m3fn, torch.uint16) else x
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("direct", [False, True])
+def test_random_moves_on_process_groups_are_as_planned(direct: bool) -> None:
+    first, *others = run_gloo(_random_moves, 4, direct, timeout_s=100.0)
+    assert all(other == first for other in others)
