@@ -65,4 +65,6 @@ _LAZY = (
 def __getattr__(name: str) -> object:
     if name in _LAZY:
         return import_module(f".{name}", __name__)
+    if name in ("shard_model", "collect_state_dict"):
+        return getattr(import_module(".sharded_model", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

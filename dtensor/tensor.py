@@ -185,6 +185,23 @@ class DTensor(torch.Tensor):
         target = _target(self._layout, device_mesh, placements)
         return plan(self._layout, target) if target.mesh == self._layout.mesh else plan_between(self._layout, target)
 
+    # --- as sharding specs say it: see dtensor.sharded_tensor ---------------------------------------------------
+    def reshard(self, sharding_spec: Any) -> Any:
+        """The same value as a sharding spec cuts it, also on other ranks; differentiable. All ranks of both call it."""
+        from . import sharded_tensor  # specs are a layer on top of tensors
+
+        return sharded_tensor.reshard(self, sharding_spec)
+
+    def local_shard(self) -> torch.Tensor:
+        """Another name of :meth:`to_local`."""
+        return self.to_local()
+
+    def sharding_metadata(self) -> Any:
+        """Sizes, offsets, rank and device of every shard; no communication."""
+        from . import sharded_tensor  # as above
+
+        return sharded_tensor.sharding_metadata(self)
+
     # --- leaves: gradients arrive in the leaf's own layout ------------------------------------------------------
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         """Like ``torch.Tensor.requires_grad_``; a leaf's gradient is reduced to the leaf's layout when accumulated."""

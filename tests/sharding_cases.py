@@ -1,0 +1,252 @@
+"""The rows of document 000 (model sharding), in one process and on four: each case gets a folder that all ranks share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dtensor as dt
+from dtensor import Replicate, Shard
+from dtensor.errors import MeshError, PlacementError, UnsupportedOperationError
+from dtensor.sharding_spec import composite, from_data, mesh, single_split, spec_of, whole
+
+CASES: dict[str, Callable[[Path], None]] = {}
+
+
+def case(fn: Callable[[Path], None]) -> Callable[[Path], None]:
+    CASES[fn.__name__] = fn
+    return fn
+
+
+def value(*shape: int) -> torch.Tensor:
+    return torch.arange(1.0, 1.0 + torch.Size(shape).numel()).reshape(shape)
+
+
+def held(x: Any) -> dict[int, torch.Tensor]:
+    """Rank -> piece, for the ranks in this process."""
+    local = x.to_local()
+    if isinstance(local, dt.PerRank):
+        return dict(zip(x.device_mesh.ranks, local.shards, strict=True))
+    return {dist.get_rank(): local} if dist.get_rank() in x.device_mesh.ranks else {}
+
+
+def same(x: Any, expected: torch.Tensor) -> None:
+    found = x.full_tensor()
+    if not dist.is_initialized() or dist.get_rank() in x.device_mesh.ranks:
+        for piece in found.shards if isinstance(found, dt.PerRank) else (found,):
+            torch.testing.assert_close(piece.detach(), expected)
+
+
+@case
+def single_splits_even_and_uneven(folder: Path) -> None:
+    places = [f"rank:{k}/cpu" for k in range(4)]
+    x = dt.sharded_tensor.shard_tensor(value(6, 2), single_split(0, places))
+    for rank, piece in held(x).items():
+        assert torch.equal(piece, value(6, 2)[min(6, 2 * rank) : 2 * rank + 2])
+    y = dt.sharded_tensor.shard_tensor(value(6, 2), single_split(-2, [1, 0, 2, 3], [3, 1, 0, 2]))
+    starts = {1: (0, 3), 0: (3, 4), 2: (4, 4), 3: (4, 6)}
+    for rank, piece in held(y).items():
+        assert torch.equal(piece, value(6, 2)[slice(*starts[rank])])
+    shards = y.sharding_metadata().shards
+    assert [(s.sizes, s.offsets, s.rank) for s in shards] == [
+        ((3, 2), (0, 0), 1),
+        ((1, 2), (3, 0), 0),
+        ((0, 2), (4, 0), 2),
+        ((2, 2), (4, 0), 3),
+    ]
+    same(y * 2, value(6, 2) * 2)
+
+
+@case
+def the_documents_grid_of_blocks(folder: Path) -> None:
+    spec = mesh([["rank:0", "rank:1"], ["rank:2", "rank:3"]])
+    x = dt.sharded_tensor.shard_tensor(value(4, 8), spec)
+    for rank, piece in held(x).items():
+        assert torch.equal(piece, value(4, 8)[rank // 2 * 2 :][:2, rank % 2 * 4 :][:, :4])
+    if dist.is_initialized():
+        return
+    places = [[f"rank:{r}/cuda:{4 * r + c}" for c in range(4)] for r in range(2)]
+    x = dt.sharded_tensor.shard_tensor(value(4, 8), mesh(places))
+    for k, piece in held(x).items():
+        assert torch.equal(piece, value(4, 8)[k // 4 * 2 :][:2, k % 4 * 2 :][:, :2])
+    assert x.sharding_metadata().shards[5].place == "rank:1/cuda:5"
+    assert x.sharding_metadata().shards[5].offsets == (2, 2)
+
+
+@case
+def places_that_repeat(folder: Path) -> None:
+    x = dt.sharded_tensor.shard_tensor(value(5, 4), mesh([[0, 0, 1], [0, 0, 1]], [None, [1, 1, 2]]))
+    assert x.placements == (Shard(1),)
+    assert len(x.sharding_metadata().shards) == 6
+    same(x.sin(), value(5, 4).sin())
+    y = dt.sharded_tensor.shard_tensor(value(7, 2), single_split(0, [0, 1, 0, 1]))
+    for rank, blocks in y.local_shards().items():
+        if rank in (0, 1):
+            assert [b.tolist() for b in blocks] == [b.tolist() for b in value(7, 2).chunk(4)[rank::2]]
+    same(torch.exp(y), value(7, 2).exp())
+    same(y @ torch.ones(2, 3) if False else y * 2.0, value(7, 2) * 2)
+    with pytest.raises(UnsupportedOperationError, match="reshard"):
+        y.add_(1)
+    same(y.reshard(single_split(1, [2, 3])), value(7, 2))
+    z = dt.sharded_tensor.zeros(7, 2, sharding_spec=mesh([[0], [1], [0]]))
+    same(z, torch.zeros(7, 2))
+
+
+@case
+def factories_and_resharding(folder: Path) -> None:
+    spec, other = single_split(0, [0, 1, 2]), single_split(1, [1, 2, 3], [1, 0, 3])
+    torch.manual_seed(5)
+    expected = torch.randn(7, 4)
+    torch.manual_seed(5)
+    x = dt.sharded_tensor.randn(7, 4, sharding_spec=spec, requires_grad=True)
+    assert x.requires_grad
+    same(x.detach(), expected)
+    y = x.detach().reshard(other)
+    assert y.device_mesh.ranks == (1, 2, 3)
+    same(y, expected)
+    same(y.reshard(whole("rank:0|rank:3")), expected)
+    for made, plain in [("zeros", torch.zeros), ("ones", torch.ones)]:
+        same(getattr(dt.sharded_tensor, made)((3, 2), sharding_spec=spec), plain(3, 2))
+    same(dt.sharded_tensor.full((3, 2), 4.5, sharding_spec=spec), torch.full((3, 2), 4.5))
+    assert dt.sharded_tensor.empty(3, 2, sharding_spec=spec, dtype=torch.int8).dtype == torch.int8
+
+
+@case
+def specs_and_layouts_say_the_same(folder: Path) -> None:
+    layouts = [((5, 6), [Shard(0), Shard(1)]), ((5, 6), [Shard(1), Replicate()]), ((5,), [Replicate(), Replicate()])]
+    for shape, placements in layouts:
+        x = dt.zeros(*shape, device_mesh=dt.init_device_mesh("cpu", (2, 2)), placements=placements)
+        again = spec_of(x.layout).layout(shape)
+        assert again is not None
+        pieces = {
+            r: (again.local_shape(c), again.local_offset(c))
+            for r, c in zip(again.mesh.ranks, again.mesh.coordinates, strict=True)
+        }
+        for rank, c in zip(x.device_mesh.ranks, x.device_mesh.coordinates, strict=True):
+            assert pieces[rank] == (x.layout.local_shape(c), x.layout.local_offset(c))
+    for spec in [
+        single_split(0, ["rank:0/cuda:0", 1], [1, 2]),
+        mesh([[0, 1]], [[3], None]),
+        whole("rank:0|rank:2"),
+        composite(a="rank:1", b=composite(w=single_split(0, [0, 1]))),
+    ]:
+        assert from_data(json.loads(json.dumps(spec.to_data()))) == spec
+    for wrong in [
+        lambda: single_split(0, []),
+        lambda: single_split("a", [0]),
+        lambda: single_split(0, [0, 1], [1]),
+        lambda: mesh([[0, 1], [2]]),
+        lambda: composite(),
+        lambda: from_data({"split": 1}),
+    ]:
+        with pytest.raises(PlacementError):
+            wrong()
+    for place in ("rank0", "rank:x", "rank:0/gpuu", -1, 1.5, "rank:0|rank:0"):
+        with pytest.raises(MeshError):
+            single_split(0, [place])
+    with pytest.raises(PlacementError, match="has no dim 2"):
+        single_split(2, [0]).layout((3, 4))
+    with pytest.raises(PlacementError, match="do not cut tensor dim 0 of 4"):
+        single_split(0, [0, 1], [1, 2]).layout((4,))
+
+
+class Net(nn.Module):
+    """The document's three layers, joined so that results of different devices meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1, self.net2, self.net3 = (nn.Linear(20, 20) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net3((self.net1(x) + self.net2(x)).relu())
+
+
+def compare(spec: Any, make: Callable[[], nn.Module] = Net, meta: bool = False, **options: Any) -> nn.Module:
+    """The sharded model gives the loss and the gradients of the plain one."""
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    with torch.device("meta" if meta else "cpu"):
+        model = make()
+    torch.manual_seed(0)
+    dt.shard_model(model, spec, **options)
+    x = value(3, 20) / 60
+    loss, expected = model(x).square().mean(), plain(x).square().mean()
+    loss.backward()
+    expected.backward()
+    same(loss, expected)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None, name
+        assert q.grad is not None
+        same(p, q.detach())
+        same(p.grad, q.grad)
+    return model
+
+
+@case
+def submodules_on_different_devices(folder: Path) -> None:
+    model = compare(composite(net1="rank:0", net2="rank:1", net3="rank:0"))
+    assert model.net2.weight.device_mesh.ranks == (1,)  # type: ignore[union-attr]
+    two = composite(weight=single_split(0, [0, 1]))
+    model = compare(composite(net1=two, net2=two, net3=single_split(0, [2, 3])))
+    assert model.net3.bias.placements == (Shard(0),)  # type: ignore[union-attr]
+    compare({"0": "rank:0", "2": single_split(1, [1, 2, 3])}, lambda: nn.Sequential(nn.Linear(20, 7), nn.ReLU(), nn.Linear(7, 2)))
+
+
+@case
+def a_model_on_meta_is_made_shard_by_shard(folder: Path) -> None:
+    model = compare(single_split(0, [0, 1, 2, 3]), meta=True)
+    assert all(p.placements == (Shard(0),) for p in model.parameters())  # type: ignore[attr-defined]
+    with torch.device("meta"):
+        left = Net()
+    dt.shard_model(left, single_split(0, [0, 1, 2, 3]), materialize=False)
+    assert left.net1.weight.is_meta
+    dt.checkpoint.save({"m": model}, folder)
+    dt.checkpoint.load({"m": left}, folder)
+    same(left.net1.weight, model.net1.weight.full_tensor().detach() if dist.is_initialized() else held_whole(model.net1.weight))  # type: ignore[union-attr,operator]
+
+
+def held_whole(x: Any) -> torch.Tensor:
+    return x.detach().full_tensor()
+
+
+@case
+def a_plan_of_placements_or_styles(folder: Path) -> None:
+    grid = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    compare({"net*.weight": [Replicate(), Shard(0)], "net1.bias": [Shard(0), Replicate()]}, mesh=grid)
+    compare(composite({"*.weight": single_split(0, [0, 1, 2, 3])}, net1=mesh([[0, 1], [2, 3]])))
+    with pytest.raises(PlacementError, match=r"\['net4'\] fit no parameter of Net"):
+        dt.shard_model(Net(), composite(net4="rank:0"))
+
+
+@case
+def a_state_dict_is_collected_on_one_rank(folder: Path) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    torch.manual_seed(0)
+    model = dt.shard_model(Net(), composite(net1=single_split(0, [0, 1, 2, 3]), net2="rank:2", net3=single_split(1, [1, 3])))
+    found = dt.collect_state_dict(model.state_dict())
+    if dist.is_initialized() and dist.get_rank():
+        assert found == {}
+        return
+    for name, x in plain.state_dict().items():
+        assert type(found[name]) is torch.Tensor
+        assert torch.equal(found[name], x)
+
+
+def main(folder: str) -> list[str]:
+    """Every case on this rank; what ran."""
+    for name, run in CASES.items():
+        own = Path(folder) / name
+        if dist.get_rank() == 0:
+            own.mkdir()
+        dist.barrier()
+        run(own)
+    return list(CASES)
