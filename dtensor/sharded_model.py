@@ -17,7 +17,7 @@ from .mesh import DeviceMesh, as_mesh
 from .parallel import ParallelStyle, parallelize_module
 from .placement import Placement, Replicate
 from .places import Place, device_type_of, members_of
-from .sharding_spec import Composite, Spec, as_spec
+from .sharding_spec import Composite, Spec, Whole, as_spec
 from .tensor import DTensor
 
 Init = Callable[[nn.Module], None]
@@ -107,10 +107,11 @@ def _asked(module: nn.Module, said: Any, mesh: DeviceMesh | None) -> dict[str, A
                 found[name][key] = Layout.of(mesh, placed[best], x.shape, None, x.dtype)  # type: ignore[arg-type]  # given
                 unused -= listed
             elif isinstance(spec, Composite):
-                found[name][key] = spec.find(path)
+                given = spec.find(path)
+                found[name][key] = given if spec.names_itself(path) else _for_part(given, x)
                 unused -= spec.names_that_fit(path)
             else:
-                found[name][key] = spec if spec is not None and _fits(spec, x) else None
+                found[name][key] = _for_part(spec, x)
     if unused:
         raise PlacementError(f"{sorted(unused)} fit no parameter of {type(module).__name__}; its names are {_names(module)}")
     return found
@@ -122,13 +123,15 @@ def _is_placements(item: Any) -> bool:
     )
 
 
-def _fits(spec: Spec, x: torch.Tensor) -> bool:
-    """A spec for a whole module is for the tensors that have the dims it cuts; others are replicated beside them."""
+def _for_part(spec: Spec | None, x: torch.Tensor) -> Spec | None:
+    """A module's spec for one of its tensors: those that have not the dims that it cuts are replicated on the same places."""
+    if spec is None:
+        return None
     try:
         spec.cells(x.shape)
     except PlacementError:
-        return False
-    return True
+        return Whole(spec.places)
+    return spec
 
 
 def _names(module: nn.Module) -> str:

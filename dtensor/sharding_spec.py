@@ -215,21 +215,27 @@ class Composite:
         found = self._find(tuple(name.split(".")))
         return found[1] if found else None
 
+    def names_itself(self, name: str) -> bool:
+        """Whether the spec of the parameter ``name`` is given for itself, and not for a submodule that it is in."""
+        found = self._find(tuple(name.split(".")))
+        return found is not None and found[2]
+
     def names_that_fit(self, name: str) -> set[str]:
         """The keys that say something of the parameter ``name``."""
         path = name.split(".")
         return {key for key, _ in self.specs if _fits(key.split("."), path)}
 
-    def _find(self, path: tuple[str, ...]) -> tuple[int, Spec] | None:
-        best: tuple[int, Spec] | None = None
+    def _find(self, path: tuple[str, ...]) -> tuple[int, Spec, bool] | None:
+        """How well a key fits, its spec, and whether it names the whole path."""
+        best: tuple[int, Spec, bool] | None = None
         for key, spec in self.specs:
             tokens = key.split(".") if key else []
             if not _fits(tokens, path):
                 continue
-            inner = spec._find(path[len(tokens) :]) if isinstance(spec, Composite) else (0, spec)
+            inner = spec._find(path[len(tokens) :]) if isinstance(spec, Composite) else (0, spec, len(tokens) == len(path))
             if inner is not None:
                 rank = inner[0] + sum(2 if token == part else 1 for token, part in zip(tokens, path, strict=False))
-                best = (rank, inner[1]) if best is None or rank > best[0] else best
+                best = (rank, *inner[1:]) if best is None or rank > best[0] else best
         return best
 
     def to_data(self) -> Any:
