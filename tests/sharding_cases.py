@@ -178,7 +178,10 @@ def compare(spec: Any, make: Callable[[], nn.Module] = Net, meta: bool = False, 
     torch.manual_seed(0)
     dt.shard_model(model, spec, **options)
     x = value(3, 20) / 60
-    loss, expected = model(x).square().mean(), plain(x).square().mean()
+    torch.manual_seed(1)
+    loss = model(x).square().mean()
+    torch.manual_seed(1)
+    expected = plain(x).square().mean()
     loss.backward()
     expected.backward()
     same(loss, expected)
@@ -211,6 +214,20 @@ def a_model_on_meta_is_made_shard_by_shard(folder: Path) -> None:
     dt.checkpoint.save({"m": model}, folder)
     dt.checkpoint.load({"m": left}, folder)
     same(left.net1.weight, model.net1.weight.detach().full_tensor())  # type: ignore[union-attr,operator]
+
+
+class Dropping(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net3(self.drop(self.net2(self.drop(self.net1(x)))))
+
+
+@case
+def random_numbers_are_those_of_one_device_wherever_submodules_live(folder: Path) -> None:
+    compare(composite(net1="rank:3", net2=single_split(0, [0, 1]), net3="rank:2"), Dropping, meta=True)
 
 
 @case

@@ -7,7 +7,8 @@ for the same seed, for every generator, at the cost of the whole tensor's time a
 rank draws its block only. Since the key comes from the generator, whatever saves, restores or replaces its state
 (checkpointing, ``fork_rng``, ``generator=``) keeps working.
 
-All ranks must draw alike, so on process groups the first draw on a mesh takes over the generator state of its first rank.
+All ranks must draw alike, so on process groups the first draw on a mesh takes over the generator state of its first rank, and ranks
+outside of the mesh that run the op draw too: their next draw is then that of one device.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def draw(layout: Layout, whole: Callable[[torch.device], torch.Tensor]) -> Any:
     if mesh.kind == "dry_run":
         return torch.empty(layout.local_shape(mesh.coordinates[0]), dtype=layout.dtype, device=device)
     drawn = whole(device)
+    if mesh.current_member() is None:
+        return block_of(drawn, layout, None)
     return communicator_of(mesh).map(lambda member: block_of(drawn, layout, member))
 
 
@@ -68,7 +71,7 @@ def draw_counted(layout: Layout, sampler: Sampler, given: Arguments, generator: 
             else torch.empty_strided(size, layout.local_stride(coordinate), dtype=layout.dtype, device=device).copy_(made)
         )
 
-    return communicator_of(mesh).map(one)
+    return one(None) if mesh.current_member() is None else communicator_of(mesh).map(one)
 
 
 def next_key(generator: torch.Generator) -> int:
