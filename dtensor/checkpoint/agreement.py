@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError
@@ -14,54 +17,107 @@ R = TypeVar("R")
 
 
 class Ranks:
-    """The processes that make a checkpoint together; one process stands alone. The first of them coordinates."""
+    """The processes that make a checkpoint together; one process stands alone. The first of them coordinates.
 
-    def __init__(self, group: Any = None) -> None:
+    They talk over a gloo group, in messages between the first rank and each other one, which a collective would not do: when a rank
+    dies, a collective leaves some ranks with an error and others waiting for them. Here the first rank sees who is gone, and still
+    tells the others.
+    """
+
+    def __init__(self, group: Any = None, *, apart: bool = False) -> None:
+        """``apart``: over a group of their own, for a thread that talks while the main thread does."""
         self.alone = not (dist.is_available() and dist.is_initialized())
         self.group = group if self.alone or group is not None else dist.group.WORLD
         self.rank: int = 0 if self.alone else dist.get_rank(self.group)
         self.size: int = 1 if self.alone else dist.get_world_size(self.group)
         self.world_ranks: list[int] = [0] if self.alone else dist.get_process_group_ranks(self.group)
+        if not self.alone and (apart or not _has_gloo(self.group)):
+            self.group = _gloo_group(self.group, self.world_ranks, apart)
 
     @property
     def coordinates(self) -> bool:
         """Whether this is the first rank."""
         return self.rank == 0
 
-    def together(self, what: str, each: Callable[[], T], then: Callable[[list[T]], R]) -> R:
+    def together(self, what: str, each: Callable[[], T], then: Callable[[list[T]], R], left: str = "nothing was changed") -> R:
         """``each()`` on every rank, then ``then(results)`` on the first one, whose result all ranks get.
 
-        Cost: a gather to the first rank and a broadcast from it.
+        Args:
+            left: what holds if ranks are lost.
+
+        Cost: a message from every rank to the first one, and one back.
 
         Raises:
             CheckpointError: on all ranks, with the same words, if any call raised or a rank was lost.
         """
         mine = _attempt(each)
-        try:
-            gathered = self._gather(mine)
-            outcome = _conclude(gathered, then) if gathered is not None else None
-            value, problem = self._share(outcome)
-        except (RuntimeError, ValueError, OSError) as error:  # what torch raises when a peer is gone differs by backend
-            raise CheckpointError(f"{what}: a rank was lost on the way ({_first_line(error)}); nothing was changed") from error
+        told = mine[0], None if mine[1] is None else _said(mine[1])
+        if self.coordinates:
+            outcome, reached = self._decide(told, then, left)
+        else:
+            outcome, reached = self._asked(told, left)
+        value, problem = outcome
         if problem is not None:
-            cause = mine[1] if isinstance(mine[1], BaseException) else None
+            cause = mine[1] if isinstance(mine[1], BaseException) else reached
             raise CheckpointError(f"{what}: {problem}") from cause
         return value
 
-    def _gather(self, mine: Any) -> list[Any] | None:
-        told = (mine[0], None if mine[1] is None else _said(mine[1]))
-        if self.alone:
-            return [told]
-        results: list[Any] | None = [None] * self.size if self.coordinates else None
-        dist.gather_object(told, results, dst=self.world_ranks[0], group=self.group)
-        return results
+    def _decide(self, told: Any, then: Callable[[list[Any]], Any], left: str) -> tuple[Any, BaseException | None]:
+        gathered, lost = [told], []
+        for rank in range(1, self.size):
+            try:
+                gathered.append(_receive(self.world_ranks[rank], self.group))
+            except RuntimeError as error:  # torch's word for a peer that is gone
+                lost.append((rank, error))
+        if lost:
+            names = ", ".join(str(rank) for rank, _ in lost)
+            outcome: Any = None, f"rank{'s' if len(lost) > 1 else ''} {names} {'were' if len(lost) > 1 else 'was'} lost; {left}"
+        else:
+            outcome = _conclude(gathered, then)
+        gone = {rank for rank, _ in lost}
+        for rank in range(1, self.size):
+            if rank not in gone:
+                with contextlib.suppress(RuntimeError):  # lost since: the next time that the ranks meet tells
+                    _send(outcome, self.world_ranks[rank], self.group)
+        return outcome, lost[0][1] if lost else None
 
-    def _share(self, outcome: Any) -> Any:
-        if self.alone:
-            return outcome
-        box = [outcome]
-        dist.broadcast_object_list(box, src=self.world_ranks[0], group=self.group)
-        return box[0]
+    def _asked(self, told: Any, left: str) -> tuple[Any, BaseException | None]:
+        try:
+            _send(told, self.world_ranks[0], self.group)
+            return _receive(self.world_ranks[0], self.group), None
+        except RuntimeError as error:
+            return (None, f"rank 0 was lost; {left}"), error
+
+
+# --- messages --------------------------------------------------------------------------------------------------------------
+_TAG = 0x63686B70  # so that a program's own messages are not taken for ours
+_GROUPS: dict[Any, Any] = {}
+
+
+def _has_gloo(group: Any) -> bool:
+    return "gloo" in str(dist.get_backend_config(group))
+
+
+def _gloo_group(group: Any, world_ranks: list[int], apart: bool) -> Any:
+    known = _GROUPS.get((group, apart))
+    if known is None:
+        known = dist.new_group(world_ranks, backend="gloo", use_local_synchronization=True)
+        _GROUPS[group, apart] = known
+    return known
+
+
+def _send(value: Any, to: int, group: Any) -> None:
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    dist.send(torch.tensor([len(data)]), to, group, _TAG)
+    dist.send(data, to, group, _TAG)
+
+
+def _receive(source: int, group: Any) -> Any:
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, source, group, _TAG)
+    data = torch.empty(int(length), dtype=torch.uint8)
+    dist.recv(data, source, group, _TAG)
+    return pickle.loads(data.numpy().tobytes())
 
 
 def _attempt(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
@@ -88,7 +144,3 @@ def _said(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return f"{type(error).__name__}: {error}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

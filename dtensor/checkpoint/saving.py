@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..errors import CheckpointError
 from ..tensor import DTensor
@@ -115,7 +114,7 @@ def save(state: Any, path: str | os.PathLike[str], *, async_op: bool = False, pr
     (15.0, 7)
     """
     finish_pending()
-    ranks = _background_ranks(process_group) if async_op else Ranks(process_group)
+    ranks = Ranks(process_group, apart=async_op)
     prepared = _prepared(state, Path(path), ranks, copy=async_op)
     if not async_op:
         _run(prepared, ranks)
@@ -128,7 +127,6 @@ def save(state: Any, path: str | os.PathLike[str], *, async_op: bool = False, pr
 # --- in the background -----------------------------------------------------------------------------------------------------
 _WORKER = ThreadPoolExecutor(1, "checkpoint")  # one: saves end in the order of their calls, on all ranks
 _PENDING: list[PendingSave] = []
-_GROUPS: dict[Any, Any] = {}
 
 
 def finish_pending() -> None:
@@ -138,17 +136,6 @@ def finish_pending() -> None:
         error = pending._future.exception()
         if error is not None and not pending.told:
             warnings.warn(f"an earlier save in the background has failed: {error}", stacklevel=3)
-
-
-def _background_ranks(group: Any) -> Ranks:
-    """The ranks, with a gloo group of their own: the main thread's collectives must not meet those of the background."""
-    ranks = Ranks(group)
-    if ranks.alone:
-        return ranks
-    known = _GROUPS.get(ranks.group)
-    if known is None:
-        known = _GROUPS[ranks.group] = dist.new_group(ranks.world_ranks, backend="gloo", use_local_synchronization=True)
-    return Ranks(known)
 
 
 # --- the parts of a save ---------------------------------------------------------------------------------------------------
