@@ -24,9 +24,11 @@ from .verbs import broadcast_factors
 from .views import own_factors
 
 
-def around(block: torch.Tensor, layout: Layout, member: int, other: float) -> torch.Tensor:
-    """A tensor of the global shape and strides that holds one member's block, and ``other`` elsewhere."""
+def around(block: torch.Tensor, layout: Layout, member: int | None, other: float) -> torch.Tensor:
+    """A tensor of the global shape and strides that holds one member's block (None: no block), and ``other`` elsewhere."""
     whole = torch.empty_strided(layout.shape, layout.stride, dtype=block.dtype, device=block.device).fill_(other)
+    if member is None:
+        return whole
     place = whole
     coordinate = layout.mesh.coordinates[member]
     for d, (offset, size) in enumerate(zip(layout.local_offset(coordinate), layout.local_shape(coordinate), strict=True)):
@@ -43,10 +45,12 @@ def drawn_alike(at: KernelContext, generator: Any, one: Callable[..., Any], *loc
     source = generator or default_generator(mesh)
     state = source.get_state()
 
-    def from_start(member: int, *values: Any) -> Any:
+    def from_start(member: int | None, *values: Any) -> Any:
         source.set_state(state)
         return one(member, *values)
 
+    if mesh.current_member() is None:  # it draws too, see ``draw``
+        return from_start(None, *locals_)
     return communicator_of(mesh).map(from_start, *locals_)
 
 
@@ -59,7 +63,7 @@ def draw_around(other: float) -> Callable[..., Any]:
         op = at.call.func.overloadpacket
         tensors = [i for i, value in enumerate(args) if isinstance(value, torch.Tensor)]
 
-        def one(member: int, *values: Any) -> torch.Tensor:
+        def one(member: int | None, *values: Any) -> torch.Tensor:
             given = list(values)
             for layout, i in zip((layouts[k] for k in _tensor_operands(at.call)), tensors, strict=True):
                 given[i] = around(values[i], layout, member, other)
@@ -98,7 +102,7 @@ def leak(
     at: KernelContext, x: Any, noise: Any, lower: Any = 0.125, upper: Any = 1 / 3, training: bool = False, generator: Any = None
 ) -> Any:
     """Slopes where elements are not positive: one draw for each, in row-major order."""
-    if not training:
+    if not training or at.call.mesh.current_member() is None:  # a rank outside of the mesh cannot know how many are drawn
         return at.map(lambda _, block, own: torch.ops.aten.rrelu_with_noise(block, own, lower, upper, False), x, noise)
     layout, mesh = at.operands[0], at.call.mesh
     cut = tuple(sorted({mesh_dim for split in layout.splits if split is not None for mesh_dim in split.mesh_dims}))
