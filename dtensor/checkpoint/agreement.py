@@ -19,9 +19,9 @@ R = TypeVar("R")
 class Ranks:
     """The processes that make a checkpoint together; one process stands alone. The first of them coordinates.
 
-    They talk over a gloo group, in messages between the first rank and each other one, which a collective would not do: when a rank
-    dies, a collective leaves some ranks with an error and others waiting for them. Here the first rank sees who is gone, and still
-    tells the others.
+    They talk over a gloo group, in messages between the first rank and each other one, and not by collectives: when a rank
+    dies, a collective leaves some ranks with an error and others waiting for them. Here the first rank sees who is gone, and
+    still tells the others.
     """
 
     def __init__(self, group: Any = None, *, apart: bool = False) -> None:

@@ -7,8 +7,8 @@ for the same seed, for every generator, at the cost of the whole tensor's time a
 rank draws its block only. Since the key comes from the generator, whatever saves, restores or replaces its state
 (checkpointing, ``fork_rng``, ``generator=``) keeps working.
 
-All ranks must draw alike, so on process groups the first draw on a mesh takes over the generator state of its first rank, and ranks
-outside of the mesh that run the op draw too: their next draw is then that of one device.
+All ranks must draw alike, so on process groups the first draw on a mesh takes over the generator state of its first rank, and
+ranks outside of the mesh that run the op draw too: their next draw is then that of one device.
 """
 
 from __future__ import annotations
