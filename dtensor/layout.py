@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .errors import PlacementError
+from .errors import LayoutError, PlacementError
 from .mesh import DeviceMesh
 from .placement import Monoid, Partial, Placement, Replicate, Shard, normalize
 
@@ -173,6 +173,8 @@ class Layout:
         key = (mesh, placements, shape, stride, dtype)
         found = _LAYOUTS.get(key)
         if found is None:
+            if not len(splits) == len(stride) == len(shape):  # it would be everybody's layout from now on
+                raise LayoutError(f"{len(splits)} splits and strides {stride} do not fit the shape {tuple(shape)}")
             found = object.__new__(Layout)
             found.mesh, found.placements, found.splits = mesh, placements, splits
             found.shape, found.stride, found.dtype = torch.Size(shape), stride, dtype

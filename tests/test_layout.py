@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtensor.errors import PlacementError
+from dtensor.errors import LayoutError, PlacementError
 from dtensor.layout import Layout, Split, chunk_sizes, contiguous_stride, offsets_of, stride_like
 from dtensor.mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard
@@ -244,3 +244,10 @@ def test_scatter_uses_every_term() -> None:
     terms = scatter(torch.ones(6, dtype=torch.float64), MESH_2, [Partial()])._local.shards
     assert torch.equal(terms[0] + terms[1], torch.ones(6, dtype=torch.float64))
     assert bool(terms[1].any())
+
+
+def test_splits_that_do_not_fit_the_shape_are_refused() -> None:
+    """Layouts are shared: a wrong one would be everybody's."""
+    with pytest.raises(LayoutError, match="do not fit the shape"):
+        Layout.from_splits(DeviceMesh("cpu", 2), (), (None,), (1,))
+    assert Layout.of(DeviceMesh("cpu", 2), [Replicate()], (1,)).local_shape((0,)) == (1,)

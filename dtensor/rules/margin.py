@@ -5,6 +5,7 @@ A mean is over all samples: each rank's sum over the number of samples of the wh
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ def margin_factors(call: Call) -> Factors:
     dims, samples = operand_dims(call, 0)
     loss: Dims = (("n",),) if len(call.shape(0)) == 2 and call["reduction"] == NONE else ()
     results = (loss, dims[1]) if len(call.results) == 2 else (loss,)
+    if not loss:  # the meta kernel gives a single sample's loss a dim
+        call.results = tuple(
+            meta and (replace(meta, shape=(), stride=()) if i == 0 else meta) for i, meta in enumerate(call.results)
+        )
     if call["reduction"] == MEAN:
         mean = Kernel(mean_of_samples, lacking=Partial("sum"))
         return Factors(tuple(dims), results, {"n": samples}, kernels={"n": mean})

@@ -164,7 +164,7 @@ SAMPLES: Samples = {
     "multi_margin_loss_backward": margin_gradients(),
     "multilabel_margin_loss_forward": [
         *(Sample((x(5, 7), LABELS, how), {}, f"reduction {how}", gradients=False) for how in REDUCTIONS),
-        Sample((x(7), LABELS[0], MEAN), {}, "one sample", gradients=False),
+        *(Sample((x(7), LABELS[0], how), {}, f"one sample, reduction {how}", gradients=False) for how in REDUCTIONS),
     ],
     "multilabel_margin_loss_backward": label_gradients(),
     "glu": [*(Sample((x(4, 6, 8), d)) for d in (0, 1, -1)), Sample((x(6),))],

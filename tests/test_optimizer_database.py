@@ -1,0 +1,51 @@
+"""Every optimizer of torch's optimizer database takes the steps of one device over parameters placed at random."""
+
+from __future__ import annotations
+
+import os
+
+import optimizer_database as db
+import pytest
+
+SEED = int(os.environ.get("DTENSOR_SEED", "0"))
+NAMES = ["Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop"]
+NAMES += ["Rprop", "SGD"]
+
+
+def test_the_database_has_no_other_optimizers() -> None:
+    assert {info.optim_cls.__name__ for info in db.entries()} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quick_optimizers(name: str) -> None:
+    """One input of each in every implementation."""
+    (info,) = db.entries(name)
+    cases = list(db.cases_of(info, db.MESHES["4 and 2x2"], SEED))
+    last = cases[-1].options
+    for case in cases:
+        if case.options == last:
+            assert db.problems_of(case) == [], str(case)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad"])
+def test_quick_gradients_through_steps(name: str) -> None:
+    (info,) = db.entries(name)
+    assert db.differentiable_problems(info, (2, 2), SEED) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("meshes", db.MESHES)
+@pytest.mark.parametrize("name", NAMES)
+def test_all_optimizers(name: str, meshes: str) -> None:
+    (info,) = db.entries(name)
+    for seed in range(SEED, SEED + 2):
+        for case in db.cases_of(info, db.MESHES[meshes], seed):
+            assert db.problems_of(case) == [], str(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_all_gradients_through_steps(name: str) -> None:
+    (info,) = db.entries(name)
+    for mesh in ((4,), (2, 2)):
+        assert db.differentiable_problems(info, mesh, SEED) == []
