@@ -6,7 +6,15 @@ from pathlib import Path
 
 import checkpoint_cases
 import pytest
+import torch
 from gloo import run_gloo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dtensor as dt
+from dtensor.checkpoint import load, save, save_safetensors
+from dtensor.layout import Layout
+from dtensor.testing import strategies
 
 
 @pytest.mark.parametrize("name", checkpoint_cases.CASES)
@@ -17,3 +25,34 @@ def test_case_in_one_process(name: str, tmp_path: Path) -> None:
 @pytest.mark.gloo
 def test_all_cases_on_four_processes(tmp_path: Path) -> None:
     assert run_gloo(checkpoint_cases.main, 4, str(tmp_path), timeout_s=250.0) == [list(checkpoint_cases.CASES)] * 4
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_any_layout_loads_into_any_other_on_any_mesh(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    x, value = data.draw(strategies.dtensors())
+    asked: Layout = data.draw(strategies.layouts(shape=tuple(value.shape)))
+    into = dt.zeros(*value.shape, dtype=value.dtype, device_mesh=asked.mesh, placements=asked.placements)
+    folder = tmp_path_factory.mktemp("c")
+    save_it = data.draw(st.sampled_from([save, save_safetensors]))
+    save_it({"x": x}, folder)
+    load({"x": into}, folder)
+    found = into.full_tensor()
+    for piece in found.shards if isinstance(found, dt.PerRank) else (found,):
+        torch.testing.assert_close(piece, value, rtol=0, atol=0 if not (asked.is_partial or x.layout.is_partial) else 1e-12)
+
+
+def _saved_on(mesh_shape: tuple[int, ...], placements: list[dt.Placement], folder: str) -> None:
+    mesh = dt.init_device_mesh("cpu", mesh_shape)
+    save({"x": dt.distribute_tensor(checkpoint_cases.value(13, 6), mesh, placements), "n": mesh_shape}, folder)
+
+
+@pytest.mark.gloo
+def test_two_processes_save_and_eight_ranks_here_load(tmp_path: Path) -> None:
+    run_gloo(_saved_on, 2, (2,), [dt.Shard(0)], str(tmp_path))
+    for shape, placements in (((8,), [dt.Shard(0)]), ((2, 4), [dt.Shard(1), dt.Shard(0)]), ((8,), [dt.Shard(1)])):
+        x = dt.zeros(13, 6, device_mesh=dt.init_device_mesh("cpu", shape), placements=placements)
+        state = {"x": x, "n": None}
+        load(state, tmp_path)
+        checkpoint_cases.same(x, checkpoint_cases.value(13, 6))
+        assert state["n"] == (2,)

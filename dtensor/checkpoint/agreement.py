@@ -43,7 +43,7 @@ class Ranks:
         """``each()`` on every rank, then ``then(results)`` on the first one, whose result all ranks get.
 
         Args:
-            left: what holds if ranks are lost.
+            left: what holds if the first rank is lost, perhaps inside of ``then``.
 
         Cost: a message from every rank to the first one, and one back.
 
@@ -53,7 +53,7 @@ class Ranks:
         mine = _attempt(each)
         told = mine[0], None if mine[1] is None else _said(mine[1])
         if self.coordinates:
-            outcome, reached = self._decide(told, then, left)
+            outcome, reached = self._decide(told, then)
         else:
             outcome, reached = self._asked(told, left)
         value, problem = outcome
@@ -62,7 +62,7 @@ class Ranks:
             raise CheckpointError(f"{what}: {problem}") from cause
         return value
 
-    def _decide(self, told: Any, then: Callable[[list[Any]], Any], left: str) -> tuple[Any, BaseException | None]:
+    def _decide(self, told: Any, then: Callable[[list[Any]], Any]) -> tuple[Any, BaseException | None]:
         gathered, lost = [told], []
         for rank in range(1, self.size):
             try:
@@ -70,8 +70,8 @@ class Ranks:
             except RuntimeError as error:  # torch's word for a peer that is gone
                 lost.append((rank, error))
         if lost:
-            names = ", ".join(str(rank) for rank, _ in lost)
-            outcome: Any = None, f"rank{'s' if len(lost) > 1 else ''} {names} {'were' if len(lost) > 1 else 'was'} lost; {left}"
+            names = ", ".join(f"rank {rank}" for rank, _ in lost)
+            outcome: Any = None, f"{names} {'were' if len(lost) > 1 else 'was'} lost; nothing was changed"
         else:
             outcome = _conclude(gathered, then)
         gone = {rank for rank, _ in lost}

@@ -175,6 +175,35 @@ class Files:
         return source + sum((count - 1) * step for count, step in zip(size, stride, strict=True)) + width
 
 
+def write_box(block: torch.Tensor, file: BinaryIO, at: int, shape: Sequence[int], start: Sequence[int]) -> None:
+    """Write a block to its place in a tensor of ``shape`` that is stored row-major from byte ``at`` of ``file``.
+
+    Args:
+        block: contiguous, on the CPU.
+        file: open for reading and writing, of its full size.
+        start: of the block in the tensor.
+    """
+    width = block.element_size()
+    source_stride = [step * width for step in contiguous_stride(tuple(block.shape))]
+    target_stride = [step * width for step in contiguous_stride(tuple(shape))]
+    at += sum(a * b for a, b in zip(start, target_stride, strict=True))
+    outer, run = _runs(block.shape, target_stride, source_stride, width)
+    source = block.reshape(-1).view(torch.uint8).numpy()
+    if run >= _LONG:
+        memory = memoryview(source)  # type: ignore[arg-type]  # arrays are buffers
+        lines = _starts(block.shape[:outer], target_stride), _starts(block.shape[:outer], source_stride)
+        for there, here in zip(*lines, strict=True):
+            rest, place = memory[here : here + run], at + there
+            while rest:
+                done = os.pwrite(file.fileno(), rest, place)
+                rest, place = rest[done:], place + done
+        return
+    mapped = np.memmap(file, np.uint8, "r+")
+    stored = np.ndarray((*block.shape, width), np.uint8, mapped, at, (*target_stride, 1))
+    stored[...] = np.ndarray((*block.shape, width), np.uint8, source.data, 0, (*source_stride, 1))
+    mapped.flush()
+
+
 def _runs(size: Sequence[int], source: Sequence[int], target: Sequence[int], width: int) -> tuple[int, int]:
     """How many outer dims are walked, and the bytes that lie side by side in both memories under each of their places."""
     dim, run = len(size), width

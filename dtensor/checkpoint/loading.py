@@ -11,7 +11,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..layout import contiguous_stride
-from . import metadata
+from . import hugging_face, metadata
 from .agreement import Ranks
 from .archive import Files
 from .digest import MASK, digest
@@ -45,9 +45,9 @@ def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True, proce
     """Fill ``state`` from the checkpoint in the folder ``path``, whatever the meshes and layouts that it was saved under.
 
     Tensors are filled in their own memory (those on ``meta`` are replaced by new ones with their layout), plain values replaced
-    in their dicts and lists, objects given their state by ``load_state_dict``. Checkpoints of ``torch.distributed.checkpoint``
-    are read too. Everything is read and verified before anything is changed; that takes memory for one more copy of what this
-    rank holds.
+    in their dicts and lists, objects given their state by ``load_state_dict``. Checkpoints of torch's DCP are read
+    too, and models in the Hugging Face layout (a folder with ``model.safetensors`` or an index, or one ``.safetensors`` file).
+    Everything is read and verified before anything is changed; that takes memory for one more copy of what this rank holds.
 
     Args:
         state: as for :func:`save`; a part of what was saved, with ``strict=False``.
@@ -75,7 +75,7 @@ def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True, proce
     ranks.together(what, matched, _same_everywhere)
     expanded, wanted = found[0]
     buffers: Buffers = {}
-    with Files(folder) as files:
+    with Files(folder.parent if folder.suffix == ".safetensors" else folder) as files:
         ranks.together(
             what,
             lambda: _read(wanted.targets, manifest, files, buffers, ranks.rank),
@@ -89,7 +89,7 @@ def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True, proce
 
 
 def find_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, ours or torch's.
+    """The manifest of a checkpoint: ours, torch's, or a model in the Hugging Face layout.
 
     Raises:
         CheckpointError: there is none.
@@ -98,8 +98,10 @@ def find_manifest(folder: Path) -> Manifest:
         return read_manifest(folder)
     if (folder / metadata.NAME).exists():
         return metadata.read_foreign(folder)
+    if hugging_face.is_model(folder):
+        return hugging_face.read_model(folder)
     there = "holds no complete checkpoint" if folder.is_dir() else "does not exist"
-    raise CheckpointError(f"{folder} {there} (no {NAME} or {metadata.NAME})")
+    raise CheckpointError(f"{folder} {there} (no {NAME}, {metadata.NAME} or {hugging_face.SINGLE})")
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Entry]:

@@ -143,7 +143,7 @@ def _prepared(state: Any, folder: Path, ranks: Ranks, copy: bool) -> _Job | Chec
     """Everything that needs the tensors; what is wrong is told when the ranks meet."""
     try:
         tree = expand(state).tree
-        tensors = {name: _reduced(tensor) for name, tensor in named_tensors(tree).items()}
+        tensors = {name: reduced(tensor) for name, tensor in named_tensors(tree).items()}
         encoded = encode(tree)
         entries = {name: Entry(tuple(x.shape), str(x.dtype).removeprefix("torch."), ()) for name, x in tensors.items()}
         writes = [
@@ -158,7 +158,7 @@ def _prepared(state: Any, folder: Path, ranks: Ranks, copy: bool) -> _Job | Chec
     return _Job(folder, encoded, _without_tensors(tree), entries, writes, hashlib.sha256(told.encode()).hexdigest())
 
 
-def _reduced(tensor: torch.Tensor) -> Any:
+def reduced(tensor: torch.Tensor) -> Any:
     tensor = tensor.detach()
     if tensor.is_meta or tensor.layout != torch.strided:
         raise CheckpointError(
@@ -207,14 +207,19 @@ def _run(job: _Job | CheckpointError, ranks: Ranks) -> None:
                     "what belongs to one rank goes under a key of its own, gathered on all ranks"
                 )
             job.folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_locked(job.folder))
+            stack.enter_context(locked(job.folder))
             return uuid.uuid4().hex[:12]
 
         token = ranks.together(_what(job), ready, opened)
         assert isinstance(job, _Job)
         file = job.folder / f"__{ranks.rank}_{token}.distcp"
         try:
-            ranks.together(_what(job), lambda: _written(job, file), lambda shares: _commit(job, shares, token))
+            ranks.together(
+                _what(job),
+                lambda: _written(job, file),
+                lambda shares: _commit(job, shares, token),
+                left="the folder holds the checkpoint that it held before, or the new one",
+            )
         except CheckpointError:
             if not _committed(job.folder, token):
                 file.unlink(missing_ok=True)
@@ -227,7 +232,7 @@ def _what(job: _Job | CheckpointError) -> str:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Hold the folder against other saves; the system lets go of it when this process ends, however it ends."""
     handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
     try:

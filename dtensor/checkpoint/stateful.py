@@ -50,7 +50,7 @@ def expand(state: Any, stored: Mapping[str, Entry] | None = None) -> Expanded:
         match value:
             case nn.Module():
                 installs[path] = _into_module(value)
-                return value.state_dict()
+                return _module_tree(value, path, stored)
             case Optimizer():
                 installs[path] = _into_optimizer(value, names)
                 return _optimizer_tree(value, names, path, stored)
@@ -71,13 +71,41 @@ def expand(state: Any, stored: Mapping[str, Entry] | None = None) -> Expanded:
     return Expanded(visit(state, ()), installs)
 
 
+# --- modules ---------------------------------------------------------------------------------------------------------------
+def _tied(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _module_tree(module: nn.Module, path: Path, stored: Mapping[str, Entry] | None) -> dict[str, Any]:
+    """Its state dict; of a parameter with several names a checkpoint need not have all."""
+    tree = module.state_dict()
+    for names in _tied(module) if stored is not None else ():
+        missing = [name for name in names if name_of((*path, name)) not in stored]  # type: ignore[operator]  # not None
+        if len(missing) < len(names):
+            for name in missing:
+                tree.pop(name, None)
+    return tree
+
+
 def _into_module(module: nn.Module) -> Install:
+    ties = _tied(module)
+
     def install(tree: dict[str, Any]) -> None:
         """Tensors with memory hold their values already; those on ``meta`` and extra states are set."""
         before = module.state_dict()
         new = {key: value for key, value in tree.items() if not isinstance(value, torch.Tensor) or before[key].is_meta}
-        if new:
-            module.load_state_dict(new, strict=False, assign=True)
+        if not new:
+            return
+        module.load_state_dict(new, strict=False, assign=True)
+        for names in ties:  # assigning makes a parameter for each name
+            first = next((name for name in names if name in new), None)
+            for name in names if first is not None else ():
+                owner, _, leaf = name.rpartition(".")
+                module.get_submodule(owner).register_parameter(leaf, module.get_parameter(first))  # type: ignore[arg-type]  # found
 
     return install
 

@@ -1,0 +1,224 @@
+"""What may happen to checkpoints: ranks killed at any point, full disks, read-only folders, saves at one time.
+
+python tests/checkpoint_faults.py 100      # 100 kills during save and 100 during load, at random points; says the seed that fails
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mortal import DEAD, Points, run_mortal
+
+import dtensor as dt
+from dtensor import Replicate, Shard
+from dtensor.checkpoint import load, read_tree, save
+from dtensor.errors import CheckpointError
+
+RANKS = 4
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """Tensors that all hold ``step``."""
+    grid, line = dt.init_device_mesh("cpu", (2, 2)), dt.init_device_mesh("cpu", (RANKS,))
+    big = dt.full((300, 700), float(step), device_mesh=grid, placements=[Shard(0), Shard(1)])
+    few = dt.full((7, 3), step, dtype=torch.int32, device_mesh=line, placements=[Shard(0)])
+    same = dt.full((50,), float(step), device_mesh=grid, placements=[Replicate(), Shard(0)])
+    return {"big": big, "few": few, "same": same, "plain": torch.full((20,), float(step)), "step": step}
+
+
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint, read in this one process; all of its tensors hold it."""
+    step = int(read_tree(folder)["step"])
+    state = {"big": torch.zeros(300, 700), "few": torch.zeros(7, 3, dtype=torch.int32), "same": torch.zeros(50)}
+    whole: dict[str, Any] = {**state, "plain": torch.zeros(20), "step": -1}
+    load(whole, folder)
+    assert whole["step"] == step
+    for name in ("big", "few", "same", "plain"):
+        assert bool((whole[name] == step).all()), name
+    return step
+
+
+# --- on the ranks ----------------------------------------------------------------------------------------------------------
+def saving(folder: str, step: int, victim: int, point: int | None, in_background: bool = False) -> tuple[str, Any]:
+    state = state_of(step)
+    points = Points(point if dist.get_rank() == victim else None)
+    with points:
+        try:
+            pending = save(state, folder, async_op=in_background)
+            if pending is not None:
+                pending.wait()
+        except CheckpointError as error:
+            return "error", str(error)
+    return "done", points.count
+
+
+def loading(folder: str, step: int, victim: int, point: int | None) -> tuple[str, Any]:
+    """All or nothing on every rank that is left."""
+    state = state_of(0)
+    points = Points(point if dist.get_rank() == victim else None)
+    with points:
+        try:
+            load(state, folder)
+            outcome: tuple[str, Any] = "done", points.count
+        except CheckpointError as error:
+            outcome = "error", str(error)
+    expected = step if outcome[0] == "done" else 0
+    assert state["step"] == expected
+    for name in ("big", "few", "same", "plain"):
+        local = state[name].to_local() if isinstance(state[name], dt.DTensor) else state[name]
+        assert bool((local == expected).all()), name
+    return outcome
+
+
+# --- one fault -------------------------------------------------------------------------------------------------------------
+def kill_while(what: str, seed: int, folder: Path) -> str:
+    """Kill one rank at a random point of a save or load; what came of it.
+
+    ``folder`` holds a checkpoint of step 1 with its number of calls in ``calls``.
+    """
+    dice = random.Random(f"{what} {seed}")
+    victim, from_outside = dice.randrange(RANKS), dice.random() < 0.3
+    run = saving if what == "save" else loading
+    args: tuple[Any, ...] = (str(folder), 2 if what == "save" else 1, victim)
+    if what == "save" and dice.random() < 0.3:
+        calls, extra = calls_of("save", folder), (True,)
+    else:
+        calls, extra = calls_of(what, folder), ()
+    if from_outside:
+        outcomes = run_mortal(run, RANKS, *args, None, *extra, kill=(victim, dice.random() * 0.15))
+    else:
+        outcomes = run_mortal(run, RANKS, *args, dice.randrange(1, calls), *extra)
+    left = [outcome for outcome in outcomes if outcome != DEAD]
+    kinds = {kind for kind, _ in left}
+    told = {words for kind, words in left if kind == "error"}
+    step = step_of(folder)
+    assert len(left) >= RANKS - 1
+    assert step in (1, 2)
+    if victim != 0:  # the first rank tells all that are left the same
+        assert len(kinds) == 1, outcomes
+        assert len(told) <= 1, outcomes
+    if what == "load" or ("error" in kinds and victim != 0):
+        assert step == 1
+    if "done" in kinds and what == "save":
+        assert step == 2
+    assert all("lost" in words for words in told), told
+    save(state_of(3), folder)  # whatever was left behind is in nobody's way
+    assert step_of(folder) == 3
+    save(state_of(1), folder)
+    assert len(list(folder.glob("*.distcp"))) <= 2, list(folder.iterdir())
+    return f"{what} {seed}: rank {victim} killed, {len(left)} left: {sorted(kinds)}, step {step}"
+
+
+_CALLS: dict[str, int] = {}
+
+
+def calls_of(what: str, folder: Path) -> int:
+    """How many calls a rank makes, about."""
+    if what not in _CALLS:
+        with tempfile.TemporaryDirectory() as other:
+            shutil.copytree(folder, other, dirs_exist_ok=True)
+            run = saving if what == "save" else loading
+            _CALLS[what] = max(count for _, count in run_mortal(run, RANKS, other, 1, 0, None))
+    return _CALLS[what]
+
+
+# --- disks and rivals ------------------------------------------------------------------------------------------------------
+def full_disk(folder: str) -> list[str]:
+    """Files of one rank may not grow: all ranks say so, and the old checkpoint is there. The first one has the manifest."""
+    told = []
+    save(state_of(1), folder)
+    for rank, most in ((2, 100_000), (0, 150_000), (0, 300)):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if dist.get_rank() == rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+        try:
+            save(state_of(2), folder)
+        except CheckpointError as error:
+            told.append(str(error))
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        state = state_of(0)
+        load(state, folder)
+        assert state["step"] == 1
+        dist.barrier()
+        assert len({path.name.split("_")[3] for path in Path(folder).glob("*.distcp")}) <= 2
+    save(state_of(3), folder)
+    return told
+
+
+def read_only(folder: str) -> list[str]:
+    """Folders that cannot be written, made or read."""
+    save(state_of(1), folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.chmod(folder, 0o555)
+    dist.barrier()
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    told = []
+    for place in (folder, f"{folder}/below", f"{folder}/manifest.json/x"):
+        try:
+            save(state_of(2), place)
+        except CheckpointError as error:
+            told.append(str(error))
+    state = state_of(0)
+    load(state, folder)
+    assert state["step"] == 1
+    if user == 0:
+        os.seteuid(0)
+    dist.barrier()
+    os.chmod(folder, 0o755)
+    return told
+
+
+def rivals(folder: str, seconds: float) -> tuple[int, int, int]:
+    """Two pairs of ranks save into one folder over and over and load from it; saved, refused, loaded by this rank."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = dist.get_rank() // 2
+    mesh = dt.DeviceMesh("cpu", [2 * mine, 2 * mine + 1])
+    tried = saved = refused = loaded = 0
+    end = time.monotonic() + seconds
+    step = mine
+    while True:
+        go = [time.monotonic() < end]
+        dist.broadcast_object_list(go, 2 * mine, groups[mine])
+        if not go[0]:
+            break
+        step, tried = step + 2, tried + 1
+        state = {"x": dt.full((999, 50), float(step), device_mesh=mesh, placements=[Shard(0)]), "step": step}
+        try:
+            save(state, folder, process_group=groups[mine])
+            saved += 1
+        except CheckpointError as error:
+            refused += "under way" in str(error)
+        found = {"x": dt.zeros(999, 50, device_mesh=mesh, placements=[Shard(1)]), "step": -1}
+        with contextlib.suppress(CheckpointError):  # its files may be replaced while it reads: an error, never a mixture
+            load(found, folder, process_group=groups[mine])
+            loaded += 1
+            assert bool((found["x"].to_local() == found["step"]).all())
+    assert saved + refused == tried
+    return saved, refused, loaded
+
+
+def main(count: int, first: int = 0) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        save(state_of(1), Path(folder) / "c")
+        for seed in range(first, first + count):
+            for what in ("save", "load"):
+                print(kill_while(what, seed, Path(folder) / "c"), flush=True)
+    print(f"{count} kills during save and {count} during load: every one left a complete checkpoint, and no rank waiting")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,177 @@
+"""Models in the Hugging Face layout, in one process and on four: each case gets a folder that all ranks share."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_cases import blank, laid, layouts_of, line, network, on_first_rank, same, sharded, square, value
+from torch import nn
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.checkpoint import load, read_tensors, save_safetensors
+from dtensor.errors import CheckpointError
+
+OFFICIAL = importlib.util.find_spec("safetensors") is not None
+R = Replicate()
+CASES: dict[str, Callable[[Path], None]] = {}
+
+
+def case(fn: Callable[[Path], None]) -> Callable[[Path], None]:
+    CASES[fn.__name__] = fn
+    return fn
+
+
+@case
+def sharded_models_come_back_under_any_layout(folder: Path) -> None:
+    x = value(7, 5)
+    layouts = layouts_of(x)
+    save_safetensors(
+        {"x": {str(i): laid(x, mesh, *p) for i, (mesh, p) in enumerate(layouts)}, "plain": x}, folder, max_shard_size=300
+    )
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"]["x.0"] == "model-00001-of-00006.safetensors"
+    assert index["metadata"]["total_size"] == 11 * x.nbytes
+    for mesh, placements in layouts[:-1]:
+        state: dict[str, Any] = {f"x.{i}": blank(x, mesh, *placements) for i in range(9)}
+        assert load(state, folder, strict=False).unexpected_keys == ["x.9", "plain"]
+        for tensor in state.values():
+            same(tensor, x)
+    state = {"x.9": torch.zeros(7, 5), "plain": torch.zeros(7, 5)}
+    load(state, folder, strict=False)
+    torch.testing.assert_close(state["x.9"], x)
+    same(state["plain"], x)
+
+
+@case
+def every_dtype_and_shape(folder: Path) -> None:
+    mesh, wide = line(), value(70, 300)
+    plain = {
+        "bf16": value(9, 3).bfloat16(),
+        "f8": value(9, 3).to(torch.float8_e4m3fn),
+        "bool": value(9, 3) > 0,
+        "i64": value(9, 3).mul(9).long(),
+        "0d": torch.tensor(2.5),
+        "none": torch.zeros(0, 3),
+        "wide": wide,
+        "t": value(6, 4).t(),
+    }
+    layouts: dict[str, dt.Placement] = {"0d": R, "wide": Shard(1, sizes=(1, 290, 0, 9))}
+    save_safetensors({name: laid(x, mesh, layouts.get(name, Shard(0))) for name, x in plain.items()}, folder)
+    assert {name: entry.shape for name, entry in read_tensors(folder).items()} == {n: tuple(x.shape) for n, x in plain.items()}
+    state = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in plain.items()}
+    load(state, folder / "model.safetensors")
+    for name, x in plain.items():
+        assert torch.equal(state[name].reshape(-1).view(torch.uint8), x.contiguous().reshape(-1).view(torch.uint8)), name
+    if OFFICIAL:
+        from safetensors.torch import load_file
+
+        found = load_file(folder / "model.safetensors")
+        for name, x in plain.items():
+            assert found[name].dtype == x.dtype
+            assert torch.equal(found[name].reshape(-1).view(torch.uint8), x.contiguous().reshape(-1).view(torch.uint8)), name
+
+
+@case
+def files_of_the_official_library_are_read_in_parts(folder: Path) -> None:
+    if not OFFICIAL:
+        pytest.skip("the safetensors package is not installed: pip install dtensor[safetensors]")
+    from safetensors.torch import save_file
+
+    x, v = value(64, 96), value(40)
+    on_first_rank(lambda: save_file({"x": x, "v": v.bfloat16()}, folder / "model.safetensors"))
+    for mesh, placements in ((line(), (Shard(0),)), (line(), (Shard(1),)), (square(), (R, Shard(1)))):
+        state = {"x": blank(x, mesh, *placements), "v": blank(v.bfloat16(), mesh, *(R for _ in placements))}
+        read = load(state, folder).bytes_read
+        here = state["x"].to_local()
+        assert read == (x.nbytes if isinstance(here, dt.PerRank) else here.nbytes) + v.nbytes // 2
+        same(state["x"], x)
+        same(state["v"], v.bfloat16())
+
+
+class Tied(nn.Module):
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6, device=device)
+        self.head = nn.Linear(6, 11, bias=False, device=device)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
+
+
+@case
+def modules_and_tied_parameters(folder: Path) -> None:
+    model = sharded(network(), square(), R, Shard(0))
+    save_safetensors(model, folder / "a")
+    other = sharded(network("meta"), line(), Shard(1))
+    load(other, folder / "a")
+    for p, q in zip(other.parameters(), network().parameters(), strict=True):
+        same(p.detach(), q.detach())
+    torch.manual_seed(1)
+    tied = Tied()
+    spec = dt.sharding_spec.single_split(0, [0, 1, 2, 3])
+    torch.manual_seed(1)
+    save_safetensors(dt.shard_model(Tied(), spec), folder / "b")
+    assert list(read_tensors(folder / "b")) == ["embed.weight"]
+    blank_model = dt.shard_model(Tied("meta"), spec, materialize=False)
+    load(blank_model, folder / "b")
+    assert blank_model.head.weight is blank_model.embed.weight
+    same(blank_model.head.weight.detach(), tied.embed.weight.detach())
+
+
+@case
+def what_goes_wrong_is_told_and_changes_nothing(folder: Path) -> None:
+    x, mesh = value(6, 4), line()
+    save_safetensors({"a": laid(x, mesh, Shard(0))}, folder / "m")
+    for state, place, words in [
+        ({"a": x}, "m", "holds a model already"),
+        ({"a": x.to(torch.complex128)}, "new", "complex128, which safetensors files do not have"),
+        ({"n": 3}, "new", r"\['n'\] are no tensors"),
+    ]:
+        with pytest.raises(CheckpointError, match=words):
+            save_safetensors(state, folder / place)
+    file = folder / "m" / "model.safetensors"
+    content = file.read_bytes()
+    for damaged, words in [
+        (content[:-5], "truncated"),
+        (content[:4], "truncated"),
+        (content[:8] + b"}" + content[9:], "damaged"),
+    ]:
+        on_first_rank(lambda damaged=damaged: file.write_bytes(damaged))  # type: ignore[misc]
+        target = blank(x, mesh, Shard(1))
+        with pytest.raises(CheckpointError, match=words):
+            load({"a": target}, folder / "m")
+        same(target, torch.zeros(6, 4))
+    on_first_rank(lambda: file.write_bytes(content))
+    with pytest.raises(CheckpointError, match="float64 here and float32"):
+        load({"a": blank(x.double(), mesh, Shard(0))}, folder / "m")
+    on_first_rank(lambda: (folder / "i").mkdir())
+    for index in ('{"weight_map": {"a": "../m/model.safetensors"}}', '{"weight_map": {"b": "gone.safetensors"}}', "{}"):
+        on_first_rank(lambda index=index: (folder / "i" / "model.safetensors.index.json").write_text(index))  # type: ignore[misc]
+        with pytest.raises(CheckpointError, match=r"not in its folder|missing|damaged"):
+            load({"a": blank(x, mesh, Shard(0))}, folder / "i")
+    save_safetensors({"p": laid(x, square(), Partial(), Shard(1))}, folder / "p")
+    state = {"p": torch.zeros(6, 4)}
+    load(state, folder / "p")
+    torch.testing.assert_close(state["p"], x)
+
+
+def main(folder: str) -> list[str]:
+    """Every case on this rank; what ran."""
+    for name, run in CASES.items():
+        own = Path(folder) / name
+        on_first_rank(own.mkdir)
+        try:
+            run(own)
+        except pytest.skip.Exception:
+            continue
+    dist.barrier()
+    return list(CASES)

@@ -1,0 +1,53 @@
+"""A checkpoint is there whatever happens: to ranks, disks and folders (see ``checkpoint_faults``, which also runs by itself)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import checkpoint_faults
+import pytest
+from gloo import run_gloo
+
+from dtensor.checkpoint import save
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("what", "seed"), [("save", 0), ("load", 0)])
+def test_a_rank_is_killed(what: str, seed: int, tmp_path: Path) -> None:
+    save(checkpoint_faults.state_of(1), tmp_path)
+    checkpoint_faults.kill_while(what, seed, tmp_path)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["save", "load"])
+def test_ranks_are_killed_at_random_points(what: str, tmp_path: Path) -> None:
+    save(checkpoint_faults.state_of(1), tmp_path)
+    for seed in range(1, 21):
+        checkpoint_faults.kill_while(what, seed, tmp_path)
+
+
+@pytest.mark.gloo
+def test_a_full_disk_is_told_by_all_ranks(tmp_path: Path) -> None:
+    told = run_gloo(checkpoint_faults.full_disk, 4, str(tmp_path / "c"))
+    assert told == [told[0]] * 4
+    assert [("rank 2" in words, "rank 0" in words) for words in told[0][:2]] == [(True, False), (False, True)]
+    assert len(told[0]) == 3
+
+
+@pytest.mark.gloo
+def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    for parent in list(tmp_path.parents)[:2]:
+        parent.chmod(0o755)
+    told = run_gloo(checkpoint_faults.read_only, 4, str(tmp_path / "c"))
+    assert told == [told[0]] * 4
+    assert [any(said in words for said in ("Permission denied", "Not a directory")) for words in told[0]] == [True] * 3
+
+
+@pytest.mark.gloo
+def test_saves_at_one_time_never_mix(tmp_path: Path) -> None:
+    outcomes = run_gloo(checkpoint_faults.rivals, 4, str(tmp_path / "c"), 4.0)
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[2] == outcomes[3]
+    assert all(saved and loaded for saved, _, loaded in outcomes)
