@@ -45,6 +45,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", default="*", help="comma-separated patterns of entry names")
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th of these entries, from the I-th on")
     parser.add_argument("--mesh", action="append", help="mesh shape such as 2,2 (may be repeated); default 4 and 2,2")
     parser.add_argument("--seed", type=int, action="append", help="may be repeated; default 0")
     parser.add_argument("--samples", type=int, default=4, help="samples per entry, mesh and seed")
@@ -81,7 +82,8 @@ def work(options: argparse.Namespace) -> None:
         cases_of = op_database_peer.cases_of
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what operators print is not for the channel
-    for i, entry in enumerate(op_database.entries(options.ops)):
+    first, step = map(int, options.part.split("/"))
+    for i, entry in enumerate(op_database.entries(options.ops)[first::step]):
         if i < options.skip:
             continue
         print(json.dumps({"begin": i, "entry": entry.formatted_name}), file=channel, flush=True)

@@ -91,7 +91,8 @@ def sound_dtypes(row: Row, call: Call) -> bool:
     """Whether the dtypes of a partial row keep its algebra.
 
     Sums and products of integers wrap in their own dtype and bools add by ``or``, so terms may not change dtype first, except
-    between floating dtypes; max and min pass conversions that keep the order. There is no mean of integers.
+    to a floating dtype that holds all values of theirs: terms are larger than their sum, so rounding each of them to fewer bits
+    is not what rounding the sum is. Max and min pass conversions that keep the order. There is no mean of integers.
     """
     if row.factor is not None:
         return True
@@ -110,7 +111,15 @@ def sound_dtypes(row: Row, call: Call) -> bool:
 def _converts(op: Any, source: torch.dtype, target: torch.dtype) -> bool:
     if op in ("max", "min"):
         return _keeps_order(source, target)
-    return (source.is_floating_point or source.is_complex) and (target.is_floating_point or target.is_complex)
+    return _holds(source, target)
+
+
+def _holds(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a floating (or complex) dtype has the other's values, real parts at least."""
+    if not all(dtype.is_floating_point or dtype.is_complex for dtype in (source, target)):
+        return False
+    old, new = torch.finfo(source), torch.finfo(target)
+    return new.eps <= old.eps and new.max >= old.max
 
 
 def _keeps_order(source: torch.dtype, target: torch.dtype) -> bool:

@@ -25,6 +25,7 @@ from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.testing.cases import ragged_sizes
 from dtensor.testing.nested import leaves, replace, tensors
 from dtensor.testing.oracle import TOLERANCE, Outcome, compare
+from dtensor.testing.scatter import can_be_partial
 
 MESHES: tuple[tuple[int, ...], ...] = ((4,), (2, 2))
 MOST_SAMPLES = 100  # an entry may have thousands
@@ -173,21 +174,27 @@ def draw_placements(x: torch.Tensor, setting: Setting, rng: random.Random) -> tu
 
 
 def _draw(x: torch.Tensor, setting: Setting, rng: random.Random) -> Placement:
-    partial = x.dtype in FRACTION_BITS
+    terms = [op for op in ("sum", "sum", "avg", "max", "min", "product") if _splits_exactly(x.dtype, op)]
     if setting.draw == "replicate":
         return Replicate()
-    if setting.draw == "partial" and partial:
-        return Partial()
-    kind = rng.choice(("replicate", "shard", "shard", "partial" if partial else "shard"))
+    if setting.draw == "partial" and terms:
+        return Partial(rng.choice(terms))
+    kind = rng.choice(("replicate", "shard", "shard", "partial" if terms else "shard"))
     if kind == "shard" and x.ndim:
         return Shard(rng.randrange(x.ndim))
-    return Partial() if kind == "partial" else Replicate()
+    return Partial(rng.choice(terms)) if kind == "partial" else Replicate()
+
+
+def _splits_exactly(dtype: torch.dtype, op: str) -> bool:
+    """Whether values of this dtype (rounded by :func:`exact`) are reductions of terms without a rounding error."""
+    floating = dtype.is_floating_point or dtype.is_complex
+    return can_be_partial(dtype, op) and (not floating or dtype in FRACTION_BITS or op in ("max", "min"))
 
 
 def exact(x: torch.Tensor, where: Sequence[Placement]) -> torch.Tensor:
     """``x``, rounded where it is partial so that its terms add up to it exactly."""
     bits = FRACTION_BITS.get(x.dtype)
-    if bits is None or not any(isinstance(p, Partial) for p in where):
+    if bits is None or not any(isinstance(p, Partial) and p.reduce_op not in ("max", "min") for p in where):
         return x
     if x.is_complex():
         return torch.view_as_complex(exact(torch.view_as_real(x.resolve_conj()), where).contiguous())

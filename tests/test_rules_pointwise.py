@@ -6,6 +6,7 @@ import pytest
 import torch
 from rule_tables import MESHES, Case, floats, integers, run, try_all
 
+import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 
 X, Y, ROW, COLUMN, Z = floats(5, 7), floats(5, 7, seed=1), floats(7, seed=2), floats(5, 1, seed=3), integers(5, 7)
@@ -72,7 +73,7 @@ def test_values_and_gradients_are_those_of_plain_torch(name: str, mesh_shape: tu
         (lambda x, y: x.exp(), [[Partial("max"), R], [R, R]], [Partial("max"), R]),
         (lambda x, y: -x, [[Partial("max"), Partial("max")], [R, R]], [Partial("min"), Partial("min")]),
         (lambda x, y: torch.where(y > 0, x, x * 2), [[Partial(), S1], [R, S1]], [Partial(), S1]),
-        (lambda x, y: x.to(torch.float32), [[Partial(), S0], [R, R]], [Partial(), S0]),
+        (lambda x, y: x.to(torch.complex128), [[Partial(), S0], [R, R]], [Partial(), S0]),
         (lambda x, y: torch.zeros_like(x), [[S0, Partial()], [R, R]], [S0, R]),
         (lambda x, y: x.new_zeros(5, 7), [[S0, S1], [R, R]], [S0, S1]),
     ],
@@ -93,3 +94,14 @@ def test_a_sign_of_the_step_is_not_remembered() -> None:
     """The step does not enter the plan, and a negative one turns the order about."""
     for alpha in (1, -1, 2.0, -2.0):
         run(lambda x, y, alpha=alpha: (x.add(y, alpha=alpha), x.sub(y, alpha=alpha)), [X, Y], (3,), [[R], [Partial("max")]])
+
+
+def test_sums_are_reduced_before_they_are_rounded_to_fewer_bits() -> None:
+    """Terms may be far larger than their sum, and so would be their rounding errors."""
+    mesh = dt.init_device_mesh("cpu", (2,))
+    terms = dt.per_rank([torch.tensor([1000.0]), torch.tensor([-999.999])])
+    x = dt.DTensor.from_local(terms, mesh, [Partial()], shape=(1,))
+    assert torch.equal(x.bfloat16().full_tensor(), x.full_tensor().bfloat16())
+    assert x.double().placements == (Partial(),)
+    largest = dt.DTensor.from_local(terms, mesh, [Partial("max")], shape=(1,))
+    assert largest.bfloat16().placements == (Partial("max"),)
