@@ -2,6 +2,7 @@
 
 from importlib import import_module
 
+from . import recomposed as _recomposed
 from . import write_through as _write_through
 from .comm import PerRank, map_ranks, per_rank
 from .create import empty, full, ones, rand, randn, zeros

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorE
 from .layout import Layout
 from .operators import Operator
 from .rules.call import Meta
+from .strides import as_computed
 
 META = torch.device("meta")
 # Strides or auxiliary shapes follow the library that computes: LAPACK, MKL or cuSOLVER, cuFFT, oneDNN or cuDNN.
@@ -89,9 +90,8 @@ def _run(operator: Operator, bound: dict[str, Any]) -> tuple[Any, ...]:
         raise
     if result is None:
         return ()
-    if len(operator.returns) == 1:
-        return (_meta_of(result),)
-    return tuple(_meta_of(value) for value in result)
+    values = (result,) if len(operator.returns) == 1 else result
+    return as_computed(operator.name, tuple(_meta_of(value) for value in values), bound)
 
 
 def _result_of(operator: Operator, bound: dict[str, Any]) -> Any:

@@ -1,0 +1,66 @@
+"""Operators of torch that look into memory or fill plain buffers above ``__torch_dispatch__``, put together in another way.
+
+``tensor_split`` reads its tensor of sections through a pointer, and the chunked linear cross entropy without a reduction adds its
+gradients up in buffers that ``torch.zeros`` made. Both happen in or above autograd, where no rule reaches; the dispatch key that
+torch runs first for tensor subclasses is the place to say what they are made of. Other subclasses get torch's own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  its name everywhere
+
+from .tensor import DTensor
+
+_KEY = "PythonTLSSnapshot"
+_LIBRARIES: list[torch.library.Library] = []  # what they declare lasts as long as they do
+
+
+def recomposed(name: str, function: Callable[..., Any]) -> None:
+    """Run ``function`` where a DTensor is among the arguments; the operator may be defined later, or never (older torch)."""
+    namespace, _, full = name.partition("::")
+    packet, _, overload = full.partition(".")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, DTensor) for x in (*args, *kwargs.values())):
+            return function(*args, **kwargs)
+        operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)):
+            return operator(*args, **kwargs)
+
+    library = torch.library.Library(namespace, "IMPL")
+    library.impl(full, run, _KEY)
+    _LIBRARIES.append(library)
+
+
+def tensor_split(x: Tensor, sections: Tensor, dim: int = 0) -> Any:
+    """The sections are numbers that all ranks read."""
+    if sections.ndim > 1 or sections.dtype is not torch.int64:
+        expected = "tensor_indices_or_sections to be a zero-dimensional or one-dimensional int64 tensor"
+        raise RuntimeError(f"tensor_split expected {expected}, but got {sections.ndim} dims of {sections.dtype}")
+    return torch.tensor_split(x, sections.tolist(), dim)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    chunk_size: int,
+    policy: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """One loss per sample, computed in the accumulator's dtype; the logits are whole, but each rank holds its shard of them."""
+    logits = F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    scale = None if class_weight is None else class_weight.detach().to(dtype)  # torch gives it no gradient
+    return F.cross_entropy(logits, target, scale, ignore_index=ignore_index, reduction="none").to(x.dtype)
+
+
+recomposed("aten::tensor_split.tensor_indices_or_sections", tensor_split)
+recomposed("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction", linear_cross_entropy)

@@ -1,0 +1,93 @@
+"""Strides of results where torch's own inference without data is not what its kernels do on the CPU.
+
+Three laws: dense in row-major order whatever comes in; the memory format that an argument suggests; and the order that an
+element-by-element loop takes from its operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .rules.call import Meta
+
+Given = dict[str, Any]  # arguments by name, as tensors without data
+Law = Callable[[Meta, Given], tuple[int, ...]]
+
+
+def row_major(result: Meta, given: Given) -> tuple[int, ...]:
+    return torch.empty(result.shape, device="meta").stride()
+
+
+def suggested_by(name: str) -> Law:
+    """Channels last if this argument is, else row-major."""
+
+    def law(result: Meta, given: Given) -> tuple[int, ...]:
+        return torch.empty(result.shape, device="meta", memory_format=_format(given[name])).stride()
+
+    return law
+
+
+def _format(x: torch.Tensor) -> torch.memory_format:
+    for ndim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if x.ndim == ndim and x.is_contiguous(memory_format=memory_format) and not x.is_contiguous():
+            return memory_format
+    return torch.contiguous_format
+
+
+def loop_over(*names: str) -> Law:
+    """What TensorIterator gives, by an operator whose inference is its own."""
+
+    def law(result: Meta, given: Given) -> tuple[int, ...]:
+        operands = [_bytes(x) for x in (given[name] for name in names) if isinstance(x, torch.Tensor)]
+        return torch.add(operands[0], operands[1] if len(operands) > 1 else 1).stride()
+
+    return law
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=torch.int8, device="meta")
+
+
+LAWS: dict[str, Law] = {
+    **dict.fromkeys(
+        [
+            "aten::_log_softmax_backward_data",
+            "aten::huber_loss_backward",
+            "aten::log_sigmoid_forward",
+            "aten::normal.Tensor_Tensor",
+            "aten::pow.Scalar",
+            "aten::smooth_l1_loss_backward",
+        ],
+        row_major,
+    ),
+    **dict.fromkeys(
+        [
+            "aten::channel_shuffle",
+            "aten::max_unpool2d",
+            "aten::pixel_shuffle",
+            *(
+                f"aten::{kind}_pad{n}d{end}"
+                for kind in ("reflection", "replication")
+                for n in (2, 3)
+                for end in ("", "_backward")
+            ),
+        ],
+        suggested_by("self"),
+    ),
+    **dict.fromkeys(
+        ["aten::copysign.Tensor", "aten::div.Tensor_mode", "aten::floor_divide", "aten::special_xlog1py"],
+        loop_over("self", "other"),
+    ),
+    "aten::native_dropout_backward": loop_over("grad_output", "mask"),
+}
+
+
+def as_computed(name: str, results: tuple[Any, ...], given: Given) -> tuple[Any, ...]:
+    """The results with the strides that a kernel gives them (``name`` with its overload)."""
+    law = LAWS.get(name)
+    if law is None:
+        return results
+    return tuple(Meta(x.shape, law(x, given), x.dtype) if isinstance(x, Meta) else x for x in results)

@@ -1,0 +1,53 @@
+"""Operators that torch composes above autograd out of memory or plain buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.testing.oracle import check
+
+X = torch.arange(10.0, dtype=torch.float64)
+PLACED = [[Replicate()], [Shard(0)], [Partial()]]
+
+
+@pytest.mark.parametrize("sections", [torch.tensor([2, 5]), torch.tensor(4), torch.tensor([-3])], ids=str)
+def test_sections_may_be_distributed(sections: torch.Tensor) -> None:
+    mesh = dt.init_device_mesh("cpu", (3,))
+    for where in PLACED:
+        for cut in [[Replicate()], None, [Shard(0)]] if sections.ndim else [[Replicate()], None]:
+            check(lambda x, s: x.tensor_split(s), X, sections, mesh=mesh, placements=[where, cut])
+
+
+def test_wrong_sections_are_refused_as_by_torch() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = dt.distribute_tensor(X, mesh, [Shard(0)])
+    for wrong in (torch.tensor([1.0]), torch.zeros(1, 1, dtype=torch.int64)):
+        with pytest.raises(RuntimeError):
+            X.tensor_split(wrong)
+        with pytest.raises(RuntimeError):
+            x.tensor_split(dt.distribute_tensor(wrong, mesh, [Replicate()]))
+
+
+def test_tensors_that_are_not_distributed_keep_torchs_own_way() -> None:
+    assert [part.tolist() for part in X.tensor_split(torch.tensor([7]))] == [X[:7].tolist(), X[7:].tolist()]
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="newer than this torch")
+def test_chunked_linear_cross_entropy_has_a_loss_per_sample() -> None:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    (entry,) = (e for e in op_db if e.formatted_name == "nn_functional_linear_cross_entropy_chunked_none")
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    for sample in list(entry.sample_inputs("cpu", torch.float64, requires_grad=False))[::7]:
+        if sample.args[1].dtype is not torch.int64:
+            continue  # torch takes the ordinary path, and warns
+        given = [x for x in (sample.input, *sample.args, *sample.kwargs.values()) if isinstance(x, torch.Tensor)]
+        placements = [[Shard(0), Replicate()] if x.ndim else [Replicate(), Replicate()] for x in given]
+        check(entry.op, sample.input, *sample.args, mesh=mesh, placements=placements, kwargs=sample.kwargs)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # another subclass keeps torch's way
+            fake = entry.op(mode.from_tensor(sample.input), *sample.args, **sample.kwargs)
+        assert fake.shape == entry.op(sample.input, *sample.args, **sample.kwargs).shape

@@ -1,0 +1,54 @@
+"""Global strides are those of the kernels on one device, whatever memory order the arguments have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812  its name everywhere
+
+import dtensor as dt
+from dtensor import Replicate, Shard
+from dtensor.testing.oracle import check
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
+
+
+PLACE = torch.arange(12).reshape(1, 2, 2, 3) % 6 * 4
+CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "copysign": (torch.copysign, (turned(draw(6, 1, 5)), turned(draw(6, 5)))),
+    "xlog1py": (torch.special.xlog1py, (turned(draw(6, 1, 5)).abs(), turned(draw(6, 5)).abs())),
+    "div floor": (lambda x, y: torch.div(x, y, rounding_mode="floor"), (turned(draw(6, 5)), torch.tensor(2.0))),
+    "floor_divide": (torch.floor_divide, (turned(draw(6, 5)), torch.tensor(2.0))),
+    "pow of a number": (lambda x: 2.0**x, (turned(draw(6, 5)),)),
+    "logsigmoid": (F.logsigmoid, (turned(draw(6, 5)),)),
+    "huber": (F.huber_loss, (turned(draw(6, 5)), draw(6, 5, seed=1))),
+    "smooth l1": (F.smooth_l1_loss, (turned(draw(6, 5)), draw(6, 5, seed=1))),
+    "normal": (torch.normal, (turned(draw(6, 5)), turned(draw(6, 5)).abs())),
+    "channel shuffle": (lambda x: F.channel_shuffle(x, 2), (channels_last(draw(2, 4, 3, 5)),)),
+    "pixel shuffle": (lambda x: F.pixel_shuffle(x, 2), (channels_last(draw(2, 8, 3, 5)),)),
+    "replication pad": (lambda x: F.pad(x, [1] * 6, "replicate"), (channels_last(draw(2, 3, 4, 5)),)),
+    "reflection pad": (lambda x: F.pad(x, [1] * 4, "reflect"), (channels_last(draw(2, 3, 4, 5)),)),
+    "max_unpool2d": (lambda x, i: F.max_unpool2d(x, i, 2), (channels_last(draw(1, 2, 2, 3)), channels_last(PLACE))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_strides_are_those_of_one_device(name: str) -> None:
+    fn, xs = CASES[name]
+    mesh = dt.init_device_mesh("cpu", (2,))
+    check(fn, *xs, mesh=mesh, placements=[[Replicate()]] * len(xs))
+    for dim in range(xs[0].ndim):
+        check(fn, *xs, mesh=mesh, placements=[[Shard(dim)] if x.ndim > dim else [Replicate()] for x in xs])
