@@ -96,6 +96,8 @@ def _run(operator: Operator, bound: dict[str, Any]) -> tuple[Any, ...]:
 
 def _result_of(operator: Operator, bound: dict[str, Any]) -> Any:
     try:
+        if operator.name == "aten::view_copy":  # it copies what cannot be viewed, its meta kernel does not
+            return bound["self"].clone(memory_format=torch.contiguous_format).view(bound["size"])
         return operator.call(bound)
     except TypeError as error:
         if len(operator.outs) != 1 or "'out'" not in str(error):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812  its name everywhere
+from torch.nn import functional as F
 
 from .tensor import DTensor
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format  # private: Python has no public way to ask
 
 from .rules.call import Meta
 
@@ -25,16 +26,9 @@ def suggested_by(name: str) -> Law:
     """Channels last if this argument is, else row-major."""
 
     def law(result: Meta, given: Given) -> tuple[int, ...]:
-        return torch.empty(result.shape, device="meta", memory_format=_format(given[name])).stride()
+        return torch.empty(result.shape, device="meta", memory_format=suggest_memory_format(given[name])).stride()
 
     return law
-
-
-def _format(x: torch.Tensor) -> torch.memory_format:
-    for ndim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if x.ndim == ndim and x.is_contiguous(memory_format=memory_format) and not x.is_contiguous():
-            return memory_format
-    return torch.contiguous_format
 
 
 def loop_over(*names: str) -> Law:
@@ -57,6 +51,7 @@ LAWS: dict[str, Law] = {
             "aten::_log_softmax_backward_data",
             "aten::huber_loss_backward",
             "aten::log_sigmoid_forward",
+            "aten::mse_loss_backward",
             "aten::normal.Tensor_Tensor",
             "aten::pow.Scalar",
             "aten::smooth_l1_loss_backward",
@@ -78,7 +73,15 @@ LAWS: dict[str, Law] = {
         suggested_by("self"),
     ),
     **dict.fromkeys(
-        ["aten::copysign.Tensor", "aten::div.Tensor_mode", "aten::floor_divide", "aten::special_xlog1py"],
+        [
+            "aten::copysign.Tensor",
+            "aten::div.Tensor_mode",
+            "aten::floor_divide",
+            "aten::logical_and",
+            "aten::logical_or",
+            "aten::logical_xor",
+            "aten::special_xlog1py",
+        ],
         loop_over("self", "other"),
     ),
     "aten::native_dropout_backward": loop_over("grad_output", "mask"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812  its name everywhere
+from torch.nn import functional as F
 
 import dtensor as dt
 from dtensor import Replicate, Shard
@@ -36,11 +36,14 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "logsigmoid": (F.logsigmoid, (turned(draw(6, 5)),)),
     "huber": (F.huber_loss, (turned(draw(6, 5)), draw(6, 5, seed=1))),
     "smooth l1": (F.smooth_l1_loss, (turned(draw(6, 5)), draw(6, 5, seed=1))),
+    "mse": (F.mse_loss, (turned(draw(6, 5)), draw(6, 5, seed=1))),
+    "logical_xor": (torch.logical_xor, (draw(6, 1, 5), turned(draw(6, 5)))),
     "normal": (torch.normal, (turned(draw(6, 5)), turned(draw(6, 5)).abs())),
     "channel shuffle": (lambda x: F.channel_shuffle(x, 2), (channels_last(draw(2, 4, 3, 5)),)),
     "pixel shuffle": (lambda x: F.pixel_shuffle(x, 2), (channels_last(draw(2, 8, 3, 5)),)),
     "replication pad": (lambda x: F.pad(x, [1] * 6, "replicate"), (channels_last(draw(2, 3, 4, 5)),)),
     "reflection pad": (lambda x: F.pad(x, [1] * 4, "reflect"), (channels_last(draw(2, 3, 4, 5)),)),
+    "view_copy": (lambda x: torch.view_copy(x, [30]), (turned(draw(6, 5)),)),
     "max_unpool2d": (lambda x, i: F.max_unpool2d(x, i, 2), (channels_last(draw(1, 2, 2, 3)), channels_last(PLACE))),
 }
 
