@@ -1,11 +1,12 @@
 """Redistribution: ``dtensor`` against ``torch.distributed.tensor`` (the peer), both on gloo, taking turns in the same processes.
 
-    python benchmarks/redistribute.py [--quick] [--worlds 2 4 8] [--sizes "16 KB" "64 MB"] [--only "S0>R"]
+    python benchmarks/redistribute.py [--quick] [--worlds 2 4 8] [--meshes 2x4] [--sizes "16 KB" "64 MB"] [--only "S0>R"]
                                       [--json FILE] [--plot FILE] [--add FILE ...]
 
 Wall is that of the slowest rank and CPU that of all ranks together, medians over rounds; a ratio is dtensor / peer. Bytes are
 what one rank receives, for both libraries by the usual ring algorithms; the bound is what no plan can go below. Peak memory
 is what torch allocates on the busiest rank, its source included. Every rank's result is compared with its canonical block.
+"bare" is the exchange of exactly the pieces that ranks lack, by hand, over the peer's time: the floor for any library.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ def rows_of(world: int, options: argparse.Namespace) -> Iterator[Row]:
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------------
-def ratio(row: Row, what: str) -> float | None:
-    """Ours over the peer's; None if either did not run."""
-    if what not in row["ours"] or what not in row["peer"]:
+def ratio(row: Row, what: str, side: str = "ours", base: str = "peer") -> float | None:
+    """One side over another; None if either did not run."""
+    if what not in row.get(side, ()) or what not in row.get(base, ()):
         return None
-    return row["ours"][what] / row["peer"][what]
+    return row[side][what] / row[base][what]
 
 
 def line(row: Row) -> str:
@@ -66,6 +67,7 @@ def line(row: Row) -> str:
         return f"{row['name']:48} dtensor: {ours['error']}"
     cells = [f"{row['name']:48}", f"{ours['wall'] * 1e3:9.3f}"]
     cells += [f"{value:6.2f}" if (value := ratio(row, what)) is not None else "      " for what in ("wall", "cpu")]
+    cells += [f"{value:6.2f}" if (value := ratio(row, "wall", "bare")) is not None else "      "]
     for what, width in (("collectives", 3), ("bytes", 11), ("peak", 11)):
         cells += [f"{ours[what]:{width},}", f"{theirs.get(what, ''):{width},}" if what in theirs else " " * width]
     return " ".join(
@@ -73,8 +75,9 @@ def line(row: Row) -> str:
     )
 
 
+SMALL = 3 << 20  # bytes that small messages may be packed into, on top of what a plan says (docs/redistribution.md)
 HEAD = (
-    f"{'mesh   pair                         size':48} {'ms':>9} {'wall':>6} {'cpu':>6} {'collect.':>7} "
+    f"{'mesh   pair                         size':48} {'ms':>9} {'wall':>6} {'cpu':>6} {'bare':>6} {'collect.':>7} "
     f"{'bytes: ours':>11} {'peer':>11} {'peak: ours':>11} {'peer':>11} {'bound':>11}"
 )
 
@@ -94,6 +97,10 @@ def summary(rows: Sequence[Row]) -> list[str]:
                     f"{world} ranks, {label:>6}: geometric mean of dtensor / peer over {len(part)} cases: "
                     f"wall {means[0]:.3f}, CPU {means[1]:.3f}"
                 )
+        plain = [row for row in some if "bare" in row and "wall" in row["peer"]]
+        for side in ("ours", "bare"):
+            means = [geometric_mean([r for row in plain if (r := ratio(row, what, side))]) for what in ("wall", "cpu")]
+            lines.append(f"{world} ranks, without terms, {side}: {len(plain)} cases: wall {means[0]:.3f}, CPU {means[1]:.3f}")
     slower = sorted((row for row in rows if (ratio(row, "wall") or 0) > 1.05), key=lambda row: -(ratio(row, "wall") or 0))
     lines.append(f"above 1.05 in wall time: {len(slower)}")
     lines += [
@@ -105,6 +112,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
         f"dtensor wrong or refused: {len(wrong)} {wrong or ''}; peer wrong or refused: {len(theirs)}; "
         f"bytes above 1.05 x bound: {len(above)} {above or ''}"
     )
+    over = [row["name"] for row in rows if row["ours"].get("peak", 0) > row["ours"].get("planned_peak", 0) + SMALL]
+    lines.append(f"peak memory above the plan's + {SMALL:,} B: {len(over)} {over or ''}")
     return lines
 
 
@@ -133,6 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(rc.QUICK)}, fewer rounds, 4 ranks unless --worlds")
     parser.add_argument("--worlds", type=int, nargs="*", choices=list(rc.MESHES))
+    parser.add_argument("--meshes", nargs="+", default=(), metavar="MESH", help='as "2x4"')
     parser.add_argument("--sizes", nargs="+", choices=list(rc.EVEN))
     parser.add_argument("--only", nargs="+", default=(), metavar="PAIR", help='as "S0,S1>S1,S0"')
     parser.add_argument("--json", metavar="FILE")

@@ -114,9 +114,11 @@ def _block(placements: Sequence[str], mesh: tuple[int, ...], coordinate: tuple[i
     return Block((start[0], start[1]), (size[0], size[1]))
 
 
-def cases(world: int, sizes: Sequence[str], only: Sequence[str] = ()) -> Iterator[Case]:
+def cases(world: int, sizes: Sequence[str], only: Sequence[str] = (), meshes: Sequence[str] = ()) -> Iterator[Case]:
     """All cases that run on ``world`` ranks."""
     for mesh in MESHES[world]:
+        if meshes and "x".join(map(str, mesh)) not in meshes:
+            continue
         for pair in PAIRS[len(mesh)].split():
             src, dst = (tuple(side.split(",")) for side in pair.split(">"))
             for even, shapes in ((True, EVEN), (False, UNEVEN)):

@@ -19,6 +19,7 @@ import redistribute_cases as rc
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as peer
+from redistribute_bare import bare_of
 from redistribute_cases import Case
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,7 +74,7 @@ def measure(rank: int, path: str, options: Any, pipe: Any) -> None:
         "gloo", init_method=f"file://{path}", rank=rank, world_size=options.world, timeout=timedelta(seconds=300)
     )
     try:
-        for case in rc.cases(options.world, options.sizes, options.only):
+        for case in rc.cases(options.world, options.sizes, options.only, options.meshes):
             row = _row(case, rank, options.effort)
             if rank == 0:
                 pipe.send(row)
@@ -98,22 +99,40 @@ def _row(case: Case, rank: int, effort: Effort) -> dict[str, Any]:
             {"error": errors[name]} if errors[name] not in ("", "wrong") else {"error": errors[name], **_cost(call, name, case)}
         )
     running = {name: call for name, call in calls.items() if "collectives" in row[name]}
+    bare = bare_of(case, rank)
+    if bare is not None:
+        assert torch.equal(bare(), case.blocks(case.dst)[rank].of(rc.value(case))), f"{case.name}: the floor itself is wrong"
+        running["bare"] = bare
+        row["bare"] = {}
+    row["ours"]["planned_peak"] = _planned_peak(case, rank)
     for name, (wall, cpu) in _times(running, effort, case).items():
         row[name] |= {"wall": wall, "cpu": cpu}
     gc.collect()
     return row
 
 
+def _planned_peak(case: Case, rank: int) -> int:
+    x, mesh = _source(case, rank, dtensor)
+    return int(x.explain_redistribute(rc.placements(dtensor, case.dst), device_mesh=mesh).peak_bytes)
+
+
 def _call(case: Case, rank: int, library: ModuleType) -> Callable[[], Any]:
+    x, mesh = _source(case, rank, library)
+    dst = rc.placements(library, case.dst)
+    return lambda: x.redistribute(mesh, dst)
+
+
+def _source(case: Case, rank: int, library: ModuleType) -> tuple[Any, Any]:
+    """The tensor to move, and its mesh."""
     make = library.init_device_mesh if hasattr(library, "init_device_mesh") else dist.device_mesh.init_device_mesh
     mesh = _MESHES.setdefault((library, case.mesh), make("cpu", case.mesh)) if (library, case.mesh) in _MESHES else None
     if mesh is None:
         mesh = _MESHES[library, case.mesh] = make("cpu", case.mesh)
-    src, dst = (rc.placements(library, side) for side in (case.src, case.dst))
+    src = rc.placements(library, case.src)
     x = library.DTensor.from_local(
         rc.local(case, rank), mesh, src, run_check=False, shape=torch.Size(case.shape), stride=(case.shape[1], 1)
     )
-    return lambda: x.redistribute(mesh, dst)
+    return x, mesh
 
 
 _MESHES: dict[Any, Any] = {}
