@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -245,7 +245,7 @@ class Layout:
         """Bytes of the global tensor."""
         return self.numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def max_local_nbytes(self) -> int:
         """Bytes of the largest block."""
         sizes = (size if split is None else max(split.sizes) for size, split in zip(self.shape, self.splits, strict=True))
@@ -323,7 +323,8 @@ def _leaf_sizes(levels: list[tuple[int, Shard]], dim: int, size: int) -> tuple[i
     for count, shard in levels:
         given = shard.sizes
         if given is None:
-            blocks = tuple(leaf for block in blocks for leaf in chunk_sizes(block, (count,)))
+            cut = {block: chunk_sizes(block, (count,)) for block in set(blocks)}  # few sizes, many blocks
+            blocks = tuple(chain.from_iterable(map(cut.__getitem__, blocks)))
         elif len(given) == count * len(blocks):
             blocks = given
         elif len(given) == count and all(block == sum(given) for block in blocks):

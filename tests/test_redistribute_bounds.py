@@ -21,7 +21,7 @@ from dtensor.comm import events, per_rank
 from dtensor.layout import Layout
 from dtensor.mesh import DeviceMesh
 from dtensor.placement import Partial, Replicate, Shard
-from dtensor.redistribute import execute, plan
+from dtensor.redistribute import Exchange, execute, plan
 
 MESHES = ((2, 2), (2, 4), (4, 4), (2, 2, 2), (4, 4, 4))
 SHAPES = ((64, 64), (61, 67), (3, 130))  # even; uneven; blocks that are empty
@@ -74,7 +74,8 @@ def test_every_pair_keeps_the_bounds(mesh_shape: tuple[int, ...], shape: tuple[i
         assert found.collectives <= min(2, bound), str(found)
         larger = max(src.max_local_nbytes, dst.max_local_nbytes)
         assert found.largest_block <= larger, str(found)
-        assert found.peak_bytes <= src.max_local_nbytes + dst.max_local_nbytes + bound, str(found)
+        buffer = bound + src.max_local_nbytes * any(isinstance(step, Exchange) for step in found.steps)
+        assert found.peak_bytes <= src.max_local_nbytes + dst.max_local_nbytes + buffer, str(found)
         assert found.cost <= 1.0001 * via_replicate(src, dst), str(found)
 
 

@@ -61,7 +61,7 @@ def test_there_and_back_by_the_collectives_that_are_printed(case: tuple[DTensor,
         for coordinate, shard in zip(at.device_mesh.coordinates, shards, strict=True):
             assert tuple(shard.shape) == at.layout.local_shape(coordinate)
     for shard in at.to_local().shards:  # type: ignore[attr-defined]
-        torch.testing.assert_close(shard, value, rtol=0, atol=0)
+        torch.testing.assert_close(shard, value, rtol=1e-12, atol=1e-12)  # means over three ranks are rounded
 
 
 @settings(max_examples=60)
@@ -98,7 +98,7 @@ def test_peak_memory_counts_source_result_and_what_arrives() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     x = dt.zeros(16, 16, device_mesh=mesh, placements=[S0])
     block, whole = 256, 1024
-    for placements, peak in (([S1], 2 * block + 192), ([R], block + whole + 768), ([S0], block), ([P], block + whole)):
+    for placements, peak in (([S1], 3 * block + 192), ([R], block + whole + 768), ([S0], block), ([P], block + whole)):
         assert x.explain_redistribute(placements).peak_bytes == peak  # type: ignore[union-attr]
     assert x.redistribute(placements=[R]).explain_redistribute([S1]).peak_bytes == whole + block  # type: ignore[union-attr]
 

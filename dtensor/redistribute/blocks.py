@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,4 +122,5 @@ def nested(mesh: DeviceMesh, split: Split | None, size: int, mesh_dims: Sequence
         return Split(wanted, prefix_sizes(mesh, like, len(wanted)))
     sizes = (size,) if split is None else split.sizes
     counts = tuple(mesh.shape[mesh_dim] for mesh_dim in mesh_dims)
-    return Split(wanted, tuple(leaf for block in sizes for leaf in chunk_sizes(block, counts)))
+    cut = {block: chunk_sizes(block, counts) for block in set(sizes)}  # few sizes, many blocks
+    return Split(wanted, tuple(chain.from_iterable(map(cut.__getitem__, sizes))))

@@ -174,7 +174,7 @@ def _spread(member: int, x: torch.Tensor, step: Spread) -> torch.Tensor:
     holds = step.op in KEEPING or all(coordinate[i] == 0 for i in sharing)
     if before.splits == after.splits:
         return x if holds else identity(step.op, x)
-    result = identity(step.op, x.new_empty(after.local_shape(coordinate)))
+    result = identity(step.op, x.new_empty(()).expand(after.local_shape(coordinate)))  # the shape of a block, without its memory
     if holds:
         region(result, inside(after, member, before, member)).copy_(x)
     return result

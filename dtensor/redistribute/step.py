@@ -35,6 +35,11 @@ class Step:
     def communicates(self) -> bool:
         return bool(self.mesh_dims)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Most memory besides the two blocks: for what arrives."""
+        return self.bytes
+
     def __str__(self) -> str:
         over = f" over {_names(self.before, self.mesh_dims)}" if self.mesh_dims else ""
         cost = f", {self.bytes:,} B/rank, {seconds_of(self.seconds)}" if self.mesh_dims else ", local"
@@ -86,6 +91,10 @@ class ReduceScatter(Step):
     divisor: int = 1
     verb = "reduce_scatter"
 
+    @property
+    def buffer_bytes(self) -> int:
+        return self.bytes + _copied_to_send(self.before, self.after)
+
     def _what(self) -> str:
         return f"{self.verb}({self.op}{f' / {self.divisor}' if self.divisor > 1 else ''})"
 
@@ -103,6 +112,18 @@ class Exchange(Step):
 
     verb = "exchange"
 
+    @property
+    def buffer_bytes(self) -> int:
+        return self.bytes + _copied_to_send(self.before, self.after)
+
+
+def _copied_to_send(before: Layout, after: Layout) -> int:
+    """Bytes, 0 where all that one rank has for another is one run of its block's memory."""
+    first = next((dim for dim, size in enumerate(before.shape) if size > 1), 0)
+    pairs = list(zip(before.splits, after.splits, strict=True))
+    strided = any(a != b and b is not None for a, b in pairs[first + 1 :])
+    return before.max_local_nbytes if strided else 0
+
 
 @dataclass(eq=False, repr=False)
 class Plan:
@@ -111,7 +132,7 @@ class Plan:
     >>> mesh = dt.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
     >>> src, dst = (Layout.of(mesh, p, (6, 4)) for p in ([dt.Shard(0), dt.Partial()], [dt.Shard(0), dt.Shard(1)]))
     >>> print(dt.redistribute.plan(src, dst))
-    float32[6, 4] (dp=S(0), tp=P(sum)) -> (dp=S(0), tp=S(1)): 1 collective, 24 B received per rank, peak 96 B, ...
+    float32[6, 4] (dp=S(0), tp=P(sum)) -> (dp=S(0), tp=S(1)): 1 collective, 24 B received per rank, peak 144 B, ...
       1. reduce_scatter(sum) over tp: (dp=S(0), tp=P(sum)) -> (dp=S(0), tp=S(1)), 24 B/rank, ...
     """
 
@@ -142,13 +163,14 @@ class Plan:
     def peak_bytes(self) -> int:
         """Most memory that one rank holds while ``x.redistribute`` runs this plan, the source included.
 
-        For sharded and replicated layouts that is the source's block, the destination's, and one buffer for what arrives.
+        For sharded and replicated layouts that is the source's block, the destination's, and one buffer: for what arrives,
+        and for a copy of what is sent where that is not one run of memory.
         """
         source = self.src.max_local_nbytes  # never freed: the plan does not own it
         most, held = source, 0  # held: by the present block, where it is not a view of the source
         for step in self.steps:
             if not isinstance(step, Slice):
-                most = max(most, source + held + step.after.max_local_nbytes + step.bytes)
+                most = max(most, source + held + step.after.max_local_nbytes + step.buffer_bytes)
                 held = step.after.max_local_nbytes
         if self.steps and not self.communicates:  # local steps give views, of which the result is a copy
             most = max(most, source + self.dst.max_local_nbytes)
