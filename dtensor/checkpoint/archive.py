@@ -188,7 +188,7 @@ def write_box(block: torch.Tensor, file: BinaryIO, at: int, shape: Sequence[int]
     target_stride = [step * width for step in contiguous_stride(tuple(shape))]
     at += sum(a * b for a, b in zip(start, target_stride, strict=True))
     outer, run = _runs(block.shape, target_stride, source_stride, width)
-    source = block.reshape(-1).view(torch.uint8).numpy()
+    source = flat_bytes(block).numpy()
     if run >= _LONG:
         memory = memoryview(source)  # type: ignore[arg-type]  # arrays are buffers
         lines = _starts(block.shape[:outer], target_stride), _starts(block.shape[:outer], source_stride)
