@@ -17,6 +17,7 @@ NAMES = {
     "ddp": 4,
     "zero": 4,
     "digits_fsdp": 2,
+    "meta_start": 2,
     "two_meshes": 4,
     "ring_attention": 4,
     "pipeline_3d": 8,

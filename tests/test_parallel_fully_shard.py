@@ -232,6 +232,18 @@ def test_kept_parameters_are_gathered_once() -> None:
     assert comm.get_comm_counts() == {"all_gather": 4, "reduce_scatter": 4}
 
 
+def test_a_unit_whose_gradients_have_come_is_not_gathered_again() -> None:
+    mesh = dp()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))  # the outermost unit has the last layer's parameters only
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        with CommDebugMode() as comm:
+            model(dt.per_rank([torch.ones(2, 4), torch.ones(2, 4)])).sum().backward()
+        assert comm.get_comm_counts() == {"all_gather": 2 + 1, "reduce_scatter": 2}
+
+
 def test_the_next_unit_is_gathered_while_one_computes() -> None:
     mesh = dp()
     torch.manual_seed(0)

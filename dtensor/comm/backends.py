@@ -138,6 +138,31 @@ def exchange(group: Group, pieces: Sequence[Tensor], shapes: Sequence[Shape], as
     return started(work, finish)
 
 
+def exchange_directly(group: Group, pieces: Sequence[Tensor], shapes: Sequence[Shape]) -> Pending[list[Tensor]]:
+    """As :func:`exchange`, message by message and so without packing; the own piece is ``pieces[group.position]`` itself."""
+    dtype, device, mine = pieces[0].dtype, pieces[0].device, group.position
+    order = group.order or tuple(range(group.size))
+    lengths = [math.prod(shape) * dtype.itemsize for shape in shapes]
+    rows = [torch.empty(0 if k == mine else length, dtype=torch.uint8, device=device) for k, length in enumerate(lengths)]
+    turns = [(mine + step) % group.size for step in range(1, group.size)]  # the next one first: not all begin with the same
+    sends = [(order[k], flat_bytes(pieces[k])) for k in turns if pieces[k].numel()]
+    works = post(group, [(order[k], rows[k]) for k in reversed(turns) if lengths[k]], sends)
+
+    def finish() -> list[Tensor]:
+        for work in works:
+            work.wait()
+        return [pieces[k].detach() if k == mine else from_bytes(rows[k], shape, dtype) for k, shape in enumerate(shapes)]
+
+    return Pending(finish)
+
+
+def directly(group: Group, shapes: Sequence[Shape], dtype: torch.dtype) -> bool:
+    """Whether blocks of these shapes, which all members know, are worth sending message by message."""
+    traits = traits_of(group)
+    largest = max(math.prod(shape) for shape in shapes) * dtype.itemsize
+    return not traits.sends_lists and largest >= traits.direct_bytes
+
+
 # --- bound transfers (transfer.py): rows and messages of one dtype -----------------------------------------------------
 _CARRIED = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8, torch.int8})
 _TAG = 3570  # messages between two ranks arrive in the order sent, so one tag serves all

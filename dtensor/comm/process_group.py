@@ -17,7 +17,9 @@ from ..mesh import DeviceMesh
 from ..placement import Monoid
 from .backends import (
     all_gather_single,
+    directly,
     exchange,
+    exchange_directly,
     flat_bytes,
     from_bytes,
     native_reduction,
@@ -121,7 +123,10 @@ class ProcessGroups(Communicator):
             flat = result.reshape(-1).view(native[1])
             work = reduce_scatter_single(flat, packed, native[0], group=group.handle, async_op=async_op)
             return started(work, lambda: result)
-        arrived = exchange(group, chunks, [own.shape] * group.size, async_op)
+        if directly(group, [tuple(chunk.shape) for chunk in chunks], own.dtype):  # all members have chunks of these shapes
+            arrived = exchange_directly(group, chunks, [tuple(own.shape)] * group.size)
+        else:
+            arrived = exchange(group, chunks, [own.shape] * group.size, async_op)
         return Pending(lambda: fold(arrived.wait(), op))
 
     # --- transfers -----------------------------------------------------------------------------------------------
@@ -130,6 +135,9 @@ class ProcessGroups(Communicator):
     ) -> Pending[list[Tensor]]:
         group = self._group(mesh_dims)
         shapes = [tuple(shape_of(member)) for member in group.members]
+        if directly(group, shapes, x.dtype):
+            arrived, mine = exchange_directly(group, [x] * group.size, shapes), group.position
+            return Pending(lambda: [dense(row) if k == mine else row for k, row in enumerate(arrived.wait())])
         if not traits_of(group).reduces or any(shape != shapes[0] for shape in shapes):
             return exchange(group, [x] * group.size, shapes, async_op)
         sent = flat_bytes(x)

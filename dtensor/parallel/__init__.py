@@ -4,6 +4,7 @@ from .auto_wrap import units_by_size
 from .boundary import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from .fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from .loss import loss_parallel
+from .materialize import materialize
 from .plan import parallelize_module
 from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .replicate import ReplicatedModule, replicate
@@ -29,6 +30,7 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "fully_shard",
     "loss_parallel",
+    "materialize",
     "parallelize_module",
     "register_fsdp_forward_method",
     "replicate",

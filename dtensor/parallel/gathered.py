@@ -36,7 +36,7 @@ class Gathered(torch.autograd.Function):
         ctx.group, ctx.receiver, ctx.token, ctx.distributed = group, receiver, token, distributed
         ctx.set_materialize_grads(False)
         ctx.trainable = [m.parameter.requires_grad for m in group.managed]
-        flat, owners = group.values(distributed), _owners(group, distributed)
+        flat, owners = group.values(distributed), group.owners(distributed)
         ctx.mark_non_differentiable(*(x for x, i in zip(flat, owners, strict=True) if not ctx.trainable[i]))
         return tuple(flat)
 
@@ -45,17 +45,12 @@ class Gathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         group: Group = ctx.group
         columns: list[list[Tensor | None]] = [[] for _ in group.managed]
-        for grad, i in zip(grads, _owners(group, ctx.distributed), strict=True):
+        for grad, i in zip(grads, group.owners(ctx.distributed), strict=True):
             columns[i].append(grad)
         needed = [i for i, trainable in enumerate(ctx.trainable) if trainable]
         gradients = {i: _column(group, group.managed[i], columns[i], ctx.distributed) for i in needed}
         ctx.receiver.receive(group, ctx.token, gradients, ctx.distributed)
         return None, None, None, None, None
-
-
-def _owners(group: Group, distributed: bool) -> list[int]:
-    """Which parameter each flat output belongs to."""
-    return [i for i, m in enumerate(group.managed) for _ in range(group.outputs_of(m, distributed))]
 
 
 def _column(group: Group, m: Managed, grads: Sequence[Tensor | None], distributed: bool) -> Column:

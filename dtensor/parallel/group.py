@@ -47,6 +47,7 @@ class Group:
         self.divisor: float | None = None
         self.all_reduces = True
         self.scattered: dict[Any, Any] = {}
+        self.packed: dict[Any, dict[int, Tensor]] = {}  # memory of gradients on their way, see Reduction
         self._stamp: Any = None
         self._pending: Pending[list[Any]] | None = None
         self._buffer: Any = None
@@ -70,6 +71,8 @@ class Group:
     def forget(self) -> None:
         """Drop the buffer and what was computed from the list of parameters."""
         self.gathered, self._buffer, self._pending, self._full, self._recipes = False, None, None, [], {}
+        self._inside: dict[bool, list[Layout | None]] = {}
+        self._owners: dict[bool, list[int]] = {}
 
     # --- what the computation sees -------------------------------------------------------------------------------
     def dtype_of(self, m: Managed) -> torch.dtype:
@@ -84,10 +87,29 @@ class Group:
     def values(self, distributed: bool) -> list[Tensor]:
         """The gathered parameters as flat outputs: one DTensor, or one plain tensor per member held here, for each."""
         flat: list[Tensor] = []
-        for m, full in zip(self.managed, self._full, strict=True):
-            layout = self._layout_inside(m, distributed)
-            flat.extend(shards_of(_alias(full)) if layout is None else [wrap(_alias(full), layout)])
+        for full, layout in zip(self._full, self._layouts_inside(distributed), strict=True):
+            if layout is not None:
+                flat.append(wrap(_alias(full), layout))
+            elif isinstance(full, PerRank):
+                flat.extend(shard.data for shard in full.shards)
+            else:
+                flat.append(full.data)
         return flat
+
+    def _layouts_inside(self, distributed: bool) -> list[Layout | None]:
+        """Per parameter its layout while the computation sees it; None: a plain tensor."""
+        found = self._inside.get(distributed)
+        if found is None:
+            found = self._inside[distributed] = [self._layout_inside(m, distributed) for m in self.managed]
+        return found
+
+    def owners(self, distributed: bool) -> list[int]:
+        """Which parameter each flat output belongs to."""
+        found = self._owners.get(distributed)
+        if found is None:
+            found = [i for i, m in enumerate(self.managed) for _ in range(self.outputs_of(m, distributed))]
+            self._owners[distributed] = found
+        return found
 
     def outputs_of(self, m: Managed, distributed: bool) -> int:
         """How many of the flat outputs belong to a parameter."""
@@ -95,11 +117,12 @@ class Group:
 
     def regrouped(self, flat: Sequence[Tensor], distributed: bool) -> list[Any]:
         """Flat outputs, one item per parameter again."""
+        if len(flat) == len(self.managed) and self.pieces == 1 and not isinstance(self._full[0], PerRank):
+            return list(flat)
         result, items = [], iter(flat)
-        for m, full in zip(self.managed, self._full, strict=True):
+        for m, full, layout in zip(self.managed, self._full, self._layouts_inside(distributed), strict=True):
             own = [next(items) for _ in range(self.outputs_of(m, distributed))]
-            plain = self._layout_inside(m, distributed) is None
-            result.append(PerRank(own) if plain and isinstance(full, PerRank) else own[0])
+            result.append(PerRank(own) if layout is None and isinstance(full, PerRank) else own[0])
         return result
 
     def put_parameters(self) -> None:

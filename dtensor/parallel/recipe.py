@@ -88,11 +88,16 @@ class Recipe:
 
     # --- gradients -----------------------------------------------------------------------------------------------
     def chunks(
-        self, chosen: Sequence[int], grads: Sequence[Tensor | None], dtype: torch.dtype, device: torch.device
+        self,
+        chosen: Sequence[int],
+        grads: Sequence[Tensor | None],
+        dtype: torch.dtype,
+        device: torch.device,
+        out: Tensor | None = None,
     ) -> list[Tensor]:
         """Per group position what it shall reduce: its block of each gradient, and then, for each, whether there was one here.
 
-        What no rank cuts stands in every chunk, so every rank gets its reduction.
+        What no rank cuts stands in every chunk, so every rank gets its reduction. ``out`` is memory for the only chunk.
         """
         used = torch.tensor([float(grad is not None) for grad in grads], dtype=dtype, device=device)
         result = []
@@ -103,7 +108,7 @@ class Recipe:
                     parts.append(torch.zeros(math.prod(blocks[i]), dtype=dtype, device=device))
                 else:
                     parts.append(self._region(grad, i, position).to(dtype).reshape(-1))
-            result.append(torch.cat([*parts, used]))
+            result.append(torch.cat([*parts, used]) if out is None else torch.cat([*parts, used], out=out))
         return result
 
     def split(self, chosen: Sequence[int], position: int, flat: Tensor) -> list[Tensor]:

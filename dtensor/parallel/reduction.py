@@ -29,15 +29,22 @@ class Reduction:
         self.missing = {i for i, column in gradients.items() if any(grad is None for grad in column)}
         self._divisor = group.divisor if average else None
         self._op = "avg" if average and self._divisor is None else "sum"
+        self._packed: dict[int, Tensor] = {}  # whole gradients: their memory serves again, as fresh pages cost more than the copy
+        self._dtype = dtype
         self._pending = self._issue([gradients[i] for i in self.chosen], dtype)
 
     def _issue(self, columns: Sequence[Column], dtype: torch.dtype) -> Pending[Tensor]:
         group, comm, axes = self.group, self.group.comm, self.group.axes
         device, in_process = torch.device(axes.mesh.device_type), axes.mesh.kind == "in_process"
 
+        used_before = group.packed.pop(self._key(dtype), {}) if not axes.shard else {}
+
         def chunks(member: int) -> list[Tensor]:
             own = [column[member if in_process else 0] for column in columns]
-            return group.recipe(member).chunks(self.chosen, own, dtype, device)
+            made = group.recipe(member).chunks(self.chosen, own, dtype, device, used_before.get(member))
+            if not axes.shard:
+                self._packed[member] = made[0]
+            return made
 
         with torch.no_grad():
             packed = comm.map(chunks)
@@ -45,11 +52,16 @@ class Reduction:
                 return comm.reduce_scatter(packed, axes.shard, self._op, async_op=True)
             return comm.all_reduce(packed[0], axes.replicate, self._op, async_op=True)
 
+    def _key(self, dtype: torch.dtype) -> Any:
+        return tuple(self.chosen), dtype
+
     @torch.no_grad()
     def deliver(self) -> None:
         """Wait for it, and add its results to the parameters' gradients."""
         group, comm, axes = self.group, self.group.comm, self.group.axes
         flat = self._pending.wait()
+        if self._packed:
+            group.packed[self._key(self._dtype)] = self._packed
         if axes.shard and axes.replicate:
             flat = self._over_replicas(flat)
             if flat is None:

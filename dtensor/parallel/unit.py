@@ -63,6 +63,7 @@ class Unit:
         self.before_in_forward: list[Unit] | None = None  # explicit prefetching
         self.before_in_backward: list[Unit] | None = None
         self._to_run: set[nn.Module] = set()
+        self._expected: set[int] = set()  # uses of this pass whose gradients have not come
         self._views: dict[int, tuple[_Use | None, list[Any]]] = {}  # group -> gathered parameters of this pass
         self._count = 0
         self._held: dict[tuple[int, int], Column] = {}  # (group, parameter) -> gradients not reduced yet
@@ -168,6 +169,7 @@ class Unit:
         if not torch.is_grad_enabled() or not any(m.parameter.requires_grad for m in group.managed):
             return None, group.regrouped(group.values(distributed), distributed)
         self._count += 1
+        self._expected.add(self._count)
         flat = Gathered.apply(self._anchor, group, self, self._count, distributed)
         next(x.grad_fn for x in flat if x.grad_fn is not None)._set_sequence_nr(_AT_ONCE)
         return _Use(group, self._count, group.stamp()), group.regrouped(flat, distributed)
@@ -190,7 +192,7 @@ class Unit:
         following = self.before_in_backward
         if following is None:
             after = schedule.next_backward(self)
-            following = [] if after is None else [after]
+            following = [] if after is None or not after._expected else [after]
         for unit in following:
             unit.start_gather()
 
@@ -208,6 +210,7 @@ class Unit:
         else:
             schedule.reducing(reductions(group, gradients, not distributed))
         group.live.discard(token)
+        self._expected.discard(token)
         if not group.live:
             group.put_parameters()
             if not self.keep_after_backward:
@@ -236,7 +239,7 @@ class Unit:
     # --- iterations ----------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """A forward pass starts: new graph, new gathered tensors."""
-        self._views = {}
+        self._views, self._expected = {}, set()
 
     def end(self) -> None:
         """Backward has ended."""

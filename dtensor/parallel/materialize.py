@@ -1,0 +1,130 @@
+"""``materialize``: a model built on the meta device gets memory, module by module, and the values that one device would have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DTensorError
+from ..tensor import DTensor
+
+_INITIALISERS = ("reset_parameters", "_reset_parameters")  # torch's own modules have one or the other
+
+
+def materialize(
+    module: nn.Module, *, init: Callable[[nn.Module], object] | None = None, device: str | torch.device | None = None
+) -> nn.Module:
+    """``module``, in place, its parameters and buffers on the meta device replaced by real ones, initialised.
+
+    Module by module, children first and in the order they were registered: memory for the tensors the module itself has (of a
+    DTensor only this rank's piece), then ``init(module)``. That is the order in which constructors draw random numbers, so with
+    the seed of a model built on one device the values are that model's, whatever the mesh and the placements.
+
+    Args:
+        module: built under ``torch.device("meta")``, and then distributed: by :func:`parallelize_module`, :func:`fully_shard`,
+            :func:`replicate` or ``distribute_module``.
+        init: sets the values of the tensors that a module itself has; called for each module that has, or has below it,
+            tensors on meta. Default: the module's ``reset_parameters()``, where it has one.
+        device: of tensors that are not distributed; default that of the first DTensor's mesh, or ``"cpu"``.
+
+    Raises:
+        DTensorError: without ``init``, before anything is done: a module has tensors on meta and no ``reset_parameters()``, so
+            nobody would set them (buffers computed in a constructor are such); or a parameter is two modules', so that it is not
+            known whose values it should have.
+
+    Memory: this rank's pieces, and while one parameter is drawn a whole one of that shape; under ``random_mode("counter")``, its
+    piece. Make optimizers afterwards: parameters are new objects. Tied ones stay tied.
+
+    >>> import dtensor as dt
+    >>> from dtensor.parallel import ColwiseParallel, parallelize_module
+    >>> mesh = dt.init_device_mesh("cpu", (2,))
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    >>> model = parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    >>> _ = torch.manual_seed(0)
+    >>> model = materialize(model)
+    >>> _ = torch.manual_seed(0)
+    >>> alone = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    >>> torch.equal(model[0].weight.full_tensor(), alone[0].weight), torch.equal(model[1].weight, alone[1].weight)
+    (True, True)
+    """
+    todo = [inner for inner in _children_first(module, set()) if _on_meta(inner)]
+    if init is None:
+        _check_initialisers(module, todo)
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # by what stood there, which is kept so that no other takes its id
+    device = torch.device(device) if device is not None else _device_of(module)
+    with torch.no_grad():
+        for inner in todo:
+            _allocate(inner, device, made)
+            if init is not None:
+                init(inner)
+            else:
+                reset = next((getattr(inner, name) for name in _INITIALISERS if hasattr(inner, name)), None)
+                if reset is not None:
+                    reset()
+    return module
+
+
+def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    if module not in seen:
+        seen.add(module)
+        for child in module.children():
+            yield from _children_first(child, seen)
+        yield module
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """What ``module`` itself has, and where."""
+    for held in (module._parameters, module._buffers):
+        for name, x in list(held.items()):
+            if x is not None:
+                yield held, name, x
+
+
+def _on_meta(module: nn.Module) -> bool:
+    return any(x.is_meta for part in module.modules() for _, _, x in _tensors(part))
+
+
+def _check_initialisers(module: nn.Module, todo: list[nn.Module]) -> None:
+    names = {inner: name for name, inner in module.named_modules()}
+    unset: list[str] = []
+    owners: dict[int, list[str]] = {}
+    for inner in todo:
+        meta = [(f"{names[inner]}.{name}".lstrip("."), id(x)) for _, name, x in _tensors(inner) if x.is_meta]
+        if not any(hasattr(inner, name) for name in _INITIALISERS):
+            unset += [name for name, _ in meta]
+        for name, x in meta:
+            owners.setdefault(x, []).append(name)
+    advice = "Give materialize(module, init=f), f(m) setting the tensors that m itself has"
+    if unset:
+        shown = ", ".join(unset[:8]) + (", ..." if len(unset) > 8 else "")
+        raise DTensorError(f"nothing would set {shown}: no reset_parameters() where they are. {advice}")
+    for tied in owners.values():
+        if len(tied) > 1:
+            raise DTensorError(
+                f"{' and '.join(tied)} are one parameter, and it is not known whose values it shall have. {advice}"
+            )
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    meshes = (x.device_mesh for inner in module.modules() for _, _, x in _tensors(inner) if isinstance(x, DTensor))
+    return torch.device(next((mesh.device_type for mesh in meshes), "cpu"))
+
+
+def _allocate(module: nn.Module, device: torch.device, made: dict[int, tuple[Tensor, Tensor]]) -> None:
+    for held, name, x in _tensors(module):
+        if not x.is_meta:
+            continue
+        if id(x) not in made:
+            value: Tensor = torch.empty_like(x, device=x.device_mesh.device_type if isinstance(x, DTensor) else device)
+            if isinstance(x, nn.Parameter):
+                value = nn.Parameter(value, requires_grad=x.requires_grad)
+            value.__dict__.update(x.__dict__)  # marks of those who distributed it
+            made[id(x)] = x, value
+        held[name] = made[id(x)][1]
+    weights = module.__dict__.get("_flat_weights_names")
+    if weights is not None:  # recurrent modules keep a list of their weights
+        module.__dict__["_flat_weights"] = [module._parameters.get(name) for name in weights]
