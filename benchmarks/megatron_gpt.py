@@ -40,27 +40,42 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
+def _part(p: Tensor, dim: int, group: Any) -> nn.Parameter:
+    return nn.Parameter(p.detach().chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].clone())
+
+
+def _copied(module: nn.Module, group: Any) -> None:
+    """What goes into ``module`` is copied: its gradient is summed."""
+    module.register_forward_pre_hook(lambda _, args: (_Copy.apply(args[0], group), *args[1:]))
+
+
+def _split(module: Any, columns: tuple[str, ...], rows: str, group: Any) -> None:
+    for name in columns:
+        linear = getattr(module, name)
+        linear.weight = _part(linear.weight, 0, group)
+    last = getattr(module, rows)
+    last.weight = _part(last.weight, 1, group)
+    last.register_forward_hook(lambda _, args, out: _Sum.apply(out, group))
+    _copied(module, group)
+
+
+def split_part(model: Any, group: Any) -> nn.Module:
+    """One feed-forward layer or one block split, in place: ``model.part``."""
+    part = model.part
+    if hasattr(part, "attention"):
+        _split(part.attention, ("query", "key", "value"), "out", group)
+    _split(getattr(part, "feed_forward", part), ("gate", "up"), "down", group)
+    return model  # type: ignore[no-any-return]
+
+
 def split(model: Any, group: Any) -> nn.Module:
     """``model`` with this rank's parts of its weights, in place."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-
-    def part(p: Tensor, dim: int) -> nn.Parameter:
-        return nn.Parameter(p.detach().chunk(ranks, dim)[rank].clone())
-
-    def hook(module: nn.Module) -> None:
-        module.register_forward_pre_hook(lambda _, args: (_Copy.apply(args[0], group), *args[1:]))
-
     for block in model.blocks:
-        attention, feed = block.attention, block.feed_forward
-        for linear in (attention.query, attention.key, attention.value, feed.gate, feed.up):
-            linear.weight = part(linear.weight, 0)
-        for linear in (attention.out, feed.down):
-            linear.weight = part(linear.weight, 1)
-            linear.register_forward_hook(lambda _, args, out: _Sum.apply(out, group))
-        hook(attention)
-        hook(feed)
+        _split(block.attention, ("query", "key", "value"), "out", group)
+        _split(block.feed_forward, ("gate", "up"), "down", group)
     rows = model.embedding.weight.shape[0] // ranks
-    model.embedding.weight = part(model.embedding.weight, 0)
+    model.embedding.weight = _part(model.embedding.weight, 0, group)
 
     def embed(tokens: Tensor) -> Tensor:
         own = (tokens >= rank * rows) & (tokens < (rank + 1) * rows)
@@ -68,8 +83,8 @@ def split(model: Any, group: Any) -> nn.Module:
         return _Sum.apply(found * own[..., None], group)  # type: ignore[no-any-return]
 
     model.embedding.forward = embed
-    model.head.weight = part(model.head.weight, 0)
-    hook(model.head)
+    model.head.weight = _part(model.head.weight, 0, group)
+    _copied(model.head, group)
     return model  # type: ignore[no-any-return]
 
 

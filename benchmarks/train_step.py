@@ -2,6 +2,9 @@
 
     python benchmarks/train_step.py [--quick] [--json] [--only tp2 fsdp4] [--memory]
 
+Cases: a Llama-shaped model under tensor parallelism (tp2, tp4), DDP (ddp), fully sharded (fsdp), both (fsdp2xtp2), copies of
+shards (hsdp2x2) and DDP with a ZeRO optimizer (zero); one tensor-parallel MLP (tp-mlp) and one block of the model (tp-block).
+
 The sides take turns, step by step, on the same processes and groups, so a slow moment of the machine hits no one alone. A step is
 forward, backward and AdamW; its time is that of the slowest rank. "cpu" is the processor time of a rank, which other programs on
 the machine hardly change, "host" that of its main thread; in brackets, the ratio to the peer's. "by hand" is Megatron-LM's tensor
@@ -31,7 +34,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "examples"), str(ROOT / "benchmarks")]
 
-from gpt_model import GPT, Config, loss_of  # noqa: E402  # it is found by the path above
+from gpt_model import GPT, Block, Config, FeedForward, loss_of  # noqa: E402  # it is found by the path above
 
 CASES = {  # name -> (processes, mesh shape)
     "tp2": (2, {"tp": 2}),
@@ -41,9 +44,18 @@ CASES = {  # name -> (processes, mesh shape)
     "fsdp2": (2, {"dp": 2}),
     "fsdp4": (4, {"dp": 4}),
     "fsdp2xtp2": (4, {"dp": 2, "tp": 2}),
+    "hsdp2x2": (4, {"replica": 2, "part": 2}),
+    "zero2": (2, {"dp": 2}),
+    "zero4": (4, {"dp": 4}),
+    "tp-mlp2": (2, {"tp": 2}),
+    "tp-mlp4": (4, {"tp": 4}),
+    "tp-block2": (2, {"tp": 2}),
+    "tp-block4": (4, {"tp": 4}),
 }
 SIDES = ("ours", "peer", "by hand")
 BATCH = 4
+PARTS = ("tp-mlp", "tp-block")
+ADAMW: dict[str, Any] = {"lr": 1e-4, "foreach": True}  # as it is by default on accelerators
 
 
 def config_of(size: str) -> Config:
@@ -81,12 +93,53 @@ def plan_of(lib: Any, shard: Any, replicate: Any) -> dict[str, Any]:
 Step = Callable[[], float]
 
 
+class Part(nn.Module):
+    """A feed-forward layer or a block between an embedding and a loss that cost little, so that the part is what is measured."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: Config, block: bool) -> None:
+        super().__init__()
+        whole = GPT(config)
+        self.part = Block(config) if block else FeedForward(config)
+        self.register_buffer("cos", whole.cos)
+        self.register_buffer("sin", whole.sin)
+        self.register_buffer("table", whole.embedding.weight.detach())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.nn.functional.embedding(tokens, self.table)
+        return self.part(x, self.cos[: x.shape[1]], self.sin[: x.shape[1]]) if isinstance(self.part, Block) else self.part(x)
+
+
+def squared(out: Any, targets: Any) -> Any:
+    return (out**2).mean()
+
+
+def parts_of(plan: dict[str, Any], lib: Any, shard: Any, replicate: Any, block: bool) -> dict[str, Any]:
+    """The plan of one feed-forward layer, or of one block: inputs and outputs replicated."""
+    if not block:
+        return {"gate": lib.ColwiseParallel(), "up": lib.ColwiseParallel(), "down": lib.RowwiseParallel()}
+    inner = {name.removeprefix("blocks.*."): style for name, style in plan.items() if name.startswith("blocks.*.")}
+    inner[""] = lib.PrepareModuleInputOutput(
+        input_layouts=(replicate(), None, None),
+        desired_input_layouts=(shard(1), None, None),
+        output_layouts=shard(1),
+        desired_output_layouts=replicate(),
+    )
+    return inner
+
+
 def ours(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
     import dtensor as dt
     from dtensor import parallel
 
     shape = CASES[case][1]
     mesh = dt.init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    if case.startswith(PARTS):
+        plan = parts_of(plan_of(parallel, dt.Shard, dt.Replicate), parallel, dt.Shard, dt.Replicate, "block" in case)
+        parallel.parallelize_module(model.part, mesh["tp"], plan)
+        return stepper(model, tokens, targets, squared)
     if "tp" in shape:
         parallel.parallelize_module(model, mesh["tp"], plan_of(parallel, dt.Shard, dt.Replicate))
         labels: Any = dt.DTensor.from_local(targets, mesh["tp"], [dt.Replicate()])
@@ -96,26 +149,46 @@ def ours(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
         for block in model.blocks:  # type: ignore[union-attr]  # a ModuleList
             parallel.fully_shard(block, mesh=mesh["dp"])
         parallel.fully_shard(model, mesh=mesh["dp"])
-    elif "ddp" in case:
-        parallel.replicate(model, mesh["dp"])
+    elif "hsdp" in case:
+        for block in model.blocks:  # type: ignore[union-attr]  # a ModuleList
+            parallel.fully_shard(block, mesh=mesh)
+        parallel.fully_shard(model, mesh=mesh)
+    else:
+        parallel.replicate(model, mesh["dp"]) if "dp" in shape else None
+    if "zero" in case:
+        return stepper(model, tokens, labels, optimizer=lambda p: parallel.ZeroRedundancyOptimizer(p, torch.optim.AdamW, **ADAMW))
     return stepper(model, tokens, labels)
 
 
 def peer(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.distributed.tensor import Replicate, Shard, parallel
 
     shape = CASES[case][1]
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    if case.startswith(PARTS):
+        plan = parts_of(plan_of(parallel, Shard, Replicate), parallel, Shard, Replicate, "block" in case)
+        whole = plan.pop("", None)  # it has no name for the module itself
+        parallel.parallelize_module(model.part, mesh["tp"], plan)
+        if whole is not None:
+            parallel.parallelize_module(model.part, mesh["tp"], whole)
+        return stepper(model, tokens, targets, squared)
     if "tp" in shape:
         parallel.parallelize_module(model, mesh["tp"], plan_of(parallel, Shard, Replicate))
     if "fsdp" in case:
         for block in model.blocks:  # type: ignore[union-attr]  # a ModuleList
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-    elif "ddp" in case:
+    elif "hsdp" in case:
+        for block in model.blocks:  # type: ignore[union-attr]  # a ModuleList
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif "dp" in shape:
         model = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+    if "zero" in case:
+        return stepper(model, tokens, targets, optimizer=lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, **ADAMW))
     if "tp" not in shape:
         return stepper(model, tokens, targets)
 
@@ -132,6 +205,8 @@ def by_hand(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Ste
     import megatron_gpt
 
     shape = CASES[case][1]
+    if case.startswith(PARTS):
+        return stepper(megatron_gpt.split_part(model, dist.group.WORLD), tokens, targets, squared)
     if case.startswith("tp"):
         return stepper(megatron_gpt.split(model, dist.group.WORLD), tokens, targets, megatron_gpt.loss_of(dist.group.WORLD))
     if "tp" in shape:  # the data-parallel program, each group of two computing the same
@@ -154,20 +229,25 @@ def stepper(
     targets: Any,
     loss_fn: Callable[[Any, Any], Any] = loss_of,
     after_backward: Callable[[], None] = lambda: None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, **ADAMW),
 ) -> Step:
     """One step of training as a function that gives the loss."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)  # as it is by default on accelerators
+    stepping = optimizer(model.parameters())
 
     def step() -> float:
         loss = loss_fn(model(tokens), targets)
         loss.backward()
         after_backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepping.step()
+        stepping.zero_grad()
         local = loss.detach()
         return float(local.full_tensor() if hasattr(local, "full_tensor") else local)
 
     return step
+
+
+def model_of(case: str, config: Config) -> nn.Module:
+    return Part(config, "block" in case) if case.startswith(PARTS) else GPT(config)
 
 
 # --- measuring -----------------------------------------------------------------------------------------------------------
@@ -177,13 +257,13 @@ def run_rank(rank: int, case: str, sides: tuple[str, ...], size: str, rounds: in
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     config = config_of(size)
-    dp_rank = rank // shape.get("tp", 1) if "dp" in shape else 0
+    dp_rank = 0 if set(shape) == {"tp"} else rank // shape.get("tp", 1)
     batch = torch.randint(config.vocabulary, (BATCH, config.context + 1), generator=torch.Generator().manual_seed(dp_rank))
     steps: dict[str, Step] = {}
     for side in sides:
         torch.manual_seed(0)
         build = {"ours": ours, "peer": peer, "by hand": by_hand}[side]
-        steps[side] = build(case, GPT(config), batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
+        steps[side] = build(case, model_of(case, config), batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
     losses = {side: [step() for _ in range(3)] for side, step in steps.items()}
     wall: dict[str, list[float]] = {side: [] for side in sides}
     host: dict[str, list[float]] = {side: [] for side in sides}
@@ -272,7 +352,7 @@ def show(case: str, found: dict[str, Any], memory: bool) -> None:
 
 
 def summary(results: dict[str, Any]) -> None:
-    for kind in ("tp", "ddp", "fsdp"):
+    for kind in ("tp", "ddp", "zero", "fsdp", "hsdp"):
         for key, what in (("ms", "time"), ("cpu_ms", "processor time")):
             ratios = [found["ours"][key] / found["peer"][key] for case, found in results.items() if case.startswith(kind)]
             if ratios:

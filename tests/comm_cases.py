@@ -184,6 +184,35 @@ def reduce_scatter_of_uneven_chunks(mesh: DeviceMesh, comm: Communicator, dims: 
         comm.map(check, comm.reduce_scatter(comm.map(chunks), dims, op))
 
 
+def large_blocks_travel_message_by_message(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
+    """Above the size from which gloo sends blocks one by one; some are empty, some small, and none is the sender's own memory."""
+    size = comm.group_size(dims)
+    sizes = [((1 << 14) + 3, 0, 5, 1 << 14)[k % 4] for k in range(size)]
+
+    def piece(member: int) -> Tensor:
+        return value(member, (sizes[_at(mesh, dims, member)[1]],), torch.float64)
+
+    sent = comm.map(piece)
+    gathered = comm.all_gather(sent, dims, lambda member: (sizes[_at(mesh, dims, member)[1]],))
+
+    def check(member: int, got: list[Tensor], own: Tensor) -> None:
+        for row, other in zip(got, mesh.members_of(dims, member), strict=True):
+            assert torch.equal(row, piece(other))
+        got[_at(mesh, dims, member)[1]].fill_(0)
+        assert torch.equal(own, piece(member))
+
+    comm.map(check, gathered, sent)
+
+    def chunks(member: int) -> list[Tensor]:
+        return [value(member, (n,), torch.float64, salt=k) for k, n in enumerate(sizes)]
+
+    def check_reduced(member: int, got: Tensor) -> None:
+        k = _at(mesh, dims, member)[1]
+        assert torch.equal(got, reduced([chunks(other)[k] for other in mesh.members_of(dims, member)], "sum"))
+
+    comm.map(check_reduced, comm.reduce_scatter(comm.map(chunks), dims, "sum"))
+
+
 def all_to_all_of_ragged_chunks(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     def shape_of(source: int, target: int) -> tuple[int, int]:
         return (source * 3 + target * 2) % 4, 2
@@ -356,6 +385,7 @@ CASES: dict[str, Callable[[DeviceMesh, Communicator, Dims], None]] = {
         monoids_fold_in_group_order,
         all_gather_of_ragged_pieces,
         all_gather_of_equal_pieces,
+        large_blocks_travel_message_by_message,
         reduce_scatter_of_uneven_chunks,
         all_to_all_of_ragged_chunks,
         broadcast_from_each_position,
