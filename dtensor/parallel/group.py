@@ -117,7 +117,7 @@ class Group:
 
     def regrouped(self, flat: Sequence[Tensor], distributed: bool) -> list[Any]:
         """Flat outputs, one item per parameter again."""
-        if len(flat) == len(self.managed) and self.pieces == 1 and not isinstance(self._full[0], PerRank):
+        if self.axes.mesh.kind != "in_process":
             return list(flat)
         result, items = [], iter(flat)
         for m, full, layout in zip(self.managed, self._full, self._layouts_inside(distributed), strict=True):
