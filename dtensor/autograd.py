@@ -27,6 +27,7 @@ from .comm import Pending, PerRank
 from .dispatch import wrap_local, wrap_pending
 from .errors import DTensorError, UnsupportedOperationError
 from .layout import Layout
+from .local_functions import recorded
 from .placement import Partial, Placement, Replicate
 from .redistribute import execute, move_between, plan
 
@@ -60,8 +61,8 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         scale = _share(ctx.layout)
-        moved = Redistribute.apply(grad, grad._layout.replace(placements=ctx.target.placements), False, None)
-        pieces = ToLocal.apply(moved if scale == 1 else moved / scale, grad_layout(moved._layout, None))
+        moved = redistributed(grad, grad._layout.replace(placements=ctx.target.placements), False, None)
+        pieces = to_local(moved if scale == 1 else moved / scale, grad_layout(moved._layout, None))
         return None, None, None, *(pieces if type(pieces) is tuple else (pieces,))
 
 
@@ -114,10 +115,16 @@ class Redistribute(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         if ctx.backward_dtype is not None:
             grad = grad.to(ctx.backward_dtype)
-        placements = grad_layout(ctx.source, None).placements
-        target = Layout.of(ctx.source.mesh, placements, grad.shape, grad._layout.stride, grad.dtype)
-        moved = grad if target is grad._layout else Redistribute.apply(grad, target, False, None)
+        layout, back = grad._layout, grad_layout(ctx.source, None)
+        if layout.mesh is back.mesh:
+            target = layout.replace(placements=back.placements)
+        else:
+            target = Layout.of(back.mesh, back.placements, layout.shape, layout.stride, layout.dtype)
+        moved = grad if target is grad._layout else redistributed(grad, target, False, None)
         return (moved if moved.dtype == ctx.source.dtype else moved.to(ctx.source.dtype)), None, None, None
+
+
+to_local, redistributed = recorded(ToLocal), recorded(Redistribute)
 
 
 def apart(local: Any, source: Any) -> Any:

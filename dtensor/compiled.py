@@ -251,8 +251,20 @@ def _finish(plan: Plan, operator: Operator, wrap: Wrap) -> Callable[[Args, Any],
             return _all_of(layout, wrap)
         return None
     if all(owner is None for owner in returns) and all(isinstance(layout, Layout) for layout in results):
-        return lambda args, computed: tuple(wrap(value, layout) for value, layout in zip(computed, results, strict=True))
+        return _each_of(results, wrap)
     return None
+
+
+def _each_of(layouts: tuple[Layout, ...], wrap: Wrap) -> Callable[[Args, Any], Any]:
+    if len(layouts) == 2:
+        one, two = layouts
+
+        def pair(args: Args, computed: Any) -> Any:
+            first, second = computed
+            return wrap(first, one), wrap(second, two)
+
+        return pair
+    return lambda args, computed: tuple(wrap(value, layout) for value, layout in zip(computed, layouts, strict=True))
 
 
 def _all_of(layouts: list[Layout], wrap: Wrap) -> Callable[[Args, Any], Any]:

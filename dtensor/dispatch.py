@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._library.simple_registry import find_torch_dispatch_rule
 
 from .compiled import Runner, compile_plan
 from .errors import MeshError, MixedTensorError
@@ -29,21 +30,21 @@ CACHE_LIMIT = 4096  # plans per operator
 
 
 class Entry:
-    """One operator's plans."""
+    """One operator's plans, and ``run``, its ``__torch_dispatch__``."""
 
-    __slots__ = ("func", "is_view", "local", "misses", "operator", "plans", "scalar_names", "scalar_positions")
+    __slots__ = ("func", "local", "misses", "operator", "plans", "run", "scalar_names", "scalar_positions")
 
     def __init__(self, func: Any) -> None:
         self.func = func
         self.local = local_function(func)
         self.operator: Operator = operator_of(func)
-        self.is_view = self.operator.is_view
         rule = lookup(func) or foreach_base(func)
         by_type = frozenset() if rule is None or rule.floats_matter else self.operator.scalars | self.operator.tensors
         self.scalar_names = by_type
         self.scalar_positions = frozenset(i for i, name in enumerate(self.operator.names) if name in by_type)
         self.plans: dict[tuple[Any, ...], Layout | Runner] = {}
         self.misses = 0
+        self.run = _dispatch_of(self)
 
 
 _ENTRIES: dict[int, Entry] = {}
@@ -58,6 +59,9 @@ def _as_found(plan: Any, operator: Any, found: Any) -> Any:
 _VIEWING: Any = _as_found  # replaced by remote_view.py
 _MAKE = torch.Tensor._make_wrapper_subclass
 _IN_INFERENCE = torch.is_inference_mode_enabled
+_CPU = torch.device("cpu")
+_LIBRARY: torch.library.Library | None = None
+_AS_IT_IS = frozenset((type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))  # in a key as in a call
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
 
 
@@ -80,7 +84,11 @@ def wrap_pending(pending: Any, layout: Layout, like: Any) -> Any:
 
 def clear_plans() -> None:
     """Forget all plans, as after registering a rule."""
+    global _LIBRARY
     _ENTRIES.clear()
+    if _LIBRARY is not None:
+        _LIBRARY._destroy()
+        _LIBRARY = None
 
 
 def cache_info() -> dict[str, tuple[int, int]]:
@@ -91,64 +99,92 @@ def cache_info() -> dict[str, tuple[int, int]]:
 def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """``__torch_dispatch__`` of a DTensor."""
     entry = _ENTRIES.get(id(func))  # an overload's own hash is Python code; the entry keeps it alive
-    if entry is None:
-        entry = _ENTRIES[id(func)] = Entry(func)
-    if entry.is_view and _IN_INFERENCE() and not args[0].is_inference():
-        with torch.inference_mode(
-            False
-        ):  # a view of an ordinary tensor is one too: autograd gives it the tensor's version counter
-            return dispatch(cls, func, types, args, kwargs)
-    if not kwargs:  # one or two DTensors and nothing else: the same look-up without lists (no names: see origin.py on references)
-        if len(args) == 1:
-            if type(args[0]) is _TENSOR:
-                layout = entry.plans.get((args[0]._layout,))
-                if type(layout) is Layout:
-                    return wrap_local(entry.local(args[0]._local), layout)
-        elif len(args) == 2 and type(args[0]) is _TENSOR and type(args[1]) is _TENSOR:
-            layout = entry.plans.get((args[0]._layout, args[1]._layout))
-            if type(layout) is Layout:
-                return wrap_local(entry.local(args[0]._local, args[1]._local), layout)
-    key: list[Any] = []
-    local_args: list[Any] = []
-    by_type = entry.scalar_positions
-    for value in args:
-        kind = type(value)
-        if kind is _TENSOR:
-            key.append(value._layout)
-            local_args.append(value._local)
-        elif kind is int and not by_type:
-            key.append(value)
-            local_args.append(value)
-        else:
-            local_args.append(_static(value, key, len(local_args) in by_type))
-    if kwargs:
+    return (_entered(func) if entry is None else entry).run(cls, func, types, args, kwargs)
+
+
+def _entered(func: Any) -> Entry:
+    """The entry of an operator met for the first time. Torch is told, so that it calls ``run`` directly from now on."""
+    global _LIBRARY
+    entry = _ENTRIES[id(func)] = Entry(func)
+    if func.namespace == "aten" and find_torch_dispatch_rule(func, _TENSOR) is None:
+        if _LIBRARY is None:
+            _LIBRARY = torch.library.Library("aten", "FRAGMENT")
+        torch.library.register_torch_dispatch(func, _TENSOR, entry.run, lib=_LIBRARY)
+    return entry
+
+
+def _dispatch_of(entry: Entry) -> Callable[..., Any]:
+    """What happens at each call of one operator. No names for plain arguments: see origin.py on references."""
+    tensor, is_view, local_op = _TENSOR, entry.operator.is_view, entry.local
+    find, by_type, names_by_type = entry.plans.get, entry.scalar_positions, entry.scalar_names
+
+    def run(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if is_view and _IN_INFERENCE() and not args[0].is_inference():
+            with torch.inference_mode(False):  # a view of an ordinary tensor is one: autograd gives it the tensor's version counter
+                return run(cls, func, types, args, kwargs)
+        if not kwargs:  # one or two DTensors and nothing else: the same look-up without lists
+            kwargs = {}
+            if len(args) == 1:
+                if type(args[0]) is tensor:
+                    found = find((args[0]._layout,))
+                    if type(found) is Layout:
+                        return wrap_local(local_op(args[0]._local), found)
+                    if found is not None:
+                        return found(args, kwargs, [args[0]._local], {})  # type: ignore[operator]  # a Runner
+            elif len(args) == 2 and type(args[0]) is tensor and type(args[1]) is tensor:
+                found = find((args[0]._layout, args[1]._layout))
+                if type(found) is Layout:
+                    return wrap_local(local_op(args[0]._local, args[1]._local), found)
+                if found is not None:
+                    return found(args, kwargs, [args[0]._local, args[1]._local], {})  # type: ignore[operator]  # a Runner
+        key: list[Any] = []
+        local_args: list[Any] = []
+        for value in args:
+            kind = type(value)
+            if kind is tensor:
+                key.append(value._layout)
+                local_args.append(value._local)
+            elif kind in _AS_IT_IS or (kind is int and not by_type):
+                key.append(value)
+                local_args.append(value)
+            else:
+                local_args.append(_static(value, key, len(local_args) in by_type))
         local_kwargs = {}
         for name in kwargs:  # an iterator over items would hold one more reference (see origin.py)
             value = kwargs[name]
             key.append(name)
-            local_kwargs[name] = _static(value, key, name in entry.scalar_names)
-    else:
-        kwargs = local_kwargs = {}
-    if MODES.implicit_replication:
-        key.append(MODES)
-    signature = tuple(key)
-    found = entry.plans.get(signature)
-    if found is None:
-        found = _miss(entry, signature, args, kwargs)
-    if type(found) is not Layout:
-        return found(args, kwargs, local_args, local_kwargs)  # type: ignore[operator]  # a Runner
-    return wrap_local(entry.local(*local_args, **local_kwargs) if local_kwargs else entry.local(*local_args), found)
+            if type(value) in _AS_IT_IS:
+                key.append(value)
+                local_kwargs[name] = value
+            else:
+                local_kwargs[name] = _static(value, key, name in names_by_type)
+        if MODES.implicit_replication:
+            key.append(MODES)
+        signature = tuple(key)
+        found = find(signature)
+        if found is None:
+            found = _miss(entry, signature, args, kwargs)
+        if type(found) is not Layout:
+            return found(args, kwargs, local_args, local_kwargs)  # type: ignore[operator]  # a Runner
+        return wrap_local(local_op(*local_args, **local_kwargs) if local_kwargs else local_op(*local_args), found)
+
+    return run
 
 
 def wrap_local(local: Any, layout: Layout) -> Any:
     """The DTensor with this local and layout. The hot path's wrapper: nothing is checked."""
-    if layout.dense:
-        made = _MAKE(_TENSOR, layout.shape, dtype=layout.dtype, device=local.device)
-    else:
-        made = _MAKE(_TENSOR, layout.shape, strides=layout.stride, dtype=layout.dtype, device=local.device)
+    if layout.made_with is not None and local.is_cpu:
+        made = _MAKE(*layout.made_with)
+        made._local = local
+        made._layout = layout
+        return made
+    options = (None if layout.dense else layout.stride, None, None, layout.dtype, torch.strided)
+    made = _MAKE(_TENSOR, layout.shape, *options, local.device)
     made._local = local
     made._layout = layout
-    if layout.is_complex and local.is_conj():
+    if not layout.is_complex:
+        layout.made_with = (_TENSOR, layout.shape, *options, _CPU)
+    elif local.is_conj():
         torch._C._set_conj(made, True)  # below __torch_dispatch__ nobody carries out a lazy conjugation: torch must see it above
     return made
 
@@ -200,7 +236,7 @@ def _static_list(value: Any, key: list[Any], by_type: bool) -> Any:
             key.append(len(value))
             key += layouts
             return locals_
-    elif (first is int or first is float) and len(set(map(type, value))) == 1:  # True == 1 as a part of a key
+    elif (first is int or first is float) and (len(value) == 1 or len(set(map(type, value))) == 1):  # True == 1 as a key
         key.append((first, len(value)) if by_type else (first, *value))
         return value
     key.append(len(value))

@@ -9,6 +9,7 @@ object, and a cache key hashes an identity.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain
@@ -84,6 +85,7 @@ class Layout:
         partials: per mesh dim the reduce op of a ``Partial``, or None (also for mesh dims of size 1).
         dense: the global strides are those of a row-major tensor.
         is_complex: what the dtype says.
+        made_with: the arguments that make a tensor of this layout on the CPU, kept by dispatch.
     """
 
     __slots__ = (
@@ -92,6 +94,7 @@ class Layout:
         "dense",
         "dtype",
         "is_complex",
+        "made_with",
         "mesh",
         "partials",
         "placements",
@@ -109,6 +112,7 @@ class Layout:
     partials: tuple[str | Monoid | None, ...]
     dense: bool
     is_complex: bool
+    made_with: tuple[Any, ...] | None
 
     # --- making ----------------------------------------------------------------------------------------------
     @staticmethod
@@ -128,11 +132,17 @@ class Layout:
         >>> layout.local_shape((0,)), layout.local_shape((1,)), layout.local_offset((1,))
         ((3, 3), (2, 3), (3, 0))
         """
-        shape = tuple(int(size) for size in shape)
-        stride = contiguous_stride(shape) if stride is None else tuple(int(step) for step in stride)
-        key = (mesh, tuple(placements) if isinstance(placements, (list, tuple)) else placements, shape, stride, dtype)
-        found = _BY_REQUEST.get(key)
+        asked = tuple(placements) if isinstance(placements, (list, tuple)) else placements
+        try:
+            key = (mesh, asked, shape, stride, dtype)
+            found = _BY_REQUEST.get(key)
+        except TypeError:  # lists, or sizes that are symbols
+            shape = tuple(int(size) for size in shape)
+            key = (mesh, asked, shape, None if stride is None else tuple(int(step) for step in stride), dtype)
+            found = _BY_REQUEST.get(key)
         if found is None:
+            shape = tuple(int(size) for size in shape)
+            stride = contiguous_stride(shape) if stride is None else tuple(int(step) for step in stride)
             wanted = normalize(placements, mesh.ndim, len(shape))
             splits = tuple(_split_of(mesh, wanted, d, size) for d, size in enumerate(shape))
             found = Layout._interned(mesh, _canonical(mesh, wanted, splits, shape), splits, shape, stride, dtype)
@@ -179,7 +189,7 @@ class Layout:
             found.mesh, found.placements, found.splits = mesh, placements, splits
             found.shape, found.stride, found.dtype = torch.Size(shape), stride, dtype
             found.dense = tuple(stride) == contiguous_stride(tuple(shape))
-            found.is_complex = dtype.is_complex
+            found.is_complex, found.made_with = dtype.is_complex, None
             found.partials = tuple(
                 p.reduce_op if isinstance(p, Partial) and mesh.shape[i] > 1 else None for i, p in enumerate(placements)
             )
@@ -195,6 +205,8 @@ class Layout:
         dtype: torch.dtype | None = None,
     ) -> Layout:
         """This layout with some parts changed (strides become row-major when only the shape changes)."""
+        if shape is None and stride is None and dtype is None:
+            return self._placed(placements)
         if stride is None:
             stride = self.stride if shape is None else None
         return Layout.of(
@@ -204,6 +216,18 @@ class Layout:
             stride,
             self.dtype if dtype is None else dtype,
         )
+
+    def _placed(self, placements: Any) -> Layout:
+        """The same tensor under other placements: what is asked most is remembered here."""
+        key = tuple(placements) if isinstance(placements, (list, tuple)) else placements
+        memo: dict[Any, Layout] = self.__dict__.setdefault("_memo", {})
+        found = memo.get(key)
+        if found is None:
+            found = Layout.of(self.mesh, placements, self.shape, self.stride, self.dtype)
+            if len(memo) >= _NEIGHBOURS:
+                memo.clear()
+            memo[key] = found
+        return found
 
     # --- pure integer maths: the single source of truth for who holds what ------------------------------------
     def local_shape(self, coordinate: Sequence[int] | None) -> tuple[int, ...]:
@@ -286,9 +310,10 @@ def restore_layout(mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, d
     return Layout.of(mesh, placements, shape, stride, dtype)
 
 
-_LAYOUTS: dict[Any, Layout] = {}
+_LAYOUTS: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()  # those in use, and requested lately
 _BY_REQUEST: dict[Any, Layout] = {}
-_LIMIT = 20_000
+_LIMIT = 8192
+_NEIGHBOURS = 64
 
 
 def _split_of(mesh: DeviceMesh, placements: Sequence[Placement], dim: int, size: int) -> Split | None:

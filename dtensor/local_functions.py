@@ -7,7 +7,8 @@ overload's, in order. This is the one module that looks into ``torch._C`` for su
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, lru_cache
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
@@ -54,7 +55,23 @@ def _slice(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | N
     """``aten::slice``, which torch offers as indexing only."""
     if dim == 0:
         return x[start:end:step]
-    return x[(*(slice(None),) * (dim % x.ndim), slice(start, end, step))]
+    return x[_sliced(dim % x.ndim, start, end, step)]
+
+
+@lru_cache(maxsize=4096)
+def _sliced(dim: int, start: int | None, end: int | None, step: int) -> tuple[slice, ...]:
+    return (*(slice(None),) * dim, slice(start, end, step))
+
+
+def recorded(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` for arguments that are DTensors: without a search for what a functorch transform left behind, which
+    wraps plain tensors only. Inside a transform the whole ``apply`` is called, which says what it cannot do."""
+    whole, alone = function.apply, super(torch.autograd.Function, function).apply  # type: ignore[misc]  # the C++ one
+
+    def apply(*args: Any) -> Any:
+        return (whole if torch._C._are_functorch_transforms_active() else alone)(*args)
+
+    return apply
 
 
 _SPELLED = {"aten::slice": _slice}

@@ -73,6 +73,14 @@ class Shard(Placement):
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
 
+    def __eq__(self, other: object) -> bool:  # written out: placements are parts of cache keys
+        return self is other or (
+            type(other) is Shard and self.dim == other.dim and self.sizes == other.sizes and self.level == other.level
+        )
+
+    def __hash__(self) -> int:
+        return self.dim if self.sizes is None else hash((self.dim, self.sizes))
+
     def __repr__(self) -> str:
         extra = "" if self.sizes is None else f", sizes={self.sizes}"
         extra += "" if self.level is None else f", level={self.level}"
@@ -90,6 +98,12 @@ class Replicate(Placement):
 
     def is_replicate(self) -> bool:
         return True
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Replicate
+
+    def __hash__(self) -> int:
+        return -7
 
     def __repr__(self) -> str:
         return "Replicate()"
@@ -166,15 +180,14 @@ def normalize(placements: Any, mesh_ndim: int, ndim: int) -> tuple[Placement, ..
 
 
 def _checked(placement: Placement, ndim: int) -> Placement:
-    match placement:
-        case Shard(dim, sizes, level):
-            if not -ndim <= dim < ndim:
-                raise PlacementError(
-                    f"{placement!r} is out of range for a tensor of {ndim} dims; "
-                    + (f"use a dim in [{-ndim}, {ndim - 1}]" if ndim else "a 0-d tensor can only be Replicate() or Partial()")
-                )
-            return placement if dim >= 0 else Shard(dim + ndim, sizes, level)
-        case Replicate() | Partial():
-            return placement
-        case _:
-            raise PlacementError(f"{placement!r} is not a placement; use Shard(dim), Replicate() or Partial(op)")
+    if isinstance(placement, Shard):
+        dim = placement.dim
+        if not -ndim <= dim < ndim:
+            raise PlacementError(
+                f"{placement!r} is out of range for a tensor of {ndim} dims; "
+                + (f"use a dim in [{-ndim}, {ndim - 1}]" if ndim else "a 0-d tensor can only be Replicate() or Partial()")
+            )
+        return placement if dim >= 0 else Shard(dim + ndim, placement.sizes, placement.level)
+    if isinstance(placement, (Replicate, Partial)):
+        return placement
+    raise PlacementError(f"{placement!r} is not a placement; use Shard(dim), Replicate() or Partial(op)")

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
-from .autograd import FromLocal, FullTensor, Redistribute, ToLocal, grad_layout
+from .autograd import FromLocal, FullTensor, grad_layout, redistributed, to_local
 from .comm import PerRank
 from .dispatch import dispatch, install, wrap_local
 from .errors import DTensorError, LayoutError, UnsupportedOperationError
@@ -131,7 +131,7 @@ class DTensor(torch.Tensor):
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
             return self._local
-        made = ToLocal.apply(self, grad_layout(self._layout, grad_placements))
+        made = to_local(self, grad_layout(self._layout, grad_placements))
         return PerRank(made) if type(made) is tuple else made
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -168,7 +168,7 @@ class DTensor(torch.Tensor):
         target = _target(source._layout, device_mesh, placements)
         if target is source._layout and backward_dtype is None:
             return source
-        return Redistribute.apply(source, target, async_op, backward_dtype)
+        return redistributed(source, target, async_op, backward_dtype)
 
     def explain_redistribute(
         self, placements: Sequence[Placement] | None = None, *, device_mesh: Any = None
@@ -289,6 +289,8 @@ def _target(layout: Layout, device_mesh: Any, placements: Sequence[Placement] | 
     mesh = layout.mesh if device_mesh is None else as_mesh(device_mesh)
     if placements is None:
         placements = (Replicate(),) * mesh.ndim
+    if mesh is layout.mesh:
+        return layout.replace(placements=placements)
     return Layout.of(mesh, placements, layout.shape, layout.stride, layout.dtype)
 
 

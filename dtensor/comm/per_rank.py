@@ -44,14 +44,14 @@ class PerRank(Tensor):
         shards = tuple(shards)
         if not shards or any(not isinstance(shard, Tensor) or isinstance(shard, PerRank) for shard in shards):
             raise PlacementError("per_rank takes one plain tensor per rank: per_rank([tensor_of_rank_0, tensor_of_rank_1, ...])")
-        made: PerRank = Tensor._make_wrapper_subclass(
-            cls, (), dtype=shards[0].dtype, device=shards[0].device, dispatch_sizes_strides_policy="sizes"
-        )
-        made.shards = shards
-        return made
+        return _holding(shards)
 
     def __init__(self, shards: Iterable[Tensor]) -> None:
         pass
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]  # asked at each operation: not through all ranks
+        return self.shards[0].is_cpu
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,12 +101,44 @@ def _indented(shard: Tensor) -> str:
 # --- mapping over ranks ----------------------------------------------------------------------------------------------
 def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``func`` on each rank's part of the arguments; an argument written in place comes back as itself."""
-    results = [func(*own, **named) for own, named in parts(args, kwargs, count_ranks((args, kwargs)))]
+    rows = None if kwargs else _rows(args)
+    if rows is not None:
+        results = [func(*own) for own in rows]
+        if type(results[0]) is Tensor and results[0] is not args[0].shards[0] and all(type(x) is Tensor for x in results):
+            return _holding(tuple(results))
+    else:
+        results = [func(*own, **named) for own, named in parts(args, kwargs, count_ranks((args, kwargs)))]
     if isinstance(results[0], Tensor):
         for arg in (*args[:1], *kwargs.values()):
             if isinstance(arg, PerRank) and results[0] is arg.shards[0] and all(map(_is, results, arg.shards)):
                 return arg
     return merge(results, lambda values: agreed(values, _name_of(func)), ragged=False)
+
+
+def _rows(args: Sequence[Any]) -> Iterable[tuple[Any, ...]] | None:
+    """For each rank its arguments, where the first is a ``PerRank`` and the others are that too or the same for all ranks."""
+    if not args or type(args[0]) is not PerRank:
+        return None
+    count, columns = len(args[0].shards), []
+    for arg in args:
+        if type(arg) is PerRank and len(arg.shards) == count:
+            columns.append(arg.shards)
+        elif type(arg) in _SHARED or (type(arg) is list and all(type(item) is int for item in arg)):
+            columns.append((arg,) * count)
+        else:
+            return None
+    return zip(*columns, strict=True)
+
+
+_SHARED = frozenset((int, float, bool, complex, type(None), torch.dtype))
+
+
+def _holding(shards: tuple[Tensor, ...]) -> PerRank:
+    made: PerRank = Tensor._make_wrapper_subclass(
+        PerRank, (), dtype=shards[0].dtype, device=shards[0].device, dispatch_sizes_strides_policy="sizes"
+    )
+    made.shards = shards
+    return made
 
 
 def parts(args: Sequence[Any], kwargs: dict[str, Any], count: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -40,6 +40,7 @@ class KernelContext:
     mesh_dims: tuple[int, ...]
     sizes: tuple[int, ...]
     splits: Mapping[str, Split] = field(default_factory=dict)
+    places: dict[int, At] = field(default_factory=dict, compare=False)  # of members, once asked for
 
     @property
     def comm(self) -> Any:
@@ -63,10 +64,21 @@ class KernelContext:
 
     def map(self, fn: Callable[..., Any], *args: Any) -> Any:
         """``fn(at, *args)`` once per rank held in this process, with that rank's locals."""
-        return self.comm.map(lambda member, *locals_: fn(self.at(member), *locals_), *args)
+        places = self.places
+
+        def one(member: int, *locals_: Any) -> Any:
+            return fn(places[member] if member in places else self.at(member), *locals_)
+
+        return self.comm.map(one, *args)
 
     def at(self, member: int) -> At:
         """One member's place in the group (of no use to a joint kernel, whose group splits several factors)."""
+        found = self.places.get(member)
+        if found is None:
+            found = self.places[member] = self._place(member)
+        return found
+
+    def _place(self, member: int) -> At:
         if not self.sizes:
             return At(member, 0, 0, 0)
         coordinate = self.call.mesh.coordinates[member]
