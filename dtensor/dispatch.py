@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._library.simple_registry import find_torch_dispatch_rule
 
-from .compiled import Runner, compile_plan
+from .compiled import Runner, compile_plan, runner_of
 from .errors import MeshError, MixedTensorError
 from .layout import Layout
 from .local_functions import local_function
@@ -117,26 +117,34 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
     """What happens at each call of one operator. No names for plain arguments: see origin.py on references."""
     tensor, is_view, local_op = _TENSOR, entry.operator.is_view, entry.local
     find, by_type, names_by_type = entry.plans.get, entry.scalar_positions, entry.scalar_names
+    numbered, sized = entry.operator.numbered, entry.operator.sized
 
     def run(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if is_view and _IN_INFERENCE() and not args[0].is_inference():
             with torch.inference_mode(False):  # a view of an ordinary tensor is one: autograd gives it the tensor's version counter
                 return run(cls, func, types, args, kwargs)
-        if not kwargs:  # one or two DTensors and nothing else: the same look-up without lists
+        if not kwargs:
             kwargs = {}
-            if len(args) == 1:
-                if type(args[0]) is tensor:
-                    found = find((args[0]._layout,))
+            if args and type(args[0]) is tensor:  # the most frequent forms: the same look-up in fewer steps
+                if len(args) == 2 and type(args[1]) is tensor:
+                    found = find(signature := (args[0]._layout, args[1]._layout))
                     if type(found) is Layout:
-                        return wrap_local(local_op(args[0]._local), found)
-                    if found is not None:
-                        return found(args, kwargs, [args[0]._local], {})  # type: ignore[operator]  # a Runner
-            elif len(args) == 2 and type(args[0]) is tensor and type(args[1]) is tensor:
-                found = find((args[0]._layout, args[1]._layout))
-                if type(found) is Layout:
-                    return wrap_local(local_op(args[0]._local, args[1]._local), found)
-                if found is not None:
-                    return found(args, kwargs, [args[0]._local, args[1]._local], {})  # type: ignore[operator]  # a Runner
+                        return wrap_local(local_op(args[0]._local, args[1]._local), found)
+                    if found is None:
+                        found = runner_of(_miss(entry, signature, args, kwargs), entry.operator, wrap_local)
+                    return found(args, kwargs, [args[0]._local, args[1]._local], {})
+                if numbered or len(args) == 1 or (sized and len(args) == 2):
+                    try:
+                        signature = (args[0]._layout, tuple(args[1])) if sized else (args[0]._layout, *args[1:])
+                        found = find(signature)
+                    except (TypeError, IndexError):  # sizes that are symbols, or left out
+                        pass
+                    else:
+                        if found is None:
+                            found = _miss(entry, signature, args, kwargs)
+                        if type(found) is Layout:
+                            return wrap_local(local_op(args[0]._local, *args[1:]), found)
+                        return found(args, kwargs, [args[0]._local, *args[1:]], {})  # type: ignore[operator]  # a Runner
         key: list[Any] = []
         local_args: list[Any] = []
         for value in args:

@@ -206,7 +206,7 @@ class Layout:
     ) -> Layout:
         """This layout with some parts changed (strides become row-major when only the shape changes)."""
         if shape is None and stride is None and dtype is None:
-            return self._placed(placements)
+            return self if placements is None else self._placed(placements)
         if stride is None:
             stride = self.stride if shape is None else None
         return Layout.of(

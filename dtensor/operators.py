@@ -27,6 +27,7 @@ class Operator:
         reshapes: the argument written to is the same memory seen in another way (``unsqueeze_``).
         seeded: it draws random numbers.
         per_element: it works on lists, on each element by itself.
+        numbered, sized: what follows the first argument, a tensor: nothing but ints, bools and strings; a list of ints.
         flat: and reads its operands as flat memory, in the strides of the first list.
     """
 
@@ -47,6 +48,8 @@ class Operator:
     reshapes: bool
     seeded: bool
     per_element: bool
+    numbered: bool
+    sized: bool
     flat: bool
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -82,6 +85,7 @@ def operator_of(func: Any) -> Operator:
         for r in schema.returns
     )
     base = schema.name.partition("::")[2]
+    first, *rest = [kinds[a.name] for a in arguments if not a.kwarg_only] or [""]
     return Operator(
         func=func,
         name=schema.name + (f".{schema.overload_name}" if schema.overload_name else ""),
@@ -101,6 +105,8 @@ def operator_of(func: Any) -> Operator:
         # composites write through `_unsafe_view` into `out=`, although its schema says that it is no view
         is_view=(schema.name == "aten::_unsafe_view" and not written)
         or any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
+        numbered=first == "Tensor" and all(kind in ("int", "Optional[int]", "bool", "str") for kind in rest),
+        sized=first == "Tensor" and rest[:1] == ["List[int]"],
         flat=base.startswith("_fused_") and any(kind == "List[Tensor]" for kind in kinds.values()),
         per_element=base.startswith(_LIST_FAMILIES) and any(kind == "List[Tensor]" for kind in kinds.values()),
     )
