@@ -135,11 +135,12 @@ def _fold_monoid(terms: Sequence[Tensor], op: Monoid) -> Tensor:
 
 def _combined_in_pairs(terms: Sequence[Tensor], op: Monoid) -> Tensor:
     """Neighbours first, all pairs at once: ``combine`` is associative, and element by element it does not see the stack."""
-    stack = torch.stack([term.detach() for term in terms])
-    while len(stack) > 1:
-        even = len(stack) // 2 * 2
+    stack, count = torch.stack([term.detach() for term in terms]), len(terms)
+    while count > 1:
+        even = count // 2 * 2
         combined = op.combine(stack[0:even:2], stack[1:even:2])
-        stack = combined if even == len(stack) else torch.cat([combined, stack[even:]])
+        stack = combined if even == count else torch.cat([combined, stack[even:]])
+        count = count - even // 2
     return stack[0]
 
 

@@ -91,11 +91,16 @@ class _Combine:
     p: float
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        wide = torch.promote_types(a.dtype, torch.float32)
-        x, y = a.to(wide), b.to(wide)
+        dtype = a.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        x, y = (a, b) if dtype is wide else (a.to(wide), b.to(wide))
         total = torch.hypot(x, y) if self.p == 2 else (x**self.p + y**self.p) ** (1 / self.p)
-        nothing = _Nothing(self.p)(a)  # neutral for any number, so that a negative one survives being made a term
-        return torch.where(b == nothing, a, torch.where(a == nothing, b, total.to(a.dtype)))
+        nothing = _nothing(self.p)  # neutral for any number, so that a negative one survives being made a term
+        return torch.where(b == nothing, a, torch.where(a == nothing, b, total if dtype is wide else total.to(dtype)))
+
+
+def _nothing(p: float) -> float:
+    return 0.0 if p > 0 else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,7 @@ class _Nothing:
     p: float
 
     def __call__(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(like, 0.0 if self.p > 0 else math.inf, memory_format=torch.contiguous_format)
+        return torch.full_like(like, _nothing(self.p), memory_format=torch.contiguous_format)
 
 
 @cache
