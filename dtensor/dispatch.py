@@ -121,7 +121,9 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
 
     def run(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if is_view and _IN_INFERENCE() and not args[0].is_inference():
-            with torch.inference_mode(False):  # a view of an ordinary tensor is one: autograd gives it the tensor's version counter
+            with torch.inference_mode(
+                False
+            ):  # a view of an ordinary tensor is one: autograd gives it the tensor's version counter
                 return run(cls, func, types, args, kwargs)
         if not kwargs:
             kwargs = {}
