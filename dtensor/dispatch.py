@@ -134,7 +134,7 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
                         return wrap_local(local_op(args[0]._local, args[1]._local), found)
                     if found is None:
                         found = runner_of(_miss(entry, signature, args, kwargs), entry.operator, wrap_local)
-                    return found(args, kwargs, [args[0]._local, args[1]._local], {})
+                    return found(args, kwargs, [args[0]._local, args[1]._local], {})  # type: ignore[operator]  # a Runner
                 if numbered or len(args) == 1 or (sized and len(args) == 2):
                     try:
                         signature = (args[0]._layout, tuple(args[1])) if sized else (args[0]._layout, *args[1:])

@@ -46,7 +46,7 @@ class Call:
     @property
     def fixed(self) -> frozenset[int]:
         """Positions of operands that stay as they are: numbers and 0-d plain tensors. Plain tensors with dims can be cut."""
-        return frozenset(i for i in self.plain if not self.operands[i].shape)
+        return frozenset(i for i in self.plain if not self.operands[i].shape) if self.plain else self.plain
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
