@@ -141,13 +141,14 @@ def _names(module: nn.Module) -> str:
 
 # --- which mesh for which submodule ----------------------------------------------------------------------------------------
 def _common_mesh(asked: dict[str, Asked]) -> DeviceMesh:
-    """The mesh of the specs' places if all have the same, else the 1-d mesh of all of them."""
+    """The finest mesh of a spec that has all places, else the 1-d mesh of all of them."""
     specs = list(dict.fromkeys(spec for own in asked.values() for spec in own.values() if spec is not None))
     if not specs:
         raise PlacementError("shard_model: the spec fits none of the module's parameters")
     ranks = [set(members_of(spec.places).values()) for spec in specs]
-    if all(each == ranks[0] for each in ranks):
-        return _finest(asked)
+    everywhere = [spec for spec, each in zip(specs, ranks, strict=True) if each == set().union(*ranks)]
+    if everywhere:
+        return _finest({"": {str(k): spec for k, spec in enumerate(everywhere)}})
     places: list[Place] = sorted({place for spec in specs for place in spec.places})
     return DeviceMesh(device_type_of(places), sorted(set().union(*ranks)))
 

@@ -254,6 +254,41 @@ def a_state_dict_is_collected_on_one_rank(folder: Path) -> None:
         assert torch.equal(found[name], x)
 
 
+@case
+def a_state_saved_under_one_spec_loads_under_another(folder: Path) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    torch.manual_seed(0)
+    model = dt.shard_model(Net(), composite(net1=single_split(0, [0, 1, 2, 3]), net2="rank:2", net3=single_split(1, [1, 3])))
+    dt.checkpoint.save(model.state_dict(), folder)
+    other = dt.shard_model(Net(), composite(net1="rank:1", net2=mesh([[3, 2], [1, 0]]), net3=single_split(0, [2, 0], [13, 7])))
+    state = other.state_dict()
+    dt.checkpoint.load(state, folder)
+    one_device = Net()
+    dt.checkpoint.load(one_device, folder)
+    for (name, p), q in zip(plain.state_dict().items(), one_device.parameters(), strict=True):
+        same(state[name], p)
+        assert torch.equal(q, p)
+
+
+@case
+def state_dicts_are_uniform_under_tensor_and_data_parallelism(folder: Path) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    torch.manual_seed(0)
+    grid = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"net1": dt.parallel.ColwiseParallel(), "net3": dt.parallel.RowwiseParallel()}
+    model = dt.parallel.fully_shard(dt.parallel.parallelize_module(Net(), grid["tp"], plan), mesh=grid["dp"])
+    state = model.state_dict()
+    assert {name: x.shape for name, x in state.items()} == {name: x.shape for name, x in plain.state_dict().items()}
+    dt.checkpoint.save(state, folder)
+    sharded = dt.parallel.fully_shard(Net(), mesh=dt.init_device_mesh("cpu", (4,)))
+    found = sharded.state_dict()
+    dt.checkpoint.load(found, folder)
+    for name, x in plain.state_dict().items():
+        same(found[name], x)
+
+
 def main(folder: str) -> list[str]:
     """Every case on this rank; what ran."""
     for name, run in CASES.items():
