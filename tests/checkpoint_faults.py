@@ -52,29 +52,29 @@ def step_of(folder: Path) -> int:
 # --- on the ranks ----------------------------------------------------------------------------------------------------------
 def saving(folder: str, step: int, victim: int, point: int | None, in_background: bool = False) -> tuple[str, Any]:
     state = state_of(step)
-    save(state, f"{folder}-warm")  # imports are a thousand times as many calls
     points = Points(point if dist.get_rank() == victim else None)
-    with points:
-        try:
+    try:
+        save(state, f"{folder}-warm")  # imports are a thousand times as many calls
+        with points:
             pending = save(state, folder, async_op=in_background)
             if pending is not None:
                 pending.wait()
-        except CheckpointError as error:
-            return "error", str(error)
+    except CheckpointError as error:
+        return "error", str(error)
     return "done", points.count
 
 
 def loading(folder: str, step: int, victim: int, point: int | None) -> tuple[str, Any]:
     """All or nothing on every rank that is left."""
     state = state_of(0)
-    load(state_of(0), folder)
     points = Points(point if dist.get_rank() == victim else None)
-    with points:
-        try:
+    try:
+        load(state_of(0), folder)  # as above
+        with points:
             load(state, folder)
-            outcome: tuple[str, Any] = "done", points.count
-        except CheckpointError as error:
-            outcome = "error", str(error)
+        outcome: tuple[str, Any] = "done", points.count
+    except CheckpointError as error:
+        outcome = "error", str(error)
     expected = step if outcome[0] == "done" else 0
     assert state["step"] == expected
     for name in ("big", "few", "same", "plain"):
