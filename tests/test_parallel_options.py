@@ -258,6 +258,31 @@ def test_the_consolidated_state_is_the_plain_optimizers() -> None:
     assert isinstance(ours.state_dict()["state"][0]["exp_avg"], DTensor)
 
 
+@pytest.mark.parametrize("spread", [False, True])
+def test_parameters_written_between_steps_are_what_the_next_step_starts_from(spread: bool) -> None:
+    """Loaded after the optimizer was made, or clamped between steps."""
+    model, alone, mesh = net(), net(), dp()
+    if spread:
+        replicate(model, mesh)
+    ours = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, mesh=mesh, lr=0.1)
+    theirs = torch.optim.Adam(alone.parameters(), lr=0.1)
+    for m in (model, alone):
+        for p in m.parameters():
+            with torch.no_grad():
+                p.mul_(0.5)
+    for _ in range(2):
+        for m, x in ((model, own(torch.cat([X, X]), mesh) if spread else X), (alone, X)):
+            (m(x) ** 2).sum().backward()
+        for m, optimizer in ((model, ours), (alone, theirs)):
+            optimizer.step()
+            optimizer.zero_grad()
+            for p in m.parameters():
+                with torch.no_grad():
+                    p.clamp_(-0.1, 0.1)
+    for mine, theirs_ in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.detach()), theirs_.detach())
+
+
 def _on_a_group() -> list[float]:
     model = net()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, process_group=dist.group.WORLD, lr=0.1)

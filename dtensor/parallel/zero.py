@@ -82,6 +82,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self.mesh = _mesh_of(groups, mesh)
         self._consolidated: dict[str, Any] | None = None
         self._parts: list[_Part] = []
+        self._stamps: dict[int, list[Any]] = {}  # by part: the parameter as it was when the part was its
+        self._recipes: dict[Any, Recipe] = {}
         inner_groups = [{**group, "params": [self._part(p) for p in group["params"]]} for group in groups]
         self.inner = optimizer_class(inner_groups, **defaults)
         super().__init__(groups, self.inner.defaults)
@@ -110,13 +112,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({name: value for name, value in outer.items() if name != "params"})
         with torch.no_grad():
-            for one in self._parts:
+            for k, one in enumerate(self._parts):
+                if self._stamps[k] != _stamp(one.parameter):  # loaded, or written to, since
+                    one.part._local.copy_(self._cut(one.parameter.detach(), one.layout))
                 grad = one.parameter.grad
                 one.part.grad = None if grad is None else wrap(self._cut(grad, one.layout), one.layout)
             self.inner.step()
             self._make_whole([one for one in self._parts if one.part.grad is not None])
-            for one in self._parts:
+            for k, one in enumerate(self._parts):
                 one.part.grad = None
+                self._stamps[k] = _stamp(one.parameter)
         return loss
 
     # --- parts -------------------------------------------------------------------------------------------------------
@@ -129,6 +134,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         layout = whole.replace(placements=where)
         with torch.no_grad():
             made = nn.Parameter(wrap(self._cut(p.detach(), layout), layout))
+        self._stamps[len(self._parts)] = _stamp(p)
         self._parts.append(_Part(p, made, whole, layout, cut, mesh_dims))
         return made
 
@@ -175,11 +181,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def _gather(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], some: list[_Part]) -> None:
         comm = communicator_of(mesh)
-        items = [(one.layout, one.whole, one.cut, one.layout.dtype) for one in some]
+        which = tuple(map(id, some))  # of parts that this optimizer keeps
         parts, whole = [one.part._local for one in some], [self._local(one.parameter) for one in some]
 
         def recipe(member: int) -> Recipe:
-            return Recipe.of(items, member, mesh.members_of(mesh_dims, member))
+            found = self._recipes.get((which, member))
+            if found is None:
+                items = [(one.layout, one.whole, one.cut, one.layout.dtype) for one in some]
+                found = self._recipes[which, member] = Recipe.of(items, member, mesh.members_of(mesh_dims, member))
+            return found
 
         def row(member: int, own: list[Tensor]) -> Tensor:
             return recipe(member).pack(own, own[0].device)
@@ -236,6 +246,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             else value
         )
         return wrap(redistribute_local(local, whole, target).clone(), target)
+
+
+def _stamp(p: Any) -> list[Any]:
+    """Changes whenever the value of a parameter does."""
+    local = p._local if isinstance(p, DTensor) else p
+    shards = local.shards if isinstance(local, PerRank) else (local,)
+    return [p._version, *((id(x), x.data_ptr(), x._version) for x in shards)]
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:
