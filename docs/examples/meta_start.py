@@ -12,6 +12,7 @@ import resource
 import sys
 
 import torch
+import torch.distributed as dist
 from gpt_model import GPT, Config, loss_of, rotary_angles
 from one_device import CONFIG, compare, mean, mine, model, text, train
 from torch import nn
@@ -66,6 +67,8 @@ def main() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     if "--billion" in sys.argv:
         measure(mesh)
+        if dist.is_initialized():
+            dist.destroy_process_group()
         return
     batches = text(steps=8, size=8)
     losses = train(
