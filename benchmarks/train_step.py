@@ -124,6 +124,7 @@ def parts_of(plan: dict[str, Any], lib: Any, shard: Any, replicate: Any, block: 
     inner[""] = lib.PrepareModuleInputOutput(
         input_layouts=(replicate(), None, None),
         desired_input_layouts=(shard(1), None, None),
+        use_local_input=True,  # as the plan of the whole model has it: what is between the styled modules is local
         output_layouts=shard(1),
         desired_output_layouts=replicate(),
     )
