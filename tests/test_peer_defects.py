@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import cases_defects
+import cases_interplay
 import cases_reports_operators
 import cases_reports_tensors
 import pytest
 from gloo import run_gloo
 
-MODULES = (cases_defects, cases_reports_operators, cases_reports_tensors)
+MODULES = (cases_defects, cases_interplay, cases_reports_operators, cases_reports_tensors)
+ON_PROCESSES = tuple(module for module in MODULES if module is not cases_interplay)  # programs of torch's, not of ranks
 ALL = {name: fn for module in MODULES for name, fn in module.CASES.items()}
 
 
@@ -19,6 +21,6 @@ def test_case(name: str) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", ON_PROCESSES, ids=lambda module: module.__name__)
 def test_all_cases_on_four_processes(module: object) -> None:
     assert run_gloo(module.main, 4, timeout_s=270.0) == [list(module.CASES)] * 4  # type: ignore[attr-defined]  # a module of cases
