@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL ?= -n 2 --dist worksteal
 
-.PHONY: demo demo-4 test test-4 test-hf test-all check lint format types layers docs bench clean
+.PHONY: demo demo-4 test test-4 test-hf test-all check lint format types layers docs bench profile clean
 
 demo: $(VENV)/.test
 	$(BIN)/python docs/examples/train_gpt.py
@@ -49,6 +49,9 @@ docs: $(VENV)/.test
 
 bench: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/dispatch.py
+
+profile: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/dispatch_parts.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

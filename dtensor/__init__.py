@@ -7,7 +7,7 @@ from . import write_through as _write_through
 from .comm import PerRank, map_ranks, per_rank
 from .create import empty, full, ones, rand, randn, zeros
 from .custom import register_sharding
-from .dispatch import cache_info
+from .dispatch import CacheInfo, cache_info
 from .distribute import distribute_module, distribute_tensor
 from .explaining import Explanation, explain
 from .layout import Layout
@@ -21,6 +21,7 @@ from .rules import families as _families
 from .tensor import DTensor
 
 __all__ = [
+    "CacheInfo",
     "DTensor",
     "DeviceMesh",
     "Explanation",

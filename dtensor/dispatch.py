@@ -8,14 +8,15 @@ one wrapper.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch._library.simple_registry import find_torch_dispatch_rule
 
 from .compiled import Runner, compile_plan, runner_of
 from .errors import MeshError, MixedTensorError
-from .layout import Layout
+from .layout import Layout, interned
 from .local_functions import local_function
 from .mesh import DeviceMesh
 from .modes import MODES
@@ -23,10 +24,11 @@ from .operators import Operator, operator_of
 from .origin import Origin, agree, origin_of
 from .plain_writes import plainly_written, through_copies
 from .propagate import Plan, Slot, propagate
+from .redistribute.planner import plans_kept
 from .rules.registry import foreach_base, lookup
 from .several_meshes import across_meshes, meshes_of
 
-CACHE_LIMIT = 4096  # plans per operator
+CACHE_LIMIT = 1024  # plans per operator
 
 
 class Entry:
@@ -91,9 +93,30 @@ def clear_plans() -> None:
         _LIBRARY = None
 
 
-def cache_info() -> dict[str, tuple[int, int]]:
-    """Per operator (plans kept, plans made)."""
-    return {str(entry.func): (len(entry.plans), entry.misses) for entry in _ENTRIES.values()}
+class CacheInfo(NamedTuple):
+    """How full a cache is: entries kept, the most that are kept, and (of plans of operators) how many have been made."""
+
+    kept: int
+    limit: int | None
+    made: int | None
+
+
+def cache_info() -> dict[str, CacheInfo]:
+    """The state of dispatch's caches: ``"layouts"`` (alive, whoever uses them), ``"redistributions"``, and one per operator.
+
+    Plans that are made again and again for the same operator tell that its sizes or numbers change at each call.
+
+    >>> import torch, dtensor as dt
+    >>> x = dt.zeros(4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
+    >>> y = x.cos().cos().cos()
+    >>> dt.cache_info()["aten.cos.default"].limit
+    1024
+    """
+    return {
+        "layouts": CacheInfo(interned(), None, None),
+        "redistributions": CacheInfo(*plans_kept(), None),
+        **{str(entry.func): CacheInfo(len(entry.plans), CACHE_LIMIT, entry.misses) for entry in _ENTRIES.values()},
+    }
 
 
 def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -275,7 +298,8 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
 def _kept(entry: Entry, signature: tuple[Any, ...], found: Layout | Runner) -> Layout | Runner:
     entry.misses += 1
     if len(entry.plans) >= CACHE_LIMIT:
-        entry.plans.clear()
+        for oldest in list(islice(entry.plans, CACHE_LIMIT // 2)):  # what is in use is made again, and is then the newest
+            del entry.plans[oldest]
     entry.plans[signature] = found
     return found
 

@@ -316,6 +316,11 @@ _LIMIT = 8192
 _NEIGHBOURS = 64
 
 
+def interned() -> int:
+    """How many layouts are alive."""
+    return len(_LAYOUTS)
+
+
 def _split_of(mesh: DeviceMesh, placements: Sequence[Placement], dim: int, size: int) -> Split | None:
     shards = [(i, p) for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
     if not shards:

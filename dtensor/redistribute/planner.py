@@ -26,7 +26,7 @@ from .step import Plan, Step
 from .transition import move_step, reduce_step, spread_step
 
 _PLANS: dict[tuple[Layout, Layout], Plan] = {}
-_LIMIT = 20_000
+_LIMIT = 4096
 
 
 def plan(src: Layout, dst: Layout) -> Plan:
@@ -45,6 +45,11 @@ def plan(src: Layout, dst: Layout) -> Plan:
             _PLANS.clear()
         _PLANS[src, dst] = found
     return found
+
+
+def plans_kept() -> tuple[int, int]:
+    """How many plans the cache holds, and the most that it holds."""
+    return len(_PLANS), _LIMIT
 
 
 def estimate(src: Layout, dst: Layout) -> float:
