@@ -3,13 +3,15 @@
     make profile      or      python benchmarks/dispatch_parts.py
 
 Smallest of many repeats, 8 x 8 locals, torch's fake process group. "round trip" is an operator on a subclass whose
-``__torch_dispatch__`` does nothing: torch's way from Python through C++ to Python and back. "look-up" is what remains of the whole.
+``__torch_dispatch__`` does nothing: torch's way from Python through C++ to Python and back. "look-up" is what
+remains of the whole.
 """
 
 from __future__ import annotations
 
 import timeit
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import timing
@@ -59,7 +61,7 @@ def main() -> None:
     print(*(f"{key:8} {value}" for key, value in timing.machine().items()), "", sep="\n")
     print(f"{'microseconds':12} {'whole':>7} {'local op':>9} {'round trip':>11} {'wrapper':>8} {'look-up':>8} {'floor':>7}")
     for name, (op, operands) in OPERATIONS.items():
-        whole, plain, trip = (best(lambda t=t: op(*(t,) * operands)) for t in (x, local, idle))
+        whole, plain, trip = (best(partial(op, *(t,) * operands)) for t in (x, local, idle))
         floor = plain + trip + wrapper
         print(f"{name:12} {whole:7.2f} {plain:9.2f} {trip:11.2f} {wrapper:8.2f} {whole - floor:8.2f} {floor:7.2f}")
     dist.destroy_process_group()
