@@ -187,7 +187,7 @@ def reduce_scatter_of_uneven_chunks(mesh: DeviceMesh, comm: Communicator, dims: 
 def large_blocks_travel_message_by_message(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     """Above the size from which gloo sends blocks one by one; some are empty, some small, and none is the sender's own memory."""
     size = comm.group_size(dims)
-    sizes = [((1 << 14) + 3, 0, 5, 1 << 14)[k % 4] for k in range(size)]
+    sizes = [((1 << 16) + 3, 0, 5, 1 << 16)[k % 4] for k in range(size)]
 
     def piece(member: int) -> Tensor:
         return value(member, (sizes[_at(mesh, dims, member)[1]],), torch.float64)

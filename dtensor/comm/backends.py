@@ -157,10 +157,14 @@ def exchange_directly(group: Group, pieces: Sequence[Tensor], shapes: Sequence[S
 
 
 def directly(group: Group, shapes: Sequence[Shape], dtype: torch.dtype) -> bool:
-    """Whether blocks of these shapes, which all members know, are worth sending message by message."""
+    """Whether blocks of these shapes, which all members know, are worth sending message by message.
+
+    Packing is one operation here, so only where they are larger than for regions of a block: steps of a fully sharded model on
+    two gloo ranks take 0.7-0.8 of the peer's time with blocks of 131 KB packed, 1.1-1.5 with them sent one by one.
+    """
     traits = traits_of(group)
     largest = max(math.prod(shape) for shape in shapes) * dtype.itemsize
-    return not traits.sends_lists and largest >= traits.direct_bytes
+    return not traits.sends_lists and largest // 4 >= traits.direct_bytes
 
 
 # --- bound transfers (transfer.py): rows and messages of one dtype -----------------------------------------------------
