@@ -16,7 +16,7 @@ from .operators import Operator
 from .rules.call import Meta
 from .strides import as_computed
 
-META = torch.device("meta")
+META, CPU = torch.device("meta"), torch.device("cpu")
 # Strides or auxiliary shapes follow the library that computes: LAPACK, MKL or cuSOLVER, cuFFT, oneDNN or cuDNN.
 DEVICE_DEPENDENT = frozenset(
     "aten::" + name
@@ -71,7 +71,13 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
         bound["device"] = META
     if bound.get("pin_memory"):
         bound["pin_memory"] = False
-    return _run(operator, bound)
+    try:
+        return _run(operator, bound)
+    except RuntimeError:  # of tensors without elements some meta kernels refuse what the operator takes: it costs nothing to ask
+        given = [value for value in arguments.values() if isinstance(value, Layout)]
+        if operator.seeded or operator.mutated or not given or any(layout.numel for layout in given):
+            raise
+        return _run(operator, {name: _to_meta(value, CPU) for name, value in arguments.items()})
 
 
 @cache

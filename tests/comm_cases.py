@@ -69,7 +69,10 @@ def reduced(terms: list[Tensor], op: str) -> Tensor:
     else:
         wide = torch.int64  # exact below 2**63; the cast back wraps around
     total = functools.reduce(_COMBINE[op], [term.to(wide) for term in terms])
-    return (total / len(terms) if op == "avg" else total).to(dtype)
+    if op != "avg":
+        return total.to(dtype)
+    parts = torch.view_as_real(total) / len(terms) if dtype.is_complex else total / len(terms)
+    return (torch.view_as_complex(parts) if dtype.is_complex else parts).to(dtype)
 
 
 def has_value(op: str, dtype: torch.dtype) -> bool:

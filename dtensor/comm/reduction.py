@@ -85,6 +85,9 @@ def fold(terms: Sequence[Tensor], op: Op, out: Tensor | None = None) -> Tensor:
     if isinstance(op, Monoid):
         return _fold_monoid(terms, op)
     dtype = terms[0].dtype
+    if dtype.is_complex and op in ("sum", "avg"):  # torch's complex sum is a + 1 * b, which makes infinity NaN; backends add parts
+        parts = fold([torch.view_as_real(term.detach().resolve_conj()) for term in terms], op)
+        return torch.view_as_complex(parts) if out is None else out.copy_(torch.view_as_complex(parts))
     if dtype in _SUMMED and op in ("sum", "avg") and len(terms) > 1:
         return _sum(terms, op, torch.empty(terms[0].shape, dtype=dtype, device=terms[0].device) if out is None else out)
     folded = _fold_uint64(terms, op) if dtype is torch.uint64 else _fold(terms, op)
@@ -99,8 +102,14 @@ def _fold(terms: Sequence[Tensor], op: str) -> Tensor:
     for term in terms[1:]:
         step(total, term.detach().to(carrier))
     if op == "avg" and len(terms) > 1:
-        total.div_(len(terms))
+        divided(total, len(terms))
     return total.to(dtype)
+
+
+def divided(total: Tensor, count: int) -> Tensor:
+    """``total``, divided in place; of complex numbers both parts, for infinity over a complex number is NaN."""
+    (torch.view_as_real(total) if total.is_complex() else total).div_(count)
+    return total
 
 
 _SUMMED = frozenset({torch.float32, torch.float64, torch.int64, torch.int32})

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..comm import Communicator, Pending, communicator_of
+from ..comm.reduction import divided
 from ..comm.regions import Box, region
 from ..layout import Layout
 from ..placement import Monoid
@@ -139,7 +140,7 @@ def _finish(comm: Communicator, step: Step) -> Callable[[Local], Local] | None:
         case AllReduce(op=Monoid(finalize=finalize), finish=True) if finalize is not None:
             return lambda result: comm.map(lambda _, value: finalize(value), result)
         case AllReduce(divisor=divisor) | ReduceScatter(divisor=divisor) if divisor > 1:
-            return lambda result: comm.map(lambda _, value: value.div_(divisor), result)
+            return lambda result: comm.map(lambda _, value: divided(value, divisor), result)
         case _:
             return None
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..comm import Communicator, Pending, communicator_of
 from ..comm.backends import flat_bytes
+from ..comm.reduction import divided
 from ..comm.regions import Route, region
 from ..placement import Monoid
 from .exchange import routes
@@ -102,7 +103,7 @@ def _all_reduce(comm: Communicator, steps: list[AllReduce], values: list[Local])
     pending = comm.all_reduce(row, steps[0].mesh_dims, steps[0].op, async_op=True)
 
     def apart(member: int, reduced: Tensor, *parts: Tensor) -> list[Tensor]:
-        reduced = reduced.div_(steps[0].divisor) if steps[0].divisor > 1 else reduced
+        reduced = divided(reduced, steps[0].divisor) if steps[0].divisor > 1 else reduced
         rows = reduced.split([part.numel() for part in parts])
         return [row.view(part.shape) for row, part in zip(rows, parts, strict=True)]
 
@@ -126,7 +127,7 @@ def _reduce_scatter(comm: Communicator, steps: list[ReduceScatter], values: list
     pending = comm.reduce_scatter(comm.map(chunks, *values), mesh_dims, steps[0].op, async_op=True)
 
     def apart(member: int, reduced: Tensor) -> list[Tensor]:
-        reduced = reduced.div_(steps[0].divisor) if steps[0].divisor > 1 else reduced
+        reduced = divided(reduced, steps[0].divisor) if steps[0].divisor > 1 else reduced
         boxes = [inside(step.before, member, step.after, member) for step in steps]
         return [row.view(box.size) for row, box in zip(reduced.split([box.numel for box in boxes]), boxes, strict=True)]
 

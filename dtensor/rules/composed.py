@@ -82,6 +82,11 @@ def nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
 
 def block_diag(tensors: Sequence[Tensor]) -> Tensor:
     """Each block between zeros, one below the other."""
+    for i, x in enumerate(tensors):
+        if x.ndim > 2:
+            raise RuntimeError(
+                f"torch.block_diag: Input tensors must have 2 or fewer dimensions. Input {i} has {x.ndim} dimensions"
+            )
     dtype = tensors[0].dtype
     for x in tensors[1:]:
         dtype = torch.promote_types(dtype, x.dtype)
@@ -100,6 +105,8 @@ composed("block_diag", block_diag, "pad, cat")
 # --- norms of slices ---
 def renorm(x: Tensor, p: Any, dim: int, maxnorm: Any) -> Tensor:
     """Slices whose norm is larger are scaled down to it."""
+    if x.ndim < 2:
+        raise RuntimeError(f"renorm: input needs at least 2 dimensions, got {x.ndim} dimensions")
     dim %= x.ndim
     rest = [d for d in range(x.ndim) if d != dim]
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None

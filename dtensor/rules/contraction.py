@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ..pattern import parse
 from .blockwise import asked_for, blockwise, in_first, linear_in, multilinear, on_each_rank
 from .call import Call
+from .context import KernelContext
 from .registry import register
 from .rule import Choice, Dims, Factors, Kernel, LocalView, Rule
-from .verbs import einsum, kernel_rule
+from .verbs import bind, einsum, kernel_rule
 
 einsum("mm", "m k, k n -> m n")
 einsum("bmm", "b m k, b k n -> b m n")
@@ -180,7 +184,30 @@ def pdist_gradient(grad: torch.Tensor, x: torch.Tensor, p: float, distances: tor
     return torch.ops.aten._pdist_backward(grad.contiguous(), x.contiguous(), p, distances.contiguous(), **out)
 
 
-blockwise("_cdist_forward", "... p [m], ... r [m] -> ... p r", local_args=same_method)
+def distances_of_coordinates(at: KernelContext, x: Any, y: Any, p: float, mode: Any = None) -> Any:
+    """The p-th powers of distances along some coordinates add up."""
+
+    def power(_: Any, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._cdist_forward(own, other, p, 2).pow(p)
+
+    return at.all_reduce(at.map(power, x, y), "sum").pow(1 / p)
+
+
+def distance_factors(call: Call) -> Factors | None:
+    """Distances along blocks of coordinates: their sum (p = 1, and counts of differences, p = 0), the largest (p = inf)."""
+    factors, p = bind(parse("... p m, ... r m -> ... p r"), call, None), call["p"]
+    if factors is None:
+        return None
+    if p in (0, 1):
+        return replace(factors, reduced={"m": "sum"})
+    if p == math.inf:
+        return replace(factors, reduced={"m": "max"})
+    result = call.results[0]
+    nbytes = 0 if result is None else 2 * math.prod(result.shape) * result.dtype.itemsize
+    return replace(factors, kernels={"m": Kernel(distances_of_coordinates, collectives=1, nbytes=lambda call: nbytes)})
+
+
+kernel_rule("_cdist_forward", distance_factors, local_args=same_method, floats_matter=True)
 blockwise("_euclidean_dist", "... p [m], ... r [m] -> ... p r")
 # with the distances given, the gradient of one coordinate needs only that coordinate
 blockwise("_cdist_backward", "... p r, ... p m, ... r m, ... p r -> ... p m", sums="r", partials=in_first)

@@ -40,6 +40,8 @@ def extreme_factors(op: Extreme) -> Callable[[Call], Factors]:
 
     def factors(call: Call) -> Factors:
         dims = call.dims("dim", len(call.shape(0)))
+        if any(call.shape(0)[d] == 0 for d in dims):
+            return reduction_factors(call, dims, None)  # the best of nothing: the operator itself says that there is none
         if any(split is not None and 0 in split.sizes for split in call.operands[0].splits):
             return reduction_factors(call, dims, None, kernel)
         return reduction_factors(call, dims, op)
@@ -188,13 +190,16 @@ def pair_bytes(call: Call) -> int:
     return 16 * max(1, torch.Size(result.shape).numel())
 
 
-def indexed_factors(kernel: Kernel) -> Callable[[Call], Factors]:
+def indexed_factors(kernel: Kernel, bools: bool = True) -> Callable[[Call], Factors]:
+    """``bools``: the operator takes them; one that does not is to refuse them by itself."""
+
     def factors(call: Call) -> Factors:
-        return reduction_factors(call, call.dims("dim", len(call.shape(0))), None, kernel)
+        known = kernel if bools or call.operands[0].dtype is not torch.bool else None
+        return reduction_factors(call, call.dims("dim", len(call.shape(0))), None, known)
 
     return factors
 
 
 for _op in ("max", "min"):
     kernel_rule(f"{_op}.dim {_op}.dim_{_op}", indexed_factors(Kernel(_with_index(_op), collectives=1, nbytes=pair_bytes)))
-    kernel_rule(f"arg{_op}", indexed_factors(Kernel(_index_alone(_op), collectives=1, nbytes=pair_bytes, joint=True)))
+    kernel_rule(f"arg{_op}", indexed_factors(Kernel(_index_alone(_op), collectives=1, nbytes=pair_bytes, joint=True), bools=False))

@@ -27,7 +27,6 @@ blockwise("linalg_lu_factor_ex linalg_ldl_factor_ex", "... [m] [n] -> ... [m] [n
 # factors in
 blockwise("lu_unpack", "... [m] [n], ... [k] -> ... [m] [n], ... [m] [n], ... [m] [n]")
 blockwise("linalg_householder_product", "... [m] [n], ... [k] -> ... [m] [n]")
-blockwise("ormqr", "... [m] [n], ... [k], ... [i] [j] -> ... [i] [j]", partials=linear_in(2))
 blockwise("linalg_pinv.atol_rtol_tensor", "... [m] [n], ..., ... -> ... [n] [m]")
 
 # tells of a failure by raising: all ranks look at all of it, so that all raise
@@ -37,7 +36,7 @@ register(
 
 
 def solver(names: str, pattern: str, right: int) -> None:
-    """Columns ``k`` of the right-hand side (operand ``right``) are solved for by themselves; with ``left=False`` its rows are."""
+    """Columns ``k`` of the right-hand side (operand ``right``) are worked on by themselves; with ``left=False`` its rows are."""
     parsed = {True: parse(pattern), False: parse(pattern.replace("[j] k", "k [j]"))}
 
     def factors(call: Call) -> Factors | None:
@@ -50,7 +49,13 @@ solver("cholesky_solve", "... [j] k, ... [i] [j] -> ... [j] k", 0)
 solver("linalg_solve_triangular", "... [i] [j], ... [j] k -> ... [j] k", 1)
 solver("linalg_lu_solve", "... [i] [j], ... [i], ... [j] k -> ... [j] k", 2)
 solver("linalg_ldl_solve", "... [i] [j], ... [i], ... [j] k -> ... [j] k", 2)
-blockwise("triangular_solve", "... [j] [k], ... [i] [j] -> ... [j] [k], ... [i] [j]")
+solver("ormqr", "... [m] [n], ... [t], ... [j] k -> ... [j] k", 2)
+blockwise(
+    "triangular_solve",
+    "... [j] k, ... [i] [j] -> ... [j] k, ... [i] [j]",
+    kernels={"k": Kernel(plain_op)},  # the second result is the matrix itself
+    partials=("sum,R -> sum,R", "avg,R -> avg,R"),
+)
 
 
 def solve_factors(call: Call) -> Factors | None:

@@ -84,6 +84,12 @@ kernel_rule("mean", mean_factors, partials=LINEAR_PARTIAL, when=even_average)
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
+def hypotenuse(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``sqrt(x^2 + y^2)``, NaN where one of them is (``hypot`` of infinity and NaN is infinity)."""
+    total = x + y
+    return torch.where(total.isnan(), total, torch.hypot(x, y))
+
+
 @dataclass(frozen=True, slots=True)
 class _Combine:
     """``(|a|^p + |b|^p)^(1/p)`` without overflow for p = 2."""
@@ -94,7 +100,7 @@ class _Combine:
         dtype = a.dtype
         wide = torch.promote_types(dtype, torch.float32)
         x, y = (a, b) if dtype is wide else (a.to(wide), b.to(wide))
-        total = torch.hypot(x, y) if self.p == 2 else (x**self.p + y**self.p) ** (1 / self.p)
+        total = hypotenuse(x, y) if self.p == 2 else (x**self.p + y**self.p) ** (1 / self.p)
         nothing = _nothing(self.p)  # neutral for any number, so that a negative one survives being made a term
         return torch.where(b == nothing, a, torch.where(a == nothing, b, total if dtype is wide else total.to(dtype)))
 

@@ -66,7 +66,8 @@ def _variance(root: bool, with_mean: bool) -> Callable[..., Any]:
 
 def _factors(kernel: Kernel) -> Callable[[Call], Factors]:
     def factors(call: Call) -> Factors:
-        known = None if call.operands[0].dtype.is_complex else kernel  # the real and the imaginary part vary together
+        # of complex numbers the real and the imaginary part vary together; integers the operator itself refuses
+        known = kernel if call.operands[0].dtype.is_floating_point else None
         return reduction_factors(call, call.dims("dim", len(call.shape(0))), None, known)
 
     return factors

@@ -78,6 +78,7 @@ def _extra() -> Samples:
         "mul": [
             Sample((x(), x(1, torch.int64)), {}, "promotes"),
             Sample((x(0, torch.int64), 0.5), {}, "promotes"),
+            Sample((x(), -2.0), {}, "a number"),
             Sample((small, small.flip(0)), {}, "wraps"),
         ],
         "addcmul": [Sample((x(), x(1), x(2)), {"value": -0.5}, "value")],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .of_schema import tensor
@@ -48,6 +50,7 @@ SAMPLES: Samples = {
     "_cdist_forward": [
         Sample((x(5, 3), x(6, 3, seed=1), 2.0, None)),
         Sample((x(2, 5, 3), x(2, 6, 3, seed=1), 1.0, None), {}, "batched"),
+        *(Sample((x(5, 3), x(6, 3, seed=1), p, None), {}, f"p = {p}") for p in (0.0, 1.0, 2.5, math.inf)),
         Sample((x(30, 3), x(6, 3, seed=1), 2.0, None), {}, "by matrix product"),
     ],
     "_euclidean_dist": [Sample((x(5, 3), x(6, 3, seed=1)))],

@@ -1,0 +1,293 @@
+"""``docs/ops.md``: how every operator is served, written from the registry, the samples and what was measured.
+
+An operator's row is its rule applied to its first sample, nothing is run: the factors as notation, which of them may be
+sharded, which a kernel computes with, and how partial operands pass.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..dispatch import plan_for
+from ..operators import operator_of
+from ..placement import Partial, Replicate
+from ..propagate import Plan
+from ..rules import rules
+from ..rules.registry import lookup
+from ..rules.rule import Along, Dims, Factors, Row, Rule, Spec, candidates
+from .cases import mesh_of
+from .nested import replace as replaced
+from .nested import tensors
+from .samples import samples_of
+from .scatter import scatter
+from .variants import exists, operator_named
+
+HEAD = """# Operators
+
+Written by `python -m dtensor ops > docs/ops.md` (`make docs`) for torch {version}; do not edit. How an operator is looked up: its rule; else a decomposition
+into operators that have one; else its operands are gathered, which is announced once and is an error under `dtensor.explicit()`.
+
+The notation is that of [rules.md](rules.md), for one sample of the operator: a letter may be sharded wherever it stands; `[d]` must be whole; `1` is a dim of size
+one; `(a b)` is one dim of two factors; `{{a, b}}` a dim that is read in several ways. *Sharded* lists the letters that may be sharded without communication in
+the operator itself; *kernels* those that cost the collectives named; *reduced* those whose shards leave a partial result. *Partial operands* that pass are `operands→results`, `R` is a whole
+operand. Overloads, in-place, `out=` and `_foreach_` forms go with their operator.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the page says of one operator; operators that share it share a line."""
+
+    how: str
+    notation: str
+    sharded: str = ""
+    reduced: str = ""
+    kernels: str = ""
+    partials: str = ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return (self.how, f"`{self.notation}`" if self.notation else "", self.sharded, self.reduced, self.kernels, self.partials)
+
+
+def page(measured: Mapping[str, Any] | None = None) -> str:
+    """The page. ``measured``: what ``benchmarks/gather_share.py --summary`` wrote."""
+    shared: dict[Entry, list[str]] = defaultdict(list)
+    for name, rule in sorted(rules().items()):
+        if name.startswith("aten::"):
+            shared[entry_of(name, rule)].append(name.removeprefix("aten::"))
+    parts = [HEAD.format(version=_version())]
+    if measured is not None:
+        parts.append(_share(measured))
+    decomposed, gathered = unruled()
+    parts.append(f"## Rules\n\n{sum(map(len, shared.values()))} operator names have a rule.\n")
+    parts.append(_table(shared))
+    parts.append(f"## Decompositions\n\n{len(decomposed)} further operators are torch's own compositions of operators above.\n")
+    parts.append(_words(decomposed))
+    parts.append(f"## Gathering\n\n{len(gathered)} remaining operators of torch {_version()} gather their operands; most belong to sparse,")
+    parts[-1] += " quantized or single-device kernels, or make a tensor and have no operands.\n"
+    parts.append(_words(gathered))
+    return "\n".join(parts)
+
+
+def _version() -> str:
+    return torch.__version__.partition("+")[0]
+
+
+def _table(shared: Mapping[Entry, Sequence[str]]) -> str:
+    lines = ["| operators | served by | notation | sharded | reduced | kernels | partial operands |", "|---|---|---|---|---|---|---|"]
+    ordered = sorted(shared.items(), key=lambda item: (-len(item[1]), item[1][0]))
+    for entry, names in ordered:
+        lines.append("| " + " | ".join((" ".join(f"`{name}`" for name in names), *entry.cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _words(names: Iterable[str]) -> str:
+    return " ".join(f"`{name}`" for name in names) + "\n"
+
+
+def _share(measured: Mapping[str, Any]) -> str:
+    lines = ["## Measured\n", f"`{measured['command']}`, torch {measured['torch']}: {measured['cases']} cases, each with one tensor dim sharded.\n"]
+    lines += ["| | entries of torch's operator database | never gather |", "|---|---|---|"]
+    for label, total, free in measured["rows"]:
+        lines.append(f"| {label} | {total} | {free} ({100 * free / total:.1f} %) |")
+    lines += ["", "Entries in which something gathers, the most used first:\n"]
+    lines += [f"`{entry}` ({', '.join(names)})" + "," * (i + 1 < len(measured["remaining"])) for i, (entry, names) in enumerate(measured["remaining"])]
+    return "\n".join(lines) + "\n"
+
+
+# --- operators without a rule ---------------------------------------------------------------------------------------------
+def unruled() -> tuple[list[str], list[str]]:
+    """Names of aten operators that have no rule: (compositions, the rest that takes tensors)."""
+    decomposed, gathered = set(), set()
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
+        if namespace != "aten" or not takes or name.startswith(("_foreach_", "_fused_", "_amp_")) or not exists(f"aten.{name}"):
+            continue
+        func = getattr(operator_named(f"aten.{name}"), schema.overload_name or "default", None)
+        base = re.sub(r"(?<!_)_$", "", name)
+        if func is None or lookup(func) is not None or any(argument.is_out for argument in schema.arguments):
+            continue
+        composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        (decomposed if composite else gathered).add(base)
+    ruled = {name.partition("::")[2].partition(".")[0] for name in rules()}
+    return sorted(decomposed - ruled), sorted(gathered - decomposed - ruled)
+
+
+# --- one operator -----------------------------------------------------------------------------------------------------------
+def entry_of(name: str, rule: Rule) -> Entry:
+    """What the page says of an operator: its rule applied to the sample of most dims whose plan needs nothing run."""
+    if rule.answer is not None:
+        return Entry("an answer from layouts, or the value", "")
+    best: tuple[int, Factors, Plan] | None = None
+    for sample in samples_of(name):
+        for plan in plans_of(name, sample.args, sample.kwargs):
+            factors = rule.factors(plan.call) if plan.rule is rule and plan.how == "rule" else None
+            if factors is not None and (best is None or best[0] < len(factors.sizes)):
+                best = len(factors.sizes), factors, plan
+    if best is None:
+        return Entry("decomposition" if rule.decompose is not None else "rule", "")
+    return described(rule, best[1], best[2])
+
+
+class _Planned(Exception):
+    """The operator's plan is known: it need not run."""
+
+
+class _Watching(TorchDispatchMode):
+    """Stops at the operator called ``name`` with its plan."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.plans = name, []  # type: tuple[str, list[Plan]]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operator = operator_of(func)
+        base = self.name.partition(".")[0]
+        if operator.name == self.name or func._schema.name.rstrip("_") == base.rstrip("_"):
+            self.plans.append(plan_for(operator, args, kwargs or {}))
+            raise _Planned
+        return func(*args, **(kwargs or {}))
+
+
+def plans_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Plan]:
+    """The plan of one call on replicated operands; none where the call cannot be made."""
+    packet = name.replace("::", ".")
+    called = packet if exists(packet) else packet + "_"
+    given = tensors((args, kwargs))
+    made = iter([scatter(x, mesh_of((2,)), [Replicate()]) for x in given])
+    args, kwargs = replaced(lambda _: next(made), (args, kwargs))
+    watching = _Watching(name)
+    try:
+        with watching, torch.no_grad():
+            operator_named(called)(*args, **kwargs)
+    except _Planned:
+        pass
+    except Exception:  # a sample of another overload
+        return []
+    return watching.plans
+
+
+def described(rule: Rule, factors: Factors, plan: Plan) -> Entry:
+    """The entry of a rule applied to a call."""
+    factors, letters = renamed(factors)
+    notation = f"{_terms(factors.operands, factors)} -> {_terms(factors.results, factors)}"
+    partials = rule.partials(plan.call) if callable(rule.partials) else rule.partials
+    sharded, reduced, kernels, passing = [], defaultdict(list), defaultdict(list), []
+    for row in candidates(factors, partials):
+        if row.factor is None:
+            passing += [text] if (text := _passing(row)) else []
+        elif row.kernel is not None:
+            kernels[row.kernel.collectives].append(row.factor)
+        else:
+            ops = {str(spec.reduce_op) for spec in row.results if isinstance(spec, Partial)}
+            (reduced[", ".join(sorted(ops))] if ops else sharded).append(row.factor)
+    if rule.run is not None:
+        how = "draws the whole, keeps its block" if rule.kind == "random" else "kernel"
+    else:
+        how = "kernel" if kernels and not sharded else "rule and kernel" if kernels else "rule"
+    cost = "; ".join(f"{' '.join(names)}: {_collectives(count)}" for count, names in sorted(kernels.items()))
+    return Entry(
+        how,
+        notation,
+        " ".join(sharded),
+        "; ".join(f"{' '.join(names)}: P({op})" for op, names in reduced.items()),
+        cost,
+        " ".join(_shortened(passing)),
+    )
+
+
+def _collectives(count: int) -> str:
+    return "none" if count == 0 else "1 collective" if count == 1 else f"{count} collectives"
+
+
+def renamed(factors: Factors) -> tuple[Factors, dict[str, str]]:
+    """The factors with letters for names."""
+    names = dict.fromkeys(name for dims in (*factors.operands, *factors.results) for dim in dims for name in dim)
+    taken = {name for name in names if name in string.ascii_lowercase}
+    free = iter([letter for letter in string.ascii_lowercase if letter not in taken] + [f"a{i}" for i in range(100)])
+    letters = {name: name if name in taken else "@" * name.startswith("@") + next(free) for name in names}
+
+    def dims(given: Dims) -> Dims:
+        return tuple(tuple(letters[name] for name in dim) for dim in given)
+
+    def row(given: Row) -> Row:
+        return replace(
+            given,
+            operands=tuple(map(spec, given.operands)),
+            results=tuple(map(spec, given.results)),
+            factor=None if given.factor is None else letters.get(given.factor, given.factor),
+        )
+
+    def spec(given: Spec) -> Spec:
+        return Along(letters.get(given.factor, given.factor)) if isinstance(given, Along) else given
+
+    def keyed(given: Mapping[str, Any]) -> dict[str, Any]:
+        return {letters.get(name, name): value for name, value in given.items()}
+
+    made = replace(
+        factors,
+        operands=tuple(map(dims, factors.operands)),
+        results=tuple(map(dims, factors.results)),
+        sizes=keyed(factors.sizes),
+        whole=frozenset(letters.get(name, name) for name in factors.whole),
+        reduced=keyed(factors.reduced),
+        kernels=keyed(factors.kernels),
+        rows=tuple(map(row, factors.rows)),
+    )
+    return made, letters
+
+
+def _terms(terms: Sequence[Dims], factors: Factors) -> str:
+    return ", ".join(
+        ("+" if terms is factors.operands and i in factors.additive else "") + (" ".join(_dim(dim, factors) for dim in dims) or "·")
+        for i, dims in enumerate(terms)
+    )
+
+
+def _dim(dim: tuple[str, ...], factors: Factors) -> str:
+    if any(name[0] == "@" for name in dim):
+        return "{" + ", ".join(name.lstrip("@") for name in dim) + "}"
+    names = [f"[{name}]" if name in factors.whole else name for name in dim]
+    return names[0] if len(names) == 1 else f"({' '.join(names)})" if names else "1"
+
+
+def _passing(row: Row) -> str:
+    """``sum,R→sum``; nothing for the row that is whole."""
+    if not any(isinstance(spec, Partial) for spec in (*row.operands, *row.results)):
+        return ""
+    return f"{','.join(map(_spec, row.operands))}→{','.join(map(_spec, row.results))}"
+
+
+def _spec(spec: Spec) -> str:
+    return str(spec.reduce_op) if isinstance(spec, Partial) else spec.factor.lstrip("@") if isinstance(spec, Along) else "R"
+
+
+def _shortened(passing: Sequence[str]) -> Iterator[str]:
+    """Rows in which all specs are one kind as that kind: ``sum avg``; at most a dozen others."""
+    others = []
+    for text in dict.fromkeys(passing):
+        kinds = set(re.split(r"[,→]", text))
+        if len(kinds) == 1:
+            yield kinds.pop()
+        else:
+            others.append(text)
+    yield from others[:12]
+    if len(others) > 12:
+        yield f"and {len(others) - 12} more"
+
+
+def measured_in(path: Path) -> Mapping[str, Any] | None:
+    """What was measured, where it is at hand."""
+    return json.loads(path.read_text()) if path.exists() else None

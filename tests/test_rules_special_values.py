@@ -1,0 +1,120 @@
+"""Values and shapes that samples seldom have: NaN beside infinity, nothing to reduce, dtypes that an operator refuses, ties, zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor.placement import Partial, Placement, Replicate, Shard
+from dtensor.testing import check
+from dtensor.testing.cases import mesh_of
+
+NAN, INF = float("nan"), float("inf")
+
+
+def spread(x: torch.Tensor, ranks: int = 3) -> list[tuple[Placement, ...]]:
+    """Each dim sharded by chunks and with everything on the last rank."""
+    found: list[tuple[Placement, ...]] = []
+    for dim, size in enumerate(x.shape):
+        found += [(Shard(dim),), (Shard(dim, sizes=(0,) * (ranks - 1) + (size,)),)]
+    return found
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 3, INF, -INF, -1])
+def test_a_norm_is_nan_where_one_block_has_nan_and_another_infinity(order: float) -> None:
+    x = torch.tensor([[INF, 1.0, 2.0, NAN], [NAN, 1.0, 2.0, INF], [INF, 1.0, 2.0, -INF]], dtype=torch.float64)
+    for where in spread(x):
+        check(lambda x: torch.linalg.vector_norm(x, order, -1), x, mesh=mesh_of((3,)), placements=[where], gradients=False)
+
+
+def test_the_total_norm_of_gradients_is_nan_where_one_is() -> None:
+    mesh = dt.init_device_mesh("cpu", (4,))
+    x = dt.distribute_tensor(torch.tensor([INF, 1.0, 1.0, NAN]), mesh, [Shard(0)])
+    assert torch.nn.utils.get_total_norm([x]).full_tensor().isnan()
+
+
+@pytest.mark.parametrize("name", ["max", "min", "amax", "amin"])
+@pytest.mark.parametrize("shape", [(0, 6), (7, 0)])
+def test_the_best_of_nothing_raises(name: str, shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape)
+    for where in [*spread(x), (Replicate(),)]:
+        made = dt.distribute_tensor(x, dt.init_device_mesh("cpu", (3,)), where)
+        with pytest.raises((RuntimeError, IndexError), match="dim"):
+            getattr(torch, name)(made)
+
+
+@pytest.mark.parametrize(
+    ("call", "x"),
+    [
+        (torch.var, torch.ones(5, 6, dtype=torch.int64)),
+        (torch.std, torch.ones(5, 6, dtype=torch.bool)),
+        (lambda x: torch.var_mean(x, 0), torch.ones(5, 6, dtype=torch.int32)),
+        (torch.argmax, torch.ones(5, 6, dtype=torch.bool)),
+        (lambda x: torch.argmin(x, 1), torch.ones(5, 6, dtype=torch.bool)),
+        (lambda x: torch.renorm(x, 2, 0, 1.0), torch.ones(5)),
+        (lambda x: torch.block_diag(x, x), torch.ones(5, 2, 3)),
+    ],
+)
+def test_what_plain_torch_refuses_is_refused(call: Callable[..., Any], x: torch.Tensor) -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        call(x)
+    for where in spread(x):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            call(dt.distribute_tensor(x, dt.init_device_mesh("cpu", (3,)), where))
+
+
+@pytest.mark.parametrize("order", [INF, -INF])
+def test_norms_along_a_dim_of_no_slices(order: float) -> None:
+    x = torch.ones(0, 6, dtype=torch.float64)
+    for where in [*spread(x), (Replicate(),), (Partial("avg"),)]:
+        check(lambda x: torch.linalg.vector_norm(x, order, -1), x, mesh=mesh_of((3,)), placements=[where], gradients=False)
+
+
+def test_the_mean_of_infinite_complex_terms_is_infinite() -> None:
+    x = torch.zeros(2, 3, dtype=torch.complex128)
+    outcome = check(
+        lambda x: torch.nn.functional.pad(x, (1, 0), value=-INF), x, mesh=mesh_of((3,)), placements=[[Partial("avg")]], gradients=False
+    )
+    assert str(outcome.layouts[0].placements[0]) in ("P(avg)", "R")
+    mesh = dt.init_device_mesh("cpu", (2,))
+    terms = dt.DTensor.from_local(torch.full((2,), complex(INF, 1.0)), mesh, [Partial("avg")])
+    assert torch.view_as_real(terms.full_tensor()).tolist() == [[INF, 1.0]] * 2
+
+
+def test_the_gradient_of_empty_eigenvectors() -> None:
+    x = torch.zeros(1, 1, 0, 0, dtype=torch.float64)
+    for dim in (0, 1):
+        check(torch.linalg.eig, x, mesh=mesh_of((4,)), placements=[[Shard(dim)]])
+
+
+SPECIAL = torch.tensor([[NAN, INF, -INF, -0.0, 0.0, 1.0], [1.0, NAN, 1.0, -2.0, 3.0, 3.0], [0.0, -0.0, 0.0, -0.0, 0.0, 0.0]]).double()
+TIES = torch.tensor([[1, 2, 2, 1, 2, 0], [0, 0, 0, 0, 0, 0], [-1, -1, 3, 3, 3, -1]])
+CHOICES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "argmax": lambda x: torch.argmax(x, 1),
+    "argmin of all": torch.argmin,
+    "max.dim": lambda x: torch.max(x, 1),
+    "min.dim": lambda x: torch.min(x, 1),
+    "stable sort": lambda x: torch.sort(x, dim=1, stable=True),
+    "stable descending sort": lambda x: torch.sort(x, dim=1, stable=True, descending=True),
+    "topk values": lambda x: torch.topk(x, 3, 1).values,
+    "kthvalue": lambda x: torch.kthvalue(x, 2, 1).values,
+    "median": lambda x: torch.median(x, 1).values,
+    "mode": lambda x: torch.mode(x, 1).values,
+    "cummax": lambda x: torch.cummax(x, 1),
+    "cummin": lambda x: torch.cummin(x, 1),
+    "cumsum": lambda x: torch.cumsum(x, 1),
+    "cumprod": lambda x: torch.cumprod(x, 1),
+    "unique": lambda x: torch.unique(x, return_inverse=True, return_counts=True),
+    "sign of sorted zeros": lambda x: torch.signbit(torch.sort(x, dim=1, stable=True).values.double()),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_among_equal_and_special_values(name: str) -> None:
+    for x in (SPECIAL, TIES):
+        for where in spread(x):
+            check(CHOICES[name], x, mesh=mesh_of((3,)), placements=[where], gradients=False)
