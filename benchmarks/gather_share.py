@@ -40,9 +40,13 @@ def main() -> None:
     parser.add_argument("--part", default="0/1", help="k/n: every n-th entry, from the k-th on")
     parser.add_argument("--json", help="add one line per entry and mesh to this file")
     parser.add_argument("--report", nargs="+", help="only report what these files hold")
+    parser.add_argument("--summary", help="with --report: write the figures for docs/ops.md to this file")
     options = parser.parse_args()
     if options.report:
-        report([json.loads(line) for name in options.report for line in Path(name).read_text().splitlines()])
+        found = [json.loads(line) for name in options.report for line in Path(name).read_text().splitlines()]
+        report(found)
+        if options.summary:
+            Path(options.summary).write_text(json.dumps(summary(found), indent=1) + "\n")
         return
     meshes = [tuple(int(n) for n in text.split(",")) for text in options.mesh or ("4", "2,2")]
     first, step = map(int, options.part.split("/"))
@@ -63,7 +67,7 @@ def measured(entry: Any, mesh: tuple[int, ...], samples: int) -> dict[str, Any]:
     line |= {"errors": [], "seconds": 0.0}
     began = time.monotonic()
     for _, sample in samples_of(entry, mesh, samples):
-        for args, kwargs, where in sharded(sample, mesh):
+        for args, kwargs, where in sharded(sample, mesh, differentiable(sample)):
             run(sample.fn, args, kwargs, where, line)
     return line | {"seconds": round(time.monotonic() - began, 2)}
 
@@ -88,7 +92,25 @@ def _plain_runs(sample: db.Sample) -> bool:
     return all(not isinstance(x, torch.Tensor) or x.layout is torch.strided for x in leaves(made))
 
 
-def sharded(sample: db.Sample, mesh: tuple[int, ...]) -> Iterator[tuple[Any, Any, str]]:
+def differentiable(sample: db.Sample) -> list[bool]:
+    """Which tensors plain torch lets require a gradient, each by itself."""
+    given = tensors((sample.args, sample.kwargs))
+    found = []
+    for i, chosen in enumerate(given):
+        allowed = chosen.dtype.is_floating_point or chosen.dtype.is_complex
+        if allowed:
+            made = iter([x.detach().clone().requires_grad_(k == i) for k, x in enumerate(given)])
+            args, kwargs = replace(lambda _: next(made), (sample.args, sample.kwargs))  # noqa: B023  it runs here and now
+            try:
+                with db.quiet():
+                    sample.fn(*args, **kwargs)
+            except Exception:
+                allowed = False
+        found.append(allowed)
+    return found
+
+
+def sharded(sample: db.Sample, mesh: tuple[int, ...], wanted: list[bool]) -> Iterator[tuple[Any, Any, str]]:
     """The arguments with one tensor dim sharded, in every way."""
     device_mesh = dt.init_device_mesh("cpu", mesh)
     given = tensors((sample.args, sample.kwargs))
@@ -96,9 +118,7 @@ def sharded(sample: db.Sample, mesh: tuple[int, ...]) -> Iterator[tuple[Any, Any
         for dim in range(chosen.ndim):
             made = iter(
                 [
-                    scatter(x, device_mesh, [Shard(dim) if k == i else Replicate()] * len(mesh)).requires_grad_(
-                        x.dtype.is_floating_point or x.dtype.is_complex
-                    )
+                    scatter(x, device_mesh, [Shard(dim) if k == i else Replicate()] * len(mesh)).requires_grad_(wanted[k])
                     for k, x in enumerate(given)
                 ]
             )
@@ -167,7 +187,7 @@ def report(found: list[dict[str, Any]]) -> None:
                 remaining[line["entry"]].setdefault(name, f"{side}, {where}")
     operators = Counter(name for inner in remaining.values() for name in inner)
     print("\noperators that gather (entries): " + ", ".join(f"{name} {n}" for name, n in operators.most_common()))
-    uses = usage({entry: None for entry in remaining})
+    uses = usage(list(remaining))
     print("\nentries that gather, most used first (calls in torch's Python sources):")
     for entry in sorted(remaining, key=lambda entry: (-uses[entry], entry)):
         print(f"  {uses[entry]:5d} {entry}: " + "; ".join(f"{name} ({where})" for name, where in remaining[entry].items()))
@@ -176,11 +196,33 @@ def report(found: list[dict[str, Any]]) -> None:
             print(f"error: {line['entry']} on {tuple(line['mesh'])}: {error}")
 
 
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """What docs/ops.md shows of it."""
+    tried = [line for line in found if line["cases"]]
+    rows = []
+    for mesh in sorted({tuple(line["mesh"]) for line in tried}, key=len):
+        here = [line for line in tried if tuple(line["mesh"]) == mesh]
+        for label, sides in (("forward", ("forward",)), ("forward and backward", ("forward", "backward"))):
+            rows.append([f"mesh {mesh}, {label}", len(here), sum(not any(line[side] for side in sides) for line in here)])
+    names: dict[str, list[str]] = defaultdict(list)
+    for line in tried:
+        names[line["entry"]] += [name for name in (*line["forward"], *line["backward"]) if name not in names[line["entry"]]]
+    remaining = {entry: sorted(some) for entry, some in names.items() if some}
+    uses = usage(list(remaining))
+    return {
+        "command": "python benchmarks/gather_share.py --json shares.jsonl",
+        "torch": torch.__version__.partition("+")[0],
+        "cases": sum(line["cases"] for line in tried),
+        "rows": rows,
+        "remaining": sorted(remaining.items(), key=lambda item: (-uses[item[0]], item[0])),
+    }
+
+
 def _percent(names: set[str], gather: set[str]) -> str:
     return f"{100 * (1 - len(gather) / max(1, len(names))):.1f}%"
 
 
-def usage(entries: dict[str, None]) -> dict[str, int]:
+def usage(entries: list[str]) -> dict[str, int]:
     """How often torch's own Python sources (without tests) call each name, as a function or a method."""
     calls: Counter[str] = Counter()
     for path in Path(torch.__file__).parent.rglob("*.py"):

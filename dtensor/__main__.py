@@ -1,4 +1,4 @@
-"""``python -m dtensor verify [pattern]`` verifies sharding rules, ``python -m dtensor calibrate`` measures collectives."""
+"""``python -m dtensor verify [pattern]`` verifies sharding rules, ``calibrate`` measures collectives, ``ops`` prints docs/ops.md."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from . import calibrate
+from .testing.operator_page import measured_in, page
 from .testing.samples import without_sample
 from .testing.verify import verify_all
 
@@ -27,7 +28,12 @@ def main(argv: list[str] | None = None) -> int:
     measure.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     measure.add_argument("--output", type=Path, default=None, help="default: $DTENSOR_PROFILE or ~/.cache/dtensor/profile.json")
     measure.add_argument("--seconds", type=float, default=0.05, help="for each of about fifty measurements")
+    ops = commands.add_parser("ops", help="how every operator is served, as the page docs/ops.md")
+    ops.add_argument("--measured", type=Path, default=Path("benchmarks/gather_share.json"), help="of benchmarks/gather_share.py")
     options = parser.parse_args(argv)
+    if options.command == "ops":
+        print(page(measured_in(options.measured)), end="")
+        return 0
     return _calibrate(options) if options.command == "calibrate" else _verify(options)
 
 

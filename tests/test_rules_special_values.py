@@ -1,4 +1,4 @@
-"""Values and shapes that samples seldom have: NaN beside infinity, nothing to reduce, dtypes that an operator refuses, ties, zeros."""
+"""Values and shapes that samples seldom have: NaN beside infinity, nothing to reduce, dtypes an operator refuses, ties, zeros."""
 
 from __future__ import annotations
 
@@ -77,7 +77,11 @@ def test_norms_along_a_dim_of_no_slices(order: float) -> None:
 def test_the_mean_of_infinite_complex_terms_is_infinite() -> None:
     x = torch.zeros(2, 3, dtype=torch.complex128)
     outcome = check(
-        lambda x: torch.nn.functional.pad(x, (1, 0), value=-INF), x, mesh=mesh_of((3,)), placements=[[Partial("avg")]], gradients=False
+        lambda x: torch.nn.functional.pad(x, (1, 0), value=-INF),
+        x,
+        mesh=mesh_of((3,)),
+        placements=[[Partial("avg")]],
+        gradients=False,
     )
     assert str(outcome.layouts[0].placements[0]) in ("P(avg)", "R")
     mesh = dt.init_device_mesh("cpu", (2,))
@@ -91,7 +95,9 @@ def test_the_gradient_of_empty_eigenvectors() -> None:
         check(torch.linalg.eig, x, mesh=mesh_of((4,)), placements=[[Shard(dim)]])
 
 
-SPECIAL = torch.tensor([[NAN, INF, -INF, -0.0, 0.0, 1.0], [1.0, NAN, 1.0, -2.0, 3.0, 3.0], [0.0, -0.0, 0.0, -0.0, 0.0, 0.0]]).double()
+SPECIAL = torch.tensor(
+    [[NAN, INF, -INF, -0.0, 0.0, 1.0], [1.0, NAN, 1.0, -2.0, 3.0, 3.0], [0.0, -0.0, 0.0, -0.0, 0.0, 0.0]]
+).double()
 TIES = torch.tensor([[1, 2, 2, 1, 2, 0], [0, 0, 0, 0, 0, 0], [-1, -1, 3, 3, 3, -1]])
 CHOICES: dict[str, Callable[[torch.Tensor], Any]] = {
     "argmax": lambda x: torch.argmax(x, 1),

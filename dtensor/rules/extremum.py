@@ -202,4 +202,6 @@ def indexed_factors(kernel: Kernel, bools: bool = True) -> Callable[[Call], Fact
 
 for _op in ("max", "min"):
     kernel_rule(f"{_op}.dim {_op}.dim_{_op}", indexed_factors(Kernel(_with_index(_op), collectives=1, nbytes=pair_bytes)))
-    kernel_rule(f"arg{_op}", indexed_factors(Kernel(_index_alone(_op), collectives=1, nbytes=pair_bytes, joint=True), bools=False))
+    kernel_rule(
+        f"arg{_op}", indexed_factors(Kernel(_index_alone(_op), collectives=1, nbytes=pair_bytes, joint=True), bools=False)
+    )

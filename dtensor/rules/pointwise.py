@@ -81,7 +81,9 @@ pointwise("conj_physical _conj_physical _conj", partials=LINEAR_PARTIAL)
 pointwise("_neg_view", partials=LINEAR_PARTIAL, local=torch.neg)
 pointwise("complex", partials=SHIFT)
 pointwise("polar", partials=LINEAR_IN_FIRST)
-pointwise("bitwise_left_shift __lshift__ __ilshift__", partials=LINEAR_IN_FIRST)  # a product with a power of two, modulo that of the dtype
+pointwise(
+    "bitwise_left_shift __lshift__ __ilshift__", partials=LINEAR_IN_FIRST
+)  # a product with a power of two, modulo that of the dtype
 pointwise("lerp", partials=("sum,sum,R -> sum", "avg,avg,R -> avg", "avg,R,R -> avg", "R,avg,R -> avg"))
 pointwise(
     "addcmul",

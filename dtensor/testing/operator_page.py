@@ -34,13 +34,15 @@ from .variants import exists, operator_named
 
 HEAD = """# Operators
 
-Written by `python -m dtensor ops > docs/ops.md` (`make docs`) for torch {version}; do not edit. How an operator is looked up: its rule; else a decomposition
-into operators that have one; else its operands are gathered, which is announced once and is an error under `dtensor.explicit()`.
+Written by `python -m dtensor ops` (`make docs`) for torch {version}; do not edit.
+How an operator is looked up: its rule; else a decomposition into operators that have one; else its operands are gathered, which is
+announced once and is an error under `dtensor.explicit()`.
 
-The notation is that of [rules.md](rules.md), for one sample of the operator: a letter may be sharded wherever it stands; `[d]` must be whole; `1` is a dim of size
-one; `(a b)` is one dim of two factors; `{{a, b}}` a dim that is read in several ways. *Sharded* lists the letters that may be sharded without communication in
-the operator itself; *kernels* those that cost the collectives named; *reduced* those whose shards leave a partial result. *Partial operands* that pass are `operands→results`, `R` is a whole
-operand. Overloads, in-place, `out=` and `_foreach_` forms go with their operator.
+The notation is that of [rules.md](rules.md), for one sample of the operator: a letter may be sharded wherever it stands; `[d]` and
+`[]` must be whole; `1` is a dim of size one; `(a b)` is one dim of two factors, `{{a, b}}` one that is read in several ways.
+*Sharded*: letters that may be sharded while the operator communicates nothing. *Reduced*: letters whose shards leave a partial
+result. *Kernels*: letters that cost collectives of the operator's own. *Partial operands* that pass: `operands→results`, `R` is
+whole. Overloads, in-place, `out=` and `_foreach_` forms go with their operator.
 """
 
 
@@ -74,7 +76,9 @@ def page(measured: Mapping[str, Any] | None = None) -> str:
     parts.append(_table(shared))
     parts.append(f"## Decompositions\n\n{len(decomposed)} further operators are torch's own compositions of operators above.\n")
     parts.append(_words(decomposed))
-    parts.append(f"## Gathering\n\n{len(gathered)} remaining operators of torch {_version()} gather their operands; most belong to sparse,")
+    parts.append(
+        f"## Gathering\n\n{len(gathered)} remaining operators of torch {_version()} gather their operands; most belong to sparse,"
+    )
     parts[-1] += " quantized or single-device kernels, or make a tensor and have no operands.\n"
     parts.append(_words(gathered))
     return "\n".join(parts)
@@ -85,7 +89,10 @@ def _version() -> str:
 
 
 def _table(shared: Mapping[Entry, Sequence[str]]) -> str:
-    lines = ["| operators | served by | notation | sharded | reduced | kernels | partial operands |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| operators | served by | notation | sharded | reduced | kernels | partial operands |",
+        "|---|---|---|---|---|---|---|",
+    ]
     ordered = sorted(shared.items(), key=lambda item: (-len(item[1]), item[1][0]))
     for entry, names in ordered:
         lines.append("| " + " | ".join((" ".join(f"`{name}`" for name in names), *entry.cells)) + " |")
@@ -97,19 +104,26 @@ def _words(names: Iterable[str]) -> str:
 
 
 def _share(measured: Mapping[str, Any]) -> str:
-    lines = ["## Measured\n", f"`{measured['command']}`, torch {measured['torch']}: {measured['cases']} cases, each with one tensor dim sharded.\n"]
+    lines = [
+        "## Measured\n",
+        f"`{measured['command']}`, torch {measured['torch']}: {measured['cases']} cases, each with one tensor dim sharded.\n",
+    ]
     lines += ["| | entries of torch's operator database | never gather |", "|---|---|---|"]
     for label, total, free in measured["rows"]:
         lines.append(f"| {label} | {total} | {free} ({100 * free / total:.1f} %) |")
     lines += ["", "Entries in which something gathers, the most used first:\n"]
-    lines += [f"`{entry}` ({', '.join(names)})" + "," * (i + 1 < len(measured["remaining"])) for i, (entry, names) in enumerate(measured["remaining"])]
+    lines += [
+        f"`{entry}` ({', '.join(names)})" + "," * (i + 1 < len(measured["remaining"]))
+        for i, (entry, names) in enumerate(measured["remaining"])
+    ]
     return "\n".join(lines) + "\n"
 
 
 # --- operators without a rule ---------------------------------------------------------------------------------------------
 def unruled() -> tuple[list[str], list[str]]:
     """Names of aten operators that have no rule: (compositions, the rest that takes tensors)."""
-    decomposed, gathered = set(), set()
+    decomposed: set[str] = set()
+    gathered: set[str] = set()
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
         takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
@@ -119,7 +133,10 @@ def unruled() -> tuple[list[str], list[str]]:
         base = re.sub(r"(?<!_)_$", "", name)
         if func is None or lookup(func) is not None or any(argument.is_out for argument in schema.arguments):
             continue
-        composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        try:
+            composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        except RuntimeError:  # TorchScript's own
+            continue
         (decomposed if composite else gathered).add(base)
     ruled = {name.partition("::")[2].partition(".")[0] for name in rules()}
     return sorted(decomposed - ruled), sorted(gathered - decomposed - ruled)
@@ -181,10 +198,15 @@ def plans_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[P
 
 def described(rule: Rule, factors: Factors, plan: Plan) -> Entry:
     """The entry of a rule applied to a call."""
-    factors, letters = renamed(factors)
-    notation = f"{_terms(factors.operands, factors)} -> {_terms(factors.results, factors)}"
+    factors = renamed(factors)
+    shapes = [tuple(layout.shape) for layout in plan.call.operands]
+    made = [meta.shape for meta in plan.call.results if meta is not None]
+    notation = f"{_terms(factors.operands, factors, shapes)} -> {_terms(factors.results, factors, made)}"
     partials = rule.partials(plan.call) if callable(rule.partials) else rule.partials
-    sharded, reduced, kernels, passing = [], defaultdict(list), defaultdict(list), []
+    sharded: list[str] = []
+    passing: list[str] = []
+    reduced: dict[str, list[str]] = defaultdict(list)
+    kernels: dict[int, list[str]] = defaultdict(list)
     for row in candidates(factors, partials):
         if row.factor is None:
             passing += [text] if (text := _passing(row)) else []
@@ -212,7 +234,7 @@ def _collectives(count: int) -> str:
     return "none" if count == 0 else "1 collective" if count == 1 else f"{count} collectives"
 
 
-def renamed(factors: Factors) -> tuple[Factors, dict[str, str]]:
+def renamed(factors: Factors) -> Factors:
     """The factors with letters for names."""
     names = dict.fromkeys(name for dims in (*factors.operands, *factors.results) for dim in dims for name in dim)
     taken = {name for name in names if name in string.ascii_lowercase}
@@ -236,7 +258,7 @@ def renamed(factors: Factors) -> tuple[Factors, dict[str, str]]:
     def keyed(given: Mapping[str, Any]) -> dict[str, Any]:
         return {letters.get(name, name): value for name, value in given.items()}
 
-    made = replace(
+    return replace(
         factors,
         operands=tuple(map(dims, factors.operands)),
         results=tuple(map(dims, factors.results)),
@@ -246,21 +268,24 @@ def renamed(factors: Factors) -> tuple[Factors, dict[str, str]]:
         kernels=keyed(factors.kernels),
         rows=tuple(map(row, factors.rows)),
     )
-    return made, letters
 
 
-def _terms(terms: Sequence[Dims], factors: Factors) -> str:
-    return ", ".join(
-        ("+" if terms is factors.operands and i in factors.additive else "") + (" ".join(_dim(dim, factors) for dim in dims) or "·")
-        for i, dims in enumerate(terms)
-    )
+def _terms(terms: Sequence[Dims], factors: Factors, shapes: Sequence[tuple[int, ...]]) -> str:
+    written = []
+    for i, (dims, shape) in enumerate(zip(terms, shapes, strict=True)):
+        words = [_dim(dim, size, factors) for dim, size in zip(dims, shape, strict=True)]
+        added = "+" if terms is factors.operands and i in factors.additive else ""
+        written.append(added + (" ".join(words) or "·"))
+    return ", ".join(written)
 
 
-def _dim(dim: tuple[str, ...], factors: Factors) -> str:
+def _dim(dim: tuple[str, ...], size: int, factors: Factors) -> str:
     if any(name[0] == "@" for name in dim):
         return "{" + ", ".join(name.lstrip("@") for name in dim) + "}"
     names = [f"[{name}]" if name in factors.whole else name for name in dim]
-    return names[0] if len(names) == 1 else f"({' '.join(names)})" if names else "1"
+    if not names:
+        return "1" if size == 1 else "[]"
+    return names[0] if len(names) == 1 else f"({' '.join(names)})"
 
 
 def _passing(row: Row) -> str:
