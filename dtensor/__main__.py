@@ -1,4 +1,4 @@
-"""``python -m dtensor verify [pattern]`` verifies sharding rules, ``calibrate`` measures collectives, ``ops`` prints docs/ops.md."""
+"""``python -m dtensor verify [pattern]`` verifies sharding rules, ``calibrate`` measures collectives, ``ops`` lists operators."""
 
 from __future__ import annotations
 

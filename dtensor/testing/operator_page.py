@@ -35,11 +35,11 @@ from .variants import exists, operator_named
 HEAD = """# Operators
 
 Written by `python -m dtensor ops` (`make docs`) for torch {version}; do not edit.
-How an operator is looked up: its rule; else a decomposition into operators that have one; else its operands are gathered, which is
-announced once and is an error under `dtensor.explicit()`.
+How an operator is looked up: its rule; else a decomposition into operators that have one; else its operands are gathered, which
+is announced once and is an error under `dtensor.explicit()`.
 
-The notation is that of [rules.md](rules.md), for one sample of the operator: a letter may be sharded wherever it stands; `[d]` and
-`[]` must be whole; `1` is a dim of size one; `(a b)` is one dim of two factors, `{{a, b}}` one that is read in several ways.
+The notation is that of [rules.md](rules.md), for one sample of the operator: a letter may be sharded wherever it stands; `[d]`
+and `[]` must be whole; `1` is a dim of size one; `(a b)` is one dim of two factors, `{{a, b}}` one read in several ways.
 *Sharded*: letters that may be sharded while the operator communicates nothing. *Reduced*: letters whose shards leave a partial
 result. *Kernels*: letters that cost collectives of the operator's own. *Partial operands* that pass: `operands→results`, `R` is
 whole. Overloads, in-place, `out=` and `_foreach_` forms go with their operator.
