@@ -60,6 +60,8 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
         return (None,) * len(operator.returns)  # a Python value: it depends on data
     if (like := LIKE.get(operator.func._schema.name)) is not None:
         return (_meta_of(torch.empty(arguments[like].shape, dtype=arguments[like].dtype, device=META)),)
+    if operator.name == "aten::cat" and any(not x.shape for x in arguments["tensors"] if isinstance(x, Layout)):
+        raise RuntimeError("zero-dimensional tensors cannot be concatenated")  # its meta kernel takes dims for granted
     if operator.func._schema.name in DEVICE_DEPENDENT:
         with _fake_mode():
             bound = {name: _to_meta(value, None) for name, value in arguments.items()}
@@ -93,6 +95,8 @@ def _run(operator: Operator, bound: dict[str, Any]) -> tuple[Any, ...]:
     except RuntimeError as error:
         if "meta" in str(error).lower():
             raise NotInferable(str(error)) from error
+        if "zero-size dimension" in str(error) and bound.get("dim") not in (None, [], ()):
+            raise IndexError(f"{operator.name}: {error}") from error  # what the kernels raise
         raise
     if result is None:
         return ()

@@ -262,9 +262,11 @@ for _name in ("index", "_unsafe_index"):
 
 
 # --- places in a sorted sequence ---
-def counted_below(call: Call) -> Factors:
+def counted_below(call: Call) -> Factors | None:
     """How many elements of a sorted sequence come before each value: the sum over its blocks."""
     sequence, values = (1, 0) if "boundaries" in call.arguments else (0, 1)
+    if len(call.shape(sequence)) != 1 and call.shape(sequence)[:-1] != call.shape(values)[:-1]:
+        return None  # the operator says what is wrong
     sizes = {f"d{d}": size for d, size in enumerate(call.shape(values))}
     dims: Dims = tuple((name,) for name in sizes)
     batch = dims[:-1] if len(call.shape(sequence)) > 1 else ()

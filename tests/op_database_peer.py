@@ -1,0 +1,144 @@
+"""The same database on ``torch.distributed.tensor``, its ranks simulated in one process by its own ``LocalTensorMode``.
+
+The draws are those of :mod:`op_database`; what the peer cannot express is put in its words (user-given shard sizes and orders
+become ``torch.chunk`` shards, products of terms become sums). Compared are values, dtypes and shapes of the assembled results and
+gradients, not each rank's piece and no strides: it asks less than our side.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import op_database as db
+import torch
+from torch import distributed
+from torch.distributed import tensor as peer
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import dtensor as dt
+from dtensor.layout import Layout
+from dtensor.placement import Partial, Placement, Shard
+from dtensor.testing.differences import close
+from dtensor.testing.nested import leaves, replace, tensors
+from dtensor.testing.scatter import piece, terms_at, terms_of
+
+REFUSALS = ("sharding strategy", "not supported", "not support", "unsupported", "not yet implemented", "got mixed")
+
+
+@cache
+def mode() -> LocalTensorMode:
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    return LocalTensorMode(4)
+
+
+@cache
+def mesh_of(shape: tuple[int, ...]) -> Any:
+    return distributed.init_device_mesh("cpu", shape)
+
+
+def in_its_words(where: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """The nearest placements that both sides have: it takes one kind of terms for all mesh dims, and no products."""
+    kinds = [p.reduce_op for p in where if isinstance(p, Partial)]
+    kind = kinds[0] if kinds and kinds[0] != "product" else "sum"
+    return tuple(Shard(p.dim) if isinstance(p, Shard) else Partial(kind) if isinstance(p, Partial) else p for p in where)
+
+
+def spread(x: torch.Tensor, where: tuple[Placement, ...], shape: tuple[int, ...], seed: int) -> Any:
+    """``x`` with these placements, made of the same pieces and terms as on our side."""
+    words = in_its_words(where)
+    layout = Layout.of(dt.init_device_mesh("meta", shape), words, x.shape, x.stride(), x.dtype)
+    terms = terms_of(x, layout, seed)
+    local = LocalTensor({rank: piece(terms_at(terms, layout, rank), layout, rank) for rank in range(4)})
+    return peer.DTensor.from_local(
+        local, mesh_of(shape), [translated(p) for p in words], run_check=False, shape=x.shape, stride=x.stride()
+    ).detach()
+
+
+def translated(p: Placement) -> Any:
+    if isinstance(p, Shard):
+        return peer.Shard(p.dim)
+    return peer.Partial(p.reduce_op) if isinstance(p, Partial) else peer.Replicate()
+
+
+def whole(x: Any) -> Any:
+    x = x.full_tensor() if isinstance(x, peer.DTensor) else x
+    return x.reconcile() if isinstance(x, LocalTensor) else x
+
+
+def cases_of(entry: Any, setting: db.Setting) -> Iterator[db.Case]:
+    """The cases of an entry, run one after another."""
+    try:
+        given = db.samples_of(entry, setting)
+    except Exception as error:  # the database's own
+        yield db.Case(entry.formatted_name, setting, -1, "void", str(error)[:100])
+        return
+    for position, sample in given:
+        case = db.Case(entry.formatted_name, setting, position)
+        with db.quiet():
+            case.status, case.problem = run(entry.formatted_name, setting, position, sample, case)
+        yield case
+
+
+def run(name: str, setting: db.Setting, position: int, sample: db.Sample, case: db.Case) -> tuple[str, str]:
+    """(status, problem) of one sample."""
+    given = tensors((sample.args, sample.kwargs))
+    if any(x.layout is not torch.strided or x.is_quantized for x in given):
+        return "void", "sparse or quantized arguments"
+    rng = db.rng_of(name, setting, position)
+    drawn = [db.draw_placements(x, setting, rng) for x in given]
+    given = [db.exact(x, where) for x, where in zip(given, drawn, strict=True)]
+    case.shapes = tuple(tuple(x.shape) for x in given)
+    case.placements = tuple(str(in_its_words(where)) for where in drawn)
+    try:
+        expected = outcome([x.clone() for x in given], sample, setting)
+    except Exception as error:  # plain torch raises by itself
+        return "void", str(error)[:100]
+    try:
+        with mode():
+            made = [
+                spread(x, where, setting.mesh, setting.seed + 7 * i)
+                for i, (x, where) in enumerate(zip(given, drawn, strict=True))
+            ]
+            got = outcome(made, sample, setting)
+    except Exception as error:
+        text = f"{type(error).__name__}: {str(error).strip()[:200]}"
+        refused = isinstance(error, NotImplementedError) or any(word in text for word in REFUSALS)
+        return "refused" if refused else "error", text
+    return compared(got, expected, sample, given)
+
+
+def outcome(made: list[Any], sample: db.Sample, setting: db.Setting) -> tuple[list[Any], list[Any]]:
+    """(results, gradients of the arguments), all of them whole."""
+    differentiable = [x.requires_grad_(sample.gradients and (x.dtype.is_floating_point or x.dtype.is_complex)) for x in made]
+    following = iter([x.clone() for x in differentiable] if sample.writes else differentiable)
+    args, kwargs = replace(lambda _: next(following), (sample.args, sample.kwargs))
+    torch.manual_seed(setting.seed)
+    results = list(leaves(sample.fn(*args, **kwargs)))
+    if sample.invariant is not None and len(results) == 1 and not isinstance(results[0], torch.Tensor):
+        results = list(leaves(sample.invariant(results[0])))
+    outputs = [x for x in results if isinstance(x, torch.Tensor) and x.requires_grad]
+    if outputs:
+        random.seed(setting.seed)
+        torch.autograd.backward([x.abs().sum() if x.dtype.is_complex else x.sum() for x in outputs])
+    return [whole(x.detach()) if isinstance(x, torch.Tensor) else x for x in results], [whole(x.grad) for x in differentiable]
+
+
+def compared(got: Any, expected: Any, sample: db.Sample, given: list[torch.Tensor]) -> tuple[str, str]:
+    tolerance = db.coarsest(given)
+    for kind, ours, plain in (("result", got[0], expected[0]), ("gradient", got[1], expected[1])):
+        if len(ours) != len(plain):
+            return "wrong", f"{len(ours)} {kind}s, not {len(plain)}"
+        for i, (x, y) in enumerate(zip(ours, plain, strict=True)):
+            if isinstance(y, torch.Tensor) != isinstance(x, torch.Tensor):
+                return "wrong", f"{kind} {i}: {type(x).__name__}, not {type(y).__name__}"
+            if not isinstance(y, torch.Tensor):
+                continue
+            if x.shape != y.shape or x.dtype != y.dtype:
+                return "wrong", f"{kind} {i}: {x.dtype}{tuple(x.shape)}, not {y.dtype}{tuple(y.shape)}"
+            if sample.values and not close(x.detach(), y.detach(), tolerance):
+                return "wrong", f"{kind} {i} differs"
+    return "pass", ""

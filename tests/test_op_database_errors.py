@@ -1,0 +1,63 @@
+"""Where plain torch raises for wrong arguments (the database's error inputs), so do operators on DTensors, with the same type."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import op_database as db
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor.testing.nested import replace, tensors
+
+SEED = int(os.environ.get("OP_DATABASE_SEED", "0"))
+PARTS = 6
+# arguments that share memory with themselves or with each other have no distributed counterpart: every DTensor has its own
+OWN_MEMORY = "single memory location"
+
+
+def wrong_calls(entry: Any) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    with db.quiet():
+        for given in entry.error_inputs("cpu") if entry.error_inputs_func else ():
+            sample = given.sample_input
+            yield entry.op, (sample.input, *sample.args), sample.kwargs
+
+
+def raised(fn: Any, args: Any, kwargs: Any) -> Exception | None:
+    try:
+        with db.quiet():
+            fn(*args, **kwargs)
+    except Exception as error:
+        return error
+    return None
+
+
+def differing(entry: Any, mesh_shape: tuple[int, ...]) -> Iterator[str]:
+    mesh, setting = dt.init_device_mesh("cpu", mesh_shape), db.Setting(mesh_shape, seed=SEED)
+    for i, (fn, args, kwargs) in enumerate(wrong_calls(entry)):
+        given, expected = tensors((args, kwargs)), raised(fn, args, kwargs)
+        usable = all(x.layout is torch.strided and x.device.type == "cpu" for x in given)
+        if expected is None or not given or not usable or OWN_MEMORY in str(expected):
+            continue
+        rng = db.rng_of(entry.formatted_name, setting, i)
+        following = iter([dt.distribute_tensor(x, mesh, db.draw_placements(x, setting, rng)) for x in given])
+        got = raised(fn, *replace(lambda _, made=following: next(made), (args, kwargs)))
+        if not isinstance(got, type(expected)):
+            yield f"{entry.formatted_name} error input {i}: {got!r}, not {expected!r}"
+
+
+def test_common_errors_are_torchs() -> None:
+    names = "add,amax,bucketize,cat,gather,index_select,mm,sum,nn_functional_conv2d,reshape,scatter,softmax,sort,split,squeeze"
+    problems = [problem for entry in db.entries(names) for problem in differing(entry, (2, 2))]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("mesh", db.MESHES, ids=str)
+def test_errors_are_torchs(mesh: tuple[int, ...], part: int) -> None:
+    problems = [problem for entry in db.entries()[part::PARTS] for problem in differing(entry, mesh)]
+    assert not problems, "\n".join(problems)
