@@ -45,7 +45,8 @@ layers: $(VENV)/.test
 	$(PYTEST) -q -s tests/test_layers.py
 
 docs: $(VENV)/.test
-	$(PYTEST) -q tests/test_docs.py
+	$(BIN)/python -m dtensor ops > docs/.ops.md && mv docs/.ops.md docs/ops.md
+	$(PYTEST) -q tests/test_docs.py tests/test_operator_page.py
 
 bench: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/dispatch.py

@@ -1,0 +1,40 @@
+"""docs/ops.md says what the registry says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtensor.rules import rules
+from dtensor.testing.operator_page import entry_of, measured_in, page
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "ops.md").read_text()
+SAME_TORCH = f"for torch {torch.__version__.partition('+')[0]};" in PAGE
+
+
+def test_every_rule_is_on_the_page() -> None:
+    table = PAGE.partition("## Rules")[2].partition("## Decompositions")[0]
+    listed = {
+        name for line in table.splitlines() if line.startswith("| `") for name in re.findall(r"`([\w.]+)`", line.split("|")[1])
+    }
+    assert listed == {name.removeprefix("aten::") for name in rules() if name.startswith("aten::")}, "run `make docs`"
+
+
+@pytest.mark.skipif(not SAME_TORCH, reason="samples are planned as this torch dispatches them")
+@pytest.mark.parametrize(
+    "name", ["mm", "_softmax", "add", "addmm", "cumsum", "native_layer_norm", "sum", "max.dim", "convolution", "cat"]
+)
+def test_what_the_page_says_of_an_operator_holds(name: str) -> None:
+    (line,) = [line for line in PAGE.splitlines() if line.startswith("|") and f"`{name}`" in line.split("|")[1]]
+    entry = entry_of(f"aten::{name}", rules()[f"aten::{name}"])
+    assert tuple(cell.strip() for cell in line.split("|")[2:-1]) == entry.cells
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SAME_TORCH, reason="the page is for one version of torch")
+def test_the_page_is_up_to_date() -> None:
+    assert page(measured_in(ROOT / "benchmarks" / "gather_share.json")) == PAGE, "run `make docs`"
