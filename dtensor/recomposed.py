@@ -1,8 +1,9 @@
 """Operators of torch that look into memory or fill plain buffers above ``__torch_dispatch__``, put together in another way.
 
-``tensor_split`` reads its tensor of sections through a pointer, and the chunked linear cross entropy without a reduction adds its
-gradients up in buffers that ``torch.zeros`` made. Both happen in or above autograd, where no rule reaches; the dispatch key that
-torch runs first for tensor subclasses is the place to say what they are made of. Other subclasses get torch's own way.
+``tensor_split`` reads its tensor of sections through a pointer, and the chunked linear cross entropy without a reduction adds
+its gradients up in buffers that ``torch.zeros`` made. ``matmul`` with ``out=`` writes a folded product. These happen in or
+above autograd, where no rule reaches; the dispatch key that torch runs first for tensor subclasses is the place to say what
+they are made of. Other subclasses get torch's own way.
 """
 
 from __future__ import annotations
@@ -28,13 +29,28 @@ def recomposed(name: str, function: Callable[..., Any]) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, DTensor) for x in (*args, *kwargs.values())):
             return function(*args, **kwargs)
-        operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)):
-            return operator(*args, **kwargs)
+        return _torchs(namespace, packet, overload or "default", *args, **kwargs)
 
     library = torch.library.Library(namespace, "IMPL")
     library.impl(full, run, _KEY)
     _LIBRARIES.append(library)
+
+
+def _torchs(namespace: str, packet: str, overload: str, *args: Any, **kwargs: Any) -> Any:
+    """What torch does by itself."""
+    operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)):
+        return operator(*args, **kwargs)
+
+
+def matmul_into(x: Tensor, y: Tensor, *, out: Tensor) -> Tensor:
+    """Torch folds batch dims into rows and hands ``out`` to a product of another shape."""
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, out))  # which torch refuses
+    if max(x.ndim, y.ndim) > 2 and not recorded:
+        product = torch.matmul(x, y)
+        if out.shape == product.shape and out.dtype == product.dtype:
+            return out.copy_(product)
+    return _torchs("aten", "matmul", "out", x, y, out=out)
 
 
 def tensor_split(x: Tensor, sections: Tensor, dim: int = 0) -> Any:
@@ -62,5 +78,6 @@ def linear_cross_entropy(
     return F.cross_entropy(logits, target, scale, ignore_index=ignore_index, reduction="none").to(x.dtype)
 
 
+recomposed("aten::matmul.out", matmul_into)
 recomposed("aten::tensor_split.tensor_indices_or_sections", tensor_split)
 recomposed("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction", linear_cross_entropy)

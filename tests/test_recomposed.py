@@ -51,3 +51,16 @@ def test_chunked_linear_cross_entropy_has_a_loss_per_sample() -> None:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # another subclass keeps torch's way
             fake = entry.op(mode.from_tensor(sample.input), *sample.args, **sample.kwargs)
         assert fake.shape == entry.op(sample.input, *sample.args, **sample.kwargs).shape
+
+
+@pytest.mark.parametrize(("left", "right"), [((5, 6, 4), (4,)), ((4,), (5, 4, 3)), ((2, 5, 4), (4, 3)), ((5, 4), (4, 3))])
+def test_products_of_many_dims_are_written_where_asked(left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    x, y = (torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).reshape(shape) for shape in (left, right))
+    z = torch.zeros((x @ y).shape, dtype=torch.float64)
+    mesh = dt.init_device_mesh("cpu", (2,))
+    for where in [[Replicate()], [Shard(0)], [Shard(-1)]]:
+        check(lambda x, y, z: torch.matmul(x, y, out=z), x, y, z, mesh=mesh, placements=[where, [Replicate()], where], gradients=False)
+    out = dt.zeros(*z.shape, device_mesh=mesh, placements=[Shard(0)], dtype=torch.float64)
+    given = [dt.distribute_tensor(v, mesh, [Shard(0)]).requires_grad_() for v in (x, y)]
+    with pytest.raises(RuntimeError, match="automatic differentiation"):
+        torch.matmul(*given, out=out)
