@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .comm import PerRank, communicator_of
 from .comm.backends import flat_bytes
-from .errors import LayoutError
+from .errors import LayoutError, PlacementError
 from .layout import Layout, Split, stride_like
 from .mesh import DeviceMesh
 from .placement import Partial, Placement, Replicate, Shard, normalize
@@ -33,13 +33,21 @@ def layout_of_locals(
     """
     pieces = local.shards if isinstance(local, PerRank) else (local,)
     ndim = pieces[0].ndim if mesh.current_member() is not None or shape is None else len(shape)
-    wanted = normalize(placements, mesh.ndim, ndim)
-    dtype = pieces[0].dtype
     if mesh.kind == "dry_run":
         check = False
+    try:
+        wanted = normalize(placements, mesh.ndim, ndim)
+    except PlacementError:
+        if shape is None and (check or _measures(mesh, placements)):
+            _same_dims(_all_shapes(mesh, pieces))  # this rank's piece alone may lack the dim: the others wait for its sizes
+        raise
+    dtype = pieces[0].dtype
     if shape is not None:
         layout = Layout.of(mesh, wanted, shape, stride, dtype)
-        _fits(layout, pieces)
+        if check and mesh.kind == "process_group" and mesh.current_member() is not None:
+            _agree(layout, _all_shapes(mesh, pieces), "the given shape makes")  # a rank must not leave before the exchange below
+        else:
+            _fits(layout, pieces)
     else:
         layout = _measured(mesh, wanted, pieces, stride, dtype, check)
     if check:
@@ -88,8 +96,7 @@ def _tiled(
     dtype: torch.dtype,
 ) -> Layout:
     """The layout that pieces of these shapes tile."""
-    if len({len(shape) for shape in shapes}) > 1:
-        raise LayoutError(f"from_local: ranks hold pieces of different numbers of dims: {shapes}")
+    _same_dims(shapes)
     shape = list(shapes[0])
     splits: list[Split | None] = [None] * len(shape)
     for dim in sorted({p.dim for i, p in enumerate(placements) if isinstance(p, Shard) and mesh.shape[i] > 1}):
@@ -98,8 +105,21 @@ def _tiled(
     idle = {i: p for i, p in enumerate(placements) if mesh.shape[i] == 1}
     partials = [p.reduce_op if isinstance(p, Partial) and mesh.shape[i] > 1 else None for i, p in enumerate(placements)]
     layout = Layout.from_splits(mesh, splits, partials, shape, stride_like(shape, stride) if by_order else stride, dtype, idle)
-    _agree(layout, shapes)
+    _agree(layout, shapes, "the other ranks' pieces make")
     return layout
+
+
+def _same_dims(shapes: Sequence[tuple[int, ...]]) -> None:
+    if len({len(shape) for shape in shapes}) > 1:
+        raise LayoutError(f"from_local: ranks hold pieces of different numbers of dims: {tuple(shapes)}")
+
+
+def _measures(mesh: DeviceMesh, placements: Any) -> bool:
+    """Whether ranks ask each other for sizes, by placements that need not be valid."""
+    given = (placements,) if isinstance(placements, Placement) else tuple(placements or ())
+    return len(given) == mesh.ndim and any(
+        isinstance(p, Shard) and p.sizes is None and size > 1 for p, size in zip(given, mesh.shape, strict=True)
+    )
 
 
 _MOST_DIMS = 32
@@ -133,16 +153,15 @@ def _split_from(mesh: DeviceMesh, placements: tuple[Placement, ...], dim: int, s
     return Split(mesh_dims, tuple(shapes[position][dim] for position in positions))
 
 
-def _agree(layout: Layout, shapes: Sequence[tuple[int, ...]]) -> None:
+def _agree(layout: Layout, shapes: Sequence[tuple[int, ...]], why: str) -> None:
     """All pieces together tile the tensor (every rank sees all shapes, so all raise together)."""
     mesh = layout.mesh
     for member, shape in zip(mesh.members_of(range(mesh.ndim), 0), shapes, strict=True):
         expected = layout.local_shape(mesh.coordinates[member])
         if shape != expected:
             raise LayoutError(
-                f"from_local: rank {mesh.ranks[member]} at {mesh.coordinates[member]} holds a piece of shape {shape}, "
-                f"but the other ranks' "
-                f"pieces make it {expected} under {layout.placements}; pieces along one mesh dim must agree in all other dims"
+                f"from_local: rank {mesh.ranks[member]} at {mesh.coordinates[member]} holds a piece of shape {shape}, but {why} "
+                f"it {expected} under {layout.placements}; pieces along one mesh dim must agree in all other dims"
             )
 
 

@@ -59,7 +59,15 @@ def test_products_of_many_dims_are_written_where_asked(left: tuple[int, ...], ri
     z = torch.zeros((x @ y).shape, dtype=torch.float64)
     mesh = dt.init_device_mesh("cpu", (2,))
     for where in [[Replicate()], [Shard(0)], [Shard(-1)]]:
-        check(lambda x, y, z: torch.matmul(x, y, out=z), x, y, z, mesh=mesh, placements=[where, [Replicate()], where], gradients=False)
+        check(
+            lambda x, y, z: torch.matmul(x, y, out=z),
+            x,
+            y,
+            z,
+            mesh=mesh,
+            placements=[where, [Replicate()], where],
+            gradients=False,
+        )
     out = dt.zeros(*z.shape, device_mesh=mesh, placements=[Shard(0)], dtype=torch.float64)
     given = [dt.distribute_tensor(v, mesh, [Shard(0)]).requires_grad_() for v in (x, y)]
     with pytest.raises(RuntimeError, match="automatic differentiation"):
