@@ -124,3 +124,16 @@ def test_choices_among_equal_and_special_values(name: str) -> None:
     for x in (SPECIAL, TIES):
         for where in spread(x):
             check(CHOICES[name], x, mesh=mesh_of((3,)), placements=[where], gradients=False)
+
+
+def test_masks_filled_with_the_least_number_do_not_overflow_as_means() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x, hidden = torch.randn(3, 4, dtype=torch.float64), torch.tensor([[True] * 4, [False] * 4, [True, False] * 2])
+    least = torch.finfo(torch.float64).min
+    check(
+        lambda x, hidden: torch.softmax(x.masked_fill(hidden, least), -1),
+        x,
+        hidden,
+        mesh=mesh,
+        placements=[[dt.Partial("avg")], [dt.Replicate()]],
+    )

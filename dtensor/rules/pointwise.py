@@ -112,7 +112,9 @@ _SAME = tuple(f"R,{op},{op} -> {op}" for op in REDUCE_OPS)
 _ONE_OF = tuple(row for op in ("avg", "max", "min") for row in (f"R,{op},R -> {op}", f"R,R,{op} -> {op}"))
 pointwise("where", partials=(*_SAME, *_ONE_OF))
 pointwise(
-    "masked_fill", partials=(*(f"{op},R,{op} -> {op}" for op in REDUCE_OPS), "avg,R,R -> avg", "max,R,R -> max", "min,R,R -> min")
+    # no "avg,R,R -> avg": what masks are filled with is often the least number, and the sum of two of those is infinite
+    "masked_fill",
+    partials=(*(f"{op},R,{op} -> {op}" for op in REDUCE_OPS), "max,R,R -> max", "min,R,R -> min"),
 )
 pointwise("clone positive _to_copy alias alias_copy lift lift_fresh lift_fresh_copy", partials=ANY_PARTIAL)
 pointwise("copy", partials=tuple(f"{op},{op} -> {op}" for op in REDUCE_OPS) + tuple(f"{op},R -> R" for op in REDUCE_OPS))
