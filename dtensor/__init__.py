@@ -4,10 +4,10 @@ from importlib import import_module
 
 from . import recomposed as _recomposed
 from . import write_through as _write_through
+from .caches import CacheInfo, cache_info
 from .comm import PerRank, map_ranks, per_rank
 from .create import empty, full, ones, rand, randn, zeros
 from .custom import register_sharding
-from .dispatch import CacheInfo, cache_info
 from .distribute import distribute_module, distribute_tensor
 from .explaining import Explanation, explain
 from .layout import Layout

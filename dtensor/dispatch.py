@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._library.simple_registry import find_torch_dispatch_rule
 
 from .compiled import Runner, compile_plan, runner_of
 from .errors import MeshError, MixedTensorError
-from .layout import Layout, interned
+from .layout import Layout
 from .local_functions import local_function
 from .mesh import DeviceMesh
 from .modes import MODES
@@ -24,7 +24,6 @@ from .operators import Operator, operator_of
 from .origin import Origin, agree, origin_of
 from .plain_writes import plainly_written, through_copies
 from .propagate import Plan, Slot, propagate
-from .redistribute.planner import plans_kept
 from .rules.registry import foreach_base, lookup
 from .several_meshes import across_meshes, meshes_of
 
@@ -93,30 +92,9 @@ def clear_plans() -> None:
         _LIBRARY = None
 
 
-class CacheInfo(NamedTuple):
-    """How full a cache is: entries kept, the most that are kept, and (of plans of operators) how many have been made."""
-
-    kept: int
-    limit: int | None
-    made: int | None
-
-
-def cache_info() -> dict[str, CacheInfo]:
-    """The state of dispatch's caches: ``"layouts"`` (alive, whoever uses them), ``"redistributions"``, and one per operator.
-
-    Plans that are made again and again for the same operator tell that its sizes or numbers change at each call.
-
-    >>> import torch, dtensor as dt
-    >>> x = dt.zeros(4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
-    >>> y = x.cos().cos().cos()
-    >>> dt.cache_info()["aten.cos.default"].limit
-    1024
-    """
-    return {
-        "layouts": CacheInfo(interned(), None, None),
-        "redistributions": CacheInfo(*plans_kept(), None),
-        **{str(entry.func): CacheInfo(len(entry.plans), CACHE_LIMIT, entry.misses) for entry in _ENTRIES.values()},
-    }
+def plans_of_operators() -> dict[str, tuple[int, int]]:
+    """Per operator: plans kept, plans made."""
+    return {str(entry.func): (len(entry.plans), entry.misses) for entry in _ENTRIES.values()}
 
 
 def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -144,9 +122,7 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
 
     def run(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if is_view and _IN_INFERENCE() and not args[0].is_inference():
-            with torch.inference_mode(
-                False
-            ):  # a view of an ordinary tensor is one: autograd gives it the tensor's version counter
+            with torch.inference_mode(False):  # a view of an ordinary tensor is one: autograd gives it the tensor's version
                 return run(cls, func, types, args, kwargs)
         if not kwargs:
             kwargs = {}

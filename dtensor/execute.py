@@ -273,9 +273,8 @@ def _wrap_one(plan: Plan, layout: Any, value: Any, wrap: Wrap) -> Any:
             raise UnsupportedOperationError(
                 f"{plan.call.func} would give a sparse tensor, which no DTensor is; pass sparse=False, or use x.full_tensor()"
             )
-        if (
-            plan.how == "gather" or layout is None
-        ):  # whole on every rank: the local is the global one, whatever planning knew of it
+        if plan.how == "gather" or layout is None:
+            # whole on every rank: the local is the global one, whatever planning knew of it
             layout = Layout.replicated(plan.call.mesh, value.shape, value.stride(), value.dtype)
         return wrap(value, layout)
     return value[0] if isinstance(value, tuple) else value

@@ -65,9 +65,7 @@ def _measured(
 ) -> Layout:
     """The layout from the sizes of all pieces; they are exchanged where a tensor dim is sharded and no sizes are given."""
     shape, order = list(pieces[0].shape), pieces[0].stride()
-    sharded = [p for i, p in enumerate(placements) if isinstance(p, Shard) and mesh.shape[i] > 1]
-    given = {p.dim: sum(p.sizes) for p in sharded if p.sizes is not None}
-    if check or any(p.dim not in given for p in sharded):
+    if check or _measures(mesh, placements):
         shapes = _all_shapes(mesh, pieces)
         key = (mesh, placements, shapes, order if stride is None else tuple(stride), stride is None, dtype)
         layout = _KNOWN.get(key)
@@ -77,8 +75,9 @@ def _measured(
                 _KNOWN.clear()
             _KNOWN[key] = layout
         return layout
-    for dim, size in given.items():
-        shape[dim] = size
+    for p in _cutting(mesh, placements):
+        if p.sizes is not None:
+            shape[p.dim] = sum(p.sizes)
     layout = Layout.of(mesh, placements, shape, stride_like(shape, order) if stride is None else stride, dtype)
     _fits(layout, pieces)
     return layout
@@ -116,10 +115,14 @@ def _same_dims(shapes: Sequence[tuple[int, ...]]) -> None:
 
 def _measures(mesh: DeviceMesh, placements: Any) -> bool:
     """Whether ranks ask each other for sizes, by placements that need not be valid."""
-    given = (placements,) if isinstance(placements, Placement) else tuple(placements or ())
-    return len(given) == mesh.ndim and any(
-        isinstance(p, Shard) and p.sizes is None and size > 1 for p, size in zip(given, mesh.shape, strict=True)
-    )
+    cutting = _cutting(mesh, placements)
+    given = {p.dim for p in cutting if p.sizes is not None}
+    return any(p.dim not in given for p in cutting)
+
+
+def _cutting(mesh: DeviceMesh, placements: Any) -> list[Shard]:
+    placements = (placements,) if isinstance(placements, Placement) else tuple(placements or ())
+    return [p for p, size in zip(placements, mesh.shape, strict=False) if isinstance(p, Shard) and size > 1]
 
 
 _MOST_DIMS = 32

@@ -85,10 +85,8 @@ def fold(terms: Sequence[Tensor], op: Op, out: Tensor | None = None) -> Tensor:
     if isinstance(op, Monoid):
         return _fold_monoid(terms, op)
     dtype = terms[0].dtype
-    if dtype.is_complex and op in (
-        "sum",
-        "avg",
-    ):  # torch's complex sum is a + 1 * b, which makes infinity NaN; backends add parts
+    if dtype.is_complex and op in ("sum", "avg"):
+        # torch's complex sum is a + 1 * b, which makes infinity NaN; backends add parts
         parts = fold([torch.view_as_real(term.detach().resolve_conj()) for term in terms], op)
         return torch.view_as_complex(parts) if out is None else out.copy_(torch.view_as_complex(parts))
     if dtype in _SUMMED and op in ("sum", "avg") and len(terms) > 1:

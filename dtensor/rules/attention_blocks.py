@@ -128,14 +128,21 @@ def attention_over_keys(
 
     def weighted(_: Any, out: Tensor, own: Tensor, *blocks: Tensor) -> tuple[Tensor, Tensor]:
         total = torch.stack(blocks).logsumexp(0)
-        share = torch.where(own == -math.inf, 0.0, (own - total).exp())
-        return out.to(total.dtype) * share.unsqueeze(-1), torch.where(
-            total == -math.inf, 0.0, total
-        )  # the operator's sum of nothing
+        return out.to(total.dtype) * share(own, total), row_sums(total)
 
     parts, total = at.map(weighted, out, sums, *gathered)
     whole = at.all_reduce(parts, "sum")
     return at.map(lambda _, whole, query: whole.to(query.dtype), whole, query), total
+
+
+def share(part: Tensor, total: Tensor) -> Tensor:
+    """What a part of a row weighs in it, by the logarithms of their sums."""
+    return torch.where(part == -math.inf, 0.0, (part - total).exp()).unsqueeze(-1)
+
+
+def row_sums(total: Tensor) -> Tensor:
+    """As the operator gives them: 0 for rows that see nothing."""
+    return torch.where(total == -math.inf, 0.0, total)
 
 
 def unseen(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:

@@ -12,20 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Call
-from .registry import register
-from .rule import Factors, Rule
+from .verbs import composed
 
 aten = torch.ops.aten
-
-
-def nothing(call: Call) -> Factors | None:
-    return None
-
-
-def composed(names: str, function: Any, parts: str) -> None:
-    """Declare operators as what ``function`` does; ``parts`` names the operations it is made of."""
-    register(names, Rule(nothing, decompose=function, kind="decomposition", source=parts))
 
 
 # --- masks: the elements that a mask picks, in row-major order ---

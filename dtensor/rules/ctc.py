@@ -12,7 +12,7 @@ import torch
 from .call import Call
 from .context import At, KernelContext
 from .rule import Dims, Factors, Kernel
-from .verbs import kernel_rule
+from .verbs import composed, kernel_rule
 
 aten = torch.ops.aten
 
@@ -92,5 +92,5 @@ def by_lists(name: str) -> Any:
 
 kernel_rule("_ctc_loss", loss_factors)
 kernel_rule("_ctc_loss_backward", gradient_factors)
-kernel_rule("_ctc_loss.Tensor", lambda call: None, decompose=by_lists("_ctc_loss"))
-kernel_rule("_ctc_loss_backward.Tensor", lambda call: None, decompose=by_lists("_ctc_loss_backward"))
+composed("_ctc_loss.Tensor", by_lists("_ctc_loss"), "_ctc_loss with lengths as numbers")
+composed("_ctc_loss_backward.Tensor", by_lists("_ctc_loss_backward"), "_ctc_loss_backward with lengths as numbers")

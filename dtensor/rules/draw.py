@@ -89,11 +89,15 @@ def block_of(whole: torch.Tensor, layout: Layout, member: int | None) -> torch.T
     coordinate = None if member is None else layout.mesh.coordinates[member]
     if coordinate is None:
         return whole.new_empty(layout.local_shape(None))
-    block = whole
+    return place_in(whole, layout, coordinate).clone()
+
+
+def place_in(whole: torch.Tensor, layout: Layout, coordinate: tuple[int, ...]) -> torch.Tensor:
+    """Where one member's block stands in a whole tensor: a view."""
     for d, (offset, size) in enumerate(zip(layout.local_offset(coordinate), layout.local_shape(coordinate), strict=True)):
-        if size != block.shape[d]:
-            block = block.narrow(d, offset, size)
-    return block.clone()
+        if size != whole.shape[d]:
+            whole = whole.narrow(d, offset, size)
+    return whole
 
 
 def synchronize(mesh: DeviceMesh) -> None:

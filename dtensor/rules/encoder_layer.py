@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 
-from .registry import register
-from .rule import Rule
+from .verbs import composed
 
 
 def native_multi_head_attention(
@@ -99,20 +96,5 @@ def transformer_encoder_layer(
     return norm_2(x + feed_forward(x))
 
 
-def nothing(call: Any) -> None:
-    """There are no factors: it decomposes."""
-
-
-register(
-    "_native_multi_head_attention",
-    Rule(nothing, decompose=native_multi_head_attention, kind="decomposition", source="linear, attention, linear"),
-)
-register(
-    "_transformer_encoder_layer_fwd",
-    Rule(
-        nothing,
-        decompose=transformer_encoder_layer,
-        kind="decomposition",
-        source="attention, layer norm, feed forward, layer norm",
-    ),
-)
+composed("_native_multi_head_attention", native_multi_head_attention, "linear, attention, linear")
+composed("_transformer_encoder_layer_fwd", transformer_encoder_layer, "attention, layer norm, feed forward, layer norm")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention_blocks import attention_block, attention_gradients, span, sums_dtype, unseen
+from .attention_blocks import attention_block, attention_gradients, row_sums, share, span, sums_dtype, unseen
 from .call import Call
 from .context import At, KernelContext
 
@@ -118,7 +118,7 @@ def ring_attention(
             part, own = attention_block(query, key, value, dropout_p, causal, attn_mask=mask, scale=scale)
             own = own.masked_fill(unseen(query, key, mask), -math.inf) if mask is not None or not key.numel() else own
             total = torch.logaddexp(sums, own)
-            return out * weight(sums, total) + part * weight(own, total), total
+            return out * share(sums, total) + part * share(own, total), total
 
         return run
 
@@ -129,13 +129,7 @@ def ring_attention(
         out, sums = at.map(meet(step), query, blocks, attn_mask, out, sums)
         if arriving is not None:
             blocks = arriving()
-    sums = at.map(lambda _, sums: torch.where(sums == -math.inf, 0.0, sums), sums)  # the operator's sum of nothing
-    return at.map(lambda _, out, query: out.to(query.dtype), out, query), sums
-
-
-def weight(part: Tensor, total: Tensor) -> Tensor:
-    """The share of a part in its row."""
-    return torch.where(part == -math.inf, 0.0, (part - total).exp()).unsqueeze(-1)
+    return at.map(lambda _, out, query: out.to(query.dtype), out, query), at.map(lambda _, sums: row_sums(sums), sums)
 
 
 def ring_gradients(

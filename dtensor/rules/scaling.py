@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .registry import register
-from .rule import Rule
+from .verbs import composed
 
 
 def check_and_unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -23,11 +22,4 @@ def check_and_unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor)
     torch._foreach_mul_(grads, inv_scale)
 
 
-def nothing(call: Any) -> None:
-    """There are no factors: it decomposes."""
-
-
-register(
-    "_amp_foreach_non_finite_check_and_unscale_",
-    Rule(nothing, decompose=check_and_unscale, kind="decomposition", source="largest magnitude, product"),
-)
+composed("_amp_foreach_non_finite_check_and_unscale_", check_and_unscale, "largest magnitude, product")

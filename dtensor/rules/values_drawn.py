@@ -17,7 +17,7 @@ from ..comm import communicator_of
 from ..layout import Layout, contiguous_stride
 from .call import Call
 from .context import KernelContext
-from .draw import block_of, default_generator, synchronize
+from .draw import block_of, default_generator, place_in, synchronize
 from .registry import register
 from .rule import Dims, Factors, Rule
 from .verbs import broadcast_factors
@@ -27,14 +27,8 @@ from .views import own_factors
 def around(block: torch.Tensor, layout: Layout, member: int | None, other: float) -> torch.Tensor:
     """A tensor of the global shape and strides that holds one member's block (None: no block), and ``other`` elsewhere."""
     whole = torch.empty_strided(layout.shape, layout.stride, dtype=block.dtype, device=block.device).fill_(other)
-    if member is None:
-        return whole
-    place = whole
-    coordinate = layout.mesh.coordinates[member]
-    for d, (offset, size) in enumerate(zip(layout.local_offset(coordinate), layout.local_shape(coordinate), strict=True)):
-        if size != place.shape[d]:
-            place = place.narrow(d, min(offset, place.shape[d] - size), size)
-    place.copy_(block)
+    if member is not None:
+        place_in(whole, layout, layout.mesh.coordinates[member]).copy_(block)
     return whole
 
 

@@ -206,6 +206,15 @@ def kernel_rule(
     return register(names, Rule(factors, partials, kind="kernel", source=factors.__name__, **options))
 
 
+def composed(names: str, function: Callable[..., Any], parts: str) -> Rule:
+    """Operators that are others put together: ``function``, called with DTensors; ``parts`` names what it is made of."""
+    return register(names, Rule(_no_factors, decompose=function, kind="decomposition", source=parts))
+
+
+def _no_factors(call: Call) -> Factors | None:
+    return None
+
+
 def local_size(argument: str) -> Callable[..., dict[str, Any]]:
     """``local_args`` that replaces a size argument by the local size of result 0."""
     return lambda call, at: {argument: at.results[0]}
