@@ -18,39 +18,39 @@ from torch.nn import functional as F
 from .tensor import DTensor
 
 _KEY = "PythonTLSSnapshot"
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
 _LIBRARIES: list[torch.library.Library] = []  # what they declare lasts as long as they do
 
 
 def recomposed(name: str, function: Callable[..., Any]) -> None:
-    """Run ``function`` where a DTensor is among the arguments; the operator may be defined later, or never (older torch)."""
+    """Run ``function`` where a DTensor is among the arguments; else, or where it answers NotImplemented, torch's own way.
+
+    The operator may be defined later, or never (older torch).
+    """
     namespace, _, full = name.partition("::")
     packet, _, overload = full.partition(".")
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, DTensor) for x in (*args, *kwargs.values())):
-            return function(*args, **kwargs)
-        return _torchs(namespace, packet, overload or "default", *args, **kwargs)
+            result = function(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+        return operator.redispatch(keys & _BELOW, *args, **kwargs)
 
     library = torch.library.Library(namespace, "IMPL")
-    library.impl(full, run, _KEY)
+    library.impl(full, run, _KEY, with_keyset=True)
     _LIBRARIES.append(library)
 
 
-def _torchs(namespace: str, packet: str, overload: str, *args: Any, **kwargs: Any) -> Any:
-    """What torch does by itself."""
-    operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)):
-        return operator(*args, **kwargs)
-
-
-def matmul_into(x: Tensor, y: Tensor, *, out: Tensor) -> Tensor:
+def matmul_into(x: Tensor, y: Tensor, *, out: Tensor) -> Any:
     """Torch folds batch dims into rows and hands ``out`` to a product of another shape."""
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, out))  # which torch refuses
     if max(x.ndim, y.ndim) > 2 and not recorded:
         product = torch.matmul(x, y)
         if out.shape == product.shape and out.dtype == product.dtype:
             return out.copy_(product)
-    return _torchs("aten", "matmul", "out", x, y, out=out)
+    return NotImplemented
 
 
 def tensor_split(x: Tensor, sections: Tensor, dim: int = 0) -> Any:

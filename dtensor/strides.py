@@ -1,7 +1,7 @@
 """Strides of results where torch's own inference without data is not what its kernels do on the CPU.
 
-Three laws: dense in row-major order whatever comes in; the memory format that an argument suggests; and the order that an
-element-by-element loop takes from its operands.
+Four laws: dense in row-major order whatever comes in; the memory format that an argument suggests; the order that an
+element-by-element loop takes from its operands; and the batches of one-dimensional memory in which a Fourier transform is run.
 """
 
 from __future__ import annotations
@@ -39,6 +39,39 @@ def loop_over(*names: str) -> Law:
         return torch.add(operands[0], operands[1] if len(operands) > 1 else 1).stride()
 
     return law
+
+
+def transformed(name: str) -> Law:
+    """MKL is given a batch of signals: the dims that are kept, widest stride first, and in each signal the transformed dims.
+
+    The latter widest stride first as well, but for the last one of a transform between real and complex numbers.
+    """
+
+    def law(result: Meta, given: Given) -> tuple[int, ...]:
+        x, dims = given["self"], [d % given["self"].ndim for d in given["dim"]]
+        if x.device.type != "cpu" or not dims or not torch.backends.mkl.is_available():
+            return result.stride
+        strides = x.stride()
+        if name == "_fft_c2c":
+            return _batched(result.shape, strides, _widest_first(dims, strides))
+        if name == "_fft_r2c":
+            return _batched(result.shape, strides, [*_widest_first(dims[:-1], strides), dims[-1]])
+        if len(dims) > 1:  # all but the last as complex numbers first
+            strides = _batched(x.shape, strides, _widest_first(dims[:-1], strides))
+        return _batched(result.shape, strides, dims[-1:])
+
+    return law
+
+
+def _batched(shape: tuple[int, ...], strides: tuple[int, ...], signal: list[int]) -> tuple[int, ...]:
+    """Dense strides of a result whose signals lie along ``signal``, one after the other."""
+    order = [*_widest_first([d for d in range(len(shape)) if d not in signal], strides), *signal]
+    dense = torch.empty([shape[d] for d in order], device="meta").stride()
+    return tuple(dense[order.index(d)] for d in range(len(shape)))
+
+
+def _widest_first(dims: list[int], strides: tuple[int, ...]) -> list[int]:
+    return sorted(dims, key=lambda d: -strides[d])
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -85,6 +118,7 @@ LAWS: dict[str, Law] = {
         loop_over("self", "other"),
     ),
     "aten::native_dropout_backward": loop_over("grad_output", "mask"),
+    **{f"aten::{name}": transformed(name) for name in ("_fft_c2c", "_fft_c2r", "_fft_r2c")},
 }
 
 

@@ -236,11 +236,6 @@ def users_modes(x: Any) -> Any:
     return y, log.names[:2]
 
 
-@program(A)
-def names_of_dims(x: Any) -> Any:
-    return x.refine_names("N", "C").sum("C").rename(None)
-
-
 # --- writes -------------------------------------------------------------------------------------------------------------
 @program(A)
 def writes_through_views(x: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -55,3 +56,16 @@ def test_strides_are_those_of_one_device(name: str) -> None:
     check(fn, *xs, mesh=mesh, placements=[[Replicate()]] * len(xs))
     for dim in range(xs[0].ndim):
         check(fn, *xs, mesh=mesh, placements=[[Shard(dim)] if x.ndim > dim else [Replicate()] for x in xs])
+
+
+@pytest.mark.parametrize("kind", ["_fft_r2c", "_fft_c2c", "_fft_c2r"])
+def test_transforms_are_batches_of_signals(kind: str) -> None:
+    op, mesh = getattr(torch.ops.aten, kind), dt.init_device_mesh("cpu", (2,))
+    for order in permutations(range(3)):
+        x = draw(*[(5, 4, 7)[d] for d in order]).permute([order.index(d) for d in range(3)])
+        for dims in (dims for n in (1, 2, 3) for dims in permutations(range(3), n)):
+            of = x if kind == "_fft_r2c" else x + 1j * x.flip(0)
+            last = {"_fft_r2c": (True, False), "_fft_c2c": (True,), "_fft_c2r": (2 * x.shape[dims[-1]] - 2,)}[kind]
+            for end in last:
+                for placement in (Replicate(), Shard(1)):
+                    check(op, of, list(dims), 0, end, mesh=mesh, placements=[[placement]], gradients=False)
