@@ -19,6 +19,7 @@ from .placement import Monoid, Partial, Placement, Replicate, Shard
 from .random import manual_seed, random_mode
 from .rules import families as _families
 from .tensor import DTensor
+from .untraced import leave_untraced as _leave_untraced
 
 __all__ = [
     "CacheInfo",
@@ -70,3 +71,6 @@ def __getattr__(name: str) -> object:
     if name in ("shard_model", "collect_state_dict"):
         return getattr(import_module(".sharded_model", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_leave_untraced(__name__)

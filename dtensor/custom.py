@@ -19,9 +19,9 @@ Sharding = tuple[Sequence[Placement | None], Sequence[Placement | None]]
 def register_sharding(op: Any) -> Callable[[Callable[..., Sequence[Sharding]]], Callable[..., Sequence[Sharding]]]:
     """A decorator that declares how ``op`` (an ``OpOverload``, or a list of them) may be sharded along ONE mesh dim.
 
-    The decorated function gets the op's arguments, each tensor as its ``Layout`` (``.shape``, ``.ndim``, ``.dtype``), and returns
-    pairs ``(output placements, input placements)``, inputs in argument order with None for what is no
-    tensor. Meshes of more dims combine rows.
+    The decorated function gets the op's arguments (keyword-only ones by keyword), each tensor as its ``Layout`` (``.shape``,
+    ``.ndim``, ``.dtype``), and returns pairs ``(output placements, input placements)``, inputs in order with None for
+    what is no tensor. Meshes of more dims combine rows.
     A rule that the library has for the op is replaced. Check it with ``dtensor.testing.verify_rule(op)``.
 
     Raises:
@@ -55,13 +55,16 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Sequence[Sharding]]], 
 
 def factors_of_table(table: Callable[..., Sequence[Sharding]], call: Call) -> Factors:
     """The rows of a user's table, each shard row a factor of its own."""
-    arguments = [call.arguments[a.name] for a in call.func._schema.arguments if a.name in call.arguments]
+    given = [a for a in call.func._schema.arguments if a.name in call.arguments]
+    arguments = [call.arguments[a.name] for a in given]
+    positional = [call.arguments[a.name] for a in given if not a.kwarg_only]
+    named = {a.name: call.arguments[a.name] for a in given if a.kwarg_only}
     operand_dims: list[list[list[str]]] = [[[] for _ in layout.shape] for layout in call.operands]
     metas = [meta for meta in call.results if meta is not None]
     result_dims: list[list[list[str]]] = [[[] for _ in meta.shape] for meta in metas]
     sizes: dict[str, int] = {}
     rows = []
-    for k, (outputs, inputs) in enumerate(table(*arguments)):
+    for k, (outputs, inputs) in enumerate(table(*positional, **named)):
         flat = _tensor_placements(inputs, arguments)
         if len(flat) != len(call.operands) or len(outputs) != len(metas):
             raise RuleError(

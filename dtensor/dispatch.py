@@ -25,7 +25,7 @@ from .origin import Origin, agree, origin_of
 from .plain_writes import plainly_written, through_copies
 from .propagate import Plan, Slot, propagate
 from .rules.registry import foreach_base, lookup
-from .several_meshes import across_meshes, meshes_of
+from .several_meshes import across_places
 
 CACHE_LIMIT = 1024  # plans per operator
 
@@ -253,9 +253,8 @@ def _static_list(value: Any, key: list[Any], by_type: bool) -> Any:
 
 
 def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
-    found: Layout | Runner
-    if len(meshes_of((*args, *kwargs.values()))) > 1:
-        found = across_meshes(entry.operator, args, kwargs, wrap_local)
+    found: Layout | Runner | None = across_places(entry.operator, args, kwargs, wrap_local)
+    if found is not None:
         return _kept(entry, signature, found)
     origins = {part[-1] for part in signature if type(part) is tuple and part and isinstance(part[-1], Origin)}
     written = plainly_written(entry.operator, args, kwargs, _TENSOR) if MODES.implicit_replication else ()

@@ -230,7 +230,23 @@ class DeviceMesh:
                 raise MeshError(f"a mesh dim named {mesh_dim_name!r} exists already; give flatten() another name")
         return self._derive((dims,), None if mesh_dim_name is None else (mesh_dim_name,))
 
-    _flatten = flatten  # torch's spelling
+    def unflatten(self, dim: int | str, mesh_sizes: Sequence[int], names: Sequence[str] | None = None) -> DeviceMesh:
+        """This mesh with one dim split into several, first one major. MeshError: sizes or ``names`` that do not fit.
+
+        >>> init_device_mesh("cpu", (4,), mesh_dim_names=("world",)).unflatten("world", (2, 2), ("dp", "tp"))
+        DeviceMesh('cpu', [[0, 1], [2, 3]], mesh_dim_names=('dp', 'tp'))
+        """
+        from .rearranged import unflattened  # stands on this module
+
+        return unflattened(self, dim, mesh_sizes, names)
+
+    @staticmethod
+    def _concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+        from .rearranged import concatenated  # stands on this module
+
+        return concatenated(meshes)
+
+    _flatten, _unflatten = flatten, unflatten  # torch's spelling
 
     def _derive(self, dims: tuple[tuple[int, ...], ...], names: tuple[str, ...] | None) -> DeviceMesh:
         if dims == self._dims and names == self._names:

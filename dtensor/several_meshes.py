@@ -1,9 +1,12 @@
-"""Calls whose operands live on several meshes: lists go mesh by mesh, and 0-d values count as the numbers that they are.
+"""Calls whose operands live in several places: lists go place by place, and 0-d values count as the numbers that they are.
 
 Gradient clipping is such a program: it stacks the norms of all parameters, and scales lists of gradients by the result. A 0-d
 value is reduced on its own mesh and then known to every rank of it, so it is known on any mesh of the same ranks. Not so on a
 submesh, whose copies may hold different values, nor are tensors with dims ever moved silently. But autograd's formulas carry a
 number's gradient back to where the number came from in the shapes of that place, so in backward such tensors are made whole too.
+
+No mesh at all is a place, too: elements of lists that are plain tensors stay what they are (a list operator works on each
+element by itself), and what is written to plain tensors may depend on distributed numbers: every rank writes the same number.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .comm import PerRank
 from .errors import ImplicitCommunicationError, MeshError
 from .layout import Layout
 from .mesh import DeviceMesh
@@ -36,8 +40,8 @@ def meshes_of(values: Any) -> dict[DeviceMesh, None]:
     return found
 
 
-def across_meshes(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap) -> Runner:
-    """How to run a call whose operands live on several meshes.
+def across_places(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap) -> Runner | None:
+    """How to run a call whose operands live in several places; None: all in one.
 
     Raises:
         MeshError: it is none of the cases above.
@@ -46,6 +50,12 @@ def across_meshes(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, A
     groups = _by_mesh(operator, bound)
     if len(groups) > 1:
         return lambda args, kwargs, *_: _mesh_by_mesh(operator, operator.bind(args, kwargs), groups)
+    if _writes_numbers(operator, bound):
+        return lambda args, kwargs, *_: _with_numbers(operator, operator.bind(args, kwargs))
+    return _at_home(operator, bound, wrap) if len(meshes_of(bound.values())) > 1 else None
+
+
+def _at_home(operator: Operator, bound: dict[str, Any], wrap: Wrap) -> Runner:
     home = _home(operator, bound)
     name = operator.name
 
@@ -85,6 +95,41 @@ def _mesh_by_mesh(operator: Operator, bound: dict[str, Any], groups: Sequence[Se
         for i, result in zip(group, results or (), strict=False):
             made[i] = result
     return made if any(item is not None for item in made) else None
+
+
+# --- plain tensors ------------------------------------------------------------------------------------------------------
+def _writes_numbers(operator: Operator, bound: dict[str, Any]) -> bool:
+    """Whether a call writes to plain tensors only and reads nothing that is distributed but numbers."""
+    if not operator.mutated or operator.outs:
+        return False
+    written = _leaves([bound.get(name) for name in operator.mutated])
+    return all(_layout(value) is None for value in written) and all(
+        not value.shape for value in _leaves(list(bound.values())) if _layout(value) is not None
+    )
+
+
+def _with_numbers(operator: Operator, bound: dict[str, Any]) -> Any:
+    """Run the call with what is distributed replaced by its value. A rank outside the mesh, which has none, writes nothing."""
+    ranked = any(isinstance(value, PerRank) for value in _leaves(list(bound.values())))
+    made = {name: _number(value, operator.name, ranked) for name, value in bound.items()}
+    if any(mesh.current_member() is None for mesh in meshes_of(bound.values())):
+        return bound[operator.returns[0]] if len(operator.returns) == 1 and operator.returns[0] else None
+    return operator.call(made)
+
+
+def _number(value: Any, name: str, ranked: bool) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_number(item, name, ranked) for item in value]
+    layout = _layout(value)
+    if layout is None:
+        return value
+    local = _whole(value, name)
+    if not isinstance(local, PerRank) or ranked:
+        return local
+    first = local.shards[0]
+    if not layout.mesh.spans_root and not all(shard.equal(first) for shard in local.shards):
+        raise MeshError(f"{name}: a number on {layout.mesh!r}, whose copies differ, would be written to a plain tensor")
+    return first
 
 
 # --- numbers ------------------------------------------------------------------------------------------------------------
@@ -130,13 +175,18 @@ def _on(value: Any, home: DeviceMesh, name: str, wrap: Wrap) -> Any:
     layout = _layout(value)
     if layout is None or layout.mesh == home:
         return value
-    local = value._local
-    if not layout.is_replicated:
-        if MODES.explicit:
-            raise ImplicitCommunicationError(f"{name} would gather an operand of another mesh, {layout!r}, under explicit()")
-        whole = Layout.replicated(layout.mesh, layout.shape, layout.stride, layout.dtype)
-        local = run_move(plan_move(layout, whole), local)
-    return wrap(local, Layout.replicated(home, layout.shape, layout.stride, layout.dtype))
+    return wrap(_whole(value, name), Layout.replicated(home, layout.shape, layout.stride, layout.dtype))
+
+
+def _whole(value: Any, name: str) -> Any:
+    """The local of a value from elsewhere after its reduction."""
+    layout = value._layout
+    if layout.is_replicated:
+        return value._local
+    if MODES.explicit:
+        raise ImplicitCommunicationError(f"{name} would gather an operand of another mesh, {layout!r}, under explicit()")
+    whole = Layout.replicated(layout.mesh, layout.shape, layout.stride, layout.dtype)
+    return run_move(plan_move(layout, whole), value._local)
 
 
 def _leaves(values: Sequence[Any]) -> list[Any]:

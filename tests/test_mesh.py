@@ -113,6 +113,38 @@ def test_a_flattened_name_is_taken_once() -> None:
         mesh["b", "a"].flatten("both")
 
 
+def test_unflatten_splits_a_dim_wherever_its_ranks_lie() -> None:
+    world = init_device_mesh("cpu", (12,), mesh_dim_names=("world",))
+    cube = world.unflatten("world", (3, 2, 2), ("pp", "dp", "tp"))
+    assert cube.mesh.tolist() == CUBE.mesh.reshape(3, 2, 2).tolist()
+    assert cube["pp"].unflatten(0, (3, 1), ("a", "b")).shape == (3, 1)
+    assert cube["tp", "pp"].flatten("both").unflatten("both", (2, 3), ("x", "y")).mesh.tolist() == [[0, 4, 8], [1, 5, 9]]
+    assert cube["tp", "pp"].flatten("both").unflatten("both", (3, 2), ("x", "y")).mesh.tolist() == [[0, 4], [8, 1], [5, 9]]
+    again = cube.unflatten("pp", (3, 1), ("a", "b"))["b", "tp"]
+    assert (again.shape, again.mesh_dim_names) == ((1, 2), ("b", "tp"))
+    assert init_device_mesh("cpu", (4,)).unflatten(-1, (2, 2)).mesh.tolist() == [[0, 1], [2, 3]]
+
+
+def test_unflatten_names_what_does_not_fit() -> None:
+    world = init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"))
+    for dim, sizes, names in (("b", (3, 2), ("x", "y")), ("b", (-2, -2), ("x", "y"))):
+        with pytest.raises(MeshError, match="are not split into"):
+            world.unflatten(dim, sizes, names)
+    for names in (None, ("x",)):
+        with pytest.raises(MeshError, match="name all or none"):
+            world.unflatten("b", (2, 2), names)
+    with pytest.raises(MeshError, match="different names"):
+        world.unflatten("b", (2, 2), ("a", "y"))
+
+
+def test_slices_are_put_together_again() -> None:
+    assert DeviceMesh._concatenate([CUBE["tp"], CUBE["dp"]]) == CUBE["tp", "dp"]
+    with pytest.raises(MeshError, match="without a dim in common"):
+        DeviceMesh._concatenate([CUBE["tp"], CUBE["tp", "dp"]])
+    with pytest.raises(MeshError, match="slices of one mesh"):
+        DeviceMesh._concatenate([CUBE["tp"], init_device_mesh("cpu", (2,))])
+
+
 def test_overlapping_dims_are_refused() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     mesh.flatten()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import cases_defects
 import cases_interplay
 import cases_reports_operators
+import cases_reports_recent
 import cases_reports_tensors
 import pytest
 from gloo import run_gloo
 
-MODULES = (cases_defects, cases_interplay, cases_reports_operators, cases_reports_tensors)
+MODULES = (cases_defects, cases_interplay, cases_reports_operators, cases_reports_recent, cases_reports_tensors)
 ON_PROCESSES = tuple(module for module in MODULES if module is not cases_interplay)  # programs of torch's, not of ranks
 ALL = {name: fn for module in MODULES for name, fn in module.CASES.items()}
 

@@ -7,7 +7,7 @@ import torch
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
-from dtensor.errors import ImplicitCommunicationError, MeshError
+from dtensor.errors import ImplicitCommunicationError, MeshError, MixedTensorError
 from dtensor.testing import scatter
 from dtensor.testing.cases import mesh_of
 
@@ -81,3 +81,48 @@ def test_the_reduction_is_an_error_under_explicit() -> None:
     x, total = dt.distribute_tensor(X, LINE, [S0]), dt.distribute_tensor(Y, SQUARE, [S0, S1]).sum()
     with dt.explicit(), pytest.raises(ImplicitCommunicationError, match="another mesh"):
         _ = x * total
+
+
+# --- no mesh at all -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+def test_plain_and_distributed_parameters_train_together(options: dict[str, bool]) -> None:
+    def train(distributed: bool) -> list[torch.Tensor]:
+        put = lambda v, *where: dt.distribute_tensor(v, *where) if distributed and where else v.clone()  # noqa: E731
+        values: list[tuple[torch.Tensor, ...]] = [(X, LINE, [S0]), (Y,), (X[:3], SQUARE, [S1, S0]), (Y[0],)]  # type: ignore[assignment]
+        parameters = [torch.nn.Parameter(put(*each)) for each in values]
+        optimizer = torch.optim.AdamW(parameters, lr=0.1, **options)
+        for step in range(3):
+            for p, (v, *where) in zip(parameters, values, strict=True):
+                p.grad = put(v * 0.1 + step, *where)
+            torch.nn.utils.clip_grad_norm_(parameters, 1.5, foreach=options.get("foreach"))
+            optimizer.step()
+        return [p.detach().full_tensor() if isinstance(p, dt.DTensor) else p.detach() for p in parameters]
+
+    for own, like in zip(train(True), train(False), strict=True):
+        torch.testing.assert_close(own, like)
+
+
+def test_distributed_numbers_are_written_to_plain_tensors() -> None:
+    total = dt.distribute_tensor(Y, LINE, [S0]).sum()
+    running, rows = torch.tensor(1.0), torch.ones(3)
+    running += total
+    running.add_(total, alpha=2)
+    rows.mul_(total)
+    torch._foreach_mul_([rows, running], total)
+    assert running.item() == (1 + 3 * Y.sum().item()) * Y.sum().item()
+    assert rows.tolist() == [Y.sum().item() ** 2] * 3
+    with dt.explicit(), pytest.raises(ImplicitCommunicationError):
+        running += total
+    with pytest.raises(MixedTensorError, match="distribute_tensor"):
+        rows += dt.distribute_tensor(Y[:, 0], LINE, [S0])[:3]
+
+
+def test_numbers_that_differ_between_copies_of_a_submesh_are_not_written() -> None:
+    named = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    alike = dt.DTensor.from_local(dt.per_rank([torch.tensor(float(k % 2)) for k in range(4)]), named["tp"], [Partial()])
+    other = dt.DTensor.from_local(dt.per_rank([torch.tensor(float(k)) for k in range(4)]), named["tp"], [Partial()])
+    running = torch.tensor(1.0)
+    running += alike
+    assert running.item() == 2
+    with pytest.raises(MeshError, match="copies differ"):
+        running += other

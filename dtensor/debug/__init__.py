@@ -1,6 +1,9 @@
 """Seeing what happens: communication counts, and where a tensor's blocks lie."""
 
+from ..untraced import leave_untraced as _leave_untraced
 from .comm_mode import CommDebugMode
 from .visualize import visualize_sharding
 
 __all__ = ["CommDebugMode", "visualize_sharding"]
+
+_leave_untraced(__name__)

@@ -1,5 +1,6 @@
 """Whole models: tensor, sequence and data parallelism, built on DTensors and their redistribution."""
 
+from ..untraced import leave_untraced as _leave_untraced
 from .auto_wrap import units_by_size
 from .boundary import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from .fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
@@ -36,3 +37,5 @@ __all__ = [
     "replicate",
     "units_by_size",
 ]
+
+_leave_untraced(__name__)

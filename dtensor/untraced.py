@@ -1,0 +1,44 @@
+"""The library's own frames, kept from being compiled: ``torch.compile`` of a program with DTensors breaks the graph at each.
+
+A compiler that looked into these functions would trace how locals are handled (per rank, in one process) instead of the
+program, and lost gradients on the way. What they call runs as it is, too; the user's own frames are compiled as ever.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from torch._C._dynamo import eval_frame  # torch.compiler.disable would import all of the compiler
+
+_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+_DONE: set[str] = set()
+
+
+def leave_untraced(package: str) -> None:
+    """Mark all functions of the modules of ``package`` that are loaded and not yet marked."""
+    for name, module in list(sys.modules.items()):
+        if (name == package or name.startswith(f"{package}.")) and name not in _DONE:
+            _DONE.add(name)
+            for value in list(vars(module).values()):
+                members = list(vars(value).values()) if isinstance(value, type) and value.__module__ == name else [value]
+                for code in {code for member in members for code in _codes(member, module.__file__)}:
+                    eval_frame.set_code_exec_strategy(code, _SKIP)
+
+
+def _codes(value: Any, file: str | None) -> Iterator[CodeType]:
+    """The code of a function, method or property of this file, and of the functions inside it."""
+    for inner in ("__func__", "fget", "__wrapped__"):
+        value = getattr(value, inner, value) if not isinstance(value, type) else None
+    code = getattr(value, "__code__", None)
+    if isinstance(code, CodeType) and code.co_filename == file:
+        yield from _inner(code)
+
+
+def _inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _inner(value)

@@ -1,0 +1,127 @@
+"""Reports of 2025 and 2026 about DTensors and what is built on them, each a small program of what its author expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from cases_defects import S0, S1, R, line, run_all
+from cases_gloo import equal, value
+from torch import nn
+
+import dtensor as dt
+from dtensor import DTensor
+
+CASES: dict[str, Callable[[], None]] = {}
+X = value(5, 6) / 4
+_LIBRARY = torch.library.Library("reported", "DEF")  # lives as long as its operators
+
+
+def report(thread: int | str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def add(fn: Callable[[], None]) -> Callable[[], None]:
+        CASES[f"{thread}_{fn.__name__}"] = fn
+        return fn
+
+    return add
+
+
+def put(x: torch.Tensor, *placements: Any, mesh: Any = None) -> DTensor:
+    return dt.distribute_tensor(x, mesh or line(), list(placements))
+
+
+# --- plain and distributed parameters side by side ----------------------------------------------------------------------
+def _trained(make: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> list[torch.Tensor]:
+    parameters = [nn.Parameter(make(value(5, 6).float())), nn.Parameter(value(7, seed=1).float())]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, **options)
+    for seed in (2, 3):
+        for p, wrap in zip(parameters, (make, torch.clone), strict=True):
+            p.grad = wrap(value(*p.shape, seed=seed).float())
+        nn.utils.clip_grad_norm_(parameters, 0.5)
+        optimizer.step()
+    return [p.detach() for p in parameters]
+
+
+@report("transformers48208")
+def experts_are_distributed_and_the_rest_is_plain() -> None:
+    for options in ({}, {"foreach": True}, {"fused": True}, {"foreach": False}):
+        wanted = _trained(torch.clone, **options)
+        own = _trained(lambda x: put(x, S0), **options)
+        whole = own[0].full_tensor()  # type: ignore[attr-defined]  # a DTensor
+        for piece in whole.shards if isinstance(whole, dt.PerRank) else (whole,):
+            assert torch.allclose(piece, wanted[0], atol=1e-6)
+        assert not isinstance(own[1], DTensor)
+        assert torch.allclose(own[1], wanted[1], atol=1e-6)
+
+
+@report("accelerate4219")
+def a_running_loss_in_a_plain_tensor() -> None:
+    running = torch.zeros(())
+    for where in (S0, S1, R):
+        running += put(X, where).square().sum()
+    assert torch.allclose(running.double(), 3 * X.square().sum())
+
+
+# --- users' operators ---------------------------------------------------------------------------------------------------
+def _define(signature: str, fn: Callable[..., Any]) -> Any:
+    name = signature.split("(")[0]
+    if not hasattr(torch.ops.reported, name):
+        _LIBRARY.define(signature)
+        for key in ("CompositeExplicitAutograd", "Meta"):
+            _LIBRARY.impl(name, fn, key)
+    return getattr(torch.ops.reported, name).default
+
+
+@report(167977)
+def an_operator_with_tensors_among_its_keywords() -> None:
+    def run(x: Any, *, by: Any, bias: Any = None) -> Any:
+        return x * by + (0 if bias is None else bias)
+
+    op = _define("scale(Tensor x, *, Tensor by, Tensor? bias=None) -> Tensor", run)
+
+    @dt.register_sharding(op)
+    def table(x: Any, *, by: Any, bias: Any = None) -> Any:
+        extra = [] if bias is None else [S0]
+        return [([R], [R, R, *([] if bias is None else [R])]), ([S0], [S0, S0, *extra])]
+
+    for where in (S0, S1, R):
+        equal(op(put(X, where), by=put(X, S0)), X * X)
+        equal(op(put(X, where), by=put(X, S0), bias=put(X, where)), X * X + X)
+    assert op(put(X, S0), by=put(X, S0)).placements == (S0,)
+
+
+@report(167219)
+def an_operator_that_writes_and_returns_nothing() -> None:
+    def run(x: Any, y: Any, index: Any, scale: Any = None) -> None:
+        if not y.is_meta:
+            y.index_add_(0, index, x if scale is None else x * scale)
+
+    op = _define("add_rows(Tensor x, Tensor(a!) y, Tensor index, Tensor? scale=None) -> ()", run)
+
+    @dt.register_sharding(op)
+    def table(x: Any, y: Any, index: Any, scale: Any = None) -> Any:
+        return [([], [where, where, R, None if scale is None else R]) for where in (R, S1)]
+
+    index = torch.tensor([0, 1, 2, 3, 0])
+    for where in (S0, S1, R):
+        y = put(value(4, 6), where)
+        op(put(X, where), y, put(index, R))
+        op(put(X, where), y, put(index, R), put(torch.tensor([2.0]).double(), R))
+        equal(y, value(4, 6).index_add(0, index, X * 3))
+
+
+# --- meshes -------------------------------------------------------------------------------------------------------------
+@report(159482)
+def one_world_seen_as_two_meshes() -> None:
+    world = dt.init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+    dense = world._unflatten(0, (2, 2), ("dp", "tp"))
+    sparse = world._unflatten(0, (1, 4), ("rest", "ep"))
+    for mesh, where in ((dense, [S0, S1]), (dense["dp", "tp"].flatten(), [S0]), (sparse, [R, S1]), (sparse["ep"], [S0])):
+        x = dt.distribute_tensor(X, mesh, where)
+        equal(x * 2, X * 2)
+        equal(x.redistribute(world, [S0]) if mesh.size() == 4 else x, X)
+
+
+def main() -> list[str]:
+    """Runs all cases; their names."""
+    return run_all(CASES)

@@ -1,0 +1,90 @@
+"""``torch.compile`` of programs with DTensors: the graph breaks at them, and values and gradients are those of one device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtensor as dt
+from dtensor import DTensor, Replicate, Shard
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
+from dtensor.testing.cases import mesh_of
+
+LINE, SQUARE = mesh_of((4,)), mesh_of((2, 2))
+X, W = torch.arange(30.0).reshape(5, 6) / 16, torch.arange(42.0).reshape(6, 7) / 64
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo tells where the graph breaks
+
+compiled = torch.compile(backend="eager")
+
+
+def plain(x: Any) -> torch.Tensor:
+    whole = x.full_tensor()
+    return whole.shards[0] if isinstance(whole, dt.PerRank) else whole
+
+
+def leaf(x: torch.Tensor, *where: Any) -> DTensor:
+    mesh = LINE if len(where) == 1 else SQUARE
+    return dt.distribute_tensor(x, mesh, where).requires_grad_()
+
+
+@pytest.mark.parametrize("where", [(Shard(0),), (Shard(1),), (Replicate(),), (Shard(0), Shard(0))], ids=str)
+def test_values_and_gradients_of_a_function(where: tuple[Any, ...]) -> None:
+    def fn(x: Any, w: Any) -> Any:
+        return ((x @ w).relu()[:, 1:] * 2).sum()
+
+    x, w, p, q = leaf(X, *where), leaf(W, *where), X.clone().requires_grad_(), W.clone().requires_grad_()
+    out, like = compiled(fn)(x, w), fn(p, q)
+    out.backward()
+    like.backward()
+    torch.testing.assert_close(plain(out.detach()), like.detach())
+    for own, wanted in ((x, p), (w, q)):
+        assert own.grad is not None
+        assert wanted.grad is not None
+        torch.testing.assert_close(plain(own.grad), wanted.grad)
+
+
+def test_ways_in_and_out() -> None:
+    def fn(x: Any) -> Any:
+        y = x.redistribute(placements=[Replicate()]).to_local() * 2
+        return DTensor.from_local(y.sin(), LINE, [Replicate()]).redistribute(placements=[Shard(0)]).sum()
+
+    x, p = leaf(X, Shard(1)), X.clone().requires_grad_()
+    compiled(fn)(x).backward()
+    (p * 2).sin().sum().backward()
+    assert p.grad is not None
+    torch.testing.assert_close(plain(x.grad), p.grad)
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize("how", ["columns and rows", "fully_shard"])
+def test_modules(how: str) -> None:
+    torch.manual_seed(0)
+    model = Perceptron()
+    own = copy.deepcopy(model)
+    if how == "fully_shard":
+        fully_shard(own.up, mesh=LINE)
+        fully_shard(own, mesh=LINE)
+    else:
+        parallelize_module(own, LINE, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    run = torch.compile(own, backend="eager")
+    for _ in range(2):
+        out = run(dt.per_rank([X] * 4))
+        torch.testing.assert_close(out.shards[3], model(X))
+        out.square().sum().backward()
+        model(X).square().sum().backward()
+    for mine, like in zip(own.parameters(), model.parameters(), strict=True):
+        assert mine.grad is not None
+        assert like.grad is not None
+        torch.testing.assert_close(plain(mine.grad), like.grad)
