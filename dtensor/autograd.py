@@ -53,16 +53,22 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, layout: Layout, backward: Layout, copied: bool, *pieces: torch.Tensor) -> Any:
-        ctx.layout, ctx.target = layout, backward
+        ctx.layout, ctx.target, ctx.copied = layout, backward, copied
         if layout.mesh.kind != "in_process":
             return wrap_local(pieces[0].detach(), layout)
         return wrap_local(PerRank(piece.detach().clone() if copied else piece.detach() for piece in pieces), layout)
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _share(ctx.layout)
+        pieces = everywhere(tangents[3], ctx.layout) if ctx.copied else tangents[3:]
+        return FromLocal.apply(ctx.layout, ctx.target, ctx.copied, *pieces)
+
+    @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        scale = _share(ctx.layout)
+        scale, grad = _share(ctx.layout), distributed(grad, ctx.layout)
         moved = redistributed(grad, grad._layout.replace(placements=ctx.target.placements), False, None)
-        pieces = to_local(moved if scale == 1 else moved / scale, grad_layout(moved._layout, None))
+        pieces = to_local(moved if scale == 1 else moved / scale, _differing(moved._layout, ctx.layout, ctx.copied))
         return None, None, None, *(pieces if type(pieces) is tuple else (pieces,))
 
 
@@ -71,9 +77,15 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, backward: Layout) -> Any:
-        ctx.target = backward
+        ctx.source, ctx.target = x._layout, backward
         local = x._local
         return tuple(piece.view_as(piece) for piece in local.shards) if isinstance(local, PerRank) else local.view_as(local)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, _: Any) -> Any:
+        return ToLocal.apply(
+            redistributed(tangent, tangent._layout.replace(placements=ctx.source.placements), False, None), ctx.target
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -91,9 +103,13 @@ class FullTensor(torch.autograd.Function):
         return first.view_as(first)
 
     @staticmethod
+    def jvp(ctx: Any, tangent: Any, _: Any) -> Any:
+        return tangent.full_tensor()
+
+    @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         layout = ctx.target
-        return FromLocal.apply(layout, grad_layout(layout, None), True, *([grad] * len(layout.mesh.members))), None
+        return FromLocal.apply(layout, grad_layout(layout, None), True, *everywhere(grad, layout)), None
 
 
 class Redistribute(torch.autograd.Function):
@@ -101,7 +117,7 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, target: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> Any:
-        ctx.source, ctx.backward_dtype = x._layout, backward_dtype
+        ctx.source, ctx.target, ctx.backward_dtype = x._layout, target, backward_dtype
         if x._layout.mesh != target.mesh:
             moved = move_between(x._local, x._layout, target, async_op=async_op)
             return wrap_pending(unwritten(moved, [x]), target, x._local) if async_op else wrap_local(moved, target)
@@ -112,7 +128,12 @@ class Redistribute(torch.autograd.Function):
         return wrap_local(moved if moves.communicates else apart(moved, x._local), target)
 
     @staticmethod
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
+        return tangent.redistribute(ctx.target.mesh, grad_layout(ctx.target, None).placements)
+
+    @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        grad = distributed(grad, ctx.target)
         if ctx.backward_dtype is not None:
             grad = grad.to(ctx.backward_dtype)
         layout, back = grad._layout, grad_layout(ctx.source, None)
@@ -125,6 +146,33 @@ class Redistribute(torch.autograd.Function):
 
 
 to_local, redistributed = recorded(ToLocal), recorded(Redistribute)
+
+
+def distributed(grad: Any, like: Layout) -> Any:
+    """A gradient of a DTensor, which plain torch may have given (``y.backward(torch.ones(3))``): then all ranks hold it."""
+    if hasattr(grad, "_layout"):
+        return grad
+    layout = Layout.replicated(like.mesh, grad.shape, grad.stride(), grad.dtype)
+    pieces = everywhere(grad, layout)
+    return FromLocal.apply(layout, layout, True, *(pieces if layout.mesh.kind == "in_process" else [grad.clone()]))
+
+
+def _differing(grad: Layout, source: Layout, copied: bool) -> Layout:
+    """How second derivatives come back to a whole gradient of pieces: each term was a variable of its own, each replica was not
+    (where one tensor was copied to all, the first alone has a derivative)."""
+    apart = (Partial, Replicate) if copied else (Partial,)
+    again = (
+        Partial() if isinstance(p, Replicate) and isinstance(own, apart) else Replicate() if isinstance(p, Partial) else p
+        for p, own in zip(grad.placements, source.placements, strict=True)
+    )
+    return grad.replace(placements=tuple(again))
+
+
+def everywhere(value: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """One plain tensor as the piece of every member. Replicas are one value: its gradient comes once, from the first."""
+    mesh = layout.mesh
+    again = [i for i, p in enumerate(layout.placements) if isinstance(p, Replicate)]
+    return [value.detach() if any(mesh.coordinates[m][i] for i in again) else value for m in mesh.members]
 
 
 def apart(local: Any, source: Any) -> Any:

@@ -257,7 +257,8 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
     if found is not None:
         return _kept(entry, signature, found)
     origins = {part[-1] for part in signature if type(part) is tuple and part and isinstance(part[-1], Origin)}
-    written = plainly_written(entry.operator, args, kwargs, _TENSOR) if MODES.implicit_replication else ()
+    torchs = Origin.TORCH in origins and Origin.USER not in origins
+    written = plainly_written(entry.operator, args, kwargs, _TENSOR) if MODES.implicit_replication or torchs else ()
     if written:
         found = through_copies(entry.operator, written, _TENSOR, wrap_local)
     else:
@@ -265,8 +266,9 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         found = compile_plan(plan, entry.operator, wrap_local)
         if entry.operator.is_view:
             found = _VIEWING(plan, entry.operator, found)
-        if Origin.TORCH in origins and not MODES.implicit_replication and plan.call.mesh.kind == "process_group":
-            found = _agreeing(entry, found, plan.call.mesh)
+    mesh = next(iter(meshes_of((*args, *kwargs.values()))))
+    if torchs and not MODES.implicit_replication and mesh.kind == "process_group":
+        found = _agreeing(entry, found, mesh)
     return _kept(entry, signature, found)
 
 

@@ -74,6 +74,11 @@ def recorded(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
+def is_wrapped(x: torch.Tensor) -> bool:
+    """Whether a transform (``vmap``, also the one of ``gradcheck``) hides what this tensor is."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
+
+
 _SPELLED = {"aten::slice": _slice}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .autograd import apart, grad_layout, unwritten
+from .autograd import apart, distributed, grad_layout, unwritten
 from .comm import Pending
 from .dispatch import wrap_local, wrap_pending
 from .errors import LayoutError
@@ -66,7 +66,7 @@ class RedistributeMany(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, targets: tuple[Layout, ...], async_op: bool, *xs: Any) -> Any:
-        ctx.sources = [x._layout for x in xs]
+        ctx.sources, ctx.targets = [x._layout for x in xs], targets
         ctx.set_materialize_grads(False)
         plans = [plan(x._layout, target) for x, target in zip(xs, targets, strict=True)]
         moved = execute_many(plans, [x._local for x in xs], async_op=async_op)
@@ -84,8 +84,19 @@ class RedistributeMany(torch.autograd.Function):
         return tuple(wrap_pending(pending, target, x._local) for pending, target, x in zip(each, targets, xs, strict=True))
 
     @staticmethod
+    def jvp(ctx: Any, _: Any, __: Any, *tangents: Any) -> Any:
+        some = next(t for t in tangents if t is not None)
+        return tuple(
+            some.new_zeros(target.shape, dtype=target.dtype)
+            if t is None
+            else t.redistribute(target.mesh, grad_layout(target, None).placements)
+            for t, target in zip(tangents, ctx.targets, strict=True)
+        )
+
+    @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         given = [i for i, grad in enumerate(grads) if grad is not None]
+        grads = tuple(None if grad is None else distributed(grad, like) for grad, like in zip(grads, ctx.targets, strict=True))
         result: list[Any] = [None] * len(grads)
         targets = {i: grads[i]._layout.replace(placements=grad_layout(ctx.sources[i], None).placements) for i in given}
         moving = [i for i in given if targets[i] is not grads[i]._layout]

@@ -83,7 +83,8 @@ def _versions(x: DTensor) -> tuple[int, ...] | None:
     if x.is_inference():
         return None
     if not isinstance(x, RemoteView):
-        return (x._version,)
+        apart = x.__dict__.get("_apart")  # whoever wrote through x.data was counted there
+        return (x._version,) if apart is None else (x._version, apart._version)
     rest = _versions(x._origin.base)
     return None if rest is None else (x._version, *rest)
 
@@ -107,6 +108,9 @@ class RemoteView(DTensor):
         del self.__dict__["_origin"]
         self.__class__ = DTensor  # type: ignore[assignment]  # a plain one from now on
         self._local = value
+
+    def _uncounted(self) -> DTensor:
+        return self  # counted with its base, whose other views have to see what is written
 
 
 def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | Runner:

@@ -6,17 +6,19 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.autograd import forward_ad
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
-from .autograd import FromLocal, FullTensor, grad_layout, redistributed, to_local
+from .autograd import FromLocal, FullTensor, distributed, everywhere, grad_layout, redistributed, to_local
 from .comm import PerRank
 from .dispatch import dispatch, install, wrap_local
 from .errors import DTensorError, LayoutError, UnsupportedOperationError
 from .layout import Layout, restore_layout
+from .local_functions import is_wrapped
 from .local_layout import layout_of_locals
 from .mesh import DeviceMesh, as_mesh, restore_mesh
 from .placement import Partial, Placement, Replicate, Shard
@@ -111,12 +113,12 @@ class DTensor(torch.Tensor):
         layout = layout_of_locals(local_tensor, mesh, placements, shape, stride, check=run_check)
         backward = grad_layout(layout, grad_placements)
         if mesh.kind == "in_process":
-            shards = local_tensor.shards if isinstance(local_tensor, PerRank) else [local_tensor for _ in mesh.members]
+            shards = local_tensor.shards if isinstance(local_tensor, PerRank) else everywhere(local_tensor, layout)
             if len(shards) != len(mesh.members):
                 raise LayoutError(f"per_rank with {len(shards)} tensors for {mesh!r}, which has {len(mesh.members)} ranks")
             copied = not isinstance(local_tensor, PerRank)
             return FromLocal.apply(layout, backward, copied, *shards)
-        if not (local_tensor.requires_grad and torch.is_grad_enabled()):
+        if not _recorded(local_tensor):
             return wrap(local_tensor.detach(), layout)
         return FromLocal.apply(layout, backward, False, local_tensor)
 
@@ -127,7 +129,7 @@ class DTensor(torch.Tensor):
             grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial
                 replaced by Replicate. Give ``[Partial()]`` where each rank uses a replicated piece differently.
         """
-        if not (self.requires_grad and torch.is_grad_enabled()):
+        if not _recorded(self):
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
             return self._local
@@ -217,7 +219,8 @@ class DTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        return self.detach()
+        """The same memory with a version of its own: autograd does not see what is written to it, views of this tensor do."""
+        return self._uncounted().detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -225,6 +228,12 @@ class DTensor(torch.Tensor):
             raise LayoutError("x.data = ... of a DTensor takes a DTensor; use distribute_tensor(t, x.device_mesh, x.placements)")
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._local, self._layout = value._local, value._layout
+
+    def _uncounted(self) -> DTensor:
+        apart: DTensor | None = self.__dict__.get("_apart")
+        if apart is None or apart._local is not self._local:
+            apart = self.__dict__["_apart"] = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # torch's stub
+        return cast(DTensor, apart)
 
     # --- copies, files, prints ----------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
@@ -284,6 +293,11 @@ class DTensor(torch.Tensor):
         return format(self.item(), spec) if self.ndim == 0 else repr(self)
 
 
+def _recorded(x: torch.Tensor) -> bool:
+    """Whether somebody differentiates here, backward or forward."""
+    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
+
+
 def _target(layout: Layout, device_mesh: Any, placements: Sequence[Placement] | None) -> Layout:
     """``layout`` under other placements, on another mesh where one is given."""
     mesh = layout.mesh if device_mesh is None else as_mesh(device_mesh)
@@ -334,9 +348,11 @@ def _keep_grad_layout(leaf: DTensor) -> None:
 
     def to_leaf_layout(grad: torch.Tensor) -> torch.Tensor | None:
         target = owner()
-        if target is None or not isinstance(grad, DTensor):
+        if target is None or grad is None or is_wrapped(grad):
             return None
         wanted, mesh = grad_placements_of(target), target._layout.mesh
+        if not isinstance(grad, DTensor):  # what the user gave to backward()
+            return distributed(grad, target._layout).redistribute(placements=wanted)
         if grad._layout.mesh != mesh:  # the leaf was a number in a program on another mesh
             return grad.redistribute(mesh, wanted)
         return None if grad._layout.placements == wanted else grad.redistribute(placements=wanted)

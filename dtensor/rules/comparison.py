@@ -41,3 +41,12 @@ register("equal", Rule(equal_factors, answer=unequal_shapes, absent=True, kind="
 register(
     "is_same_size", Rule(lambda call: None, answer=lambda call: call.shape(0) == call.shape(1), kind="answer", source="shapes")
 )
+
+
+def memory_of_one_length(call: Call) -> bool:
+    """Whether two tensors span as many elements of memory (forward AD asks whether a tangent can lie as its primal does)."""
+    spans = [1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride, strict=True)) for x in call.operands[:2] if x.numel]
+    return len(spans) != 1 and len(set(spans)) <= 1
+
+
+register("_has_same_storage_numel", Rule(lambda call: None, answer=memory_of_one_length, kind="answer", source="shapes, strides"))

@@ -87,6 +87,12 @@ def block_diag(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(rows)
 
 
+def zeros_like_other(x: Tensor, other: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
+    """Where forward AD keeps the tangent of ``other``, after the batch dims that ``x`` has."""
+    return torch.zeros_like(other.expand(*x.shape[:self_num_batch_dims], *other.shape) if self_num_batch_dims else other)
+
+
+composed("_new_zeros_with_same_feature_meta", zeros_like_other, "zeros_like")
 composed("nonzero_static", nonzero_static, "nonzero, pad")
 composed("block_diag", block_diag, "pad, cat")
 

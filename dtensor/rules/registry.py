@@ -45,6 +45,9 @@ def lookup(func: Any) -> Rule | None:
     found = _RULES.get(name)
     if found is None and name.endswith("_") and not name.endswith("__"):
         found = _RULES.get(name[:-1])
+    if found is None and name.startswith("prims::"):  # torch's decompositions in forward mode, in words of their own
+        same = _RULES.get(name.replace("prims::", "aten::"))
+        found = same if same is not None and same.kind == "pointwise" else None
     return found
 
 
