@@ -17,6 +17,7 @@ Partial(max, min, ...)  refused: redistribute to Replicate() before using the pi
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -27,7 +28,7 @@ from .comm import Pending, PerRank
 from .dispatch import wrap_local, wrap_pending
 from .errors import DTensorError, UnsupportedOperationError
 from .layout import Layout
-from .local_functions import recorded
+from .local_functions import is_wrapped, recorded
 from .placement import Partial, Placement, Replicate
 from .redistribute import execute, move_between, plan
 
@@ -146,6 +147,31 @@ class Redistribute(torch.autograd.Function):
 
 
 to_local, redistributed = recorded(ToLocal), recorded(Redistribute)
+
+
+def keep_grad_layout(leaf: Any) -> None:
+    """Bring what is accumulated in a leaf's gradient to the leaf's layout."""
+    if "_grad_hook" in leaf.__dict__:
+        return
+    owner = weakref.ref(leaf)
+
+    def to_leaf_layout(grad: Any) -> Any:
+        target = owner()
+        if target is None or grad is None or is_wrapped(grad):
+            return None
+        wanted, mesh = grad_placements_of(target), target._layout.mesh
+        if not hasattr(grad, "_layout"):  # what the user gave to backward()
+            return distributed(grad, target._layout).redistribute(placements=wanted)
+        if grad._layout.mesh != mesh:  # the leaf was a number in a program on another mesh
+            return grad.redistribute(mesh, wanted)
+        return None if grad._layout.placements == wanted else grad.redistribute(placements=wanted)
+
+    leaf.__dict__["_grad_hook"] = leaf.register_hook(to_leaf_layout)
+
+
+def grad_placements_of(leaf: Any) -> tuple[Placement, ...]:
+    """The placements of a leaf's gradient: its own, a partial leaf's replicated."""
+    return grad_layout(leaf._layout, None).placements
 
 
 def distributed(grad: Any, like: Layout) -> Any:

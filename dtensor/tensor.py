@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,12 +12,12 @@ from torch.autograd import forward_ad
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
-from .autograd import FromLocal, FullTensor, distributed, everywhere, grad_layout, redistributed, to_local
+from .autograd import FromLocal, FullTensor, everywhere, grad_layout, keep_grad_layout, redistributed, to_local
+from .autograd import grad_placements_of as grad_placements_of  # of a leaf
 from .comm import PerRank
 from .dispatch import dispatch, install, wrap_local
 from .errors import DTensorError, LayoutError, UnsupportedOperationError
 from .layout import Layout, restore_layout
-from .local_functions import is_wrapped
 from .local_layout import layout_of_locals
 from .mesh import DeviceMesh, as_mesh, restore_mesh
 from .placement import Partial, Placement, Replicate, Shard
@@ -209,7 +208,7 @@ class DTensor(torch.Tensor):
         """Like ``torch.Tensor.requires_grad_``; a leaf's gradient is reduced to the leaf's layout when accumulated."""
         super().requires_grad_(requires_grad)
         if requires_grad and self.is_leaf:
-            _keep_grad_layout(self)
+            keep_grad_layout(self)
         return self
 
     def _set_requires_grad(self, value: bool) -> None:
@@ -339,30 +338,6 @@ wrap: Callable[[Any, Layout], DTensor] = wrap_local
 # Lists of DTensors have rules, so torch may take its `_foreach_` ways (clip_grad_norm_) with them as with plain tensors.
 _optimizer_types.append(DTensor)
 _foreach_types.append(DTensor)
-
-
-def _keep_grad_layout(leaf: DTensor) -> None:
-    if "_grad_hook" in leaf.__dict__:
-        return
-    owner = weakref.ref(leaf)
-
-    def to_leaf_layout(grad: torch.Tensor) -> torch.Tensor | None:
-        target = owner()
-        if target is None or grad is None or is_wrapped(grad):
-            return None
-        wanted, mesh = grad_placements_of(target), target._layout.mesh
-        if not isinstance(grad, DTensor):  # what the user gave to backward()
-            return distributed(grad, target._layout).redistribute(placements=wanted)
-        if grad._layout.mesh != mesh:  # the leaf was a number in a program on another mesh
-            return grad.redistribute(mesh, wanted)
-        return None if grad._layout.placements == wanted else grad.redistribute(placements=wanted)
-
-    leaf.__dict__["_grad_hook"] = leaf.register_hook(to_leaf_layout)
-
-
-def grad_placements_of(leaf: DTensor) -> tuple[Placement, ...]:
-    """The placements of a leaf's gradient: its own, a partial leaf's replicated."""
-    return grad_layout(leaf._layout, None).placements
 
 
 def _detached_copy(local: Any) -> Any:
