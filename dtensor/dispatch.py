@@ -25,7 +25,7 @@ from .origin import Origin, agree, origin_of
 from .plain_writes import plainly_written, through_copies
 from .propagate import Plan, Slot, propagate
 from .rules.registry import foreach_base, lookup
-from .several_meshes import across_places
+from .several_meshes import across_places, meshes_of
 
 CACHE_LIMIT = 1024  # plans per operator
 
@@ -266,9 +266,9 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         found = compile_plan(plan, entry.operator, wrap_local)
         if entry.operator.is_view:
             found = _VIEWING(plan, entry.operator, found)
-    mesh = next(iter(meshes_of((*args, *kwargs.values()))))
-    if torchs and not MODES.implicit_replication and mesh.kind == "process_group":
-        found = _agreeing(entry, found, mesh)
+    if torchs and not MODES.implicit_replication:
+        mesh = next(iter(meshes_of((*args, *kwargs.values()))))
+        found = _agreeing(entry, found, mesh) if mesh.kind == "process_group" else found
     return _kept(entry, signature, found)
 
 
