@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
+from . import host
 from .autograd import FromLocal, FullTensor, everywhere, grad_layout, keep_grad_layout, redistributed, to_local
 from .autograd import grad_placements_of as grad_placements_of  # of a leaf
 from .comm import PerRank
@@ -274,22 +275,9 @@ class DTensor(torch.Tensor):
             tail = f", grad_fn=<{type(self.grad_fn).__name__}>"
         return f"DTensor({self._layout!r}{tail}{_pieces(self)})"
 
-    def tolist(self) -> Any:
-        """The global value as nested lists, on every rank. Costs what :meth:`full_tensor` does."""
-        return _plain(self).tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """The global value as an array, on every rank. Costs what :meth:`full_tensor` does."""
-        if self.requires_grad and not force:
-            raise RuntimeError("Can't call numpy() on a DTensor that requires grad. Use x.detach().numpy() instead.")
-        return _plain(self).numpy(force=force)
-
-    def __array__(self, dtype: Any = None) -> Any:
-        whole = self.numpy()
-        return whole if dtype is None else whole.astype(dtype)
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.ndim == 0 else repr(self)
+    tolist, numpy, __array__, __dlpack__, __format__ = host.tolist, host.numpy, host.array, host.dlpack, host.text
+    share_memory_, is_shared, is_pinned, pin_memory = host.share_memory_, host.is_shared, host.is_pinned, host.pin_memory
+    apply_ = host.apply_
 
 
 def _recorded(x: torch.Tensor) -> bool:
@@ -305,11 +293,6 @@ def _target(layout: Layout, device_mesh: Any, placements: Sequence[Placement] | 
     if mesh is layout.mesh:
         return layout.replace(placements=placements)
     return Layout.of(mesh, placements, layout.shape, layout.stride, layout.dtype)
-
-
-def _plain(x: DTensor) -> torch.Tensor:
-    whole: Any = x.detach()
-    return whole.full_tensor()
 
 
 class _Awaited(DTensor):

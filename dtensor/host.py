@@ -1,0 +1,79 @@
+"""What Python and other libraries read of a DTensor: the global value, on every rank. Each costs what ``full_tensor`` does.
+
+The wrapper's own storage is a null pointer: what torch would read through it (DLPack, ``apply_``) is read from the whole value
+here, and what concerns memory (``share_memory_``) is done to the local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+def whole_of(x: Any) -> Tensor:
+    """The global value as a plain tensor outside of autograd."""
+    whole: Tensor = x.detach().full_tensor()
+    return whole
+
+
+def tolist(self: Any) -> Any:
+    """The global value as nested lists, on every rank."""
+    return whole_of(self).tolist()
+
+
+def numpy(self: Any, *, force: bool = False) -> Any:
+    """The global value as an array, on every rank."""
+    if self.requires_grad and not force:
+        raise RuntimeError("Can't call numpy() on a DTensor that requires grad. Use x.detach().numpy() instead.")
+    return whole_of(self).numpy(force=force)
+
+
+def array(self: Any, dtype: Any = None) -> Any:
+    whole = self.numpy()
+    return whole if dtype is None else whole.astype(dtype)
+
+
+def dlpack(self: Any, **options: Any) -> Any:
+    """A DLPack capsule of a copy of the global value."""
+    if self.requires_grad:
+        raise BufferError("Can't export DTensors that require gradient, use x.detach()")
+    return whole_of(self).clone().__dlpack__(**options)
+
+
+def text(self: Any, spec: str) -> str:
+    return format(self.item(), spec) if self.ndim == 0 else repr(self)
+
+
+def share_memory_(self: Any) -> Any:
+    """Move the local into shared memory."""
+    self._local.share_memory_()
+    return self
+
+
+def is_shared(self: Any) -> bool:
+    """Whether the local is in shared memory."""
+    return bool(self._local.is_shared())
+
+
+def apply_(self: Any, callable: Callable[..., Any]) -> Any:
+    """``callable`` of each element in its place. Every rank calls it for all elements, in the order of the global tensor."""
+    if self.requires_grad:
+        raise RuntimeError("Can't call apply_() on a DTensor that requires grad. Use x.detach().apply_(...) instead.")
+    whole = whole_of(self).clone().apply_(callable)
+    made = type(self).from_local(whole, self.device_mesh, shape=self.shape, stride=whole.stride())
+    return self.copy_(made)
+
+
+def is_pinned(self: Any, device: Any = None) -> bool:
+    """Whether the local is in pinned memory. (Asked through the operator it would be about a gathered copy.)"""
+    return bool(self._local.is_pinned())
+
+
+def pin_memory(self: Any, device: Any = None) -> Any:
+    """The same tensor with its local in pinned memory."""
+    if self.is_pinned():
+        return self
+    options = {"shape": self.shape, "stride": self.stride()}
+    return type(self).from_local(self.to_local().pin_memory(), self.device_mesh, self.placements, **options)

@@ -1,0 +1,54 @@
+"""What Python and other libraries read through a DTensor is its global value; its own storage holds nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.testing import scatter
+from dtensor.testing.cases import mesh_of
+
+LINE = mesh_of((4,))
+X = torch.arange(30.0).reshape(5, 6)
+EVERYWHERE = pytest.mark.parametrize("where", [Shard(0), Shard(1), Replicate(), Partial()], ids=str)
+
+
+@EVERYWHERE
+def test_other_libraries_see_the_whole(where: Any) -> None:
+    x = scatter(X, LINE, [where])
+    assert np.array_equal(np.from_dlpack(x), X.numpy())
+    assert torch.equal(torch.from_dlpack(x), X)
+    assert np.array_equal(np.asarray(x), X.numpy())
+    assert x.tolist() == X.tolist()
+    torch.from_dlpack(x).zero_()  # a copy
+    assert torch.equal(torch.from_dlpack(x), X)
+    with pytest.raises(BufferError, match="detach"):
+        torch.from_dlpack(x.detach().requires_grad_())
+
+
+@EVERYWHERE
+def test_apply_writes_every_element_once(where: Any) -> None:
+    for like in (X.clone(), X.t().clone(memory_format=torch.preserve_format)):
+        x, seen = scatter(like, LINE, [where]), []
+        made = x.apply_(lambda v, seen=seen: seen.append(v) or v * 2)
+        assert made is x
+        assert x.placements == (where,)
+        assert x.stride() == like.stride()
+        assert torch.equal(x.full_tensor(), like * 2)
+        assert sorted(seen) == sorted(like.flatten().tolist())
+    with pytest.raises(RuntimeError, match="detach"):
+        scatter(X, LINE, [where]).requires_grad_().apply_(abs)
+
+
+def test_sharing_memory_shares_the_pieces() -> None:
+    layer = dt.distribute_module(nn.Linear(6, 5), LINE)
+    assert not layer.weight.is_shared()
+    layer.share_memory()
+    assert layer.weight.is_shared()
+    assert layer(dt.distribute_tensor(X, LINE, [Shard(0)])).shape == (5, 5)
