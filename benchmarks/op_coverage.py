@@ -56,6 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", help="write one line per case to this file")
     parser.add_argument("--append", action="store_true", help="add to the file")
     parser.add_argument("--peer", action="store_true", help="run torch.distributed.tensor instead")
+    parser.add_argument("--odd", action="store_true", help="change the samples: memory orders, sizes, shared and plain arguments")
     parser.add_argument("--causes", type=int, default=40, help="how many causes to list")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -80,6 +81,10 @@ def work(options: argparse.Namespace) -> None:
         import op_database_peer
 
         cases_of = op_database_peer.cases_of
+    elif options.odd:
+        import op_database_odd
+
+        cases_of = op_database_odd.cases_of
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what operators print is not for the channel
     first, step = map(int, options.part.split("/"))

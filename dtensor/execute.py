@@ -77,8 +77,18 @@ def _decomposed(plan: Plan, operator: Operator, values: dict[str, Any], wrap: Wr
         return made
     given = []
     for owner, value in zip(operator.returns, _as_tuple(made, operator), strict=True):
-        given.append(value if owner is None or values[owner] is value else values[owner].copy_(value))
+        if owner is not None and values[owner] is not value:
+            value = _given_to(values[owner], value, operator.reshapes)
+        given.append(value)
     return given[0] if len(given) == 1 else tuple(given)
+
+
+def _given_to(target: Any, value: Any, reshapes: bool) -> Any:
+    """``target`` with this value (and its shape and layout: ``resize_``)."""
+    if not reshapes:
+        return target.copy_(value)
+    target.data = value
+    return target
 
 
 def _distributed(value: Any, layout: Any, wrap: Wrap) -> Any:

@@ -26,6 +26,8 @@ def suggested_by(name: str) -> Law:
     """Channels last if this argument is, else row-major."""
 
     def law(result: Meta, given: Given) -> tuple[int, ...]:
+        if len(result.shape) != given[name].ndim:  # statistics, gradients of weights
+            return row_major(result, given)
         return torch.empty(result.shape, device="meta", memory_format=suggest_memory_format(given[name])).stride()
 
     return law
@@ -36,6 +38,8 @@ def loop_over(*names: str) -> Law:
 
     def law(result: Meta, given: Given) -> tuple[int, ...]:
         operands = [_bytes(x) for x in (given[name] for name in names) if isinstance(x, torch.Tensor)]
+        if len(operands) == 3:
+            return torch.addcmul(*operands).stride()
         return torch.add(operands[0], operands[1] if len(operands) > 1 else 1).stride()
 
     return law
@@ -74,6 +78,29 @@ def _widest_first(dims: list[int], strides: tuple[int, ...]) -> list[int]:
     return sorted(dims, key=lambda d: -strides[d])
 
 
+def as_if_empty_like(name: str) -> Law:
+    """The order of dims in memory of this argument, where the result has its shape."""
+
+    def law(result: Meta, given: Given) -> tuple[int, ...]:
+        same = tuple(given[name].shape) == tuple(result.shape)
+        return torch.empty_like(given[name]).stride() if same else row_major(result, given)
+
+    return law
+
+
+def of_volumes(batched: str, single: str) -> Law:
+    """Channels last if ``batched`` suggests it; without a batch, if ``single`` lies in that order."""
+
+    def law(result: Meta, given: Given) -> tuple[int, ...]:
+        if len(result.shape) == 5:
+            return suggested_by(batched)(result, given)
+        last = given[single].unsqueeze(0).is_contiguous(memory_format=torch.channels_last_3d)
+        order = torch.channels_last_3d if last else torch.contiguous_format
+        return torch.empty((1, *result.shape), device="meta", memory_format=order).stride()[1:]
+
+    return law
+
+
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=torch.int8, device="meta")
 
@@ -85,6 +112,8 @@ LAWS: dict[str, Law] = {
             "aten::huber_loss_backward",
             "aten::log_sigmoid_forward",
             "aten::mse_loss_backward",
+            "aten::native_layer_norm_backward",
+            "aten::nll_loss2d_forward",
             "aten::normal.Tensor_Tensor",
             "aten::pow.Scalar",
             "aten::smooth_l1_loss_backward",
@@ -107,16 +136,42 @@ LAWS: dict[str, Law] = {
     ),
     **dict.fromkeys(
         [
+            "aten::native_batch_norm",
+            "aten::native_batch_norm_backward",
+            *(f"aten::_native_batch_norm_legit{overload}" for overload in ("", ".no_stats")),
+        ],
+        suggested_by("input"),
+    ),
+    **dict.fromkeys(
+        [
             "aten::copysign.Tensor",
             "aten::div.Tensor_mode",
             "aten::floor_divide",
+            "aten::logaddexp",
+            "aten::logaddexp2",
             "aten::logical_and",
             "aten::logical_or",
             "aten::logical_xor",
             "aten::special_xlog1py",
+            "aten::xlogy.Tensor",
         ],
         loop_over("self", "other"),
     ),
+    **dict.fromkeys(
+        [
+            *(f"aten::hard{kind}_backward" for kind in ("sigmoid", "swish", "tanh")),
+            "aten::logit_backward",
+            "aten::softplus_backward",
+        ],
+        loop_over("grad_output", "self"),
+    ),
+    **dict.fromkeys(["aten::binary_cross_entropy", "aten::binary_cross_entropy_backward"], as_if_empty_like("self")),
+    "aten::max_pool3d_with_indices": of_volumes("self", "self"),
+    "aten::max_pool3d_with_indices_backward": of_volumes("self", "grad_output"),
+    "aten::_prelu_kernel": loop_over("self", "weight"),
+    "aten::_prelu_kernel_backward": loop_over("self", "weight", "grad_output"),
+    "aten::elu_backward": loop_over("grad_output", "self_or_result"),
+    "aten::heaviside": loop_over("self", "values"),
     "aten::native_dropout_backward": loop_over("grad_output", "mask"),
     **{f"aten::{name}": transformed(name) for name in ("_fft_c2c", "_fft_c2r", "_fft_r2c")},
 }

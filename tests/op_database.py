@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
+from heapq import nsmallest
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from dtensor.testing.oracle import TOLERANCE, Outcome, compare
 from dtensor.testing.scatter import can_be_partial
 
 MESHES: tuple[tuple[int, ...], ...] = ((4,), (2, 2))
-MOST_SAMPLES = 100  # an entry may have thousands
+MOST_SAMPLES = 5000  # of an entry, made to choose from
 UNDEFINED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_")
 # Partial terms are integers apart, so that they add up exactly to values of so many binary digits after the point.
 FRACTION_BITS = {torch.float64: 24, torch.complex128: 24, torch.float32: 10, torch.complex64: 10}
@@ -111,11 +113,11 @@ def samples_of(entry: Any, setting: Setting) -> list[tuple[int, Sample]]:
         return []
     torch.manual_seed(setting.seed)
     random.seed(setting.seed)
+    rng = rng_of(entry.formatted_name, setting)
     with quiet():
-        given = list(enumerate(islice(entry.sample_inputs("cpu", dtype, requires_grad=False), MOST_SAMPLES)))
-    if len(given) > setting.samples:
-        picked = sorted(rng_of(entry.formatted_name, setting).sample(range(len(given)), setting.samples))
-        given = [given[i] for i in picked]
+        made_samples = enumerate(islice(entry.sample_inputs("cpu", dtype, requires_grad=False), MOST_SAMPLES))
+        ranked = ((rng.random(), i, sample) for i, sample in made_samples)  # late ones are as likely as early ones
+        given = [(i, sample) for _, i, sample in sorted(nsmallest(setting.samples, ranked, key=itemgetter(0)), key=itemgetter(1))]
     made = ((i, _as_variant(entry, sample, setting)) for i, sample in given)
     return [(i, sample) for i, sample in made if sample is not None]
 
@@ -212,18 +214,21 @@ def cases_of(entry: Any, setting: Setting) -> Iterator[Case]:
         yield run_case(entry.formatted_name, setting, position, sample)
 
 
-def run_case(name: str, setting: Setting, position: int, sample: Sample) -> Case:
-    """One sample under the placements that the setting's seed gives."""
+Draw = Callable[[torch.Tensor, Setting, random.Random], tuple[Placement, ...] | None]
+
+
+def run_case(name: str, setting: Setting, position: int, sample: Sample, draw: Draw = draw_placements) -> Case:
+    """One sample under the placements that the setting's seed gives (by ``draw``; None leaves a tensor plain)."""
     case = Case(name, setting, position)
     given = tensors((sample.args, sample.kwargs))
     if any(x.layout is not torch.strided or x.is_quantized for x in given):
         case.status, case.problem = "void", "sparse or quantized arguments"
         return case
     rng = rng_of(name, setting, position)
-    placements = [draw_placements(x, setting, rng) for x in given]
-    case.placements = tuple("[" + ", ".join(map(str, where)) + "]" for where in placements)
+    placements = [draw(x, setting, rng) for x in given]
+    case.placements = tuple("[" + ", ".join(map(str, where or ("plain",))) + "]" for where in placements)
     case.shapes = tuple(tuple(x.shape) for x in given)
-    following = iter([exact(x, where) for x, where in zip(given, placements, strict=True)])
+    following = iter([exact(x, where or ()) for x, where in zip(given, placements, strict=True)])
     args, kwargs = replace(lambda _: next(following), (sample.args, sample.kwargs))
     mesh = dt.init_device_mesh("cpu", setting.mesh)
     cotangents = tuple(rng.choice((Replicate(), Shard(0), Partial())) for _ in setting.mesh)
@@ -249,9 +254,8 @@ def run_case(name: str, setting: Setting, position: int, sample: Sample) -> Case
     case.gathered = tuple(gathered)
     if "ill-defined" in case.problem and sample.invariant is not None:  # plain torch sees it, but checks no subclass for it
         fn, invariant = sample.fn, sample.invariant
-        return run_case(
-            name, setting, position, replace_fields(sample, fn=lambda *a, **k: invariant(fn(*a, **k)), invariant=None)
-        )
+        fixed = replace_fields(sample, fn=lambda *a, **k: invariant(fn(*a, **k)), invariant=None)
+        return run_case(name, setting, position, fixed, draw)
     return case
 
 

@@ -72,3 +72,12 @@ def test_products_of_many_dims_are_written_where_asked(left: tuple[int, ...], ri
     given = [dt.distribute_tensor(v, mesh, [Shard(0)]).requires_grad_() for v in (x, y)]
     with pytest.raises(RuntimeError, match="automatic differentiation"):
         torch.matmul(*given, out=out)
+
+
+def test_ranks_of_matrices_compare_with_whole_tolerances() -> None:
+    mesh, x = dt.init_device_mesh("cpu", (4,)), torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for one in (
+        torch.tensor(1.0, dtype=torch.float64),
+        torch.ones(1, dtype=torch.float64),
+    ):  # no singular value exceeds the largest
+        check(lambda x, r: torch.linalg.matrix_rank(x, rtol=r), x, one, mesh=mesh, placements=[[Shard(0)], [Partial()]])

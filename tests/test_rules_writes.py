@@ -287,3 +287,27 @@ def test_a_block_whose_strides_allow_no_view_is_written_through_all_the_same() -
         t[3].add_(1)
         flat.mul_(2)
     assert torch.equal(x.full_tensor(), plain)
+
+
+@pytest.mark.parametrize("size", [(5, 5), (3, 4), (30,), (), (0, 4), (1, 2, 3, 4), (6, 5)], ids=str)
+def test_resizing_keeps_the_elements_as_they_lie_in_memory(size: tuple[int, ...]) -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    for x in (X, X.t()):
+        for where in ([Shard(0), Shard(1)], [Partial(), Shard(1)], [Shard(1), Shard(1)]):
+            check(lambda x: x.resize_(size), x, mesh=mesh, placements=[where], gradients=False, cloned=True)
+    larger = scatter(X, mesh, [Shard(0), Partial()]).resize_(8, 9)
+    assert torch.equal(larger.full_tensor().reshape(-1)[:30], X.reshape(-1))
+
+
+def test_resizing_like_another_tensor_takes_its_shape_and_format() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    like = torch.empty(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    for kept in (None, torch.preserve_format, torch.channels_last):
+        check(
+            lambda x, y: x.resize_as_(y, memory_format=kept),  # noqa: B023  called at once
+            *(X, like),
+            mesh=mesh,
+            placements=[[Shard(0), Shard(1)], [Replicate(), Shard(2)]],
+            gradients=False,
+            cloned=True,
+        )

@@ -45,6 +45,18 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "replication pad": (lambda x: F.pad(x, [1] * 6, "replicate"), (channels_last(draw(2, 3, 4, 5)),)),
     "reflection pad": (lambda x: F.pad(x, [1] * 4, "reflect"), (channels_last(draw(2, 3, 4, 5)),)),
     "view_copy": (lambda x: torch.view_copy(x, [30]), (turned(draw(6, 5)),)),
+    "xlogy": (torch.xlogy, (turned(draw(6, 1, 5)).abs(), turned(draw(6, 5)).abs())),
+    "logaddexp": (torch.logaddexp, (draw(4, 1, 5), turned(draw(6, 5)))),
+    "heaviside": (torch.heaviside, (draw(4, 1, 5), turned(draw(6, 5)))),
+    "binary cross entropy": (
+        lambda x, y: F.binary_cross_entropy(x, y, reduction="none"),
+        (turned(draw(6, 5)).sigmoid(), draw(6, 5).sigmoid()),
+    ),
+    "hardtanh gradient": (lambda g, x: torch.ops.aten.hardtanh_backward(g, x, -1, 1), (turned(draw(6, 5)), draw(6, 5, seed=1))),
+    "batch norm": (lambda x: F.batch_norm(x, None, None, training=True), (turned(draw(4, 3, 2, 5)),)),
+    "nll of images": (lambda x, y: F.nll_loss(x, y, reduction="none"), (draw(2, 3, 4, 5), turned(torch.ones(2, 4, 5)).long())),
+    "max_pool3d": (lambda x: F.max_pool3d(x, 2), (draw(3, 4, 5, 2).permute(3, 0, 1, 2),)),
+    "one_hot": (lambda x: F.one_hot(x, 3), (turned(torch.arange(30).reshape(6, 5) % 3),)),
     "max_unpool2d": (lambda x, i: F.max_unpool2d(x, i, 2), (channels_last(draw(1, 2, 2, 3)), channels_last(PLACE))),
 }
 
@@ -69,3 +81,18 @@ def test_transforms_are_batches_of_signals(kind: str) -> None:
             for end in last:
                 for placement in (Replicate(), Shard(1)):
                     check(op, of, list(dims), 0, end, mesh=mesh, placements=[[placement]], gradients=False)
+
+
+@pytest.mark.parametrize("right", ["rows", "columns"])
+def test_scaled_products_take_any_order_on_the_cpu(right: str) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x, y = (draw(16, 32, seed=seed).to(torch.float8_e4m3fn) for seed in range(2))
+    y = y.t() if right == "columns" else y.t().contiguous()
+    for where in ([Replicate()], [Shard(0)], [Shard(1)]):
+        check(
+            lambda x, y, s: torch._scaled_mm(x, y, s, s, out_dtype=torch.float32),
+            *(turned(x), y, torch.tensor(0.5)),
+            mesh=mesh,
+            placements=[where, where, [Replicate()]],
+            gradients=False,
+        )

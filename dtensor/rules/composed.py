@@ -40,7 +40,8 @@ def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) ->
 
 def unsafe_masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill: Any) -> Tensor:
     if not x.numel():
-        return x.new_full(aten._unsafe_index(x.new_empty([max(1, size) for size in x.shape]), indices).shape, fill)
+        places = [None if index is None else torch.zeros_like(index) for index in indices]
+        return x.new_full(aten._unsafe_index(x.new_empty([max(1, size) for size in x.shape]), places).shape, fill)
     return aten._unsafe_index.Tensor(x, _inside(x, indices)).masked_fill(mask.logical_not(), fill)
 
 
@@ -93,6 +94,33 @@ def zeros_like_other(x: Tensor, other: Tensor, *, self_num_batch_dims: int = 0) 
 
 
 composed("_new_zeros_with_same_feature_meta", zeros_like_other, "zeros_like")
+
+
+def resized(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Tensor:
+    """The elements as they lie in memory, as many as there is room for; what comes after them is undefined (0 here)."""
+    made = torch.empty(size, device="meta", memory_format=memory_format or torch.contiguous_format)
+    if x.shape == made.shape and (memory_format is None or x.stride() == made.stride()):
+        return x
+    flat, total = x.permute(_as_in_memory(x)).reshape(-1), made.numel()
+    flat = flat[:total] if total <= flat.shape[0] else torch.nn.functional.pad(flat, (0, total - flat.shape[0]))
+    order = _as_in_memory(made)
+    return flat.view([made.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(made.ndim)])
+
+
+def _as_in_memory(x: Tensor) -> list[int]:
+    """Dims from the outermost to the innermost one."""
+    return sorted(range(x.ndim), key=lambda dim: (-x.stride(dim), dim))
+
+
+def resized_as(x: Tensor, template: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
+    if memory_format is torch.preserve_format:
+        formats = (torch.contiguous_format, *({4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(template.ndim, [])))
+        memory_format = next((f for f in formats if template.is_contiguous(memory_format=f)), torch.contiguous_format)
+    return resized(x, template.shape, memory_format=memory_format)
+
+
+composed("resize_as_", resized_as, "permute, slice, pad, view")
+composed("resize_", resized, "permute, slice, pad, view")
 composed("nonzero_static", nonzero_static, "nonzero, pad")
 composed("block_diag", block_diag, "pad, cat")
 

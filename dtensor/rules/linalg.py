@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..pattern import parse
 from .blockwise import blockwise, linear_in, multilinear, plain_op
 from .call import Call
+from .context import At, KernelContext
 from .registry import register
 from .rule import Dims, Factors, Kernel, Rule
 from .verbs import bind, kernel_rule
+
+
+def ordered(at: KernelContext, matrix: Any, *args: Any, **kwargs: Any) -> Any:
+    """The operator on blocks in the order of the whole.
+
+    It factors the transpose of a matrix that is contiguous (a real one), and its gradient looks at the whole to know which.
+    """
+    whole = at.call.operands[0]
+    dense = torch.empty_strided(whole.shape, whole.stride, device="meta").is_contiguous()
+
+    def one(_: At, block: Tensor) -> Tensor:
+        if dense or block.shape[-1] < 2:
+            return block.contiguous()
+        return block.mT.contiguous().mT if block.is_contiguous() else block
+
+    return at.call.func.overloadpacket(at.map(one, matrix), *args, **kwargs)
+
 
 # one matrix in
 blockwise("cholesky cholesky_inverse linalg_matrix_exp", "... [m] [n] -> ... [m] [n]")
@@ -18,8 +40,8 @@ blockwise("linalg_qr", "... [m] [n] -> ... [m] [n], ... [m] [n]")
 blockwise("_linalg_svd", "... [m] [n] -> ... [m] [n], ... [m], ... [m] [n]")
 blockwise("_linalg_eigh linalg_eig", "... [m] [n] -> ... [m], ... [m] [n]")
 blockwise("_linalg_eigvals", "... [m] [n] -> ... [m]")
-blockwise("_linalg_det", "... [m] [n] -> ..., ... [m] [n], ... [m]")
-blockwise("_linalg_slogdet", "... [m] [n] -> ..., ..., ... [m] [n], ... [m]")
+blockwise("_linalg_det", "... [m] [n] -> ..., ... [m] [n], ... [m]", run=ordered)
+blockwise("_linalg_slogdet", "... [m] [n] -> ..., ..., ... [m] [n], ... [m]", run=ordered)
 blockwise("linalg_lu", "... [m] [n] -> ... [m] [n], ... [m] [n], ... [m] [n]")
 blockwise("linalg_lu_factor_ex linalg_ldl_factor_ex", "... [m] [n] -> ... [m] [n], ... [m], ...")
 
@@ -70,11 +92,11 @@ def solve_factors(call: Call) -> Factors | None:
     if factors is None:
         return None
     lacked = {name for name in factors.sizes if any((name,) not in dims for dims in factors.results)} - factors.whole
-    return replace(factors, kernels=dict.fromkeys(lacked, Kernel(plain_op, joint=True)))
+    return replace(factors, kernels=dict.fromkeys(lacked, Kernel(ordered, joint=True)))
 
 
 SOLVE_ROWS = ("R,sum -> sum,R,R,R", "R,avg -> avg,R,R,R")
-kernel_rule("_linalg_solve_ex", solve_factors, partials=SOLVE_ROWS)
+kernel_rule("_linalg_solve_ex", solve_factors, partials=SOLVE_ROWS, run=ordered)
 
 
 def cross_factors(call: Call) -> Factors:

@@ -17,6 +17,12 @@ from .rule import ANY_PARTIAL, Choice, Dims, Factors, LocalView, Rule
 LINEAR = in_first
 
 
+def weighted(call: Call) -> tuple[str, ...]:
+    """Weighted sums of one operand's elements: integers are rounded, and the rounded sum is not the sum of what is rounded."""
+    dtype = call.operands[0].dtype
+    return in_first(call) if dtype.is_floating_point or dtype.is_complex else ()
+
+
 def leading(call: Call, positions: int) -> Factors | None:
     """All dims but the last ``positions`` are factors, the same ones in all operands and results."""
     shapes = [call.shape(i) for i in range(len(call.operands))] + [meta.shape for meta in call.results if meta is not None]
@@ -63,8 +69,8 @@ on_positions("max_pool2d_with_indices adaptive_max_pool2d", 2)
 on_positions("max_pool3d_with_indices adaptive_max_pool3d", 3)
 on_positions("max_pool2d_with_indices_backward", 2, partials=LINEAR)
 on_positions("max_pool3d_with_indices_backward", 3, partials=LINEAR)
-on_positions("avg_pool2d _adaptive_avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d_backward", 2, partials=LINEAR)
-on_positions("avg_pool3d _adaptive_avg_pool3d avg_pool3d_backward _adaptive_avg_pool3d_backward", 3, partials=LINEAR)
+on_positions("avg_pool2d _adaptive_avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d_backward", 2, partials=weighted)
+on_positions("avg_pool3d _adaptive_avg_pool3d avg_pool3d_backward _adaptive_avg_pool3d_backward", 3, partials=weighted)
 for _count in (2, 3):
     for _name in (f"adaptive_max_pool{_count}d_backward", f"fractional_max_pool{_count}d_backward", f"max_unpool{_count}d"):
         on_positions(_name, _count, partials=LINEAR, local=densely(getattr(torch.ops.aten, _name)))
@@ -90,7 +96,7 @@ _MODES = {
     3: "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d",
 }
 for _count, _names in _MODES.items():
-    on_positions(_names, _count, partials=LINEAR, floats_matter=True)
+    on_positions(_names, _count, partials=weighted, floats_matter=True)
     _backward = " ".join(f"{name}_backward" for name in _names.split())
     on_positions(_backward, _count, partials=LINEAR, local_args=local_input_size, floats_matter=True)
 

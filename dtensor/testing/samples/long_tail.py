@@ -218,6 +218,12 @@ SAMPLES: Samples = {
         Sample((x(5, 6), mask(7, 7), [ids(9, 7, 1) - 2, ids(9, 7) - 2], x(7, 7, seed=1))),
     ],
     "nonzero_static": [Sample((ids(2, 5, 6),), {"size": 40}), Sample((ids(2, 5, 6),), {"size": 4, "fill_value": 0})],
+    "resize_": [
+        Sample((x(5, 6), [3, 7]), gradients=False),
+        Sample((x(5, 6).t(), [4, 5]), gradients=False),
+        Sample((x(5, 6), [1, 2, 3, 5]), {"memory_format": torch.channels_last}, gradients=False),
+    ],
+    "resize_as_": [Sample((x(5, 6), x(3, 7)), gradients=False), Sample((x(5, 6), x()), gradients=False)],
     "block_diag": [Sample(([x(2, 3), x(4), x(3, 1, seed=1)],)), Sample(([x(5, 6)],)), Sample(([x(), x(2, 3)],))],
     "renorm": [
         *(Sample((x(5, 6, 7), p, d, 1.5), {}, f"{p} {d}") for p, d in ((2, 0), (1, 1), (3, -1))),
