@@ -109,7 +109,8 @@ def resized(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_forma
 
 def _as_in_memory(x: Tensor) -> list[int]:
     """Dims from the outermost to the innermost one."""
-    return sorted(range(x.ndim), key=lambda dim: (-x.stride(dim), dim))
+    strides = x.stride()
+    return sorted(range(x.ndim), key=lambda dim: (-strides[dim], dim))
 
 
 def resized_as(x: Tensor, template: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
