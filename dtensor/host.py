@@ -6,9 +6,11 @@ here, and what concerns memory (``share_memory_``) is done to the local.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -77,3 +79,31 @@ def pin_memory(self: Any, device: Any = None) -> Any:
         return self
     options = {"shape": self.shape, "stride": self.stride()}
     return type(self).from_local(self.to_local().pin_memory(), self.device_mesh, self.placements, **options)
+
+
+# --- conversions ------------------------------------------------------------------------------------------------------
+_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_PYTHON = torch._C.DispatchKey.Python
+
+
+def subclasses_included(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``convert`` of a tensor, also where torch converts the items of a list.
+
+    ``torch.tensor([x.max(), 3])`` calls ``__index__``, ``__float__`` and so on of the items, and ``__iter__``, while the thread's
+    dispatcher leaves tensor subclasses out: an operator would then look for memory that a DTensor does not have.
+    """
+
+    @functools.wraps(convert)
+    def converted(x: Any) -> Any:
+        if not _excluded(_PYTHON):
+            return convert(x)
+        included = torch._C._dispatch_tls_local_include_set()
+        with torch._C._ForceDispatchKeyGuard(included, torch._C._dispatch_tls_local_exclude_set().remove(_PYTHON)):
+            return convert(x)
+
+    return converted
+
+
+truth, integer, index = (subclasses_included(convert) for convert in (Tensor.__bool__, Tensor.__int__, Tensor.__index__))
+real, complex_number = subclasses_included(Tensor.__float__), subclasses_included(Tensor.__complex__)
+rows = subclasses_included(Tensor.__iter__)

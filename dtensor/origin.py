@@ -114,6 +114,8 @@ def _kept_parameters(code: CodeType) -> tuple[str, ...]:
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if type(value) in (torch.Tensor, torch.nn.Parameter):
+        while torch._C._functorch.is_functorch_wrapped_tensor(value):  # under vmap or grad: what it stands for has the memory
+            value = torch._C._functorch.get_unwrapped(value)
         yield value
     elif isinstance(value, torch.nn.Module):
         yield from (t for t in (*value.parameters(), *value.buffers()) if type(t) in (torch.Tensor, torch.nn.Parameter))

@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -773,3 +774,35 @@ def test_local_map_wants_placements_of_every_dtensor() -> None:
     x = dt.distribute_tensor(torch.ones(4, 2), mesh, [dt.Shard(0)])
     with pytest.raises(dt.errors.PlacementError, match="expects placements for argument 1"):
         dt.local_map(torch.add, out_placements=[dt.Shard(0)], in_placements=([dt.Shard(0)], None))(x, x)
+
+
+# --- conversions by torch's own code --------------------------------------------------------------------------------
+@pytest.mark.parametrize("whole", [torch.arange(5), torch.arange(5.0), torch.arange(5) > 2, torch.arange(5).to(torch.complex64)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.tensor([x[0], x[4], 1]),
+        lambda x: torch.tensor([x.sum(), 2.0]),
+        lambda x: torch.tensor((x[1:2], x[4:])),
+        lambda x: torch.tensor([list(x), list(x)]),
+        lambda x: torch.as_tensor([x.sum()]),
+    ],
+)
+def test_a_list_of_dtensors_becomes_a_tensor_of_their_values(whole: torch.Tensor, make: Callable[[Any], torch.Tensor]) -> None:
+    expected = make(whole)
+    for placement in (R, Shard(0)):
+        made = make(dt.distribute_tensor(whole, MESH, [placement]))
+        assert type(made) is torch.Tensor
+        assert made.dtype == expected.dtype
+        assert torch.equal(made, expected)
+
+
+def test_plain_indices_under_vmap_meet_a_dtensor() -> None:
+    whole, rows, columns = value(5, 6), torch.arange(4), torch.arange(3)
+    x = dt.distribute_tensor(whole, MESH, [Shard(0)])
+
+    def pick(table: Any) -> Any:
+        return torch.vmap(torch.vmap(lambda i, j: table[i, j], (None, 0)), (0, None))(rows, columns)
+
+    with dt.implicit_replication():
+        assert torch.equal(pick(x).full_tensor(), pick(whole))

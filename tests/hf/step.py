@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ def full(x: Any) -> Tensor:
 def loss_of(outputs: dict[str, Tensor]) -> Tensor:
     """The model's own loss, else one in which every element of every output counts."""
     if ".loss" in outputs:
-        return outputs[".loss"]
+        return outputs[".loss"].mean()
     return sum((out.double().tanh() ** 2).mean() for out in outputs.values() if out.requires_grad)  # type: ignore[return-value]
 
 
@@ -94,7 +95,7 @@ def magnitude(x: Tensor) -> float:
     return finite.abs().max().item() if finite.numel() else 0.0
 
 
-def compare(got: Any, expected: Tensor, what: str, scale: float | None = None) -> None:
+def compare(got: Any, expected: Tensor, what: str, scale: float | None = None, rounding: float = 3e-5) -> None:
     """Raise unless equal up to rounding (models compute parts in float32)."""
     got, expected = full(got).detach(), expected.detach()
     if got.shape != expected.shape or got.dtype != expected.dtype:
@@ -108,7 +109,7 @@ def compare(got: Any, expected: Tensor, what: str, scale: float | None = None) -
         return
     size = magnitude(expected) if scale is None else scale
     error = (got[finite] - expected[finite]).abs().max().item() if finite.any() else 0.0
-    if not error <= 3e-5 * size + 1e-6:
+    if not error <= rounding * size + 1e-6:
         raise Different(f"{what}: differs by {error:.3g} where values are up to {size:.3g}")
 
 
@@ -122,22 +123,36 @@ def step(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Tensor], Tensor]:
     return outputs, loss
 
 
-def check(family: Family, plan: Plan, mesh: dt.DeviceMesh) -> None:
+def check(
+    family: Family,
+    plan: Plan,
+    mesh: dt.DeviceMesh,
+    prepare: Callable[[Any], object] = lambda model: None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    rounding: float = 3e-5,
+) -> None:
     """Outputs, loss and all gradients of a step are those of one device.
+
+    Args:
+        prepare: what is done to the model before it is distributed.
+        around: the context in which both steps run.
+        rounding: the largest difference, relative to the largest value of a tensor.
 
     Raises:
         Different: the first that is not.
     """
     plain, inputs = family.build().train(), family.call()
+    prepare(plain)
     model = spread(plain, mesh, plan)
-    expected, wanted = step(plain, inputs)
-    with dt.implicit_replication():
+    with around():
+        expected, wanted = step(plain, inputs)
+    with dt.implicit_replication(), around():
         outputs, loss = step(model, distributed(inputs, mesh))
     if list(outputs) != list(expected):
         raise Different(f"outputs {list(outputs)} instead of {list(expected)}")
     for name in expected:
-        compare(outputs[name], expected[name], f"output {name}")
-    compare(loss, wanted, "loss")
+        compare(outputs[name], expected[name], f"output {name}", rounding=rounding)
+    compare(loss, wanted, "loss", rounding=rounding)
     grads = [(name, p, q) for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True)]
     largest = max((magnitude(q.grad) for _, _, q in grads if q.grad is not None), default=0.0)
     for name, p, q in grads:
@@ -147,6 +162,6 @@ def check(family: Family, plan: Plan, mesh: dt.DeviceMesh) -> None:
             continue
         if p.grad.placements != p.placements:
             raise Different(f"gradient of {name}: placed as {p.grad.placements}, its parameter as {p.placements}")
-        compare(p.grad, q.grad, f"gradient of {name}", max(magnitude(q.grad), 1e-2 * largest))
+        compare(p.grad, q.grad, f"gradient of {name}", max(magnitude(q.grad), 1e-2 * largest), rounding)
     for (name, b), c in zip(model.named_buffers(), plain.buffers(), strict=True):
-        compare(b, c, f"buffer {name}")
+        compare(b, c, f"buffer {name}", rounding=rounding)

@@ -1,0 +1,353 @@
+"""Tiny models of any family in ``transformers``, made from its default configuration, and something for each to eat.
+
+Sizes of channels are divided by one number throughout the configuration, so that what had to divide or equal something still
+does; depths are cut; vocabularies, images and sounds are small. Inputs follow from the names of ``forward``'s arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from family import BATCH, Inputs, numbers
+from step import step
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCABULARY = 64
+LENGTH = 12
+_LAYERS = re.compile(r"(num_.*layers|n_layers?|.*_layers|depth|num_.*blocks|.*_depth|n_.*layers)$")
+_LISTS_OF_LAYERS = re.compile(r"(layer_types|layers_block_type|mlp_layer_types|block_types|.*_layer_types|layers_types)$")
+_FIXED = re.compile(
+    r".*(vocab|image|patch|window|kernel|token|position|chunk|crop|batch|tile|merge|stride|group_size|groups|sample|beam|max_|min_|"
+    r"codebook_size|num_channels|in_channels|queue|length|pool|frame|top_k|grid|num_bins|_rate).*"
+)
+_CHANNELS = re.compile(
+    r".*(size|sizes|dim|dims|channels|d_model|width|widths|rank|d_ff|ffn|n_embd|features|n_inner|d_inner|d_kv|hidden|planes|filters|"
+    r"d_state|units|embed)$"
+)
+_EXPERTS = re.compile(r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_codebooks|n_codebooks)$")
+_CHOSEN = re.compile(r"(.*top_?k|num_experts_per_tok|n_group|moe_k|num_selected_experts)$")
+SPECIAL = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "unk": 3, "sep": 2, "cls": 1, "mask": 4}
+
+
+def parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """A configuration and those inside."""
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PretrainedConfig):
+            yield from parts(value)
+
+
+_ABSOLUTE = (  # pattern of a name -> value: all widths alike, so that what is joined fits
+    (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|embedding_size|hidden_sizes_out|embed_size|width|projection_dim|dim)", 32),
+    (r"(.*_)?(num_attention_heads|attention_heads|num_heads|n_heads?|heads)", 4),
+    (r"(.*_)?(num_key_value_heads|num_kv_heads|n_kv_heads)", 2),
+    (r"(.*_)?(head_dim|d_kv|d_head|key_dim|kv_channels|attention_head_size)", 8),
+    (r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|mlp_dim|n_inner|ffn_size|dim_feedforward)", 48),
+    (r"qk_rope_head_dim", 4),
+    (r"(q_lora_rank|kv_lora_rank)", 8),
+    (r"patch_size", 4),
+    (r"num_position_embeddings", 16),
+    (r"(.*_)?sliding_window|attention_window_size", 4),
+    (r"num_channels_latent|state_size|mamba_d_state|ssm_state_size", 8),
+    (r"num_query_tokens|query_length|num_latents|num_queries|resampler_n_latents|mm_tokens_per_image", 4),
+    (r"num_frames", 2),
+)
+
+
+def _absolute(name: str, value: Any, image: int) -> Any:
+    if name == "image_grid_pinpoints":
+        return [[16, 32], [32, 16]]
+    if name in ("deepstack_visual_indexes", "fullatt_block_indexes") and value:
+        return type(value)([0])
+    if isinstance(value, dict) and "mrope_section" in value:
+        return {**value, "mrope_section": [2, 1, 1]}
+    if isinstance(value, int) and not isinstance(value, bool):
+        for pattern, small in _ABSOLUTE:
+            if re.fullmatch(pattern, name):
+                return small
+    return value
+
+
+def _scaled(value: Any, divisor: int) -> Any:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return value // divisor if value >= 2 * divisor and value % divisor == 0 else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_scaled(item, divisor) for item in value)
+    return value
+
+
+def shrink(config: PretrainedConfig, divisor: int, image: int) -> PretrainedConfig:
+    """``config``, in place, with small sizes."""
+    special = iter(range(5, 40))
+    for part in parts(config):
+        for name, value in list(vars(part).items()):
+            made = _small(name, value, divisor, image, special)
+            if made is not value:
+                setattr(part, name, made)
+    return config
+
+
+def _small(name: str, value: Any, divisor: int, image: int, special: Iterator[int]) -> Any:
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    if value is None or isinstance(value, bool):
+        return value
+    if integer and name.endswith(("token_id", "token_index", "_id")) and name != "forced_eos_token_id":
+        kind = name.removesuffix("_token_id")
+        return SPECIAL[kind] if kind in SPECIAL else value if value < VOCABULARY else next(special)
+    if integer and name.endswith(("vocab_size", "codebook_size")):
+        return min(value, VOCABULARY)
+    if integer and _LAYERS.fullmatch(name) and value > 2:
+        return 2
+    if integer and _EXPERTS.fullmatch(name):
+        return min(value, 4)
+    if integer and _CHOSEN.fullmatch(name):
+        return min(value, 2)
+    if name == "prediction_length" and not value:
+        return 4
+    if isinstance(value, (list, tuple)) and _LISTS_OF_LAYERS.fullmatch(name) and len(value) > 2:
+        return _varied(value)
+    if divisor == 0:
+        made = _absolute(name, value, image)
+        if made is not value:
+            return made
+        divisor = 16
+    if name.endswith("image_size") and (integer or isinstance(value, (list, tuple))):
+        return image if integer else type(value)(image for _ in value)
+    if name == "window_size" and integer and value > 4:
+        return 4
+    if name == "depths" and isinstance(value, (list, tuple)):
+        return type(value)(1 for _ in value)
+    if integer and re.fullmatch(
+        r"max_.*positions?(_embeddings)?|n_positions|n_ctx|max_length|max_sequence_length|max_seq_len", name
+    ):
+        return min(value, 256)
+    if _CHANNELS.fullmatch(name) and not _FIXED.fullmatch(name):
+        return _scaled(value, divisor)
+    return value
+
+
+def _varied(kinds: Any) -> Any:
+    """Two layers, of two kinds where there are several."""
+    return type(kinds)([kinds[0], next((kind for kind in kinds if kind != kinds[0]), kinds[1])])
+
+
+# --- what a model eats -----------------------------------------------------------------------------------------------
+def _find(config: PretrainedConfig, *names: str, default: Any = None) -> Any:
+    for part in parts(config):
+        for name in names:
+            value = getattr(part, name, None)
+            if value is not None:
+                return value
+    return default
+
+
+def _pixels(config: PretrainedConfig, image: int) -> Tensor:
+    size = _find(config, "image_size", default=image)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return numbers(BATCH, _find(config, "num_channels", "in_channels", "in_chans", default=3), height, width)
+
+
+def words(length: int) -> Tensor:
+    """Tokens that are no special ones."""
+    return torch.randint(45, VOCABULARY, (BATCH, length), generator=torch.Generator().manual_seed(7))
+
+
+def inputs_of(model: nn.Module, image: int, images: int) -> Inputs:
+    """Arguments of a call, by their names; ``images`` places per row are marked as an image's."""
+    config: Any = model.config
+    names = inspect.signature(model.forward).parameters
+    made: Inputs = {}
+    marker = _find(config, "image_token_id", "image_token_index", "media_placeholder_token_id")
+    speaks = "input_ids" in names or "inputs_embeds" in names
+    if "input_ids" in names:
+        ids = words(LENGTH + images)
+        if images and marker is not None:
+            ids[:, 2 : 2 + images] = marker
+        made["input_ids"] = ids
+    main = getattr(model, "main_input_name", "")
+    if "pixel_values" in names and main != "pixel_values_videos":
+        if "image_grid_thw" in names:
+            made |= _patches(config)
+        else:
+            made["pixel_values"] = _pixels(config, image)
+    if "input_features" in names:
+        mels = _find(config, "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "feat_dim", default=80)
+        made["input_features"] = (
+            numbers(BATCH, 40, mels) if names.get("attention_mask") and not speaks else numbers(BATCH, mels, 40)
+        )
+    if "input_values" in names:
+        channels = _find(config, "audio_channels")
+        made["input_values"] = numbers(BATCH, 1600) if channels is None else numbers(BATCH, channels, 1600)
+    for mask in ("input_features_mask", "feature_attention_mask", "padding_mask"):
+        if mask in names and "input_features" in made:
+            made[mask] = torch.ones(BATCH, 40, dtype=torch.long)
+    if "image_sizes" in names and "pixel_values" in made:
+        made["image_sizes"] = torch.tensor([list(made["pixel_values"].shape[-2:])] * BATCH)
+    if "mm_token_type_ids" in names and "image_grid_thw" in made:
+        made["mm_token_type_ids"] = (made["input_ids"] == marker).long()
+    if "attention_mask" in names and "input_features" in made and not speaks:
+        made["attention_mask"] = torch.ones(BATCH, 40, dtype=torch.long)
+    if "past_values" in names:
+        return _series(config, names)
+    if not made and main in names:
+        made[main] = numbers(BATCH, 1600)
+    if "decoder_input_ids" in names and getattr(config, "is_encoder_decoder", False):
+        made["decoder_input_ids"] = words(6)
+    if "labels" in names:
+        made["labels"] = made.get("decoder_input_ids", made.get("input_ids", torch.tensor([1, 0, 1])))
+    return made
+
+
+def _series(config: Any, names: Any) -> Inputs:
+    """The past of a few series, and their future."""
+    past = getattr(config, "context_length", None) or 8
+    ahead, lags = getattr(config, "prediction_length", None) or 4, max(getattr(config, "lags_sequence", [0]))
+    width = getattr(config, "num_input_channels", 0)
+    more = (width,) if width else ()
+    times = getattr(config, "num_time_features", 0)
+    made = {
+        "past_values": numbers(BATCH, past + lags, *more),
+        "past_time_features": numbers(BATCH, past + lags, times),
+        "past_observed_mask": torch.ones(BATCH, past + lags, *more, dtype=torch.float64),
+        "future_values": numbers(BATCH, ahead, *more),
+        "future_time_features": numbers(BATCH, ahead, times),
+    }
+    return {name: value for name, value in made.items() if name in names}
+
+
+def _patches(config: PretrainedConfig) -> Inputs:
+    """Images as one list of patches, and the grid of each."""
+    vision: Any = getattr(config, "vision_config", config)
+    edge = 2 * getattr(vision, "spatial_merge_size", 2)
+    patch, times = getattr(vision, "patch_size", 14), getattr(vision, "temporal_patch_size", 1)
+    channels = getattr(vision, "in_channels", getattr(vision, "in_chans", getattr(vision, "num_channels", 3)))
+    width = channels * times * (patch * patch if isinstance(patch, int) else patch[0] * patch[1])
+    return {
+        "pixel_values": numbers(BATCH * edge * edge, width),
+        "image_grid_thw": torch.tensor([[1, edge, edge]] * BATCH),
+    }
+
+
+# --- a model that runs -----------------------------------------------------------------------------------------------
+_KINDS = """IMAGE_TEXT_TO_TEXT MULTIMODAL_LM CAUSAL_LM MASKED_LM SEQ_TO_SEQ_CAUSAL_LM SPEECH_SEQ_2_SEQ CTC OBJECT_DETECTION
+SEMANTIC_SEGMENTATION UNIVERSAL_SEGMENTATION DEPTH_ESTIMATION IMAGE_CLASSIFICATION VIDEO_CLASSIFICATION AUDIO_CLASSIFICATION
+PRETRAINING TEXT_TO_WAVEFORM TIME_SERIES_PREDICTION QUESTION_ANSWERING TOKEN_CLASSIFICATION"""
+_SIZES = (
+    (0, 16),
+    (0, 64),
+    (16, 64),
+    (8, 64),
+    (16, 224),
+    (4, 64),
+)  # divisor (0: widths all alike) and edge of images, tried in order
+_MOST_PARAMETERS = 12_000_000
+
+
+def classes_of(model_type: str) -> list[str]:
+    """Classes for a model type, those with a loss first."""
+    tables = [getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES") for kind in _KINDS.split()]
+    found = [table[model_type] for table in (*tables, modeling_auto.MODEL_MAPPING_NAMES) if model_type in table]
+    return list(dict.fromkeys(name for item in found for name in ([item] if isinstance(item, str) else item)))
+
+
+class NotShrunk(Exception):
+    """No model was found that takes a training step on one device."""
+
+
+@dataclass
+class Shrunk:
+    """A family as ``family.Family`` is, found by trying: of which class, how small, and what it eats."""
+
+    model_type: str
+    model: str = ""
+    divisor: int = 0
+    image: int = 16
+    images: int = 0
+    frames: int = 0
+    single: bool = False
+    labelled: bool = True
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        model_class = getattr(transformers, self.model)
+        config = shrink(CONFIG_MAPPING[self.model_type](), self.divisor, self.image)
+        with torch.device("meta"):
+            count = sum(p.numel() for p in model_class(config).parameters())
+        if count > _MOST_PARAMETERS:
+            raise NotShrunk(f"{count:,} parameters")
+        model = model_class(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.add_(torch.randn_like(parameter) * 0.05)
+        self.built = model.float() if self.single else model.double()
+        return self.built
+
+    def call(self) -> Inputs:
+        made = inputs_of(self.built, self.image, self.images)
+        if self.frames:
+            made["pixel_values"] = made["pixel_values"].unsqueeze(1).repeat(1, self.frames, 1, 1, 1)
+        if not self.labelled:
+            made.pop("labels", None)
+        return {k: v.float() if self.single and v.is_floating_point() else v for k, v in made.items()}
+
+    def runs(self) -> None:
+        """A training step on one device; inputs are changed by what the model says about them."""
+        for _ in range(5):
+            try:
+                model = self.build().train()
+                step(model, self.call())
+                return
+            except NotImplementedError:
+                if not self.labelled:
+                    raise
+                self.labelled = False
+            except ValueError as error:
+                self._learn(str(error))
+            except RuntimeError as error:
+                if self.single or ("dtype" not in str(error) and "Double" not in str(error)):
+                    raise
+                self.single = True
+        raise NotShrunk("no inputs found")
+
+    def _learn(self, message: str) -> None:
+        if "expected 5, got 4" in message and not self.frames:
+            self.frames = getattr(self.built.config, "num_frames", 1)
+            return
+        told = re.search(r"tokens: (\d+).*features:? (\d+)", message, re.DOTALL)
+        if told is None:
+            raise NotShrunk(message)
+        wanted = int(told[2]) // BATCH if int(told[2]) % BATCH == 0 else int(told[2])
+        if wanted in (self.images, 0) or wanted > 300:
+            raise NotShrunk(message)
+        self.images = wanted
+
+
+def shrunk(model_type: str) -> Shrunk:
+    """A family that takes a training step on one device.
+
+    Raises:
+        NotShrunk: none was found.
+    """
+    reason = ""
+    for model in classes_of(model_type)[:2]:
+        for divisor, image in _SIZES:
+            made = Shrunk(model_type, model, divisor, image)
+            try:
+                made.runs()
+            except Exception as error:  # whatever a configuration that does not fit raises
+                reason = reason or f"{type(error).__name__}: {error}"
+            else:
+                return made
+    raise NotShrunk(reason)
