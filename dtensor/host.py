@@ -84,6 +84,7 @@ def pin_memory(self: Any, device: Any = None) -> Any:
 # --- conversions ------------------------------------------------------------------------------------------------------
 _excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _PYTHON = torch._C.DispatchKey.Python
+_SNAPSHOT = torch._C.DispatchKey.PythonTLSSnapshot  # what takes a subclass to Python looks for the state it keeps
 
 
 def subclasses_included(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -97,8 +98,8 @@ def subclasses_included(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def converted(x: Any) -> Any:
         if not _excluded(_PYTHON):
             return convert(x)
-        included = torch._C._dispatch_tls_local_include_set()
-        with torch._C._ForceDispatchKeyGuard(included, torch._C._dispatch_tls_local_exclude_set().remove(_PYTHON)):
+        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        with torch._C._ForceDispatchKeyGuard(included, excluded.remove(_PYTHON).remove(_SNAPSHOT)):
             return convert(x)
 
     return converted

@@ -1,12 +1,11 @@
-"""Tiny models of any family in ``transformers``, made from its default configuration, and something for each to eat.
+"""Tiny models of any family in ``transformers``, made from its default configuration.
 
 Sizes of channels are divided by one number throughout the configuration, so that what had to divide or equal something still
-does; depths are cut; vocabularies, images and sounds are small. Inputs follow from the names of ``forward``'s arguments.
+does; depths are cut; vocabularies, images and sounds are small.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,15 +13,14 @@ from typing import Any
 
 import torch
 import transformers
-from family import BATCH, Inputs, numbers
+from eating import VOCABULARY, inputs_of, parts
+from family import BATCH, Inputs
 from step import step
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-VOCABULARY = 64
-LENGTH = 12
 _LAYERS = re.compile(r"(num_.*layers|n_layers?|.*_layers|depth|num_.*blocks|.*_depth|n_.*layers)$")
 _LISTS_OF_LAYERS = re.compile(r"(layer_types|layers_block_type|mlp_layer_types|block_types|.*_layer_types|layers_types)$")
 _FIXED = re.compile(
@@ -36,14 +34,6 @@ _CHANNELS = re.compile(
 _EXPERTS = re.compile(r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_codebooks|n_codebooks)$")
 _CHOSEN = re.compile(r"(.*top_?k|num_experts_per_tok|n_group|moe_k|num_selected_experts)$")
 SPECIAL = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "unk": 3, "sep": 2, "cls": 1, "mask": 4}
-
-
-def parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """A configuration and those inside."""
-    yield config
-    for value in vars(config).values():
-        if isinstance(value, PretrainedConfig):
-            yield from parts(value)
 
 
 _ABSOLUTE = (  # pattern of a name -> value: all widths alike, so that what is joined fits
@@ -140,103 +130,6 @@ def _small(name: str, value: Any, divisor: int, image: int, special: Iterator[in
 def _varied(kinds: Any) -> Any:
     """Two layers, of two kinds where there are several."""
     return type(kinds)([kinds[0], next((kind for kind in kinds if kind != kinds[0]), kinds[1])])
-
-
-# --- what a model eats -----------------------------------------------------------------------------------------------
-def _find(config: PretrainedConfig, *names: str, default: Any = None) -> Any:
-    for part in parts(config):
-        for name in names:
-            value = getattr(part, name, None)
-            if value is not None:
-                return value
-    return default
-
-
-def _pixels(config: PretrainedConfig, image: int) -> Tensor:
-    size = _find(config, "image_size", default=image)
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return numbers(BATCH, _find(config, "num_channels", "in_channels", "in_chans", default=3), height, width)
-
-
-def words(length: int) -> Tensor:
-    """Tokens that are no special ones."""
-    return torch.randint(45, VOCABULARY, (BATCH, length), generator=torch.Generator().manual_seed(7))
-
-
-def inputs_of(model: nn.Module, image: int, images: int) -> Inputs:
-    """Arguments of a call, by their names; ``images`` places per row are marked as an image's."""
-    config: Any = model.config
-    names = inspect.signature(model.forward).parameters
-    made: Inputs = {}
-    marker = _find(config, "image_token_id", "image_token_index", "media_placeholder_token_id")
-    speaks = "input_ids" in names or "inputs_embeds" in names
-    if "input_ids" in names:
-        ids = words(LENGTH + images)
-        if images and marker is not None:
-            ids[:, 2 : 2 + images] = marker
-        made["input_ids"] = ids
-    main = getattr(model, "main_input_name", "")
-    if "pixel_values" in names and main != "pixel_values_videos":
-        if "image_grid_thw" in names:
-            made |= _patches(config)
-        else:
-            made["pixel_values"] = _pixels(config, image)
-    if "input_features" in names:
-        mels = _find(config, "num_mel_bins", "feature_size", "input_feat_per_channel", "n_mels", "feat_dim", default=80)
-        made["input_features"] = (
-            numbers(BATCH, 40, mels) if names.get("attention_mask") and not speaks else numbers(BATCH, mels, 40)
-        )
-    if "input_values" in names:
-        channels = _find(config, "audio_channels")
-        made["input_values"] = numbers(BATCH, 1600) if channels is None else numbers(BATCH, channels, 1600)
-    for mask in ("input_features_mask", "feature_attention_mask", "padding_mask"):
-        if mask in names and "input_features" in made:
-            made[mask] = torch.ones(BATCH, 40, dtype=torch.long)
-    if "image_sizes" in names and "pixel_values" in made:
-        made["image_sizes"] = torch.tensor([list(made["pixel_values"].shape[-2:])] * BATCH)
-    if "mm_token_type_ids" in names and "image_grid_thw" in made:
-        made["mm_token_type_ids"] = (made["input_ids"] == marker).long()
-    if "attention_mask" in names and "input_features" in made and not speaks:
-        made["attention_mask"] = torch.ones(BATCH, 40, dtype=torch.long)
-    if "past_values" in names:
-        return _series(config, names)
-    if not made and main in names:
-        made[main] = numbers(BATCH, 1600)
-    if "decoder_input_ids" in names and getattr(config, "is_encoder_decoder", False):
-        made["decoder_input_ids"] = words(6)
-    if "labels" in names:
-        made["labels"] = made.get("decoder_input_ids", made.get("input_ids", torch.tensor([1, 0, 1])))
-    return made
-
-
-def _series(config: Any, names: Any) -> Inputs:
-    """The past of a few series, and their future."""
-    past = getattr(config, "context_length", None) or 8
-    ahead, lags = getattr(config, "prediction_length", None) or 4, max(getattr(config, "lags_sequence", [0]))
-    width = getattr(config, "num_input_channels", 0)
-    more = (width,) if width else ()
-    times = getattr(config, "num_time_features", 0)
-    made = {
-        "past_values": numbers(BATCH, past + lags, *more),
-        "past_time_features": numbers(BATCH, past + lags, times),
-        "past_observed_mask": torch.ones(BATCH, past + lags, *more, dtype=torch.float64),
-        "future_values": numbers(BATCH, ahead, *more),
-        "future_time_features": numbers(BATCH, ahead, times),
-    }
-    return {name: value for name, value in made.items() if name in names}
-
-
-def _patches(config: PretrainedConfig) -> Inputs:
-    """Images as one list of patches, and the grid of each."""
-    vision: Any = getattr(config, "vision_config", config)
-    edge = 2 * getattr(vision, "spatial_merge_size", 2)
-    patch, times = getattr(vision, "patch_size", 14), getattr(vision, "temporal_patch_size", 1)
-    channels = getattr(vision, "in_channels", getattr(vision, "in_chans", getattr(vision, "num_channels", 3)))
-    width = channels * times * (patch * patch if isinstance(patch, int) else patch[0] * patch[1])
-    return {
-        "pixel_values": numbers(BATCH * edge * edge, width),
-        "image_grid_thw": torch.tensor([[1, edge, edge]] * BATCH),
-    }
 
 
 # --- a model that runs -----------------------------------------------------------------------------------------------
