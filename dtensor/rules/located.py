@@ -25,7 +25,7 @@ def _check_range(index: torch.Tensor, total: int, negative: bool, error: type[Ex
     if index.is_meta or not index.numel():
         return
     fits = ((index >= (-total if negative else 0)) & (index < total)).all()
-    if index.device.type != "cpu":
+    if index.device.type != "cpu" or type(fits) is not torch.Tensor:  # nobody can look into a FakeTensor
         torch._assert_async(fits)
     elif not fits:
         raise error(f"index out of range: found one outside [{-total if negative else 0}, {total - 1}]")
