@@ -5,6 +5,7 @@ from importlib import import_module
 from . import recomposed as _recomposed
 from . import write_through as _write_through
 from .caches import CacheInfo, cache_info
+from .capture import Captured, CaptureInfo, capture
 from .comm import PerRank, map_ranks, per_rank
 from .create import empty, full, ones, rand, randn, zeros
 from .custom import register_sharding
@@ -23,6 +24,8 @@ from .untraced import leave_untraced as _leave_untraced
 
 __all__ = [
     "CacheInfo",
+    "CaptureInfo",
+    "Captured",
     "DTensor",
     "DeviceMesh",
     "Explanation",
@@ -34,6 +37,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "cache_info",
+    "capture",
     "distribute_module",
     "distribute_tensor",
     "empty",

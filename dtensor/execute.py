@@ -20,7 +20,7 @@ from .redistribute import execute as run_move
 from .redistribute import execute_many as run_moves
 from .redistribute import plan as plan_move
 from .rules.context import KernelContext
-from .rules.draw import default_generator, synchronize
+from .rules.draw import default_generator, set_state, state_of, synchronize
 from .rules.rule import LocalView
 
 Wrap = Callable[[Any, Layout], Any]
@@ -151,10 +151,10 @@ def _drawn_alike(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
     mesh = plan.call.mesh
     synchronize(mesh)
     generator = local.get("generator") or default_generator(mesh)
-    state = generator.get_state()
+    state = state_of(generator)
 
     def one(member: int, bound: dict[str, Any]) -> Any:
-        generator.set_state(state)
+        set_state(generator, state)
         return operator.call(bound)
 
     return communicator_of(mesh).map(one, local)

@@ -26,6 +26,7 @@ from .comm.backends import flat_bytes
 from .errors import ImplicitCommunicationError, MixedTensorError
 from .mesh import DeviceMesh
 from .modes import MODES
+from .recording import aside
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
@@ -56,7 +57,7 @@ def origin_of(value: torch.Tensor) -> Origin:
         if type(value) is _Probe:
             return Origin.USER
         raise _Probed(references)
-    if references <= _references_of_dispatch():
+    if references <= references_of_dispatch():
         return Origin.TORCH
     return Origin.TORCH if _made_in_torch(value) else Origin.USER
 
@@ -68,7 +69,7 @@ class _Probe(torch.Tensor):
 
 
 @cache
-def _references_of_dispatch() -> int:
+def references_of_dispatch() -> int:
     """How many references dispatch itself has to a tensor that C++ made, seen on a call that is known to make one."""
     global _probing
     from .dispatch import _MAKE, dispatch  # the way there is what is measured
@@ -126,6 +127,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(list(value.values()))
 
 
+@aside
 def agree(value: torch.Tensor, mesh: DeviceMesh, what: str) -> None:
     """Check that all ranks hold the same ``value``. One small all-gather of objects.
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..mesh import DeviceMesh
+from ..recording import site
 from . import events
 from .groups import Group, backend_of, group_of
 from .per_rank import PerRank
@@ -31,6 +32,7 @@ def bind_between(
     kind = "all_to_all" if _spanning(source, target) is not None else "send_recv"
     positions = [tuple(range(len(ranks)))]
 
+    @site
     def issue(x: Local, async_op: bool = False) -> Any:
         if events.listeners:
             nbytes = events.routed(positions, route_of) * dtype.itemsize

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 
 from ..errors import LayoutError, MeshError
 from ..mesh import DeviceMesh
+from ..recording import ACTIVE, current, site
 from . import events
 from .reduction import Op, check_reduction, dense, fold
 from .regions import Box, Route
@@ -49,6 +50,8 @@ class Pending(Generic[T]):
 
     def wait(self) -> T:
         """The result; may be called again."""
+        if ACTIVE and (recorder := current()) is not None and recorder.knows(self):
+            return cast(T, recorder.site(Pending.wait, (self,), {}))
         if self._finish is not None:
             self._result = self._finish()
             self._finish = None
@@ -111,11 +114,14 @@ class Communicator(ABC):
         known: list[int] = []  # counted when somebody listens first
 
         def issue(x: Local, async_op: bool = False) -> Any:
+            if ACTIVE and (recorder := current()) is not None:
+                return recorder.site(issue, (x, async_op), {})
             if events.listeners:
                 known[:] = known or [nbytes()]
                 self._report(kind, mesh_dims, known[0])
             return run(x, True) if async_op else run(x, False).wait()
 
+        issue.__name__ = kind
         return issue
 
     @abstractmethod
@@ -139,6 +145,7 @@ class Communicator(ABC):
         """``fn(member, *args, **kwargs)`` once per member held here, each with its own part of every ``PerRank``."""
 
     # --- collectives ---------------------------------------------------------------------------------------------
+    @site
     def all_reduce(self, x: Local, mesh_dims: Sequence[int], op: Op = "sum", *, async_op: bool = False) -> Any:
         """The reduction of the group's ``x`` on every rank of it."""
         mesh_dims, size = tuple(mesh_dims), self.group_size(mesh_dims)
@@ -151,6 +158,7 @@ class Communicator(ABC):
             self._report("all_reduce", mesh_dims, events.reduced(_nbytes(x), size))
         return self._all_reduce(x, mesh_dims, op, async_op) if async_op else self._all_reduce(x, mesh_dims, op, False).wait()
 
+    @site
     def all_gather(self, x: Local, mesh_dims: Sequence[int], shape_of: Callable[[int], Shape], *, async_op: bool = False) -> Any:
         """The list of the group's ``x``, by group position. ``shape_of(member)`` is the shape of that member's ``x``."""
         mesh_dims, size = tuple(mesh_dims), self.group_size(mesh_dims)
@@ -164,6 +172,7 @@ class Communicator(ABC):
         pending = self._all_gather(x, mesh_dims, shape_of, async_op)
         return pending if async_op else pending.wait()
 
+    @site
     def reduce_scatter(self, chunks: Sequence[Local], mesh_dims: Sequence[int], op: Op = "sum", *, async_op: bool = False) -> Any:
         """The reduction of the group's ``chunks[k]``, k being one's own group position.
 
@@ -181,6 +190,7 @@ class Communicator(ABC):
         pending = self._reduce_scatter(chunks, mesh_dims, op, async_op)
         return pending if async_op else pending.wait()
 
+    @site
     def all_to_all(
         self, chunks: Sequence[Local], mesh_dims: Sequence[int], shape_of: Callable[[int, int], Shape], *, async_op: bool = False
     ) -> Any:
@@ -200,6 +210,7 @@ class Communicator(ABC):
         pending = self._all_to_all(chunks, mesh_dims, shape_of, async_op)
         return pending if async_op else pending.wait()
 
+    @site
     def broadcast(self, x: Local, mesh_dims: Sequence[int], source: int = 0, *, async_op: bool = False) -> Any:
         """``x`` of group position ``source``; the others' ``x`` tells only shape and dtype."""
         mesh_dims, size = tuple(mesh_dims), self.group_size(mesh_dims)

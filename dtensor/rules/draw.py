@@ -22,6 +22,7 @@ import torch
 from ..comm import communicator_of
 from ..layout import Layout
 from ..mesh import DeviceMesh
+from ..recording import aside, site
 from .counter import Arguments, Sampler, sample
 
 MODES = ("exact", "counter")
@@ -50,6 +51,7 @@ def draw(layout: Layout, whole: Callable[[torch.device], torch.Tensor]) -> Any:
     return communicator_of(mesh).map(lambda member: block_of(drawn, layout, member))
 
 
+@site
 def draw_counted(layout: Layout, sampler: Sampler, given: Arguments, generator: torch.Generator | None = None) -> Any:
     """The local blocks of one global draw, each made by itself."""
     mesh = layout.mesh
@@ -100,6 +102,7 @@ def place_in(whole: torch.Tensor, layout: Layout, coordinate: tuple[int, ...]) -
     return whole
 
 
+@aside
 def synchronize(mesh: DeviceMesh) -> None:
     """On process groups, once for all ranks that share a draw: they take over the first one's generator state."""
     root, dims = mesh._root, mesh.group_id(range(mesh.ndim))
@@ -113,6 +116,18 @@ def synchronize(mesh: DeviceMesh) -> None:
     comm = communicator_of(mesh)
     received = comm.broadcast(state.to(mesh.device_type), tuple(range(mesh.ndim)), 0)
     generator.set_state(received.cpu())
+
+
+@site
+def state_of(generator: torch.Generator) -> torch.Tensor:
+    """Where the generator is."""
+    return generator.get_state()
+
+
+@site
+def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    """Bring the generator to a state."""
+    generator.set_state(state)
 
 
 def default_generator(mesh: DeviceMesh) -> torch.Generator:

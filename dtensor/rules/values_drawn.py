@@ -17,7 +17,7 @@ from ..comm import communicator_of
 from ..layout import Layout, contiguous_stride
 from .call import Call
 from .context import KernelContext
-from .draw import block_of, default_generator, place_in, synchronize
+from .draw import block_of, default_generator, place_in, set_state, state_of, synchronize
 from .registry import register
 from .rule import Dims, Factors, Rule
 from .verbs import broadcast_factors
@@ -37,10 +37,10 @@ def drawn_alike(at: KernelContext, generator: Any, one: Callable[..., Any], *loc
     mesh = at.call.mesh
     synchronize(mesh)
     source = generator or default_generator(mesh)
-    state = source.get_state()
+    state = state_of(source)
 
     def from_start(member: int | None, *values: Any) -> Any:
-        source.set_state(state)
+        set_state(source, state)
         return one(member, *values)
 
     if mesh.current_member() is None:  # it draws too, see ``draw``

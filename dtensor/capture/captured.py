@@ -1,0 +1,179 @@
+"""``capture``: a function recorded at its first call, and replayed over local tensors afterwards."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from ..errors import CaptureError
+from ..recording import current
+from .environment import Environment
+from .program import Program
+from .record import Recording
+from .replay import Replayed, fetcher
+from .signature import Signature, described, modes, sign
+
+P = ParamSpec("P")
+T = TypeVar("T")
+KEPT = 16  # recordings of one function
+TRIES = 3  # runs that may leave other variables behind than they found, as one that makes a cache does
+
+
+class CaptureInfo(NamedTuple):
+    """How a captured function has been called: recordings kept, the most that are, and calls that recorded, replayed, and ran as
+    they are (beyond the limit, or inside another recording)."""
+
+    kept: int
+    limit: int
+    recorded: int
+    replayed: int
+    plain: int
+
+
+class _Kept(NamedTuple):
+    environment: Environment
+    program: Program
+
+    def serves(self, signature: Signature, environment: Environment) -> bool:
+        """Whether the program computes what the function would now."""
+        if self.environment is not environment and self.environment.key != environment.key:
+            return False
+        fetch = fetcher(signature.tensors, environment.tensors)
+        for given, guard in self.program.guards:
+            x = fetch(given)
+            if x is None or described(x) != guard:
+                return False
+        return True
+
+
+class Captured(Generic[P, T]):
+    """See :func:`capture`."""
+
+    def __init__(self, fn: Callable[P, T], limit: int) -> None:
+        self.fn = fn
+        self._limit = limit
+        self._entries: dict[Any, list[_Kept]] = {}
+        self._environment: Environment | None = None
+        self._tries = self._recorded = self._replayed = self._plain = 0
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        if current() is not None or _get_current_dispatch_mode_stack() or torch.compiler.is_compiling():
+            self._plain += 1
+            return self.fn(*args, **kwargs)
+        signature = sign(args, kwargs)
+        if self._environment is None or not self._environment.unchanged():
+            self._environment = Environment(self.fn)
+        environment = self._environment
+        key = (signature.key, modes())
+        for kept in self._entries.get(key, ()):
+            if kept.serves(signature, environment):
+                if kept.program.ready:
+                    self._replayed += 1
+                    return _replay(kept.program, signature, environment)
+                break
+        else:
+            if sum(map(len, self._entries.values())) >= self._limit:
+                return self._full(*args, **kwargs)
+        return self._record(key, signature, environment)
+
+    def _full(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        if not self._plain:
+            warnings.warn(
+                f"capture: {self.__name__} was recorded {self._limit} times for different shapes, layouts, numbers or modes; "  # type: ignore[attr-defined]
+                "other calls run uncaptured. Pass changing numbers as 0-d tensors, or capture(fn, limit=...)",
+                stacklevel=3,
+            )
+        self._plain += 1
+        return self.fn(*args, **kwargs)
+
+    def _record(self, key: Any, signature: Signature, environment: Environment) -> T:
+        self._recorded += 1
+        result, program, changed = Recording(self.fn, signature, environment).run()
+        if program is not None:
+            # one that waited for its backward pass is given up for this one
+            others = [
+                kept for kept in self._entries.get(key, []) if kept.program.ready or not kept.serves(signature, environment)
+            ]
+            self._entries[key] = [*others, _Kept(environment, program)]
+            self._tries = 0
+        else:
+            self._tries += 1
+            if self._tries >= TRIES:
+                raise CaptureError(
+                    f"capture: {changed} changes in each of {TRIES} calls: a replay would not change it. Keep it out of the "
+                    "captured function, or in a tensor that is written to in place"
+                )
+        return result
+
+    # --- to look at ----------------------------------------------------------------------------------------------------
+    def programs(self) -> list[Program]:
+        """The recordings that are kept."""
+        return [kept.program for entries in self._entries.values() for kept in entries]
+
+    def source(self) -> str:
+        """The text that runs at a replay, for each recording: Python over the local tensors of this process."""
+        texts = []
+        for number, program in enumerate(self.programs()):
+            state = "" if program.ready else ", not replayed before a backward pass was seen"
+            texts.append(f"# recording {number}{state}\n{program.compile().source.text}")
+            texts += [backward.source.text for backward in program.backwards.values() if backward.source is not None]
+        return "\n".join(texts)
+
+    def cache_info(self) -> CaptureInfo:
+        """See :class:`CaptureInfo`."""
+        return CaptureInfo(len(self.programs()), self._limit, self._recorded, self._replayed, self._plain)
+
+    def clear(self) -> None:
+        """Forget the recordings."""
+        self._entries.clear()
+        self._environment, self._tries = None, 0
+
+
+def _replay(program: Program, signature: Signature, environment: Environment) -> Any:
+    fetch = fetcher(signature.tensors, environment.tensors)
+    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    if autocast:  # what it casts is in the tape
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False, dtype=torch.float16):
+            bases = _bases(program, fetch)
+    else:
+        bases = _bases(program, fetch)
+    return pytree.tree_unflatten(program.finish(bases, fetch), program.tree)
+
+
+def _bases(program: Program, fetch: Any) -> list[Any]:
+    if not program.differentiable:
+        with torch.no_grad():
+            return program.run(program.compile(), fetch)[0]
+    rest: dict[int, Any] = {}
+    apply: Any = Replayed.apply
+    made = iter(apply(program, fetch, rest, *map(fetch, program.differentiable)))
+    return [rest[number] if number in rest else next(made) for number in range(len(program.bases))]
+
+
+def capture(fn: Callable[P, T], *, limit: int = KEPT) -> Captured[P, T]:
+    """``fn``, recorded when it is first called and replayed afterwards over local tensors, without dispatch of DTensors.
+
+    Forward and backward tapes stand behind one autograd function, so gradients, hooks and optimizers work as ever. Replays give
+    bit for bit what ``fn`` gives and issue the same collectives. See docs/capture.md.
+
+    Args:
+        fn: a function or module of DTensors; what it reads besides its arguments is found and guarded.
+        limit: most recordings kept, one for each kind of call (layouts, Python values, modes); further ones run as they are.
+
+    Raises:
+        CaptureError: when ``fn`` does what a replay could not do again, on all ranks alike; it says what to do instead.
+
+    >>> import torch, dtensor as dt
+    >>> x = dt.ones(3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
+    >>> f = dt.capture(lambda x: (x * 2).sum())
+    >>> f(x).item(), f(x + 1).item(), f.cache_info().replayed
+    (6.0, 12.0, 1)
+    """
+    return Captured(fn, limit)

@@ -1,0 +1,215 @@
+"""A recorded run made ready to be replayed: the tapes of the forward run and of its backward passes, and what goes in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ..comm import PerRank
+from ..dispatch import wrap_local
+from ..layout import Layout
+from ..tensor import DTensor
+from .optimize import optimized
+from .results import Base, Constant, Given, Joined, LocalOf, Made, Result, View, follow
+from .source import Source
+from .tape import Step, Tape, Var
+
+Fetch = Callable[[Given], Any]
+
+
+class Form(NamedTuple):
+    """What the tape takes a tensor to be: the strides of its locals."""
+
+    given: Given
+    locals: tuple[Var, ...]
+    strides: tuple[tuple[int, ...], ...]
+
+
+def locals_of(x: Any) -> tuple[torch.Tensor, ...]:
+    """The local tensors that this process holds of a tensor."""
+    local = x._local if isinstance(x, DTensor) else x
+    return local.shards if isinstance(local, PerRank) else (local,)
+
+
+def as_recorded(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """``x`` with the strides that the tape was recorded for: which ones a rank has is its own affair, so it is no guard."""
+    repeated = any(step == 0 and size > 1 for size, step in zip(x.shape, stride, strict=True))
+    if x.stride() == stride or repeated:  # values that the tape knew to be repeated may not be
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x.detach())
+
+
+@dataclass(slots=True, eq=False)
+class Backward:
+    """The tape of a backward pass.
+
+    Attributes:
+        incoming: for each gradient that comes in its locals, () for none; their strides beside them.
+        needed: what it reads of the forward run.
+        gradients: for each differentiable input what it gives: None, or locals and layout.
+    """
+
+    incoming: tuple[tuple[Var, ...], ...]
+    strides: tuple[tuple[tuple[int, ...], ...], ...]
+    layouts: tuple[Layout | None, ...]
+    steps: list[Step]
+    gradients: tuple[tuple[tuple[Var, ...], Layout | None] | None, ...]
+    needed: tuple[Var, ...] = ()
+    tape: Tape | None = None
+    source: Source | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Compiled:
+    """The text for a set of backward passes: the forward run also gives what they need."""
+
+    tape: Tape
+    source: Source
+    saved: tuple[Var, ...]
+    watched: tuple[Given | int, ...]  # given tensors, and results by number, whose memory is saved: they must not be written to
+    backwards: dict[Any, Backward]
+    places: dict[Any, tuple[int, ...]]  # for each backward pass: where in ``saved`` is what it needs
+
+
+@dataclass(slots=True, eq=False)
+class Program:
+    """See the module.
+
+    Attributes:
+        guards: what was found about the given tensors that are used; a replay needs the same.
+        mutated: given tensors that it writes to.
+        differentiable: given tensors that get gradients.
+        assigned: gradients that the run leaves in ``.grad`` (the whole step): the leaf, and a base's number or None.
+    """
+
+    forms: tuple[Form, ...]
+    guards: tuple[tuple[Given, Any], ...]
+    steps: list[Step]
+    constants: dict[Var, torch.Tensor]
+    bases: tuple[Base, ...]
+    results: tuple[Result, ...]
+    tree: Any
+    mutated: tuple[Given, ...]
+    differentiable: tuple[Given, ...]
+    assigned: tuple[tuple[Given, int | None], ...] = ()
+    backwards: dict[Any, Backward] = field(default_factory=dict)
+    compiled: Compiled | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether calls can be replayed: the backward pass has been seen, where there is one."""
+        return not self.differentiable or bool(self.backwards)
+
+    # --- building ------------------------------------------------------------------------------------------------------
+    def compile(self) -> Compiled:
+        """The text, made anew after another backward pass was seen."""
+        if self.compiled is None:
+            self.compiled = self._compiled()
+        return self.compiled
+
+    def add_backward(self, key: Any, backward: Backward) -> None:
+        """Remember how gradients are computed for incoming ones of this kind."""
+        made = {var for step in backward.steps for var in step.outputs}
+        incoming = {var for group in backward.incoming for var in group}
+        results = tuple(var for gradient in backward.gradients if gradient is not None for var in gradient[0])
+        kept = {storage for step in self.steps for storage in step.writes}
+        constants = {var: value for var, value in self.constants.items() if var.storage not in kept}
+        inputs = tuple(var for group in backward.incoming for var in group)
+        lasting = frozenset(self._storages() | {var.storage for var in incoming})
+        read = [var for step in backward.steps for var in step.inputs] + list(results)
+        earlier = tuple(dict.fromkeys(var for var in read if var not in made and var not in incoming and var not in constants))
+        tape = optimized(Tape(inputs + earlier, backward.steps, results, constants), lasting)
+        backward.needed = tuple(var for var in tape.inputs if var not in incoming)
+        tape.inputs = inputs + backward.needed
+        # Autograd may keep a gradient as some leaf's ``.grad`` and add to it in place, so its memory is nobody else's.
+        shared = {var.storage for var in tape.inputs} | {var.storage for var in constants}
+        copied = []
+        for var in results:
+            copied.append(var.storage in shared)
+            shared.add(var.storage)
+        backward.tape, backward.source = tape, Source("backward", tape, copied)
+        self.backwards[key] = backward
+        self.compiled = None
+
+    def _storages(self) -> set[int]:
+        return {var.storage for form in self.forms for var in form.locals}
+
+    def _compiled(self) -> Compiled:
+        inputs = tuple(var for form in self.forms for var in form.locals)
+        results = tuple(var for base in self.bases for var in base.locals)
+        saved = tuple(dict.fromkeys(var for backward in self.backwards.values() for var in backward.needed))
+        lasting = frozenset(self._storages())
+        tape = optimized(Tape(inputs, self.steps, results + saved, self.constants), lasting)
+        tape.inputs = inputs
+        by_storage: dict[int, list[Given | int]] = {}
+        for form in self.forms:
+            for var in form.locals:
+                by_storage.setdefault(var.storage, []).append(form.given)
+        for number, base in enumerate(self.bases):
+            for var in base.locals:
+                by_storage.setdefault(var.storage, []).append(number)
+        watched = tuple(dict.fromkeys(owner for var in saved for owner in by_storage.get(var.storage, ())))
+        places = {key: tuple(saved.index(var) for var in backward.needed) for key, backward in self.backwards.items()}
+        return Compiled(tape, Source("forward", tape), saved, watched, dict(self.backwards), places)
+
+    # --- running -------------------------------------------------------------------------------------------------------
+    def inputs(self, fetch: Fetch) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """The locals that the tape starts from, and copies of those that lie otherwise in memory: (copy, own)."""
+        found: list[torch.Tensor] = []
+        copies = []
+        for given, _, strides in self.forms:
+            x = fetch(given)
+            for own, stride in zip(locals_of(x), strides, strict=True):
+                local = own if own.stride() == stride else as_recorded(own, stride)
+                if local is not own:
+                    copies.append((local, own))
+                found.append(local)
+        return found, copies
+
+    def run(self, compiled: Compiled, fetch: Fetch) -> tuple[list[Any], tuple[Any, ...]]:
+        """The bases, and what is saved for backward passes."""
+        locals_, copies = self.inputs(fetch)
+        values = compiled.source.run(*locals_)
+        for copy, own in copies:
+            if self.mutated:
+                own.copy_(copy)
+        for given in self.mutated:
+            x = fetch(given)
+            if isinstance(x, DTensor) and not x.is_inference():
+                increment_version(x)
+        made, at = [], 0
+        for base in self.bases:
+            count = len(base.locals)
+            made.append(joined(values[at : at + count], base.layout))
+            at += count
+        return made, values[at:]
+
+    def finish(self, bases: list[Any], fetch: Fetch) -> list[Any]:
+        """The leaves of what the function returns."""
+        return [self._result(result, bases, fetch) for result in self.results]
+
+    def _result(self, result: Result, bases: list[Any], fetch: Fetch) -> Any:
+        match result:
+            case Made(number):
+                return bases[number]
+            case Constant(value):
+                return value
+            case Given():
+                return fetch(result)
+            case LocalOf(given):
+                return fetch(given)._local
+            case Joined(numbers):
+                return PerRank([bases[number] for number in numbers])
+            case View(root, chain):
+                return follow(chain, bases[root.base] if isinstance(root, Made) else fetch(root))
+
+
+def joined(locals_: tuple[torch.Tensor, ...], layout: Layout | None) -> Any:
+    """The tensor with these locals."""
+    if layout is None:
+        return locals_[0]
+    return wrap_local(PerRank(locals_) if layout.mesh.kind == "in_process" else locals_[0], layout)

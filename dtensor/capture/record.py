@@ -1,0 +1,328 @@
+"""One recorded run: the function is called for real, on stand-ins for its arguments, while a recorder listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.utils import _pytree as pytree
+
+from ..comm import PerRank
+from ..dispatch import wrap_local
+from ..errors import CaptureError
+from ..tensor import DTensor
+from .environment import Environment
+from .program import Backward, Form, Program, joined, locals_of
+from .recorder import Recorder
+from .replay import fetcher, kind_of, refuse_graph
+from .results import Given, Sorter
+from .signature import Signature, described
+from .tape import Step, Var
+
+
+class Recording:
+    """A run under way: what was given, the recorder, and after :meth:`run` the program and the results of the run."""
+
+    def __init__(self, fn: Callable[..., Any], signature: Signature, environment: Environment) -> None:
+        self.fn, self.signature, self.environment = fn, signature, environment
+        self.recorder = Recorder()
+        self.steps: list[Step] = []
+        self.real: dict[Given, torch.Tensor] = {}  # what the user has, and
+        self.seen: dict[Given, Any] = {}  # what the function sees
+        self.vars: dict[Given, tuple[Var, ...]] = {}
+        self.strides: dict[Given, tuple[tuple[int, ...], ...]] = {}
+        self.copied: dict[Given, set[int]] = {}  # shown with memory of their own; the memory that they share in truth
+        self._restore: list[tuple[Any, Any]] = []
+        for number, x in enumerate(signature.tensors):
+            self._give(Given("arg", number), x)
+        for number, x in enumerate(environment.tensors):
+            self._give(Given("env", number), x)
+        self.grads_before = {given: x.grad for given, x in self._leaves()}
+        for given, x in self._leaves():
+            if x.grad is not None:
+                self._give(Given("grad", given.number), x.grad)
+
+    def _leaves(self) -> Iterator[tuple[Given, torch.Tensor]]:
+        return ((given, x) for given, x in list(self.real.items()) if given.kind == "env" and x.requires_grad and x.is_leaf)
+
+    def _give(self, given: Given, x: Any) -> None:
+        own = locals_of(x)
+        shown = [self._shown(given, local) for local in own]
+        self.real[given], self.vars[given] = x, tuple(var for _, var in shown)
+        self.strides[given] = tuple(local.stride() for local, _ in shown)
+        replaced = any(local is not mine for (local, _), mine in zip(shown, own, strict=True))
+        locals_ = tuple(local for local, _ in shown)
+        if given.kind == "arg":
+            self.seen[given] = _stand_in(x, locals_, replaced)
+            return
+        self.seen[given] = x
+        if replaced:
+            if type(x) is not DTensor:
+                raise CaptureError(
+                    f"capture: the function reads a tensor of shape {tuple(x.shape)} that shares its memory with another one; "
+                    "pass them as arguments"
+                )
+            self._restore.append((x, x._local))
+            x._local = joined(locals_, x._layout)._local
+
+    def _shown(self, given: Given, local: torch.Tensor) -> tuple[torch.Tensor, Var]:
+        """A local and its variable; a copy where its memory is another input's too, since at a replay it may not be."""
+        var = self.recorder.given(local)
+        if var is None:
+            storage = self.recorder.storage_of(local)
+            local = copied(local)
+            var = self.recorder.given(local)
+            self.copied.setdefault(given, set()).add(storage)
+        assert var is not None
+        return local, var
+
+    # --- the run -------------------------------------------------------------------------------------------------------
+    def run(self) -> tuple[Any, Program | None, str | None]:
+        """The function's result, and the program; None, with where, if the run left other variables behind than it found."""
+        args, kwargs = self.signature.rebuild([self.seen[Given("arg", i)] for i in range(len(self.signature.tensors))])
+        layouts = {given: (x._layout, x._local) for given, x in self.seen.items() if type(x) is DTensor}
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            torch.clear_autocast_cache()
+        try:
+            with self.recorder.running(self.steps):
+                out = self._called(args, kwargs)
+                leaves, tree = pytree.tree_flatten(out)
+                for leaf in leaves:
+                    if isinstance(leaf, DTensor):
+                        leaf._local  # noqa: B018  arrives now, or is computed, if it is not there yet
+        finally:
+            for x, local in self._restore:
+                x._local = local
+            torch.clear_autocast_cache()
+        restored = {id(x): local for x, local in self._restore}
+        for given, (layout, local) in layouts.items():
+            x = self.seen[given]
+            if x._layout is not layout or (x._local is not local and restored.get(id(x)) is not x._local):
+                raise CaptureError(
+                    f"capture: the function changes the shape or the data of {self._named(given)} (x.data = ..., "
+                    "x.t_()), which a replay cannot; make a new tensor"
+                )
+        changed = self._changed()
+        program, bases = self._program(leaves, tree)
+        linked = self._linked(program, bases)
+        fetch = fetcher(self.signature.tensors, self.environment.tensors)
+        result = pytree.tree_unflatten(program.finish(linked, fetch), tree)
+        self.recorder.views.clear()
+        return result, None if changed else program, changed
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self.fn(*args, **kwargs)
+        except RuntimeError as error:
+            if "a leaf Variable that requires grad" in str(error) or "a view of a leaf Variable" in str(error):
+                raise CaptureError(
+                    "capture: the function writes in place to an argument that requires grad, which a replay could not show to "
+                    f"autograd; write to x.clone() ({error})"
+                ) from error
+            raise
+
+    def _named(self, given: Given) -> str:
+        if given.kind == "arg":
+            return f"argument tensor {given.number}"
+        return self.environment.paths[self.environment.key.index(("tensor", given.number))]
+
+    def _changed(self) -> str | None:
+        """Where the run left another value in a variable of the function."""
+        if self.environment.unchanged():
+            return None
+        return self.environment.difference(Environment(self.fn))
+
+    # --- what it made --------------------------------------------------------------------------------------------------
+    def _program(self, leaves: list[Any], tree: Any) -> tuple[Program, list[Any]]:
+        owners = {id(x): given for given, x in self.seen.items()}
+        locals_ = {id(x._local): given for given, x in self.seen.items() if isinstance(x, DTensor)}
+        storages = {var.storage for group in self.vars.values() for var in group}
+        sorter = Sorter(self.recorder, owners, locals_, storages)
+        results = sorter.sort(leaves)
+        for given, x in self._leaves():
+            if x.grad is not self.grads_before[given]:
+                raise CaptureError(
+                    f"capture: the function runs a backward pass that changes {self._named(given)}.grad; capture the forward "
+                    "computation and call .backward() on its result"
+                )
+        written = {storage for step in self.steps for storage in step.writes}
+        mutated = tuple(given for given, group in self.vars.items() if any(var.storage in written for var in group))
+        for given in mutated:
+            self._check_mutated(given)
+            if given.kind == "arg" and isinstance(self.real[given], DTensor) and _counts(self.real[given]):
+                increment_version(self.real[given])  # its stand-in has counted for itself
+        for given, x in self.seen.items():
+            if given.kind == "arg" and (x.grad_fn is not None or x.requires_grad != self.real[given].requires_grad):
+                raise CaptureError(
+                    f"capture: the function writes values with a gradient to {self._named(given)}; return them instead"
+                )
+        differentiable = self._differentiable(sorter.tensors)
+        read = {var for step in self.steps for var in step.inputs} | {var for base in sorter.bases for var in base.locals}
+        used = [given for given, group in self.vars.items() if any(var in read for var in group) or given in differentiable]
+        forms = tuple(Form(given, self.vars[given], self.strides[given]) for given in used)
+        guards = tuple((given, described(self.real[given])) for given in used if given.kind != "arg")
+        program = Program(
+            forms, guards, self.steps, self.recorder.constants, tuple(sorter.bases), tuple(results), tree, mutated, differentiable
+        )
+        return program, sorter.tensors
+
+    def _check_mutated(self, given: Given) -> None:
+        x = self.real[given]
+        shared = set().union(*self.copied.values())
+        if given in self.copied or any(var.storage in shared for var in self.vars[given]):
+            raise CaptureError(
+                f"capture: the function writes to {self._named(given)}, which shares its memory with another tensor that it "
+                "is given; pass copies"
+            )
+        if isinstance(x, DTensor) and type(x) is not DTensor:
+            raise CaptureError(
+                f"capture: the function writes to {self._named(given)}, a view whose elements lie on other ranks than its "
+                "base's; write to the base"
+            )
+
+    def _differentiable(self, bases: list[torch.Tensor]) -> tuple[Given, ...]:
+        """The given tensors that the results depend on, as autograd sees it."""
+        reached = _leaves_of([x for x in bases if x.requires_grad])
+        for given, x in self.seen.items():
+            if given.kind == "env" and x.requires_grad and not x.is_leaf and id(x.grad_fn) in reached:
+                raise CaptureError(
+                    f"capture: the function reads {self._named(given)}, which was computed from tensors with gradients; pass "
+                    "it as an argument"
+                )
+        return tuple(given for given, x in self.seen.items() if x.requires_grad and x.is_leaf and id(x) in reached)
+
+    def _linked(self, program: Program, bases: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The bases, those with gradients as results of one autograd function of the user's tensors."""
+        if not program.differentiable:
+            return [x.detach() if x.requires_grad else x for x in bases]
+        apply: Any = _Recorded.apply
+        linked = apply(self, program, bases, *(self.real[given] for given in program.differentiable))
+        made = iter(linked)
+        return [next(made) if x.requires_grad else x for x in bases]
+
+    # --- backward ------------------------------------------------------------------------------------------------------
+    def backward(self, program: Program, bases: list[Any], grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The gradients of the differentiable inputs; recorded, if it is the first time for incoming ones of this kind."""
+        inputs = [self.seen[given] for given in program.differentiable]
+        roots = [x for x in bases if x.requires_grad]
+        key = kind_of(grads)
+        shown = [None if grad is None else self._incoming(grad) for grad in grads]
+        steps: list[Step] = []
+        chosen = [(root, grad[0]) for root, grad in zip(roots, shown, strict=True) if grad is not None]
+        with self.recorder.running(steps), _without_hooks(inputs):
+            found = torch.autograd.grad(
+                [root for root, _ in chosen], inputs, [grad for _, grad in chosen], retain_graph=True, allow_unused=True
+            )
+            for gradient in found:
+                if isinstance(gradient, DTensor):
+                    gradient._local  # noqa: B018  as above
+        if key not in program.backwards:
+            program.add_backward(key, self._backward(shown, grads, steps, list(found)))
+        return tuple(found)
+
+    def _incoming(self, grad: Any) -> tuple[Any, tuple[Var, ...]]:
+        """A gradient, with memory that nothing else has, and its variables."""
+        own = locals_of(grad)
+        shown = []
+        for local in own:
+            var = self.recorder.given(local)
+            if var is None:
+                local = copied(local)
+                var = self.recorder.given(local)
+            assert var is not None
+            shown.append((local, var))
+        if all(local is mine for (local, _), mine in zip(shown, own, strict=True)):
+            return grad, tuple(var for _, var in shown)
+        layout = grad._layout if isinstance(grad, DTensor) else None
+        return joined(tuple(local for local, _ in shown), layout), tuple(var for _, var in shown)
+
+    def _backward(self, shown: list[Any], grads: tuple[Any, ...], steps: list[Step], gradients: list[Any]) -> Backward:
+        incoming = tuple(() if pair is None else pair[1] for pair in shown)
+        strides = tuple(() if pair is None else tuple(local.stride() for local in locals_of(pair[0])) for pair in shown)
+        layouts = tuple(grad._layout if isinstance(grad, DTensor) else None for grad in grads)
+        made = tuple(
+            None
+            if gradient is None
+            else (
+                tuple(self.recorder.taken(local) for local in locals_of(gradient)),
+                gradient._layout if isinstance(gradient, DTensor) else None,
+            )
+            for gradient in gradients
+        )
+        return Backward(incoming, strides, layouts, steps, made)
+
+
+class _Recorded(torch.autograd.Function):
+    """The recorded run's own place in the user's graph: its gradients come from the graph that the run built."""
+
+    @staticmethod
+    def forward(ctx: Any, recording: Recording, program: Program, bases: list[Any], *inputs: torch.Tensor) -> Any:
+        ctx.recording, ctx.program, ctx.bases = recording, program, bases
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in bases if x.requires_grad)  # they share the version counters of what the run has saved
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        refuse_graph()
+        return None, None, None, *ctx.recording.backward(ctx.program, ctx.bases, grads)
+
+
+def _stand_in(x: Any, locals_: tuple[torch.Tensor, ...], replaced: bool) -> Any:
+    """A leaf with the memory of an argument."""
+    if isinstance(x, DTensor):
+        made: Any = wrap_local(joined(locals_, x._layout)._local if replaced else x._local, x._layout)
+    else:
+        made = locals_[0].detach()
+    if x.requires_grad:
+        torch.Tensor.requires_grad_(made)  # not DTensor's, which brings gradients to the leaf's layout
+    return made
+
+
+def copied(x: torch.Tensor) -> torch.Tensor:
+    """A copy that lies in memory as ``x`` does, also where elements are repeated."""
+    once = x.detach()
+    for d, (size, step) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        once = once.narrow(d, 0, 1) if step == 0 and size > 1 else once
+    fresh = torch.empty_strided(once.shape, once.stride(), dtype=x.dtype, device=x.device).copy_(once)
+    return fresh.as_strided(x.shape, x.stride())
+
+
+def _counts(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and not isinstance(x, PerRank) and not x.is_inference()
+
+
+def _leaves_of(roots: list[torch.Tensor]) -> set[int]:
+    """Addresses of the leaves, and of the nodes, that the history of ``roots`` reaches."""
+    reached: set[int] = set()
+    nodes: list[Any] = [x.grad_fn if x.grad_fn is not None else x for x in roots]
+    alive = []
+    while nodes:
+        node = nodes.pop()
+        if node is None or id(node) in reached:
+            continue
+        reached.add(id(node))
+        alive.append(node)  # addresses are not used again
+        if isinstance(node, torch.Tensor):
+            continue
+        if hasattr(node, "variable"):
+            reached.add(id(node.variable))
+        nodes.extend(following for following, _ in node.next_functions)
+    return reached
+
+
+@contextmanager
+def _without_hooks(leaves: list[Any]) -> Iterator[None]:
+    """The users' hooks run when the gradients are accumulated, not when they are computed."""
+    held = [(x, x._backward_hooks) for x in leaves]
+    for x, hooks in held:
+        if hooks is not None:
+            x._backward_hooks = None
+    try:
+        yield
+    finally:
+        for x, hooks in held:
+            if hooks is not None:
+                x._backward_hooks = hooks

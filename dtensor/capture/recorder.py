@@ -1,0 +1,318 @@
+"""The recorder: a dispatch mode that sees every operation on local tensors, and which of them the library calls one step.
+
+Tensors are known by their memory (storage, offset, sizes, strides, dtype), so ``detach`` and a view taken twice are the variable
+that they show, and cost nothing at replay. A local tensor that it has neither been given nor seen made has come from somewhere
+that no guard watches, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..comm import Pending, PerRank
+from ..errors import CaptureError
+from ..local_functions import local_function
+from ..origin import references_of_dispatch
+from ..recording import ACTIVE
+from ..tensor import DTensor
+from .reads import refuse, refused
+from .tape import Ranks, Step, Var, variables
+
+aten = torch.ops.aten
+_READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+Key = tuple[Any, ...]
+
+
+class Recorder(TorchDispatchMode):
+    """Records while it is entered with :meth:`running`; a forward run and its backward share one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        references_of_dispatch()  # measured once, with no mode in the way
+        self.steps: list[Step] = []
+        self.constants: dict[Var, torch.Tensor] = {}
+        self.paused = 0
+        self.within: list[str] = []
+        self.views: dict[int, tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = {}  # of DTensors: result, func, args, kwargs
+        self.differentiated = False  # whether a backward pass ran
+        self._vars: dict[Key, Var] = {}
+        self._bases: dict[int, tuple[StorageWeakRef, int, Var, torch.dtype]] = {}  # by address, which a weak reference reserves
+        self._pending: dict[int, tuple[Any, Var]] = {}
+        self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        self._count = 0
+
+    @contextmanager
+    def running(self, steps: list[Step]) -> Iterator[None]:
+        """Inside, operations of this thread go to ``steps``."""
+        self.steps = steps
+        self._generators = {}
+        self._expect(torch.default_generator)
+        ACTIVE.append(self)
+        try:
+            with refused(self._reading), self:
+                yield
+        finally:
+            ACTIVE.remove(self)
+        self._check_generators("at the end of the captured function")
+
+    def _reading(self) -> str | None:
+        """What is at work, for a read of values in this thread."""
+        if self.paused or not torch._C._len_torch_dispatch_stack():
+            return None
+        return self.within[-1] if self.within else ""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No wrapper of torch's around :meth:`__torch_dispatch__`: whose a tensor is, is told by frames (see ``origin``)."""
+        return False
+
+    # --- what arrives --------------------------------------------------------------------------------------------------
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        distributed = [kind for kind in types if issubclass(kind, DTensor)]
+        if distributed:  # the most derived one is asked, as torch does
+            return self._distributed(max(distributed, key=lambda kind: len(kind.__mro__)), func, types, args, kwargs)
+        if any(issubclass(kind, PerRank) for kind in types):
+            with self:
+                return PerRank.__torch_dispatch__(func, types, args, kwargs)
+        return self._local(func, args, kwargs)
+
+    def _distributed(self, kind: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.differentiated |= torch._C._current_graph_task_id() != -1
+        self.within.append(str(func))
+        try:
+            with self:
+                result = kind.__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.within.pop()
+        if func.is_view or func in (aten.detach.default, aten.alias.default):
+            for place, made in enumerate(result if isinstance(result, (list, tuple)) else (result,)):
+                self.views[id(made)] = (made, (func, place if isinstance(result, (list, tuple)) else None), args, kwargs)
+        return result
+
+    def _local(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.paused or func in (aten.is_pinned.default,):
+            return func(*args, **kwargs)
+        if _meta(args, kwargs):
+            return func(*args, **kwargs)
+        within = self.within[-1] if self.within else ""
+        if any(tag in func.tags for tag in _READS) and not _indexed_by_numbers(func, args):
+            raise refuse(str(func), within)
+        if func is aten.lift_fresh.default:
+            self._constant(args[0])
+        taken, named = self.taken(args), self.taken(kwargs)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        generator = kwargs.get("generator") or next((x for x in args if isinstance(x, torch.Generator)), None)
+        if random:
+            self._check(generator or _default(args, kwargs), str(func))
+        fn = local_function(func)
+        result = fn(*args, **kwargs)
+        if not func._schema.returns:
+            result = None  # the functions give the written list back
+        if random:
+            self._expect(generator or _default(args, kwargs))
+        if _meta(result, {}):
+            return result
+        written = _written(func, args, kwargs)
+        known = {id(x): var for x, var in zip(_tensors((args, kwargs)), variables((taken, named)), strict=True)}
+        writes = frozenset(known[id(x)].storage for x in written)
+        self._append(Step(fn, taken, named, None, writes, random, within=within), result, known, written)
+        return result
+
+    # --- sites ---------------------------------------------------------------------------------------------------------
+    def site(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``fn(*args, **kwargs)``, one step; see :mod:`dtensor.recording`."""
+        taken, named = self.taken(args), self.taken(kwargs)
+        result = self.aside(fn, args, kwargs)
+        self._append(
+            Step(fn, taken, named, None, keep=True, site=True, within=self.within[-1] if self.within else ""), result, {}, []
+        )
+        return result
+
+    def aside(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``fn(*args, **kwargs)``, no step."""
+        self._check_generators(fn.__name__)
+        self.paused += 1
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            self.paused -= 1
+            for generator, _ in list(self._generators.values()):
+                self._expect(generator)
+
+    def knows(self, pending: Any) -> bool:
+        return id(pending) in self._pending
+
+    # --- variables -----------------------------------------------------------------------------------------------------
+    def given(self, x: torch.Tensor) -> Var | None:
+        """The variable of a tensor that the tape starts from; None if its memory is known already."""
+        return None if x.untyped_storage()._cdata in self._bases else self._new(x)
+
+    def storage_of(self, x: torch.Tensor) -> int:
+        """The number of memory that is known."""
+        return self._bases[x.untyped_storage()._cdata][1]
+
+    def find(self, x: torch.Tensor) -> Var | None:
+        """The variable of a tensor, if it is known."""
+        return self._vars.get(_key(x))
+
+    def taken(self, value: Any) -> Any:
+        """``value`` with variables in place of tensors."""
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, PerRank):
+                return Ranks(tuple(self._known(shard) for shard in value.shards))
+            return self._known(value)
+        if isinstance(value, Pending):
+            return self._pending[id(value)][1]
+        if isinstance(value, (list, tuple)):
+            items = [self.taken(item) for item in value]
+            return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if isinstance(value, dict):
+            return {key: self.taken(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(self.taken(value.start), self.taken(value.stop), self.taken(value.step))
+        return value
+
+    def _known(self, x: torch.Tensor) -> Var:
+        if isinstance(x, DTensor):
+            raise CaptureError(f"capture: {self.within[-1:]} hands a DTensor to a function of local tensors")
+        key = _key(x)
+        found = self._vars.get(key)
+        if found is not None:
+            return found
+        base = self._bases.get(key[0])
+        if base is None:
+            raise CaptureError(
+                f"capture: {self.within[-1] if self.within else 'the function'} uses a tensor of shape {tuple(x.shape)} and "
+                f"{x.dtype} that capture cannot find among the arguments and the variables of the function, so no replay "
+                "could see it change; pass it as an argument"
+            )
+        _, storage, var, dtype = base
+        if dtype != x.dtype or x.is_conj() or x.is_neg():
+            raise CaptureError(
+                f"capture: a view of shape {tuple(x.shape)} was made in a way that cannot be replayed; use x.clone()"
+            )
+        made = self._vars[key] = self._var(storage)
+        args = (var, tuple(x.shape), tuple(x.stride()), x.storage_offset())
+        self.steps.append(Step(torch.as_strided, args, {}, made))
+        return made
+
+    def _var(self, storage: int | None) -> Var:
+        self._count += 1
+        return Var(self._count, self._count if storage is None else storage)
+
+    def _new(self, x: torch.Tensor) -> Var:
+        """The variable of a tensor that has not been seen; it may show memory that has."""
+        key = _key(x)
+        base = self._bases.get(key[0])
+        var = self._vars[key] = self._var(None if base is None else base[1])
+        if base is None:
+            self._bases[key[0]] = (StorageWeakRef(x.untyped_storage()), var.storage, var, x.dtype)
+        return var
+
+    def _constant(self, x: torch.Tensor) -> None:
+        """A tensor made of Python numbers, as it is now."""
+        if _key(x) not in self._vars:
+            var = self._new(x)
+            self.constants[var] = x.detach().clone()
+
+    def _out(self, value: Any, fresh: list[Var]) -> Any:
+        """``value`` with variables, new ones for what has not been seen."""
+        if isinstance(value, PerRank):
+            return Ranks(tuple(self._out(shard, fresh) for shard in value.shards))
+        if isinstance(value, torch.Tensor):
+            found = self._vars.get(_key(value))
+            if found is None:
+                found = self._new(value)
+                fresh.append(found)
+            return found
+        if isinstance(value, Pending):
+            var = self._var(None)
+            self._pending[id(value)] = (value, var)
+            fresh.append(var)
+            return var
+        if isinstance(value, (list, tuple)):
+            return tuple(self._out(item, fresh) for item in value)
+        return None
+
+    def _append(self, step: Step, result: Any, known: dict[int, Var], written: list[torch.Tensor]) -> None:
+        fresh: list[Var] = []
+        for x in written:
+            if self._vars.get(_key(x)) is not known[id(x)]:  # resized
+                raise CaptureError(
+                    f"capture: {step.within or step.fn} changes the size of a local tensor in place; make a new one"
+                )
+        step.out = self._out(result, fresh)
+        if fresh or step.writes or step.keep:
+            self.steps.append(step)
+
+    # --- generators: nobody but random operations may move them -------------------------------------------------------
+    def _expect(self, generator: torch.Generator) -> None:
+        self._generators[id(generator)] = (generator, generator.get_state())
+
+    def _check(self, generator: torch.Generator, what: str) -> None:
+        _, state = self._generators.get(id(generator), (None, None))
+        if state is not None and not bool((state == generator.get_state()).all()):
+            raise CaptureError(
+                f"capture: the state of the random generator was set between two draws ({what}): a replay would not set it; call "
+                "manual_seed, fork_rng and set_rng_state outside of the captured function (torch.utils.checkpoint takes "
+                "preserve_rng_state=False)"
+            )
+
+    def _check_generators(self, what: str) -> None:
+        self.paused += 1
+        try:
+            for generator, _ in self._generators.values():
+                self._check(generator, what)
+        finally:
+            self.paused -= 1
+
+
+def _key(x: torch.Tensor) -> Key:
+    if x.layout is not torch.strided:
+        raise CaptureError(f"capture: a tensor of layout {x.layout} is not recorded; use dense tensors in the captured function")
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _meta(value: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation is planning, not work: on tensors without data."""
+    return any(x.device.type == "meta" for x in _tensors((value, kwargs)))
+
+
+def _indexed_by_numbers(func: Any, args: tuple[Any, ...]) -> bool:
+    """An index of integers has a result of known shape; one of bools does not."""
+    return func in (aten.index.Tensor, aten._unsafe_index.Tensor) and all(
+        x.dtype in (torch.int64, torch.int32) for x in _tensors(args[1])
+    )
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found.extend(_tensors(value))
+    return found
+
+
+def _default(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
+    device = next((x.device for x in _tensors((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
+    if device.type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device()]
+    return torch.default_generator

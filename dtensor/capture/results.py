@@ -1,0 +1,165 @@
+"""How a replay makes what the function returned: new tensors, the very tensors that were given, and views of either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from ..comm import PerRank
+from ..errors import CaptureError
+from ..layout import Layout
+from ..remote_view import RemoteView
+from ..tensor import DTensor
+from .environment import VALUES
+from .recorder import Recorder
+from .tape import Var
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A tensor by number: among the arguments (``"arg"``) or in the survey (``"env"``), or the gradient of one "
+    "(``"grad"``)."""
+
+    kind: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A Python value."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOf:
+    """The local of a given tensor, as ``to_local`` gives it."""
+
+    given: Given
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that the tape computes: number ``base`` of them."""
+
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A ``PerRank`` of tensors that the tape computes."""
+
+    bases: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """View operations on a tensor, one after the other: (overload, place in its results, arguments after the first, keywords)."""
+
+    root: Given | Made
+    chain: tuple[tuple[Any, int | None, tuple[Any, ...], dict[str, Any]], ...]
+
+
+Result: TypeAlias = Given | Constant | LocalOf | Made | Joined | View
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A tensor that the tape computes: its locals, its layout (None: a plain tensor), whether it has a gradient."""
+
+    locals: tuple[Var, ...]
+    layout: Layout | None
+    requires_grad: bool
+
+
+class Sorter:
+    """Sorts the leaves of what the function returned."""
+
+    def __init__(
+        self, recorder: Recorder, given: dict[int, Given], locals_of_given: dict[int, Given], storages: set[int]
+    ) -> None:
+        self.recorder, self.given, self.locals_of_given, self.storages = recorder, given, locals_of_given, storages
+        self.bases: list[Base] = []
+        self.tensors: list[torch.Tensor] = []  # of the recorded run, one for each base
+        self._numbers: dict[int, int] = {}
+
+    def sort(self, leaves: list[Any]) -> list[Result]:
+        """How each leaf is made."""
+        shared = self._shared(leaves)
+        return [self._one(leaf, shared) for leaf in leaves]
+
+    def _shared(self, leaves: list[Any]) -> set[int]:
+        """Memory that several different results show, or the given tensors."""
+        seen: dict[int, int] = {}
+        shared = set(self.storages)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in self.given:
+                for var in self._vars(leaf):
+                    if seen.setdefault(var.storage, id(leaf)) != id(leaf):
+                        shared.add(var.storage)
+        return shared
+
+    def _vars(self, x: Any) -> tuple[Var, ...]:
+        local = x._local if isinstance(x, DTensor) else x
+        found = tuple(self.recorder.find(shard) for shard in (local.shards if isinstance(local, PerRank) else (local,)))
+        if any(var is None for var in found):
+            raise CaptureError(
+                "capture: the function returns a tensor that was not made by it nor given to it; pass it as an argument"
+            )
+        return found  # type: ignore[return-value]  # none is None
+
+    def _one(self, leaf: Any, shared: set[int]) -> Result:
+        if not isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, VALUES) or leaf is Ellipsis:
+                return Constant(leaf)
+            raise CaptureError(
+                f"capture: the function returns a {type(leaf).__name__}, which a replay cannot make again; return tensors, "
+                "numbers and containers of them"
+            )
+        if id(leaf) in self.given:
+            return self.given[id(leaf)]
+        if id(leaf) in self.locals_of_given:
+            return LocalOf(self.locals_of_given[id(leaf)])
+        variables = self._vars(leaf)
+        aliases = isinstance(leaf, RemoteView) or any(var.storage in shared for var in variables)
+        if not aliases:
+            if isinstance(leaf, PerRank):
+                return Joined(tuple(self._base(shard, (var,)) for shard, var in zip(leaf.shards, variables, strict=True)))
+            return Made(self._base(leaf, variables))
+        root, chain = self._chain(leaf)
+        if id(root) in self.given:
+            return View(self.given[id(root)], chain) if chain else self.given[id(root)]
+        if any(var.storage in self.storages for var in self._vars(root)) or not isinstance(root, DTensor):
+            raise CaptureError(
+                f"capture: the function returns a tensor of shape {tuple(leaf.shape)} that shares its memory with an argument, a "
+                "variable of the function or another result in a way that a replay cannot follow; return x.clone()"
+            )
+        number = self._base(root, self._vars(root))
+        return View(Made(number), chain) if chain else Made(number)
+
+    def _chain(self, leaf: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
+        """The tensor that ``leaf`` is a view of, and the operations in between."""
+        chain: list[Any] = []
+        while id(leaf) not in self.given and id(leaf) in self.recorder.views:
+            _, (func, place), args, kwargs = self.recorder.views[id(leaf)]
+            chain.append((func, place, args[1:], kwargs))
+            leaf = args[0]
+        return leaf, tuple(reversed(chain))
+
+    def _base(self, x: Any, variables: tuple[Var, ...]) -> int:
+        number = self._numbers.setdefault(id(x), len(self.bases))
+        if number == len(self.bases):
+            layout = x._layout if isinstance(x, DTensor) else None
+            self.bases.append(Base(variables, layout, x.requires_grad))
+            self.tensors.append(x)
+        return number
+
+
+def follow(chain: tuple[Any, ...], root: Any) -> Any:
+    """The view of ``root``."""
+    for func, place, args, kwargs in chain:
+        root = func(root, *args, **kwargs)
+        root = root if place is None else root[place]
+    return root

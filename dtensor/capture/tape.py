@@ -1,0 +1,82 @@
+"""The tape: what ran on local tensors, in order, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Var:
+    """A local tensor of the recorded run, or a collective under way; ``storage`` numbers the memory that it shares."""
+
+    index: int
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What a ``PerRank`` holds: one variable for each rank of an in-process mesh."""
+
+    items: tuple[Var, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One call on local tensors.
+
+    Attributes:
+        fn: a torch function, an overload, or a *site* (a collective, a draw): a function of the library that is one step.
+        args, kwargs: with :class:`Var` and :class:`Ranks` in place of tensors.
+        out: the same for what it gave.
+        writes: the memory that it writes to.
+        keep: it must run at every replay, in this order, whether or not its results are used. What a rank does with the result of
+            a collective is its own affair, so no rank may leave one out.
+        within: the operation on DTensors, or "" for one on plain tensors.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+    writes: frozenset[int] = frozenset()
+    keep: bool = False
+    site: bool = False
+    within: str = ""
+
+    @property
+    def inputs(self) -> Iterator[Var]:
+        yield from variables(self.args)
+        yield from variables(self.kwargs)
+
+    @property
+    def outputs(self) -> Iterator[Var]:
+        yield from variables(self.out)
+
+
+@dataclass(slots=True, eq=False)
+class Tape:
+    """Steps with the variables that they start from and those that are wanted of them."""
+
+    inputs: tuple[Var, ...]
+    steps: list[Step]
+    results: tuple[Var, ...]
+    constants: dict[Var, Any] = field(default_factory=dict)  # tensors made of Python numbers
+
+
+def variables(value: Any) -> Iterator[Var]:
+    """The variables in a nested value, in order."""
+    kind = type(value)
+    if kind is Var:
+        yield value
+    elif kind is Ranks:
+        yield from value.items
+    elif kind is tuple or kind is list or isinstance(value, (tuple, list)):
+        for item in value:
+            yield from variables(item)
+    elif kind is dict:
+        for item in value.values():
+            yield from variables(item)
+    elif kind is slice:
+        yield from variables((value.start, value.stop, value.step))

@@ -1,0 +1,71 @@
+"""What a recorder (see ``capture``) wants to know of the layers below it: which functions are one step of what it records.
+
+``site`` marks functions that a recorder keeps as one step, called again at each replay: collectives, draws. ``aside`` marks
+those whose work is done once for all: checks, and what they set up. With nobody recording each pays one truth test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
+
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Recorder(Protocol):
+    """Who is told.
+
+    Attributes:
+        paused: how many functions are running of which it wants to know nothing more.
+    """
+
+    paused: int
+
+    def site(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``fn(*args, **kwargs)``, kept as one step."""
+
+    def aside(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``fn(*args, **kwargs)``, not kept."""
+
+    def knows(self, pending: Any) -> bool:
+        """Whether a collective under way is one that it has seen begin."""
+
+
+ACTIVE: list[Recorder] = []  # in any thread; recorders are dispatch modes, which belong to a thread (and its backward passes)
+
+
+def current() -> Recorder | None:
+    """The recorder that listens in this thread."""
+    if not ACTIVE:
+        return None
+    here: Any
+    for here in reversed(_get_current_dispatch_mode_stack()):
+        if here in ACTIVE:
+            return None if here.paused else cast(Recorder, here)
+    return None
+
+
+def site(fn: Callable[P, T]) -> Callable[P, T]:
+    """``fn``, one step to a recorder."""
+
+    @wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        recorder = current() if ACTIVE else None
+        return fn(*args, **kwargs) if recorder is None else cast(T, recorder.site(fn, args, kwargs))
+
+    return run
+
+
+def aside(fn: Callable[P, T]) -> Callable[P, T]:
+    """``fn``, no step to a recorder: what it finds out or sets up holds for every replay."""
+
+    @wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        recorder = current() if ACTIVE else None
+        return fn(*args, **kwargs) if recorder is None else cast(T, recorder.aside(fn, args, kwargs))
+
+    return run

@@ -1,0 +1,450 @@
+"""A captured function gives, bit for bit, what the function gives: results, gradients, buffers, random numbers, communication."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import capture_cases
+import pytest
+import torch
+from capture_cases import CASES, WHOLE, Block, assert_same, compare, mesh_of
+from gloo import run_gloo
+from torch import nn
+from torch.nn import functional as F
+
+import dtensor as dt
+from dtensor import DTensor, Partial, PerRank, Replicate, Shard
+from dtensor.capture import capture
+from dtensor.errors import CaptureError
+
+MESH, THREE, GRID = mesh_of(2), mesh_of(3), mesh_of(2, 2)
+
+
+def randn(*size: int, on: Any = MESH, at: Any = WHOLE, grad: bool = False, dtype: Any = None) -> DTensor:
+    return capture_cases.randn(*size, on=on, at=at, grad=grad, dtype=dtype)
+
+
+# --- programs ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("mesh", [MESH, THREE, GRID], ids=["2", "3", "2x2"])
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_the_function_does(name: str, mesh: Any) -> None:
+    captured = compare(lambda: CASES[name](mesh))
+    assert captured.cache_info()[:4] == (1, 16, 1, 2)
+
+
+@pytest.mark.gloo
+def test_trains_as_the_function_does_on_four_processes() -> None:
+    assert run_gloo(capture_cases.main, 4, timeout_s=200.0) == [list(CASES)] * 4
+
+
+def test_random_sites_of_the_counter_mode() -> None:
+    with dt.random_mode("counter"):
+        compare(lambda: CASES["random_sites"](GRID), 4)
+
+
+def test_source_is_python_over_local_tensors() -> None:
+    captured = compare(lambda: CASES["mlp"](MESH))
+    assert "def forward(x0, " in captured.source()
+    assert " = torch.mm(x0, " in captured.source()
+
+
+# --- random numbers, buffers --------------------------------------------------------------------------------------------
+def test_writes_to_buffers_and_arguments_are_seen_and_counted() -> None:
+    total = dt.zeros(3, device_mesh=MESH, placements=[Shard(0)])
+
+    def add(x: Any) -> Any:
+        total.add_(x)
+        x.mul_(2)
+        return total * 1
+
+    f = capture(add)
+    x = dt.ones(3, device_mesh=MESH, placements=[Shard(0)])
+    for expected in (1.0, 3.0, 7.0):
+        before = total._version, x._version
+        assert f(x).full_tensor().tolist() == [expected] * 3
+        assert (total._version, x._version) == (before[0] + 1, before[1] + 1)
+    assert x.full_tensor().tolist() == [8.0] * 3
+    assert f.cache_info().replayed == 2
+
+
+# --- guards -------------------------------------------------------------------------------------------------------------
+def test_other_shapes_layouts_and_numbers_are_recorded_again() -> None:
+    w = randn(6, 6, at=[Shard(1)])
+    f = capture(lambda x, scale=1.0: (x @ w) * scale)
+    for size, at, scale in ((4, Replicate(), 1.0), (5, Replicate(), 1.0), (4, Shard(0), 1.0), (4, Replicate(), 2.0)):
+        for _ in range(2):
+            x = randn(size, 6, at=[at])
+            assert_same(f(x, scale=scale), (x @ w) * scale)
+    assert f.cache_info()[:4] == (4, 16, 4, 4)
+
+
+def test_frozen_parameters_modes_and_training_flags() -> None:
+    block = Block(8, 2, MESH, p=0.5)
+    f = capture(block)
+    x = randn(2, 3, 8)
+
+    def grads() -> list[bool]:
+        for p in block.parameters():
+            p.grad = None
+        f(x).sum().backward()
+        return [p.grad is not None for p in block.parameters()]
+
+    assert all(grads())
+    assert all(grads())
+    block.qkv.weight.requires_grad_(False)
+    for _ in range(2):
+        assert sum(grads()) == len(list(block.parameters())) - 1
+    with torch.no_grad():
+        assert not f(x).requires_grad
+        assert not f(x).requires_grad
+    block.eval()
+    with torch.no_grad():
+        assert_same(f(x), f(x))
+        assert_same(f(x), block(x))
+    with torch.inference_mode():
+        assert_same(f(x), block(x))
+        assert f(x).is_inference()
+    assert f.cache_info().recorded == 5
+
+
+def test_replaced_parameters_are_read_anew() -> None:
+    linear = nn.Linear(4, 4, bias=False)
+    linear = dt.distribute_module(linear, MESH)
+    f = capture(linear)
+    x = randn(3, 4)
+    with torch.no_grad():
+        f(x)
+        assert_same(f(x), linear(x))
+        linear.weight = nn.Parameter(randn(4, 4))
+        assert_same(f(x), linear(x))
+        linear.weight.data = randn(4, 4)
+        assert_same(f(x), linear(x))
+        linear.weight = nn.Parameter(randn(4, 4, at=[Shard(0)]))
+        assert_same(f(x), linear(x))
+        assert f.cache_info().recorded == 2
+
+
+def test_autocast() -> None:
+    def build() -> Any:
+        w = randn(6, 6, at=[Shard(1)], grad=True)
+
+        def fn(x: Any) -> Any:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return torch.softmax(x @ w, -1)
+
+        return fn, (lambda i: (randn(4, 6),)), [w]
+
+    compare(build)
+
+    def outside() -> Any:
+        _, arguments, params = build()
+        return (lambda x: torch.softmax(x @ params[0], -1)), arguments, params
+
+    captured = compare(outside, around=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+    assert "torch.bfloat16" in captured.source()
+
+
+def test_the_number_of_recordings_is_bounded() -> None:
+    f = capture(lambda x, by: x * by, limit=2)
+    x = randn(4, at=[Shard(0)])
+    assert_same([f(x, 1.0), f(x, 2.0)], [x * 1.0, x * 2.0])
+    with pytest.warns(UserWarning, match="recorded 2 times"):
+        assert_same(f(x, 3.0), x * 3.0)
+    assert f.cache_info() == (2, 2, 2, 0, 1)
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------------
+def test_gradients_are_accumulated() -> None:
+    w = randn(6, 6, at=[Shard(1)], grad=True)
+    f, g = capture(lambda x: (x @ w).tanh()), lambda x: (x @ w).tanh()
+    xs = [randn(4, 6) for _ in range(4)]
+    f(xs[0]).sum().backward()
+    grads = []
+    for fn in (f, g):
+        w.grad = None
+        for x in xs:
+            fn(x).sum().backward()
+        (fn(xs[0]) + fn(xs[1])).sum().backward()
+        grads.append(w.grad)
+    assert_same(*grads)
+
+
+def test_hooks_run_once_and_leaves_keep_their_layout() -> None:
+    w = randn(6, 6, at=[Shard(1)], grad=True)
+    seen = []
+    w.register_hook(lambda grad: seen.append(grad.placements))
+    w.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    f = capture(lambda x: x.t() @ (x @ w))
+    for _ in range(3):
+        f(randn(4, 6, at=[Shard(0)])).sum().backward()
+        assert seen == [(Shard(1),), "accumulated"]
+        seen.clear()
+    assert w.grad is not None
+    assert w.grad.placements == (Shard(1),)
+
+
+def test_a_tensor_needed_for_gradients_must_not_be_written_to() -> None:
+    w = randn(4, 4, at=[Shard(1)], grad=True)
+    for fn, result in ((lambda x: x @ w, False), (lambda x: torch.exp(x @ w), True)):
+        f = capture(fn)
+        for _ in range(3):
+            y = f(randn(3, 4, grad=True))
+            y.sum().backward()
+        for _ in range(2):
+            y = f(randn(3, 4, grad=True))
+            with torch.no_grad():
+                (y if result else w).mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+
+
+def test_results_may_be_written_to_where_the_function_allows_it() -> None:
+    w = randn(4, 4, at=[Shard(1)], grad=True)
+    f = capture(lambda x: x @ w)
+    xs = [randn(3, 4, grad=True) for _ in range(3)]
+    grads = []
+    for fn in (f, lambda x: x @ w):
+        w.grad = None
+        for x in xs:
+            y = fn(x)
+            y.relu_()
+            y.sum().backward()
+        grads.append(w.grad)
+    assert_same(*grads)
+
+
+def test_gradients_never_share_memory() -> None:
+    a, b = randn(4, grad=True, at=[Shard(0)]), randn(4, grad=True, at=[Shard(0)])
+    f = capture(lambda: a + b)
+    for _ in range(3):
+        a.grad = b.grad = None
+        f().sum().backward()
+        a.grad.add_(1)
+        assert b.grad.full_tensor().tolist() == [1.0] * 4
+
+
+def test_a_second_derivative_is_refused() -> None:
+    w = randn(4, at=[Shard(0)], grad=True)
+    f = capture(lambda: (w * w * w).sum())
+    for _ in range(3):
+        with pytest.raises(CaptureError, match="twice"):
+            torch.autograd.grad(f(), w, create_graph=True)
+        f().backward()
+    penalty = capture(lambda: torch.autograd.grad((w * w * w).sum(), w, create_graph=True)[0].square().sum())
+    grads = []
+    for _ in range(3):
+        w.grad = None
+        penalty().backward()
+        grads.append(w.grad)
+    assert_same(grads[1:], grads[:1] * 2)
+
+
+def test_gradients_that_come_in_another_layout() -> None:
+    w = randn(4, 6, at=[Shard(1)], grad=True)
+    f = capture(lambda x: x @ w)
+    x = randn(3, 4)
+    f(x).sum().backward()
+    for at in (Shard(0), Replicate()):
+        w.grad = None
+        (f(x) * randn(3, 6, at=[at])).sum().backward()
+        assert w.grad is not None
+    g = torch.autograd.grad((f(x) * x.sum()).redistribute(placements=[Replicate()]).sum(), w)[0]
+    assert torch.allclose(g.full_tensor(), torch.autograd.grad(((x @ w) * x.sum()).sum(), w)[0].full_tensor())
+
+
+# --- containers, aliases ------------------------------------------------------------------------------------------------
+def test_results_alias_what_the_function_lets_them_alias() -> None:
+    def views(x: Any, w: Any) -> Any:
+        h = x * 2
+        first, second = h.chunk(2)
+        return x, x.t(), x[1:3], h.detach(), first, second, w
+
+    f = capture(views)
+    for grad in (False, True):
+        for _ in range(3):
+            x, w = randn(4, 6, at=[Shard(1)]), randn(3)
+            if grad:
+                x = x.requires_grad_() * 1
+            made = f(x, w)
+            assert made[0] is x
+            assert made[6] is w
+            assert_same(made, views(x, w))
+            with torch.no_grad():
+                made[1][0].fill_(7)
+                made[2][0].fill_(5)
+            assert x.full_tensor()[:, 0].tolist() == [7.0, 5.0, 7.0, 7.0]
+            if grad:
+                (x.sum() + made[1].sum() + made[4].sum()).backward()
+
+
+def test_a_view_that_no_replay_can_follow_is_refused() -> None:
+    f = capture(lambda x: DTensor.from_local(x.to_local(), MESH, [Shard(0)], shape=(4,)))
+    with pytest.raises(CaptureError, match=r"return x\.clone\(\)"):
+        f(randn(4, at=[Shard(0)], grad=True) * 1)
+
+
+def test_arguments_that_share_memory() -> None:
+    f = capture(lambda a, b: a * 2 + b)
+    x = randn(4, at=[Shard(0)])
+    assert_same([f(x, x) for _ in range(2)], [x * 2 + x] * 2)
+    assert_same([f(x, x.detach()) for _ in range(2)], [x * 2 + x] * 2)
+    y = randn(4, at=[Shard(0)])
+    assert_same([f(x, y) for _ in range(2)], [x * 2 + y] * 2)
+
+    def write(a: Any, b: Any) -> Any:
+        c = b * 3
+        a.add_(1)
+        return c + b * 3
+
+    f = capture(write)
+    for make in (lambda x: randn(4, at=[Shard(0)]), lambda x: x.detach()):
+        for _ in range(2):
+            x = randn(4, at=[Shard(0)])
+            other = make(x)
+            one, two = x.clone(), None
+            two = one.detach() if other._local.shards[0].data_ptr() == x._local.shards[0].data_ptr() else other.clone()
+            assert_same(f(x, other), write(one, two))
+    with pytest.raises(CaptureError, match="shares its memory"):
+        capture(write)(x, x.detach())
+
+
+def test_locals_that_lie_otherwise_in_memory() -> None:
+    w = randn(4, 6, at=[Shard(0)])
+    f = capture(lambda x: (x.mul_(1) if not x.requires_grad else x) @ w)
+    for other in (False, True, False):
+        pieces = [torch.randn(2, 3, 4).transpose(1, 2)[0] if other else torch.randn(4, 3) for _ in range(2)]
+        x = DTensor.from_local(dt.per_rank([p.t() for p in pieces]), MESH, [Shard(1)], shape=(3, 8), stride=(8, 1))
+        w = randn(8, 6, at=[Shard(0)])
+        assert torch.equal(f(x).full_tensor(), (x @ w).full_tensor())
+
+
+def test_plain_results() -> None:
+    w = randn(4, 4, at=[Shard(0)], grad=True)
+    f = capture(lambda x: ((x @ w).full_tensor(), (x @ w).sum().to_local(), x.to_local()))
+    for _ in range(3):
+        x = randn(2, 4)
+        whole, local, given = f(x)
+        assert torch.equal(whole, (x @ w).full_tensor())
+        assert isinstance(local, PerRank)
+        assert given is x._local
+        grads = []
+        for out in (whole, (x @ w).full_tensor()):
+            w.grad = None
+            out.sum().backward(retain_graph=True)
+            grads.append(w.grad)
+        assert_same(*grads)
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("fn", "what"),
+    [
+        (lambda x: x * x.sum().item(), "_local_scalar_dense"),
+        (lambda x: x if x.sum() > 0 else -x, "_local_scalar_dense"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: x[x > 0], "nonzero|index"),
+        (lambda x: x * sum(x.tolist()), r"tolist\(\)"),
+        (lambda x: x * float(x.full_tensor().numpy().sum()), r"numpy\(\)"),
+        (lambda x: torch.manual_seed(0) and torch.rand_like(x), "generator"),
+        (lambda x: x.unsqueeze_(0), "changes the s"),
+        (lambda x: object(), "returns a object"),
+    ],
+)
+def test_what_a_replay_could_not_do_is_refused(fn: Any, what: str) -> None:
+    f = capture(fn)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=what):
+            f(randn(4, at=[Shard(0)]))
+    assert f.cache_info().kept == 0
+    assert torch.arange(3).tolist() == [0, 1, 2], "reads are allowed again"
+
+
+def test_side_effects_on_python_state_are_refused() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Any) -> Any:
+            self.calls += 1
+            return x * 2
+
+    module = Counter()
+    f = capture(module)
+    x = randn(4, at=[Shard(0)])
+    f(x)
+    f(x)
+    assert module.calls == 2
+    with pytest.raises(CaptureError, match=r"\.calls changes in each"):
+        f(x)
+
+
+def test_what_is_made_at_the_first_call_and_kept_is_a_variable_afterwards() -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask: Any = None
+
+        def forward(self, x: Any) -> Any:
+            if self.mask is None:
+                self.mask = torch.rand_like(x)
+            return x * self.mask
+
+    module = Lazy()
+    f = capture(module)
+    x = randn(4, at=[Shard(0)])
+    first = f(x)
+    for _ in range(3):
+        assert_same(f(x), first)
+    assert f.cache_info()[:4] == (1, 16, 2, 2)
+
+
+def test_backward_inside_and_unknown_tensors_are_refused() -> None:
+    w = randn(4, at=[Shard(0)], grad=True)
+    with pytest.raises(CaptureError, match="backward pass that changes"):
+        capture(lambda: (w * w).sum().backward())()
+    hidden = {(1, 2): randn(4, at=[Shard(0)])}
+
+    class Holder:
+        __slots__ = ("x",)
+
+    holder = Holder()
+    holder.x = hidden[(1, 2)]
+    with pytest.raises(CaptureError, match="cannot find among the arguments"):
+        capture(lambda x: x + holder.x)(w)
+    with pytest.raises(CaptureError, match="plain tensor of shape"):
+        capture(lambda x: w + x)(torch.ones(4))
+
+
+def test_constants_and_plain_tensors_that_torch_makes() -> None:
+    def build() -> Any:
+        w = randn(6, 6, at=[Shard(1)], grad=True)
+
+        def fn(x: Any) -> Any:
+            y = x @ w + torch.tensor(2.0)
+            return y[[0, 2]] * F.one_hot(x.argmax(-1), 6)[[0, 2]] if False else y[[0, 2]]
+
+        return fn, (lambda i: (randn(4, 6),)), [w]
+
+    compare(build)
+
+
+def test_under_implicit_replication_plain_tensors_are_arguments() -> None:
+    w = randn(4, at=[Shard(0)])
+    f = capture(lambda x: w * x)
+    with dt.implicit_replication():
+        for _ in range(3):
+            x = torch.randn(4)
+            assert_same(f(x), w * x)
+    assert f.cache_info().replayed == 2
+
+
+def test_partial_arguments_and_complex_numbers() -> None:
+    f = capture(lambda x, z: (x * 2 + 1, (z.conj() * z).sum(), z.conj()))
+    for _ in range(3):
+        x = DTensor.from_local(dt.per_rank([torch.randn(3), torch.randn(3)]), MESH, [Partial()])
+        z = randn(5, at=[Shard(0)], dtype=torch.complex64)
+        eager = (x * 2 + 1, (z.conj() * z).sum(), z.conj())
+        for a, b in zip(f(x, z), eager, strict=True):
+            assert a._layout is b._layout
+            assert torch.equal(a.full_tensor(), b.full_tensor())

@@ -1,0 +1,85 @@
+"""Random programs, captured: bit for bit what they give on DTensors, over several calls, or an error that says why not."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from capture_cases import assert_same
+
+import dtensor as dt
+from dtensor import DTensor
+from dtensor.capture import capture
+from dtensor.errors import CaptureError
+from dtensor.testing.cases import mesh_of
+from dtensor.testing.programs import Program, random_case
+
+START = int(os.environ.get("DTENSOR_SEED", "0"))
+BLOCK = 12
+
+
+def trail(run: Any, program: Program, mesh: Any, placements: Any, call: int, roots: list[int], first: bool) -> Any:
+    """Results, gradients and inputs of one call on its own values; ``first`` chooses the results that are differentiated."""
+    torch.manual_seed(call)
+    given = [x * (1 + call) if x.dtype.is_floating_point else x for x in program.values()]
+    inputs = [dt.distribute_tensor(x, mesh, list(at)) for x, at in zip(given, placements, strict=True)]
+    for x in inputs:
+        x.requires_grad_(x.dtype.is_floating_point)
+    out = run(*inputs)
+    # Inputs, or views, among the results have a history beside the captured function: the same gradients, added in another order.
+    if first:
+        own = {id(x) for x in inputs}
+        roots += [
+            k for k, x in enumerate(out) if isinstance(x, DTensor) and x.requires_grad and id(x) not in own and x._base is None
+        ]
+    results = [out[k] for k in roots]
+    if results:
+        torch.autograd.backward(results, [torch.ones_like(x) for x in results])
+    return out, [x.grad for x in inputs], inputs
+
+
+def differs(seed: int, length: int = 6) -> str | None:
+    """How one program's replays differ from it; None if they do not, ``"refused"`` where it cannot be captured."""
+    program, mesh_shape, placements = random_case(seed, length)
+    mesh = mesh_of(mesh_shape)
+    captured = capture(lambda *values: program(*values))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(3):
+            roots: list[int] = []
+            try:
+                expected = trail(program, program, mesh, placements, call, roots, True)
+            except Exception as error:  # what the program cannot do, the captured one need not
+                return f"refused: {type(error).__name__}"
+            try:
+                got = trail(captured, program, mesh, placements, call, roots, False)
+            except CaptureError as error:
+                return f"refused: {error}"
+            except Exception as error:
+                return f"{type(error).__name__} {error}\n{program}\n{mesh_shape} {placements}"
+            try:
+                assert_same(expected, got)
+            except AssertionError as error:
+                return f"call {call}: {error}\n{program}\n{mesh_shape} {placements}"
+    assert captured.cache_info().replayed, captured.cache_info()
+    return None
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_programs(block: int) -> None:
+    first = START + block * BLOCK
+    problems = [differs(seed) for seed in range(first, first + BLOCK)]
+    wrong = [problem for problem in problems if problem is not None and not problem.startswith("refused")]
+    assert not wrong, wrong[0]
+    assert sum(problem is None for problem in problems) >= BLOCK // 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(50))
+def test_longer_programs(block: int) -> None:
+    for seed in range(100_000 + START + block * BLOCK, 100_000 + START + (block + 1) * BLOCK):
+        problem = differs(seed, 10)
+        assert problem is None or problem.startswith("refused"), problem
