@@ -1,0 +1,97 @@
+"""Every rule on a device that only pretends to compute: a piece, mask or offset made on the CPU meets the device's and raises.
+
+    python tests/other_device.py PART PARTS CASES
+
+Forward only, as operators of backward passes are rules too; errors in torch's own engine on such a device end the process.
+Run as a program of its own, since torch registers one more device for the whole process.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._pytree import tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+import dtensor as dt
+from dtensor.placement import Placement
+from dtensor.rules import rules
+from dtensor.testing.cases import Combination, partial_ops
+from dtensor.testing.nested import tensors
+from dtensor.testing.samples import samples_of
+from dtensor.testing.variants import Variant
+from dtensor.testing.verify import MESHES, _cases
+
+DEVICE = "pretended"
+
+
+def on_device(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE)
+    return torch.device(DEVICE) if isinstance(value, torch.device) else value
+
+
+def devices(x: torch.Tensor) -> set[str]:
+    local = x._local if isinstance(x, dt.DTensor) else x
+    return {piece.device.type for piece in getattr(local, "shards", [local])}
+
+
+def problems(name: str, cases: int) -> Iterator[str]:
+    """What goes wrong in some cases of a rule."""
+    rng = random.Random(zlib.crc32(name.encode()))
+    for variant, shape, placements in _cases(name, samples_of(name), MESHES, partial_ops(rules()[name]), 200, cases, rng):
+        yield from _problems_of(variant, dt.init_device_mesh(DEVICE, shape), placements)
+
+
+def _problems_of(variant: Variant, mesh: dt.DeviceMesh, placements: Combination) -> Iterator[str]:
+    if not placements:
+        return
+    given = tuple(variant.sample.args), dict(variant.sample.kwargs)
+    try:
+        with FakeTensorMode():
+            args, kwargs = tree_map(on_device, given)
+            variant.call(*args, **kwargs)
+        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, given)
+        variant.call(*args, **kwargs)
+    except Exception:  # torch refuses it, or cannot pretend
+        return
+    where = iter(placements)
+    try:
+        with FakeTensorMode():
+            args, kwargs = tree_map(lambda x: distributed(on_device(x), mesh, where), given)
+            where_they_are = [devices(result) for result in tensors(variant.call(*args, **kwargs))]
+        if any(found != {DEVICE} for found in where_they_are):
+            yield f"{variant.name} {mesh.shape} {placements}: results on {where_they_are}"
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return
+    except Exception as error:
+        if "cond must be a bool" in str(error):  # torch's inference of interpolations on empty tensors
+            return
+        yield f"{variant.name} {mesh.shape} {placements}: {type(error).__name__}: {error}"
+
+
+def distributed(value: Any, mesh: dt.DeviceMesh, where: Iterator[tuple[Placement, ...]]) -> Any:
+    return dt.distribute_tensor(value, mesh, next(where)) if isinstance(value, torch.Tensor) else value
+
+
+def main(part: int, parts: int, cases: int) -> int:
+    warnings.simplefilter("ignore")
+    _setup_privateuseone_for_python_backend(DEVICE)
+    found = 0
+    for name in sorted(rules())[part::parts]:
+        for problem in problems(name, cases):
+            found += 1
+            print(problem[:400])
+    print(f"{found} problems")
+    return found > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))
