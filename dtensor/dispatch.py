@@ -15,7 +15,7 @@ import torch
 from torch._library.simple_registry import find_torch_dispatch_rule
 
 from .compiled import Runner, compile_plan, runner_of
-from .errors import MeshError, MixedTensorError
+from .errors import MeshError, MixedTensorError, UnsupportedOperationError
 from .layout import Layout
 from .local_functions import local_function
 from .mesh import DeviceMesh
@@ -62,6 +62,9 @@ _MAKE = torch.Tensor._make_wrapper_subclass
 _IN_INFERENCE = torch.is_inference_mode_enabled
 _CPU = torch.device("cpu")
 _LIBRARY: torch.library.Library | None = None
+_COLLECTIVES = frozenset(
+    ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+)  # gathered, they would count twice
 _AS_IT_IS = frozenset((type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))  # in a key as in a call
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
 
@@ -253,6 +256,11 @@ def _static_list(value: Any, key: list[Any], by_type: bool) -> Any:
 
 
 def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
+    if entry.func.namespace in _COLLECTIVES:
+        raise UnsupportedOperationError(
+            f"{entry.operator.name} of a DTensor: collectives of torch.distributed combine what the ranks hold, and a DTensor is "
+            "one value; use x.redistribute(placements=...), or give it the piece: x.to_local()"
+        )
     found: Layout | Runner | None = across_places(entry.operator, args, kwargs, wrap_local)
     if found is not None:
         return _kept(entry, signature, found)

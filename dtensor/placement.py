@@ -190,4 +190,6 @@ def _checked(placement: Placement, ndim: int) -> Placement:
         return placement if dim >= 0 else Shard(dim + ndim, placement.sizes, placement.level)
     if isinstance(placement, (Replicate, Partial)):
         return placement
-    raise PlacementError(f"{placement!r} is not a placement; use Shard(dim), Replicate() or Partial(op)")
+    kind = type(placement)
+    whose = f" of dtensor but one of {kind.__module__}" if kind.__name__ in ("Shard", "Replicate", "Partial") else ""
+    raise PlacementError(f"{placement!r} is not a placement{whose}; use Shard(dim), Replicate() or Partial(op)")

@@ -50,6 +50,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a plain tensor of two elements": (lambda: make(4) + torch.ones(2, 1), MixedTensorError, "implicit_replication"),
     "a write into a plain tensor": (lambda: torch.ones(4).add_(make(4)), MixedTensorError, "distribute_tensor"),
     "a result in a plain tensor": (lambda: torch.add(make(4), make(4), out=torch.ones(4)), MixedTensorError, "distribute_tensor"),
+    "a collective of torch's": (
+        lambda: torch.ops._c10d_functional.all_reduce(make(4), "sum", "0"),
+        UnsupportedOperationError,
+        r"redistribute.*to_local",
+    ),
+    "somebody else's placement": (
+        lambda: dt.distribute_tensor(torch.ones(4), MESH, [type("Shard", (), {"dim": 0})()]),  # type: ignore[list-item]
+        PlacementError,
+        r"one of .*; use Shard\(dim\)",
+    ),
     "pieces of wrong shapes": (
         lambda: DTensor.from_local(dt.per_rank([torch.ones(2, 3), torch.ones(2, 4)]), MESH, [Shard(0)]),
         LayoutError,
