@@ -30,6 +30,10 @@ CASES = {
     "matrix transposes": Case(lambda x: (x.mT, x.mH, x.adjoint()), (X,)),
     "squeeze": Case(lambda x: x.unsqueeze(1).squeeze(), (Y,)),
     "squeeze of sharded ones": Case(lambda x: (x.squeeze(), x.squeeze(0), x.squeeze((0, 2))), (floats(1, 6, 1),)),
+    "dims of one among others": Case(
+        lambda x: (x.view(5, 6), x.view(30), x.view(1, 1, 30, 1), x.view(2, 15)), (floats(1, 5, 1, 6),), ("sum",)
+    ),
+    "all dims of one": Case(lambda x: (x.view(1), x.view(()), x.view(1, 1, 1)), (floats(1, 1),)),
     "expand": Case(lambda x: x.unsqueeze(1).expand(-1, 3, -1), (Y,)),
     "expand_as": Case(lambda x: x[:1].expand_as(x) + x, (Y,)),
     "view_as": Case(lambda x: x.view_as(x.view(6, 5)), (Y,)),
@@ -94,6 +98,22 @@ def test_no_communication(fn: Callable[[torch.Tensor], Any], given: list[Any], e
     outcome = run(lambda x: fn(x).clone(), (Y,), shape, [given])  # a view is computed when it is read
     assert kinds(outcome) == []
     assert outcome.layouts[0].placements == dt.Layout.of(outcome.layouts[0].mesh, expected, outcome.layouts[0].shape).placements
+
+
+@pytest.mark.parametrize(
+    ("new", "dim", "expected"),
+    [
+        ((1, 5, 6), 0, Shard(0)),
+        ((30,), 0, Shard(0, sizes=(30, 0))),
+        ((5, 6), 2, Shard(1, sizes=(6, 0))),
+        ((5, 1, 2, 3), 2, Shard(1)),
+    ],
+)
+def test_one_rank_that_holds_all_keeps_it(new: tuple[int, ...], dim: int, expected: Shard) -> None:
+    """A dim of size one that is cut leaves the whole tensor with one rank: no other shape of it has to move."""
+    outcome = run(lambda x: x.view(new).clone(), (floats(1, 5, 1, 6),), (2,), [[Shard(dim)]])
+    assert kinds(outcome) == []
+    assert outcome.layouts[0].placements == (expected,)
 
 
 @pytest.mark.parametrize(

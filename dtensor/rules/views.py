@@ -85,7 +85,33 @@ def reshaped(call: Call) -> Factors:
     result = call.results[0]
     assert result is not None
     own, other, sizes, whole = factors_of_reshape(call.shape(0), result.shape)
+    single = [d for d, split in enumerate(call.operands[0].splits) if split is not None and call.shape(0)[d] == 1]
+    if single and 0 not in call.shape(0):
+        own, other = _with_singles(call.shape(0), result.shape, own, other, single)
+        sizes |= {f"s{d}": 1 for d in single}
     return Factors((own,), (other,), sizes, whole)
+
+
+def _with_singles(
+    old: Sequence[int], new: Sequence[int], own: Dims, other: Dims, single: Sequence[int]
+) -> tuple[Dims, Dims]:
+    """Factors for dims of size one that are cut: one rank holds it all, so whatever dim takes them up is whole on that rank.
+
+    They go to a dim of size one at the same place, else they lead the dim that stands there.
+
+    >>> _with_singles((1, 2, 4), (1, 8), ((), ("a",), ("b",)), ((), ("a", "b")), [0])
+    ((('s0',), ('a',), ('b',)), (('s0',), ('a', 'b')))
+    """
+    if not new:
+        return own, other
+    left, right = list(own), list(other)
+    for d in single:
+        before = math.prod(old[:d])
+        alike = [e for e, size in enumerate(new) if size == 1 and math.prod(new[:e]) == before and not right[e]]
+        there = [e for e in range(len(new)) if math.prod(new[: e + 1]) > before]
+        e = (alike or there or [len(new) - 1])[0]
+        left[d], right[e] = (f"s{d}",), (f"s{d}", *right[e])
+    return tuple(left), tuple(right)
 
 
 def retyped(call: Call) -> Factors:
