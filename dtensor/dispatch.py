@@ -270,7 +270,9 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
     if written:
         found = through_copies(entry.operator, written, _TENSOR, wrap_local)
     else:
-        plan = plan_for(entry.operator, args, kwargs, mixed=Origin.USER not in origins or MODES.implicit_replication)
+        declared = Origin.TARGET not in origins or "nll_loss" in entry.operator.name
+        admitted = (declared and Origin.USER not in origins) or MODES.implicit_replication
+        plan = plan_for(entry.operator, args, kwargs, mixed=admitted)
         found = compile_plan(plan, entry.operator, wrap_local)
         if entry.operator.is_view:
             found = _VIEWING(plan, entry.operator, found)

@@ -13,6 +13,7 @@ class Modes:
 
     implicit_replication: bool = False
     explicit: bool = False
+    plain_targets: bool = False  # inside loss_parallel()
 
 
 MODES = Modes()

@@ -38,6 +38,7 @@ class Origin(IntEnum):
     USER = 0
     AUTOGRAD = 1  # constants of its formulas (zeros to scatter into), the same on all ranks, as 0-d ones count to be
     TORCH = 2
+    TARGET = 3  # the user's, inside of loss_parallel(): a loss may count it as replicated, nobody else
 
 
 class _Probed(Exception):
@@ -59,7 +60,9 @@ def origin_of(value: torch.Tensor) -> Origin:
         raise _Probed(references)
     if references <= references_of_dispatch():
         return Origin.TORCH
-    return Origin.TORCH if _made_in_torch(value) else Origin.USER
+    if _made_in_torch(value):
+        return Origin.TORCH
+    return Origin.TARGET if MODES.plain_targets else Origin.USER
 
 
 class _Probe(torch.Tensor):

@@ -17,7 +17,7 @@ from torch import nn
 import dtensor as dt
 from dtensor import DTensor, PerRank, Replicate, Shard
 from dtensor.debug import CommDebugMode
-from dtensor.errors import MeshError, PlacementError
+from dtensor.errors import MeshError, MixedTensorError, PlacementError
 from dtensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -389,6 +389,27 @@ def test_layouts_must_match() -> None:
     module = parallelize_module(Two(), tp_mesh(), PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()))
     with pytest.raises(PlacementError, match="2 positional arguments of Two, but 1 layouts"):
         module(torch.ones(2), torch.ones(2))
+
+
+@pytest.mark.parametrize("dims", [(), (3,)], ids=["rows", "pixels"])
+@pytest.mark.parametrize("sharded", [0, 1])
+def test_loss_parallel_takes_plain_targets_and_class_weights(dims: tuple[int, ...], sharded: int) -> None:
+    mesh = tp_mesh()
+    logits = torch.randn(4, 7, *dims, dtype=torch.float64, requires_grad=True)
+    targets, weight = torch.randint(7, (4, *dims)), torch.rand(7, dtype=torch.float64)
+    x = dt.distribute_tensor(logits, mesh, [Shard(sharded)])
+    with loss_parallel():
+        loss = F.cross_entropy(x, targets, weight)
+        with pytest.raises(MixedTensorError):
+            x * logits.detach()  # of a loss only
+    loss.backward()  # outside of it, as well
+    expected = F.cross_entropy(logits, targets, weight)
+    expected.backward()
+    torch.testing.assert_close(loss.full_tensor(), expected)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.full_tensor(), logits.grad)
+    with pytest.raises(MixedTensorError):
+        F.cross_entropy(x, targets, weight)
 
 
 def test_cross_entropy_of_logits_sharded_over_the_vocabulary_needs_no_context() -> None:
