@@ -49,12 +49,20 @@ def move(x: Any, target: Layout) -> Any:
     return wrap_local(local, x._layout.replace(placements=target.placements))
 
 
+def nothing_of(piece: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """What a rank outside the mesh holds, whatever it gave."""
+    return piece.detach().new_zeros(layout.local_shape(None))
+
+
 class FromLocal(torch.autograd.Function):
     """Pieces -> global. One piece per rank held in this process."""
 
     @staticmethod
     def forward(ctx: Any, layout: Layout, backward: Layout, copied: bool, *pieces: torch.Tensor) -> Any:
         ctx.layout, ctx.target, ctx.copied = layout, backward, copied
+        if layout.mesh.current_member() is None:
+            ctx.outside = pieces[0].shape, pieces[0].device
+            return wrap_local(nothing_of(pieces[0], layout), layout)
         if layout.mesh.kind != "in_process":
             return wrap_local(pieces[0].detach(), layout)
         return wrap_local(PerRank(piece.detach().clone() if copied else piece.detach() for piece in pieces), layout)
@@ -67,6 +75,8 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if ctx.layout.mesh.current_member() is None:
+            return None, None, None, torch.zeros(ctx.outside[0], dtype=ctx.layout.dtype, device=ctx.outside[1])
         scale, grad = _share(ctx.layout), distributed(grad, ctx.layout)
         moved = redistributed(grad, grad._layout.replace(placements=ctx.target.placements), False, None)
         pieces = to_local(moved if scale == 1 else moved / scale, _differing(moved._layout, ctx.layout, ctx.copied))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,11 +79,11 @@ def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
     if mesh.device_type in ("cpu", "cuda") and tensor.device.type not in ("meta", mesh.device_type):
         tensor = tensor.to(mesh.device_type)
     if tensor.is_meta and mesh.current_member() is None:
-        return torch.empty(layout.local_shape(None), dtype=layout.dtype, device="meta")
+        return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device="meta")
     if tensor.is_meta or mesh.kind == "dry_run":
         return comm.map(lambda member: _empty(layout, member, torch.device("meta")))
     if mesh.current_member() is None:
-        return torch.empty(layout.local_shape(None), dtype=layout.dtype, device=tensor.device)
+        return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=tensor.device)
     if position is None or (mesh.kind == "in_process" and not isinstance(tensor, PerRank)):
         return comm.map(lambda member, full: block_of(full, layout, member), tensor)
     everywhere = tuple(range(mesh.ndim))
@@ -156,10 +158,24 @@ def distribute_module(
             partition_fn(name, submodule, mesh)
         _replicate_rest(submodule, mesh)
     if input_fn is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
+        prepare = _with_module(input_fn, "input_fn")
+        module.register_forward_pre_hook(lambda mod, inputs: prepare(mod, inputs, mesh))
     if output_fn is not None:
-        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh))
+        finish = _with_module(output_fn, "output_fn")
+        module.register_forward_hook(lambda mod, inputs, outputs: finish(mod, outputs, mesh))
     return module
+
+
+def _with_module(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """``fn`` as a function of (module, values, mesh); older programs' take (values, mesh)."""
+    try:
+        inspect.signature(fn).bind(None, None, None)
+    except TypeError:
+        warnings.warn(f"Deprecating {name}(values, mesh): let it take (module, values, mesh)", FutureWarning, stacklevel=3)
+        return lambda _, values, mesh: fn(values, mesh)
+    except ValueError:  # no signature to be had
+        pass
+    return fn
 
 
 def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:

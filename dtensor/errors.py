@@ -19,6 +19,12 @@ class MeshError(DTensorError, ValueError):
     """A mesh is malformed, has no such dim, or two meshes are mixed in one operation."""
 
 
+class MeshDimError(MeshError, KeyError):
+    """A mesh has no dim of that name."""
+
+    __str__ = Exception.__str__  # a KeyError's message is shown in quotes
+
+
 class LayoutError(DTensorError, ValueError):
     """Shapes and layouts disagree, on one rank or across ranks."""
 

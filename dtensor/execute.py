@@ -297,7 +297,7 @@ def _absent(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
     def empty(layout: Any) -> Any:
         if isinstance(layout, list):
             return [empty(item) for item in layout]
-        return None if layout is None else wrap(torch.empty(layout.local_shape(None), dtype=layout.dtype, device=device), layout)
+        return None if layout is None else wrap(torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=device), layout)
 
     if plan.rule is not None and plan.rule.kind == "random":
         _compute(plan, operator, dict(local))  # its generator stays in step

@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
-from .errors import MeshError
+from .errors import MeshDimError, MeshError
 from .world import Kind, Root, distributed, ensure_world, make_root
 
 
-class DeviceMesh:
+class DeviceMesh(TorchDeviceMesh):
     """An n-d array of ranks.
+
+    A ``torch.distributed.device_mesh.DeviceMesh`` as far as torch's functions look: functional collectives and ``DDP`` take it.
 
     Where no process group is initialised and no torchrun environment is set, all ranks live in this process;
     otherwise each rank is a process of ``torch.distributed``. Device type ``"meta"`` simulates one rank without data.
@@ -42,7 +44,8 @@ class DeviceMesh:
     ((2, 3), (3,), (3, 2))
     """
 
-    __slots__ = ("__dict__", "_dims", "_hash", "_names", "_root")
+    __slots__ = ("_dims", "_hash", "_names", "_root")
+    _hash: int
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class DeviceMesh:
         """The position of a mesh dim given by name or (possibly negative) index."""
         if isinstance(mesh_dim, str):
             if self._names is None or mesh_dim not in self._names:
-                raise MeshError(f"{self!r} has no mesh dim {mesh_dim!r}; its dims are {self._names}")
+                raise MeshDimError(f"Invalid mesh_dim_name: {self!r} has no mesh dim {mesh_dim!r}; its dims are {self._names}")
             return self._names.index(mesh_dim)
         if not -self.ndim <= mesh_dim < self.ndim:
             raise MeshError(f"mesh dim {mesh_dim} is out of range for {self!r}; use a dim in [{-self.ndim}, {self.ndim - 1}]")
@@ -191,6 +194,11 @@ class DeviceMesh:
         """``get_group`` of every mesh dim."""
         return [self.get_group(mesh_dim) for mesh_dim in range(self.ndim)]
 
+    @property
+    def _dim_group_names(self) -> list[str]:  # type: ignore[override]  # an attribute of torch's
+        """Of :meth:`get_all_groups`: how torch's functional collectives find them."""
+        return [group.group_name for group in self.get_all_groups()]
+
     def _only_dim(self, mesh_dim: int | str | None, what: str) -> int:
         if mesh_dim is not None:
             return self.dim_index(mesh_dim)
@@ -213,7 +221,7 @@ class DeviceMesh:
             elif name in self._root.flattened and self._is_root:
                 dims.append(self._root.flattened[name])
             else:
-                raise MeshError(f"{self!r} has no mesh dim {name!r}; its dims are {self._names}")
+                raise MeshDimError(f"Invalid mesh_dim_name: {self!r} has no mesh dim {name!r}; its dims are {self._names}")
         used = [d for group in dims for d in group]
         if len(set(used)) != len(used):
             raise MeshError(f"mesh[{names!r}]: the dims overlap; name each underlying dim once")
@@ -241,12 +249,13 @@ class DeviceMesh:
         return unflattened(self, dim, mesh_sizes, names)
 
     @staticmethod
-    def _concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    def _concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:  # type: ignore[override]  # more than lists
         from .rearranged import concatenated  # stands on this module
 
         return concatenated(meshes)
 
-    _flatten, _unflatten = flatten, unflatten  # torch's spelling
+    # torch's spelling; its own take a backend as well
+    _flatten, _unflatten = flatten, unflatten  # type: ignore[assignment]
 
     def _derive(self, dims: tuple[tuple[int, ...], ...], names: tuple[str, ...] | None) -> DeviceMesh:
         if dims == self._dims and names == self._names:
@@ -265,18 +274,9 @@ class DeviceMesh:
     @staticmethod
     def from_group(group: Any, device_type: str, mesh: Any = None, *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
         """A mesh over existing process groups: one group, or a list with one group per mesh dim and ``mesh`` given."""
-        if isinstance(group, (list, tuple)):
-            if mesh is None:
-                raise MeshError("from_group with several groups needs mesh=, the ranks as an n-d array")
-            groups = list(group)
-        else:
-            groups = [group]
-            mesh = dist.get_process_group_ranks(group) if mesh is None else mesh
-        made = DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names)
-        if len(groups) != made.ndim:
-            raise MeshError(f"{len(groups)} groups for a mesh of {made.ndim} dims; give one group per mesh dim")
-        made._root.groups = {(dim,): group for dim, group in enumerate(groups)}
-        return made
+        from .group_meshes import mesh_of_groups  # stands on this module
+
+        return mesh_of_groups(group, device_type, mesh, mesh_dim_names)
 
     @staticmethod
     def from_torch(mesh: TorchDeviceMesh) -> DeviceMesh:
@@ -369,6 +369,8 @@ def init_device_mesh(
     """
     if options.pop("backend_override", None) is not None:
         raise MeshError("backend_override is not supported: build the groups yourself and use DeviceMesh.from_group")
+    if ":" in device_type:
+        raise MeshError(f"Device type with index is not supported: {device_type!r}; each rank uses its current device")
     if options:
         raise TypeError(f"init_device_mesh() got unexpected keyword arguments {sorted(options)}")
     shape = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(int(size) for size in mesh_shape)

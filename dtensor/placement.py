@@ -173,8 +173,8 @@ def normalize(placements: Any, mesh_ndim: int, ndim: int) -> tuple[Placement, ..
     placements = tuple(placements)
     if len(placements) != mesh_ndim:
         raise PlacementError(
-            f"{len(placements)} placements for a mesh of {mesh_ndim} dims: {placements}; give one per mesh dim, "
-            "for example [Shard(0)" + ", Replicate()" * (mesh_ndim - 1) + "]"
+            f"placements and mesh dims must have the same length: {len(placements)} placements for a mesh of {mesh_ndim} dims: "
+            f"{placements}; give one per mesh dim, for example [Shard(0)" + ", Replicate()" * (mesh_ndim - 1) + "]"
         )
     return tuple(_checked(placement, ndim) for placement in placements)
 

@@ -133,7 +133,7 @@ class ScatteredTensor:
             return full
 
         if mesh.current_member() is None:
-            return wrap(whole._local.new_empty(layout.local_shape(None)), layout)
+            return wrap(whole._local.new_zeros(layout.local_shape(None)), layout)
         return wrap(communicator_of(mesh).map(unpack, whole._local), layout)
 
     def full_tensor(self) -> torch.Tensor:

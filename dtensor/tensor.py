@@ -13,7 +13,7 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
 from . import host
-from .autograd import FromLocal, FullTensor, everywhere, grad_layout, keep_grad_layout, redistributed, to_local
+from .autograd import FromLocal, FullTensor, everywhere, grad_layout, keep_grad_layout, nothing_of, redistributed, to_local
 from .autograd import grad_placements_of as grad_placements_of  # of a leaf
 from .comm import PerRank
 from .dispatch import dispatch, install, wrap_local
@@ -93,7 +93,8 @@ class DTensor(torch.Tensor):
 
         Args:
             local_tensor: this rank's piece; with all ranks in one process a ``per_rank([...])`` (a plain tensor counts as
-                the piece of every rank).
+                the piece of every rank). Of a rank outside the mesh it is not taken: that rank holds nothing, and gets zeros as
+                the gradient.
             device_mesh: defaults to the mesh entered by ``with mesh:``.
             placements: default ``Replicate()`` on every mesh dim.
             run_check: compare shapes, dtypes and (for replicated mesh dims) values across ranks; names the offending rank.
@@ -119,7 +120,7 @@ class DTensor(torch.Tensor):
             copied = not isinstance(local_tensor, PerRank)
             return FromLocal.apply(layout, backward, copied, *shards)
         if not _recorded(local_tensor):
-            return wrap(local_tensor.detach(), layout)
+            return wrap(local_tensor.detach() if mesh.current_member() is not None else nothing_of(local_tensor, layout), layout)
         return FromLocal.apply(layout, backward, False, local_tensor)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
 from dtensor.errors import LayoutError, MeshError, MixedTensorError, PlacementError
+from dtensor.parallel import fully_shard, replicate
 from dtensor.rules import rules
 from dtensor.testing import check, scatter, verify_rule
 from dtensor.testing.cases import mesh_of
@@ -304,6 +306,64 @@ def meshes_of_some_ranks() -> None:
         assert x.equal(x)
     else:
         equal(y, (value(5, 6) * 2 + 1).sum(0))
+
+
+@case
+def a_rank_outside_a_mesh_holds_nothing_whatever_it_gives() -> None:
+    local = torch.ones(3, 4, requires_grad=True)
+    x = DTensor.from_local(local, dt.DeviceMesh("cpu", [0, 2]), [Shard(0)])
+    total = (x + 2).sum()
+    parts = [
+        x,
+        x.redistribute(placements=[R]),
+        x.redistribute(placements=[R]).redistribute(placements=[Shard(1)]),
+        *x.split(2, dim=1),
+    ]
+    total.backward()
+    assert local.grad is not None
+    if dist.is_initialized() and dist.get_rank() in (1, 3):
+        assert all(part.to_local().shape == (0,) for part in parts)
+        assert total.to_local().tolist() == 0.0
+        assert local.grad.tolist() == torch.zeros(3, 4).tolist()
+    else:
+        assert total.shape == ()
+        equal(total.detach(), torch.tensor(72.0))
+        assert local.grad.unique().tolist() == [1.0 if dist.is_initialized() else 2.0]
+
+
+@case
+def functional_collectives_of_torch_take_a_mesh() -> None:
+    if dist.is_initialized():
+        rank = torch.tensor([float(dist.get_rank())])
+        assert functional.all_reduce(rank, "sum", mesh_of((4,))).tolist() == [6.0]
+        assert functional.all_reduce(rank, "max", (square(), 0)).tolist() == [rank.item() % 2 + 2]
+        assert functional.all_reduce(rank, "max", square()["tp"]).tolist() == [rank.item() // 2 * 2 + 1]
+
+
+@case
+def data_parallelism_takes_all_ranks_where_no_mesh_is_given() -> None:
+    if not dist.is_initialized():
+        raises(MeshError, "no device mesh", lambda: fully_shard(nn.Linear(3, 4)))
+        return
+    torch.manual_seed(dist.get_rank())
+    cut, copied = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), replicate(nn.Linear(3, 4))
+    for module in (*cut, cut):
+        fully_shard(module)
+    batch = torch.full((2, 3), float(dist.get_rank()))
+    cut(batch).sum().backward()
+    copied(batch).sum().backward()
+    assert cut[0].weight.device_mesh is cut[1].bias.device_mesh
+    assert cut[0].weight.placements == (Shard(0),)
+    assert copied.weight.grad.placements == (R,)
+    equal(copied.weight.grad, torch.full((4, 3), 3.0))
+
+
+@case
+def groups_that_do_not_fit_a_mesh_are_refused() -> None:
+    if dist.is_initialized():
+        world = dist.group.WORLD
+        raises(MeshError, "Invalid mesh", lambda: dt.DeviceMesh.from_group(world, "cpu", [0, 1]))
+        raises(MeshError, "one group per mesh dim", lambda: dt.DeviceMesh.from_group(world, "cpu", [[0, 1], [2, 3]]))
 
 
 @case

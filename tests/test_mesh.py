@@ -218,3 +218,21 @@ def test_nonsense_is_refused(make: object, message: str) -> None:
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(TypeError, match="unexpected keyword"):
         init_device_mesh("cpu", (2,), mesh_names=("a",))
+
+
+def test_a_name_that_is_no_mesh_dim_is_a_key_error_as_well() -> None:
+    for ask in (lambda: CUBE["cp"], lambda: CUBE["dp", "cp"], lambda: CUBE.size("cp"), lambda: CUBE.get_local_rank("cp")):
+        with pytest.raises(KeyError, match=r"^Invalid mesh_dim_name: DeviceMesh.* has no mesh dim 'cp'"):
+            ask()
+
+
+def test_it_is_a_mesh_to_torch_too() -> None:
+    assert isinstance(CUBE, torch.distributed.device_mesh.DeviceMesh)
+    assert as_mesh(CUBE) is CUBE
+    assert copy.deepcopy(CUBE) is CUBE
+    assert pickle.loads(pickle.dumps(CUBE["tp"])) == CUBE["tp"]
+
+
+def test_a_device_with_an_index_is_no_device_type() -> None:
+    with pytest.raises(MeshError, match="Device type with index"):
+        init_device_mesh("cpu:0", (2,))

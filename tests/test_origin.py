@@ -119,3 +119,9 @@ def test_different_values_are_an_error_on_all_ranks() -> None:
 def test_the_comparison_is_communication() -> None:
     with pytest.raises(RankFailed, match=ImplicitCommunicationError.__name__):
         run_gloo(_multiplied_explicitly, 2)
+
+
+def test_shapes_are_compared_with_plain_tensors() -> None:
+    x = dt.ones(4, 3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
+    assert x.is_same_size(torch.zeros(4, 3))
+    assert not torch.zeros(2, 3).is_same_size(x)

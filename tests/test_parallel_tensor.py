@@ -418,3 +418,17 @@ def test_cross_entropy_of_logits_sharded_over_the_vocabulary_needs_no_context() 
     with loss_parallel():
         loss = F.cross_entropy(dt.distribute_tensor(logits, mesh, [Shard(1)]), dt.distribute_tensor(targets, mesh))
     torch.testing.assert_close(loss.full_tensor(), F.cross_entropy(logits, targets))
+
+
+def test_hooks_of_distribute_module_may_leave_the_module_out() -> None:
+    mesh, x = tp_mesh(), torch.ones(4, 3)
+    linear = torch.nn.Linear(3, 2)
+    expected = linear(x) * 2
+    with pytest.warns(FutureWarning, match="input_fn"):
+        made = dt.distribute_module(
+            linear,
+            mesh,
+            input_fn=lambda inputs, mesh: (dt.distribute_tensor(inputs[0], mesh, [Shard(0)]),),
+            output_fn=lambda module, outputs, mesh: outputs.full_tensor() * 2,
+        )
+    torch.testing.assert_close(made(x), expected)

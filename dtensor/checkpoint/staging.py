@@ -82,7 +82,7 @@ class Target:
             ((member, piece),) = read.items()
             local = self._strided(piece, reduced, member)
         else:
-            local = torch.empty(reduced.local_shape(None), dtype=self.dtype, device=self.device)
+            local = torch.zeros(reduced.local_shape(None), dtype=self.dtype, device=self.device)
         return wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
 
     def _strided(self, piece: torch.Tensor, layout: Layout, member: int | None) -> torch.Tensor:

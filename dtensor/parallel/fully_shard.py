@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import DTensorError, MeshError
-from ..mesh import DeviceMesh, as_mesh
+from ..group_meshes import mesh_or_world
+from ..mesh import DeviceMesh
 from .adopt import Axes, ShardPlacement, adopt, onto_one_mesh
 from .buffers import Buffers
 from .group import Group
@@ -116,7 +117,8 @@ def fully_shard(
     Args:
         module: a module, or several that make up one unit.
         mesh: 1-d: parameters are cut over it. 2-d: cut over its second dim, copied over its first (HSDP). Tensor-parallel
-            parameters live on ``mesh["tp"]`` of the same mesh; what it cuts along the same tensor dim it cuts first.
+            parameters live on ``mesh["tp"]`` of the same mesh; what it cuts along the same tensor dim it cuts first. Default
+            the mesh entered by ``with mesh:``, else all ranks.
         reshard_after_forward: free after forward; default yes, but for the outermost unit, whose backward comes next.
         shard_placement_fn: per parameter the ``Shard(dim)`` to cut by, default (None) ``Shard(0)``.
         mp_policy: dtypes to compute and to reduce in.
@@ -144,7 +146,8 @@ def fully_shard(
     for one in modules:
         check_callable(one, "fully_shard")
     offload = isinstance(offload_policy, CPUOffloadPolicy)
-    axes = axes_of(as_mesh(mesh), offload) if dp_mesh_dims is None else axes_named(as_mesh(mesh), dp_mesh_dims, offload)
+    mesh = mesh_or_world(mesh)
+    axes = axes_of(mesh, offload) if dp_mesh_dims is None else axes_named(mesh, dp_mesh_dims, offload)
     managed = [m for one in modules for m in adopt(one, axes, set(ignored_params or ()), shard_placement_fn)]
     buffers = Buffers([sub for one in modules for sub in one.modules()], axes)
     unit = Unit(modules, [Group(managed, axes, mp_policy)], buffers, axes, mp_policy)

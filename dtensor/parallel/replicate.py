@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..mesh import as_mesh
+from ..group_meshes import mesh_or_world
 from .adopt import Axes, Managed, adopt, onto_one_mesh
 from .buffers import Buffers
 from .fully_shard import add_methods, check_callable, check_policy
@@ -57,6 +57,7 @@ def replicate(
     a batch that is a DTensor over ``mesh`` gives the global loss and its gradient.
 
     Args:
+        mesh: default the one entered by ``with mesh:``, else all ranks.
         mp_policy: dtypes to compute and to reduce in.
         bucket_cap_mb: mebibytes of gradients per bucket.
         ignored_modules, ignored_params: left as they are.
@@ -76,7 +77,7 @@ def replicate(
     check_callable(module, "replicate")
     if not bucket_cap_mb > 0:
         raise ValueError(f"bucket_cap_mb is a number of mebibytes above 0, got {bucket_cap_mb!r}")
-    mesh = as_mesh(mesh)
+    mesh = mesh_or_world(mesh)
     axes = Axes(mesh, (), tuple(range(mesh.ndim)))
     ignored = {p for inner in ignored_modules for p in inner.parameters()} | set(ignored_params or ())
     managed = adopt(module, axes, ignored)

@@ -79,7 +79,7 @@ class Crossing:
 
     @cached_property
     def _routes(self) -> list[Route]:
-        count, outside = len(self.ranks), (0,) * max(1, self.before.ndim)
+        count, outside = len(self.ranks), (0,)
         sends: list[list[Box | None]] = [[None] * count for _ in range(count)]
         receives: list[list[Box | None]] = [[None] * count for _ in range(count)]
         kept: list[tuple[Box, Box] | None] = [None] * count

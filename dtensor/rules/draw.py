@@ -64,7 +64,7 @@ def draw_counted(layout: Layout, sampler: Sampler, given: Arguments, generator: 
     def one(member: int | None) -> torch.Tensor:
         coordinate = None if member is None else mesh.coordinates[member]
         if coordinate is None:
-            return torch.empty(layout.local_shape(None), dtype=layout.dtype, device=device)
+            return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=device)
         size = layout.local_shape(coordinate)
         made = sample(sampler, given, key, layout.shape, layout.local_offset(coordinate), size, (layout.dtype, device))
         return (
@@ -90,7 +90,7 @@ def block_of(whole: torch.Tensor, layout: Layout, member: int | None) -> torch.T
     """One member's block of a whole tensor, as its own memory."""
     coordinate = None if member is None else layout.mesh.coordinates[member]
     if coordinate is None:
-        return whole.new_empty(layout.local_shape(None))
+        return whole.new_zeros(layout.local_shape(None))
     return place_in(whole, layout, coordinate).clone()
 
 

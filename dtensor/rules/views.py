@@ -92,9 +92,7 @@ def reshaped(call: Call) -> Factors:
     return Factors((own,), (other,), sizes, whole)
 
 
-def _with_singles(
-    old: Sequence[int], new: Sequence[int], own: Dims, other: Dims, single: Sequence[int]
-) -> tuple[Dims, Dims]:
+def _with_singles(old: Sequence[int], new: Sequence[int], own: Dims, other: Dims, single: Sequence[int]) -> tuple[Dims, Dims]:
     """Factors for dims of size one that are cut: one rank holds it all, so whatever dim takes them up is whole on that rank.
 
     They go to a dim of size one at the same place, else they lead the dim that stands there.

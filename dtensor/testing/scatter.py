@@ -29,7 +29,7 @@ def scatter(
         local: torch.Tensor = per_rank([piece(terms_at(terms, layout, member), layout, member) for member in mesh.members])
     else:
         own = mesh.current_member()
-        local = value.new_empty(layout.local_shape(None)) if own is None else piece(terms_at(terms, layout, own), layout, own)
+        local = value.new_zeros(layout.local_shape(None)) if own is None else piece(terms_at(terms, layout, own), layout, own)
     made = DTensor.from_local(local, mesh, layout.placements, shape=layout.shape, stride=layout.stride)
     return made.requires_grad_(requires_grad)
 
