@@ -195,8 +195,7 @@ class DeviceMesh(TorchDeviceMesh):
         return [self.get_group(mesh_dim) for mesh_dim in range(self.ndim)]
 
     @property
-    def _dim_group_names(self) -> list[str]:  # type: ignore[override]  # an attribute of torch's
-        """Of :meth:`get_all_groups`: how torch's functional collectives find them."""
+    def _dim_group_names(self) -> list[str]:  # type: ignore[override]  # an attribute of torch's; functional collectives ask
         return [group.group_name for group in self.get_all_groups()]
 
     def _only_dim(self, mesh_dim: int | str | None, what: str) -> int:
@@ -254,8 +253,7 @@ class DeviceMesh(TorchDeviceMesh):
 
         return concatenated(meshes)
 
-    # torch's spelling; its own take a backend as well
-    _flatten, _unflatten = flatten, unflatten  # type: ignore[assignment]
+    _flatten, _unflatten = flatten, unflatten  # type: ignore[assignment]  # torch's spelling; its own take a backend as well
 
     def _derive(self, dims: tuple[tuple[int, ...], ...], names: tuple[str, ...] | None) -> DeviceMesh:
         if dims == self._dims and names == self._names:
