@@ -15,6 +15,7 @@ import torch
 
 from .dispatch import dispatch
 from .errors import UnsupportedOperationError
+from .folded import on_the_stack
 from .layout import Layout
 from .operators import Operator, operator_of
 from .redistribute import redistribute_local
@@ -39,6 +40,9 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if written:
         elementwise = _by_element(operator, args, kwargs)
         return _write_elements(operator, args, kwargs) if elementwise else _write_value(operator, args, kwargs, written)
+    found = on_the_stack(func, args, kwargs)
+    if found is not NotImplemented:
+        return found
     if operator.is_view and isinstance(args[0], RemoteView):
         if torch.is_inference_mode_enabled() and not args[0].is_inference():
             with torch.inference_mode(False):  # as in dispatch

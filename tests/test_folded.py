@@ -1,0 +1,90 @@
+"""Products of stacks whose inner dims are sharded: torch folds them into rows, and nothing moves all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.testing import check
+
+MESH = dt.init_device_mesh("cpu", (2, 2))
+R = Replicate()
+STACKS = [[R, Shard(1)], [Shard(0), Shard(1)], [Shard(1), Shard(1)], [Shard(1), Shard(0)], [Shard(1), R], [Shard(2), Shard(1)]]
+WEIGHTS = [[R, R], [R, Shard(0)], [Shard(1), R], [Shard(0), Shard(1)], [Partial(), R]]
+
+
+def rows_written(x: Any, w: Any) -> Any:
+    rows = x.reshape(-1, x.shape[-1]) @ w.t()
+    rows.add_(1)
+    rows[2].mul_(3)
+    return rows.view(*x.shape[:-1], -1), rows.relu(), rows.sum(0)
+
+
+def conv1d(x: Any, w: Any, b: Any) -> Any:
+    """As Hugging Face's GPT-2 has it."""
+    return torch.addmm(b, x.view(-1, x.size(-1)), w.t()).view(*x.shape[:-1], w.shape[0])
+
+
+PROGRAMS: list[tuple[Callable[..., Any], bool]] = [
+    (F.linear, True),
+    (F.linear, False),
+    (lambda x, w: x @ w.t(), False),
+    (conv1d, True),
+    (rows_written, False),
+    (lambda x, w: (x.reshape(-1, 7).sum(0, keepdim=True), x.reshape(-1, 7).sum([-2]), F.linear(x, w)), False),
+    (lambda x, w: (x.reshape(-1, 7).t() @ x.reshape(-1, 7), w @ x.reshape(-1, 7).t(), x.reshape(-1, 7).mm(w.t())), False),
+    (lambda x, w: F.linear(F.linear(x, w).relu(), w.t()), False),
+    (lambda x, w: F.linear(x.unsqueeze(1), w), False),
+    (lambda x, b: torch.addmm(b[:, None], x.reshape(-1, 7), x.reshape(-1, 7).t()[:, :4], beta=2), True),
+]
+
+
+@pytest.mark.parametrize("stack", STACKS, ids=str)
+@pytest.mark.parametrize(("program", "biased"), PROGRAMS)
+def test_values_strides_and_gradients(program: Callable[..., Any], biased: bool, stack: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((3, 5, 7), (6, 7), (6,)))
+    weight = WEIGHTS[(STACKS.index(stack) + 2 * [p for p, _ in PROGRAMS].index(program)) % len(WEIGHTS)]
+    if biased and program is PROGRAMS[-1][0]:
+        check(program, x, x[0, 0, :1].expand(15).contiguous(), mesh=MESH, placements=[stack, [R, R]])
+    elif biased:
+        check(program, x, w, b, mesh=MESH, placements=[stack, weight, [Shard(0), R]])
+    else:
+        check(program, x, w, mesh=MESH, placements=[stack, weight], cotangents=[Shard(1), Partial()])
+
+
+@pytest.mark.parametrize("stack", STACKS[:4], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_nothing_moves_but_gradients_of_parameters_once(stack: Any, bias: bool) -> None:
+    x = dt.distribute_tensor(torch.randn(3, 5, 7), MESH, stack).requires_grad_()
+    layer = dt.distribute_module(torch.nn.Linear(7, 6, bias=bias), MESH)
+    with dt.explicit():
+        y = layer(x)
+        assert y.placements == x.placements
+        with dt.debug.CommDebugMode() as moved:
+            y.backward(torch.ones_like(y))
+    assert x.grad is not None
+    assert x.grad.placements == x.placements
+    assert dict(moved.get_comm_counts()) == {"all_reduce": 2 if bias else 1}
+
+
+def test_second_derivatives() -> None:
+    x = dt.distribute_tensor(torch.randn(2, 3, 2, dtype=torch.float64), MESH, [R, Shard(1)]).requires_grad_()
+    w = dt.distribute_tensor(torch.randn(2, 2, dtype=torch.float64), MESH, [R, R]).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x, w: F.linear(x, w).sin(), (x, w), fast_mode=True)
+
+
+def test_low_precision_and_autocast() -> None:
+    x, w, b = torch.randn(3, 5, 7), torch.randn(6, 7), torch.randn(6)
+    placements = [[Shard(1), R], [R, R], [R, R]]
+    check(F.linear, x.bfloat16(), w.bfloat16(), b.bfloat16(), mesh=MESH, placements=placements)
+    with torch.autocast("cpu", torch.bfloat16):
+        check(F.linear, x, w, b, mesh=MESH, placements=placements, tolerance=(5e-2, 5e-2))
+    check(F.linear, x.long(), w.long(), mesh=MESH, placements=placements[:2], gradients=False)
+    check(F.linear, x.cfloat(), w.cfloat(), mesh=MESH, placements=placements[:2])
