@@ -73,7 +73,7 @@ def unfolded(x: Any, shape: Any) -> Any:
     stack = stack_of(x)
     if stack is None or list(shape) != list(stack.shape):
         return NotImplemented
-    return _aten.view.default(stack, list(shape))
+    return _aten.alias.default(stack) if stack.is_contiguous() else _aten.view.default(stack, list(shape))
 
 
 def rows_of(stack: Any) -> Any:

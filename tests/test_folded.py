@@ -88,3 +88,16 @@ def test_low_precision_and_autocast() -> None:
         check(F.linear, x, w, b, mesh=MESH, placements=placements, tolerance=(5e-2, 5e-2))
     check(F.linear, x.long(), w.long(), mesh=MESH, placements=placements[:2], gradients=False)
     check(F.linear, x.cfloat(), w.cfloat(), mesh=MESH, placements=placements[:2])
+
+
+def test_a_captured_linear_layer() -> None:
+    w = dt.distribute_tensor(torch.randn(4, 7), MESH, [R, R]).requires_grad_()
+    layer = dt.capture(lambda x: (F.linear(x, w), x.view(-1, 7) @ w.t()))
+    for size in (5, 1):
+        for _ in range(3):
+            x = dt.distribute_tensor(torch.randn(3, size, 7), MESH, [R, Shard(1)]).requires_grad_()
+            stack, rows = layer(x)
+            assert torch.equal(stack.full_tensor(), F.linear(x, w).full_tensor())
+            (given,) = torch.autograd.grad((stack * 2).sum() + rows.sum(), x)
+            (wanted,) = torch.autograd.grad((F.linear(x, w) * 2).sum() + (x.view(-1, 7) @ w.t()).sum(), x)
+            torch.testing.assert_close(given.full_tensor(), wanted.full_tensor())
