@@ -1,14 +1,20 @@
 """Where the microseconds of one operation go, part by part; what no Python subclass of a tensor can do without is its floor.
 
-    make profile      or      python benchmarks/dispatch_parts.py
+    make profile      or      python benchmarks/dispatch_parts.py             torch's fake group of 8 ranks
+    torchrun --standalone --nproc-per-node 2 benchmarks/dispatch_parts.py     gloo
+    python benchmarks/dispatch_parts.py --in-process 4                        all ranks in this process
 
-Smallest of many repeats, 8 x 8 locals, torch's fake process group. "round trip" is an operator on a subclass whose
-``__torch_dispatch__`` does nothing: torch's way from Python through C++ to Python and back. "look-up" is what
-remains of the whole.
+CPU time of one thread, 8 x 8 locals. "round trip" is an operator on a subclass whose ``__torch_dispatch__`` does nothing: torch's
+way from Python through C++ to Python and back. "look-up" is what remains of the whole. The second table compares lists of 100
+parameters with a subclass that only unwraps, runs the operator and wraps: no look-up, no count of writes.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
+import os
+import time
 import timeit
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +23,10 @@ from typing import Any
 import timing
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._foreach_utils import _foreach_supported_types as foreach_types
 
 import dtensor as dt
 from dtensor.dispatch import wrap_local
@@ -31,6 +40,33 @@ class Idle(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return ANSWERS.pop()
+
+
+class Bare(torch.Tensor):
+    """Unwraps, runs the operator, wraps."""
+
+    __slots__ = ("_local",)
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _wrapped(func(*[_unwrapped(x) for x in args], **(kwargs or {})))
+
+
+def bare(local: Tensor) -> Any:
+    made = torch.Tensor._make_wrapper_subclass(Bare, local.shape, dtype=local.dtype, device=local.device)
+    made._local = local
+    return made
+
+
+def _unwrapped(value: Any) -> Any:
+    if type(value) is list:
+        return [x._local for x in value] if value and type(value[0]) is Bare else value
+    return value._local if type(value) is Bare else value
+
+
+def _wrapped(value: Any) -> Any:
+    return [bare(x) for x in value] if type(value) is list else bare(value) if type(value) is torch.Tensor else value
 
 
 ANSWERS: list[torch.Tensor] = []  # each is used once: autograd turns the answer of a view operator into a view
@@ -55,24 +91,73 @@ def best(run: Callable[[], object], repeats: int = 30) -> float:
     """Microseconds."""
     refill()
     run()
-    return min(timeit.repeat(run, refill, number=COUNT, repeat=repeats)) / COUNT * 1e6
+    return min(timeit.repeat(run, refill, number=COUNT, repeat=repeats, timer=time.thread_time)) / COUNT * 1e6
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    mesh = dt.init_device_mesh("cpu", (8,))
+def of_parts(mesh: dt.DeviceMesh) -> list[str]:
     local = torch.rand(8, 8)
     x = dt.DTensor.from_local(local, mesh, [dt.Replicate()])
     idle = torch.Tensor._make_wrapper_subclass(Idle, (8, 8))
-    wrapper = best(lambda: wrap_local(local, x.layout))
-    print(*(f"{key:8} {value}" for key, value in timing.machine().items()), "", sep="\n")
-    print(f"{'microseconds':12} {'whole':>7} {'local op':>9} {'round trip':>11} {'wrapper':>8} {'look-up':>8} {'floor':>7}")
+    wrapper = best(lambda: wrap_local(x._local, x.layout))
+    lines = [f"{'microseconds':18} {'whole':>7} {'local op':>9} {'round trip':>11} {'wrapper':>8} {'look-up':>8} {'floor':>7}"]
     for name, (op, operands) in OPERATIONS.items():
-        whole, plain, trip = (best(partial(op, *(t,) * operands)) for t in (x, local, idle))
+        whole, plain, trip = (best(partial(op, *(t,) * operands)) for t in (x, x._local, idle))
         floor = plain + trip + wrapper
-        print(f"{name:12} {whole:7.2f} {plain:9.2f} {trip:11.2f} {wrapper:8.2f} {whole - floor:8.2f} {floor:7.2f}")
-    dist.destroy_process_group()
+        lines.append(f"{name:18} {whole:7.2f} {plain:9.2f} {trip:11.2f} {wrapper:8.2f} {whole - floor:8.2f} {floor:7.2f}")
+    return lines
+
+
+def of_lists(mesh: dt.DeviceMesh, count: int = 100) -> list[str]:
+    """Steps over lists of parameters; medians of turns."""
+    optimizer_types.append(Bare)
+    foreach_types.append(Bare)
+    sides: dict[str, Callable[[Tensor], Any]] = {
+        "plain": lambda local: local,
+        "bare": bare,
+        "dtensor": lambda local: dt.DTensor.from_local(local, mesh, [dt.Shard(0)]),
+    }
+
+    def parameters(make: Callable[[Tensor], Any]) -> list[nn.Parameter]:
+        made = [nn.Parameter(make(torch.rand(8, 8))) for _ in range(count)]
+        for parameter in made:
+            parameter.grad = make(torch.rand(8, 8))
+        return made
+
+    steps: dict[str, Callable[[list[nn.Parameter]], Callable[[], object]]] = {
+        "AdamW, foreach": lambda given: torch.optim.AdamW(given, foreach=True).step,
+        "SGD, momentum": lambda given: torch.optim.SGD(given, lr=1e-3, momentum=0.9, foreach=True).step,
+        "_foreach_mul_": lambda given: partial(torch._foreach_mul_, [x.detach() for x in given], 1.0),
+        "_foreach_sqrt": lambda given: partial(torch._foreach_sqrt, [x.detach() for x in given]),
+    }
+    lines = [f"{count} parameters, us {'plain':>9} {'bare subclass':>14} {'dtensor':>8}"]
+    for name, step in steps.items():
+        found = timing.interleaved({side: step(parameters(make)) for side, make in sides.items()}, timing.Effort(repeats=31))
+        cells = [value if isinstance(value, str) else f"{value * 1e6:.0f}" for value in found.values()]
+        lines.append(f"{name:18} {cells[0]:>9} {cells[1]:>14} {cells[2]:>8}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--in-process", type=int, metavar="RANKS", help="all ranks in this process")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        where = f"gloo, {dist.get_world_size()} processes"
+    elif not options.in_process:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+        where = "fake group of 8"
+    else:
+        where = f"{options.in_process} ranks in this process"
+    mesh = dt.init_device_mesh("cpu", (options.in_process or dist.get_world_size(),))
+    gc.disable()
+    lines = [*(f"{key:8} {value}" for key, value in timing.machine().items()), f"ranks    {where}", "", *of_parts(mesh), ""]
+    lines += of_lists(mesh)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(*lines, sep="\n")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

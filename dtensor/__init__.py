@@ -18,7 +18,6 @@ from .mesh import DeviceMesh, init_device_mesh
 from .modes import explicit, implicit_replication
 from .placement import Monoid, Partial, Placement, Replicate, Shard
 from .random import manual_seed, random_mode
-from .rules import families as _families
 from .tensor import DTensor
 from .untraced import leave_untraced as _leave_untraced
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from .layout import Layout
 from .local_functions import is_wrapped, recorded
 from .placement import Partial, Placement, Replicate
 from .redistribute import execute, move_between, plan
+from .remembered import remembered
 
 
 def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
@@ -38,7 +38,7 @@ def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layou
     return _without_partials(layout) if placements is None else layout.replace(placements=placements)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _without_partials(layout: Layout) -> Layout:
     return layout.replace(placements=tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements))
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from .dispatch import CACHE_LIMIT, plans_of_operators
 from .layout import interned
-from .redistribute.planner import plans_kept
+from .remembered import fullness
 
 
 class CacheInfo(NamedTuple):
@@ -18,7 +18,8 @@ class CacheInfo(NamedTuple):
 
 
 def cache_info() -> dict[str, CacheInfo]:
-    """The state of dispatch's caches: ``"layouts"`` (alive, whoever uses them), ``"redistributions"``, and one per operator.
+    """The state of all caches: ``"layouts"`` (alive, whoever uses them), ``"redistributions"``, the smaller ones by module and
+    function, and one per operator.
 
     Plans that are made again and again for the same operator tell that its sizes or numbers change at each call.
 
@@ -30,6 +31,6 @@ def cache_info() -> dict[str, CacheInfo]:
     """
     return {
         "layouts": CacheInfo(interned(), None, None),
-        "redistributions": CacheInfo(*plans_kept(), None),
+        **{name: CacheInfo(*found, None) for name, found in fullness().items()},
         **{name: CacheInfo(kept, CACHE_LIMIT, made) for name, (kept, made) in plans_of_operators().items()},
     }

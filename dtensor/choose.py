@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from .layout import Layout, Split, chunk_sizes
 from .mesh import DeviceMesh
-from .placement import Monoid, Partial, Placement, Replicate, Shard
-from .redistribute.cost import link_of
+from .placement import Partial
+from .prices import free_rows, idle, ranked, table_of
 from .rules.call import Call, Meta
 from .rules.compound import NotBlocks, composed, cut_in
-from .rules.rule import ANY_PARTIAL, Along, Choice, Dims, Factors, Partials, Row, Rule, Spec, candidates, stands
+from .rules.rule import Choice, Dims, Factors, Row, Rule, Spec, stands
 from .rules.windows import covering, windowed
 
-LOCAL_STEP = 1e-7  # seconds: a local slice or zero costs next to nothing
 _TRIES = 256
 
 
@@ -49,24 +45,22 @@ def choose(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) ->
     Args:
         kept: result -> operand that the result is written into (in place): its placement must come back.
     """
-    partials = rule.partials(call) if callable(rule.partials) else rule.partials
-    rows = [
-        row
-        for row in candidates(factors, (*partials, *_monoid_rows(factors, call, partials)))
-        if _allowed(row, call) and sound_dtypes(row, call)
-    ]
-    ranked = [_rank(rows, mesh_dim, factors, call, kept) for mesh_dim in range(call.mesh.ndim)]
+    partials = tuple(rule.partials(call) if callable(rule.partials) else rule.partials)
+    table = table_of(factors, partials, call)
+    free = free_rows(table, factors, call, kept)
+    if free is not None:  # what the search below would come to first
+        chosen = _valid(rule, free, factors, call, kept)
+        if chosen is not None and not _moved(call, chosen):
+            return chosen
+    priced = [ranked(table, factors, call, kept, mesh_dim) for mesh_dim in range(call.mesh.ndim)]
     best: tuple[tuple[float, ...], int, Chosen] | None = None
-    for price, picked in _best_first(ranked):
+    for price, picked in _best_first(priced):
         if best is not None and price[:2] > best[0]:
             break
-        try:
-            chosen = _realize(picked, factors, call, kept)
-        except NotBlocks:
+        chosen = _valid(rule, picked, factors, call, kept)
+        if chosen is None:
             continue
-        if chosen is None or not (rule.when is None or rule.when(chosen.choice)):
-            continue
-        moved = sum(not have.same_data(need) for have, need in zip(call.operands, chosen.operands, strict=True))
+        moved = _moved(call, chosen)
         if moved == 0:
             return chosen
         if best is None or moved < best[1]:  # of equal prices, which do not see uneven blocks, the one that moves less
@@ -74,143 +68,17 @@ def choose(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) ->
     return None if best is None else best[2]
 
 
-def _monoid_rows(factors: Factors, call: Call, partials: Partials) -> Iterator[Row]:
-    """Where terms of any named reduction pass, so do those of a user's, if it acts element by element and is not finished yet."""
-    if not set(ANY_PARTIAL) <= set(partials):
-        return
-    for op in dict.fromkeys(op for layout in call.operands for op in layout.partials):
-        if isinstance(op, Monoid) and op.elementwise and op.finalize is None:
-            yield Row((Partial(op),) * len(factors.operands), (Partial(op),) * len(factors.results))
+def _valid(rule: Rule, rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
+    try:
+        chosen = _realize(rows, factors, call, kept)
+    except NotBlocks:
+        return None
+    return chosen if chosen is not None and (rule.when is None or rule.when(chosen.choice)) else None
 
 
-def _allowed(row: Row, call: Call) -> bool:
-    return all(isinstance(row.operands[i], Replicate) for i in call.fixed)
-
-
-def sound_dtypes(row: Row, call: Call) -> bool:
-    """Whether the dtypes of a partial row keep its algebra.
-
-    Sums and products of integers wrap in their own dtype and bools add by ``or``, so terms may not change dtype first, except
-    to a floating dtype that holds all values of theirs: terms are larger than their sum, so rounding each of them to fewer bits
-    is not what rounding the sum is. Max and min pass conversions that keep the order. There is no mean of integers.
-    """
-    if row.factor is not None:
-        return True
-    results = zip(row.results, _tensors(call.results), strict=False)
-    dtypes = [meta.dtype for spec, meta in results if isinstance(spec, Partial)]  # results that are whole take nothing from terms
-    for i, spec in enumerate(row.operands):
-        if isinstance(spec, Partial):
-            source = call.operands[i].dtype
-            if spec.reduce_op == "avg" and not (source.is_floating_point or source.is_complex):
-                return False
-            if not all(dtype == source or _converts(spec.reduce_op, source, dtype) for dtype in dtypes):
-                return False
-    return True
-
-
-def _converts(op: Any, source: torch.dtype, target: torch.dtype) -> bool:
-    if op in ("max", "min"):
-        return _keeps_order(source, target)
-    return _holds(source, target)
-
-
-def _holds(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a floating (or complex) dtype has the other's values, real parts at least."""
-    if not all(dtype.is_floating_point or dtype.is_complex for dtype in (source, target)):
-        return False
-    old, new = torch.finfo(source), torch.finfo(target)
-    return new.eps <= old.eps and new.max >= old.max
-
-
-def _keeps_order(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether conversion is non-decreasing for all values, NaN included: into floats, and into integers that hold all values."""
-    if torch.bool in (source, target) or source.is_complex or target.is_complex:
-        return False
-    if target.is_floating_point:
-        return True
-    if source.is_floating_point:
-        return False
-    old, new = torch.iinfo(source), torch.iinfo(target)
-    return bool(new.min <= old.min and old.max <= new.max)
-
-
-def _rank(rows: list[Row], mesh_dim: int, factors: Factors, call: Call, kept: Mapping[int, int]) -> list[tuple[Any, Row]]:
-    priced = [(_price(row, mesh_dim, factors, call, kept), order, row) for order, row in enumerate(rows)]
-    priced.sort(key=lambda item: (item[0], item[1]))
-    return [((*price, order), row) for price, order, row in priced]
-
-
-def _price(row: Row, mesh_dim: int, factors: Factors, call: Call, kept: Mapping[int, int]) -> tuple[float, ...]:
-    """(seconds of communication, whether it shards what nobody has sharded, operands that change, bytes per rank of the results).
-
-    A replicated or partial value is not cut only because that is free: results keep the placements that their operands suggest.
-    """
-    ranks = call.mesh.shape[mesh_dim]
-    seconds, changes, memory = 0.0, 0, 0.0
-    invented = row.factor is not None
-    for i, (spec, layout) in enumerate(zip(row.operands, call.operands, strict=True)):
-        if i in call.fixed:
-            continue
-        target = _target(spec, factors.operands[i], factors.sizes)
-        current = _current(layout, mesh_dim)
-        cost = _move(current, target, layout, mesh_dim)
-        seconds += cost
-        changes += cost > 0
-        invented = invented and not isinstance(current, int)
-    for r, (spec, meta) in enumerate(zip(row.results, _tensors(call.results), strict=False)):
-        target = _target(spec, factors.results[r], factors.sizes)
-        nbytes = math.prod(meta.shape) * meta.dtype.itemsize
-        memory += nbytes / ranks if isinstance(target, int) else nbytes
-        if r in kept:
-            layout = call.operands[kept[r]]
-            cost = _move(target, _current(layout, mesh_dim), layout, mesh_dim)
-            seconds += cost
-            changes += cost > 0
-    if row.kernel is not None and ranks > 1:
-        rate = link_of(call.mesh, (mesh_dim,)).exchange
-        seconds += row.kernel.collectives * rate.seconds(ranks, 0) + row.kernel.nbytes(call) / rate.bandwidth
-    return seconds if ranks > 1 else 0.0, invented, changes, memory
-
-
-def _tensors(results: Sequence[Meta | None]) -> list[Meta]:
-    return [meta for meta in results if meta is not None]
-
-
-Where = int | Placement  # a tensor dim, or Replicate / Partial
-
-
-def _current(layout: Layout, mesh_dim: int) -> Where:
-    placement = layout.placements[mesh_dim]
-    return placement.dim if isinstance(placement, Shard) else placement
-
-
-def _target(spec: Spec, dims: Dims, sizes: Mapping[str, int]) -> Where:
-    if isinstance(spec, Along):
-        dim = stands(dims, spec.factor)
-        return Replicate() if dim is None else dim
-    return spec
-
-
-def _move(source: Where, target: Where, layout: Layout, mesh_dim: int) -> float:
-    """Seconds to change one mesh dim's placement, other mesh dims as they are."""
-    if source == target:
-        return 0.0
-    if isinstance(source, Replicate):
-        return LOCAL_STEP
-    nbytes, ranks = layout.max_local_nbytes, layout.mesh.shape[mesh_dim]
-    link = link_of(layout.mesh, (mesh_dim,))
-    match source, target:
-        case (Partial(), Partial()):
-            return 1.5 * link.all_reduce.seconds(ranks, 2 * nbytes)  # never better than having it whole
-        case (Partial(), _):
-            # Scattering moves half of what reducing everywhere does, but the next operation usually gathers it again.
-            return link.all_reduce.seconds(ranks, 2 * nbytes)
-        case (int(), int()):
-            return link.exchange.seconds(ranks, nbytes)
-        case (int(), Partial()):
-            return 1.5 * link.all_gather.seconds(ranks, nbytes * (ranks - 1))
-        case _:
-            return link.all_gather.seconds(ranks, nbytes * (ranks - 1))
+def _moved(call: Call, chosen: Chosen) -> int:
+    """How many operands change."""
+    return sum([have is not need and not have.same_data(need) for have, need in zip(call.operands, chosen.operands, strict=True)])
 
 
 def _best_first(ranked: list[list[tuple[Any, Row]]]) -> Iterator[tuple[tuple[float, ...], tuple[Row, ...]]]:
@@ -261,46 +129,42 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
             else splits
         )
 
-    operands = tuple(
-        layout
-        if i in call.fixed
-        else place(
-            call.mesh, factors.operands[i], [row.operands[i] for row in rows], splits_of("operand", i), factors.sizes, layout
-        )
-        for i, layout in enumerate(call.operands)
-    )
+    fixed, mesh, sizes = call.fixed, call.mesh, factors.sizes
+    operands = []
+    for i, layout in enumerate(call.operands):
+        if i not in fixed:
+            specs = [row.operands[i] for row in rows]
+            layout = _place(mesh, factors.operands[i], specs, splits_of("operand", i), sizes, layout, (layout,))
+        operands.append(layout)
+    results: list[Layout | None] = []
     tensors = iter(range(len(factors.results)))
-    results = tuple(
-        None
-        if meta is None
-        else place(
-            call.mesh,
-            factors.results[(r := next(tensors))],
-            [row.results[r] for row in rows],
-            splits_of("result", r),
-            factors.sizes,
-            meta,
-        )
-        for meta in call.results
-    )
-    return Chosen(Choice(call, factors, rows, splits), operands, results)
+    for meta in call.results:
+        if meta is None:
+            results.append(None)
+            continue
+        r = next(tensors)
+        specs = [row.results[r] for row in rows]
+        results.append(_place(mesh, factors.results[r], specs, splits_of("result", r), sizes, meta, call.operands))
+    return Chosen(Choice(call, factors, rows, splits), tuple(operands), tuple(results))
 
 
 def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: Mapping[int, int]) -> Split:
     """How ``name`` is cut by ``mesh_dims``: as in the operand that already is (written ones first, then the largest)."""
     wanted, size = set(mesh_dims), factors.sizes[name]
-    written = set(kept.values())
-    order = sorted(range(len(call.operands)), key=lambda i: (i not in written, -call.operands[i].numel, i))
-    pieces: list[tuple[tuple[int, ...], tuple[int, ...], range]] = []
-    for i in order:
-        dims = factors.operands[i]
+    cut: list[tuple[int, int, Split]] = []  # operand, its dim, how that is cut
+    for i, dims in enumerate(factors.operands):
         d = stands(dims, name)
         current = None if d is None else call.operands[i].splits[d]
-        if d is None or current is None:
-            continue
+        if d is not None and current is not None:
+            cut.append((i, d, current))
+    if len(cut) > 1:
+        written = set(kept.values())
+        cut.sort(key=lambda item: (item[0] not in written, -call.operands[item[0]].numel, item[0]))
+    pieces: list[tuple[tuple[int, ...], tuple[int, ...], range]] = []
+    for i, d, current in cut:
         window = factors.windows.get(("operand", i, name))
         sizes = factors.sizes if window is None else {**factors.sizes, name: len(window)}
-        found = cut_in(dims[d], name, current, wanted, sizes, call.mesh.shape)
+        found = cut_in(factors.operands[i][d], name, current, wanted, sizes, call.mesh.shape)
         if found is not None and window is None:
             return found
         if found is not None and window is not None:
@@ -310,21 +174,31 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
     return Split(ordered, covering(default, [(blocks, window) for nesting, blocks, window in pieces if nesting == ordered]))
 
 
-def place(
+def _place(
     mesh: DeviceMesh,
     dims: Dims,
     specs: Sequence[Spec],
     splits: Mapping[str, Split],
     sizes: Mapping[str, int],
     meta: Meta | Layout,
+    known: Sequence[Layout],
 ) -> Layout:
-    """The layout of a tensor with these factors when each mesh dim follows its spec."""
-    tensor_splits = [composed(names, splits, sizes) for names in dims]
-    partials = tuple(spec.reduce_op if isinstance(spec, Partial) and mesh.shape[i] > 1 else None for i, spec in enumerate(specs))
-    idle = {i: _idle(spec, dims, sizes) for i, spec in enumerate(specs) if mesh.shape[i] == 1}
-    return Layout.from_splits(mesh, tensor_splits, partials, meta.shape, meta.stride, meta.dtype, idle)
-
-
-def _idle(spec: Spec, dims: Dims, sizes: Mapping[str, int]) -> Placement:
-    where = _target(spec, dims, sizes)
-    return Shard(where) if isinstance(where, int) else where
+    """The layout of a tensor with these factors when each mesh dim follows its spec; ``known``: what it may turn out to be."""
+    shape = mesh.shape
+    tensor_splits = tuple([composed(names, splits, sizes) for names in dims])
+    partials = tuple(
+        [spec.reduce_op if isinstance(spec, Partial) and n > 1 else None for spec, n in zip(specs, shape, strict=True)]
+    )
+    if 1 in shape:  # those mesh dims are spelled as the rule says
+        spelled = {i: idle(spec, dims) for i, spec in enumerate(specs) if shape[i] == 1}
+        return Layout.from_splits(mesh, tensor_splits, partials, meta.shape, meta.stride, meta.dtype, spelled)
+    for layout in known:
+        if (
+            layout.splits == tensor_splits
+            and layout.partials == partials
+            and layout.shape == meta.shape
+            and layout.stride == meta.stride
+            and layout.dtype is meta.dtype
+        ):
+            return layout
+    return Layout.from_splits(mesh, tensor_splits, partials, meta.shape, meta.stride, meta.dtype)

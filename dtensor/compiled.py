@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.autograd.graph import increment_version
 
 from .comm import communicator_of
@@ -45,6 +46,26 @@ def runner_of(found: Layout | Runner, operator: Operator, wrap: Wrap) -> Runner:
     return run
 
 
+def floats_by_default(plan: Plan) -> bool:
+    """Whether results have a floating dtype that no distributed operand has: the default one when the plan is made."""
+    given = any(_floats(layout) for i, layout in enumerate(plan.call.operands) if i not in plan.call.plain)
+    return not given and any(_floats(layout) for made in plan.results for layout in (made if isinstance(made, list) else [made]))
+
+
+def _floats(layout: Any) -> bool:
+    return isinstance(layout, Layout) and (layout.dtype.is_floating_point or layout.is_complex)
+
+
+def under_default_dtype(runner: Runner, again: Runner) -> Runner:
+    """``runner`` while the default dtype is what it is now, else ``again``, which plans anew."""
+    planned = torch.get_default_dtype()
+
+    def run(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        return (runner if torch.get_default_dtype() is planned else again)(args, kwargs, local_args, local_kwargs)
+
+    return run
+
+
 def _counted(runner: Runner, operator: Operator) -> Runner:
     """Writes to lists are counted here: torch's own count comes from the operators that it runs on each element."""
     places = [(operator.names.index(name), name) for name in operator.mutated]
@@ -74,21 +95,24 @@ def _compiled(plan: Plan, operator: Operator, wrap: Wrap) -> Layout | Runner:
     if not _plain(plan, operator):
         return general
     assert plan.rule is not None
-    call: Runner | None = _local_call(plan, operator)
+    kernel = _is_kernel(plan)
+    changed = [] if kernel else _rewrites(plan)
+    call: Runner | None = _kernel_call(plan, operator) if kernel else _local_call(plan, operator, changed)
     if call is None:
         return general
     finish = _finish(plan, operator, wrap)
     if finish is None:
         return general
     only = plan.results[0] if operator.returns == (None,) else None
-    simple = not _is_kernel(plan) and not plan.moves and not _rewrites(plan) and plan.rule.local is None
+    as_it_is = not kernel and not changed and plan.rule.local is None
+    simple = as_it_is and not plan.moves
     if simple and isinstance(only, Layout) and not only.dtype.is_complex:  # complex: the wrapper shows a lazy conjugation
         return only  # one new tensor
     if plan.moves:
         runner = _moved(plan, operator, call, finish, general)
-    elif plan.rule.local is None and not _is_kernel(plan) and not _rewrites(plan) and operator.returns in ((), ("self",)):
+    elif as_it_is and operator.returns in ((), ("self",)):
         runner = _in_place(local_function(operator.func), bool(operator.returns))
-    elif isinstance(only, Layout) and (value := _one_value(plan, operator)) is not None:
+    elif isinstance(only, Layout) and (value := _one_value(plan, operator, changed)) is not None:
         runner = _with_one_value(plan.rule.local or local_function(operator.func), *value, only, wrap)
     else:
         runner = _straight(call, finish)
@@ -163,13 +187,10 @@ def _rewrites(plan: Plan) -> list[dict[str, Any]]:
     return changed if any(changed) else []
 
 
-def _local_call(plan: Plan, operator: Operator) -> Runner | None:
+def _local_call(plan: Plan, operator: Operator, changed: list[dict[str, Any]]) -> Runner | None:
     rule = plan.rule
     assert rule is not None
-    if _is_kernel(plan):
-        return _kernel_call(plan, operator)
     func = rule.local or local_function(operator.func)
-    changed = _rewrites(plan)
     if not changed:
         return lambda args, kwargs, local_args, local_kwargs: func(*local_args, **local_kwargs)
     mesh = plan.call.mesh
@@ -194,10 +215,9 @@ def _local_call(plan: Plan, operator: Operator) -> Runner | None:
     return each
 
 
-def _one_value(plan: Plan, operator: Operator) -> tuple[int, Any] | None:
+def _one_value(plan: Plan, operator: Operator, changed: list[dict[str, Any]]) -> tuple[int, Any] | None:
     """The only argument that the one member here gets otherwise than all, with its place; None where there is another number."""
-    changed = [] if _is_kernel(plan) or plan.call.mesh.kind == "in_process" else _rewrites(plan)
-    if len(changed) != 1 or len(changed[0]) != 1:
+    if plan.call.mesh.kind == "in_process" or len(changed) != 1 or len(changed[0]) != 1:
         return None
     ((name, value),) = changed[0].items()
     return operator.names.index(name), value

@@ -8,13 +8,14 @@ one wrapper.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from torch._library.simple_registry import find_torch_dispatch_rule
 
-from .compiled import Runner, compile_plan, runner_of
+from .compiled import Runner, compile_plan, floats_by_default, runner_of, under_default_dtype
 from .errors import MeshError, MixedTensorError, UnsupportedOperationError
 from .layout import Layout
 from .local_functions import local_function
@@ -82,7 +83,6 @@ def install_views(viewing: Callable[[Plan, Operator, Layout | Runner], Layout | 
 
 
 def wrap_pending(pending: Any, layout: Layout, like: Any) -> Any:
-    """The DTensor whose local is still on its way; ``like`` tells the device."""
     return _PENDING(pending, layout, like)
 
 
@@ -277,6 +277,8 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         found = compile_plan(plan, entry.operator, wrap_local)
         if entry.operator.is_view:
             found = _VIEWING(plan, entry.operator, found)
+        if floats_by_default(plan):
+            found = under_default_dtype(runner_of(found, entry.operator, wrap_local), partial(_anew, entry, signature))
     if torchs and not MODES.implicit_replication:
         mesh = next(iter(meshes_of((*args, *kwargs.values()))))
         found = _agreeing(entry, found, mesh) if mesh.kind == "process_group" else found
@@ -290,6 +292,11 @@ def _kept(entry: Entry, signature: tuple[Any, ...], found: Layout | Runner) -> L
             del entry.plans[oldest]
     entry.plans[signature] = found
     return found
+
+
+def _anew(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any], *local: Any) -> Any:
+    entry.plans.pop(signature, None)
+    return entry.run(_TENSOR, entry.func, (), args, kwargs)
 
 
 def _agreeing(entry: Entry, found: Layout | Runner, mesh: DeviceMesh) -> Runner:

@@ -207,14 +207,8 @@ def _with_local_args(plan: Plan, operator: Operator, local: dict[str, Any]) -> A
 def local_view(plan: Plan, member: int) -> LocalView:
     """Shapes and offsets of one member's blocks."""
     assert plan.chosen is not None
-    coordinate = plan.call.mesh.coordinates[member]
-    operands, results = plan.chosen.operands, [layout for layout in plan.chosen.results if layout is not None]
-    return LocalView(
-        tuple(layout.local_shape(coordinate) for layout in operands),
-        tuple(layout.local_shape(coordinate) for layout in results),
-        tuple(layout.local_offset(coordinate) for layout in operands),
-        tuple(layout.local_offset(coordinate) for layout in results),
-    )
+    results = [layout for layout in plan.chosen.results if layout is not None]
+    return LocalView(plan.chosen.operands, results, plan.call.mesh.coordinates[member])
 
 
 def _write_back(

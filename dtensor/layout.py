@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from .errors import LayoutError, PlacementError
 from .mesh import DeviceMesh
 from .placement import Monoid, Partial, Placement, Replicate, Shard, normalize
+from .remembered import remembered, watched
 
 
 class Split(NamedTuple):
@@ -33,13 +34,13 @@ class Split(NamedTuple):
         return offsets_of(self.sizes)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def offsets_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Where each block starts."""
     return tuple(accumulate(sizes[:-1], initial=0)) if sizes else ()
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def chunk_sizes(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
     """Leaf block sizes when ``size`` is cut like ``torch.chunk`` by ``counts[0]`` ranks, each block by ``counts[1]``, ...
 
@@ -55,7 +56,7 @@ def chunk_sizes(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
 Stride = tuple[int, ...]
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def contiguous_stride(shape: tuple[int, ...]) -> Stride:
     """Strides of a row-major tensor."""
     stride, step = [], 1
@@ -146,7 +147,7 @@ class Layout:
             wanted = normalize(placements, mesh.ndim, len(shape))
             splits = tuple(_split_of(mesh, wanted, d, size) for d, size in enumerate(shape))
             found = Layout._interned(mesh, _canonical(mesh, wanted, splits, shape), splits, shape, stride, dtype)
-            if len(_BY_REQUEST) > _LIMIT:
+            if len(_BY_REQUEST) >= _LIMIT:
                 _BY_REQUEST.clear()
             _BY_REQUEST[key] = found
         return found
@@ -311,6 +312,7 @@ def restore_layout(mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, d
 _LAYOUTS: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()  # those in use, and requested lately
 _BY_REQUEST: dict[Any, Layout] = {}
 _LIMIT = 8192
+watched("layout.requests", lambda: (len(_BY_REQUEST), _LIMIT))
 _NEIGHBOURS = 64
 
 

@@ -8,11 +8,12 @@ overload's, in order. This is the one module that looks into ``torch._C`` for su
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
+
+from .remembered import remembered
 
 # Their Python signatures differ from the schema (argument order, packed lists, defaults), or they mean something else.
 _DIFFERENT = frozenset(
@@ -58,7 +59,7 @@ def _slice(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | N
     return x[_sliced(dim % x.ndim, start, end, step)]
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _sliced(dim: int, start: int | None, end: int | None, step: int) -> tuple[slice, ...]:
     return (*(slice(None),) * dim, slice(start, end, step))
 
@@ -82,7 +83,7 @@ def is_wrapped(x: torch.Tensor) -> bool:
 _SPELLED = {"aten::slice": _slice}
 
 
-@cache
+@remembered(8192)
 def local_function(func: Any) -> Any:
     """A callable with the signature and meaning of overload ``func``, preferably generated C++."""
     schema = func._schema

@@ -15,6 +15,7 @@ from .errors import LayoutError, PlacementError
 from .layout import Layout, Split, stride_like
 from .mesh import DeviceMesh
 from .placement import Partial, Placement, Replicate, Shard, normalize
+from .remembered import watched
 
 
 def layout_of_locals(
@@ -71,7 +72,7 @@ def _measured(
         layout = _KNOWN.get(key)
         if layout is None:
             layout = _tiled(mesh, placements, shapes, order if stride is None else stride, stride is None, dtype)
-            if len(_KNOWN) > 4096:
+            if len(_KNOWN) >= _LIMIT:
                 _KNOWN.clear()
             _KNOWN[key] = layout
         return layout
@@ -84,6 +85,8 @@ def _measured(
 
 
 _KNOWN: dict[Any, Layout] = {}
+_LIMIT = 4096
+watched("local_layout.known", lambda: (len(_KNOWN), _LIMIT))
 
 
 def _tiled(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
+
+from .remembered import remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Operator:
         return (func or self.func)(*positional, **keywords)
 
 
-@cache
+@remembered(8192)
 def operator_of(func: Any) -> Operator:
     """The operator facts of an overload."""
     schema = func._schema

@@ -27,6 +27,7 @@ from .errors import ImplicitCommunicationError, MixedTensorError
 from .mesh import DeviceMesh
 from .modes import MODES
 from .recording import aside
+from .remembered import remembered
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
@@ -108,7 +109,7 @@ def _arguments(frame: FrameType) -> list[Any]:
     return [held.get(name) for name in _kept_parameters(frame.f_code)]
 
 
-@cache
+@remembered(4096)
 def _kept_parameters(code: CodeType) -> tuple[str, ...]:
     """The parameters that a function never assigns: others may hold what it made itself (``offsets`` of ``embedding_bag``)."""
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)

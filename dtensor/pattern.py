@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
 
 from .errors import RuleError
+from .remembered import remembered
 
 Dim = tuple[str, ...]  # the factors of one tensor dim, major first; () is a dim of size one
 ELLIPSIS: Dim = ("...",)
@@ -41,7 +41,7 @@ class Pattern:
     whole: frozenset[str]
 
 
-@cache
+@remembered(8192)
 def parse(text: str) -> Pattern:
     """The pattern that ``text`` denotes.
 

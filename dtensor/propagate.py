@@ -14,7 +14,7 @@ import torch
 
 from .choose import Chosen, choose
 from .errors import LayoutError
-from .infer import NotInferable, infer
+from .infer import NotInferable, results_of
 from .layout import Layout
 from .mesh import DeviceMesh
 from .operators import Operator
@@ -107,7 +107,7 @@ def propagate(operator: Operator, mesh: DeviceMesh, bound: dict[str, Any], plain
     if rule is None and base is None and _composite(operator):
         return Plan("decompose", call)
     try:
-        metas = infer(operator, bound) if rule is None or rule.metas is None else rule.metas(call)
+        metas = results_of(operator, rule, call) if rule is None or rule.metas is None else rule.metas(call)
     except NotInferable:
         measured = _by_rule(operator, rule, call, slots, ()) if rule is not None and rule.measured and not operator.outs else None
         return measured or gather(operator, call, slots, None)
@@ -222,7 +222,7 @@ def _per_element(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, 
         factors = rule.factors(element)
         if factors is None or rule.run is not None or rule.local is not None:
             return None
-        factors = replace(factors, kernels={}, whole=factors.whole | factors.kernels.keys())
+        factors = replace(factors, kernels={}, whole=factors.whole.union(factors.kernels))
         written = [k for k, (name, _) in enumerate(own) if name in operator.mutated]
         chosen = choose(rule, factors, element, dict(enumerate(written[:1])))
         if chosen is None:

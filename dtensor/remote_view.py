@@ -21,6 +21,7 @@ from .execute import execute
 from .layout import Layout
 from .operators import Operator
 from .propagate import Plan
+from .remembered import watched
 from .tensor import DTensor, wrap
 
 _make: Any = torch.Tensor._make_wrapper_subclass  # the documented way to build wrapper subclasses
@@ -213,6 +214,8 @@ def _resolved(local: Any) -> Any:
 
 
 _PLANS: dict[Any, Plan] = {}
+_LIMIT = 4096
+watched("remote_view.plans", lambda: (len(_PLANS), _LIMIT))
 
 
 def plan_of(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -220,7 +223,7 @@ def plan_of(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     key = (operator.func, args[0]._layout, _hashable(args[1:]), _hashable(tuple(sorted(kwargs.items()))))
     found = _PLANS.get(key)
     if found is None:
-        if len(_PLANS) > 4096:
+        if len(_PLANS) >= _LIMIT:
             _PLANS.clear()
         found = _PLANS[key] = plan_for(operator, args, kwargs)
     return found

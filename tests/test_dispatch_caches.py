@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import resource
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import dtensor as dt
 from dtensor import dispatch as dispatching
+from dtensor import infer, layout, prices
+from dtensor.redistribute import planner
 
 MESH = dt.DeviceMesh("meta", 4)
 
@@ -33,6 +37,10 @@ def test_changing_shapes_keep_caches_bounded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("dtensor.dispatch.CACHE_LIMIT", 20)
     monkeypatch.setattr("dtensor.layout._LIMIT", 30)
     monkeypatch.setattr("dtensor.redistribute.planner._LIMIT", 20)
+    monkeypatch.setattr("dtensor.infer._LIMIT", 2)
+    monkeypatch.setattr("dtensor.prices._LIMIT", 2)
+    for module in (infer._ANSWERS, prices._TABLES, layout._BY_REQUEST, planner._PLANS):
+        module.clear()
     dispatching.clear_plans()  # type: ignore[attr-defined]  # a module
     for size in range(1, 120):
         _step(size, 1 / size)
@@ -41,9 +49,36 @@ def test_changing_shapes_keep_caches_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert max(cache.made or 0 for cache in info.values()) >= 119  # each shape is a plan of its own
 
 
-def test_layouts_die_with_their_last_use() -> None:
-    from dtensor import layout
+def _decorators(node: ast.FunctionDef) -> set[str]:
+    return {
+        name.id if isinstance(name, ast.Name) else name.attr
+        for d in node.decorator_list
+        for name in ast.walk(d)
+        if isinstance(name, (ast.Name, ast.Attribute))
+    }
 
+
+def test_no_cache_without_bound() -> None:
+    """Functions that remember their results do so with a bound, in sight of ``cache_info``; those without arguments have one."""
+    package = Path(dt.__file__).parent
+    loose = [
+        f"{path.name}: {node.name}"
+        for path in package.rglob("*.py")
+        if "testing" not in path.parts and path.name != "remembered.py"
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.args.args and _decorators(node) & {"cache", "lru_cache"}
+    ]
+    assert loose == []
+    assert {
+        "layout.chunk_sizes",
+        "redistributions",
+        "infer.answers",
+        "prices.tables",
+        "operators.operator_of",
+    } <= dt.cache_info().keys()
+
+
+def test_layouts_die_with_their_last_use() -> None:
     layout._BY_REQUEST.clear()
     gc.collect()
     before = dt.cache_info()["layouts"].kept

@@ -806,3 +806,15 @@ def test_plain_indices_under_vmap_meet_a_dtensor() -> None:
 
     with dt.implicit_replication():
         assert torch.equal(pick(x).full_tensor(), pick(whole))
+
+
+def test_plans_follow_the_default_dtype() -> None:
+    x = dt.distribute_tensor(torch.arange(6), dt.DeviceMesh("cpu", 2), [dt.Shard(0)])
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            for y in (x / 2, x * 1.5, x.sin(), x + 0.5):
+                assert y.dtype is dtype
+                assert y.to_local().dtype is dtype
+        finally:
+            torch.set_default_dtype(torch.float32)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from ..remembered import remembered
+
 VALUES = (
     int,
     float,
@@ -191,7 +193,7 @@ def _contents(cell: types.CellType) -> Any:
         return None
 
 
-@functools.lru_cache(maxsize=1024)
+@remembered(1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
     """The names that a function and those defined in it look up."""
     inner = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant)]

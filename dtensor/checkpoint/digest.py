@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ..comm.backends import flat_bytes
+from ..remembered import remembered
 
 Words = NDArray[np.uint64]
 MASK = (1 << 64) - 1
@@ -90,7 +90,7 @@ def _factors(dim: int, start: int, count: int) -> Words:
     return table.reshape(-1)[start - first * _ROWS :][:count]
 
 
-@lru_cache(maxsize=64)
+@remembered(64)
 def _random(stream: int, start: int, stop: int) -> Words:
     """splitmix64 of ``start .. stop``, made odd (Steele and others, "Fast splittable pseudorandom number generators", 2014)."""
     golden = 0x9E3779B97F4A7C15

@@ -21,7 +21,7 @@ class DryRun(Communicator):
         raise MeshError(f"{self.mesh!r} is a dry run: it has no process groups; use init_device_mesh('cpu', ...) under torchrun")
 
     def _bind_transfer(
-        self, mesh_dims: tuple[int, ...], route_of: Callable[[int], Route], dtype: Any, kind: str
+        self, mesh_dims: tuple[int, ...], route_of: Callable[[int], Route], dtype: Any, kind: str, traffic_of: Any = None
     ) -> Callable[[Local, bool], Pending[Local]]:
         shape = route_of(0).new
         return lambda x, async_op: Pending.of(x.new_empty(shape))

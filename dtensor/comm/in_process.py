@@ -42,7 +42,7 @@ class InProcess(Communicator):
         )
 
     def _bind_transfer(
-        self, mesh_dims: tuple[int, ...], route_of: Callable[[int], Route], dtype: Any, kind: str
+        self, mesh_dims: tuple[int, ...], route_of: Callable[[int], Route], dtype: Any, kind: str, traffic_of: Any = None
     ) -> Callable[[Local, bool], Pending[Local]]:
         groups = {member: group for group in self._groups(mesh_dims) for member in group}
         position = {member: group.index(member) for member, group in groups.items()}

@@ -65,9 +65,9 @@ class ProcessGroups(Communicator):
 
     # --- bound ---------------------------------------------------------------------------------------------------
     def _bind_transfer(
-        self, mesh_dims: tuple[int, ...], route_of: Callable[[int], Route], dtype: torch.dtype, kind: str
+        self, mesh_dims: tuple[int, ...], route_of: Callable[[int], Route], dtype: torch.dtype, kind: str, traffic_of: Any = None
     ) -> Callable[[Tensor, bool], Pending[Tensor]]:
-        return bind_transfer(self._group(mesh_dims), route_of, dtype, kind == "all_gather")
+        return bind_transfer(self._group(mesh_dims), route_of, dtype, kind == "all_gather", traffic_of)
 
     def _bind_reduce_scatter(
         self,

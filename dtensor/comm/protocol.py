@@ -72,16 +72,22 @@ class Communicator(ABC):
 
     # --- bound collectives: what follows from regions is worked out once ---------------------------------------------
     def bind_transfer(
-        self, mesh_dims: Sequence[int], route_of: Callable[[int], Route], dtype: torch.dtype, kind: str = "all_to_all"
+        self,
+        mesh_dims: Sequence[int],
+        route_of: Callable[[int], Route],
+        dtype: torch.dtype,
+        kind: str = "all_to_all",
+        traffic_of: Any = None,
     ) -> BoundCollective:
         """``bound(x, async_op=False)``: every member's new block, of the regions that others send and that it keeps.
 
         ``route_of(member)``: see :class:`Route`. ``kind`` ``"all_gather"``: every member gets the blocks of all.
+        ``traffic_of(member)``: the :class:`.transfer.Traffic` of its group, where that is found sooner than by all its routes.
         """
         mesh_dims = tuple(mesh_dims)
         if self._absent:
             return _nothing
-        run = self._bind_transfer(mesh_dims, route_of, dtype, kind)
+        run = self._bind_transfer(mesh_dims, route_of, dtype, kind, traffic_of)
         return self._bound(kind, mesh_dims, run, lambda: events.routed(self._groups(mesh_dims), route_of) * dtype.itemsize)
 
     def bind_reduce_scatter(
@@ -126,7 +132,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _bind_transfer(
-        self, mesh_dims: tuple[int, ...], route_of: Callable[[int], Route], dtype: torch.dtype, kind: str
+        self, mesh_dims: tuple[int, ...], route_of: Callable[[int], Route], dtype: torch.dtype, kind: str, traffic_of: Any = None
     ) -> Callable[[Local, bool], Pending[Local]]: ...
 
     @abstractmethod

@@ -10,9 +10,10 @@ Three ways, chosen from facts that all members of the group share:
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -42,49 +43,59 @@ Issue = Callable[[Tensor, bool], Pending[Tensor]]
 EXAMINED = 64  # members whose routes are looked at to choose a way; in larger groups a rank is taken to meet all others
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Traffic:
-    """What the members of one group have for each other."""
+    """What the members of one group have for each other; all of them know it alike.
 
-    group: Group
-    route_of: Callable[[int], Route]
-    itemsize: int
+    Attributes:
+        largest: elements of the largest message.
+        partners: most ranks that one rank sends to.
+        alike: all blocks before the transfer have one shape.
+    """
 
-    @cached_property
-    def routes(self) -> list[Route]:
-        members = self.group.members if self.group.size <= EXAMINED else (self.group.members[self.group.position],)
-        return [self.route_of(member) for member in members]
+    largest: int
+    partners: int
+    alike: bool
 
-    @property
-    def mine(self) -> Route:
-        return self.route_of(self.group.members[self.group.position])
+    @staticmethod
+    def of(routes: Sequence[Route]) -> Traffic:
+        return Traffic(
+            max((box.numel for route in routes for box in route.sends if box is not None), default=0),
+            max(sum(box is not None for box in route.sends) for route in routes),
+            len({route.old for route in routes}) == 1,
+        )
 
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest message."""
-        if self.group.size > EXAMINED:  # only facts that all members share
-            return 0
-        return max((box.numel for route in self.routes for box in route.sends if box is not None), default=0) * self.itemsize
-
-    @property
-    def partners(self) -> int:
-        """Most ranks that one rank sends to."""
-        if self.group.size > EXAMINED:
-            return self.group.size - 1
-        return max(sum(box is not None for box in route.sends) for route in self.routes)
-
-    @property
-    def direct(self) -> bool:
-        traits = traits_of(self.group)
-        return self.largest >= traits.direct_bytes or self.partners * traits.sparse <= self.group.size - 1
+    @staticmethod
+    def of_gather(route: Route) -> Traffic:
+        """What one member's part tells: it gets the blocks of all."""
+        others = [box for box in route.receives if box is not None]
+        sizes = [math.prod(route.old), *(box.numel for box in others)]
+        alike = len(others) == len(route.receives) - 1 and all(box.size == route.old for box in others)
+        return Traffic(max(sizes), len(route.receives) - 1 if any(sizes) else 0, alike)
 
 
-def bind_transfer(group: Group, route_of: Callable[[int], Route], dtype: torch.dtype, gathers: bool) -> Issue:
-    """The way that costs least; ``gathers``: every member ends with the blocks of all."""
-    traffic = Traffic(group, route_of, dtype.itemsize)
-    if gathers and traits_of(group).reduces and len({route.old for route in traffic.routes}) == 1 and group.size <= EXAMINED:
-        return _gathered(group, traffic.mine)
-    return bind_direct(group, traffic.mine) if traffic.direct else _packed(group, traffic.mine)
+def bind_transfer(
+    group: Group,
+    route_of: Callable[[int], Route],
+    dtype: torch.dtype,
+    gathers: bool,
+    traffic_of: Callable[[int], Traffic] | None = None,
+) -> Issue:
+    """The way that costs least; ``gathers``: every member ends with the blocks of all; ``traffic_of(member)``: in its group."""
+    member, traits = group.members[group.position], traits_of(group)
+    route = route_of(member)
+    if group.size > EXAMINED:  # only facts that all members share
+        return bind_direct(group, route) if traits.sparse <= 1 else _packed(group, route)
+    if not (gathers and traits.reduces) and traits.direct_bytes == traits.sparse == sys.maxsize:
+        return _packed(group, route)
+    if gathers:
+        traffic = Traffic.of_gather(route)
+    else:
+        traffic = traffic_of(member) if traffic_of is not None else Traffic.of([route_of(member) for member in group.members])
+    if gathers and traits.reduces and traffic.alike:
+        return _gathered(group, route)
+    direct = traffic.largest * dtype.itemsize >= traits.direct_bytes or traffic.partners * traits.sparse <= group.size - 1
+    return bind_direct(group, route) if direct else _packed(group, route)
 
 
 def _packed(group: Group, route: Route) -> Issue:

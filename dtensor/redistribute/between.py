@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from ..comm.regions import Box, Route
 from ..errors import MeshError
 from ..layout import Layout
 from ..placement import Monoid, Partial, Placement, Replicate, Shard
+from ..remembered import remembered
 from .blocks import Table, blocks
 from .cost import link_of, local_seconds
 from .executor import Local, execute
@@ -157,7 +158,7 @@ class Transit:
     __repr__ = __str__
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def plan_between(src: Layout, dst: Layout) -> Transit:
     """What moves a tensor from ``src`` to ``dst``, layouts on different meshes; cached.
 

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from itertools import chain
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..layout import Layout, Split, chunk_sizes
 from ..mesh import DeviceMesh
+from ..remembered import remembered
 
-Table = NDArray[np.int64]
-Mask = NDArray[np.bool_]
+Table = np.ndarray[Any, np.dtype[np.int64]]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-@lru_cache(maxsize=8192)
+@remembered(8192)
 def blocks(layout: Layout) -> tuple[Table, Table]:
     """Offsets and sizes of every member's block, each of shape (members, tensor dims)."""
     members = len(layout.mesh.members)
@@ -35,7 +35,7 @@ def blocks(layout: Layout) -> tuple[Table, Table]:
     return offsets, sizes
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def leaves(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Table:
     """Every member's position among the blocks that ``mesh_dims`` cut, first one major."""
     coordinates = _coordinates(mesh)
@@ -45,12 +45,12 @@ def leaves(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Table:
     return index
 
 
-@lru_cache(maxsize=64)
+@remembered(64)
 def _coordinates(mesh: DeviceMesh) -> Table:
     return np.asarray(mesh.coordinates, dtype=np.int64).reshape(len(mesh.members), mesh.ndim)
 
 
-@lru_cache(maxsize=256)
+@remembered(256)
 def groups(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Table:
     """The members of each communication group over ``mesh_dims``, shape (groups, group size), in group order."""
     firsts = np.flatnonzero(leaves(mesh, mesh_dims) == 0)
@@ -83,7 +83,7 @@ def _product(table: Table, rows: int) -> Table:
 
 
 # --- nested splits -----------------------------------------------------------------------------------------------
-@lru_cache(maxsize=8192)
+@remembered(8192)
 def prefix_sizes(mesh: DeviceMesh, split: Split, count: int) -> tuple[int, ...]:
     """Sizes of the blocks that the ``count`` outermost mesh dims of ``split`` cut.
 
@@ -94,7 +94,7 @@ def prefix_sizes(mesh: DeviceMesh, split: Split, count: int) -> tuple[int, ...]:
     return tuple(sum(split.sizes[k : k + inner]) for k in range(0, len(split.sizes), inner))
 
 
-@lru_cache(maxsize=8192)
+@remembered(8192)
 def common_prefix(mesh: DeviceMesh, a: Split | None, b: Split | None) -> int:
     """How many outermost mesh dims cut both splits into the same blocks."""
     if a is None or b is None:

@@ -6,7 +6,6 @@ within one host may have a faster link than one that reaches over several.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from ..comm.groups import backend_of
 from ..comm.profile import Link, profile_of
 from ..mesh import DeviceMesh
+from ..remembered import remembered
 from .blocks import group_size, groups
 
 Collective = Literal["exchange", "all_gather", "reduce_scatter", "all_reduce"]
@@ -22,7 +22,7 @@ Collective = Literal["exchange", "all_gather", "reduce_scatter", "all_reduce"]
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "meta": "nccl"}
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def link_of(mesh: DeviceMesh, mesh_dims: tuple[int, ...] = ()) -> Link:
     """The constants for groups over ``mesh_dims``, () for all ranks of the mesh together."""
     profile = profile_of(mesh)

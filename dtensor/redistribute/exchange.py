@@ -6,16 +6,16 @@ Blocks are boxes, so a part is the intersection of two boxes. Within a group the
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from ..comm.regions import Box, Route
+from ..comm.transfer import Traffic
 from ..layout import Layout
+from ..remembered import remembered
 from .blocks import Mask, Table, blocks, groups, leaves
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def routes(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> Route:
     """What ``member`` sends, receives and keeps.
 
@@ -43,6 +43,42 @@ def routes(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: in
     return Route(*shapes, sends, receives, None if old is None or new is None else (old, new))
 
 
+@remembered(4096)
+def gathered(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> Route:
+    """As :func:`routes`, of a gather: every member has another part of the group's one new block, and sends it to all others."""
+    coordinates, group = before.mesh.coordinates, before.mesh.members_of(mesh_dims, member)
+    origin, new = after.local_offset(coordinates[member]), after.local_shape(coordinates[member])
+    parts: list[Box | None] = []
+    for other in group:
+        at, size = before.local_offset(coordinates[other]), before.local_shape(coordinates[other])
+        parts.append(None if 0 in size else Box(tuple([a - o for a, o in zip(at, origin, strict=True)]), size))
+    mine = group.index(member)
+    old, own = before.local_shape(coordinates[member]), parts[mine]
+    parts[mine] = None
+    whole = None if own is None else Box((0,) * len(old), old)
+    sends = tuple([None if k == mine else whole for k in range(len(group))])
+    return Route(old, new, sends, tuple(parts), None if own is None or whole is None else (whole, own))
+
+
+def traffic(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> Traffic:
+    """What the group of ``member`` has for each other."""
+    members = before.mesh.members_of(mesh_dims, member)
+    group = np.asarray(members, dtype=np.int64)
+    common = _overlaps(before, after, group[None], group[None])[0]
+    position = np.arange(len(group))
+    if _without_replicas(before, mesh_dims):
+        common[position, position] = 0
+    else:
+        common[_owners(before, after, mesh_dims, members) != position[:, None]] = 0
+    sizes = blocks(before)[1][group]
+    return Traffic(int(common.max()), int((common > 0).sum(axis=1).max()), bool((sizes == sizes[0]).all()))
+
+
+def _without_replicas(before: Layout, mesh_dims: tuple[int, ...]) -> bool:
+    """Whether within groups over ``mesh_dims`` every block has one owner."""
+    return {i for split in before.splits if split is not None for i in split.mesh_dims}.issuperset(mesh_dims)
+
+
 def _boxes(start: Table, size: Table, chosen: Mask) -> tuple[Box | None, ...]:
     filled = chosen & (size > 0).all(axis=1)
     return tuple(
@@ -53,15 +89,14 @@ def _boxes(start: Table, size: Table, chosen: Mask) -> tuple[Box | None, ...]:
 
 def _partners(before: Layout, after: Layout, mesh_dims: tuple[int, ...], group: Table, mine: int) -> tuple[Mask, Mask]:
     """To which positions, and from which, position ``mine`` has something to transfer if their boxes meet."""
-    splitting = {i for split in before.splits if split is not None for i in split.mesh_dims}
-    if splitting.issuperset(mesh_dims):  # no replicas: every part has one owner
+    if _without_replicas(before, mesh_dims):
         others = np.arange(len(group)) != mine
         return others, others
     owner = _owners(before, after, mesh_dims, tuple(group.tolist()))
     return owner[mine] == mine, owner[:, mine] == np.arange(len(group))
 
 
-@lru_cache(maxsize=512)
+@remembered(512)
 def _owners(before: Layout, after: Layout, mesh_dims: tuple[int, ...], group: tuple[int, ...]) -> Table:
     """For position ``s`` (with its replicas) and ``r``: the position that sends their common part to ``r``; -1 for none."""
     replicas, owner, _ = _turns(before, after, mesh_dims, np.asarray([group], dtype=np.int64))

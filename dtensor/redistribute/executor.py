@@ -15,10 +15,11 @@ import torch
 
 from ..comm import Communicator, Pending, communicator_of
 from ..comm.reduction import divided
-from ..comm.regions import Box, region
+from ..comm.regions import Box, Route, region
 from ..layout import Layout
 from ..placement import Monoid
-from .exchange import routes
+from ..remembered import remembered
+from .exchange import gathered, routes, traffic
 from .planner import plan as plan_of
 from .reduction import KEEPING, identity
 from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, Step
@@ -115,11 +116,30 @@ def _bind(comm: Communicator, step: Step) -> Bound:
             shape_of = functools.partial(_local_shape, before)
             return _collective(comm, comm.bind_reduce_scatter(mesh_dims, chunks_of, op, shape_of, before.dtype), step)
         case AllGather() | Exchange():
-            kind = "all_gather" if isinstance(step, AllGather) else "all_to_all"
-            route_of = functools.partial(routes, before, after, mesh_dims)
-            return _collective(comm, comm.bind_transfer(mesh_dims, route_of, before.dtype, kind), step)
+            return _collective(comm, _transfer(comm, step), step)
         case _:
             raise TypeError(f"{step} is no step of a plan")
+
+
+def _transfer(comm: Communicator, step: AllGather | Exchange) -> Callable[..., Any]:
+    """Bound at its first use: where several plans advance together, their transfers are merged."""
+    bound: list[Callable[..., Any]] = []
+
+    def issue(x: Local, async_op: bool) -> Any:
+        if not bound:
+            over = step.before, step.after, step.mesh_dims
+            kind = "all_gather" if isinstance(step, AllGather) else "all_to_all"
+            route_of, traffic_of = functools.partial(route, step), functools.partial(traffic, *over)
+            bound.append(comm.bind_transfer(step.mesh_dims, route_of, step.before.dtype, kind, traffic_of))
+        return bound[0](x, async_op)
+
+    return issue
+
+
+def route(step: AllGather | Exchange, member: int) -> Route:
+    """One member's part in a step."""
+    find = gathered if isinstance(step, AllGather) else routes
+    return find(step.before, step.after, step.mesh_dims, member)
 
 
 def _collective(comm: Communicator, issue: Callable[..., Any], step: Step) -> Bound:
@@ -159,7 +179,7 @@ def _in_order(member: int, x: torch.Tensor, layout: Layout) -> torch.Tensor:
     return x.new_empty_strided(x.shape, layout.local_stride(layout.mesh.coordinates[member])).copy_(x)
 
 
-@functools.lru_cache(maxsize=8192)
+@remembered(8192)
 def inside(outer: Layout, holder: int, inner: Layout, member: int) -> Box:
     """Where the block of ``member`` under ``inner`` lies in that of ``holder`` under ``outer``, which contains it."""
     coordinates = outer.mesh.coordinates

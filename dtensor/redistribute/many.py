@@ -17,11 +17,10 @@ from torch import Tensor
 from ..comm import Communicator, Pending, communicator_of
 from ..comm.backends import flat_bytes
 from ..comm.reduction import divided
-from ..comm.regions import Route, region
+from ..comm.regions import region
 from ..placement import Monoid
-from .exchange import routes
-from .executor import Local, bound_of, inside
-from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Step
+from .executor import Local, bound_of, inside, route
+from .step import AllGather, AllReduce, Plan, ReduceScatter, Step
 
 Merged = Pending[list[Local]]
 
@@ -139,7 +138,7 @@ def _all_gather(comm: Communicator, steps: list[AllGather], values: list[Local])
     row = comm.map(lambda _, *parts: torch.cat([flat_bytes(part) for part in parts]), *values)
 
     def shape_of(member: int) -> tuple[int, ...]:
-        return (sum(math.prod(_route(step, member).old) * step.before.dtype.itemsize for step in steps),)
+        return (sum(math.prod(route(step, member).old) * step.before.dtype.itemsize for step in steps),)
 
     pending = comm.all_gather(row, steps[0].mesh_dims, shape_of, async_op=True)
     return Pending(lambda: comm.map(_place, pending.wait(), steps, *values))
@@ -149,7 +148,7 @@ def _exchange(comm: Communicator, steps: list[Any], values: list[Local]) -> Merg
     mesh, mesh_dims = steps[0].before.mesh, steps[0].mesh_dims
 
     def rows(member: int, *parts: Tensor) -> list[Tensor]:
-        sent = [_route(step, member).sends for step in steps]
+        sent = [route(step, member).sends for step in steps]
         empty = parts[0].new_empty(0, dtype=torch.uint8)
         return [
             torch.cat(
@@ -159,20 +158,18 @@ def _exchange(comm: Communicator, steps: list[Any], values: list[Local]) -> Merg
         ]
 
     @functools.cache
-    def lengths(source: int) -> list[int]:
-        sent = zip(*(_route(step, source).sends for step in steps), strict=True)
+    def lengths(member: int, side: str) -> list[int]:
+        boxes = zip(*(getattr(route(step, member), side) for step in steps), strict=True)
         sizes = [step.before.dtype.itemsize for step in steps]
-        return [sum(box.numel * size for box, size in zip(boxes, sizes, strict=True) if box is not None) for boxes in sent]
+        return [sum(box.numel * size for box, size in zip(row, sizes, strict=True) if box is not None) for row in boxes]
 
     def shape_of(source: int, target: int) -> tuple[int, ...]:
-        return (lengths(source)[mesh.members_of(mesh_dims, source).index(target)],)
+        if target == mesh.current_member():  # one's own part tells what comes, too
+            return (lengths(target, "receives")[mesh.members_of(mesh_dims, target).index(source)],)
+        return (lengths(source, "sends")[mesh.members_of(mesh_dims, source).index(target)],)
 
     pending = comm.all_to_all(comm.map(rows, *values), mesh_dims, shape_of, async_op=True)
     return Pending(lambda: comm.map(_place, pending.wait(), steps, *values))
-
-
-def _route(step: AllGather | Exchange, member: int) -> Route:
-    return routes(step.before, step.after, step.mesh_dims, member)
 
 
 def _place(member: int, arrived: list[Tensor], steps: list[Any], *parts: Tensor) -> list[Tensor]:
@@ -181,12 +178,12 @@ def _place(member: int, arrived: list[Tensor], steps: list[Any], *parts: Tensor)
     results = []
     mine = steps[0].before.mesh.members_of(steps[0].mesh_dims, member).index(member)
     for step, part in zip(steps, parts, strict=True):
-        route = _route(step, member)
-        result = part.new_empty(route.new)
-        if route.kept is not None:
-            old, new = route.kept
+        own = route(step, member)
+        result = part.new_empty(own.new)
+        if own.kept is not None:
+            old, new = own.kept
             region(result, new).copy_(region(part.detach(), old))
-        for k, box in enumerate(route.receives):
+        for k, box in enumerate(own.receives):
             if box is not None and k != mine:
                 length = box.numel * result.itemsize
                 row = arrived[k][offsets[k] : offsets[k] + length]

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from ..errors import LayoutError
 from ..layout import Layout, Split
 from ..placement import Monoid
+from ..remembered import watched
 from .blocks import common_prefix, depth, nested, prefix_sizes
 from .reduction import Changes, Reduction, changes, may_pad
 from .step import Plan, Step
@@ -27,6 +28,7 @@ from .transition import move_step, reduce_step, spread_step
 
 _PLANS: dict[tuple[Layout, Layout], Plan] = {}
 _LIMIT = 4096
+watched("redistributions", lambda: (len(_PLANS), _LIMIT))
 
 
 def plan(src: Layout, dst: Layout) -> Plan:
@@ -45,11 +47,6 @@ def plan(src: Layout, dst: Layout) -> Plan:
             _PLANS.clear()
         _PLANS[src, dst] = found
     return found
-
-
-def plans_kept() -> tuple[int, int]:
-    """How many plans the cache holds, and the most that it holds."""
-    return len(_PLANS), _LIMIT
 
 
 def estimate(src: Layout, dst: Layout) -> float:

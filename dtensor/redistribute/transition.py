@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from ..layout import Layout
 from ..placement import Monoid
+from ..remembered import remembered
 from .blocks import common_prefix, depth, group_size, missing
 from .cost import Collective, collective_seconds, local_seconds
 from .exchange import sent
@@ -15,7 +14,7 @@ from .step import AllGather, AllReduce, Exchange, ReduceScatter, Slice, Spread, 
 EXACT_PAIRS = 1 << 12  # above this many pairs of ranks, sending is taken to be as balanced as receiving
 
 
-@lru_cache(maxsize=8192)
+@remembered(8192)
 def reduce_step(before: Layout, after: Layout, reduction: Reduction) -> Step:
     """All-reduce where blocks stay as they are, else reduce-scatter."""
     mesh, dims = before.mesh, reduction.mesh_dims
@@ -42,15 +41,16 @@ def spread_step(before: Layout, after: Layout, mesh_dims: tuple[int, ...]) -> St
     return Spread(before, after, (), 0, 0.0 if free else local_seconds(before.mesh, after.max_local_nbytes), op)
 
 
-@lru_cache(maxsize=8192)
+@remembered(8192)
 def move_step(before: Layout, after: Layout) -> Step:
     """Slice, all-gather or exchange: the blocks change, the terms stay terms."""
     itemsize = before.dtype.itemsize
-    received = int(missing(before, after).max()) * itemsize
+    gathers = _is_gather(before, after)
+    received = _lacking(before, after, gathers) * itemsize
     if not received:
         return Slice(before, after, (), 0, 0.0)
     dims = _changed(before, after)
-    if _is_gather(before, after):
+    if gathers:
         most = max(received, (group_size(before.mesh, dims) - 1) * before.max_local_nbytes)  # uneven: the largest is sent to all
         return AllGather(before, after, dims, received, _move_seconds(after, dims, "all_gather", most))
     wider = _with_replicas(before, after, dims)
@@ -60,6 +60,17 @@ def move_step(before: Layout, after: Layout) -> Step:
     choices = [(_move_seconds(after, group, "exchange", most), group) for group, most in zip((dims, wider), busiest, strict=True)]
     seconds, dims = min(choices, key=lambda choice: choice[0])
     return Exchange(before, after, dims, received, seconds)
+
+
+def _lacking(before: Layout, after: Layout, gathers: bool) -> int:
+    """Most elements of a new block that its member does not hold yet."""
+    if gathers and _even(before) and _even(after):
+        return (after.max_local_nbytes - before.max_local_nbytes) // before.dtype.itemsize
+    return int(missing(before, after).max())
+
+
+def _even(layout: Layout) -> bool:
+    return all(split is None or min(split.sizes) == max(split.sizes) for split in layout.splits)
 
 
 def _move_seconds(after: Layout, dims: tuple[int, ...], kind: Collective, nbytes: int) -> float:

@@ -25,6 +25,8 @@ def composed(names: tuple[str, ...], splits: Mapping[str, Split], sizes: Mapping
     >>> composed(("a", "b"), {"a": Split((0,), (1, 1)), "b": Split((1,), (4, 2))}, {"a": 2, "b": 6})
     Split(mesh_dims=(0, 1), sizes=(4, 2, 4, 2))
     """
+    if len(names) == 1:
+        return splits.get(names[0])
     if not any(name in splits for name in names):
         return None
     mesh_dims: tuple[int, ...] = ()
@@ -44,6 +46,8 @@ def cut_in(
     names: tuple[str, ...], factor: str, current: Split, wanted: set[int], sizes: Mapping[str, int], mesh_shape: tuple[int, ...]
 ) -> Split | None:
     """How the mesh dims ``wanted`` cut ``factor`` in a dim that is cut like ``current``; None if they cut no factor of it."""
+    if len(names) == 1 and len(current.mesh_dims) == len(wanted):
+        return current if wanted.issuperset(current.mesh_dims) else None
     at = names.index(factor)
     inner = _product(names[at + 1 :], sizes)
     count = len(wanted)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
 from ..placement import Monoid, Partial
+from ..remembered import remembered
 from .call import Call
 from .context import KernelContext
 from .reduction import no_empty_shard
@@ -124,7 +124,7 @@ class _NoElement:
         return torch.stack([_bits(value.to(torch.float64 if self.is_float else torch.int64)), torch.full_like(like[1], LAST)])
 
 
-@cache
+@remembered(256)
 def better(op: Extreme, is_float: bool) -> Monoid:
     """The reduction of (value, index) pairs."""
     return Monoid(f"arg{op}", _Better(op, is_float), _NoElement(op, is_float))

@@ -13,7 +13,7 @@ import torch
 from ..placement import Partial
 from .call import Call
 from .context import At, KernelContext
-from .rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, Kernel, LocalView
+from .rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, Kernel, LocalView, Shapes
 from .slices import ZEROS_PASS
 from .verbs import kernel_rule, view
 from .views import own_factors
@@ -38,6 +38,22 @@ def joined(call: Call) -> Factors:
     return Factors(tuple(operands), (dims,), sizes, windows=windows)
 
 
+def joined_shapes(call: Call) -> Shapes | None:
+    shapes = [call.shape(i) for i in range(len(call.operands))]
+    d = call.dims("dim", len(shapes[0]))[0]
+    rests = {shape[:d] + shape[d + 1 :] for shape in shapes}
+    if len({len(shape) for shape in shapes}) > 1 or len(rests) > 1 or not 0 <= d < len(shapes[0]):
+        return None
+    return ((*shapes[0][:d], sum(shape[d] for shape in shapes), *shapes[0][d + 1 :]),)
+
+
+def stacked_shapes(call: Call) -> Shapes | None:
+    shapes = {call.shape(i) for i in range(len(call.operands))}
+    shape, d = next(iter(shapes)), call["dim"]
+    d += len(shape) + 1 if d < 0 else 0
+    return ((*shape[:d], len(call.operands), *shape[d:]),) if len(shapes) == 1 and 0 <= d <= len(shape) else None
+
+
 def stacked(call: Call) -> Factors:
     dims, sizes = own_factors(call)
     d = call["dim"] % (len(dims) + 1)
@@ -55,8 +71,8 @@ def whole_beside_terms(call: Call) -> tuple[str, ...]:
     return (*ANY_PARTIAL, *dict.fromkeys(rows))
 
 
-view("cat", joined, partials=whole_beside_terms)
-view("stack", stacked, partials=whole_beside_terms)
+view("cat", joined, partials=whole_beside_terms, shapes=joined_shapes)
+view("stack", stacked, partials=whole_beside_terms, shapes=stacked_shapes)
 
 
 # --- repeat and move ---

@@ -120,6 +120,8 @@ def nll_factors(call: Call) -> Factors:
     scores, target = score_dims(call, 0)
     sizes = score_sizes(call, 0)
     none = call["reduction"] == NONE
+    # the operator's own sums over a block of the batch are terms of both results; of half precision they might overflow
+    sums = call["reduction"] == SUM and call.operands[0].dtype in (torch.float32, torch.float64)
     loss: Spec = Partial("sum")
     by_class = Kernel(nll_forward, lacking=(loss, R), joint=True)
     # the weight of the targets of one rank: a term of the total, which a mean has reduced already
@@ -129,8 +131,10 @@ def nll_factors(call: Call) -> Factors:
         collectives=int(call["reduction"] == MEAN),
         joint=True,
     )
-    kernels = {name: by_class if name == "c" else by_batch for name in sizes}
-    return Factors((scores, target, *weight_dims(call)), (target if none else (), ()), sizes, kernels=kernels)
+    kernels = {name: by_class if name == "c" else by_batch for name in sizes if name == "c" or not sums}
+    operands, results = (scores, target, *weight_dims(call)), (target if none else (), ())
+    reduced = {name: "sum" for name in sizes if name not in kernels}
+    return Factors(operands, results, sizes, reduced=reduced, kernels=kernels)
 
 
 kernel_rule("nll_loss_forward nll_loss2d_forward", nll_factors)

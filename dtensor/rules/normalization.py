@@ -14,7 +14,7 @@ from .call import Call
 from .context import KernelContext
 from .moments import centred_gradient, dims_of, moments, scale_and_shift, statistics_dtype, wide
 from .registry import register
-from .rule import Dims, Factors, Kernel, Rule
+from .rule import Dims, Factors, Kernel, Rule, Shapes
 
 
 def rows_and_normalized(call: Call, operand: int) -> tuple[Dims, Dims, dict[str, int]]:
@@ -62,6 +62,15 @@ def layer_norm_factors(call: Call) -> Factors:
     kernel = Kernel(layer_norm_of_blocks, collectives=1, nbytes=statistics_nbytes, joint=True)
     operands = dims_of(call, {"input": own, "weight": normalized, "bias": normalized}, sizes)
     return Factors(operands, (own, ones, ones), sizes, kernels={name: kernel for (name,) in normalized})
+
+
+def layer_norm_shapes(call: Call) -> Shapes | None:
+    shape, normalized = call.shape(0), tuple(call["normalized_shape"])
+    rows = len(shape) - len(normalized)
+    if rows < 0 or shape[rows:] != normalized or any(layout.shape != normalized for layout in call.operands[1:]):
+        return None
+    ones = (*shape[:rows], *(1,) * len(normalized))
+    return shape, ones, ones
 
 
 def layer_norm_gradients_of_blocks(
@@ -114,7 +123,10 @@ def layer_norm_backward(
     return torch.ops.aten.native_layer_norm_backward(grad, x, normalized_shape, mean.contiguous(), rstd.contiguous(), *rest)
 
 
-register("native_layer_norm", Rule(layer_norm_factors, kind="kernel", source="... [n], [n], [n] -> ... [n], ..., ..."))
+register(
+    "native_layer_norm",
+    Rule(layer_norm_factors, shapes=layer_norm_shapes, kind="kernel", source="... [n], [n], [n] -> ... [n], ..., ..."),
+)
 register(
     "native_layer_norm_backward",
     Rule(layer_norm_backward_factors, in_first, local=layer_norm_backward, kind="kernel", source="as native_layer_norm"),

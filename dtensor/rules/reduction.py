@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
 from ..placement import Monoid, Partial
+from ..remembered import remembered
 from .call import Call
 from .context import KernelContext
 from .rule import LINEAR_PARTIAL, Choice, Factors, Kernel
@@ -119,7 +119,7 @@ class _Nothing:
         return torch.full_like(like, _nothing(self.p), memory_format=torch.contiguous_format)
 
 
-@cache
+@remembered(256)
 def p_norm(p: float) -> str | Monoid:
     """How the p-norms of blocks combine."""
     if p == math.inf:

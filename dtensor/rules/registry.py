@@ -1,13 +1,30 @@
-"""Where rules are found: by operator name, for all its overloads, in-place, ``out=`` and ``_foreach_`` variants."""
+"""Where rules are found: by operator name, for all its overloads, in-place, ``out=`` and ``_foreach_`` variants.
+
+The library's own are read at the first question, not at import: half of the package is declarations.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
+from threading import RLock
 from typing import Any
 
 from ..errors import RuleError
 from .rule import Rule
 
 _RULES: dict[str, Rule] = {}
+_reading = RLock()
+_read = False
+
+
+def _all() -> dict[str, Rule]:
+    """The rules, the library's own among them."""
+    global _read
+    if not _read:
+        with _reading:  # who comes meanwhile waits: half of the rules would be another plan
+            import_module(".families", __package__)
+            _read = True
+    return _RULES
 
 
 def register(names: str, rule: Rule) -> Rule:
@@ -26,27 +43,27 @@ def register(names: str, rule: Rule) -> Rule:
 
 def unregister(name: str) -> None:
     """Forget the rule of one operator name."""
-    _RULES.pop(name if "::" in name else f"aten::{name}", None)
+    _all().pop(name if "::" in name else f"aten::{name}", None)
 
 
 def rules() -> dict[str, Rule]:
     """All registered rules by operator name (a copy)."""
-    return dict(_RULES)
+    return dict(_all())
 
 
 def lookup(func: Any) -> Rule | None:
     """The rule for an operator overload: its own, its operator's, or that of the operator it is an in-place variant of."""
-    schema = func._schema
+    known, schema = _all(), func._schema
     name = schema.name
     if schema.overload_name:
-        found = _RULES.get(f"{name}.{schema.overload_name.removesuffix('_out')}")
+        found = known.get(f"{name}.{schema.overload_name.removesuffix('_out')}")
         if found is not None:
             return found
-    found = _RULES.get(name)
+    found = known.get(name)
     if found is None and name.endswith("_") and not name.endswith("__"):
-        found = _RULES.get(name[:-1])
+        found = known.get(name[:-1])
     if found is None and name.startswith("prims::"):  # torch's decompositions in forward mode, in words of their own
-        same = _RULES.get(name.replace("prims::", "aten::"))
+        same = known.get(name.replace("prims::", "aten::"))
         found = same if same is not None and same.kind == "pointwise" else None
     return found
 
@@ -57,4 +74,4 @@ def foreach_base(func: Any) -> Rule | None:
     if not name.startswith("_foreach_"):
         return None
     base = name.removeprefix("_foreach_").removesuffix("_")
-    return _RULES.get(f"{namespace}::{base}")
+    return _all().get(f"{namespace}::{base}")

@@ -7,17 +7,19 @@ rows into :class:`Row` s, the ways in which the local op on local blocks gives t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 from ..errors import RuleError
-from ..layout import Split
+from ..layout import Layout, Split
 from ..placement import REDUCE_OPS, Monoid, Partial, Replicate
+from ..remembered import remembered
 from .call import Call, Meta
 
 Dims = tuple[tuple[str, ...], ...]  # per tensor dim its factors, major first; () cannot be sharded
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +109,28 @@ class Choice:
         return (self.factors.sizes[factor],) if split is None else split.sizes
 
 
-@dataclass(frozen=True, slots=True)
 class LocalView:
     """The blocks of one member, for ``local_args``: shapes and offsets of operands and results, per tensor dim."""
 
-    operands: tuple[tuple[int, ...], ...]
-    results: tuple[tuple[int, ...], ...]
-    operand_offsets: tuple[tuple[int, ...], ...]
-    result_offsets: tuple[tuple[int, ...], ...]
+    def __init__(self, operands: Sequence[Layout], results: Sequence[Layout], coordinate: tuple[int, ...]) -> None:
+        self._layouts = operands, results
+        self._coordinate = coordinate
+
+    @cached_property
+    def operands(self) -> tuple[tuple[int, ...], ...]:
+        return tuple([layout.local_shape(self._coordinate) for layout in self._layouts[0]])
+
+    @cached_property
+    def results(self) -> tuple[tuple[int, ...], ...]:
+        return tuple([layout.local_shape(self._coordinate) for layout in self._layouts[1]])
+
+    @cached_property
+    def operand_offsets(self) -> tuple[tuple[int, ...], ...]:
+        return tuple([layout.local_offset(self._coordinate) for layout in self._layouts[0]])
+
+    @cached_property
+    def result_offsets(self) -> tuple[tuple[int, ...], ...]:
+        return tuple([layout.local_offset(self._coordinate) for layout in self._layouts[1]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +149,8 @@ class Rule:
         answer: the value itself, from layouts alone, for operations that return no tensor (``NotImplemented``: the data decide).
         absent: the Python value on ranks outside of the mesh, for operations that return no tensor.
         metas: what the results look like, for operators whose own meta kernel is missing or refuses what they take.
+        shapes: the shapes of the results where they follow from those of the operands, none of whose sizes is 0 or 1 (None: the
+            operator is asked, as it is where this is not given). Where operands are dense in memory, so are the results.
         decompose: the operation in terms of others, with its arguments; it is called with DTensors and comes before ``factors``,
             for the calls that ``decomposes`` picks (default all).
         measured: result shapes depend on data; ``factors`` has none, and what the local op or kernel gives is whole on all ranks.
@@ -152,6 +170,7 @@ class Rule:
     absent: Any = None
     decompose: Callable[..., Any] | None = None
     metas: Callable[[Call], tuple[Meta, ...]] | None = None
+    shapes: Callable[[Call], Shapes | None] | None = None
     decomposes: Callable[[Call], bool] | None = None
     measured: bool = False
     writes: Callable[[Call], tuple[str, ...]] | None = None
@@ -200,7 +219,7 @@ def _row_of(factors: Factors, name: str) -> Row | None:
     return Row(operands, results, name, kernel)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def parse_partial(text: str, operand_count: int, result_count: int) -> Row | None:
     """The row that ``"sum,R -> sum"`` denotes; ``"sum... -> sum"`` repeats for all operands; None if the counts do not fit.
 

@@ -19,7 +19,7 @@ from ..pattern import ELLIPSIS, Pattern, Term, parse
 from ..placement import Monoid
 from .call import Call, Meta
 from .registry import register
-from .rule import ANY_PARTIAL, Dims, Factors, Kernel, Partials, Rule
+from .rule import ANY_PARTIAL, Dims, Factors, Kernel, Partials, Rule, Shapes
 
 MakeKernel = Callable[[Call], Kernel | None]
 
@@ -32,7 +32,27 @@ def einsum(names: str, pattern: str, *, linear: bool = True, partials: tuple[str
     def factors(call: Call) -> Factors | None:
         return bind(parsed, call, reduce_op="sum" if linear else None)
 
-    return register(names, Rule(factors, rows, kind="einsum", source=pattern, **options))
+    return register(names, Rule(factors, rows, shapes=sizes_of_letters(parsed), kind="einsum", source=pattern, **options))
+
+
+def sizes_of_letters(pattern: Pattern) -> Callable[[Call], Shapes | None]:
+    """The shapes of a contraction's results, where every letter has one size."""
+
+    def shapes(call: Call) -> Shapes | None:
+        sizes: dict[Any, int] = {}
+        if len(call.operands) != len(pattern.operands):
+            return None
+        for term, layout in zip(pattern.operands, call.operands, strict=True):
+            names = term.dims[len(term.dims) - len(layout.shape) :] if term.additive else term.dims
+            if len(names) != len(layout.shape):
+                return None
+            for name, size in zip(names, layout.shape, strict=True):
+                if sizes.setdefault(name, size) != size:
+                    return None
+        results = tuple([tuple([sizes.get(name, 0) for name in term.dims]) for term in pattern.results])
+        return None if any(0 in shape for shape in results) else results
+
+    return shapes
 
 
 def bind(pattern: Pattern, call: Call, reduce_op: str | None = "sum") -> Factors | None:
@@ -106,7 +126,17 @@ def _multilinear(pattern: Pattern) -> tuple[str, ...]:
 
 def pointwise(names: str, *, partials: Partials | Callable[[Call], Partials] = (), **options: Any) -> Rule:
     """A rule for operations that act element by element on broadcast operands."""
-    return register(names, Rule(broadcast_factors, partials, kind="pointwise", source="... -> ...", **options))
+    return register(names, Rule(broadcast_factors, partials, shapes=one_shape, kind="pointwise", source="... -> ...", **options))
+
+
+def one_shape(call: Call) -> Shapes | None:
+    """The shape of all operands that have dims is that of the results."""
+    found = {tuple(layout.shape) for layout in call.operands if layout.shape} or {()}
+    return None if len(found) > 1 else tuple(found) * _count(call)
+
+
+def _count(call: Call) -> int:
+    return len(call.func._schema.returns)
 
 
 def broadcast_factors(call: Call) -> Factors | None:
@@ -150,7 +180,8 @@ def along(
             return Factors(operands, results, sizes, kernels=dict.fromkeys(picked, made))
         return Factors(operands, results, sizes, whole=frozenset(picked))
 
-    return register(names, Rule(factors, partials, kind="along", source=f"... [{dim}] -> ... [{dim}]", **options))
+    source = f"... [{dim}] -> ... [{dim}]"
+    return register(names, Rule(factors, partials, shapes=one_shape, kind="along", source=source, **options))
 
 
 def reduce(
