@@ -32,7 +32,7 @@ def recomposed(name: str, function: Callable[..., Any]) -> None:
     packet, _, overload = full.partition(".")
 
     def run(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, DTensor) for x in (*args, *kwargs.values())):
+        if any(isinstance(y, DTensor) for x in (*args, *kwargs.values()) for y in (x if isinstance(x, list) else (x,))):
             result = function(*args, **kwargs)
             if result is not NotImplemented:
                 return result
