@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import capture_cases
+import numpy
 import pytest
 import torch
 from capture_cases import CASES, WHOLE, Block, assert_same, compare, mesh_of
@@ -346,6 +348,8 @@ def test_plain_results() -> None:
         (lambda x: x * sum(x.tolist()), r"tolist\(\)"),
         (lambda x: x * float(x.full_tensor().numpy().sum()), r"numpy\(\)"),
         (lambda x: torch.manual_seed(0) and torch.rand_like(x), "generator"),
+        (lambda x: x * random.random(), "random numbers"),
+        (lambda x: x * float(numpy.random.rand()), "random numbers"),
         (lambda x: x.unsqueeze_(0), "changes the s"),
         (lambda x: object(), "returns a object"),
     ],

@@ -7,10 +7,12 @@ that no guard watches, and is refused.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,12 +55,18 @@ class Recorder(TorchDispatchMode):
         self.steps = steps
         self._generators = {}
         self._expect(torch.default_generator)
+        drawn = _python_draws()
         ACTIVE.append(self)
         try:
             with refused(self._reading), self:
                 yield
         finally:
             ACTIVE.remove(self)
+        if drawn != _python_draws():
+            raise CaptureError(
+                "capture: the function draws random numbers from Python or numpy, and a replay would use the same ones again; "
+                "draw outside and pass a 0-d tensor, or draw with torch"
+            )
         self._check_generators("at the end of the captured function")
 
     def _reading(self) -> str | None:
@@ -107,22 +115,22 @@ class Recorder(TorchDispatchMode):
         if func is aten.lift_fresh.default:
             self._constant(args[0])
         taken, named = self.taken(args), self.taken(kwargs)
-        random = torch.Tag.nondeterministic_seeded in func.tags
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
         generator = kwargs.get("generator") or next((x for x in args if isinstance(x, torch.Generator)), None)
-        if random:
+        if drawn:
             self._check(generator or _default(args, kwargs), str(func))
         fn = local_function(func)
         result = fn(*args, **kwargs)
         if not func._schema.returns:
             result = None  # the functions give the written list back
-        if random:
+        if drawn:
             self._expect(generator or _default(args, kwargs))
         if _meta(result, {}):
             return result
         written = _written(func, args, kwargs)
         known = {id(x): var for x, var in zip(_tensors((args, kwargs)), variables((taken, named)), strict=True)}
         writes = frozenset(known[id(x)].storage for x in written)
-        self._append(Step(fn, taken, named, None, writes, random, within=within), result, known, written)
+        self._append(Step(fn, taken, named, None, writes, drawn, within=within), result, known, written)
         return result
 
     # --- sites ---------------------------------------------------------------------------------------------------------
@@ -272,6 +280,12 @@ class Recorder(TorchDispatchMode):
                 self._check(generator, what)
         finally:
             self.paused -= 1
+
+
+def _python_draws() -> tuple[Any, ...]:
+    """The states of the random numbers that no dispatch shows."""
+    kind, state, place, *rest = numpy.random.get_state()
+    return random.getstate(), kind, bytes(state), place, rest  # type: ignore[arg-type]
 
 
 def _key(x: torch.Tensor) -> Key:
