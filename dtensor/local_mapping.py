@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import PlacementError
@@ -33,6 +35,7 @@ def local_map(
         out_placements: placements of the result; a tuple with one entry per flattened output if there are several (None for what
             is no tensor).
         in_placements: per flattened argument the placements it must have, None for one that is no DTensor; None checks nothing.
+            For a module they are those of all its DTensor parameters and buffers, which are locals while ``func`` runs.
         in_grad_placements: per flattened argument the placements of its local gradient, see :meth:`DTensor.to_local`.
         device_mesh: of the results; default that of the first DTensor argument.
         redistribute_inputs: redistribute arguments that are placed otherwise instead of raising.
@@ -68,24 +71,47 @@ def local_map(
             if given is not None and len(given) != len(flat):
                 raise PlacementError(f"local_map: {len(flat)} flattened arguments, but {name} has {len(given)} entries")
         mesh: DeviceMesh | None = None if device_mesh is None else as_mesh(device_mesh)
-        found, locals_ = False, []
-        for i, value in enumerate(flat):
-            if isinstance(value, DTensor):
-                found = True
-                mesh = mesh or value.device_mesh
+        meshes, locals_ = [], []
+        with contextlib.ExitStack() as modules:
+            for i, value in enumerate(flat):
                 wanted = None if in_placements is None else in_placements[i]
-                if in_placements is not None and wanted is None:
-                    raise PlacementError(
-                        f"local_map expects placements for argument {i}, a DTensor; in_placements has None for it"
-                    )
-                value = _localize(
-                    value, i, wanted, None if in_grad_placements is None else in_grad_placements[i], redistribute_inputs
-                )
-            locals_.append(value)
-        out = inner(*tree_unflatten(locals_, tree), **kwargs)
-        return _wrap_outputs(out, out_placements, mesh) if found and mesh is not None else out
+                grad = None if in_grad_placements is None else in_grad_placements[i]
+                localize = functools.partial(_localize, position=i, wanted=wanted, grad=grad, redistribute=redistribute_inputs)
+                if isinstance(value, nn.Module) and wanted is not None:
+                    meshes += modules.enter_context(_with_locals(value, localize))
+                elif isinstance(value, DTensor):
+                    meshes.append(value.device_mesh)
+                    if in_placements is not None and wanted is None:
+                        raise PlacementError(
+                            f"local_map expects placements for argument {i}, a DTensor; in_placements has None for it"
+                        )
+                    value = localize(value)
+                locals_.append(value)
+            out = inner(*tree_unflatten(locals_, tree), **kwargs)
+        return _wrap_outputs(out, out_placements, mesh or meshes[0]) if meshes else out
 
     return wrapped
+
+
+@contextlib.contextmanager
+def _with_locals(module: nn.Module, localize: Callable[[DTensor], Any]) -> Iterator[list[DeviceMesh]]:
+    """The module with locals in the places of its DTensors, whose meshes come back. One in several places has one local."""
+    places: list[tuple[dict[str, Any], str, Any]] = [
+        (held, name, value)
+        for part in module.modules()
+        for held in (part._parameters, part._buffers)
+        for name, value in held.items()
+        if isinstance(value, DTensor)
+    ]
+    distributed = {id(value): value for _, _, value in places}
+    made = {key: localize(value) for key, value in distributed.items()}
+    try:
+        for held, name, value in places:
+            held[name] = made[id(value)]
+        yield [value.device_mesh for value in distributed.values()]
+    finally:
+        for held, name, value in places:
+            held[name] = value
 
 
 def _localize(value: DTensor, position: int, wanted: Placements, grad: Placements, redistribute: bool) -> Any:

@@ -11,7 +11,7 @@ from cases_gloo import equal, value
 from torch import nn
 
 import dtensor as dt
-from dtensor import DTensor
+from dtensor import DTensor, Partial
 
 CASES: dict[str, Callable[[], None]] = {}
 X = value(5, 6) / 4
@@ -108,6 +108,24 @@ def an_operator_that_writes_and_returns_nothing() -> None:
         op(put(X, where), y, put(index, R))
         op(put(X, where), y, put(index, R), put(torch.tensor([2.0]).double(), R))
         equal(y, value(4, 6).index_add(0, index, X * 3))
+
+
+@report(163692)
+def a_module_with_distributed_parameters_in_a_local_function() -> None:
+    layer = dt.distribute_module(nn.Linear(6, 4).double(), line())
+    x = put(X, S0)
+    run = dt.local_map(
+        lambda module, x: module(x), [S0], in_placements=([R], [S0]), in_grad_placements=([Partial()], [S0]), device_mesh=line()
+    )
+    run(layer, x).square().sum().backward()
+    own = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    layer(x).square().sum().backward()
+    for grad, p in zip(own, layer.parameters(), strict=True):
+        assert isinstance(p, DTensor)
+        assert isinstance(p.grad, DTensor)
+        whole = p.grad.full_tensor()
+        equal(grad, whole.shards[0] if isinstance(whole, dt.PerRank) else whole)
 
 
 # --- meshes -------------------------------------------------------------------------------------------------------------
