@@ -25,6 +25,7 @@ from dtensor.parallel import (
     fully_shard,
     parallelize_module,
     register_fsdp_forward_method,
+    replicate,
 )
 from dtensor.parallel.unit import unit_of
 
@@ -611,3 +612,25 @@ def _memory(make: Callable[[], nn.Module]) -> int:
 def test_a_rank_holds_its_share() -> None:
     full = sum(p.numel() for p in net().parameters())
     assert _memory(lambda: shard(net(), dp(4))) <= full / 4 + 5 * 12  # uneven dims: at most one row more each
+
+
+@pytest.mark.parametrize(
+    "make", [lambda m, mesh: [fully_shard(x, mesh=mesh) for x in (*m, m)], lambda m, mesh: replicate(m, mesh)]
+)
+@pytest.mark.parametrize("used", [False, True], ids=["before the first pass", "after one"])
+def test_a_module_may_change_its_dtype_later(make: Callable[[Any, Any], Any], used: bool) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
+    alone = copy.deepcopy(model).double()
+    make(model, mesh)
+    batch = torch.randn(4, 3, dtype=torch.float64)
+    if used:
+        model(dt.per_rank(batch.float().chunk(2))).sum().backward()
+        model.zero_grad()
+    model.double()
+    model(dt.per_rank(batch.chunk(2))).square().mean().backward()
+    alone(batch).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert ours.dtype == ours.grad.dtype == torch.float64
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)

@@ -55,6 +55,7 @@ class Managed:
         module, name = self.places[0]
         found = module._parameters[name]
         if found is self.parameter or found is self.placed:
+            self._follow_dtype()
             return
         if not isinstance(found, DTensor) or found.placements != self.layout.placements:
             raise MeshError(
@@ -63,6 +64,17 @@ class Managed:
         self.parameter = found
         for other, name in self.places:
             other._parameters[name] = found
+        self._follow_dtype()
+
+    def _follow_dtype(self) -> None:
+        """``module.double()`` and the like change parameters in place, or put others there."""
+        dtype = self.parameter._layout.dtype  # type: ignore[attr-defined]  # a DTensor
+        if dtype is not self.layout.dtype:
+            self.layout, self.whole = self.layout.replace(dtype=dtype), self.whole.replace(dtype=dtype)
+            self.inside = None if self.inside is None else self.inside.replace(dtype=dtype)
+            if self.owner is not None:
+                self.owner.free()
+                self.owner.add([])  # whose parameters are ordered by their size
 
     def put(self, value: Any) -> None:
         """``value`` where the parameter stands."""
