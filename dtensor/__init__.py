@@ -20,6 +20,7 @@ from .modes import explicit, implicit_replication
 from .placement import Monoid, Partial, Placement, Replicate, Shard
 from .random import manual_seed, random_mode
 from .tensor import DTensor
+from .untraced import keep_from_inlining as _keep_from_inlining
 from .untraced import leave_untraced as _leave_untraced
 
 __all__ = [
@@ -78,3 +79,4 @@ def __getattr__(name: str) -> object:
 
 
 _leave_untraced(__name__)
+_keep_from_inlining()

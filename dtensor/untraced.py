@@ -1,20 +1,53 @@
 """The library's own frames, kept from being compiled: ``torch.compile`` of a program with DTensors breaks the graph at each.
 
 A compiler that looked into these functions would trace how locals are handled (per rank, in one process) instead of the
-program, and lost gradients on the way. What they call runs as it is, too; the user's own frames are compiled as ever.
+program, and lost gradients or failed on the way. What they call runs as it is, too; the user's own frames are compiled as ever.
+Two things are told: frame evaluation, that frames of ours are not compiled; and Dynamo, that calls of ours are not inlined. The
+latter is a module of a second's import, so it is told when somebody else imports it.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import CodeType
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+from types import CodeType, ModuleType
 from typing import Any
 
 from torch._C._dynamo import eval_frame  # torch.compiler.disable would import all of the compiler
 
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 _DONE: set[str] = set()
+_RULES = "torch._dynamo.trace_rules"
+
+
+class _WhenImported(MetaPathFinder):
+    """Adds the package to Dynamo's directories to skip as soon as their module has been executed."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != _RULES:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def executed(module: ModuleType) -> None:
+            execute(module)
+            module.add(__package__)
+
+        spec.loader.exec_module = executed  # type: ignore[method-assign]  # of this one loader
+        return spec
+
+
+def keep_from_inlining() -> None:
+    """Tell Dynamo, now or when it comes, that no function of this package is looked into."""
+    if _RULES in sys.modules:
+        sys.modules[_RULES].add(__package__)
+    else:
+        sys.meta_path.insert(0, _WhenImported())
 
 
 def leave_untraced(package: str) -> None:
