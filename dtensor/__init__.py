@@ -22,6 +22,7 @@ from .random import manual_seed, random_mode
 from .tensor import DTensor
 from .untraced import keep_from_inlining as _keep_from_inlining
 from .untraced import leave_untraced as _leave_untraced
+from .untraced import no_opaque_type as _no_opaque_type
 
 __all__ = [
     "CacheInfo",
@@ -80,3 +81,4 @@ def __getattr__(name: str) -> object:
 
 _leave_untraced(__name__)
 _keep_from_inlining()
+_no_opaque_type(DeviceMesh)

@@ -16,6 +16,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from torch._C._dynamo import eval_frame  # torch.compiler.disable would import all of the compiler
+from torch._library import opaque_object
 
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 _DONE: set[str] = set()
@@ -48,6 +49,16 @@ def keep_from_inlining() -> None:
         sys.modules[_RULES].add(__package__)
     else:
         sys.meta_path.insert(0, _WhenImported())
+
+
+def no_opaque_type(kind: type) -> None:
+    """Tell Dynamo that objects of this class are ordinary ones.
+
+    It takes torch's device mesh, and so a subclass, for something that graphs pass around, with attributes that ours lacks.
+    Torch 2.11 looks at the class itself only.
+    """
+    if hasattr(opaque_object, "_resolve_opaque_type_info"):
+        opaque_object._OPAQUE_TYPES[kind] = None  # type: ignore[assignment]  # found before the entries of its bases
 
 
 def leave_untraced(package: str) -> None:

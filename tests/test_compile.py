@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gloo import run_gloo
 from torch import nn
 
 import dtensor as dt
@@ -88,3 +89,34 @@ def test_modules(how: str) -> None:
         assert mine.grad is not None
         assert like.grad is not None
         torch.testing.assert_close(plain(mine.grad), like.grad)
+
+
+def on_processes() -> list[float]:
+    """What four processes do with compiled programs: a module, a way in and out, facts of a mesh."""
+    torch._dynamo.reset()
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = Perceptron()
+    own = parallelize_module(copy.deepcopy(model), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    run = torch.compile(own, backend="eager")
+    for _ in range(2):
+        run(X).square().sum().backward()
+        model(X).square().sum().backward()
+    for mine, like in zip(own.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(plain(mine.grad), like.grad)
+
+    def fn(x: Any) -> Any:
+        y = x.redistribute(placements=[Replicate(), Replicate()]).to_local() * mesh["dp"].size() * mesh.ndim
+        return DTensor.from_local(y.sin(), mesh, [Replicate(), Replicate()]).redistribute(placements=[Shard(0), Shard(1)]).sum()
+
+    x, p = dt.distribute_tensor(X, mesh, [Shard(0), Shard(0)]).requires_grad_(), X.clone().requires_grad_()
+    compiled(fn)(x).backward()
+    (p * 4).sin().sum().backward()
+    assert p.grad is not None
+    torch.testing.assert_close(plain(x.grad), p.grad)
+    return [float(compiled(lambda a: a * mesh["tp"].size() * mesh.get_coordinate()[0])(torch.ones(())))]  # type: ignore[index]  # inside
+
+
+@pytest.mark.gloo
+def test_on_four_processes() -> None:
+    assert run_gloo(on_processes, 4, timeout_s=200.0) == [[0.0], [0.0], [2.0], [2.0]]
