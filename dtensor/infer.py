@@ -161,7 +161,7 @@ def _beside_sizes(operator: Operator, call: Call) -> Any:
 
 
 def _in_memory(layout: Layout) -> Any:
-    return layout.dtype, not layout.shape, () if layout.dense else memory_order(tuple(layout.shape), layout.stride)
+    return layout.dtype, layout.ndim, () if layout.dense else memory_order(tuple(layout.shape), layout.stride)
 
 
 _PLAIN = frozenset((bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format))

@@ -205,3 +205,16 @@ def test_a_gather_is_announced_once() -> None:
     assert len(caught) == 1
     assert torch.equal(first.full_tensor(), torch.full((4, 4), 2.0))
     assert second.placements == (R,)
+
+
+def test_wrong_dims_raise_after_right_ones_of_larger_tensors() -> None:
+    """What is known of an operator for all sizes is known for one number of dims."""
+    mesh = dt.DeviceMesh("cpu", 2)
+    for shape in ((2, 3, 4), (3, 4, 5)):
+        x = dt.ones(*shape, device_mesh=mesh, placements=[dt.Shard(0)])
+        assert x.sum(2).shape == shape[:2]
+        assert x.softmax(2).shape == shape
+    y = dt.ones(3, 4, device_mesh=mesh, placements=[dt.Shard(0)])
+    for wrong in (lambda: y.sum(2), lambda: y.softmax(2)):
+        with pytest.raises(IndexError):
+            wrong()

@@ -199,6 +199,15 @@ def reduce(
         made = kernel(call) if callable(kernel) else kernel
         return reduction_factors(call, call.dims(dim, len(call.shape(0))), op, made)
 
+    def shapes(call: Call) -> Shapes | None:
+        shape = call.shape(0)
+        picked = call.dims(dim, len(shape))
+        if any(not 0 <= d < len(shape) for d in picked):
+            return None
+        kept = [1 if d in picked else size for d, size in enumerate(shape) if call.get("keepdim") or d not in picked]
+        return (tuple(kept),) * _count(call)
+
+    options.setdefault("shapes", shapes)
     return register(names, Rule(factors, partials, kind="reduce", source=f"... {dim} -> ...", **options))
 
 
