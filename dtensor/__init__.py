@@ -4,6 +4,7 @@ from importlib import import_module
 
 from . import recomposed as _recomposed
 from . import sequences as _sequences
+from . import sparse_results as _sparse_results
 from . import write_through as _write_through
 from .caches import CacheInfo, cache_info
 from .capture import Captured, CaptureInfo, capture

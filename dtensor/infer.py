@@ -64,6 +64,14 @@ ASKED: dict[str, Callable[[Operator, dict[str, Any]], Any]] = {
 }
 
 
+# the kernels shift by bools, the meta kernels of these do not
+_SHIFTS = {
+    f"aten::__{written}{side}shift__": getattr(torch.ops.aten, f"bitwise_{name}_shift{'_' if written else ''}")
+    for written in ("", "i")
+    for side, name in (("l", "left"), ("r", "right"))
+}
+
+
 class NotInferable(Exception):
     """The shape of a result depends on data, or the operator has no meta kernel."""
 
@@ -227,6 +235,8 @@ def _run(operator: Operator, bound: dict[str, Any]) -> tuple[Any, ...]:
 
 def _result_of(operator: Operator, bound: dict[str, Any]) -> Any:
     try:
+        if (shift := _SHIFTS.get(operator.func._schema.name)) is not None:
+            return operator.call(bound, shift)
         return ASKED.get(operator.name, Operator.call)(operator, bound)
     except TypeError as error:
         if len(operator.outs) != 1 or "'out'" not in str(error):

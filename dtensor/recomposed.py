@@ -104,6 +104,57 @@ def one_hot(x: Tensor, num_classes: int = -1) -> Any:
     return NotImplemented if x.is_contiguous() else F.one_hot(x.contiguous(), num_classes)
 
 
+class Product(torch.autograd.Function):
+    """The product along ``dim`` (None: of all elements), with the gradient that plain tensors get.
+
+    Where no element is zero that is the product over each element; torch takes products of the others for subclasses, which
+    differ beside NaN and infinity.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+        result = x.prod() if dim is None else x.prod(dim, keepdim)
+        ctx.save_for_backward(x, result)
+        ctx.along = dim, keepdim
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, result = ctx.saved_tensors
+        dim, keepdim = ctx.along
+        if not x.ndim or not x.numel():
+            return grad.expand(x.shape), None, None
+        if dim is not None and not keepdim:
+            grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
+        zeros = (x == 0).sum()
+        over_each = grad * (result / torch.where(zeros == 0, x, 1)).conj()
+        if dim is None:
+            of_others = (grad * others(x.reshape(-1), 0).conj()).view(x.shape)
+            of_others = torch.where(zeros > 1, torch.zeros_like(x), of_others)
+        else:
+            of_others = grad * others(x, dim).conj()
+        return torch.where(zeros == 0, over_each, of_others), None, None
+
+
+def others(x: Tensor, dim: int) -> Tensor:
+    """For each element the product of the others along ``dim``."""
+    size = x.shape[dim]
+    one = torch.ones_like(x.narrow(dim, 0, 1))
+    before = torch.cat([one, x.narrow(dim, 0, size - 1)], dim).cumprod(dim)
+    after = torch.cat([one, x.narrow(dim, 1, size - 1).flip(dim)], dim).cumprod(dim).flip(dim)
+    return before * after
+
+
+def product(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    recorded = torch.is_grad_enabled() and x.requires_grad and torch.autograd.forward_ad._current_level < 0
+    if not recorded:
+        return NotImplemented
+    wanted = x if dtype is None else x.to(dtype)
+    return Product.apply(wanted, dim, keepdim) if wanted.requires_grad else NotImplemented
+
+
+recomposed("aten::prod", product)
+recomposed("aten::prod.dim_int", product)
 recomposed("aten::one_hot", one_hot)
 recomposed("aten::matmul.out", matmul_into)
 recomposed("aten::tensor_split.tensor_indices_or_sections", tensor_split)

@@ -137,3 +137,39 @@ def test_masks_filled_with_the_least_number_do_not_overflow_as_means() -> None:
         mesh=mesh,
         placements=[[dt.Partial("avg")], [dt.Replicate()]],
     )
+
+
+FACTORS = {
+    "nan": [[2.0, NAN, 3], [1, 2, 3]],
+    "nan and a zero": [[2.0, NAN, 3], [0, 2, 3]],
+    "nan and zeros": [[2.0, NAN, 0], [0, 2, 3]],
+    "infinite": [[2.0, INF, 3], [1, 2, -3]],
+    "too large": [[1e300, 1e300, 2], [1, 2, 3]],
+    "a zero": [[2.0, 0, 3], [1, 2, 3]],
+}
+
+
+@pytest.mark.parametrize("values", FACTORS.values(), ids=FACTORS.keys())
+def test_gradients_of_products_are_as_one_device_forms_them(values: list[list[float]]) -> None:
+    mesh, x = dt.init_device_mesh("cpu", (2,)), torch.tensor(values, dtype=torch.float64)
+    for where in (Replicate(), Shard(0), Shard(1)):
+        for fn in (torch.prod, lambda x: x.prod(0), lambda x: x.prod(1, keepdim=True), lambda x: x.prod(-1, dtype=torch.float32)):
+            check(fn, x, mesh=mesh, placements=[[where]])
+
+
+def test_products_have_second_derivatives() -> None:
+    def curvature(x: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(x.prod(1).sum() + x.prod(), x, create_graph=True)
+        return slope.square().sum()
+
+    mesh = dt.init_device_mesh("cpu", (2,))
+    for values in (FACTORS["a zero"], [[2.0, 1, 3], [1, 2, 3]], [[0.0, 0, 3], [1, 2, 3]]):
+        for where in (Shard(0), Shard(1)):
+            check(curvature, torch.tensor(values, dtype=torch.float64), mesh=mesh, placements=[[where]])
+
+
+def test_bools_and_integers_shift_each_other() -> None:
+    mesh, bits, counts = dt.init_device_mesh("cpu", (2,)), torch.tensor([True, False, True]), torch.tensor([1, 2, 3])
+    for where in (Replicate(), Shard(0), Partial()):
+        for fn in (lambda x, y: x << y, lambda x, y: x >> y, lambda x, y: y << x, lambda x, y: (x << 2) + (y >> 1)):
+            check(fn, bits, counts, mesh=mesh, placements=[[where], [where]])

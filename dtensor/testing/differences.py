@@ -56,6 +56,10 @@ def differences(got: Any, expected: Any, options: Options | None = None) -> list
     if not isinstance(got, torch.Tensor):
         return [f"{got!r} is no tensor"]
     expected = expected.detach()
+    if expected.layout is not torch.strided:
+        if got.layout != expected.layout:
+            return [f"layout {got.layout}, not {expected.layout}"]
+        got, expected = got.detach().to_dense(), expected.to_dense()
     found = []
     if got.dtype != expected.dtype:
         found.append(f"dtype {got.dtype}, not {expected.dtype}")

@@ -1,0 +1,68 @@
+"""What torch would give as a sparse tensor. No DTensor is sparse, so a value comes as a plain one, whole on every rank, and
+a gradient comes dense, in the layout of its leaf.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ImplicitCommunicationError
+from .modes import MODES
+from .placement import Replicate
+from .recomposed import recomposed
+from .tensor import DTensor
+
+aten = torch.ops.aten
+
+
+def converted(overload: Any) -> Callable[..., Tensor]:
+    """``x.to_sparse()``: that of the whole value, which costs what ``x.full_tensor()`` does; differentiable."""
+
+    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return NotImplemented
+        if MODES.explicit and not all(isinstance(p, Replicate) for p in x.placements):
+            name = overload._schema.name
+            raise ImplicitCommunicationError(
+                f"{name} would gather {x.layout!r} under explicit(); write x.full_tensor().to_sparse()"
+            )
+        return overload(x.full_tensor(), *args, **kwargs)
+
+    return run
+
+
+def with_dense_gradient(overload: Any, name: str) -> Callable[..., Any]:
+    """The operator without the flag ``name``, which asks for a sparse gradient."""
+    names = [argument.name for argument in overload._schema.arguments]
+    place = names.index(name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not (args[place] if len(args) > place else kwargs.get(name)):
+            return NotImplemented
+        warnings.warn(f"{overload}: {name}=True has no effect on DTensors, whose gradients are dense", stacklevel=2)
+        given = dict(zip(names, args, strict=False)) | kwargs | {name: False}
+        positional = [
+            given.pop(argument.name)
+            for argument in overload._schema.arguments
+            if not argument.kwarg_only and argument.name in given
+        ]
+        return overload(*positional, **given)
+
+    return run
+
+
+for _packet in (aten.to_sparse, aten.to_sparse_csr, aten.to_sparse_csc, aten.to_sparse_bsr, aten.to_sparse_bsc):
+    for _overload in (getattr(_packet, name) for name in _packet.overloads() if "out" not in name):
+        recomposed(_overload.name(), converted(_overload))
+for _overload, _flag in (
+    (aten.embedding.default, "sparse"),
+    (aten.embedding_bag.default, "sparse"),
+    (aten.embedding_bag.padding_idx, "sparse"),
+    (aten.gather.default, "sparse_grad"),
+):
+    recomposed(_overload.name(), with_dense_gradient(_overload, _flag))

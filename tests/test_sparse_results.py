@@ -1,0 +1,57 @@
+"""Sparse values come plain and whole, sparse gradients dense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.errors import ImplicitCommunicationError
+from dtensor.testing.oracle import check
+
+X = torch.tensor([[0.0, 2, 0, 1], [0, 0, 3, 0], [4, 0, 0, 0]], dtype=torch.float64)
+LAYOUTS = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("where", [Replicate(), Shard(0), Shard(1), Partial()], ids=str)
+def test_conversions_give_the_whole_value_and_pass_gradients(layout: torch.layout, where: dt.Placement) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    check(lambda x: x.to_sparse(layout=layout), X, mesh=mesh, placements=[[where]])
+    check(lambda x: x.to_sparse().to_dense().sin(), X, mesh=mesh, placements=[[where]])
+    check(lambda x: x.to_sparse(1), X, mesh=mesh, placements=[[where]])
+
+
+def test_conversions_communicate_only_where_they_may() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    with dt.explicit():
+        assert dt.distribute_tensor(X, mesh, [Replicate()]).to_sparse().is_sparse
+        with pytest.raises(ImplicitCommunicationError, match="full_tensor"):
+            dt.distribute_tensor(X, mesh, [Shard(0)]).to_sparse()
+
+
+@pytest.mark.filterwarnings("ignore:.*gradients are dense")
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, i: F.embedding(i, w, sparse=True),
+        lambda w, i: F.embedding_bag(i.view(1, 3), w, sparse=True, mode="sum"),
+        lambda w, i: torch.gather(w, 0, i.view(1, 3), sparse_grad=True),
+    ],
+    ids=["embedding", "bags", "gather"],
+)
+def test_gradients_are_dense(fn: Callable[..., torch.Tensor]) -> None:
+    mesh, rows = dt.init_device_mesh("cpu", (2,)), torch.tensor([0, 2, 2])
+    for where in (Replicate(), Shard(0), Shard(1)):
+        for placed in (Replicate(), Shard(0)):
+            check(fn, X, rows, mesh=mesh, placements=[[where], [placed]])
+
+
+def test_a_dense_gradient_is_announced() -> None:
+    weight = dt.distribute_tensor(X, dt.init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
+    with pytest.warns(UserWarning, match="gradients are dense"):
+        F.embedding(dt.distribute_tensor(torch.tensor([1]), weight.device_mesh, [Replicate()]), weight, sparse=True)
