@@ -31,6 +31,7 @@ from .remembered import remembered
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
+_STAND_INS = tuple(str(Path(__file__).parent / name) for name in ("recomposed.py", "sparse_results.py"))  # for torch's own code
 
 
 class Origin(IntEnum):
@@ -95,8 +96,8 @@ def _made_in_torch(value: torch.Tensor) -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
     outermost = None
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        outermost, frame = frame, frame.f_back
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, *_STAND_INS)):
+        outermost, frame = outermost if frame.f_code.co_filename in _STAND_INS else frame, frame.f_back
     if outermost is None or outermost.f_code.co_filename.endswith("_tensor.py"):  # operators of Tensor: `plain - x`
         return False
     address = value.untyped_storage().data_ptr()

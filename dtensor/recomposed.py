@@ -99,6 +99,12 @@ def on_reduced(name: str) -> None:
     recomposed(f"aten::{name}", run)
 
 
+def rank_into(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+    """Torch forgets ``out`` where the matrix is of a subclass."""
+    count = torch.ops.aten.linalg_matrix_rank(*args, **kwargs)
+    return torch.sum(count.unsqueeze(-1), -1, out=out)
+
+
 def one_hot(x: Tensor, num_classes: int = -1) -> Any:
     """Row-major, in whatever order the labels lie; torch compares them with a range where they are a subclass."""
     return NotImplemented if x.is_contiguous() else F.one_hot(x.contiguous(), num_classes)
@@ -159,5 +165,7 @@ recomposed("aten::one_hot", one_hot)
 recomposed("aten::matmul.out", matmul_into)
 recomposed("aten::tensor_split.tensor_indices_or_sections", tensor_split)
 recomposed("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction", linear_cross_entropy)
-for overload in ("tol_tensor", "out_tol_tensor", "atol_rtol_tensor", "atol_rtol_tensor_out"):
-    on_reduced(f"linalg_matrix_rank.{overload}")
+for _overload in ("tol_tensor", "atol_rtol_tensor"):
+    on_reduced(f"linalg_matrix_rank.{_overload}")
+for _overload in ("out", "out_tol_tensor", "atol_rtol_tensor_out", "atol_rtol_float_out"):
+    recomposed(f"aten::linalg_matrix_rank.{_overload}", rank_into)

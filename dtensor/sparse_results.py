@@ -42,7 +42,9 @@ def with_dense_gradient(overload: Any, name: str) -> Callable[..., Any]:
     place = names.index(name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not (args[place] if len(args) > place else kwargs.get(name)):
+        if not (args[place] if len(args) > place else kwargs.get(name)) or _refused(
+            dict(zip(names, args, strict=False)) | kwargs
+        ):
             return NotImplemented
         warnings.warn(f"{overload}: {name}=True has no effect on DTensors, whose gradients are dense", stacklevel=2)
         given = dict(zip(names, args, strict=False)) | kwargs | {name: False}
@@ -54,6 +56,11 @@ def with_dense_gradient(overload: Any, name: str) -> Callable[..., Any]:
         return overload(*positional, **given)
 
     return run
+
+
+def _refused(arguments: dict[str, Any]) -> bool:
+    """What torch raises for in the backward pass."""
+    return bool("indices" in arguments and "offsets" not in arguments and arguments.get("scale_grad_by_freq"))
 
 
 for _packet in (aten.to_sparse, aten.to_sparse_csr, aten.to_sparse_csc, aten.to_sparse_bsr, aten.to_sparse_bsc):

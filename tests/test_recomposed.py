@@ -81,3 +81,19 @@ def test_ranks_of_matrices_compare_with_whole_tolerances() -> None:
         torch.ones(1, dtype=torch.float64),
     ):  # no singular value exceeds the largest
         check(lambda x, r: torch.linalg.matrix_rank(x, rtol=r), x, one, mesh=mesh, placements=[[Shard(0)], [Partial()]])
+
+
+@pytest.mark.parametrize("options", [{}, {"hermitian": True}, {"rtol": 0.1}, {"atol": 0.5, "hermitian": True}], ids=str)
+def test_ranks_of_matrices_are_written_where_asked(options: dict[str, float]) -> None:
+    mesh, x = dt.init_device_mesh("cpu", (2,)), torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(3))
+    for given in (x @ x.mT, (x @ x.mT)[0]):
+        out = torch.zeros(given.shape[:-2], dtype=torch.int64)
+        for where, into in (([Replicate()], [Replicate()]), ([Shard(1)], [Partial()])):
+            check(
+                lambda x, out: torch.linalg.matrix_rank(x, **options, out=out),
+                *(given, out),
+                mesh=mesh,
+                placements=[where, into],
+                cloned=True,
+                gradients=False,
+            )
