@@ -128,10 +128,10 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, result = ctx.saved_tensors
         dim, keepdim = ctx.along
+        if dim is not None and not keepdim and x.ndim:
+            grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
         if not x.ndim or not x.numel():
             return grad.expand(x.shape), None, None
-        if dim is not None and not keepdim:
-            grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
         zeros = (x == 0).sum()
         over_each = grad * (result / torch.where(zeros == 0, x, 1)).conj()
         if dim is None:

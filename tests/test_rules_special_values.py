@@ -157,6 +157,14 @@ def test_gradients_of_products_are_as_one_device_forms_them(values: list[list[fl
             check(fn, x, mesh=mesh, placements=[[where]])
 
 
+def test_products_of_nothing_have_gradients() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    for shape, dim in (((3, 0), 1), ((0, 3), 0), ((3, 0), 0), ((), 0)):
+        x = torch.ones(shape, dtype=torch.float64)
+        for fn in (torch.prod, lambda x: x.prod(dim), lambda x: x.prod(dim, keepdim=True)):  # noqa: B023  called at once
+            check(fn, x, mesh=mesh, placements=[[Shard(0) if shape else Replicate()]])
+
+
 def test_products_have_second_derivatives() -> None:
     def curvature(x: torch.Tensor) -> torch.Tensor:
         (slope,) = torch.autograd.grad(x.prod(1).sum() + x.prod(), x, create_graph=True)
