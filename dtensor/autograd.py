@@ -174,9 +174,19 @@ def keep_grad_layout(leaf: Any) -> None:
             return distributed(grad, target._layout).redistribute(placements=wanted)
         if grad._layout.mesh != mesh:  # the leaf was a number in a program on another mesh
             return grad.redistribute(mesh, wanted)
-        return None if grad._layout.placements == wanted else grad.redistribute(placements=wanted)
+        if grad._layout.placements == wanted:
+            return None
+        return grad.redistribute(placements=wanted) if torch.is_grad_enabled() else _moved(grad, wanted)
 
     leaf.__dict__["_grad_hook"] = leaf.register_hook(to_leaf_layout)
+
+
+def _moved(grad: Any, placements: Sequence[Placement]) -> Any:
+    """``grad.redistribute(placements=placements)`` where nobody records."""
+    target = grad._layout.replace(placements=placements)
+    moves = plan(grad._layout, target)
+    moved = execute(moves, grad._local)
+    return wrap_local(moved if moves.communicates else apart(moved, grad._local), target)
 
 
 def grad_placements_of(leaf: Any) -> tuple[Placement, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from typing import Any
 
 import capture_cases
@@ -407,15 +408,10 @@ def test_backward_inside_and_unknown_tensors_are_refused() -> None:
     w = randn(4, at=[Shard(0)], grad=True)
     with pytest.raises(CaptureError, match="backward pass that changes"):
         capture(lambda: (w * w).sum().backward())()
-    hidden = {(1, 2): randn(4, at=[Shard(0)])}
-
-    class Holder:
-        __slots__ = ("x",)
-
-    holder = Holder()
-    holder.x = hidden[(1, 2)]
+    hidden = randn(4, at=[Shard(0)])
+    find = weakref.ref(hidden)
     with pytest.raises(CaptureError, match="cannot find among the arguments"):
-        capture(lambda x: x + holder.x)(w)
+        capture(lambda x: x + find())(w)
     with pytest.raises(CaptureError, match="plain tensor of shape"):
         capture(lambda x: w + x)(torch.ones(4))
 

@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..errors import CaptureError
 from ..recording import current
+from ..tensor import DTensor
 from .environment import Environment
-from .program import Program
+from .program import Program, Sources, sources_of
 from .record import Recording
-from .replay import Replayed, fetcher
+from .replay import Replayed
 from .signature import Signature, described, modes, sign
 
 P = ParamSpec("P")
@@ -44,10 +45,13 @@ class _Kept(NamedTuple):
         """Whether the program computes what the function would now."""
         if self.environment is not environment and self.environment.key != environment.key:
             return False
-        fetch = fetcher(signature.tensors, environment.tensors)
-        for given, guard in self.program.guards:
-            x = fetch(given)
-            if x is None or described(x) != guard:
+        tensors = environment.tensors
+        for number, layout, requires_grad in self.program.guards:
+            x: Any = tensors[number]
+            if type(x) is DTensor:
+                if x._layout is not layout or x.requires_grad != requires_grad:
+                    return False
+            elif described(x) != layout:
                 return False
         return True
 
@@ -137,23 +141,23 @@ class Captured(Generic[P, T]):
 
 
 def _replay(program: Program, signature: Signature, environment: Environment) -> Any:
-    fetch = fetcher(signature.tensors, environment.tensors)
+    sources = sources_of(signature.tensors, environment.tensors)
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     if autocast:  # what it casts is in the tape
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False, dtype=torch.float16):
-            bases = _bases(program, fetch)
+            bases = _bases(program, sources)
     else:
-        bases = _bases(program, fetch)
-    return pytree.tree_unflatten(program.finish(bases, fetch), program.tree)
+        bases = _bases(program, sources)
+    return pytree.tree_unflatten(program.finish(bases, sources), program.tree)
 
 
-def _bases(program: Program, fetch: Any) -> list[Any]:
+def _bases(program: Program, sources: Sources) -> list[Any]:
     if not program.differentiable:
         with torch.no_grad():
-            return program.run(program.compile(), fetch)[0]
+            return program.run(program.compile(), sources)[0]
     rest: dict[int, Any] = {}
     apply: Any = Replayed.apply
-    made = iter(apply(program, fetch, rest, *map(fetch, program.differentiable)))
+    made = iter(apply(program, sources, rest, *[sources[kind][number] for kind, number in program.differentiable]))
     return [rest[number] if number in rest else next(made) for number in range(len(program.bases))]
 
 

@@ -12,7 +12,8 @@ import functools
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class Environment:
         paths: for each entry of ``key`` where it stands, to tell the user.
     """
 
-    __slots__ = ("_alive", "_holders", "_numbers", "_seen", "key", "paths", "tensors")
+    __slots__ = ("_alive", "_before", "_dicts", "_holders", "_lengths", "_numbers", "_seen", "key", "paths", "tensors")
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -71,11 +72,18 @@ class Environment:
         self._numbers: dict[int, int] = {}
         self._seen: dict[int, int] = {}
         self._holders: list[tuple[Callable[[], Iterable[Any]], list[Any]]] = []
+        self._dicts: list[Mapping[Any, Any]] = []
         self._alive: list[Any] = []
         self._visit(fn, getattr(fn, "__name__", type(fn).__name__))
+        self._lengths = [*map(len, self._dicts)]
+        self._before = [value for held in self._dicts for value in held.values()]
 
     def unchanged(self) -> bool:
         """Whether every container still holds the objects that the survey found."""
+        if [*map(len, self._dicts)] != self._lengths:
+            return False
+        if not all(map(operator.is_, [value for held in self._dicts for value in held.values()], self._before)):
+            return False
         for held, before in self._holders:
             now = list(held())
             if len(now) != len(before) or not all(map(operator.is_, now, before)):
@@ -106,6 +114,12 @@ class Environment:
         for name, value in zip(names, values, strict=False):
             self._visit(value, f"{path}{name}")
 
+    def _hold_dict(self, held: Mapping[Any, Any], path: str, shown: str) -> None:
+        self._dicts.append(held)
+        self._note(tuple(key if isinstance(key, VALUES) else ... for key in held), path)
+        for key, value in list(held.items()):
+            self._visit(value, f"{path}{shown.format(key if isinstance(key, VALUES) else '...')}")
+
     def _visit(self, value: Any, path: str) -> None:
         if isinstance(value, torch.Tensor):
             number = self._numbers.setdefault(id(value), len(self.tensors))
@@ -124,14 +138,14 @@ class Environment:
 
     def _descend(self, value: Any, path: str) -> None:
         if isinstance(value, dict):
-            self._note(tuple(key if isinstance(key, VALUES) else ... for key in value), path)
-            self._hold(value.values, [f"[{key!r}]" if isinstance(key, VALUES) else "[...]" for key in value], path)
-        elif isinstance(value, (list, tuple)):
+            self._hold_dict(value, path, "[{!r}]")
+        elif isinstance(value, (list, tuple, deque)):
             if len(value) > LONG:
                 self._note(ById(value), path)
             else:
                 self._hold(value.__iter__, [f"[{i}]" for i in range(len(value))], path)
         elif isinstance(value, (set, frozenset)):
+            self._holders.append((value.__iter__, list(value)))
             self._note(frozenset(item if isinstance(item, VALUES) else ById(item) for item in value), path)
         elif isinstance(value, types.FunctionType):
             self._function(value, path)
@@ -141,32 +155,37 @@ class Environment:
         elif isinstance(value, functools.partial):
             self._visit([value.func, value.args, value.keywords], path)
         elif isinstance(value, torch.nn.Module | torch.optim.Optimizer) or _has_contents(value):
-            self._note(ById(type(value)), path)
             self._attributes(value, path)
-            self._methods(type(value), path)
+            self._visit(type(value), f"{path}.__class__")
+        elif isinstance(value, type) and not _foreign(value):
+            for kind in value.__mro__:
+                if not _foreign(kind):
+                    self._hold_dict(vars(kind), path, ".{}")
+            self._note(ById(value), path)
         else:
             self._note(ById(value), path)
 
     def _attributes(self, value: Any, path: str) -> None:
-        contents = vars(value)
+        slots = _slots(type(value))
+        if slots:
+            self._hold(lambda: [getattr(value, name, None) for name in slots], [f".{name}" for name in slots], path)
         if not isinstance(value, torch.nn.Module):
-            self._hold(contents.values, [f".{name}" for name in contents], path)
+            if hasattr(value, "__dict__"):
+                self._hold_dict(vars(value), path, ".{}")
             return
-        self._hold(contents.values, (), path)
-        for name, held in list(contents.items()):
+        self._dicts.append(vars(value))
+        for name, held in list(vars(value).items()):
             if not name.endswith(_HOOKS):
                 self._visit(held, f"{path}.{name}")
             elif name.endswith("_hooks"):
-                self._hold(lambda hooks=held: _users(hooks) if hooks else (), (), f"{path}.{name}")  # type: ignore[misc]  # a default
-                for hook in _users(held):
+                found = _users(held)
+                if found or held:
+                    self._holders.append((functools.partial(_users, held), found))
+                else:
+                    self._dicts.append(held)
+                self._note(len(found), f"{path}.{name}")
+                for hook in found:
                     self._visit(hook, f"{path}.{name}")
-
-    def _methods(self, kind: type, path: str) -> None:
-        """What a user's own class does when it is called."""
-        for name in ("forward", "__call__"):
-            method = getattr(kind, name, None)
-            if isinstance(method, types.FunctionType) and not _foreign(method):
-                self._visit(method, f"{path}.{name}")
 
     def _function(self, fn: types.FunctionType, path: str) -> None:
         self._note(ById(fn.__code__), path)
@@ -176,9 +195,18 @@ class Environment:
         cells = [(name, cell) for name, cell in zip(names, fn.__closure__ or (), strict=True)]
         self._hold(lambda: [_contents(cell) for _, cell in cells], [f" variable {name}" for name, _ in cells], path)
         self._hold(lambda: (fn.__defaults__, fn.__kwdefaults__), [" default", " default"], path)
-        read = [name for name in _names(fn.__code__) if name in fn.__globals__]
-        space = fn.__globals__
-        self._hold(lambda: [space.get(name) for name in read], [f" global {name}" for name in read], path)
+        named = _names(fn.__code__)
+        self._named(fn.__globals__, named, f"{path} global ")
+        for name in named:
+            module = fn.__globals__.get(name)
+            if isinstance(module, types.ModuleType) and not _foreign(module):
+                self._named(vars(module), named, f"{path} {name}.")
+
+    def _named(self, space: dict[str, Any], names: tuple[str, ...], path: str) -> None:
+        """What ``names`` are in a module."""
+        read = [name for name in names if name in space]
+        if read:
+            self._hold(lambda: [space.get(name) for name in read], read, path)
 
 
 def _users(hooks: dict[int, Any]) -> list[Any]:
@@ -200,14 +228,21 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
-def _foreign(fn: types.FunctionType) -> bool:
-    """Whether it belongs to a library whose state is its own affair."""
-    return (fn.__module__ or "").partition(".")[0] in _FOREIGN
+def _foreign(value: Any) -> bool:
+    """Whether a function, class or module belongs to a library whose state is its own affair."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__ or ""
+    return str(name).partition(".")[0] in _FOREIGN
+
+
+def _slots(kind: type) -> list[str]:
+    """Names of attributes that are not in ``__dict__``, of a user's class."""
+    found = [vars(base).get("__slots__", ()) for base in kind.__mro__ if not _foreign(base)]
+    return [name for names in found for name in ([names] if isinstance(names, str) else names) if not name.startswith("__")]
 
 
 def _has_contents(value: Any) -> bool:
     """Whether an object's attributes are the user's."""
     kind = type(value)
-    if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)) or kind.__module__.partition(".")[0] in _FOREIGN:
+    if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)) or _foreign(kind):
         return kind is types.SimpleNamespace
-    return hasattr(value, "__dict__")
+    return hasattr(value, "__dict__") or bool(_slots(kind))

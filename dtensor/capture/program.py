@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +18,24 @@ from .results import Base, Constant, Given, Joined, LocalOf, Made, Result, View,
 from .source import Source
 from .tape import Step, Tape, Var
 
-Fetch = Callable[[Given], Any]
+Sources = tuple[Sequence[Any], Sequence[Any], Any]  # by kind of Given: arguments, tensors of the survey, their gradients
+
+
+class _Gradients:
+    """``.grad`` of tensors, as a sequence."""
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def __getitem__(self, number: int) -> Any:
+        return self.tensors[number].grad
+
+
+def sources_of(arguments: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Sources:
+    """Where a program finds the tensors that it is given."""
+    return arguments, tensors, _Gradients(tensors)
 
 
 class Form(NamedTuple):
@@ -80,14 +97,14 @@ class Program:
     """See the module.
 
     Attributes:
-        guards: what was found about the given tensors that are used; a replay needs the same.
+        guards: of used tensors of the survey: number, layout (of a plain one its metadata), requires_grad; they must hold.
         mutated: given tensors that it writes to.
         differentiable: given tensors that get gradients.
         assigned: gradients that the run leaves in ``.grad`` (the whole step): the leaf, and a base's number or None.
     """
 
     forms: tuple[Form, ...]
-    guards: tuple[tuple[Given, Any], ...]
+    guards: tuple[tuple[int, Any, bool], ...]
     steps: list[Step]
     constants: dict[Var, torch.Tensor]
     bases: tuple[Base, ...]
@@ -157,12 +174,12 @@ class Program:
         return Compiled(tape, Source("forward", tape), saved, watched, dict(self.backwards), places)
 
     # --- running -------------------------------------------------------------------------------------------------------
-    def inputs(self, fetch: Fetch) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+    def inputs(self, sources: Sources) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """The locals that the tape starts from, and copies of those that lie otherwise in memory: (copy, own)."""
         found: list[torch.Tensor] = []
         copies = []
         for given, _, strides in self.forms:
-            x = fetch(given)
+            x = sources[given[0]][given[1]]
             for own, stride in zip(locals_of(x), strides, strict=True):
                 local = own if own.stride() == stride else as_recorded(own, stride)
                 if local is not own:
@@ -170,15 +187,15 @@ class Program:
                 found.append(local)
         return found, copies
 
-    def run(self, compiled: Compiled, fetch: Fetch) -> tuple[list[Any], tuple[Any, ...]]:
+    def run(self, compiled: Compiled, sources: Sources) -> tuple[list[Any], tuple[Any, ...]]:
         """The bases, and what is saved for backward passes."""
-        locals_, copies = self.inputs(fetch)
+        locals_, copies = self.inputs(sources)
         values = compiled.source.run(*locals_)
         for copy, own in copies:
             if self.mutated:
                 own.copy_(copy)
         for given in self.mutated:
-            x = fetch(given)
+            x = sources[given[0]][given[1]]
             if isinstance(x, DTensor) and not x.is_inference():
                 increment_version(x)
         made, at = [], 0
@@ -188,24 +205,24 @@ class Program:
             at += count
         return made, values[at:]
 
-    def finish(self, bases: list[Any], fetch: Fetch) -> list[Any]:
+    def finish(self, bases: list[Any], sources: Sources) -> list[Any]:
         """The leaves of what the function returns."""
-        return [self._result(result, bases, fetch) for result in self.results]
+        return [self._result(result, bases, sources) for result in self.results]
 
-    def _result(self, result: Result, bases: list[Any], fetch: Fetch) -> Any:
+    def _result(self, result: Result, bases: list[Any], sources: Sources) -> Any:
         match result:
             case Made(number):
                 return bases[number]
             case Constant(value):
                 return value
             case Given():
-                return fetch(result)
+                return sources[result[0]][result[1]]
             case LocalOf(given):
-                return fetch(given)._local
+                return sources[given[0]][given[1]]._local
             case Joined(numbers):
                 return PerRank([bases[number] for number in numbers])
             case View(root, chain):
-                return follow(chain, bases[root.base] if isinstance(root, Made) else fetch(root))
+                return follow(chain, bases[root.base] if isinstance(root, Made) else sources[root[0]][root[1]])
 
 
 def joined(locals_: tuple[torch.Tensor, ...], layout: Layout | None) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import CaptureError
 
-_READS = ("tolist", "numpy", "__array__", "__dlpack__")  # the only reads of values that no dispatch key sees
+_READS = ("tolist", "numpy", "__array__", "__dlpack__", "apply_", "map_")  # what no dispatch key sees
 _MISSING = object()
 
 

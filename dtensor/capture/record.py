@@ -15,10 +15,10 @@ from ..dispatch import wrap_local
 from ..errors import CaptureError
 from ..tensor import DTensor
 from .environment import Environment
-from .program import Backward, Form, Program, joined, locals_of
+from .program import Backward, Form, Program, joined, locals_of, sources_of
 from .recorder import Recorder
-from .replay import fetcher, kind_of, refuse_graph
-from .results import Given, Sorter
+from .replay import kind_of, refuse_graph
+from .results import ARG, ENV, GRAD, Given, Sorter
 from .signature import Signature, described
 from .tape import Step, Var
 
@@ -37,16 +37,16 @@ class Recording:
         self.copied: dict[Given, set[int]] = {}  # shown with memory of their own; the memory that they share in truth
         self._restore: list[tuple[Any, Any]] = []
         for number, x in enumerate(signature.tensors):
-            self._give(Given("arg", number), x)
+            self._give(Given(ARG, number), x)
         for number, x in enumerate(environment.tensors):
-            self._give(Given("env", number), x)
+            self._give(Given(ENV, number), x)
         self.grads_before = {given: x.grad for given, x in self._leaves()}
         for given, x in self._leaves():
             if x.grad is not None:
-                self._give(Given("grad", given.number), x.grad)
+                self._give(Given(GRAD, given.number), x.grad)
 
     def _leaves(self) -> Iterator[tuple[Given, torch.Tensor]]:
-        return ((given, x) for given, x in list(self.real.items()) if given.kind == "env" and x.requires_grad and x.is_leaf)
+        return ((given, x) for given, x in list(self.real.items()) if given.kind == ENV and x.requires_grad and x.is_leaf)
 
     def _give(self, given: Given, x: Any) -> None:
         own = locals_of(x)
@@ -55,7 +55,7 @@ class Recording:
         self.strides[given] = tuple(local.stride() for local, _ in shown)
         replaced = any(local is not mine for (local, _), mine in zip(shown, own, strict=True))
         locals_ = tuple(local for local, _ in shown)
-        if given.kind == "arg":
+        if given.kind == ARG:
             self.seen[given] = _stand_in(x, locals_, replaced)
             return
         self.seen[given] = x
@@ -82,7 +82,7 @@ class Recording:
     # --- the run -------------------------------------------------------------------------------------------------------
     def run(self) -> tuple[Any, Program | None, str | None]:
         """The function's result, and the program; None, with where, if the run left other variables behind than it found."""
-        args, kwargs = self.signature.rebuild([self.seen[Given("arg", i)] for i in range(len(self.signature.tensors))])
+        args, kwargs = self.signature.rebuild([self.seen[Given(ARG, i)] for i in range(len(self.signature.tensors))])
         layouts = {given: (x._layout, x._local) for given, x in self.seen.items() if type(x) is DTensor}
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             torch.clear_autocast_cache()
@@ -108,8 +108,8 @@ class Recording:
         changed = self._changed()
         program, bases = self._program(leaves, tree)
         linked = self._linked(program, bases)
-        fetch = fetcher(self.signature.tensors, self.environment.tensors)
-        result = pytree.tree_unflatten(program.finish(linked, fetch), tree)
+        sources = sources_of(self.signature.tensors, self.environment.tensors)
+        result = pytree.tree_unflatten(program.finish(linked, sources), tree)
         self.recorder.views.clear()
         return result, None if changed else program, changed
 
@@ -125,7 +125,7 @@ class Recording:
             raise
 
     def _named(self, given: Given) -> str:
-        if given.kind == "arg":
+        if given.kind == ARG:
             return f"argument tensor {given.number}"
         return self.environment.paths[self.environment.key.index(("tensor", given.number))]
 
@@ -152,10 +152,10 @@ class Recording:
         mutated = tuple(given for given, group in self.vars.items() if any(var.storage in written for var in group))
         for given in mutated:
             self._check_mutated(given)
-            if given.kind == "arg" and isinstance(self.real[given], DTensor) and _counts(self.real[given]):
+            if given.kind == ARG and isinstance(self.real[given], DTensor) and _counts(self.real[given]):
                 increment_version(self.real[given])  # its stand-in has counted for itself
         for given, x in self.seen.items():
-            if given.kind == "arg" and (x.grad_fn is not None or x.requires_grad != self.real[given].requires_grad):
+            if given.kind == ARG and (x.grad_fn is not None or x.requires_grad != self.real[given].requires_grad):
                 raise CaptureError(
                     f"capture: the function writes values with a gradient to {self._named(given)}; return them instead"
                 )
@@ -163,7 +163,11 @@ class Recording:
         read = {var for step in self.steps for var in step.inputs} | {var for base in sorter.bases for var in base.locals}
         used = [given for given, group in self.vars.items() if any(var in read for var in group) or given in differentiable]
         forms = tuple(Form(given, self.vars[given], self.strides[given]) for given in used)
-        guards = tuple((given, described(self.real[given])) for given in used if given.kind != "arg")
+        guards = tuple(
+            (given.number, x._layout if type(x := self.real[given]) is DTensor else described(x), x.requires_grad)
+            for given in used
+            if given.kind == ENV
+        )
         program = Program(
             forms, guards, self.steps, self.recorder.constants, tuple(sorter.bases), tuple(results), tree, mutated, differentiable
         )
@@ -187,7 +191,7 @@ class Recording:
         """The given tensors that the results depend on, as autograd sees it."""
         reached = _leaves_of([x for x in bases if x.requires_grad])
         for given, x in self.seen.items():
-            if given.kind == "env" and x.requires_grad and not x.is_leaf and id(x.grad_fn) in reached:
+            if given.kind == ENV and x.requires_grad and not x.is_leaf and id(x.grad_fn) in reached:
                 raise CaptureError(
                     f"capture: the function reads {self._named(given)}, which was computed from tensors with gradients; pass "
                     "it as an argument"

@@ -8,20 +8,19 @@ import torch
 
 from ..errors import CaptureError
 from ..tensor import DTensor
-from .program import Backward, Compiled, Fetch, Program, as_recorded, joined, locals_of
-from .results import Given
+from .program import Backward, Compiled, Program, Sources, as_recorded, joined, locals_of
 from .signature import described
 
 
 class Replayed(torch.autograd.Function):
-    """``(program, fetch, rest, *differentiable inputs)`` -> the bases that have gradients; ``rest`` receives the others."""
+    """``(program, sources, rest, *differentiable inputs)`` -> the bases that have gradients; ``rest`` receives the others."""
 
     @staticmethod
-    def forward(ctx: Any, program: Program, fetch: Fetch, rest: dict[int, Any], *inputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, program: Program, sources: Sources, rest: dict[int, Any], *inputs: torch.Tensor) -> Any:
         compiled = program.compile()
-        made, saved = program.run(compiled, fetch)
+        made, saved = program.run(compiled, sources)
         ctx.program, ctx.compiled = program, compiled
-        watched = [made[owner] if isinstance(owner, int) else fetch(owner) for owner in compiled.watched]
+        watched = [made[owner] if isinstance(owner, int) else sources[owner[0]][owner[1]] for owner in compiled.watched]
         # Torch checks that what is saved here was not written to since; locals have no versions of their own.
         ctx.save_for_backward(*saved, *watched)
         ctx.set_materialize_grads(False)
@@ -99,18 +98,3 @@ def run_backward(backward: Backward, grads: Any, values: list[torch.Tensor]) -> 
             found.append(joined(computed[at : at + count], gradient[1]))
             at += count
     return found
-
-
-def fetcher(arguments: list[Any], tensors: list[torch.Tensor]) -> Fetch:
-    """How a program finds the tensors that it is given."""
-
-    def fetch(given: Given) -> Any:
-        match given.kind:
-            case "arg":
-                return arguments[given.number]
-            case "env":
-                return tensors[given.number]
-            case _:
-                return tensors[given.number].grad
-
-    return fetch

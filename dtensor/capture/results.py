@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -16,13 +16,14 @@ from .environment import VALUES
 from .recorder import Recorder
 from .tape import Var
 
+ARG, ENV, GRAD = range(3)
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """A tensor by number: among the arguments (``"arg"``) or in the survey (``"env"``), or the gradient of one "
-    "(``"grad"``)."""
 
-    kind: str
+class Given(NamedTuple):
+    """A tensor by number: among the arguments (``ARG``) or in the survey (``ENV``), or the gradient of one "
+    "(``GRAD``)."""
+
+    kind: int
     number: int
 
 

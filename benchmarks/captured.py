@@ -1,0 +1,144 @@
+"""Steps of captured programs: a tensor-parallel MLP and a transformer block, forward and backward, on one rank's host.
+
+    python benchmarks/captured.py [--quick] [--json]
+
+Columns: "by hand" is Megatron-LM's program (local tensors, explicit all-reduces, one autograd function each), "plain" the
+same local work without any communication, "peer" ``torch.distributed.tensor``, "ours" ``dtensor`` as it is, "captured" the same
+under ``dtensor.capture``. The process group is torch's fake one of 8 ranks: collectives cost their call and nothing else. All sides
+take turns in one process. The last columns are captured / by hand, peer / by hand and ours / by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import megatron_gpt
+import timing
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from dispatch_cases import HEAD_DIM, SEQUENCE, WIDTH, Block, N
+from sides import WORLD, Plain, all_sides
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import dtensor as dt
+
+Run = Callable[[], None]
+
+
+class ByHand(Plain):
+    """Local tensors and explicit all-reduces."""
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return megatron_gpt._Sum.apply(x, dist.group.WORLD)  # type: ignore[no-any-return, no-untyped-call]  # torch's stub
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What goes into sharded layers: its gradient is summed over ranks."""
+        return megatron_gpt._Copy.apply(x, dist.group.WORLD)  # type: ignore[no-any-return, no-untyped-call]  # torch's stub
+
+
+class Alone(Plain):
+    """No communication at all."""
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return x
+
+
+class TensorParallelBlock(Block):
+    """The block with the places where a program by hand communicates."""
+
+    def __init__(self, side: Any) -> None:
+        super().__init__()
+        for name in ("query", "key", "value"):
+            self.get_submodule(name).weight = nn.Parameter(side.shard(0, HEAD_DIM, WIDTH))
+        self.out.weight = nn.Parameter(side.shard(1, WIDTH, HEAD_DIM))
+        self.up.weight = nn.Parameter(side.shard(0, 4 * HEAD_DIM, WIDTH))
+        self.down.weight = nn.Parameter(side.shard(1, WIDTH, 4 * HEAD_DIM))
+        for norm in (self.norm_1, self.norm_2):
+            norm.weight, norm.bias = nn.Parameter(side.replicate(WIDTH)), nn.Parameter(side.replicate(WIDTH))
+        self.reduce = side.reduce
+        self.enter: Callable[[Any], Any] = getattr(side, "enter", _same)
+
+    def forward(self, x: Any) -> Any:
+        h = self.enter(self.norm_1(x))
+        query, key, value = (
+            layer(h).view(1, SEQUENCE, -1, HEAD_DIM).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        scores = torch.softmax(query @ key.transpose(-2, -1) * HEAD_DIM**-0.5, dim=-1)
+        x = x + self.reduce(self.out((scores @ value).transpose(1, 2).reshape(1, SEQUENCE, -1)))
+        return x + self.reduce(self.down(F.gelu(self.up(self.enter(self.norm_2(x))))))
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def mlp(side: Any, around: Callable[[Any], Any]) -> Run:
+    x = side.replicate(N, N)
+    up, down = side.shard(0, N, N).requires_grad_(), side.shard(1, N, N).requires_grad_()
+    loss = around(lambda x: side.reduce(F.linear(F.gelu(F.linear(x, up)), down)).sum())
+
+    def step() -> None:
+        up.grad = down.grad = None
+        loss(x).backward()
+
+    return step
+
+
+def block(side: Any, around: Callable[[Any], Any]) -> Run:
+    module = TensorParallelBlock(side)
+    x = side.replicate(1, SEQUENCE, WIDTH)
+    loss = around(lambda x: module(x).sum())
+
+    def step() -> None:
+        module.zero_grad()
+        loss(x).backward()
+
+    return step
+
+
+CASES = {"TP MLP": mlp, "TP block": block}
+
+
+def measure(effort: timing.Effort) -> dict[str, dict[str, Any]]:
+    sides = all_sides()
+    rows = {}
+    for name, case in CASES.items():
+        functions = {
+            "plain": case(Alone(), _same),
+            "by hand": case(ByHand(), _same),
+            "peer": case(sides["peer"], _same),
+            "ours": case(sides["ours"], _same),
+            "captured": case(sides["ours"], dt.capture),
+        }
+        rows[name] = timing.interleaved(functions, effort)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    rows = measure(timing.Effort.quick() if options.quick else timing.Effort(seconds=0.005))
+    if options.json:
+        print(json.dumps({"machine": timing.machine(), "rows": rows}, indent=2))
+        return
+    print(
+        f"{'microseconds':12}"
+        + "".join(f"{side:>10}" for side in next(iter(rows.values())))
+        + "   captured / peer / ours : by hand"
+    )
+    for name, row in rows.items():
+        ratios = " ".join(f"{row[side] / row['by hand']:9.2f}" for side in ("captured", "peer", "ours"))
+        print(f"{name:12}" + "".join(f"{value * 1e6:10.0f}" for value in row.values()) + f"   {ratios}")
+
+
+if __name__ == "__main__":
+    main()
