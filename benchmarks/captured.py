@@ -4,8 +4,8 @@
 
 Columns: "by hand" is Megatron-LM's program (local tensors, explicit all-reduces, one autograd function each), "plain" the
 same local work without any communication, "peer" ``torch.distributed.tensor``, "ours" ``dtensor`` as it is, "captured" the same
-under ``dtensor.capture``. The process group is torch's fake one of 8 ranks: collectives cost their call and nothing else. All sides
-take turns in one process. The last columns are captured / by hand, peer / by hand and ours / by hand.
+under ``dtensor.capture``. The process group is torch's fake one of 8 ranks: collectives cost their call and nothing else. All
+sides take turns in one process. The last columns are captured / by hand, peer / by hand and ours / by hand.
 """
 
 from __future__ import annotations

@@ -80,6 +80,8 @@ def is_wrapped(x: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
 
 
+below_autograd = torch._C._AutoDispatchBelowAutograd  # a context in which torch functions record nothing, nor look whether to
+
 _SPELLED = {"aten::slice": _slice}
 
 

@@ -17,7 +17,7 @@ from ..tensor import DTensor
 from .environment import Environment
 from .program import Program, Sources, sources_of
 from .record import Recording
-from .replay import Replayed
+from .replay import replayed
 from .signature import Signature, described, modes, sign
 
 P = ParamSpec("P")
@@ -153,11 +153,9 @@ def _replay(program: Program, signature: Signature, environment: Environment) ->
 
 def _bases(program: Program, sources: Sources) -> list[Any]:
     if not program.differentiable:
-        with torch.no_grad():
-            return program.run(program.compile(), sources)[0]
+        return program.run(program.compile(), sources)[0]
     rest: dict[int, Any] = {}
-    apply: Any = Replayed.apply
-    made = iter(apply(program, sources, rest, *[sources[kind][number] for kind, number in program.differentiable]))
+    made = iter(replayed(program, sources, rest, *[sources[kind][number] for kind, number in program.differentiable]))
     return [rest[number] if number in rest else next(made) for number in range(len(program.bases))]
 
 

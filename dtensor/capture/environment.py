@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import operator
 import sys
 import types
 from collections import deque
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from ..remembered import remembered
+from .watch import Watch, contents
 
 VALUES = (
     int,
@@ -63,7 +63,7 @@ class Environment:
         paths: for each entry of ``key`` where it stands, to tell the user.
     """
 
-    __slots__ = ("_alive", "_before", "_dicts", "_holders", "_lengths", "_numbers", "_seen", "key", "paths", "tensors")
+    __slots__ = ("_alive", "_numbers", "_seen", "_watch", "key", "paths", "tensors")
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -71,24 +71,14 @@ class Environment:
         self.paths: list[str] = []
         self._numbers: dict[int, int] = {}
         self._seen: dict[int, int] = {}
-        self._holders: list[tuple[Callable[[], Iterable[Any]], list[Any]]] = []
-        self._dicts: list[Mapping[Any, Any]] = []
+        self._watch = Watch()
         self._alive: list[Any] = []
         self._visit(fn, getattr(fn, "__name__", type(fn).__name__))
-        self._lengths = [*map(len, self._dicts)]
-        self._before = [value for held in self._dicts for value in held.values()]
+        self._watch.settle()
 
     def unchanged(self) -> bool:
         """Whether every container still holds the objects that the survey found."""
-        if [*map(len, self._dicts)] != self._lengths:
-            return False
-        if not all(map(operator.is_, [value for held in self._dicts for value in held.values()], self._before)):
-            return False
-        for held, before in self._holders:
-            now = list(held())
-            if len(now) != len(before) or not all(map(operator.is_, now, before)):
-                return False
-        return True
+        return self._watch.unchanged()
 
     def difference(self, other: Environment) -> str | None:
         """Where ``other``, a later survey, holds something else; None if it does not."""
@@ -107,15 +97,14 @@ class Environment:
         self.key.append(part)
         self.paths.append(path)
 
-    def _hold(self, held: Callable[[], Iterable[Any]], names: Iterable[str], path: str) -> None:
-        values = list(held())
-        self._holders.append((held, values))
+    def _all(self, values: Iterable[Any], names: Iterable[str], path: str) -> None:
+        values = list(values)
         self._note(len(values), path)
-        for name, value in zip(names, values, strict=False):
+        for name, value in zip(names, values, strict=True):
             self._visit(value, f"{path}{name}")
 
     def _hold_dict(self, held: Mapping[Any, Any], path: str, shown: str) -> None:
-        self._dicts.append(held)
+        self._watch.dict_(held)
         self._note(tuple(key if isinstance(key, VALUES) else ... for key in held), path)
         for key, value in list(held.items()):
             self._visit(value, f"{path}{shown.format(key if isinstance(key, VALUES) else '...')}")
@@ -143,9 +132,10 @@ class Environment:
             if len(value) > LONG:
                 self._note(ById(value), path)
             else:
-                self._hold(value.__iter__, [f"[{i}]" for i in range(len(value))], path)
+                self._watch.other(value.__iter__)
+                self._all(value, [f"[{i}]" for i in range(len(value))], path)
         elif isinstance(value, (set, frozenset)):
-            self._holders.append((value.__iter__, list(value)))
+            self._watch.other(value.__iter__)
             self._note(frozenset(item if isinstance(item, VALUES) else ById(item) for item in value), path)
         elif isinstance(value, types.FunctionType):
             self._function(value, path)
@@ -168,21 +158,22 @@ class Environment:
     def _attributes(self, value: Any, path: str) -> None:
         slots = _slots(type(value))
         if slots:
-            self._hold(lambda: [getattr(value, name, None) for name in slots], [f".{name}" for name in slots], path)
+            self._watch.other(lambda: [getattr(value, name, None) for name in slots])
+            self._all([getattr(value, name, None) for name in slots], [f".{name}" for name in slots], path)
         if not isinstance(value, torch.nn.Module):
             if hasattr(value, "__dict__"):
                 self._hold_dict(vars(value), path, ".{}")
             return
-        self._dicts.append(vars(value))
+        self._watch.dict_(vars(value))
         for name, held in list(vars(value).items()):
             if not name.endswith(_HOOKS):
                 self._visit(held, f"{path}.{name}")
             elif name.endswith("_hooks"):
                 found = _users(held)
-                if found or held:
-                    self._holders.append((functools.partial(_users, held), found))
+                if held:
+                    self._watch.other(functools.partial(_users, held))
                 else:
-                    self._dicts.append(held)
+                    self._watch.dict_(held)
                 self._note(len(found), f"{path}.{name}")
                 for hook in found:
                     self._visit(hook, f"{path}.{name}")
@@ -192,9 +183,10 @@ class Environment:
         if _foreign(fn):
             return
         names = fn.__code__.co_freevars
-        cells = [(name, cell) for name, cell in zip(names, fn.__closure__ or (), strict=True)]
-        self._hold(lambda: [_contents(cell) for _, cell in cells], [f" variable {name}" for name, _ in cells], path)
-        self._hold(lambda: (fn.__defaults__, fn.__kwdefaults__), [" default", " default"], path)
+        cells = fn.__closure__ or ()
+        self._watch.cells(cells)
+        self._all(map(contents, cells), [f" variable {name}" for name in names], path)
+        self._all((fn.__defaults__, fn.__kwdefaults__), (" default", " default"), path)
         named = _names(fn.__code__)
         self._named(fn.__globals__, named, f"{path} global ")
         for name in named:
@@ -206,19 +198,13 @@ class Environment:
         """What ``names`` are in a module."""
         read = [name for name in names if name in space]
         if read:
-            self._hold(lambda: [space.get(name) for name in read], read, path)
+            self._watch.names(space, read)
+            self._all(map(space.get, read), read, path)
 
 
 def _users(hooks: dict[int, Any]) -> list[Any]:
     """The hooks without those of ``dtensor.debug``, which look on while a program runs."""
     return [hook for hook in hooks.values() if not getattr(hook, "__module__", "").startswith("dtensor.debug")]
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
 
 
 @remembered(1024)

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from ..comm import PerRank
 from ..dispatch import wrap_local
 from ..layout import Layout
+from ..local_functions import below_autograd
 from ..tensor import DTensor
 from .optimize import optimized
 from .results import Base, Constant, Given, Joined, LocalOf, Made, Result, View, follow
@@ -190,7 +191,8 @@ class Program:
     def run(self, compiled: Compiled, sources: Sources) -> tuple[list[Any], tuple[Any, ...]]:
         """The bases, and what is saved for backward passes."""
         locals_, copies = self.inputs(sources)
-        values = compiled.source.run(*locals_)
+        with below_autograd():
+            values = compiled.source.run(*locals_)
         for copy, own in copies:
             if self.mutated:
                 own.copy_(copy)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import CaptureError
+from ..local_functions import below_autograd, recorded
 from ..tensor import DTensor
 from .program import Backward, Compiled, Program, Sources, as_recorded, joined, locals_of
 from .signature import described
@@ -50,6 +51,9 @@ def refuse_graph() -> None:
         )
 
 
+replayed = recorded(Replayed)
+
+
 def kind_of(grads: Any) -> tuple[Any, ...]:
     """What decides how a backward pass computes."""
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -87,7 +91,8 @@ def run_backward(backward: Backward, grads: Any, values: list[torch.Tensor]) -> 
         for local, stride in zip(locals_of(grad), strides, strict=True)
     ]
     assert backward.source is not None
-    computed = backward.source.run(*locals_, *values)
+    with below_autograd():
+        computed = backward.source.run(*locals_, *values)
     found: list[Any] = []
     at = 0
     for gradient in backward.gradients:
