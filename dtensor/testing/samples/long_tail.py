@@ -179,6 +179,11 @@ SAMPLES: Samples = {
         Sample((torch.ones(5, dtype=torch.float64), 4), {}, "all equal"),
         Sample((x(0, 3), 4), {}, "empty"),
     ],
+    "_has_same_storage_numel": [Sample((x(3, 5), x(5, 3))), Sample((x(3), x(5)))],
+    "_new_zeros_with_same_feature_meta": [
+        Sample((x(3, 5), x(5, 3)), gradients=False),
+        Sample((x(2, 7), x(5, 3)), {"self_num_batch_dims": 1}, gradients=False),
+    ],
     "bincount": [
         Sample((ids(6, 9),)),
         Sample((ids(6, 9), x(9)), {"minlength": 8}, "weights", gradients=False),
