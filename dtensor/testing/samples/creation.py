@@ -20,4 +20,8 @@ SAMPLES: Samples = {
         Sample((x(5), [7]), {}, "", gradients=False),
     ],
     "new_full": [Sample((x(5, 6), [5, 6], 2.5), {}, "", gradients=False), Sample((x(5, 6), [6, 5], 7), {}, "", gradients=False)],
+    "_new_zeros_with_same_feature_meta": [
+        Sample((x(5, 6), x(7, 3)), {}, "the other's", gradients=False),
+        Sample((x(2, 5), x(6)), {"self_num_batch_dims": 1}, "one batch dim", gradients=False),
+    ],
 }

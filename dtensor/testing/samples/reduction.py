@@ -185,4 +185,5 @@ SAMPLES: Samples = {
     "_local_scalar_dense": [Sample((tensor((), F),), {}, "0-d"), Sample((x(1, 1, dtype=Z),), {}, "one element")],
     "equal": [Sample((x(), x())), Sample((x(), x(seed=1))), Sample((x(), x(7))), Sample((SPECIAL, SPECIAL), {}, "nan")],
     "is_same_size": [Sample((x(), x(seed=1))), Sample((x(), x(7)))],
+    "_has_same_storage_numel": [Sample((x(), x(seed=1))), Sample((x(), x(7)))],
 }
