@@ -44,6 +44,10 @@ def recomposed(name: str, function: Callable[..., Any]) -> None:
     _LIBRARIES.append(library)
 
 
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
 def matmul_into(x: Tensor, y: Tensor, *, out: Tensor) -> Any:
     """Torch folds batch dims into rows and hands ``out`` to a product of another shape."""
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, out))  # which torch refuses
@@ -159,8 +163,9 @@ def product(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: 
     return Product.apply(wanted, dim, keepdim) if wanted.requires_grad else NotImplemented
 
 
-recomposed("aten::prod", product)
-recomposed("aten::prod.dim_int", product)
+if _version() >= (2, 13):  # before, an operator that is no composite cannot go on from here
+    recomposed("aten::prod", product)
+    recomposed("aten::prod.dim_int", product)
 recomposed("aten::one_hot", one_hot)
 recomposed("aten::matmul.out", matmul_into)
 recomposed("aten::tensor_split.tensor_indices_or_sections", tensor_split)

@@ -42,11 +42,9 @@ def with_dense_gradient(overload: Any, name: str) -> Callable[..., Any]:
     place = names.index(name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not (args[place] if len(args) > place else kwargs.get(name)) or _refused(
-            dict(zip(names, args, strict=False)) | kwargs
-        ):
+        if not (args[place] if len(args) > place else kwargs.get(name)):
             return NotImplemented
-        warnings.warn(f"{overload}: {name}=True has no effect on DTensors, whose gradients are dense", stacklevel=2)
+        _announce(f"{overload}: {name}=True")
         given = dict(zip(names, args, strict=False)) | kwargs | {name: False}
         positional = [
             given.pop(argument.name)
@@ -58,18 +56,29 @@ def with_dense_gradient(overload: Any, name: str) -> Callable[..., Any]:
     return run
 
 
-def _refused(arguments: dict[str, Any]) -> bool:
-    """What torch raises for in the backward pass."""
-    return bool("indices" in arguments and "offsets" not in arguments and arguments.get("scale_grad_by_freq"))
+def embedding_gradient(grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool) -> Any:
+    if scale_grad_by_freq:
+        return NotImplemented  # torch refuses it
+    _announce("embedding: sparse=True")
+    return aten.embedding_dense_backward(grad, indices, num_weights, padding_idx, False)
 
 
+def gather_gradient(x: Tensor, dim: int, index: Tensor, grad: Tensor) -> Tensor:
+    _announce("gather: sparse_grad=True")
+    return torch.zeros_like(x).scatter_add(dim, index, grad)
+
+
+def _announce(what: str) -> None:
+    warnings.warn(f"{what} has no effect on DTensors, whose gradients are dense", stacklevel=3)
+
+
+recomposed("aten::embedding_sparse_backward", embedding_gradient)
+recomposed("aten::_gather_sparse_backward", gather_gradient)
 for _packet in (aten.to_sparse, aten.to_sparse_csr, aten.to_sparse_csc, aten.to_sparse_bsr, aten.to_sparse_bsc):
     for _overload in (getattr(_packet, name) for name in _packet.overloads() if "out" not in name):
         recomposed(_overload.name(), converted(_overload))
 for _overload, _flag in (
-    (aten.embedding.default, "sparse"),
     (aten.embedding_bag.default, "sparse"),
     (aten.embedding_bag.padding_idx, "sparse"),
-    (aten.gather.default, "sparse_grad"),
 ):
     recomposed(_overload.name(), with_dense_gradient(_overload, _flag))

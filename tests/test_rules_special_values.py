@@ -149,6 +149,7 @@ FACTORS = {
 }
 
 
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_philox_uniform"), reason="torch before 2.13 has another way for subclasses")
 @pytest.mark.parametrize("values", FACTORS.values(), ids=FACTORS.keys())
 def test_gradients_of_products_are_as_one_device_forms_them(values: list[list[float]]) -> None:
     mesh, x = dt.init_device_mesh("cpu", (2,)), torch.tensor(values, dtype=torch.float64)

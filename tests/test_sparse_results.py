@@ -54,4 +54,6 @@ def test_gradients_are_dense(fn: Callable[..., torch.Tensor]) -> None:
 def test_a_dense_gradient_is_announced() -> None:
     weight = dt.distribute_tensor(X, dt.init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
     with pytest.warns(UserWarning, match="gradients are dense"):
-        F.embedding(dt.distribute_tensor(torch.tensor([1]), weight.device_mesh, [Replicate()]), weight, sparse=True)
+        F.embedding(
+            dt.distribute_tensor(torch.tensor([1]), weight.device_mesh, [Replicate()]), weight, sparse=True
+        ).sum().backward()
