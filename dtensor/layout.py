@@ -232,9 +232,9 @@ class Layout:
 
     # --- pure integer maths: the single source of truth for who holds what ------------------------------------
     def local_shape(self, coordinate: Sequence[int] | None) -> tuple[int, ...]:
-        """Shape of the block at a mesh coordinate (None, a rank outside the mesh: no elements, or one zero for a number)."""
+        """Shape of the block at a mesh coordinate (None, a rank outside the mesh: no elements)."""
         if coordinate is None:
-            return (0,) if self.shape else ()
+            return (0,)
         return tuple(
             size if split is None else split.sizes[self._leaf(split, coordinate)]
             for size, split in zip(self.shape, self.splits, strict=True)
@@ -246,7 +246,7 @@ class Layout:
 
     def local_stride(self, coordinate: Sequence[int] | None) -> Stride:
         """Dense strides of the block, its dims ordered in memory as in the global tensor."""
-        return stride_like(self.local_shape(coordinate), self.stride) if coordinate is not None else (1,) * bool(self.shape)
+        return stride_like(self.local_shape(coordinate), self.stride) if coordinate is not None else (1,)
 
     def _leaf(self, split: Split, coordinate: Sequence[int]) -> int:
         index = 0

@@ -323,7 +323,7 @@ def a_rank_outside_a_mesh_holds_nothing_whatever_it_gives() -> None:
     assert local.grad is not None
     if dist.is_initialized() and dist.get_rank() in (1, 3):
         assert all(part.to_local().shape == (0,) for part in parts)
-        assert total.to_local().tolist() == 0.0
+        assert total.to_local().shape == (0,)
         assert local.grad.tolist() == torch.zeros(3, 4).tolist()
     else:
         assert total.shape == ()
