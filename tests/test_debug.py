@@ -8,6 +8,7 @@ import torch.distributed._functional_collectives  # names torch's own operators
 from torch import nn
 
 import dtensor as dt
+from dtensor.comm import communicator_of
 from dtensor.debug import CommDebugMode, visualize_sharding
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -85,3 +86,13 @@ def test_blocks_and_their_ranks(shape: tuple[int, ...], placements: list[dt.Plac
     head, drawn = capsys.readouterr().out.split("\n", 1)
     assert head == "x"
     assert drawn.strip() == picture
+
+
+def test_values_that_ranks_tell_each_other_are_no_collectives_of_tensors() -> None:
+    mesh = dt.init_device_mesh("cpu", (3,))
+    with CommDebugMode() as comm:
+        communicator_of(mesh).all_gather_object((1, 4), (0,))
+        dt.distribute_tensor(torch.ones(5), mesh, [S0]).full_tensor()
+    assert (comm.get_total_counts(), comm.get_exchange_count()) == (1, 1)
+    assert comm.get_comm_counts() == {"all_gather": 1}
+    assert "all_gather_object" in comm.get_table()

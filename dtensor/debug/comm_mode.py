@@ -13,6 +13,8 @@ from ..comm import events
 from ..comm.events import Event
 from .module_log import ModuleLog
 
+EXCHANGE = "all_gather_object"
+
 # torch's collectives by the operators that programs written for it ask for
 _KINDS = {
     "all_reduce": "all_reduce",
@@ -59,7 +61,8 @@ class CommDebugMode:
     """Counts collectives and the bytes they bring to a rank; modes nest, each counts its own block.
 
     One call of a collective counts once, whether its ranks are processes or all live here. Groups of one rank do not
-    communicate and do not count.
+    communicate and do not count. Exchanges of small Python values (``from_local`` asks for the sizes of ragged pieces) are no
+    collectives of tensors: the table has a line for them, and :meth:`get_exchange_count` their number.
 
     >>> mesh = DeviceMesh("cpu", 2)
     >>> with CommDebugMode() as comm:
@@ -88,11 +91,20 @@ class CommDebugMode:
         if event.mesh is not None and event.mesh.kind == "process_group" and event.mesh._root.world is not self._world:
             return  # of another rank, in programs whose ranks are threads
         self.events.append(event)
-        self._modules.record(event)
+        if event.kind != EXCHANGE:
+            self._modules.record(event)
+
+    @property
+    def _collectives(self) -> list[Event]:
+        return [event for event in self.events if event.kind != EXCHANGE]
 
     def get_total_counts(self) -> int:
         """Number of collectives of all kinds."""
-        return len(self.events)
+        return len(self._collectives)
+
+    def get_exchange_count(self) -> int:
+        """Number of exchanges of small Python values between ranks."""
+        return len(self.events) - len(self._collectives)
 
     @property
     def comm_counts(self) -> dict[Any, int]:
@@ -102,14 +114,14 @@ class CommDebugMode:
     def get_comm_counts(self) -> dict[Any, int]:
         """Number of collectives of each kind; 0 for a kind that did not run."""
         counts = Counts(int)
-        for event in self.events:
+        for event in self._collectives:
             counts[event.kind] += 1
         return counts
 
     def get_comm_bytes(self) -> dict[Any, int]:
         """Bytes received by one rank (the largest over ranks, for each collective) of each kind."""
         totals = Counts(int)
-        for event in self.events:
+        for event in self._collectives:
             totals[event.kind] += event.bytes
         return totals
 
@@ -122,7 +134,7 @@ class CommDebugMode:
             row[1] += event.bytes
         head = ("collective", "over", "ranks", "count", "bytes received per rank")
         lines = [head, *((*key, str(count), f"{size:,}") for key, (count, size) in rows.items())]
-        lines.append(("total", "", "", str(len(self.events)), f"{sum(event.bytes for event in self.events):,}"))
+        lines.append(("total", "", "", str(self.get_total_counts()), f"{sum(event.bytes for event in self.events):,}"))
         widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines

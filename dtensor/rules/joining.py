@@ -40,6 +40,8 @@ def joined(call: Call) -> Factors:
 
 def joined_shapes(call: Call) -> Shapes | None:
     shapes = [call.shape(i) for i in range(len(call.operands))]
+    if not shapes[0]:
+        return None
     d = call.dims("dim", len(shapes[0]))[0]
     rests = {shape[:d] + shape[d + 1 :] for shape in shapes}
     if len({len(shape) for shape in shapes}) > 1 or len(rests) > 1 or not 0 <= d < len(shapes[0]):
