@@ -182,3 +182,14 @@ def test_bools_and_integers_shift_each_other() -> None:
     for where in (Replicate(), Shard(0), Partial()):
         for fn in (lambda x, y: x << y, lambda x, y: x >> y, lambda x, y: y << x, lambda x, y: (x << 2) + (y >> 1)):
             check(fn, bits, counts, mesh=mesh, placements=[[where], [where]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_the_mean_of_finite_terms_is_finite(dtype: torch.dtype, ranks: int) -> None:
+    real = torch.float32 if dtype is torch.complex64 else dtype
+    value = torch.tensor([torch.finfo(real).min, torch.finfo(real).max, 0.1, -3.3]).to(real).to(dtype)
+    mesh = dt.init_device_mesh("cpu", (ranks,))
+    for where in ([dt.Replicate()], [dt.Shard(0)]):
+        moved = dt.DTensor.from_local(value, mesh, [dt.Partial("avg")]).redistribute(placements=where)
+        torch.testing.assert_close(moved.full_tensor(), value)

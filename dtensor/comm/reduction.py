@@ -44,7 +44,6 @@ def _minimum(total: Tensor, term: Tensor) -> Tensor:
 
 _STEP: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "sum": Tensor.add_,
-    "avg": Tensor.add_,
     "product": Tensor.mul_,
     "max": _maximum,
     "min": _minimum,
@@ -98,13 +97,26 @@ def fold(terms: Sequence[Tensor], op: Op, out: Tensor | None = None) -> Tensor:
 def _fold(terms: Sequence[Tensor], op: str) -> Tensor:
     dtype = terms[0].dtype
     carrier = _CARRIER.get(dtype, dtype)
-    step = (_BOOL_STEP if dtype is torch.bool else _STEP)[op]
     total = dense(terms[0], carrier)
+    if op == "avg":
+        share = part_of(len(terms))
+        total.mul_(share)
+        for term in terms[1:]:
+            total.add_(term.detach().to(carrier), alpha=share)
+        return total.div_(len(terms) * share).to(dtype)
+    step = (_BOOL_STEP if dtype is torch.bool else _STEP)[op]
     for term in terms[1:]:
         step(total, term.detach().to(carrier))
-    if op == "avg" and len(terms) > 1:
-        divided(total, len(terms))
     return total.to(dtype)
+
+
+def part_of(count: int) -> float:
+    """A power of two, at most 1 / ``count``, by which each term of a mean is multiplied before they are added.
+
+    The mean of finite numbers is finite, their sum may not be (masks hold the least number). Multiplied by a power of two they
+    round as their sum would; only what is no normal number any more is lost.
+    """
+    return 2.0 ** -(count - 1).bit_length()
 
 
 def divided(total: Tensor, count: int) -> Tensor:
@@ -118,17 +130,22 @@ _BLOCK = 1 << 16  # elements that stay in cache while all terms are added
 
 
 def _sum(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
-    terms = [term.detach() for term in terms]
+    terms, share = [term.detach() for term in terms], part_of(len(terms))
     if out.numel() > 2 * _BLOCK and len(terms) > 2 and all(term.is_contiguous() for term in terms):
         rows = list(zip(*(term.view(-1).split(_BLOCK) for term in (out, *terms)), strict=True))
     else:
         rows = [(out, *terms)]
     for total, first, second, *rest in rows:
+        if op == "avg":
+            torch.mul(first, share, out=total)
+            for term in (second, *rest):
+                total.add_(term, alpha=share)
+            if len(terms) * share != 1:
+                total.div_(len(terms) * share)
+            continue
         torch.add(first, second, out=total)
         for term in rest:
             total.add_(term)
-        if op == "avg":
-            total.div_(len(terms))
     return out
 
 

@@ -70,6 +70,19 @@ def nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
     return torch.nn.functional.pad(rows, (0, 0, 0, size - rows.shape[0]), value=fill_value).contiguous()
 
 
+def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Tensor:
+    """Each tensor in ``num_chunks`` padded chunks along ``dim``, the rest flat, one tensor's chunks beside another's."""
+    if num_chunks < 1 or not tensors:
+        raise RuntimeError("_chunk_cat expects a non-empty list of tensors and a positive num_chunks")
+    dim, rows = dim % max(1, tensors[0].ndim), []
+    for x in tensors:
+        each = -(-x.shape[dim] // num_chunks)
+        missing = each * num_chunks - x.shape[dim]
+        padded = torch.nn.functional.pad(x, (*(0, 0) * (x.ndim - dim - 1), 0, missing)) if missing else x
+        rows.append(padded.reshape(*x.shape[:dim], num_chunks, each * math.prod(x.shape[dim + 1 :])))
+    return torch.cat(rows, dim + 1)
+
+
 def block_diag(tensors: Sequence[Tensor]) -> Tensor:
     """Each block between zeros, one below the other."""
     for i, x in enumerate(tensors):
@@ -123,6 +136,7 @@ def resized_as(x: Tensor, template: Tensor, *, memory_format: torch.memory_forma
 composed("resize_as_", resized_as, "permute, slice, pad, view")
 composed("resize_", resized, "permute, slice, pad, view")
 composed("nonzero_static", nonzero_static, "nonzero, pad")
+composed("_chunk_cat", chunk_cat, "pad, reshape, cat")
 composed("block_diag", block_diag, "pad, cat")
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..layout import stride_like
 from ..pattern import parse
 from .blockwise import blockwise, linear_in, multilinear, plain_op
-from .call import Call
+from .call import Call, Meta
 from .context import At, KernelContext
 from .registry import register
 from .rule import Dims, Factors, Kernel, Rule
@@ -45,6 +46,17 @@ blockwise("_linalg_slogdet", "... [m] [n] -> ..., ..., ... [m] [n], ... [m]", ru
 blockwise("linalg_lu", "... [m] [n] -> ... [m] [n], ... [m] [n], ... [m] [n]")
 blockwise("linalg_lu_factor_ex linalg_ldl_factor_ex", "... [m] [n] -> ... [m] [n], ... [m], ...")
 
+
+def householder_metas(call: Call) -> tuple[Meta, ...]:
+    """Matrices by columns, as LAPACK has them; torch has no meta kernel."""
+    *stack, m, n = shape = call.shape(0)
+    by_columns = stride_like((*stack, n, m), range(len(shape), 0, -1))
+    dtype, least = call.operands[0].dtype, (*stack, min(m, n))
+    factors = Meta(tuple(shape), (*by_columns[:-2], by_columns[-1], by_columns[-2]), dtype)
+    return factors, Meta(least, stride_like(least, range(len(least), 0, -1)), dtype)
+
+
+blockwise("geqrf", "... [m] [n] -> ... [m] [n], ... [m]", metas=householder_metas)
 
 # factors in
 blockwise("lu_unpack", "... [m] [n], ... [k] -> ... [m] [n], ... [m] [n], ... [m] [n]")

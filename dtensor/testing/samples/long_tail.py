@@ -179,6 +179,23 @@ SAMPLES: Samples = {
         Sample((torch.ones(5, dtype=torch.float64), 4), {}, "all equal"),
         Sample((x(0, 3), 4), {}, "empty"),
     ],
+    "_unique2": [Sample((ids(4, 9, 2), True, False, True)), Sample((ids(4, 9), True, True, True)), Sample((x(5, 3),))],
+    "_unique": [Sample((ids(4, 9, 2),)), Sample((ids(4, 9), True, True))],
+    "unique_dim": [Sample((ids(2, 9, 2), 0, True, True, True)), Sample((ids(2, 3, 5), -1))],
+    "unique_consecutive": [Sample((ids(2, 9, 2), True, True)), Sample((ids(2, 9, 2), False, True, 0)), Sample((ids(2, 9),))],
+    "unique_dim_consecutive": [Sample((ids(2, 9, 2), 0, True, True)), Sample((ids(2, 3, 5), 1))],
+    "histogram": [
+        Sample((x(5, 7), 4), gradients=False),
+        Sample((x(5, 7), 4), {"range": [-1.0, 1.0], "density": True}, gradients=False),
+        Sample(
+            (x(5, 7), torch.tensor([-1.0, 0, 0.5, 2], dtype=torch.float64)), {"weight": x(5, 7, seed=1).abs()}, gradients=False
+        ),
+    ],
+    "geqrf": [Sample((x(3, 5, 4),), gradients=False), Sample((x(4, 5),), gradients=False)],
+    "_chunk_cat": [
+        Sample(([x(5, 3), x(2, 2, seed=1)], 0, 2), gradients=False),
+        Sample(([x(5, 3), x(5, 4, seed=1)], 1, 3), gradients=False),
+    ],
     "_has_same_storage_numel": [Sample((x(3, 5), x(5, 3))), Sample((x(3), x(5)))],
     "_new_zeros_with_same_feature_meta": [
         Sample((x(3, 5), x(5, 3)), gradients=False),
