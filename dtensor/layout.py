@@ -254,6 +254,11 @@ class Layout:
             index = index * self.mesh.shape[mesh_dim] + coordinate[mesh_dim]
         return index
 
+    @property
+    def tensor_meta(self) -> Layout:
+        """What has the global shape, stride and dtype: itself (torch's name)."""
+        return self
+
     # --- questions ---------------------------------------------------------------------------------------------
     @property
     def ndim(self) -> int:

@@ -142,7 +142,7 @@ def reshard(x: Any, sharding_spec: Any) -> Any:
 
 def sharding_metadata(x: DTensor) -> ShardedTensorMetadata:
     """See ``DTensor.sharding_metadata``."""
-    spec = getattr(x, "_spec", None)
+    spec = getattr(x, "_sharding_spec", None)
     return metadata_of(spec_of(x._layout) if spec is None else spec, x.shape, x.dtype)
 
 
@@ -155,5 +155,5 @@ def _spec(said: Any) -> Spec:
 
 def _noted(x: DTensor, spec: Spec) -> DTensor:
     """``x``, which remembers its spec: the names of devices, and blocks that lie side by side in one piece."""
-    x._spec = spec  # type: ignore[attr-defined]  # in the instance's dictionary; what is made from x does not have it
+    x._sharding_spec = spec  # type: ignore[attr-defined]  # in the instance's dictionary; what is made from x does not have it
     return x

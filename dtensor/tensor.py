@@ -73,6 +73,11 @@ class DTensor(torch.Tensor):
         return self._layout.mesh
 
     @property
+    def _spec(self) -> Layout:
+        """The layout, under torch's name: programs read its ``mesh``, ``placements`` and ``tensor_meta`` (shape, stride, dtype)."""
+        return self._layout
+
+    @property
     def _local_tensor(self) -> torch.Tensor:
         """This rank's piece, no gradients (all ranks' pieces when they live in this process)."""
         return self._local

@@ -733,6 +733,13 @@ def test_print_tells_about_gradients() -> None:
     assert "grad_fn=<MulBackward0>" in repr(x * 2)
 
 
+def test_a_layout_answers_under_the_names_of_torch() -> None:
+    x = dt.zeros(5, 3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+    assert (x._spec.mesh, x._spec.placements) == (x.device_mesh, x.placements)
+    assert (x._spec.tensor_meta.shape, x._spec.tensor_meta.stride, x._spec.tensor_meta.dtype) == ((5, 3), (3, 1), torch.float32)
+    assert hash(x._spec) == hash((x + 1)._spec)
+
+
 # --- submeshes ------------------------------------------------------------------------------------------------------
 def test_a_tensor_on_a_submesh_lives_in_every_copy_of_it() -> None:
     x = dt.distribute_tensor(torch.arange(3.0), MESH_22["tp"], [Shard(0)])
