@@ -249,5 +249,5 @@ def test_scatter_uses_every_term() -> None:
 def test_splits_that_do_not_fit_the_shape_are_refused() -> None:
     """Layouts are shared: a wrong one would be everybody's."""
     with pytest.raises(LayoutError, match="do not fit the shape"):
-        Layout.from_splits(DeviceMesh("cpu", 2), (), (None,), (1,))
-    assert Layout.of(DeviceMesh("cpu", 2), [Replicate()], (1,)).local_shape((0,)) == (1,)
+        Layout.from_splits(DeviceMesh("cpu", 2), (), (None,), (7919,))  # a size that no other test has made a layout of
+    assert Layout.of(DeviceMesh("cpu", 2), [Replicate()], (7919,)).local_shape((0,)) == (7919,)
