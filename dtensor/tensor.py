@@ -74,7 +74,7 @@ class DTensor(torch.Tensor):
 
     @property
     def _spec(self) -> Layout:
-        """The layout, under torch's name: programs read its ``mesh``, ``placements`` and ``tensor_meta`` (shape, stride, dtype)."""
+        """The layout, under torch's name: programs read its ``mesh``, ``placements``, ``tensor_meta`` (shape, stride, dtype)."""
         return self._layout
 
     @property
