@@ -16,6 +16,7 @@ from torch import nn
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
+from dtensor.debug import CommDebugMode
 from dtensor.errors import LayoutError, MeshError, MixedTensorError, PlacementError
 from dtensor.parallel import fully_shard, replicate
 from dtensor.rules import rules
@@ -338,6 +339,20 @@ def functional_collectives_of_torch_take_a_mesh() -> None:
         assert functional.all_reduce(rank, "sum", mesh_of((4,))).tolist() == [6.0]
         assert functional.all_reduce(rank, "max", (square(), 0)).tolist() == [rank.item() % 2 + 2]
         assert functional.all_reduce(rank, "max", square()["tp"]).tolist() == [rank.item() // 2 * 2 + 1]
+
+
+@case
+def functional_collectives_of_torch_are_counted() -> None:
+    if dist.is_initialized():
+        with CommDebugMode() as outer:
+            with CommDebugMode() as comm, torch.inference_mode():
+                functional.all_reduce(torch.ones(3), "sum", mesh_of((4,))).tolist()
+                functional.reduce_scatter_tensor(torch.ones(4), "sum", 0, (square(), 1)).tolist()
+            functional.all_reduce(torch.ones(3), "sum", mesh_of((4,))).tolist()
+        functional.all_reduce(torch.ones(3), "sum", mesh_of((4,))).tolist()
+        assert comm.get_comm_counts() == {"all_reduce": 1, "reduce_scatter": 1}
+        assert comm.get_comm_bytes() == {"all_reduce": 18, "reduce_scatter": 8}
+        assert outer.get_total_counts() == 3
 
 
 @case

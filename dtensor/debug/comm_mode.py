@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..comm import events
 from ..comm.events import Event
+from . import functional
 from .module_log import ModuleLog
 
 EXCHANGE = "all_gather_object"
@@ -61,8 +62,9 @@ class CommDebugMode:
     """Counts collectives and the bytes they bring to a rank; modes nest, each counts its own block.
 
     One call of a collective counts once, whether its ranks are processes or all live here. Groups of one rank do not
-    communicate and do not count. Exchanges of small Python values (``from_local`` asks for the sizes of ragged pieces) are no
-    collectives of tensors: the table has a line for them, and :meth:`get_exchange_count` their number.
+    communicate and do not count. Torch's functional collectives, called by the program itself, count as well; what it calls of
+    ``torch.distributed`` directly does not. Exchanges of small Python values (``from_local`` asks for the sizes of ragged
+    pieces) are no collectives of tensors: the table has a line for them, and :meth:`get_exchange_count` their number.
 
     >>> mesh = DeviceMesh("cpu", 2)
     >>> with CommDebugMode() as comm:
@@ -81,9 +83,11 @@ class CommDebugMode:
         self._modules.__enter__()
         self._world = dist.group.WORLD
         events.listeners.append(self._record)
+        functional.listen()
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        functional.leave()
         events.listeners.remove(self._record)
         self._modules.__exit__(*exception)
 
