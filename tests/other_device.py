@@ -30,6 +30,9 @@ from dtensor.testing.variants import Variant
 from dtensor.testing.verify import MESHES, _cases
 
 DEVICE = "pretended"
+# Where torch's inference on such a device raises and its kernels do not: interpolation of empty tensors; a view of a term whose
+# memory has another order than the global tensor's, which runs as a copy.
+TORCHS = ("cond must be a bool", "Cannot view a tensor with shape")
 
 
 def on_device(value: Any) -> Any:
@@ -72,7 +75,7 @@ def _problems_of(variant: Variant, mesh: dt.DeviceMesh, placements: Combination)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return
     except Exception as error:
-        if "cond must be a bool" in str(error):  # torch's inference of interpolations on empty tensors
+        if any(said in str(error) for said in TORCHS):
             return
         yield f"{variant.name} {mesh.shape} {placements}: {type(error).__name__}: {error}"
 
