@@ -20,9 +20,9 @@ import timing
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dispatch_cases import HEAD_DIM, SEQUENCE, WIDTH, Block, N
+from dispatch_cases import SEQUENCE, WIDTH, N, block_of
 from sides import WORLD, Plain, all_sides
-from torch import Tensor, nn
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor as dt
@@ -48,31 +48,6 @@ class Alone(Plain):
         return x
 
 
-class TensorParallelBlock(Block):
-    """The block with the places where a program by hand communicates."""
-
-    def __init__(self, side: Any) -> None:
-        super().__init__()
-        for name in ("query", "key", "value"):
-            self.get_submodule(name).weight = nn.Parameter(side.shard(0, HEAD_DIM, WIDTH))
-        self.out.weight = nn.Parameter(side.shard(1, WIDTH, HEAD_DIM))
-        self.up.weight = nn.Parameter(side.shard(0, 4 * HEAD_DIM, WIDTH))
-        self.down.weight = nn.Parameter(side.shard(1, WIDTH, 4 * HEAD_DIM))
-        for norm in (self.norm_1, self.norm_2):
-            norm.weight, norm.bias = nn.Parameter(side.replicate(WIDTH)), nn.Parameter(side.replicate(WIDTH))
-        self.reduce = side.reduce
-        self.enter: Callable[[Any], Any] = getattr(side, "enter", _same)
-
-    def forward(self, x: Any) -> Any:
-        h = self.enter(self.norm_1(x))
-        query, key, value = (
-            layer(h).view(1, SEQUENCE, -1, HEAD_DIM).transpose(1, 2) for layer in (self.query, self.key, self.value)
-        )
-        scores = torch.softmax(query @ key.transpose(-2, -1) * HEAD_DIM**-0.5, dim=-1)
-        x = x + self.reduce(self.out((scores @ value).transpose(1, 2).reshape(1, SEQUENCE, -1)))
-        return x + self.reduce(self.down(F.gelu(self.up(self.enter(self.norm_2(x))))))
-
-
 def _same(x: Any) -> Any:
     return x
 
@@ -90,7 +65,8 @@ def mlp(side: Any, around: Callable[[Any], Any]) -> Run:
 
 
 def block(side: Any, around: Callable[[Any], Any]) -> Run:
-    module = TensorParallelBlock(side)
+    module = block_of(side)
+    module.enter = getattr(side, "enter", _same)
     x = side.replicate(1, SEQUENCE, WIDTH)
     loss = around(lambda x: module(x).sum())
 

@@ -197,15 +197,19 @@ def exact(x: torch.Tensor, where: Sequence[Placement]) -> torch.Tensor:
 
 
 # --- running ------------------------------------------------------------------------------------------------------------
-def cases_of(entry: Any, setting: Setting) -> Iterator[Case]:
-    """The cases of an entry, run one after another."""
+def cases_of(
+    entry: Any, setting: Setting, run: Callable[[str, Setting, int, Sample], Case | None] | None = None
+) -> Iterator[Case]:
+    """The cases of an entry, run one after another, by :func:`run_case` or another way that may leave some out."""
     try:
         given = samples_of(entry, setting)
     except Exception as error:  # the database's own
         yield Case(entry.formatted_name, setting, -1, "void", f"no samples: {_first_line(error)}")
         return
     for position, sample in given:
-        yield run_case(entry.formatted_name, setting, position, sample)
+        case = (run or run_case)(entry.formatted_name, setting, position, sample)
+        if case is not None:
+            yield case
 
 
 Draw = Callable[[torch.Tensor, Setting, random.Random], tuple[Placement, ...] | None]

@@ -22,22 +22,20 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 def cases_of(entry: Any, setting: db.Setting) -> Iterator[db.Case]:
     """The cases of an entry, run one after another."""
+    return db.cases_of(entry, setting, run_case)
+
+
+def run_case(name: str, setting: db.Setting, position: int, sample: db.Sample) -> db.Case | None:
+    """The sample as :func:`odd` changes it; None for arguments that have no order in memory."""
+    if any(x.layout is not torch.strided or x.is_quantized for x in tensors((sample.args, sample.kwargs))):
+        return None
     try:
-        given = db.samples_of(entry, setting)
-    except Exception as error:  # the database's own
-        yield db.Case(entry.formatted_name, setting, -1, "void", str(error)[:100])
-        return
-    for position, sample in given:
-        if any(x.layout is not torch.strided or x.is_quantized for x in tensors((sample.args, sample.kwargs))):
-            continue
-        try:
-            changed = odd(sample, db.rng_of(entry.formatted_name, setting, position, "odd"))
-            with db.quiet():
-                changed.fn(*replace(torch.clone, changed.args), **replace(torch.clone, changed.kwargs))
-        except Exception as error:  # nor does plain torch take it
-            yield db.Case(entry.formatted_name, setting, position, "void", str(error)[:100])
-            continue
-        yield db.run_case(entry.formatted_name, setting, position, changed, draw_placements)
+        changed = odd(sample, db.rng_of(name, setting, position, "odd"))
+        with db.quiet():
+            changed.fn(*replace(torch.clone, changed.args), **replace(torch.clone, changed.kwargs))
+    except Exception as error:  # nor does plain torch take it
+        return db.Case(name, setting, position, "void", str(error)[:100])
+    return db.run_case(name, setting, position, changed, draw_placements)
 
 
 def odd(sample: db.Sample, rng: random.Random) -> db.Sample:

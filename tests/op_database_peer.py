@@ -71,16 +71,14 @@ def whole(x: Any) -> Any:
 
 def cases_of(entry: Any, setting: db.Setting) -> Iterator[db.Case]:
     """The cases of an entry, run one after another."""
-    try:
-        given = db.samples_of(entry, setting)
-    except Exception as error:  # the database's own
-        yield db.Case(entry.formatted_name, setting, -1, "void", str(error)[:100])
-        return
-    for position, sample in given:
-        case = db.Case(entry.formatted_name, setting, position)
-        with db.quiet():
-            case.status, case.problem = run(entry.formatted_name, setting, position, sample, case)
-        yield case
+    return db.cases_of(entry, setting, run_case)
+
+
+def run_case(name: str, setting: db.Setting, position: int, sample: db.Sample) -> db.Case:
+    case = db.Case(name, setting, position)
+    with db.quiet():
+        case.status, case.problem = run(name, setting, position, sample, case)
+    return case
 
 
 def run(name: str, setting: db.Setting, position: int, sample: db.Sample, case: db.Case) -> tuple[str, str]:

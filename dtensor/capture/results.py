@@ -20,8 +20,7 @@ ARG, ENV, GRAD = range(3)
 
 
 class Given(NamedTuple):
-    """A tensor by number: among the arguments (``ARG``) or in the survey (``ENV``), or the gradient of one "
-    "(``GRAD``)."""
+    """A tensor by number: among the arguments (``ARG``) or in the survey (``ENV``), or the gradient of one (``GRAD``)."""
 
     kind: int
     number: int

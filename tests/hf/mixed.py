@@ -64,6 +64,17 @@ def series(width: int, past: int, ahead: int) -> Inputs:
     return {"past_values": numbers(BATCH, past, width), "future_values": numbers(BATCH, ahead, width)}
 
 
+def series_with_times() -> Inputs:
+    """Ten values known, four to tell, two features of each time."""
+    return {
+        "past_values": numbers(BATCH, 10),
+        "past_time_features": numbers(BATCH, 10, 2),
+        "past_observed_mask": torch.ones(BATCH, 10, dtype=torch.float64),
+        "future_values": numbers(BATCH, 4),
+        "future_time_features": numbers(BATCH, 4, 2),
+    }
+
+
 def _qwen(vision: dict[str, Any]) -> dict[str, Any]:
     special = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 4}
     return {**special, "text_config": {"rope_parameters": _ROTARY}, "vision_config": {"patch_size": 4, "depth": 2, **vision}}
@@ -218,25 +229,13 @@ SERIES = {
             "d_model": 16,
             "label_length": 4,
         },
-        lambda: {
-            "past_values": numbers(BATCH, 10),
-            "past_time_features": numbers(BATCH, 10, 2),
-            "past_observed_mask": torch.ones(BATCH, 10, dtype=torch.float64),
-            "future_values": numbers(BATCH, 4),
-            "future_time_features": numbers(BATCH, 4, 2),
-        },
+        series_with_times,
         single=True,
     ),
     "time_series": Family(
         "TimeSeriesTransformerForPrediction",
         {"context_length": 8, "prediction_length": 4, "lags_sequence": [1, 2], "num_time_features": 2, "d_model": 16},
-        lambda: {
-            "past_values": numbers(BATCH, 10),
-            "past_time_features": numbers(BATCH, 10, 2),
-            "past_observed_mask": torch.ones(BATCH, 10, dtype=torch.float64),
-            "future_values": numbers(BATCH, 4),
-            "future_time_features": numbers(BATCH, 4, 2),
-        },
+        series_with_times,
     ),
 }
 
