@@ -40,7 +40,7 @@ def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layou
 
 @remembered(4096)
 def _without_partials(layout: Layout) -> Layout:
-    return layout.replace(placements=tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements))
+    return layout.reduced()
 
 
 def move(x: Any, target: Layout) -> Any:

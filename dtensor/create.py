@@ -15,7 +15,7 @@ from .comm import communicator_of
 from .errors import PlacementError
 from .layout import Layout
 from .mesh import as_mesh
-from .placement import Partial, Placement, Replicate
+from .placement import Placement
 from .random import DRAWING, SAMPLERS, draw, draw_counted
 from .redistribute import redistribute_local
 from .tensor import DTensor, wrap
@@ -89,7 +89,7 @@ def _prepare(size: Any, placements: Any, device_mesh: Any, options: dict[str, An
     if options:
         raise TypeError(f"unexpected keyword arguments {sorted(options)}")
     layout = Layout.of(mesh, placements, shape, None, dtype)
-    reduced = layout.replace(placements=[Replicate() if isinstance(p, Partial) else p for p in layout.placements])
+    reduced = layout.reduced()
     return layout, reduced, requires_grad
 
 

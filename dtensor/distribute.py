@@ -14,7 +14,7 @@ from .comm import PerRank, communicator_of
 from .errors import LayoutError, MeshError
 from .layout import Layout
 from .mesh import DeviceMesh, as_mesh
-from .placement import Partial, Placement, Replicate
+from .placement import Placement, Replicate
 from .random import block_of
 from .redistribute import redistribute_local
 from .tensor import DTensor, wrap
@@ -60,7 +60,7 @@ def distribute_tensor(
             "distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, placements)"
         )
     layout = Layout.of(mesh, placements, tensor.shape, _dense_stride(tensor), tensor.dtype)
-    reduced = layout.replace(placements=[Replicate() if isinstance(p, Partial) else p for p in layout.placements])
+    reduced = layout.reduced()
     local = _scatter(tensor.detach(), reduced, src_data_rank)
     made = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
     return made.requires_grad_() if tensor.requires_grad else made

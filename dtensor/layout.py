@@ -218,6 +218,10 @@ class Layout:
             self.dtype if dtype is None else dtype,
         )
 
+    def reduced(self) -> Layout:
+        """This layout with all terms added up: partial mesh dims replicate."""
+        return self._placed(tuple(Replicate() if isinstance(p, Partial) else p for p in self.placements))
+
     def _placed(self, placements: Any) -> Layout:
         """The same tensor under other placements: what is asked most is remembered here."""
         key = tuple(placements) if isinstance(placements, (list, tuple)) else placements

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .placement import Partial, Replicate
 from .tensor import DTensor
 
 _KEY = "PythonTLSSnapshot"
@@ -86,7 +85,7 @@ def linear_cross_entropy(
 def without_terms(x: Any) -> Any:
     if not isinstance(x, DTensor) or not any(x.layout.partials):
         return x
-    return x.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in x.placements])
+    return x.redistribute(placements=x.layout.reduced().placements)
 
 
 def on_reduced(name: str) -> None:

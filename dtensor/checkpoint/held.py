@@ -11,7 +11,6 @@ import torch
 from ..comm import PerRank
 from ..errors import CheckpointError
 from ..layout import Layout
-from ..placement import Partial, Replicate
 from ..redistribute.blocks import blocks
 from ..tensor import DTensor
 
@@ -34,15 +33,9 @@ class Held:
     answers: bool
 
 
-def whole(layout: Layout) -> Layout:
-    """``layout`` without unreduced terms: partial mesh dims replicate."""
-    placements = [Replicate() if isinstance(p, Partial) else p for p in layout.placements]
-    return layout.replace(placements=placements)
-
-
 def distinct_blocks(layout: Layout) -> dict[tuple[Offset, Shape], list[int]]:
     """Every block that is not empty, and the members that hold it, in order; all ranks of the root mesh count."""
-    offsets, sizes = blocks(whole(layout))
+    offsets, sizes = blocks(layout.reduced())
     found: dict[tuple[Offset, Shape], list[int]] = {}
     for member, (offset, size) in enumerate(zip(offsets.tolist(), sizes.tolist(), strict=True)):
         if all(size):

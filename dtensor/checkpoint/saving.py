@@ -28,7 +28,7 @@ from ..tensor import DTensor
 from .agreement import Ranks
 from .archive import Stream, append
 from .digest import digest
-from .held import held_here, piece_of, whole
+from .held import held_here, piece_of
 from .manifest import Block, Entry, Manifest, replace_file, sha256_of, sync_folder
 from .stateful import expand
 from .tree import encode, named_tensors
@@ -166,7 +166,7 @@ def reduced(tensor: torch.Tensor) -> Any:
             "only strided tensors with values are saved"
         )
     if isinstance(tensor, DTensor) and tensor._layout.is_partial:
-        return tensor.redistribute(placements=whole(tensor._layout).placements)
+        return tensor.redistribute(placements=tensor._layout.reduced().placements)
     return tensor
 
 

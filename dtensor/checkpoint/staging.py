@@ -11,7 +11,7 @@ from ..comm import PerRank
 from ..layout import Layout
 from ..redistribute import redistribute_local
 from ..tensor import DTensor, wrap
-from .held import members_here, whole
+from .held import members_here
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +50,7 @@ class Target:
         """New memory on the CPU for every piece that this process holds."""
         if not isinstance(self.like, Layout):
             return {None: torch.empty(self.like, dtype=self.dtype)}
-        layout = whole(self.like)
+        layout = self.like.reduced()
         coordinates = layout.mesh.coordinates
         return {m: torch.empty(layout.local_shape(coordinates[m]), dtype=self.dtype) for m in members_here(layout)}
 
@@ -74,7 +74,7 @@ class Target:
     def _assembled(self, read: dict[int | None, torch.Tensor]) -> Any:
         if not isinstance(self.like, Layout):
             return read[None].to(self.device)
-        layout, reduced = self.like.replace(dtype=self.dtype), whole(self.like).replace(dtype=self.dtype)
+        layout, reduced = self.like.replace(dtype=self.dtype), self.like.reduced().replace(dtype=self.dtype)
         mesh = layout.mesh
         if mesh.kind == "in_process":
             local: Any = PerRank([self._strided(read[m], reduced, m) for m in mesh.members])

@@ -9,7 +9,7 @@ rounded once, at the end, wherever the fold is ours: in one process, and on gloo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -99,24 +99,25 @@ def _fold(terms: Sequence[Tensor], op: str) -> Tensor:
     carrier = _CARRIER.get(dtype, dtype)
     total = dense(terms[0], carrier)
     if op == "avg":
-        share = part_of(len(terms))
-        total.mul_(share)
-        for term in terms[1:]:
-            total.add_(term.detach().to(carrier), alpha=share)
-        return total.div_(len(terms) * share).to(dtype)
+        return _mean(total, total, (term.detach().to(carrier) for term in terms[1:]), len(terms)).to(dtype)
     step = (_BOOL_STEP if dtype is torch.bool else _STEP)[op]
     for term in terms[1:]:
         step(total, term.detach().to(carrier))
     return total.to(dtype)
 
 
-def part_of(count: int) -> float:
-    """A power of two, at most 1 / ``count``, by which each term of a mean is multiplied before they are added.
+def _mean(total: Tensor, first: Tensor, rest: Iterable[Tensor], count: int) -> Tensor:
+    """The mean of ``count`` terms, written to ``total``, which may be the first.
 
-    The mean of finite numbers is finite, their sum may not be (masks hold the least number). Multiplied by a power of two they
-    round as their sum would; only what is no normal number any more is lost.
+    The mean of finite numbers is finite, their sum may not be (masks hold the least number): each term is multiplied by a power
+    of two, at most 1 / ``count``, before they are added. So they round as their sum would; only what is no normal number any
+    more is lost.
     """
-    return 2.0 ** -(count - 1).bit_length()
+    share = 2.0 ** -(count - 1).bit_length()
+    torch.mul(first, share, out=total)
+    for term in rest:
+        total.add_(term, alpha=share)
+    return total if count * share == 1 else total.div_(count * share)
 
 
 def divided(total: Tensor, count: int) -> Tensor:
@@ -130,18 +131,14 @@ _BLOCK = 1 << 16  # elements that stay in cache while all terms are added
 
 
 def _sum(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
-    terms, share = [term.detach() for term in terms], part_of(len(terms))
+    terms = [term.detach() for term in terms]
     if out.numel() > 2 * _BLOCK and len(terms) > 2 and all(term.is_contiguous() for term in terms):
         rows = list(zip(*(term.view(-1).split(_BLOCK) for term in (out, *terms)), strict=True))
     else:
         rows = [(out, *terms)]
     for total, first, second, *rest in rows:
         if op == "avg":
-            torch.mul(first, share, out=total)
-            for term in (second, *rest):
-                total.add_(term, alpha=share)
-            if len(terms) * share != 1:
-                total.div_(len(terms) * share)
+            _mean(total, first, (second, *rest), len(terms))
             continue
         torch.add(first, second, out=total)
         for term in rest:

@@ -96,29 +96,27 @@ of_all("_unique", unique_only, 2)
 
 # --- along a dim ---
 def unique_slices(at: KernelContext, x: Any, dim: int, sorted: bool = True, inverse: bool = False, counts: bool = False) -> Any:
-    """Slices of each block that differ, as rows; then those of all of them. A place is one in the block's, then in the whole."""
+    """Slices of each block that differ, as rows; then those of all of them. A place is one in the block's, then in the whole.
+
+    Places and counts are given, asked for or not, as torch does.
+    """
     dim %= len(at.call.shape(0))
-    inverse = counts = True  # torch gives them, asked or not
 
     def own(_: Any, block: Tensor) -> list[Tensor]:
         nothing = block.new_empty(0, dtype=torch.int64)
         if not block.shape[dim]:
             return [block.movedim(dim, 0).contiguous(), nothing, nothing]
-        values, places, counted = aten.unique_dim(block, dim, True, inverse, counts)
+        values, places, counted = aten.unique_dim(block, dim, True, True, True)
         return [values.movedim(dim, 0).contiguous(), counted, places]
 
-    def merged(here: At, parts: list[Tensor], counted: list[Tensor] | None, places: Tensor) -> list[Tensor]:
-        asked = inverse or counts
-        values, of_parts, _ = aten.unique_dim(torch.cat(parts).movedim(0, dim), dim, True, asked, False)
+    def merged(here: At, parts: list[Tensor], counted: list[Tensor], places: Tensor) -> list[Tensor]:
+        values, of_parts, _ = aten.unique_dim(torch.cat(parts).movedim(0, dim), dim, True, True, False)
         before = sum(part.shape[0] for part in parts[: here.index])
-        located = of_parts[before:][places] if inverse else places
-        return [values, _added(values.shape[dim], of_parts, counted), located]
+        return [values, _added(values.shape[dim], of_parts, counted), of_parts[before:][places]]
 
     rows, counted, places = at.map(own, x)
-    every = gathered_rows(at, counted) if counts else None
-    values, counted, places = at.map(merged, gathered_rows(at, rows), every, places)
-    whole = at.map(lambda _, parts: torch.cat(parts), gathered_rows(at, places)) if inverse else places
-    return values, whole, counted
+    values, counted, places = at.map(merged, gathered_rows(at, rows), gathered_rows(at, counted), places)
+    return values, at.map(lambda _, parts: torch.cat(parts), gathered_rows(at, places)), counted
 
 
 def slices(call: Call) -> Factors | None:

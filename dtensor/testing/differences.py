@@ -11,7 +11,7 @@ import torch
 
 from ..comm import PerRank, communicator_of
 from ..mesh import DeviceMesh
-from ..placement import Partial, Placement, Replicate
+from ..placement import Placement
 from ..tensor import DTensor
 from .scatter import piece
 
@@ -85,7 +85,7 @@ def _different_pieces(got: DTensor, expected: torch.Tensor, options: Options) ->
             return problems
         detached = got.detach()
         assert isinstance(detached, DTensor)
-        whole = detached.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in layout.placements])
+        whole = detached.redistribute(placements=layout.reduced().placements)
     for member, local in _held(whole):
         want = piece(expected, whole.layout, member)
         if not close(local, want, options.tolerance):
