@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
 
-from .layout import Layout, contiguous_stride
+from .layout import Layout
+from .memory_order import dense_in, memory_order
 from .operators import Operator
-from .remembered import remembered, watched
+from .remembered import watched
 from .rules.call import Call, Meta
 from .rules.rule import Rule, Shapes
 from .strides import as_computed
@@ -94,7 +95,7 @@ def results_of(operator: Operator, rule: Rule | None, call: Call) -> tuple[Any, 
         return infer(operator, call.arguments)
     known = _ANSWERS.get(key, ())
     if known:
-        return tuple([Meta(shape, _in_order(shape, order), dtype) for shape, (dtype, order) in zip(shapes, known, strict=True)])
+        return tuple([Meta(shape, dense_in(shape, order), dtype) for shape, (dtype, order) in zip(shapes, known, strict=True)])
     metas = infer(operator, call.arguments)
     if known is not None:
         if len(_ANSWERS) >= _LIMIT:
@@ -110,26 +111,6 @@ def _as_told(metas: tuple[Any, ...], shapes: Shapes) -> Answer | None:
     if any(order is None or meta.shape != shape for meta, order, shape in zip(metas, orders, shapes, strict=True)):
         return None
     return tuple([(meta.dtype, order) for meta, order in zip(metas, orders, strict=True) if order is not None])
-
-
-@remembered(4096)
-def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The dims of a dense tensor, outermost in memory first; () if that is their order, None if it is not dense.
-
-    >>> memory_order((2, 3), (3, 1)), memory_order((2, 3), (1, 2)), memory_order((2, 3), (0, 1))
-    ((), (1, 0), None)
-    """
-    if stride == contiguous_stride(shape):
-        return ()
-    order = tuple(sorted(range(len(shape)), key=lambda d: (-stride[d], d)))
-    return order if _in_order(shape, order) == stride else None
-
-
-def _in_order(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    if not order:
-        return contiguous_stride(shape)
-    steps = contiguous_stride(tuple([shape[d] for d in order]))
-    return tuple([steps[order.index(d)] for d in range(len(shape))])
 
 
 def _lawful(operator: Operator, rule: Rule, call: Call) -> Any:

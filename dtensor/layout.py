@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .errors import LayoutError, PlacementError
+from .memory_order import Stride, contiguous_stride, stride_like
 from .mesh import DeviceMesh
 from .placement import Monoid, Partial, Placement, Replicate, Shard, normalize
 from .remembered import remembered, watched
@@ -51,29 +52,6 @@ def chunk_sizes(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
     for count in counts:
         blocks = [max(0, min(-(-block // count), block - k * -(-block // count))) for block in blocks for k in range(count)]
     return tuple(blocks)
-
-
-Stride = tuple[int, ...]
-
-
-@remembered(4096)
-def contiguous_stride(shape: tuple[int, ...]) -> Stride:
-    """Strides of a row-major tensor."""
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
-
-
-def stride_like(shape: Sequence[int], like: Sequence[int]) -> Stride:
-    """Dense strides for ``shape`` whose dims are ordered in memory as in ``like`` (0 strides count as innermost)."""
-    order = sorted(range(len(shape)), key=lambda d: (-like[d], d))
-    stride, step = [0] * len(shape), 1
-    for d in reversed(order):
-        stride[d] = step
-        step *= max(shape[d], 1)
-    return tuple(stride)
 
 
 class Layout:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from .comm import PerRank, communicator_of
 from .comm.backends import flat_bytes
 from .errors import LayoutError, PlacementError
-from .layout import Layout, Split, stride_like
+from .layout import Layout, Split
+from .memory_order import stride_like
 from .mesh import DeviceMesh
 from .placement import Partial, Placement, Replicate, Shard, normalize
 from .remembered import watched

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format  # private: Python has no public way to ask
 
+from .memory_order import dense_in, outermost_first
 from .rules.call import Meta
 
 Given = dict[str, Any]  # arguments by name, as tensors without data
@@ -57,11 +58,11 @@ def transformed(name: str) -> Law:
             return result.stride
         strides = x.stride()
         if name == "_fft_c2c":
-            return _batched(result.shape, strides, _widest_first(dims, strides))
+            return _batched(result.shape, strides, outermost_first(strides, dims))
         if name == "_fft_r2c":
-            return _batched(result.shape, strides, [*_widest_first(dims[:-1], strides), dims[-1]])
+            return _batched(result.shape, strides, [*outermost_first(strides, dims[:-1]), dims[-1]])
         if len(dims) > 1:  # all but the last as complex numbers first
-            strides = _batched(x.shape, strides, _widest_first(dims[:-1], strides))
+            strides = _batched(x.shape, strides, outermost_first(strides, dims[:-1]))
         return _batched(result.shape, strides, dims[-1:])
 
     return law
@@ -69,13 +70,7 @@ def transformed(name: str) -> Law:
 
 def _batched(shape: tuple[int, ...], strides: tuple[int, ...], signal: list[int]) -> tuple[int, ...]:
     """Dense strides of a result whose signals lie along ``signal``, one after the other."""
-    order = [*_widest_first([d for d in range(len(shape)) if d not in signal], strides), *signal]
-    dense = torch.empty([shape[d] for d in order], device="meta").stride()
-    return tuple(dense[order.index(d)] for d in range(len(shape)))
-
-
-def _widest_first(dims: list[int], strides: tuple[int, ...]) -> list[int]:
-    return sorted(dims, key=lambda d: -strides[d])
+    return dense_in(shape, [*outermost_first(strides, [d for d in range(len(shape)) if d not in signal]), *signal])
 
 
 def as_if_empty_like(name: str) -> Law:

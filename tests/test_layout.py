@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtensor.errors import LayoutError, PlacementError
-from dtensor.layout import Layout, Split, chunk_sizes, contiguous_stride, offsets_of, stride_like
+from dtensor.layout import Layout, Split, chunk_sizes, offsets_of
+from dtensor.memory_order import contiguous_stride, stride_like
 from dtensor.mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.testing import scatter, strategies

@@ -15,7 +15,7 @@ import torch
 
 from ..comm.backends import flat_bytes
 from ..errors import CheckpointError
-from ..layout import contiguous_stride
+from ..memory_order import contiguous_stride
 
 _LONG = 512  # bytes: shorter runs are gathered from mapped memory, since a system call each would cost more than they do
 

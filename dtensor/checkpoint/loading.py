@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..layout import contiguous_stride
+from ..memory_order import contiguous_stride
 from . import hugging_face, metadata
 from .agreement import Ranks
 from .archive import Files

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..memory_order import outermost_first
 from .verbs import composed
 
 aten = torch.ops.aten
@@ -114,16 +115,10 @@ def resized(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_forma
     made = torch.empty(size, device="meta", memory_format=memory_format or torch.contiguous_format)
     if x.shape == made.shape and (memory_format is None or x.stride() == made.stride()):
         return x
-    flat, total = x.permute(_as_in_memory(x)).reshape(-1), made.numel()
+    flat, total = x.permute(outermost_first(x.stride())).reshape(-1), made.numel()
     flat = flat[:total] if total <= flat.shape[0] else torch.nn.functional.pad(flat, (0, total - flat.shape[0]))
-    order = _as_in_memory(made)
+    order = outermost_first(made.stride())
     return flat.view([made.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(made.ndim)])
-
-
-def _as_in_memory(x: Tensor) -> list[int]:
-    """Dims from the outermost to the innermost one."""
-    strides = x.stride()
-    return sorted(range(x.ndim), key=lambda dim: (-strides[dim], dim))
 
 
 def resized_as(x: Tensor, template: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:

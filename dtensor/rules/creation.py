@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layout import stride_like
+from ..memory_order import stride_like
 from ..placement import REDUCE_OPS
 from .call import Call
 from .context import KernelContext

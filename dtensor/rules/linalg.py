@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import stride_like
+from ..memory_order import contiguous_stride, dense_in
 from ..pattern import parse
 from .blockwise import blockwise, linear_in, multilinear, plain_op
 from .call import Call, Meta
@@ -50,10 +50,9 @@ blockwise("linalg_lu_factor_ex linalg_ldl_factor_ex", "... [m] [n] -> ... [m] [n
 def householder_metas(call: Call) -> tuple[Meta, ...]:
     """Matrices by columns, as LAPACK has them; torch has no meta kernel."""
     *stack, m, n = shape = call.shape(0)
-    by_columns = stride_like((*stack, n, m), range(len(shape), 0, -1))
-    dtype, least = call.operands[0].dtype, (*stack, min(m, n))
-    factors = Meta(tuple(shape), (*by_columns[:-2], by_columns[-1], by_columns[-2]), dtype)
-    return factors, Meta(least, stride_like(least, range(len(least), 0, -1)), dtype)
+    dtype, least, rows = call.operands[0].dtype, (*stack, min(m, n)), len(stack)
+    factors = Meta(tuple(shape), dense_in(shape, [*range(rows), rows + 1, rows]), dtype)
+    return factors, Meta(least, contiguous_stride(least), dtype)
 
 
 blockwise("geqrf", "... [m] [n] -> ... [m] [n], ... [m]", metas=householder_metas)

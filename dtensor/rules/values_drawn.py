@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ..comm import communicator_of
-from ..layout import Layout, contiguous_stride
+from ..layout import Layout
+from ..memory_order import contiguous_stride
 from .call import Call
 from .context import KernelContext
 from .draw import block_of, default_generator, place_in, set_state, state_of, synchronize

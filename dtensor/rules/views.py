@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..errors import LayoutError, UnsupportedOperationError
-from ..layout import Layout, stride_like
+from ..layout import Layout
+from ..memory_order import stride_like
 from ..placement import REDUCE_OPS
 from .call import Call
 from .context import At, KernelContext
