@@ -53,7 +53,7 @@ class _Kept(NamedTuple):
                     return False
             elif described(x) != layout:
                 return False
-        return True
+        return all(leaf.holds(tensors) for leaf in self.program.leaves)
 
 
 class Captured(Generic[P, T]):

@@ -14,8 +14,9 @@ from ..dispatch import wrap_local
 from ..layout import Layout
 from ..local_functions import below_autograd
 from ..tensor import DTensor
+from .leaves import Leaf
 from .optimize import optimized
-from .results import Base, Constant, Given, Joined, LocalOf, Made, Result, View, follow
+from .results import ENV, Base, Constant, Given, Joined, LocalOf, Made, Result, View, follow
 from .source import Source
 from .tape import Step, Tape, Var
 
@@ -99,21 +100,23 @@ class Program:
 
     Attributes:
         guards: of used tensors of the survey: number, layout (of a plain one its metadata), requires_grad; they must hold.
+        leaves: and of leaves, where their gradients matter.
         mutated: given tensors that it writes to.
         differentiable: given tensors that get gradients.
-        assigned: gradients that the run leaves in ``.grad`` (the whole step): the leaf, and a base's number or None.
+        assigned: what the run leaves in ``.grad`` of tensors of the survey.
     """
 
     forms: tuple[Form, ...]
     guards: tuple[tuple[int, Any, bool], ...]
+    leaves: tuple[Leaf, ...]
     steps: list[Step]
     constants: dict[Var, torch.Tensor]
     bases: tuple[Base, ...]
     results: tuple[Result, ...]
+    assigned: tuple[tuple[int, Result], ...]
     tree: Any
     mutated: tuple[Given, ...]
     differentiable: tuple[Given, ...]
-    assigned: tuple[tuple[Given, int | None], ...] = ()
     backwards: dict[Any, Backward] = field(default_factory=dict)
     compiled: Compiled | None = None
 
@@ -208,7 +211,10 @@ class Program:
         return made, values[at:]
 
     def finish(self, bases: list[Any], sources: Sources) -> list[Any]:
-        """The leaves of what the function returns."""
+        """The leaves of what the function returns; gradients that it leaves are put in their places."""
+        gradients = [self._result(result, bases, sources) for _, result in self.assigned]
+        for (number, _), gradient in zip(self.assigned, gradients, strict=True):
+            sources[ENV][number].grad = gradient
         return [self._result(result, bases, sources) for result in self.results]
 
     def _result(self, result: Result, bases: list[Any], sources: Sources) -> Any:

@@ -15,6 +15,7 @@ from ..dispatch import wrap_local
 from ..errors import CaptureError
 from ..tensor import DTensor
 from .environment import Environment
+from .leaves import Leaves
 from .program import Backward, Form, Program, joined, locals_of, sources_of
 from .recorder import Recorder
 from .replay import kind_of, refuse_graph
@@ -40,13 +41,9 @@ class Recording:
             self._give(Given(ARG, number), x)
         for number, x in enumerate(environment.tensors):
             self._give(Given(ENV, number), x)
-        self.grads_before = {given: x.grad for given, x in self._leaves()}
-        for given, x in self._leaves():
-            if x.grad is not None:
-                self._give(Given(GRAD, given.number), x.grad)
-
-    def _leaves(self) -> Iterator[tuple[Given, torch.Tensor]]:
-        return ((given, x) for given, x in list(self.real.items()) if given.kind == ENV and x.requires_grad and x.is_leaf)
+        self.leaves = Leaves(environment.tensors)
+        for number, grad in self.leaves.gradients().items():
+            self._give(Given(GRAD, number), grad)
 
     def _give(self, given: Given, x: Any) -> None:
         own = locals_of(x)
@@ -87,7 +84,7 @@ class Recording:
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             torch.clear_autocast_cache()
         try:
-            with self.recorder.running(self.steps):
+            with self.leaves.watched(), self.recorder.running(self.steps):
                 out = self._called(args, kwargs)
                 leaves, tree = pytree.tree_flatten(out)
                 for leaf in leaves:
@@ -140,14 +137,10 @@ class Recording:
         owners = {id(x): given for given, x in self.seen.items()}
         locals_ = {id(x._local): given for given, x in self.seen.items() if isinstance(x, DTensor)}
         storages = {var.storage for group in self.vars.values() for var in group}
-        sorter = Sorter(self.recorder, owners, locals_, storages)
-        results = sorter.sort(leaves)
-        for given, x in self._leaves():
-            if x.grad is not self.grads_before[given]:
-                raise CaptureError(
-                    f"capture: the function runs a backward pass that changes {self._named(given)}.grad; capture the forward "
-                    "computation and call .backward() on its result"
-                )
+        sorter = Sorter(self.recorder, owners, locals_, storages, self._spent)
+        gradients = self.leaves.changed()
+        results = sorter.sort([*leaves, *gradients.values()])
+        assigned = tuple(zip(gradients, results[len(leaves) :], strict=True))
         written = {storage for step in self.steps for storage in step.writes}
         mutated = tuple(given for given, group in self.vars.items() if any(var.storage in written for var in group))
         for given in mutated:
@@ -155,11 +148,18 @@ class Recording:
             if given.kind == ARG and isinstance(self.real[given], DTensor) and _counts(self.real[given]):
                 increment_version(self.real[given])  # its stand-in has counted for itself
         for given, x in self.seen.items():
+            if given.kind == ARG and x.grad is not None and x is not self.real[given]:
+                raise CaptureError(
+                    f"capture: the function runs a backward pass that gives {self._named(given)} a gradient; take it with "
+                    "torch.autograd.grad and return it, or make the tensor a variable of the function"
+                )
             if given.kind == ARG and (x.grad_fn is not None or x.requires_grad != self.real[given].requires_grad):
                 raise CaptureError(
                     f"capture: the function writes values with a gradient to {self._named(given)}; return them instead"
                 )
-        differentiable = self._differentiable(sorter.tensors)
+        differentiable = self._differentiable(
+            [x for x, base in zip(sorter.tensors, sorter.bases, strict=True) if base.requires_grad]
+        )
         read = {var for step in self.steps for var in step.inputs} | {var for base in sorter.bases for var in base.locals}
         used = [given for given, group in self.vars.items() if any(var in read for var in group) or given in differentiable]
         forms = tuple(Form(given, self.vars[given], self.strides[given]) for given in used)
@@ -169,7 +169,17 @@ class Recording:
             if given.kind == ENV
         )
         program = Program(
-            forms, guards, self.steps, self.recorder.constants, tuple(sorter.bases), tuple(results), tree, mutated, differentiable
+            forms,
+            guards,
+            self.leaves.guards(),
+            self.steps,
+            self.recorder.constants,
+            tuple(sorter.bases),
+            tuple(results[: len(leaves)]),
+            assigned,
+            tree,
+            mutated,
+            differentiable,
         )
         return program, sorter.tensors
 
@@ -189,7 +199,7 @@ class Recording:
 
     def _differentiable(self, bases: list[torch.Tensor]) -> tuple[Given, ...]:
         """The given tensors that the results depend on, as autograd sees it."""
-        reached = _leaves_of([x for x in bases if x.requires_grad])
+        reached = _leaves_of(bases)
         for given, x in self.seen.items():
             if given.kind == ENV and x.requires_grad and not x.is_leaf and id(x.grad_fn) in reached:
                 raise CaptureError(
@@ -203,15 +213,22 @@ class Recording:
         if not program.differentiable:
             return [x.detach() if x.requires_grad else x for x in bases]
         apply: Any = _Recorded.apply
-        linked = apply(self, program, bases, *(self.real[given] for given in program.differentiable))
-        made = iter(linked)
-        return [next(made) if x.requires_grad else x for x in bases]
+        made = iter(apply(self, program, bases, *(self.real[given] for given in program.differentiable)))
+        linked = [next(made) if base.requires_grad else x for x, base in zip(bases, program.bases, strict=True)]
+        return [
+            x.detach() if x.requires_grad and not base.requires_grad else x for x, base in zip(linked, program.bases, strict=True)
+        ]
+
+    def _spent(self, x: torch.Tensor) -> bool:
+        """Whether the run itself has gone back from a tensor: leaves that it depends on have their gradients."""
+        had = {id(self.environment.tensors[number]) for number in self.leaves.accumulated}
+        return bool(had) and not had.isdisjoint(_leaves_of([x]))
 
     # --- backward ------------------------------------------------------------------------------------------------------
     def backward(self, program: Program, bases: list[Any], grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """The gradients of the differentiable inputs; recorded, if it is the first time for incoming ones of this kind."""
         inputs = [self.seen[given] for given in program.differentiable]
-        roots = [x for x in bases if x.requires_grad]
+        roots = [x for x, base in zip(bases, program.bases, strict=True) if base.requires_grad]
         key = kind_of(grads)
         shown = [None if grad is None else self._incoming(grad) for grad in grads]
         steps: list[Step] = []
@@ -266,7 +283,8 @@ class _Recorded(torch.autograd.Function):
     def forward(ctx: Any, recording: Recording, program: Program, bases: list[Any], *inputs: torch.Tensor) -> Any:
         ctx.recording, ctx.program, ctx.bases = recording, program, bases
         ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x in bases if x.requires_grad)  # they share the version counters of what the run has saved
+        wanted = [x for x, base in zip(bases, program.bases, strict=True) if base.requires_grad]
+        return tuple(x.detach() for x in wanted)  # they share the version counters of what the run has saved
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

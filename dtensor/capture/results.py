@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -78,9 +79,15 @@ class Sorter:
     """Sorts the leaves of what the function returned."""
 
     def __init__(
-        self, recorder: Recorder, given: dict[int, Given], locals_of_given: dict[int, Given], storages: set[int]
+        self,
+        recorder: Recorder,
+        given: dict[int, Given],
+        locals_of_given: dict[int, Given],
+        storages: set[int],
+        spent: Callable[[torch.Tensor], bool],
     ) -> None:
         self.recorder, self.given, self.locals_of_given, self.storages = recorder, given, locals_of_given, storages
+        self.spent = spent  # whether a tensor's history is used up
         self.bases: list[Base] = []
         self.tensors: list[torch.Tensor] = []  # of the recorded run, one for each base
         self._numbers: dict[int, int] = {}
@@ -154,7 +161,7 @@ class Sorter:
         number = self._numbers.setdefault(id(x), len(self.bases))
         if number == len(self.bases):
             layout = x._layout if isinstance(x, DTensor) else None
-            self.bases.append(Base(variables, layout, x.requires_grad))
+            self.bases.append(Base(variables, layout, x.requires_grad and not self.spent(x)))
             self.tensors.append(x)
         return number
 

@@ -1,0 +1,153 @@
+"""Whole training steps to be captured: each is a function of a mesh that gives a step, its arguments, and what it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from capture_cases import Block, assert_same, last, mesh_of, randn, weight
+from torch.nn import functional as F
+
+import dtensor as dt
+from dtensor import Replicate, Shard
+from dtensor.capture import Captured, capture
+from dtensor.debug import CommDebugMode
+
+Step = tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]], list[torch.Tensor], list[Any]]  # parameters, optimizers
+STEPS: dict[str, Callable[[Any], Step]] = {}
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
+    "adamw_fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+}
+
+
+def step_case(fn: Callable[[Any], Step]) -> Callable[[Any], Step]:
+    STEPS[fn.__name__] = fn
+    return fn
+
+
+def compare_steps(build: Callable[[], Step], calls: int = 5) -> Captured[Any, Any]:
+    """Train twice, by the step and by its capture: results, parameters, gradients and optimizers' state, bit for bit."""
+    torch.manual_seed(0)
+    step, arguments, parameters, optimizers = build()
+    torch.manual_seed(0)
+    same, same_arguments, same_parameters, same_optimizers = build()
+    captured = capture(same)
+    sides = ((step, arguments, parameters, optimizers), (captured, same_arguments, same_parameters, same_optimizers))
+    for i in range(calls):
+        trails, states = [], []
+        for run, args_of, params, opts in sides:
+            torch.manual_seed(i)
+            args = args_of(i)
+            with CommDebugMode() as comm:
+                out = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, run(*args))
+            state = [value for opt in opts for held in opt.state.values() for value in held.values()]
+            trails.append((out, [x.detach() for x in params], [x.grad for x in params], state, list(args)))
+            states.append((torch.get_rng_state(), comm))
+        assert_same(*trails)
+        assert torch.equal(states[0][0], states[1][0]), "the generator"
+        assert states[1][1].get_total_counts() <= states[0][1].get_total_counts()
+        assert sum(states[1][1].get_comm_bytes().values()) <= sum(states[0][1].get_comm_bytes().values())
+    assert captured.cache_info().replayed >= calls - 3, captured.cache_info()
+    return captured
+
+
+def transformer(mesh: Any, optimizer: str, *, clear: bool = True) -> Step:
+    block = Block(8, 2, mesh, p=0.1)
+    head = weight(mesh, 8, 11, at=Shard(1))
+    parameters = [*block.parameters(), head]
+    opt = OPTIMIZERS[optimizer](parameters)
+
+    def step(x: Any, labels: Any) -> Any:
+        loss = F.cross_entropy((block(x) @ head).flatten(0, 1), labels.flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        opt.step()
+        if clear:
+            opt.zero_grad()
+        return loss, norm
+
+    def arguments(i: int) -> Any:
+        labels = dt.distribute_tensor(torch.randint(0, 11, (2, 5)), mesh, last(mesh, Replicate()))
+        return randn(2, 5, 8, on=mesh, at=last(mesh, Replicate())), labels
+
+    return step, arguments, parameters, [opt]
+
+
+for _name in OPTIMIZERS:
+    STEPS[_name] = lambda mesh, name=_name: transformer(mesh, name)  # type: ignore[misc]  # defaults of a lambda
+
+
+@step_case
+def gradients_kept_and_cleared_at_the_start(mesh: Any) -> Step:
+    step, arguments, parameters, opts = transformer(mesh, "momentum", clear=False)
+
+    def cleared_first(*args: Any) -> Any:
+        for x in parameters:
+            x.grad = None
+        return step(*args)
+
+    return cleared_first, arguments, parameters, opts
+
+
+@step_case
+def gradients_zeroed_in_place(mesh: Any) -> Step:
+    w, v = weight(mesh, 6, 8, at=Shard(1)), weight(mesh, 8, 6, at=Shard(0))
+    opt = torch.optim.SGD([w, v], lr=0.05)
+
+    def step(x: Any) -> Any:
+        opt.zero_grad(set_to_none=False)
+        loss = (F.gelu(x @ w) @ v).square().sum()
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    return step, (lambda i: (randn(5, 6, on=mesh, at=last(mesh, Replicate())),)), [w, v], [opt]
+
+
+@step_case
+def gradients_accumulated_over_two_batches(mesh: Any) -> Step:
+    w = weight(mesh, 6, 7, at=Shard(1))
+    opt = torch.optim.AdamW([w], lr=0.05, fused=True)
+
+    def step(x: Any, y: Any) -> Any:
+        losses = []
+        for part in (x, y):
+            loss = torch.tanh(part @ w).square().mean() / 2
+            loss.backward()
+            losses.append(loss)
+        opt.step()
+        opt.zero_grad()
+        return losses
+
+    at = [Shard(0)] * mesh.ndim
+    return step, (lambda i: (randn(5, 6, on=mesh, at=at), randn(3, 6, on=mesh, at=at))), [w], [opt]
+
+
+@step_case
+def buffers_and_averages(mesh: Any) -> Step:
+    norm = dt.distribute_module(torch.nn.BatchNorm1d(6), mesh)
+    w = weight(mesh, 6, 6, at=Shard(1))
+    average = [w.detach().clone()]
+    opt = torch.optim.SGD([w, *norm.parameters()], lr=0.1, momentum=0.5)
+
+    def step(x: Any) -> Any:
+        norm(x @ w).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        with torch.no_grad():
+            average[0].lerp_(w, 0.1)
+        return None
+
+    params = [w, *norm.parameters(), *norm.buffers(), *average]
+    return step, (lambda i: (randn(5, 6, on=mesh, at=[Shard(0)] * mesh.ndim),)), params, [opt]
+
+
+def main() -> list[str]:
+    """Every step on a line and on a square of the processes."""
+    for mesh in (mesh_of(4), mesh_of(2, 2)):
+        for build in STEPS.values():
+            compare_steps(lambda build=build, mesh=mesh: build(mesh))  # type: ignore[misc]  # defaults of a lambda
+    return list(STEPS)
