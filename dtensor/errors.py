@@ -29,6 +29,10 @@ class LayoutError(DTensorError, ValueError):
     """Shapes and layouts disagree, on one rank or across ranks."""
 
 
+class UnitError(DTensorError, ValueError):
+    """A module cannot be a unit of data parallelism."""
+
+
 class RuleError(DTensorError):
     """A sharding rule is malformed or does not fit the operation that it is declared for."""
 

@@ -601,8 +601,8 @@ def test_refusals() -> None:
         fully_shard(parallelize_module(nn.Linear(2, 2), other, ColwiseParallel()), mesh=dp())
     with pytest.raises(MeshError, match="already"):
         fully_shard(parallelize_module(nn.Linear(2, 2), dp(), ColwiseParallel()), mesh=dp())
-    with pytest.raises(TypeError, match="reshard_after_forward"):
-        fully_shard(nn.Linear(2, 2), mesh=dp(), reshard_after_forward=2)
+    with pytest.raises(ValueError, match="reshard_after_forward"):
+        fully_shard(nn.Linear(2, 2), mesh=dp(), reshard_after_forward="all")
 
 
 def _memory(make: Callable[[], nn.Module]) -> int:

@@ -322,14 +322,14 @@ def test_what_cannot_be_a_unit_is_refused() -> None:
     [
         ({"mp_policy": torch.bfloat16}, "mp_policy is a MixedPrecisionPolicy"),
         ({"offload_policy": True}, "offload_policy is CPUOffloadPolicy"),
-        ({"reshard_after_forward": 2}, "give a 2-d mesh"),
+        ({"reshard_after_forward": 1.5}, "or a number of ranks"),
         ({"shard_placement_fn": lambda p: Replicate()}, r"return Shard\(dim\) with a dim below 2"),
         ({"shard_placement_fn": lambda p: Shard(5)}, r"return Shard\(dim\) with a dim below 2"),
         ({"shard_placement_fn": lambda p: Partial()}, r"return Shard\(dim\) with a dim below 2"),
     ],
 )
 def test_wrong_options_say_what_is_right(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, PlacementError), match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         fully_shard(nn.Linear(2, 2), mesh=dp(), **options)
     with pytest.raises(ValueError, match="a number of mebibytes above 0"):
         replicate(nn.Linear(2, 2), dp(), bucket_cap_mb=0)

@@ -117,14 +117,27 @@ def _handle(mesh: DeviceMesh, mesh_dims: Sequence[int], ranks: list[int]) -> Any
             _MADE.world = world
         handle = _MADE.groups.get(tuple(sorted(ranks)))
         if handle is None:
-            timeout = _timeout_of(world, mesh.device_type)
-            if _splits(world):
-                handle = _make_among_all(mesh, mesh_dims, ranks, timeout)
-            else:
-                handle = _make_among_members(ranks, timeout)
-            _MADE.groups[tuple(sorted(ranks))] = handle
+            handle = _MADE.groups[tuple(sorted(ranks))] = _new_handle(mesh, mesh_dims, ranks)
     given[key or group_id] = handle
     return handle
+
+
+def with_groups_of_its_own(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> DeviceMesh:
+    """The same ranks laid out alike, with a new process group over ``mesh_dims``; every member of the mesh calls it."""
+    member, root = mesh.current_member(), mesh._root
+    made = DeviceMesh(mesh.device_type, torch.tensor(root.ranks).reshape(root.shape))
+    if member is not None and mesh.kind == "process_group":
+        ranks = [mesh.ranks[m] for m in mesh.members_of(mesh_dims, member)]
+        made._root.groups[mesh.group_id(mesh_dims)] = _new_handle(mesh, mesh_dims, ranks)
+    return made._derive(mesh._dims, mesh.mesh_dim_names)
+
+
+def _new_handle(mesh: DeviceMesh, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
+    world = dist.group.WORLD
+    timeout = _timeout_of(world, mesh.device_type)
+    if _splits(world):
+        return _make_among_all(mesh, mesh_dims, ranks, timeout)
+    return _make_among_members(ranks, timeout)
 
 
 def _splits(world: Any) -> bool:

@@ -3,7 +3,8 @@
 from ..untraced import leave_untraced as _leave_untraced
 from .auto_wrap import units_by_size
 from .boundary import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-from .fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
+from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
+from .fully_shard import fully_shard, register_fsdp_forward_method
 from .loss import loss_parallel
 from .materialize import materialize
 from .plan import parallelize_module
@@ -11,11 +12,14 @@ from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy
 from .replicate import ReplicatedModule, replicate
 from .style import ParallelStyle
 from .tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from .transport import AllGather, Comm, ReduceScatter
 from .zero import ZeroRedundancyOptimizer
 
 __all__ = [
+    "AllGather",
     "CPUOffloadPolicy",
     "ColwiseParallel",
+    "Comm",
     "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
@@ -24,6 +28,7 @@ __all__ = [
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
+    "ReduceScatter",
     "ReplicatedModule",
     "RowwiseParallel",
     "SequenceParallel",
@@ -35,6 +40,7 @@ __all__ = [
     "parallelize_module",
     "register_fsdp_forward_method",
     "replicate",
+    "share_comm_ctx",
     "units_by_size",
 ]
 

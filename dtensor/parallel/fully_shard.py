@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-from ..errors import DTensorError, MeshError
+from ..errors import DTensorError, MeshError, UnitError
 from ..group_meshes import mesh_or_world
 from ..mesh import DeviceMesh
 from .adopt import Axes, ShardPlacement, adopt, onto_one_mesh
 from .buffers import Buffers
+from .fsdp_module import FSDPModule, neighbours_of, units_of
 from .group import Group
 from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .unit import Unit, unit_of
@@ -20,87 +21,11 @@ _DEFAULT_PRECISION = MixedPrecisionPolicy()
 _DEFAULT_OFFLOAD = OffloadPolicy()
 
 
-class FSDPModule:
-    """What a fully sharded module can do besides what it could before."""
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this unit now; with ``async_op`` the handle's ``wait()`` ends it."""
-        unit = _unit(self)
-        unit.start_gather()
-        handle = UnshardHandle(unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reshard(self) -> None:
-        """Free the gathered parameters of this unit."""
-        unit = _unit(self)
-        unit.put_parameters()
-        unit.free()
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. If not they are held, unsharded, and join those of the next backward that does."""
-        for unit in _units(self, recurse):
-            unit.sync = requires_gradient_sync
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether to free after forward and gather again in backward."""
-        for unit in _units(self, recurse):
-            unit.keep_after_forward = not reshard_after_forward
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether to free after backward; not doing so saves a gather where gradients are accumulated over several passes."""
-        for unit in _units(self, recurse):
-            unit.keep_after_backward = not reshard_after_backward
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward, on a 2-d mesh, also sums over the replicas what it has reduce-scattered. If not this rank's part is
-        held, and joins that of the next backward that does: gradients accumulate in a part's memory, and cross replicas once.
-        """
-        for unit in _units(self, recurse):
-            for group in unit.groups:
-                group.all_reduces = requires_all_reduce
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's summed gradients by ``factor`` instead of the number of data-parallel ranks.
-
-        Where the batch is a DTensor, and the loss so a global one, nothing is divided, with or without this.
-        """
-        if not isinstance(factor, (int, float)) or not factor > 0:
-            raise ValueError(f"set_gradient_divide_factor takes a number above 0, got {factor!r}")
-        for group in _unit(self).groups:
-            group.divisor = float(factor)
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Does nothing: every backward waits for its own reductions, so none has to be told that it is the last."""
-
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Units whose gather starts when this one's forward does; default the one that ran next in the pass before."""
-        _unit(self).before_in_forward = [_unit(module) for module in modules]
-
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Units whose gather starts when this one's backward does; default the one that ran before it."""
-        _unit(self).before_in_backward = [_unit(module) for module in modules]
-
-
-class UnshardHandle:
-    """A gather under way."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def wait(self) -> None:
-        """The parameters are whole, and stand in the module."""
-        self._unit.gather()
-        self._unit.put_values()
-
-
 def fully_shard(
     module: Any,
     *,
     mesh: Any = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacement | None = None,
     mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
     offload_policy: OffloadPolicy = _DEFAULT_OFFLOAD,
@@ -119,7 +44,8 @@ def fully_shard(
         mesh: 1-d: parameters are cut over it. 2-d: cut over its second dim, copied over its first (HSDP). Tensor-parallel
             parameters live on ``mesh["tp"]`` of the same mesh; what it cuts along the same tensor dim it cuts first. Default
             the mesh entered by ``with mesh:``, else all ranks.
-        reshard_after_forward: free after forward; default yes, but for the outermost unit, whose backward comes next.
+        reshard_after_forward: free after forward; default yes, but for the outermost unit, whose backward comes next. A number
+            n, a divisor of the ranks: keep 1/n, so that backward gathers from n neighbouring ranks only.
         shard_placement_fn: per parameter the ``Shard(dim)`` to cut by, default (None) ``Shard(0)``.
         mp_policy: dtypes to compute and to reduce in.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in host memory.
@@ -128,7 +54,8 @@ def fully_shard(
 
     Raises:
         MeshError: more than two data-parallel dims, or a parameter on a mesh that is not of the same root.
-        DTensorError: ``module`` is a unit already, or a container that nobody calls.
+        UnitError: ``module`` is a container that nobody calls.
+        DTensorError: it is a unit already.
 
     Cost: per unit and pass two all-gathers of its parameters and one reduce-scatter of its gradients.
 
@@ -152,20 +79,19 @@ def fully_shard(
     buffers = Buffers([sub for one in modules for sub in one.modules()], axes)
     unit = Unit(modules, [Group(managed, axes, mp_policy)], buffers, axes, mp_policy)
     onto_one_mesh(
-        [m for one in modules for inner in _units(one, True) for group in inner.groups for m in group.managed], axes.mesh
+        [m for one in modules for inner in units_of(one, True) for group in inner.groups for m in group.managed], axes.mesh
     )
-    unit.keep_after_forward = None if reshard_after_forward is None else not reshard_after_forward
+    unit.neighbours = neighbours_of(unit, reshard_after_forward)
+    keeps_all = type(reshard_after_forward) is int and reshard_after_forward == 1
+    unit.keep_after_forward = None if reshard_after_forward is None else keeps_all or not reshard_after_forward
     for one in modules:
         add_methods(one, FSDPModule, "FSDP")
     return module
 
 
 def _check_options(reshard_after_forward: Any, mp_policy: Any, offload_policy: Any) -> None:
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise TypeError(
-            f"reshard_after_forward is True, False or None, got {reshard_after_forward!r}; "
-            "to gather over fewer ranks give a 2-d mesh"
-        )
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, (bool, int)):
+        raise ValueError(f"reshard_after_forward is True, False, None or a number of ranks, got {reshard_after_forward!r}")
     check_policy(mp_policy)
     if not isinstance(offload_policy, OffloadPolicy):
         raise TypeError(f"offload_policy is CPUOffloadPolicy() or OffloadPolicy(), got {offload_policy!r}")
@@ -181,13 +107,13 @@ def check_callable(module: Any, name: str) -> None:
     """Whether a unit can be made of ``module``: it runs by being called, and is none yet.
 
     Raises:
-        TypeError, DTensorError: it cannot.
+        TypeError, UnitError, DTensorError: it cannot.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"{name} takes a module, got {type(module).__name__}")
     has_forward = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_forward:
-        raise DTensorError(
+        raise UnitError(
             f"{name} of a {type(module).__name__}: nobody calls it, so nothing could gather its parameters; apply it to each of "
             f"its modules: for block in blocks: {name}(block, mesh=mesh)"
         )
@@ -244,15 +170,3 @@ def add_methods(module: nn.Module, methods: type, prefix: str) -> None:
     cls = type(module)
     if not issubclass(cls, methods):
         module.__class__ = type(f"{prefix}{cls.__name__}", (methods, cls), {"__module__": cls.__module__})
-
-
-def _unit(module: Any) -> Unit:
-    found = unit_of(module)
-    if found is None:
-        raise ValueError(f"{type(module).__name__} is no unit of data parallelism; call fully_shard on it first")
-    return found
-
-
-def _units(module: Any, recurse: bool) -> Iterable[Unit]:
-    found = (unit_of(submodule) for submodule in (module.modules() if recurse else [module]))
-    return [unit for unit in found if unit is not None]

@@ -19,8 +19,10 @@ from ..errors import DTensorError
 from ..layout import Layout
 from ..tensor import wrap
 from .adopt import Axes, Managed
+from .neighbours import Neighbours
 from .policy import MixedPrecisionPolicy
 from .recipe import Recipe
+from .transport import Settings, gather_rows
 
 
 def shards_of(local: Any) -> tuple[Tensor, ...]:
@@ -35,8 +37,8 @@ class Group:
         managed: the parameters, wider dtypes first, so that every block is aligned.
         gathered: the buffer is filled.
         live: forward passes whose backward has begun and still needs the gathered values.
-        divisor: of summed gradients; None: the number of ranks.
-        all_reduces: reduce-scattered gradients are summed over replicas too; otherwise they wait in ``scattered``.
+        settings: how its collectives run.
+        scattered: reduce-scattered gradients that wait to be summed over replicas.
     """
 
     def __init__(self, managed: Sequence[Managed], axes: Axes, policy: MixedPrecisionPolicy) -> None:
@@ -44,12 +46,12 @@ class Group:
         self.managed: list[Managed] = []
         self.gathered = False
         self.live: set[int] = set()
-        self.divisor: float | None = None
-        self.all_reduces = True
+        self.settings = Settings()
         self.scattered: dict[Any, Any] = {}
         self.packed: dict[Any, dict[int, Tensor]] = {}  # memory of gradients on their way, see Reduction
         self._stamp: Any = None
         self._pending: Pending[list[Any]] | None = None
+        self._kept: tuple[Neighbours, Any] | None = None  # parts of the gathered values, between forward and backward
         self._buffer: Any = None
         self._full: list[Any] = []
         self._targets: list[Any] = []
@@ -59,6 +61,7 @@ class Group:
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         copied = [memo.get(id(m)) or _copied(m, memo) for m in self.managed]
         made = memo[id(self)] = Group(copied, self.axes, self.policy)
+        made.settings = copy.copy(self.settings)
         return made
 
     def add(self, managed: Sequence[Managed]) -> None:
@@ -71,6 +74,7 @@ class Group:
     def forget(self) -> None:
         """Drop the buffer and what was computed from the list of parameters."""
         self.gathered, self._buffer, self._pending, self._full, self._recipes = False, None, None, [], {}
+        self._kept = None
         self._inside: dict[bool, list[Layout | None]] = {}
         self._owners: dict[bool, list[int]] = {}
 
@@ -161,17 +165,28 @@ class Group:
         now = self.stamp()
         if (self.gathered or self._pending is not None) and self._stamp == now:
             return
+        if self._stamp != now:
+            self._kept = None
         self._stamp, self.gathered, self._pending = now, False, None
         locals_ = [m.parameter._local for m in self.managed]  # type: ignore[attr-defined]  # DTensors
         if self.borrows:
             self._full, self.gathered = locals_, True
+        elif self._kept is not None:
+            sizes = [buffer.numel() for buffer in shards_of(self._buffer)]
+            neighbours, parts = self._kept
+            self._pending = neighbours.gather(parts, lambda member: sizes[member if len(sizes) > 1 else 0])
         elif self.axes.shard:
             row = self.comm.map(lambda member, own: self.recipe(member).pack(own, self.axes.mesh.device_type), locals_)
-            self._pending = self.comm.all_gather(
-                row, self.axes.shard, lambda member: (self.recipe(member).nbytes,), async_op=True
-            )
+            self._pending = self._gathering(row)
         else:
             self._pending = Pending.of([])
+
+    def _gathering(self, row: Any) -> Pending[list[Any]]:
+        if (by := self.settings.gathers) is not None:
+            dtypes = {self.dtype_of(m) for m in self.managed if m.cut is not None}
+            seen_as = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+            return gather_rows(self.axes, by, row, seen_as, lambda member: self.recipe(member).nbytes)
+        return self.comm.all_gather(row, self.axes.shard, lambda member: (self.recipe(member).nbytes,), async_op=True)
 
     def gather(self) -> None:
         """The parameters, whole, in the buffer."""
@@ -182,8 +197,11 @@ class Group:
             rows = self._pending.wait()
             self._allocate()
             locals_ = [m.parameter._local for m in self.managed]  # type: ignore[attr-defined]  # DTensors
-            self.comm.map(lambda member, *a: self.recipe(member).unpack(*a), rows, locals_, self._targets)
-        self._pending, self.gathered = None, True
+            if self._kept is not None:
+                self._kept[0].fill(rows, self._buffer)
+            else:
+                self.comm.map(lambda member, *a: self.recipe(member).unpack(*a), rows, locals_, self._targets)
+        self._pending, self._kept, self.gathered = None, None, True
 
     def _allocate(self) -> None:
         if self._buffer is None:
@@ -196,8 +214,16 @@ class Group:
             if storage.nbytes() == 0:
                 storage.resize_(buffer.numel())
 
+    def keep_part(self, neighbours: Neighbours) -> None:
+        """Give the gathered values' memory back but for this rank's part, from which neighbours make them whole again."""
+        if self.gathered and not self.borrows:
+            kept = neighbours, neighbours.keep(self._buffer)
+            self.free()
+            self._kept = kept
+
     def free(self) -> None:
         """Give the gathered values' memory back."""
+        self._kept = None
         if self._pending is not None:
             self._pending.wait()  # all ranks drop it at the same point
             self._pending = None

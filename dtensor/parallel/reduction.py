@@ -19,6 +19,7 @@ from ..comm import Pending
 from ..tensor import wrap
 from .gathered import Column
 from .group import Group, shards_of
+from .transport import scatter_chunks
 
 
 class Reduction:
@@ -27,7 +28,9 @@ class Reduction:
     def __init__(self, group: Group, gradients: dict[int, Column], dtype: torch.dtype, average: bool) -> None:
         self.group, self.chosen = group, list(gradients)
         self.missing = {i for i, column in gradients.items() if any(grad is None for grad in column)}
-        self._divisor = group.divisor if average else None
+        self._divisor = group.settings.divisor if average else None
+        if average and self._divisor is None and group.settings.sums_only:
+            self._divisor = float(group.axes.mesh.size())
         self._op = "avg" if average and self._divisor is None else "sum"
         self._packed: dict[int, Tensor] = {}  # whole gradients: their memory serves again, as fresh pages cost more than the copy
         self._dtype = dtype
@@ -49,7 +52,10 @@ class Reduction:
         with torch.no_grad():
             packed = comm.map(chunks)
             if axes.shard:
-                return comm.reduce_scatter(packed, axes.shard, self._op, async_op=True)
+                by = group.settings.scatters
+                if by is not None:
+                    return scatter_chunks(axes, by, packed, self._op)
+                return (group.settings.scatter_comm or comm).reduce_scatter(packed, axes.shard, self._op, async_op=True)
             return comm.all_reduce(packed[0], axes.replicate, self._op, async_op=True)
 
     def _key(self, dtype: torch.dtype) -> Any:
@@ -66,8 +72,7 @@ class Reduction:
             flat = self._over_replicas(flat)
             if flat is None:
                 return
-        if self._divisor is not None:
-            flat = flat / self._divisor
+        flat = self._finished(flat)
         *blocks, flags = comm.map(self._blocks, flat)
         used = {}
         if self.missing:
@@ -78,13 +83,24 @@ class Reduction:
                 m = group.managed[i]
                 accumulate(m.parameter, wrap(block, m.layout))
 
+    def _finished(self, flat: Any) -> Any:
+        """Divided, and seen by the user's hook: before the division if collectives are to sum only, as its own does then."""
+        settings, divisor = self.group.settings, self._divisor
+        if divisor is not None and not (settings.sums_only and settings.hook is not None):
+            flat, divisor = flat / divisor, None
+        if settings.hook is not None:
+            gradients = self.group.comm.map(lambda member, x: x[: x.numel() - len(self.chosen)], flat)
+            with settings.on_hook_stream(self.group.axes.mesh.device_type):
+                settings.hook(gradients)
+        return flat if divisor is None else flat / divisor
+
     def _over_replicas(self, flat: Any) -> Any:
         """This rank's part with those of the passes before that were not summed over replicas; None: it waits with them."""
         group, key = self.group, (tuple(self.chosen), self._op)
         before, missing = group.scattered.pop(key, (None, frozenset()))
         flat = flat if before is None else before + flat
         self.missing |= missing
-        if not group.all_reduces:
+        if not group.settings.all_reduces:
             group.scattered[key] = (flat, frozenset(self.missing))
             return None
         return group.comm.all_reduce(flat, group.axes.replicate, self._op)

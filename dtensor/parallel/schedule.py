@@ -30,7 +30,7 @@ class Schedule:
         self.distributed = False
         self.order: list[Unit] = []
         self.last: list[Unit] = []
-        self._reductions: list[Reduction] = []
+        self._reductions: list[list[Reduction]] = []  # under way, a unit's together
         self._queued = False
 
     def begin(self, distributed: bool) -> None:
@@ -71,16 +71,26 @@ class Schedule:
             Variable._execution_engine.queue_callback(self.end)
 
     def reducing(self, reductions: list[Reduction]) -> None:
-        """Gradients are under way; those sent before them have to arrive first, so that no more than two groups' are held."""
-        before, self._reductions = self._reductions, reductions
-        for reduction in before:
-            reduction.deliver()
+        """Gradients are under way; of those sent before, most have to arrive first, so that few groups' are held at a time."""
+        self._reductions.append(reductions)
+        self._deliver(max(unit.reductions_under_way for unit in self.units))
+
+    def _deliver(self, but: int = 0) -> None:
+        while len(self._reductions) > but:
+            for reduction in self._reductions.pop(0):
+                reduction.deliver()
 
     def end(self) -> None:
         """The backward pass has ended: all gradients arrive, in the order they were sent."""
         self._queued = False
         for unit in self.units:
             unit.flush()
-        self.reducing([])
+        self._deliver()
         for unit in self.units:
             unit.end()
+
+    def reset(self) -> None:
+        """After a pass that raised: nothing is under way any more."""
+        self.depth, self._queued, self._reductions = 0, False, []
+        for unit in self.units:
+            unit.reset()

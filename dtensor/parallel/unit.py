@@ -12,14 +12,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..comm import PerRank
+from ..errors import DTensorError
 from ..tensor import DTensor
 from .adopt import Axes, same_root
 from .buffers import Buffers
 from .gathered import Column, Gathered
 from .group import Group
+from .neighbours import Neighbours
 from .policy import MixedPrecisionPolicy
 from .reduction import add, reductions
 from .schedule import Schedule
+from .watched import watched
 
 _AT_ONCE = 2**62  # autograd runs later nodes first; this one as soon as its gradients are there, as it does with leaves
 _ATTRIBUTE = "_data_parallel_unit"
@@ -48,6 +51,10 @@ class Unit:
         keep_after_forward: do not free between forward and backward; None: as the outermost unit, yes, else no.
         sync: reduce gradients in backward; otherwise they are held, unsharded, for a later backward.
         in_order: reduce groups in their order, also those that this rank did not use.
+        neighbours: who keep parts between forward and backward instead of freeing all.
+        gathers_in_backward: whether backward needs the gathered values.
+        reductions_under_way: how many units' gradients may travel before their results are waited for.
+        awaited: an event that the next forward waits for.
     """
 
     def __init__(
@@ -59,6 +66,11 @@ class Unit:
         self.keep_after_backward = False
         self.sync = True
         self.in_order = False
+        self.neighbours: Neighbours | None = None
+        self.gathers_in_backward = True
+        self.reductions_under_way = 1
+        self.awaited: Any = None
+        self._watch: Any = None  # over what forward saves, where backward shall not need the gathered values
         self.schedule: Schedule | None = None
         self.before_in_forward: list[Unit] | None = None  # explicit prefetching
         self.before_in_backward: list[Unit] | None = None
@@ -81,6 +93,9 @@ class Unit:
         schedule = self._scheduled()
         if schedule.depth == 0 and not schedule.in_backward():
             schedule.begin(any(self._spans(x) for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)))
+            if self.awaited is not None:
+                event, self.awaited = self.awaited, None
+                event.wait()
         schedule.depth += 1
         if not self._to_run:
             self._to_run = set(self.modules)
@@ -95,21 +110,31 @@ class Unit:
             unit.start_gather()
         self.put_values(schedule.distributed)
         self.buffers.enter(schedule.distributed)
+        if not self.gathers_in_backward and self._watch is None:
+            self._watch = watched(self.groups)
         dtype = self.policy.param_dtype
         return (args, kwargs) if dtype is None or not self.policy.cast_forward_inputs else _cast((args, kwargs), dtype)
 
     def after_forward(self, module: nn.Module, output: Any) -> Any:
         """Sharded parameters in place again; gathered ones freed, to be gathered again when the gradient comes."""
-        schedule = self._scheduled()
+        schedule = self.schedule
+        if schedule is None:  # forward was refused
+            return output
         schedule.depth -= 1
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         self.buffers.leave(schedule.distributed, module.training)
         self._to_run.discard(module)
         if schedule.in_backward():  # a forward pass recomputed: backward needs the values next
             return output
         self.put_parameters()
         returns = self._expect_gradients(output) if torch.is_grad_enabled() else True
-        if not self._to_run and returns and not self._keeps():
-            self.free()
+        if not self._to_run and returns:
+            if self.neighbours is not None:
+                self._keep_parts(self.neighbours)
+            elif not self._keeps():
+                self.free()
         if self.policy.output_dtype is not None:
             output = _cast(output, self.policy.output_dtype)
         return output
@@ -136,6 +161,7 @@ class Unit:
         if self.schedule is None:
             below = [unit_of(submodule) for module in self.modules for submodule in module.modules()]
             units = list(dict.fromkeys(unit for unit in below if unit is not None))
+            _check_values(self.modules, units)
             made = Schedule(units)
             for unit in units:
                 unit.schedule = made
@@ -155,6 +181,11 @@ class Unit:
         for group in self.groups:
             if not group.live:
                 group.free()
+
+    def _keep_parts(self, neighbours: Neighbours) -> None:
+        for group in self.groups:
+            if not group.live:
+                group.keep_part(neighbours)
 
     def put_values(self, distributed: bool = False) -> None:
         """Gathered parameters where the module has them."""
@@ -187,12 +218,13 @@ class Unit:
         for use in uses:
             use.group.check_unchanged(use.stamp)
             use.group.live.add(use.token)
-        self.gather()
-        self.put_values(schedule.distributed)  # parts of the forward pass may be run again, see torch.utils.checkpoint
+        if self.gathers_in_backward:
+            self.gather()
+            self.put_values(schedule.distributed)  # parts of the forward pass may be run again, see torch.utils.checkpoint
         following = self.before_in_backward
         if following is None:
             after = schedule.next_backward(self)
-            following = [] if after is None or not after._expected else [after]
+            following = [] if after is None or not after._expected or not after.gathers_in_backward else [after]
         for unit in following:
             unit.start_gather()
 
@@ -249,6 +281,43 @@ class Unit:
             group.put_parameters()
             if not self.keep_after_backward:
                 group.free()
+
+    def reset(self) -> None:
+        """After a pass that raised: sharded parameters in place, nothing held, nothing awaited."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        self.buffers.leave(self._scheduled().distributed, False)
+        self._held, self._ready, self._turn, self._expected = {}, [[] for _ in self.groups], 0, set()
+        for group in self.groups:
+            group.scattered.clear()
+            group.free()
+        self.end()
+
+
+def _check_values(modules: Sequence[nn.Module], units: Sequence[Unit]) -> None:
+    """Raises DTensorError: parameters are on the meta device."""
+    managed = {
+        (id(module), name)
+        for unit in units
+        if unit.axes.mesh.device_type != "meta"
+        for group in unit.groups
+        for m in group.managed
+        for module, name in m.places
+    }
+    meta = [
+        f"{prefix}.{name}".lstrip(".")
+        for module in modules
+        for prefix, inner in module.named_modules()
+        for name, parameter in inner._parameters.items()
+        if parameter is not None and parameter.is_meta and (id(inner), name) in managed
+    ]
+    if meta:
+        shown = ", ".join(meta[:8]) + (f", and {len(meta) - 8} more" if len(meta) > 8 else "")
+        raise DTensorError(
+            f"parameters are still on the meta device, without values: {shown}; give them values first: materialize(model), or "
+            "model.to_empty(device=...) and an initialisation of your own"
+        )
 
 
 def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,423 @@
+"""How fully sharded modules communicate, and what may be set of it: in one process and on process groups."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_gloo
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor import DTensor
+from dtensor.debug import CommDebugMode
+from dtensor.errors import DTensorError, UnsupportedOperationError
+from dtensor.parallel import AllGather, FSDPModule, MixedPrecisionPolicy, ReduceScatter, fully_shard, materialize, share_comm_ctx
+from dtensor.parallel.unit import unit_of
+
+X = torch.randn(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
+
+
+def wrapped(mesh: dt.DeviceMesh, **options: Any) -> Any:
+    model = net()
+    for layer in (model[0], model[2], model[4]):
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def flat_mesh(size: int = 2) -> dt.DeviceMesh:
+    return dt.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+
+
+def own(mesh: dt.DeviceMesh) -> Tensor:
+    """The rows of each rank."""
+    return dt.map_ranks(lambda at: X.chunk(mesh.size())[_position(at, mesh)].clone(), mesh=mesh)
+
+
+def _position(at: tuple[int, ...], mesh: dt.DeviceMesh) -> int:
+    position = 0
+    for k, size in zip(at, mesh.shape, strict=True):
+        position = position * size + k
+    return position
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    return [x.shards[0] if isinstance(x, dt.PerRank) else x for x in whole]  # type: ignore[union-attr]  # there are gradients
+
+
+def alone(parts: int) -> list[Tensor]:
+    model = net()
+    (sum((model(x) ** 2).sum() for x in X.chunk(parts)) / parts).backward()
+    return gradients(model)
+
+
+def step(model: nn.Module, mesh: dt.DeviceMesh) -> list[Tensor]:
+    (model(own(mesh)) ** 2).sum().backward()
+    return gradients(model)
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def sums(grads: list[Tensor]) -> list[float]:
+    return [x.sum().item() for x in grads]
+
+
+# --- a number of neighbours that keep parts between forward and backward -----------------------------------------------
+def _neighbours(shape: tuple[int, ...], names: tuple[str, ...], dims: tuple[str, ...], size: int) -> list[float]:
+    mesh = dt.init_device_mesh("cpu", shape, mesh_dim_names=names)[dims]
+    model, plain = wrapped(mesh, reshard_after_forward=size), wrapped(mesh, reshard_after_forward=True)
+    for _ in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        for ours, theirs in zip(step(model, mesh), step(plain, mesh), strict=True):
+            assert torch.equal(ours, theirs)
+    assert_same(gradients(model), alone(mesh.size()))
+    return sums(gradients(model))
+
+
+SHAPES = [((4,), ("dp",), ("dp",), 2), ((2, 4), ("out", "in"), ("out", "in"), 2), ((4, 2), ("dp", "tp"), ("dp",), 2)]
+
+
+@pytest.mark.parametrize(("shape", "names", "dims", "size"), [*SHAPES, ((6,), ("dp",), ("dp",), 3)])
+def test_neighbours_gather_what_they_kept(shape: Any, names: Any, dims: Any, size: int) -> None:
+    _neighbours(shape, names, dims, size)
+
+
+@pytest.mark.gloo
+def test_neighbours_on_process_groups() -> None:
+    case = ((4,), ("dp",), ("dp",), 2)
+    for there in run_gloo(_neighbours, 4, *case):
+        assert there == pytest.approx(_neighbours(*case), rel=1e-12)
+
+
+def test_a_part_is_kept_and_few_bytes_are_gathered() -> None:
+    mesh = flat_mesh(4)
+    model = wrapped(mesh, reshard_after_forward=2)
+    loss = (model(own(mesh)) ** 2).sum()
+    group = unit_of(model[2]).groups[0]  # type: ignore[union-attr]
+    assert group._buffer.shards[0].untyped_storage().nbytes() == 0
+    assert [x.numel() for x in group._kept[1].shards] == [(5 * 7 + 7) * 8 // 2] * 4  # type: ignore[index]
+    with CommDebugMode() as comm:
+        loss.backward()
+    assert comm.get_comm_counts()["all_gather"] == 3
+    assert comm.get_comm_bytes()["all_gather"] == sum((i * o + o) * 8 // 2 for i, o in ((3, 5), (5, 7), (7, 2)))
+    assert group._kept is None
+    with torch.no_grad():
+        before = model(own(mesh))
+        model[0].weight.mul_(2)  # what was kept is of no use then
+        assert not torch.equal(model(own(mesh)).shards[0], before.shards[0])
+    model.set_reshard_after_forward(True)
+    model.zero_grad()
+    step(model, mesh)
+    assert group._kept is None
+
+
+def test_numbers_that_mean_all_or_nothing_and_such_as_do_not_fit() -> None:
+    mesh = flat_mesh(4)
+    assert unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=1)).keep_after_forward is True  # type: ignore[union-attr]
+    whole = unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=4))
+    assert whole is not None
+    assert (whole.keep_after_forward, whole.neighbours) == (False, None)
+    for number in (0, 3, 8):
+        with pytest.raises(ValueError, match="divides the 4 ranks"):
+            fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=number)
+    with pytest.raises(ValueError, match="takes True or False"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh).set_reshard_after_forward(2)
+
+
+# --- units that backward does not gather ---------------------------------------------------------------------------------
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(6, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.table(x).tanh())  # type: ignore[no-any-return]
+
+
+def test_an_embedding_is_not_gathered_in_backward() -> None:
+    mesh, counts, results = flat_mesh(), [], []
+    for gathers in (True, False):
+        torch.manual_seed(0)
+        model = Tokens()
+        for part in (model.table, model.out, model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        model.table.set_unshard_in_backward(gathers)  # type: ignore[operator]
+        loss = model(dt.map_ranks(lambda at: torch.tensor([1, 4, 1 + at[0]]), mesh=mesh)).square().sum()
+        with CommDebugMode() as comm:
+            loss.backward()
+        counts.append(comm.get_comm_counts()["all_gather"])
+        results.append(gradients(model))
+    assert counts == [2, 1]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_backward_that_needs_what_is_not_gathered_says_so() -> None:
+    mesh = flat_mesh()
+    model = wrapped(mesh, reshard_after_forward=True)
+    model[2].set_unshard_in_backward(False)
+    loss = (model(own(mesh)) ** 2).sum()
+    with pytest.raises(DTensorError, match=r"a part of one, of shape \(5, 7\)|a part of one, of shape \(7, 5\)"):
+        loss.backward()
+    model[2].set_unshard_in_backward(True)
+    model.reset_iter_state()
+    model.zero_grad()
+    assert_same(step(model, mesh), alone(2))
+
+
+# --- hooks, sums, divisors ---------------------------------------------------------------------------------------------
+def _hooked(shape: tuple[int, ...], sums_only: bool) -> list[float]:
+    mesh = dt.init_device_mesh("cpu", shape, mesh_dim_names=("out", "in")[-len(shape) :])
+    model, seen = wrapped(mesh), []
+
+    def hook(flat: Tensor) -> None:
+        seen.append(sum(x.sum().item() for x in (flat.shards if isinstance(flat, dt.PerRank) else [flat])))
+        flat.mul_(2)
+
+    for layer in model[::2]:
+        layer.set_all_reduce_hook(hook)
+        layer.set_force_sum_reduction_for_comms(sums_only)
+    grads, ranks = step(model, mesh), mesh.size()
+    expected = alone(ranks)
+    assert_same(grads, [2 * x for x in expected])
+    if not dist.is_initialized() and len(shape) == 1:
+        first = sum(x.sum().item() for x in expected[4:])
+        assert seen[0] == pytest.approx(first * (ranks if sums_only else 1))
+    assert len(seen) == 3
+    return sums(grads)
+
+
+@pytest.mark.parametrize("sums_only", [False, True])
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
+def test_a_hook_sees_and_changes_reduced_gradients(shape: tuple[int, ...], sums_only: bool) -> None:
+    _hooked(shape, sums_only)
+
+
+@pytest.mark.gloo
+def test_a_hook_on_process_groups() -> None:
+    for shape in ((3,), (2, 2)):
+        here = _hooked(shape, True)
+        for there in run_gloo(_hooked, torch.Size(shape).numel(), shape, True):
+            assert there == pytest.approx(here, rel=1e-12)
+
+
+def test_sums_only_means_that_nothing_else_is_asked_of_collectives() -> None:
+    mesh = flat_mesh(3)
+    plain, summing = wrapped(mesh), wrapped(mesh)
+    for layer in summing[::2]:
+        layer.set_force_sum_reduction_for_comms(True)
+    comm = unit_of(plain[0]).groups[0].comm  # type: ignore[union-attr]
+    asked: list[Any] = []
+    reduce_scatter = comm.reduce_scatter
+    comm.reduce_scatter = lambda chunks, dims, op, **options: asked.append(op) or reduce_scatter(chunks, dims, op, **options)  # type: ignore[method-assign,func-returns-value]
+    try:
+        assert_same(step(summing, mesh), alone(3))
+        assert_same(step(plain, mesh), alone(3))
+    finally:
+        del comm.reduce_scatter  # type: ignore[method-assign]
+    assert asked == ["sum"] * 3 + ["avg"] * 3
+    with pytest.warns(FutureWarning, match="is now set_gradient_divide_factor"):
+        summing[0].set_reduce_scatter_divide_factor(1.0)
+    summing.zero_grad()
+    expected = alone(3)
+    assert_same(step(summing, mesh)[:2], [3 * x for x in expected[:2]])
+
+
+# --- primitives of the user's own ----------------------------------------------------------------------------------------
+class Memory:
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.sizes.append(size[0])
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gathering(Memory, AllGather):
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> dist.Work | None:
+        self.calls, self.dtype = self.calls + 1, input_tensor.dtype
+        if group is not None:
+            pieces = list(output_tensor.chunk(dist.get_world_size(group)))
+            return dist.all_gather(pieces, input_tensor, group=group, async_op=async_op)
+        for out in output_tensor.shards:
+            torch.cat(input_tensor.shards, out=out)
+        return None
+
+
+class Scattering(Memory, ReduceScatter):
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> dist.Work | None:
+        self.calls += 1
+        if group is not None:
+            whole = input_tensor.clone()
+            dist.all_reduce(whole, op, group=group)
+            output_tensor.copy_(whole.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+            return None
+        total = sum(input_tensor.shards)
+        for k, out in enumerate(output_tensor.shards):
+            out.copy_(total.chunk(len(output_tensor.shards))[k] / (len(output_tensor.shards) if op == dist.ReduceOp.AVG else 1))
+        return None
+
+
+def _by_others(size: int, sums_only: bool) -> list[float]:
+    mesh = flat_mesh(size)
+    model, gathering, scattering = wrapped(mesh, reshard_after_forward=True), Gathering(), Scattering()
+    model[2].set_custom_all_gather(gathering)
+    model[2].set_custom_reduce_scatter(scattering)
+    model[2].set_force_sum_reduction_for_comms(sums_only)
+    grads = step(model, mesh)
+    assert_same(grads, alone(size))
+    assert (gathering.calls, gathering.dtype, scattering.calls) == (2, torch.float64, 1)
+    assert max(gathering.sizes) == size * min(gathering.sizes)
+    with pytest.raises(DTensorError, match="allocates by itself"):
+        model[2].set_allocate_memory_from_process_group_for_comm(True)
+    return sums(grads)
+
+
+@pytest.mark.parametrize("sums_only", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_gathers_and_reductions_of_the_users_own(size: int, sums_only: bool) -> None:
+    _by_others(size, sums_only)
+
+
+@pytest.mark.gloo
+def test_gathers_and_reductions_of_the_users_own_on_process_groups() -> None:
+    for there in run_gloo(_by_others, 3, 3, True):
+        assert there == pytest.approx(_by_others(3, True), rel=1e-12)
+
+
+def test_parameters_of_several_dtypes_are_gathered_as_bytes() -> None:
+    mesh, gathering = flat_mesh(), Gathering()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
+    fully_shard(model, mesh=mesh).set_custom_all_gather(gathering)
+    with torch.no_grad():
+        model.unshard()
+    assert gathering.dtype is torch.uint8
+    half = fully_shard(nn.Linear(3, 3), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    half.set_custom_all_gather(gathering)
+    half(own_floats(mesh))
+    assert gathering.dtype is torch.bfloat16
+
+
+def own_floats(mesh: dt.DeviceMesh) -> Tensor:
+    return dt.map_ranks(lambda at: torch.ones(2, 3), mesh=mesh)
+
+
+def _options(size: int) -> list[float]:
+    mesh = flat_mesh(size)
+    model = wrapped(mesh)
+    with pytest.warns(UserWarning, match="no memory of its own"):
+        model[0].set_allocate_memory_from_process_group_for_comm(True)
+    model[0].set_allocate_memory_from_process_group_for_comm(False)
+    model.set_separate_reduce_scatter_group()
+    model.set_reduce_scatter_max_input_buffers(2)
+    model.set_post_optim_event(torch.Event("cpu"))
+    share_comm_ctx([model, model[0]])
+    grads = step(model, mesh)
+    assert_same(grads, alone(size))
+    assert unit_of(model).awaited is None  # type: ignore[union-attr]
+    reductions = {id(g.settings.scatter_comm) for m in model[::2] for g in unit_of(m).groups}  # type: ignore[union-attr]
+    assert len(reductions) == 1
+    model.set_separate_reduce_scatter_group(False)
+    return sums(grads)
+
+
+def test_what_has_no_meaning_here_changes_no_value() -> None:
+    _options(3)
+    model = wrapped(flat_mesh())
+    with pytest.raises(UnsupportedOperationError, match="symmetric memory"):
+        model.set_symm_mem_for_comm()
+    with pytest.raises(ValueError, match="is no unit"):
+        share_comm_ctx([nn.Linear(2, 2)])
+    with pytest.raises(TypeError, match="a number of units"):
+        model.set_reduce_scatter_max_input_buffers(True)
+    with pytest.raises(ValueError, match="at least 1"):
+        model.set_reduce_scatter_max_input_buffers(0)
+    with pytest.raises(TypeError, match=r"a torch\.Event"):
+        model.set_post_optim_event(3)
+
+
+@pytest.mark.gloo
+def test_what_has_no_meaning_on_gloo_changes_no_value() -> None:
+    for there in run_gloo(_options, 3, 3):
+        assert there == pytest.approx(_options(3), rel=1e-12)
+
+
+# --- around the steps ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_pass_that_raised_is_forgotten(place: str) -> None:
+    mesh = flat_mesh()
+    model = wrapped(mesh, reshard_after_forward=True)
+    model.set_requires_gradient_sync(False)
+    step_held = (model(own(mesh)) ** 2).sum()
+    step_held.backward()
+    model.set_requires_gradient_sync(True)
+    failing = itertools.count()
+
+    def fail(*_: Any) -> None:
+        if next(failing) == 0:
+            raise ZeroDivisionError
+
+    def fail_later(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    where = model[2].register_forward_pre_hook(fail) if place == "forward" else model[2].register_forward_hook(fail_later)
+    with pytest.raises(ZeroDivisionError):
+        (model(own(mesh)) ** 2).sum().backward()
+    where.remove()
+    with pytest.raises(RuntimeError, match="belongs to the outermost unit"):
+        model[0].reset_iter_state()
+    model.reset_iter_state()
+    model.zero_grad()
+    assert_same(step(model, mesh), alone(2))
+
+
+def test_a_first_forward_names_the_parameters_without_values() -> None:
+    mesh = flat_mesh()
+    with torch.device("meta"):
+        model = net()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    with pytest.raises(
+        RuntimeError, match=r"still on the meta device.*: 0\.weight, 0\.bias, 2\.weight, 2\.bias, 4\.weight, 4\.bias"
+    ):
+        model(own(mesh))
+    materialize(model, init=lambda m: [nn.init.ones_(p) for p in m._parameters.values() if p is not None])
+    model.double()
+    model(own(mesh))
+
+
+def test_a_container_is_refused_as_torch_does() -> None:
+    for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
+        with pytest.raises(ValueError, match="nobody calls it"):
+            fully_shard(container, mesh=flat_mesh())
+
+
+def test_a_part_of_a_sharded_sequence_is_no_unit_of_its_own() -> None:
+    mesh = flat_mesh()
+    model = wrapped(mesh)
+    part = model[:2]
+    assert type(part) is nn.Sequential
+    assert isinstance(part[0], FSDPModule)
+    assert part(own(mesh)).shape == (12, 5)
+
+
+def test_settings_are_copied_with_the_module() -> None:
+    mesh = flat_mesh()
+    model = wrapped(mesh)
+    for layer in model[::2]:
+        layer.set_gradient_divide_factor(1.0)
+    assert_same(step(copy.deepcopy(model), mesh), [2 * x for x in alone(2)])
