@@ -111,7 +111,8 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def one_worker(options: argparse.Namespace, skip: int) -> Any:
     """The cases of one worker; where the next one has to begin, None when all is done."""
     argv = [*sys.argv, "--worker", "--skip", str(skip)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    # glibc fills memory with a pattern that is no value of any sample: what a kernel leaves unwritten is then seen
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.perturb=128"}
     worker = subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
     assert worker.stdout is not None
     current: dict[str, Any] | None = None

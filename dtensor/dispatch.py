@@ -224,7 +224,8 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
         if isinstance(value, _TENSOR):
             key.append(value._layout)
             return value._local
-        key.append((value.shape, value.dtype, origin_of(value) if value.ndim else Origin.AUTOGRAD))
+        strides = value.stride() if value.layout is torch.strided else None
+        key.append((value.shape, strides, value.dtype, Origin.AUTOGRAD if _is_number(value) else origin_of(value)))
         return value
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         value = value.node.maybe_as_int() if isinstance(value, torch.SymInt) else value
@@ -235,6 +236,11 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
         return value
     key.append(value)
     return value
+
+
+def _is_number(value: torch.Tensor) -> bool:
+    """Whether a plain tensor holds one number, expanded or 0-d, or none: it counts as the same on all ranks."""
+    return value.layout is torch.strided and (not any(value.stride()) or value.numel() == 0)
 
 
 def _static_list(value: Any, key: list[Any], by_type: bool) -> Any:
@@ -352,7 +358,7 @@ def _admit(value: Any, name: str, index: int | None, operator: Operator, mesh: D
             "make it distributed first with distribute_tensor(t, mesh, [Replicate()] * mesh.ndim), or, if every rank holds "
             "the same, use `with dtensor.implicit_replication():`"
         )
-    if value.numel() != 1 and not mixed:
+    if value.numel() != 1 and not _is_number(value) and not mixed:
         raise MixedTensorError(
             f"{operator.name} mixes DTensors with a plain tensor of shape {tuple(value.shape)} (argument {name!r}). "
             f"If every rank holds "

@@ -178,7 +178,8 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
     if "nll_loss" in operator.name and bound["target"].dtype is torch.uint8:
         bound["target"] = bound["target"].long()  # the operator takes labels of one byte, its meta kernel does not
     if "_scaled_mm" in operator.name and all(x.mesh.device_type == "cpu" for x in arguments.values() if isinstance(x, Layout)):
-        bound["self"], bound["mat2"] = bound["self"].contiguous(), bound["mat2"].t().contiguous().t()  # the CPU takes any order
+        rows, columns = bound["self"], bound["mat2"]  # the CPU takes any order and sizes, the meta kernel what a GPU takes
+        return (_meta_of(torch.empty(rows.shape[0], columns.shape[1], dtype=bound.get("out_dtype") or rows.dtype, device=META)),)
     if bound.get("device") is not None:
         bound["device"] = META
     if bound.get("pin_memory"):

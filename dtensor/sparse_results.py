@@ -41,8 +41,13 @@ def with_dense_gradient(overload: Any, name: str) -> Callable[..., Any]:
     names = [argument.name for argument in overload._schema.arguments]
     place = names.index(name)
 
+    refused = names.index("scale_grad_by_freq")  # torch has no sparse gradients of this kind, and says so
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not (args[place] if len(args) > place else kwargs.get(name)):
+        wanted, by_frequency = (
+            args[i] if len(args) > i else kwargs.get(flag) for i, flag in ((place, name), (refused, "scale_grad_by_freq"))
+        )
+        if not wanted or by_frequency:
             return NotImplemented
         _announce(f"{overload}: {name}=True")
         given = dict(zip(names, args, strict=False)) | kwargs | {name: False}

@@ -27,3 +27,15 @@ def test_redistribution_keeps_the_order_of_dims_in_memory(source: dt.Placement, 
     assert torch.equal(moved.full_tensor(), x.permute(2, 0, 1))
     if target == dt.Replicate():
         assert torch.equal(moved.permute(1, 2, 0).view(30, 7).full_tensor(), x.view(30, 7))
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "product"])
+@pytest.mark.parametrize("other", [dt.Replicate(), dt.Shard(0), dt.Shard(1), dt.Partial()], ids=str)
+def test_terms_that_are_made_have_the_memory_order_of_the_value(op: str, other: dt.Placement) -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    for x in (torch.ones(4, 6).t(), torch.ones(4, 6, 2).permute(2, 0, 1), torch.ones(4, 6)):
+        made = dt.distribute_tensor(x, mesh, [dt.Partial(op), other])
+        moved = dt.distribute_tensor(x, mesh, [dt.Replicate(), other]).redistribute(placements=[dt.Partial(op), other])
+        for terms in (made, moved):
+            orders = [sorted(range(x.ndim), key=local.stride().__getitem__) for local in terms._local.shards]
+            assert orders == [sorted(range(x.ndim), key=x.stride().__getitem__)] * 4

@@ -125,3 +125,17 @@ def test_shapes_are_compared_with_plain_tensors() -> None:
     x = dt.ones(4, 3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
     assert x.is_same_size(torch.zeros(4, 3))
     assert not torch.zeros(2, 3).is_same_size(x)
+
+
+def test_one_number_expanded_is_a_number_and_no_numbers_are_alike() -> None:
+    x = distributed(torch.arange(6.0).reshape(2, 3))
+    torch.testing.assert_close((x * torch.tensor(2.0).expand(2, 3)).full_tensor(), 2 * torch.arange(6.0).reshape(2, 3))
+    assert torch.cat([x, torch.zeros(0, 3)]).shape == (2, 3)
+    with pytest.raises(MixedTensorError):
+        x * torch.tensor([[2.0], [3.0]]).expand(2, 3)
+
+
+def test_strides_are_those_of_this_plain_tensor_not_of_one_seen_before() -> None:
+    x, y = distributed(torch.tensor(3.0), None), torch.ones(4, 3).t()
+    with dt.implicit_replication():
+        assert [(x * other).stride() for other in (y.contiguous(), y)] == [(4, 1), (1, 3)]

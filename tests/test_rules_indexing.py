@@ -160,3 +160,20 @@ def test_the_gradient_of_a_sharded_vocabulary_comes_back_in_its_shards() -> None
     F.embedding(i, weight).pow(2).sum().backward()
     assert weight.grad is not None
     assert weight.grad.placements == (S0,)  # type: ignore[attr-defined]  # a DTensor
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_rows_are_multiplied_where_a_block_of_them_has_one_element(dtype: torch.dtype) -> None:
+    x, places, source = floats(5, 4).to(dtype), ids(4, 6), floats(5, 6, seed=1).to(dtype)
+    for where in ([Shard(0)], [Shard(1)], [Shard(0, sizes=(0, 1, 4))]):
+        for keep in (True, False):
+            check(
+                lambda x, i, v: x.index_reduce(1, i, v, "prod", include_self=keep),  # noqa: B023  called at once
+                x,
+                places,
+                source,
+                mesh=dt.init_device_mesh("cpu", (3,)),
+                placements=[where, [Replicate()], [Replicate()]],
+                gradients=False,
+            )

@@ -10,6 +10,7 @@ from rule_tables import MESHES, Case, floats, integers, kinds, received, run, tr
 from torch.nn import functional as F
 
 from dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor.testing import check
 
 X, Y = floats(5, 7), floats(5, 7, seed=1)
 PROBABILITIES, WEIGHTS = floats(5, 7, seed=2, low=0.1, high=0.9), floats(7, seed=3, low=0.5, high=2.0)
@@ -111,3 +112,18 @@ def test_a_mean_over_nothing_is_nan_and_a_shard_without_targets_is_not() -> None
     assert math.isfinite(values[0])
     assert math.isnan(values[1])
     assert math.isclose(values[0], F.cross_entropy(X, targets[0]).item())
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_the_loss_of_an_empty_block_is_not_what_stood_in_memory(reduction: str) -> None:
+    """torch's margin losses leave a result over no samples as they found it; here that would be one term of the sum."""
+    mesh, filled = init_device_mesh("cpu", (4,)), torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what is not written is NaN then
+    try:
+        for fn, labels in (
+            (F.multi_margin_loss, TARGET % 3),
+            (F.multilabel_margin_loss, integers(5, 7, low=-1, high=7)),
+        ):
+            check(fn, X, labels, mesh=mesh, placements=[[Shard(0)], [Replicate()]], kwargs={"reduction": reduction})
+    finally:
+        torch.use_deterministic_algorithms(filled)

@@ -12,6 +12,7 @@ from rule_tables import MESHES, Case, floats, integers, kinds, received, run, tr
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.comm import events
+from dtensor.testing import check
 
 X, Z = floats(5, 6, 7), integers(5, 6)
 ODD = torch.tensor([[3, 1, 3, 2, 3, 0], [1, 1, 1, 1, 1, 1], [0, 7, 0, 7, 0, 7]])
@@ -124,3 +125,11 @@ def test_means_of_half_precision_do_not_overflow() -> None:
 
 def test_item_of_a_tensor_with_several_elements_raises_like_plain_torch() -> None:
     run(lambda x: x.item(), [floats(2)], (2,), [[Shard(0)]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int64], ids=str)
+@pytest.mark.parametrize("count", [0, 2, 5])
+def test_weighted_counts_have_torchs_dtype_where_a_block_or_all_is_empty(count: int, dtype: torch.dtype) -> None:
+    given = torch.arange(count) % 3, torch.ones(count, dtype=dtype)
+    for where in (Shard(0), Shard(0, sizes=(0, count, 0, 0))):
+        check(torch.bincount, *given, mesh=dt.init_device_mesh("cpu", (4,)), placements=[[where]] * 2, kwargs={"minlength": 2})

@@ -57,3 +57,14 @@ def test_a_dense_gradient_is_announced() -> None:
         F.embedding(
             dt.distribute_tensor(torch.tensor([1]), weight.device_mesh, [Replicate()]), weight, sparse=True
         ).sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_gradients_that_torch_refuses_are_refused(mode: str) -> None:
+    mesh, rows = dt.init_device_mesh("cpu", (2,)), torch.tensor([0, 2, 2])
+    for where in (Replicate(), Shard(0), Shard(1)):
+        for fn in (
+            lambda w, i: F.embedding(i, w, sparse=True, scale_grad_by_freq=True),
+            lambda w, i: F.embedding_bag(i.view(1, 3), w, sparse=True, scale_grad_by_freq=True, mode=mode),
+        ):
+            assert check(fn, X, rows, mesh=mesh, placements=[[where], [Replicate()]]).same_error

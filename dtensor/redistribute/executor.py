@@ -17,6 +17,7 @@ from ..comm import Communicator, Pending, communicator_of
 from ..comm.reduction import divided
 from ..comm.regions import Box, Route, region
 from ..layout import Layout
+from ..memory_order import outermost_first
 from ..placement import Monoid
 from ..remembered import remembered
 from .exchange import gathered, routes, traffic
@@ -195,7 +196,9 @@ def _spread(member: int, x: torch.Tensor, step: Spread) -> torch.Tensor:
     holds = step.op in KEEPING or all(coordinate[i] == 0 for i in sharing)
     if before.splits == after.splits:
         return x if holds else identity(step.op, x)
-    result = identity(step.op, x.new_empty(()).expand(after.local_shape(coordinate)))  # the shape of a block, without its memory
+    shape, order = after.local_shape(coordinate), outermost_first(after.stride)
+    like = x.new_empty(()).expand([shape[d] for d in order])  # the shape of a block, without its memory
+    result = identity(step.op, like).permute([order.index(d) for d in range(after.ndim)])
     if holds:
         region(result, inside(after, member, before, member)).copy_(x)
     return result

@@ -66,16 +66,16 @@ def may_pad(op: Op, inner: Sequence[Op]) -> bool:
 
 
 def identity(op: Op, like: torch.Tensor) -> torch.Tensor:
-    """A new tensor, shape and dtype of ``like``, that changes nothing when it is a term of ``op``."""
+    """A new tensor, in shape, dtype and memory order as ``like``, that changes nothing when it is a term of ``op``."""
     match op:
         case Monoid():
             return op.identity(like)
         case "product":
-            return torch.ones_like(like, memory_format=torch.contiguous_format)
+            return torch.ones_like(like)
         case "max" | "min":
-            return torch.full_like(like, bounds(like.dtype)[op == "min"], memory_format=torch.contiguous_format)
+            return torch.full_like(like, bounds(like.dtype)[op == "min"])
         case _:
-            return torch.zeros_like(like, memory_format=torch.contiguous_format)
+            return torch.zeros_like(like)
 
 
 def bounds(dtype: torch.dtype) -> tuple[float, float]:

@@ -68,7 +68,9 @@ def bins_of_blocks(at: KernelContext, x: Any, weights: Any = None, minlength: in
             raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
         length = max(int(bounds[1].item()) + 1, minlength)
         made = aten.bincount(block, weight, length)
-        return made if block.numel() or weight is None else made.to(torch.promote_types(weight.dtype, torch.float64))
+        if block.numel() or weight is None or not at.call.shape(0)[0]:
+            return made
+        return made.to(weight.dtype if weight.dtype is torch.float32 else torch.float64)  # as where there is something to count
 
     return at.all_reduce(at.map(count, x, weights, ends), "sum")
 

@@ -38,18 +38,19 @@ def margin_factors(call: Call) -> Factors:
         call.results = tuple(
             meta and (replace(meta, shape=(), stride=()) if i == 0 else meta) for i, meta in enumerate(call.results)
         )
-    if call["reduction"] == MEAN:
-        mean = Kernel(mean_of_samples, lacking=Partial("sum"))
-        return Factors(tuple(dims), results, {"n": samples}, kernels={"n": mean})
-    return Factors(tuple(dims), results, {"n": samples}, reduced={} if loss else {"n": "sum"})
+    kernels = {} if loss else {"n": Kernel(sum_over_samples, lacking=Partial("sum"))}
+    return Factors(tuple(dims), results, {"n": samples}, kernels=kernels)
 
 
-def mean_of_samples(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    op, samples = functional(at.call), at.call.shape(0)[0]
+def sum_over_samples(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+    op, samples = functional(at.call), at.call.shape(0)[0] if at.call["reduction"] == MEAN else 1
 
     def one(_: Any, *locals_: Any) -> Any:
         made = op(*locals_, **kwargs)
-        return made / samples if isinstance(made, torch.Tensor) else (made[0] / samples, *made[1:])
+        loss, *rest = (made,) if isinstance(made, torch.Tensor) else made
+        # torch leaves the loss of no samples as it found the memory
+        loss = loss / samples if locals_[0].numel() else torch.zeros_like(loss)
+        return (loss, *rest) if rest else loss
 
     return at.map(one, *with_reduction(at.call, args, SUM))
 

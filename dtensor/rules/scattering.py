@@ -26,7 +26,7 @@ from .indexing import (
     located_in_dims,
 )
 from .located import located, with_scratch
-from .rule import Dims, Factors, Kernel
+from .rule import Choice, Dims, Factors, Kernel
 from .verbs import kernel_rule
 from .views import own_factors
 
@@ -135,7 +135,18 @@ def fill_partials(call: Call) -> tuple[str, ...]:
 kernel_rule("index_add", rows_written, partials=ADDED)
 kernel_rule("index_copy", rows_written, partials=REPLACED)
 kernel_rule("index_fill", rows_written, partials=fill_partials)
-kernel_rule("index_reduce", rows_written)
+
+
+def rows_multiply(choice: Choice) -> bool:
+    """torch cannot multiply rows of one element in half precision: no block has such rows where the whole has longer ones."""
+    call = choice.call
+    if call["reduce"] != "prod" or call.operands[0].dtype not in (torch.float16, torch.bfloat16) or not choice.splits:
+        return True
+    others = set(range(len(call.shape(0)))) - {call["dim"] % len(call.shape(0))}
+    return not all(1 in choice.sizes(f"d{d}") for d in others)
+
+
+kernel_rule("index_reduce", rows_written, when=rows_multiply)
 
 
 # --- index_put: advanced indexing ---
