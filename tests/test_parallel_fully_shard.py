@@ -470,7 +470,11 @@ def _checkpointed(reentrant: bool) -> None:
         assert_same_gradients(model, alone)
 
 
-# a user's autograd function does not map over per_rank tensors, so checkpoints that are one need processes
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_by_function(reentrant: bool) -> None:
+    _checkpointed(reentrant)
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_on_process_groups(reentrant: bool) -> None:

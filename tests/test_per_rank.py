@@ -215,24 +215,38 @@ def test_gradients_are_each_rank_s_own() -> None:
 
 def test_backward_is_joint() -> None:
     shared = torch.tensor(2.0, requires_grad=True)
-    x = per_rank([torch.tensor(3.0), torch.tensor(4.0)]).requires_grad_()
+    x = per_rank([torch.tensor(3.0), torch.tensor(3.0)]).requires_grad_()
     y = x * (shared * shared)  # one node that both ranks' graphs run through
     torch.autograd.backward([y])
     assert shared.grad is not None
-    assert shared.grad.item() == 4.0 * (3 + 4)
+    assert shared.grad.item() == 4.0 * 3  # what each rank finds, as with processes, not the sum
     assert lists(x.grad) == [4.0, 4.0]
+
+
+def test_a_plain_tensor_has_the_gradient_that_every_rank_finds() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    x = per_rank([torch.arange(6.0).reshape(2, 3)] * 2)
+    torch.nn.functional.layer_norm(torch.stack([x, x * weight]), (3,), weight).pow(2).sum().backward()
+    alone = torch.nn.Parameter(torch.ones(3))
+    one = x.shards[0]
+    torch.nn.functional.layer_norm(torch.stack([one, one * alone]), (3,), alone).pow(2).sum().backward()
+    torch.testing.assert_close(weight.grad, alone.grad)
+    differing = (per_rank([torch.ones(3), torch.zeros(3)]) * weight).sum()
+    with pytest.raises(LayoutError, match="differs between ranks"):
+        differing.backward()
+    (x * weight).sum().shards[0].backward()  # one rank alone
 
 
 def test_autograd_grad_gathers_what_ranks_have() -> None:
     shared = torch.tensor(2.0, requires_grad=True)
-    x = per_rank([torch.tensor(3.0), torch.tensor(4.0)]).requires_grad_()
+    x = per_rank([torch.tensor(3.0), torch.tensor(3.0)]).requires_grad_()
     unused = torch.ones(1, requires_grad=True)
     dx, dshared, nothing = torch.autograd.grad((x * shared * shared).sum(), [x, shared, unused], allow_unused=True)
     assert lists(dx) == [4.0, 4.0]
-    assert dshared.item() == 4.0 * 7
+    assert dshared.item() == 4.0 * 3
     assert nothing is None
     (scaled,) = torch.autograd.grad([x * x], [x], [per_rank([torch.tensor(1.0), torch.tensor(10.0)])])
-    assert lists(scaled) == [6.0, 80.0]
+    assert lists(scaled) == [6.0, 60.0]
 
 
 def test_optimizers_step_each_rank() -> None:

@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import LayoutError, MeshError
+from ..mesh import DeviceMesh
+from .joint_function import watch_functions
 from .per_rank import PerRank, count_ranks, merge, parts
 from .protocol import Communicator, Local, Pending, Shape
 from .rank_values import RankValues
@@ -21,6 +23,10 @@ from .regions import Box, Route, region
 
 class InProcess(Communicator):
     """All members here. On a submesh every copy of it communicates, each among its own ranks."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__(mesh)
+        watch_functions()
 
     def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         members = self.mesh.members

@@ -5,8 +5,7 @@ autograd graph. This happens in ``__torch_function__``, above autograd. Where to
 another subclass's ``__torch_dispatch__``) the same mapping happens in ``__torch_dispatch__``; the wrapper itself has
 neither storage nor sizes, so nothing can read it instead of the ranks' tensors.
 
-One thing torch keeps from us: ``torch.autograd.Function.apply`` is no torch function, so a user's own one would run once,
-with gradients off, and cut the graph. Run it per rank, in ``map_ranks``.
+One thing torch keeps from us: ``torch.autograd.Function.apply`` is no torch function; see ``joint_function.py``.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import LayoutError, MeshError, PlacementError
 from .rank_values import RankValues, agreed
+from .used_by_ranks import UsedByRanks
 
 
 class PerRank(Tensor):
@@ -68,7 +68,9 @@ class PerRank(Tensor):
         self, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
     ) -> None:
         """Gradients of the sum over ranks: every rank's tensor is a root of one joint backward pass."""
-        _backward([self], None if gradient is None else [gradient], retain_graph, create_graph, inputs=inputs)
+        _JOINT[torch.autograd.backward](
+            [self], None if gradient is None else [gradient], retain_graph, create_graph, inputs=inputs
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's own takes tensor_contents, for its printing only
         return "PerRank(" + "".join(f"\n  rank {rank}: {_indented(shard)}" for rank, shard in enumerate(self.shards)) + "\n)"
@@ -91,6 +93,8 @@ class PerRank(Tensor):
 
 def per_rank(tensors: Sequence[Tensor]) -> PerRank:
     """A :class:`PerRank` of ``tensors``, one for each member of the mesh's root in order; shapes may differ."""
+    for prepare in _BEFORE:
+        prepare()
     return PerRank(tensors)
 
 
@@ -107,7 +111,9 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         if type(results[0]) is Tensor and results[0] is not args[0].shards[0] and all(type(x) is Tensor for x in results):
             return _holding(tuple(results))
     else:
-        results = [func(*own, **named) for own, named in parts(args, kwargs, count_ranks((args, kwargs)))]
+        count = count_ranks((args, kwargs))
+        args, kwargs = _each_its_own(args, count), {name: _its_own(value, count) for name, value in kwargs.items()}
+        results = [func(*own, **named) for own, named in parts(args, kwargs, count)]
     if isinstance(results[0], Tensor):
         for arg in (*args[:1], *kwargs.values()):
             if isinstance(arg, PerRank) and results[0] is arg.shards[0] and all(map(_is, results, arg.shards)):
@@ -128,6 +134,18 @@ def _rows(args: Sequence[Any]) -> Iterable[tuple[Any, ...]] | None:
         else:
             return None
     return zip(*columns, strict=True)
+
+
+def _each_its_own(values: Sequence[Any], count: int) -> list[Any]:
+    return [_its_own(value, count) for value in values]
+
+
+def _its_own(value: Any, count: int) -> Any:
+    """A plain tensor that all ranks use, as each rank's own where gradients are recorded: see ``UsedByRanks``."""
+    kind = type(value)
+    if (kind is Tensor or kind is nn.Parameter) and value.requires_grad and torch.is_grad_enabled():
+        return PerRank(UsedByRanks.apply(value, count))
+    return kind(_each_its_own(value, count)) if kind is list or kind is tuple else value
 
 
 _SHARED = frozenset((int, float, bool, complex, type(None), torch.dtype))
@@ -245,50 +263,5 @@ def _like(sequence: Any, items: list[Any]) -> Any:
     return type(sequence)(*items) if hasattr(sequence, "_fields") else type(sequence)(items)
 
 
-# --- autograd runs once for all ranks: their graphs may meet in a collective or in a shared tensor ----------------------
-def _flat(values: Any) -> list[Any]:
-    if values is None:
-        return []
-    values = (values,) if isinstance(values, Tensor) else tuple(values)
-    return [shard for value in values for shard in (value.shards if isinstance(value, PerRank) else (value,))]
-
-
-def _flat_grads(roots: Any, grads: Any) -> list[Any] | None:
-    """One gradient for each root tensor: a plain one (or None) goes to every rank of its root."""
-    if grads is None:
-        return None
-    roots, grads = ((roots,), (grads,)) if isinstance(roots, Tensor) else (tuple(roots), grads)
-    grads = (grads,) if isinstance(grads, Tensor) else tuple(grads)
-    flat: list[Any] = []
-    for root, grad in zip(roots, grads, strict=True):
-        count = len(root.shards) if isinstance(root, PerRank) else 1
-        flat.extend(grad.shards if isinstance(grad, PerRank) else [grad] * count)
-    return flat
-
-
-def _backward(
-    tensors: Any,
-    grad_tensors: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
-) -> None:
-    grads = _flat_grads(tensors, grad_tensors if grad_variables is None else grad_variables)
-    torch.autograd.backward(_flat(tensors), grads, retain_graph, create_graph, inputs=None if inputs is None else _flat(inputs))
-
-
-def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    flat = iter(torch.autograd.grad(_flat(outputs), _flat(inputs), _flat_grads(outputs, grad_outputs), *args, **kwargs))
-    return tuple(_regrouped(x, [next(flat) for _ in x.shards]) if isinstance(x, PerRank) else next(flat) for x in inputs)
-
-
-def _regrouped(x: PerRank, grads: list[Tensor | None]) -> PerRank | None:
-    if all(grad is None for grad in grads):
-        return None
-    # unused on some ranks only: nothing flowed there
-    return PerRank(torch.zeros_like(shard) if grad is None else grad for shard, grad in zip(x.shards, grads, strict=True))
-
-
-_JOINT: dict[Any, Callable[..., Any]] = {torch.autograd.backward: _backward, torch.autograd.grad: _grad}
+_JOINT: dict[Any, Callable[..., Any]] = {}  # what does not simply run once per rank; see ``joint.py``
+_BEFORE: list[Callable[[], None]] = []  # what has to be set up before users meet such tensors; see ``joint_function.py``

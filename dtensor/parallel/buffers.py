@@ -56,7 +56,7 @@ class Buffers:
         for (module, name, _), (outside, value, versions) in zip(self.places, self._inside, strict=False):
             now = module._buffers[name]
             if now is not value and isinstance(now, Tensor):
-                outside._local.copy_(now._local if isinstance(now, DTensor) else now)
+                outside._local = torch.empty_like(outside._local).copy_(now._local if isinstance(now, DTensor) else now)
             if now is not value or _versions(outside) != versions:
                 written.add(module)
             module._buffers[name] = outside
@@ -88,17 +88,19 @@ def _replicated(buffer: Tensor, axes: Axes, inside: Layout | None) -> DTensor:
 
 
 def _first_ranks(written: list[DTensor], axes: Axes) -> None:
-    """The first data-parallel rank's values everywhere: one broadcast of bytes."""
+    """The first data-parallel rank's values everywhere: one broadcast of bytes, into new tensors: backward may need the old."""
     comm = communicator_of(axes.mesh)
 
     def packed(member: int, locals_: list[Tensor]) -> Tensor:
         return torch.cat([flat_bytes(x) for x in locals_])
 
-    def unpacked(member: int, row: Tensor, locals_: list[Tensor]) -> None:
+    def unpacked(member: int, row: Tensor, locals_: list[Tensor]) -> list[Tensor]:
         pieces = row.split([x.numel() * x.dtype.itemsize for x in locals_])
-        for x, piece in zip(locals_, pieces, strict=True):
-            x.copy_(from_bytes(piece, x.shape, x.dtype))
+        return [torch.empty_like(x).copy_(from_bytes(piece, x.shape, x.dtype)) for x, piece in zip(locals_, pieces, strict=True)]
 
+    aligned = sorted({id(x): x for x in written}.values(), key=lambda x: -x.dtype.itemsize)
     with torch.no_grad():
-        locals_ = [buffer._local for buffer in written]
-        comm.map(unpacked, comm.broadcast(comm.map(packed, locals_), axes.both), locals_)
+        locals_ = [buffer._local for buffer in aligned]
+        made = comm.map(unpacked, comm.broadcast(comm.map(packed, locals_), axes.both), locals_)
+    for buffer, local in zip(aligned, made, strict=True):
+        buffer._local = local

@@ -124,10 +124,10 @@ class Unit:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-        self.buffers.leave(schedule.distributed, module.training)
         self._to_run.discard(module)
         if schedule.in_backward():  # a forward pass recomputed: backward needs the values next
             return output
+        self.buffers.leave(schedule.distributed, module.training)
         self.put_parameters()
         returns = self._expect_gradients(output) if torch.is_grad_enabled() else True
         if not self._to_run and returns:
@@ -221,6 +221,7 @@ class Unit:
         if self.gathers_in_backward:
             self.gather()
             self.put_values(schedule.distributed)  # parts of the forward pass may be run again, see torch.utils.checkpoint
+        self.buffers.enter(schedule.distributed)
         following = self.before_in_backward
         if following is None:
             after = schedule.next_backward(self)
@@ -276,6 +277,7 @@ class Unit:
     def end(self) -> None:
         """Backward has ended."""
         self._views, self._to_run = {}, set()
+        self.buffers.leave(self._scheduled().distributed, any(module.training for module in self.modules))
         for group in self.groups:
             group.live.clear()
             group.put_parameters()

@@ -1,0 +1,108 @@
+"""Torch functions over ``PerRank`` tensors that do not simply run once per rank: autograd passes, and random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .per_rank import _JOINT, PerRank, over_ranks
+
+
+# --- autograd runs once for all ranks: their graphs may meet in a collective or in a shared tensor ----------------------
+def flat(values: Any) -> list[Any]:
+    if values is None:
+        return []
+    values = (values,) if isinstance(values, Tensor) else tuple(values)
+    return [shard for value in values for shard in (value.shards if isinstance(value, PerRank) else (value,))]
+
+
+def _flat_grads(roots: Any, grads: Any) -> list[Any] | None:
+    """One gradient for each root tensor: a plain one (or None) goes to every rank of its root."""
+    if grads is None:
+        return None
+    roots, grads = ((roots,), (grads,)) if isinstance(roots, Tensor) else (tuple(roots), grads)
+    grads = (grads,) if isinstance(grads, Tensor) else tuple(grads)
+    flat: list[Any] = []
+    for root, grad in zip(roots, grads, strict=True):
+        count = len(root.shards) if isinstance(root, PerRank) else 1
+        flat.extend(grad.shards if isinstance(grad, PerRank) else [grad] * count)
+    return flat
+
+
+def _backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    grads = _flat_grads(tensors, grad_tensors if grad_variables is None else grad_variables)
+    torch.autograd.backward(flat(tensors), grads, retain_graph, create_graph, inputs=None if inputs is None else flat(inputs))
+
+
+def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    found = iter(torch.autograd.grad(flat(outputs), flat(inputs), _flat_grads(outputs, grad_outputs), *args, **kwargs))
+    return tuple(_regrouped(x, [next(found) for _ in x.shards]) if isinstance(x, PerRank) else next(found) for x in inputs)
+
+
+def _regrouped(x: PerRank, grads: list[Tensor | None]) -> PerRank | None:
+    if all(grad is None for grad in grads):
+        return None
+    # unused on some ranks only: nothing flowed there
+    return PerRank(torch.zeros_like(shard) if grad is None else grad for shard, grad in zip(x.shards, grads, strict=True))
+
+
+# --- random numbers: ranks that are processes start alike and draw alike ----------------------------------------------------
+def _drawn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``func`` with each rank drawing from the generator as it is now; it goes on from where the first rank left it."""
+    generator = kwargs.get("generator")
+    if generator is None:
+        x = next((x for x in (*args, *kwargs.values()) if isinstance(x, PerRank)), None)
+        generator = torch.default_generator if x is None or x.is_cpu else _device_generator(x.shards[0].device)
+    before: Tensor = generator.get_state()
+    after: list[Tensor] = []
+
+    def one(*own: Any, **named: Any) -> Any:
+        if after:
+            generator.set_state(before)
+        result = func(*own, **named)
+        if not after:
+            after.append(generator.get_state())
+        return result
+
+    one.__name__ = func.__name__
+    try:
+        return over_ranks(one, args, kwargs)
+    finally:
+        if after:
+            generator.set_state(after[0])
+
+
+def _device_generator(device: torch.device) -> Any:
+    module = torch.get_device_module(device)
+    return module.default_generators[module.current_device() if device.index is None else device.index]
+
+
+_DRAWING = """
+    alpha_dropout bernoulli bernoulli_ binomial cauchy_ dropout dropout1d dropout2d dropout3d dropout_ exponential_
+    feature_alpha_dropout feature_dropout fractional_max_pool2d fractional_max_pool3d geometric_ gru gumbel_softmax
+    kaiming_uniform_ log_normal_ lstm multi_head_attention_forward multinomial native_dropout normal normal_ poisson
+    rand_like randint_like randn_like random_ rnn_relu rnn_tanh rrelu rrelu_ scaled_dot_product_attention uniform_
+"""
+_PLACES = (torch, torch.Tensor, nn.functional, nn.init, torch._C._nn)
+
+_JOINT.update({torch.autograd.backward: _backward, torch.autograd.grad: _grad})
+_JOINT.update(
+    {
+        getattr(place, name): partial(_drawn, getattr(place, name))
+        for name in _DRAWING.split()
+        for place in _PLACES
+        if hasattr(place, name)
+    }
+)

@@ -1,0 +1,127 @@
+"""What the ranks of one process do together: users' autograd functions, checkpoints, random numbers on local tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import dtensor as dt
+from dtensor import DTensor, Replicate, Shard, per_rank
+
+
+class Scaled(torch.autograd.Function):
+    """Two results, one that is no tensor; something saved; one argument without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: Tensor, name: str) -> Any:
+        ctx.save_for_backward(x, by)
+        ctx.name = name
+        assert ctx.needs_input_grad == (x.requires_grad, by.requires_grad, False)
+        return x * by, (x * x).sum(), name
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, squares: Tensor, _: None) -> Any:
+        x, by = ctx.saved_tensors
+        return grad * by + 2 * x * squares, (grad * x) if ctx.needs_input_grad[1] else None, None
+
+
+class Doubled(torch.autograd.Function):
+    """In place, in the form with ``setup_context``."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_dirty(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def pieces() -> list[Tensor]:
+    return [torch.arange(4.0, dtype=torch.float64) + k for k in range(2)]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_users_function_runs_for_all_ranks(shared: bool) -> None:
+    dt.init_device_mesh("cpu", (2,))
+
+    def run(x: Any, by: Any) -> Any:
+        found, squares, name = Scaled.apply(x, by, "name")
+        assert name == "name"
+        return found.sin().sum() + squares
+
+    xs = [x.requires_grad_() for x in pieces()]
+    bys = [torch.full((4,), 3.0, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    x = per_rank([x.detach() for x in xs]).requires_grad_()
+    by: Any = bys[0].detach() if shared else per_rank([b.detach() for b in bys]).requires_grad_()
+    run(x, by).backward()
+    for own, b in zip(xs, bys, strict=True):
+        run(own, b).backward()
+    for k in range(2):
+        torch.testing.assert_close(x.grad.shards[k], xs[k].grad)
+        if not shared:
+            torch.testing.assert_close(by.grad.shards[k], bys[k].grad)
+
+
+def test_in_place_and_twice_differentiable() -> None:
+    dt.init_device_mesh("cpu", (2,))
+    x = per_rank(pieces()).requires_grad_()
+    y = Doubled.apply(x * 1)
+    (first,) = torch.autograd.grad((y * y * y).sum(), [x], create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), [x])
+    for own, found in zip(pieces(), second.shards, strict=True):
+        torch.testing.assert_close(found, 48 * own)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_recompute_with_collectives(reentrant: bool) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    weight = torch.arange(16.0, dtype=torch.float64).reshape(4, 4) / 10
+
+    def run(x: Any, w: Any, wrapped: bool) -> Any:
+        def inner(z: Any) -> Any:
+            if isinstance(w, DTensor):
+                z = DTensor.from_local(F.dropout(z, 0.5), mesh, [Replicate()]) @ w
+                return z.redistribute(placements=[Replicate()]).to_local().sin()
+            return (F.dropout(z, 0.5) @ w).sin()
+
+        z = x * 2
+        return (checkpoint(inner, z, use_reentrant=reentrant) if wrapped else inner(z)).sum()
+
+    alone, whole = torch.ones(3, 4, dtype=torch.float64, requires_grad=True), weight.clone().requires_grad_()
+    torch.manual_seed(1)
+    run(alone, whole, False).backward()
+    x = per_rank([torch.ones(3, 4, dtype=torch.float64) for _ in range(2)]).requires_grad_()
+    w = dt.distribute_tensor(weight, mesh, [Shard(1)]).requires_grad_()
+    torch.manual_seed(1)
+    run(x, w, True).backward()
+    for grad in x.grad.shards:
+        torch.testing.assert_close(grad, alone.grad)
+    torch.testing.assert_close(w.grad.full_tensor(), whole.grad)
+
+
+def test_ranks_draw_alike() -> None:
+    torch.manual_seed(3)
+    x = per_rank([torch.ones(5), torch.ones(5)])
+    found = [F.dropout(x), torch.rand_like(x), x.clone().bernoulli_(0.5), torch.nn.init.uniform_(x.clone()), F.dropout(x)]
+    torch.manual_seed(3)
+    one = torch.ones(5)
+    wanted = [
+        F.dropout(one),
+        torch.rand_like(one),
+        one.clone().bernoulli_(0.5),
+        torch.nn.init.uniform_(one.clone()),
+        F.dropout(one),
+    ]
+    for own, plain in zip(found, wanted, strict=True):
+        for shard in own.shards:  # type: ignore[attr-defined]  # PerRank
+            torch.testing.assert_close(shard, plain)

@@ -1,0 +1,93 @@
+"""Buffers under data parallelism: written in training, of several dtypes, read again where activations are recomputed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from gloo import run_gloo
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+import dtensor as dt
+from dtensor import DTensor, Shard
+from dtensor.parallel import fully_shard, replicate
+
+
+class Layer(nn.Module):
+    """A frozen factor that backward saves, a count that every pass writes, running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.register_buffer("scale", torch.arange(1.0, 7.0))
+        self.register_buffer("quantized", torch.arange(-3, 3, dtype=torch.int8))
+        self.register_buffer("passes", torch.zeros(()))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return self.norm(self.linear(x) * self.scale + self.quantized * x).relu()
+
+
+_wrapped = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+
+
+def _recomputing(model: nn.Sequential) -> None:
+    for k in range(2):
+        model[k] = _wrapped(model[k])
+
+
+def _whole(x: Any) -> Tensor:
+    found = x.full_tensor()
+    return found.shards[0] if isinstance(found, dt.PerRank) else found
+
+
+def _check(how: str, recomputed: str) -> None:
+    torch.manual_seed(0)
+    mesh = dt.init_device_mesh("cpu", (2,))
+    model = nn.Sequential(Layer(), Layer(), nn.Linear(6, 3).double())
+    ranks = [copy.deepcopy(model) for _ in range(2)]
+    if recomputed == "inside":
+        _recomputing(model)
+    if how == "fully_shard":
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        replicate(model, mesh)
+    for alone in (*ranks, model) if recomputed == "outside" else ranks if recomputed else []:
+        _recomputing(alone)
+    batch = torch.randn(8, 6, dtype=torch.float64)
+    own = dt.distribute_tensor(batch, mesh, [Shard(0)]).to_local()
+    for _ in range(2):
+        model(own).square().mean().backward()
+        for alone, part in zip(ranks, batch.chunk(2), strict=True):
+            alone(part).square().mean().backward()
+        for p, *pair in zip(model.parameters(), *(alone.parameters() for alone in ranks), strict=True):
+            torch.testing.assert_close(_whole(p.grad), (pair[0].grad + pair[1].grad) / 2)
+        for b, first, second in zip(model.buffers(), *(alone.buffers() for alone in ranks), strict=True):
+            assert isinstance(b, DTensor)
+            torch.testing.assert_close(_whole(b), first)
+            second.copy_(first)
+
+
+CASES = [(how, recomputed) for how in ("fully_shard", "replicate") for recomputed in ("", "inside", "outside")]
+
+
+@pytest.mark.parametrize(("how", "recomputed"), CASES)
+def test_steps_are_those_of_each_rank_alone(how: str, recomputed: str) -> None:
+    _check(how, recomputed)
+
+
+def _all() -> None:
+    for case in CASES:
+        _check(*case)
+
+
+@pytest.mark.gloo
+def test_on_process_groups() -> None:
+    run_gloo(_all, 2)
