@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import Function
 
@@ -20,6 +21,10 @@ from .joint import flat
 from .per_rank import _BEFORE, PerRank
 
 _PLAIN_APPLY: Callable[..., Any] = Function.__dict__["apply"].__func__
+
+_KEEPS_INPUTS = getattr(
+    torch.utils.checkpoint, "_NoopSaveInputs", None
+)  # of torch 2.11: read through its node, never run backward
 
 
 def watch_functions() -> None:
@@ -30,7 +35,7 @@ def watch_functions() -> None:
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     for arg in args:
-        if type(arg) is PerRank:
+        if type(arg) is PerRank and cls is not _KEEPS_INPUTS:
             return _joint(cls, args, kwargs)
     return _PLAIN_APPLY(cls, *args, **kwargs)
 
