@@ -48,7 +48,6 @@ class Group:
         self.live: set[int] = set()
         self.settings = Settings()
         self.scattered: dict[Any, Any] = {}
-        self.packed: dict[Any, dict[int, Tensor]] = {}  # memory of gradients on their way, see Reduction
         self._stamp: Any = None
         self._pending: Pending[list[Any]] | None = None
         self._kept: tuple[Neighbours, Any] | None = None  # parts of the gathered values, between forward and backward
@@ -75,6 +74,7 @@ class Group:
         """Drop the buffer and what was computed from the list of parameters."""
         self.gathered, self._buffer, self._pending, self._full, self._recipes = False, None, None, [], {}
         self._kept = None
+        self.buckets: dict[Any, dict[int, list[Tensor]]] = {}  # memory of gradients on their way, see Reduction
         self._inside: dict[bool, list[Layout | None]] = {}
         self._owners: dict[bool, list[int]] = {}
 
@@ -152,9 +152,13 @@ class Group:
 
     def stamp(self) -> list[Any]:
         """Changes whenever a parameter's value does: written to as a DTensor or as its local, or replaced."""
-        parameters = [m.parameter for m in self.managed]
-        shards = [shard for p in parameters for shard in shards_of(p._local)]  # type: ignore[attr-defined]  # DTensors
-        return [p._version for p in parameters] + [id(x) for x in shards] + [x._version for x in shards]
+        now: list[Any] = []
+        for m in self.managed:
+            p: Any = m.parameter
+            now.append(p._version)
+            for shard in shards_of(p._local):
+                now += id(shard), shard._version
+        return now
 
     def start_gather(self) -> None:
         """Issue the all-gather, unless what is gathered is still right."""
@@ -240,6 +244,11 @@ class Group:
             found = Recipe.of([(m.layout, m.whole, m.cut, self.dtype_of(m)) for m in self.managed], member, group)
             self._recipes[member] = found
         return found
+
+    @property
+    def seen(self) -> list[Any]:
+        """The stamp of what is gathered."""
+        return self._stamp  # type: ignore[no-any-return]
 
     def check_unchanged(self, stamp: Any) -> None:
         """Backward needs the values that forward saw.

@@ -26,6 +26,7 @@ class Recipe:
         dtypes: per parameter, when gathered.
         shapes: per parameter, whole.
         blocks: per group position, per parameter, the shape of that position's block.
+        numels: elements of each block.
         nbytes: of this member's row.
     """
 
@@ -33,6 +34,7 @@ class Recipe:
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[Shape, ...]
     blocks: tuple[tuple[Shape, ...], ...]
+    numels: tuple[tuple[int, ...], ...]
     nbytes: int
 
     @staticmethod
@@ -44,7 +46,8 @@ class Recipe:
             tuple(layout.local_shape(at[other]) for (layout, *_), at in zip(items, coordinates, strict=True)) for other in group
         )
         cuts, dtypes = tuple(item[2] for item in items), tuple(item[3] for item in items)
-        return Recipe(cuts, dtypes, shapes, blocks, _padded(_sections(cuts, dtypes, blocks[list(group).index(member)])))
+        numels = tuple(tuple(map(math.prod, each)) for each in blocks)
+        return Recipe(cuts, dtypes, shapes, blocks, numels, _padded(_sections(cuts, dtypes, blocks[list(group).index(member)])))
 
     # --- parameters ----------------------------------------------------------------------------------------------
     def pack(self, locals_: Sequence[Tensor], device: str | torch.device) -> Tensor:
@@ -93,11 +96,10 @@ class Recipe:
         grads: Sequence[Tensor | None],
         dtype: torch.dtype,
         device: torch.device,
-        out: Tensor | None = None,
     ) -> list[Tensor]:
         """Per group position what it shall reduce: its block of each gradient, and then, for each, whether there was one here.
 
-        What no rank cuts stands in every chunk, so every rank gets its reduction. ``out`` is memory for the only chunk.
+        What no rank cuts stands in every chunk, so every rank gets its reduction.
         """
         used = torch.tensor([float(grad is not None) for grad in grads], dtype=dtype, device=device)
         result = []
@@ -108,15 +110,19 @@ class Recipe:
                     parts.append(torch.zeros(math.prod(blocks[i]), dtype=dtype, device=device))
                 else:
                     parts.append(self._region(grad, i, position).to(dtype).reshape(-1))
-            result.append(torch.cat([*parts, used]) if out is None else torch.cat([*parts, used], out=out))
+            result.append(torch.cat([*parts, used]))
         return result
+
+    def bucket(self, chosen: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """Memory for the only chunk, where nothing is cut, and its parts: a view for each gradient, and one for the flags."""
+        flat = torch.empty(sum(self.numels[0][i] for i in chosen) + len(chosen), dtype=dtype, device=device)
+        return [flat, *self.split(chosen, 0, flat)]
 
     def split(self, chosen: Sequence[int], position: int, flat: Tensor) -> list[Tensor]:
         """A reduced chunk as blocks, and behind them the flags."""
-        shapes = [self.blocks[position][i] for i in chosen]
-        sizes = [math.prod(shape) for shape in shapes]
-        pieces = flat.split([*sizes, flat.numel() - sum(sizes)])
-        return [*(piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)), pieces[-1]]
+        shapes, numels = self.blocks[position], self.numels[position]
+        pieces = flat.split([*(numels[i] for i in chosen), len(chosen)])
+        return [*(piece.view(shapes[i]) for piece, i in zip(pieces, chosen, strict=False)), pieces[-1]]
 
     def _region(self, x: Tensor, i: int, position: int) -> Tensor:
         cut = self.cuts[i]

@@ -32,7 +32,7 @@ class Reduction:
         if average and self._divisor is None and group.settings.sums_only:
             self._divisor = float(group.axes.mesh.size())
         self._op = "avg" if average and self._divisor is None else "sum"
-        self._packed: dict[int, Tensor] = {}  # whole gradients: their memory serves again, as fresh pages cost more than the copy
+        self._buckets: dict[int, list[Tensor]] = {}  # of whole gradients: they serve again, as fresh pages cost more than the copy
         self._dtype = dtype
         self._pending = self._issue([gradients[i] for i in self.chosen], dtype)
 
@@ -40,14 +40,16 @@ class Reduction:
         group, comm, axes = self.group, self.group.comm, self.group.axes
         device, in_process = torch.device(axes.mesh.device_type), axes.mesh.kind == "in_process"
 
-        used_before = group.packed.pop(self._key(dtype), {}) if not axes.shard else {}
+        self._buckets = {} if axes.shard else group.buckets.pop(self._key(dtype), {})
 
         def chunks(member: int) -> list[Tensor]:
             own = [column[member if in_process else 0] for column in columns]
-            made = group.recipe(member).chunks(self.chosen, own, dtype, device, used_before.get(member))
-            if not axes.shard:
-                self._packed[member] = made[0]
-            return made
+            if axes.shard:
+                return group.recipe(member).chunks(self.chosen, own, dtype, device)
+            bucket = self._buckets.get(member)
+            if bucket is None:
+                bucket = self._buckets[member] = group.recipe(member).bucket(self.chosen, dtype, device)
+            return [_filled(bucket, own)]
 
         with torch.no_grad():
             packed = comm.map(chunks)
@@ -66,8 +68,8 @@ class Reduction:
         """Wait for it, and add its results to the parameters' gradients."""
         group, comm, axes = self.group, self.group.comm, self.group.axes
         flat = self._pending.wait()
-        if self._packed:
-            group.packed[self._key(self._dtype)] = self._packed
+        if self._buckets:
+            group.buckets[self._key(self._dtype)] = self._buckets
         if axes.shard and axes.replicate:
             flat = self._over_replicas(flat)
             if flat is None:
@@ -112,7 +114,26 @@ class Reduction:
         if group.axes.offload:
             blocks = [block.cpu() for block in blocks]
         dtypes = [group.managed[i].layout.dtype for i in self.chosen]
-        return [*(block.to(dtype) for block, dtype in zip(blocks, dtypes, strict=True)), flags]
+        if any(dtype is not flat.dtype for dtype in dtypes):
+            blocks = [block.to(dtype) for block, dtype in zip(blocks, dtypes, strict=True)]
+        return [*blocks, flags]
+
+
+def _filled(bucket: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
+    """The bucket with gradients and flags in it."""
+    flat, *parts, flags = bucket
+    flags.fill_(1)
+    there = [grad for grad in grads if grad is not None]
+    if len(there) == len(parts):
+        torch._foreach_copy_(parts, there)
+        return flat
+    for k, (part, grad) in enumerate(zip(parts, grads, strict=True)):
+        if grad is None:
+            flags[k] = 0
+            part.zero_()
+        else:
+            part.copy_(grad)
+    return flat
 
 
 def reductions(group: Group, gradients: dict[int, Column], average: bool) -> list[Reduction]:

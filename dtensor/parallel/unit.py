@@ -203,7 +203,7 @@ class Unit:
         self._expected.add(self._count)
         flat = Gathered.apply(self._anchor, group, self, self._count, distributed)
         next(x.grad_fn for x in flat if x.grad_fn is not None)._set_sequence_nr(_AT_ONCE)
-        return _Use(group, self._count, group.stamp()), group.regrouped(flat, distributed)
+        return _Use(group, self._count, group.seen), group.regrouped(flat, distributed)
 
     def put_parameters(self) -> None:
         """Sharded parameters where the module has them."""
