@@ -32,7 +32,9 @@ class Reduction:
         if average and self._divisor is None and group.settings.sums_only:
             self._divisor = float(group.axes.mesh.size())
         self._op = "avg" if average and self._divisor is None else "sum"
-        self._buckets: dict[int, list[Tensor]] = {}  # of whole gradients: they serve again, as fresh pages cost more than the copy
+        self._buckets: dict[
+            int, list[Tensor]
+        ] = {}  # of whole gradients: they serve again, as fresh pages cost more than the copy
         self._dtype = dtype
         self._pending = self._issue([gradients[i] for i in self.chosen], dtype)
 
