@@ -48,7 +48,7 @@ class Group:
         self.live: set[int] = set()
         self.settings = Settings()
         self.scattered: dict[Any, Any] = {}
-        self._stamp: Any = None
+        self._stamp: list[Any] = []
         self._pending: Pending[list[Any]] | None = None
         self._kept: tuple[Neighbours, Any] | None = None  # parts of the gathered values, between forward and backward
         self._buffer: Any = None
@@ -248,7 +248,7 @@ class Group:
     @property
     def seen(self) -> list[Any]:
         """The stamp of what is gathered."""
-        return self._stamp  # type: ignore[no-any-return]
+        return self._stamp
 
     def check_unchanged(self, stamp: Any) -> None:
         """Backward needs the values that forward saw.
