@@ -1,4 +1,5 @@
-"""Steps of captured programs: a tensor-parallel MLP and a transformer block, forward and backward, on one rank's host.
+"""Steps of captured programs: a tensor-parallel MLP and a transformer block, forward and backward, AdamW over 100 parameters, and
+the block's whole training step, on one rank's host.
 
     python benchmarks/captured.py [--quick] [--json]
 
@@ -20,7 +21,7 @@ import timing
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dispatch_cases import SEQUENCE, WIDTH, N, block_of
+from dispatch_cases import SEQUENCE, WIDTH, N, _parameters, block_of
 from sides import WORLD, Plain, all_sides
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -77,7 +78,31 @@ def block(side: Any, around: Callable[[Any], Any]) -> Run:
     return step
 
 
-CASES = {"TP MLP": mlp, "TP block": block}
+def adamw(side: Any, around: Callable[[Any], Any]) -> Run:
+    """100 parameters; the step alone."""
+    step: Run = around(torch.optim.AdamW(_parameters(side, 100), lr=1e-3, fused=True).step)
+    return step
+
+
+def block_step(side: Any, around: Callable[[Any], Any]) -> Run:
+    """Forward, backward, AdamW, gradients cleared: one captured function."""
+    module = block_of(side)
+    module.enter = getattr(side, "enter", _same)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+    x = side.replicate(1, SEQUENCE, WIDTH)
+
+    def step(x: Any) -> Any:
+        loss = module(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    run = around(step)
+    return lambda: run(x)
+
+
+CASES = {"TP MLP": mlp, "TP block": block, "AdamW, 100": adamw, "block, step": block_step}
 
 
 def measure(effort: timing.Effort) -> dict[str, dict[str, Any]]:

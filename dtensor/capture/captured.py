@@ -13,12 +13,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..errors import CaptureError
 from ..recording import current
-from ..tensor import DTensor
 from .environment import Environment
 from .program import Program, Sources, sources_of
 from .record import Recording
 from .replay import replayed
-from .signature import Signature, described, modes, sign
+from .signature import Signature, modes, sign
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,14 +45,7 @@ class _Kept(NamedTuple):
         if self.environment is not environment and self.environment.key != environment.key:
             return False
         tensors = environment.tensors
-        for number, layout, requires_grad in self.program.guards:
-            x: Any = tensors[number]
-            if type(x) is DTensor:
-                if x._layout is not layout or x.requires_grad != requires_grad:
-                    return False
-            elif described(x) != layout:
-                return False
-        return all(leaf.holds(tensors) for leaf in self.program.leaves)
+        return self.program.guards.hold(tensors) and (not self.program.leaves.numbers or self.program.leaves.hold(tensors))
 
 
 class Captured(Generic[P, T]):

@@ -18,27 +18,28 @@ from .signature import described
 _PLACE: Any = torch._C.TensorBase.grad
 
 
-class Leaf(NamedTuple):
-    """A leaf of autograd by its number in the survey, and what a replay takes for granted of it."""
+class Guarded(NamedTuple):
+    """Leaves by their numbers in the survey, and what a replay takes for granted of each: its hooks, and its gradient's kind."""
 
-    number: int
-    hooks: tuple[Any, ...]
-    grad: Any
+    numbers: tuple[int, ...] = ()
+    hooks: tuple[list[Any], ...] = ()
+    gradients: list[Any] = []  # noqa: RUF012  never written to
 
-    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def hold(self, tensors: Sequence[Any]) -> bool:
         """Whether it is so."""
-        return leaf_of(self.number, tensors[self.number]) == self
+        leaves = [tensors[number] for number in self.numbers]
+        return kinds_of(leaves) == self.gradients and hooks_of(leaves) == self.hooks
 
 
-def leaf_of(number: int, x: Any) -> Leaf:
-    """The leaf as it is now."""
-    grad = x.grad
-    return Leaf(number, hooks_of(x), None if grad is None else grad._layout if type(grad) is DTensor else described(grad))
+def kinds_of(leaves: Sequence[Any]) -> list[Any]:
+    """For each leaf the layout of its gradient (of a plain one its metadata), or None."""
+    grads = [x.grad for x in leaves]
+    return [None if grad is None else grad._layout if type(grad) is DTensor else described(grad) for grad in grads]
 
 
-def hooks_of(x: torch.Tensor) -> tuple[Any, ...]:
-    """The numbers of the hooks on a leaf; torch never uses one again."""
-    return tuple(x._backward_hooks or ()), tuple(x._post_accumulate_grad_hooks or ())
+def hooks_of(leaves: Sequence[Any]) -> tuple[list[Any], ...]:
+    """The numbers of the hooks on leaves; torch never uses one again."""
+    return [tuple(x._backward_hooks or ()) for x in leaves], [tuple(x._post_accumulate_grad_hooks or ()) for x in leaves]
 
 
 class Leaves:
@@ -51,7 +52,8 @@ class Leaves:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._leaves = {number: x for number, x in enumerate(tensors) if x.requires_grad and x.is_leaf}
-        self._known = [leaf_of(number, x) for number, x in self._leaves.items()]
+        leaves = [*self._leaves.values()]
+        self._known = Guarded(tuple(self._leaves), hooks_of(leaves), kinds_of(leaves))
         self._before = {number: x.grad for number, x in self._leaves.items()}
         self.accumulated: set[int] = set()
         self.touched = False
@@ -66,9 +68,9 @@ class Leaves:
         self.touched |= bool(found)
         return found
 
-    def guards(self) -> tuple[Leaf, ...]:
+    def guards(self) -> Guarded:
         """What a replay must find."""
-        return tuple(self._known) if self.touched or self.accumulated else ()
+        return self._known if self.touched or self.accumulated else Guarded()
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -14,13 +14,17 @@ from ..dispatch import wrap_local
 from ..layout import Layout
 from ..local_functions import below_autograd
 from ..tensor import DTensor
-from .leaves import Leaf
+from .leaves import Guarded
 from .optimize import optimized
 from .results import ENV, Base, Constant, Given, Joined, LocalOf, Made, Result, View, follow
+from .signature import Metadata
 from .source import Source
 from .tape import Step, Tape, Var
 
 Sources = tuple[Sequence[Any], Sequence[Any], Any]  # by kind of Given: arguments, tensors of the survey, their gradients
+
+
+_STRIDE: Any = torch._C.TensorBase.stride
 
 
 class _Gradients:
@@ -99,7 +103,7 @@ class Program:
     """See the module.
 
     Attributes:
-        guards: of used tensors of the survey: number, layout (of a plain one its metadata), requires_grad; they must hold.
+        guards: what must hold of the tensors of the survey that it uses,
         leaves: and of leaves, where their gradients matter.
         mutated: given tensors that it writes to.
         differentiable: given tensors that get gradients.
@@ -107,8 +111,8 @@ class Program:
     """
 
     forms: tuple[Form, ...]
-    guards: tuple[tuple[int, Any, bool], ...]
-    leaves: tuple[Leaf, ...]
+    guards: Metadata
+    leaves: Guarded
     steps: list[Step]
     constants: dict[Var, torch.Tensor]
     bases: tuple[Base, ...]
@@ -119,6 +123,12 @@ class Program:
     differentiable: tuple[Given, ...]
     backwards: dict[Any, Backward] = field(default_factory=dict)
     compiled: Compiled | None = None
+    _given: tuple[Given, ...] = ()
+    _strides: list[tuple[int, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._given = tuple(form.given for form in self.forms)
+        self._strides = [stride for form in self.forms for stride in form.strides]
 
     @property
     def ready(self) -> bool:
@@ -180,16 +190,14 @@ class Program:
     # --- running -------------------------------------------------------------------------------------------------------
     def inputs(self, sources: Sources) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """The locals that the tape starts from, and copies of those that lie otherwise in memory: (copy, own)."""
-        found: list[torch.Tensor] = []
-        copies = []
-        for given, _, strides in self.forms:
-            x = sources[given[0]][given[1]]
-            for own, stride in zip(locals_of(x), strides, strict=True):
-                local = own if own.stride() == stride else as_recorded(own, stride)
-                if local is not own:
-                    copies.append((local, own))
-                found.append(local)
-        return found, copies
+        given = [sources[kind][number] for kind, number in self._given]
+        found = [x._local if isinstance(x, DTensor) else x for x in given]
+        if PerRank in set(map(type, found)):
+            found = [shard for local in found for shard in (local.shards if isinstance(local, PerRank) else (local,))]
+        if [*map(_STRIDE, found)] == self._strides:
+            return found, []
+        shown = [as_recorded(own, stride) for own, stride in zip(found, self._strides, strict=True)]
+        return shown, [(local, own) for local, own in zip(shown, found, strict=True) if local is not own]
 
     def run(self, compiled: Compiled, sources: Sources) -> tuple[list[Any], tuple[Any, ...]]:
         """The bases, and what is saved for backward passes."""
@@ -199,10 +207,9 @@ class Program:
         for copy, own in copies:
             if self.mutated:
                 own.copy_(copy)
-        for given in self.mutated:
-            x = sources[given[0]][given[1]]
-            if isinstance(x, DTensor) and not x.is_inference():
-                increment_version(x)
+        if self.mutated:
+            written = [sources[kind][number] for kind, number in self.mutated]
+            increment_version([x for x in written if isinstance(x, DTensor) and not x.is_inference()])
         made, at = [], 0
         for base in self.bases:
             count = len(base.locals)

@@ -20,7 +20,7 @@ from .program import Backward, Form, Program, joined, locals_of, sources_of
 from .recorder import Recorder
 from .replay import kind_of, refuse_graph
 from .results import ARG, ENV, GRAD, Given, Sorter
-from .signature import Signature, described
+from .signature import Signature, guards_of
 from .tape import Step, Var
 
 
@@ -163,11 +163,7 @@ class Recording:
         read = {var for step in self.steps for var in step.inputs} | {var for base in sorter.bases for var in base.locals}
         used = [given for given, group in self.vars.items() if any(var in read for var in group) or given in differentiable]
         forms = tuple(Form(given, self.vars[given], self.strides[given]) for given in used)
-        guards = tuple(
-            (given.number, x._layout if type(x := self.real[given]) is DTensor else described(x), x.requires_grad)
-            for given in used
-            if given.kind == ENV
-        )
+        guards = guards_of([given.number for given in used if given.kind == ENV], self.environment.tensors)
         program = Program(
             forms,
             guards,

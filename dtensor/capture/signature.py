@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +84,28 @@ def described(x: torch.Tensor, argument: bool = False) -> Any:
             "or, if every rank holds the same, use `with dtensor.implicit_replication():`"
         )
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+
+
+class Metadata(NamedTuple):
+    """Tensors of the survey by their numbers, and what a replay takes for granted of each."""
+
+    numbers: tuple[int, ...]
+    layouts: list[Any]
+    requires_grad: list[bool]
+
+    def hold(self, tensors: Sequence[Any]) -> bool:
+        """Whether it is so."""
+        found = [tensors[number] for number in self.numbers]
+        return [x._layout if type(x) is DTensor else described(x) for x in found] == self.layouts and [
+            x.requires_grad for x in found
+        ] == self.requires_grad
+
+
+def guards_of(numbers: Sequence[int], tensors: Sequence[Any]) -> Metadata:
+    """The tensors as they are now."""
+    found = [tensors[number] for number in numbers]
+    layouts = [x._layout if type(x) is DTensor else described(x) for x in found]
+    return Metadata(tuple(numbers), layouts, [x.requires_grad for x in found])
 
 
 def modes() -> tuple[Any, ...]:
