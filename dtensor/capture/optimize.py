@@ -14,10 +14,10 @@ from .tape import Ranks, Step, Tape, Var
 
 def optimized(tape: Tape, lasting: frozenset[int]) -> Tape:
     """The same effects and results. ``lasting``: memory that is seen after the tape has run (of inputs and results)."""
-    return _without_unused(_done_once(tape, lasting), lasting)
+    return without_unused(_done_once(tape, lasting), lasting)
 
 
-def _without_unused(tape: Tape, lasting: frozenset[int]) -> Tape:
+def without_unused(tape: Tape, lasting: frozenset[int]) -> Tape:
     """Steps whose results nobody reads and which write to nothing that is read later."""
     needed = set(tape.results)
     read = {var.storage for var in tape.results} | set(lasting)  # memory whose content matters from here on
@@ -44,7 +44,7 @@ def _done_once(tape: Tape, lasting: frozenset[int]) -> Tape:
     same: dict[Var, Var] = {}
     steps = []
     for step in tape.steps:
-        args, kwargs = _renamed(step.args, same), _renamed(step.kwargs, same)
+        args, kwargs = renamed(step.args, same), renamed(step.kwargs, same)
         step = Step(step.fn, args, kwargs, step.out, step.writes, step.keep, step.site, step.within)
         key = _key(step, fixed, written)
         first = None if key is None else found.setdefault(key, step)
@@ -80,7 +80,8 @@ def _hashable(value: Any) -> Hashable:
     return type(value), repr(value) if isinstance(value, float) else value
 
 
-def _renamed(value: Any, same: dict[Var, Var]) -> Any:
+def renamed(value: Any, same: dict[Var, Var]) -> Any:
+    """``value`` with other variables for some."""
     if not same:
         return value
     if isinstance(value, Var):
@@ -88,8 +89,8 @@ def _renamed(value: Any, same: dict[Var, Var]) -> Any:
     if isinstance(value, Ranks):
         return Ranks(tuple(same.get(var, var) for var in value.items))
     if isinstance(value, (list, tuple)):
-        items = [_renamed(item, same) for item in value]
+        items = [renamed(item, same) for item in value]
         return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, dict):
-        return {key: _renamed(item, same) for key, item in value.items()}
+        return {key: renamed(item, same) for key, item in value.items()}
     return value

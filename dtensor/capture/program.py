@@ -15,8 +15,9 @@ from ..layout import Layout
 from ..local_functions import below_autograd
 from ..tensor import DTensor
 from .leaves import Guarded
-from .optimize import optimized
+from .optimize import optimized, without_unused
 from .results import ENV, Base, Constant, Given, Joined, LocalOf, Made, Result, View, follow
+from .rewrite import with_bound_collectives, without_copies
 from .signature import Metadata
 from .source import Source
 from .tape import Step, Tape, Var
@@ -45,9 +46,10 @@ def sources_of(arguments: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Sou
 
 
 class Form(NamedTuple):
-    """What the tape takes a tensor to be: the strides of its locals."""
+    """What the tape takes a tensor to be: whether a DTensor, the strides of its locals."""
 
     given: Given
+    distributed: bool
     locals: tuple[Var, ...]
     strides: tuple[tuple[int, ...], ...]
 
@@ -115,6 +117,7 @@ class Program:
     leaves: Guarded
     steps: list[Step]
     constants: dict[Var, torch.Tensor]
+    facts: dict[Var, Any]
     bases: tuple[Base, ...]
     results: tuple[Result, ...]
     assigned: tuple[tuple[int, Result], ...]
@@ -124,10 +127,13 @@ class Program:
     backwards: dict[Any, Backward] = field(default_factory=dict)
     compiled: Compiled | None = None
     _given: tuple[Given, ...] = ()
+    _counting: list[int] = field(default_factory=list)  # places of DTensors that are written to, of which the tape sees locals
     _strides: list[tuple[int, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._given = tuple(form.given for form in self.forms)
+        written = frozenset(self.mutated)
+        self._counting = [place for place, form in enumerate(self.forms) if form.distributed and form.given in written]
         self._strides = [stride for form in self.forms for stride in form.strides]
 
     @property
@@ -153,7 +159,7 @@ class Program:
         lasting = frozenset(self._storages() | {var.storage for var in incoming})
         read = [var for step in backward.steps for var in step.inputs] + list(results)
         earlier = tuple(dict.fromkeys(var for var in read if var not in made and var not in incoming and var not in constants))
-        tape = optimized(Tape(inputs + earlier, backward.steps, results, constants), lasting)
+        tape = self._shortened(Tape(inputs + earlier, backward.steps, results, constants), lasting)
         backward.needed = tuple(var for var in tape.inputs if var not in incoming)
         tape.inputs = inputs + backward.needed
         # Autograd may keep a gradient as some leaf's ``.grad`` and add to it in place, so its memory is nobody else's.
@@ -166,6 +172,10 @@ class Program:
         self.backwards[key] = backward
         self.compiled = None
 
+    def _shortened(self, tape: Tape, lasting: frozenset[int]) -> Tape:
+        tape = without_unused(without_copies(optimized(tape, lasting), self.facts, lasting), lasting)
+        return with_bound_collectives(tape, self.facts, lasting)
+
     def _storages(self) -> set[int]:
         return {var.storage for form in self.forms for var in form.locals}
 
@@ -174,7 +184,7 @@ class Program:
         results = tuple(var for base in self.bases for var in base.locals)
         saved = tuple(dict.fromkeys(var for backward in self.backwards.values() for var in backward.needed))
         lasting = frozenset(self._storages())
-        tape = optimized(Tape(inputs, self.steps, results + saved, self.constants), lasting)
+        tape = self._shortened(Tape(inputs, self.steps, results + saved, self.constants), lasting)
         tape.inputs = inputs
         by_storage: dict[int, list[Given | int]] = {}
         for form in self.forms:
@@ -188,9 +198,8 @@ class Program:
         return Compiled(tape, Source("forward", tape), saved, watched, dict(self.backwards), places)
 
     # --- running -------------------------------------------------------------------------------------------------------
-    def inputs(self, sources: Sources) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+    def inputs(self, given: list[Any]) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """The locals that the tape starts from, and copies of those that lie otherwise in memory: (copy, own)."""
-        given = [sources[kind][number] for kind, number in self._given]
         found = [x._local if isinstance(x, DTensor) else x for x in given]
         if PerRank in set(map(type, found)):
             found = [shard for local in found for shard in (local.shards if isinstance(local, PerRank) else (local,))]
@@ -201,15 +210,15 @@ class Program:
 
     def run(self, compiled: Compiled, sources: Sources) -> tuple[list[Any], tuple[Any, ...]]:
         """The bases, and what is saved for backward passes."""
-        locals_, copies = self.inputs(sources)
+        given = [sources[kind][number] for kind, number in self._given]
+        locals_, copies = self.inputs(given)
         with below_autograd():
             values = compiled.source.run(*locals_)
         for copy, own in copies:
             if self.mutated:
                 own.copy_(copy)
-        if self.mutated:
-            written = [sources[kind][number] for kind, number in self.mutated]
-            increment_version([x for x in written if isinstance(x, DTensor) and not x.is_inference()])
+        if self._counting:
+            _count([given[place] for place in self._counting])
         made, at = [], 0
         for base in self.bases:
             count = len(base.locals)
@@ -238,6 +247,14 @@ class Program:
                 return PerRank([bases[number] for number in numbers])
             case View(root, chain):
                 return follow(chain, bases[root.base] if isinstance(root, Made) else sources[root[0]][root[1]])
+
+
+def _count(written: list[Any]) -> None:
+    """Tell autograd that these have been written to."""
+    try:
+        increment_version(written)
+    except RuntimeError:  # one was made in inference mode, and has no count
+        increment_version([x for x in written if not x.is_inference()])
 
 
 def joined(locals_: tuple[torch.Tensor, ...], layout: Layout | None) -> Any:

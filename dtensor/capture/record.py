@@ -20,7 +20,7 @@ from .program import Backward, Form, Program, joined, locals_of, sources_of
 from .recorder import Recorder
 from .replay import kind_of, refuse_graph
 from .results import ARG, ENV, GRAD, Given, Sorter
-from .signature import Signature, guards_of
+from .signature import Metadata, Signature
 from .tape import Step, Var
 
 
@@ -162,14 +162,15 @@ class Recording:
         )
         read = {var for step in self.steps for var in step.inputs} | {var for base in sorter.bases for var in base.locals}
         used = [given for given, group in self.vars.items() if any(var in read for var in group) or given in differentiable]
-        forms = tuple(Form(given, self.vars[given], self.strides[given]) for given in used)
-        guards = guards_of([given.number for given in used if given.kind == ENV], self.environment.tensors)
+        forms = tuple(Form(given, isinstance(self.real[given], DTensor), self.vars[given], self.strides[given]) for given in used)
+        guards = Metadata([given.number for given in used if given.kind == ENV], self.environment.tensors)
         program = Program(
             forms,
             guards,
             self.leaves.guards(),
             self.steps,
             self.recorder.constants,
+            self.recorder.facts,
             tuple(sorter.bases),
             tuple(results[: len(leaves)]),
             assigned,

@@ -43,6 +43,7 @@ class Recorder(TorchDispatchMode):
         self.within: list[str] = []
         self.views: dict[int, tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = {}  # of DTensors: result, func, args, kwargs
         self.differentiated = False  # whether a backward pass ran
+        self.facts: dict[Var, tuple[Any, ...]] = {}  # offset, shape, stride, dtype, whether conjugated or negated lazily
         self._vars: dict[Key, Var] = {}
         self._bases: dict[int, tuple[StorageWeakRef, int, Var, torch.dtype]] = {}  # by address, which a weak reference reserves
         self._pending: dict[int, tuple[Any, Var]] = {}
@@ -207,6 +208,7 @@ class Recorder(TorchDispatchMode):
                 f"capture: a view of shape {tuple(x.shape)} was made in a way that cannot be replayed; use x.clone()"
             )
         made = self._vars[key] = self._var(storage)
+        self.facts[made] = key[1:]
         args = (var, tuple(x.shape), tuple(x.stride()), x.storage_offset())
         self.steps.append(Step(torch.as_strided, args, {}, made))
         return made
@@ -220,6 +222,7 @@ class Recorder(TorchDispatchMode):
         key = _key(x)
         base = self._bases.get(key[0])
         var = self._vars[key] = self._var(None if base is None else base[1])
+        self.facts[var] = key[1:]
         if base is None:
             self._bases[key[0]] = (StorageWeakRef(x.untyped_storage()), var.storage, var, x.dtype)
         return var

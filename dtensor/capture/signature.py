@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,11 @@ from ..modes import MODES
 from ..rules.draw import DRAWING
 from ..tensor import DTensor
 from .environment import VALUES, ById
+
+_DISTRIBUTED = frozenset((DTensor,))
+_LAYOUT = attrgetter("_layout")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_METADATA = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 class Signature(NamedTuple):
@@ -86,26 +92,42 @@ def described(x: torch.Tensor, argument: bool = False) -> Any:
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
 
 
-class Metadata(NamedTuple):
-    """Tensors of the survey by their numbers, and what a replay takes for granted of each."""
+class Metadata:
+    """What a replay takes for granted of tensors of the survey, by their numbers: layouts (of plain ones sizes, strides, dtype,
+    device), and whether they require gradients. Checked at each call, so in few, large comparisons."""
 
-    numbers: tuple[int, ...]
-    layouts: list[Any]
-    requires_grad: list[bool]
+    __slots__ = ("_flags", "_layouts", "_others", "_plain", "_strides", "_tensors", "_whole")
+
+    def __init__(self, numbers: Sequence[int], tensors: Sequence[Any]) -> None:
+        self._tensors = [number for number in numbers if type(tensors[number]) is DTensor]
+        self._plain = [number for number in numbers if type(tensors[number]) in (torch.Tensor, torch.nn.Parameter)]
+        kinds = {*self._tensors, *self._plain}
+        self._others = [(number, described(tensors[number])) for number in numbers if number not in kinds]
+        found = self._found(tensors)
+        self._layouts, self._flags, self._whole, self._strides = found
+
+    def _found(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+        distributed = [tensors[number] for number in self._tensors]
+        plain = [tensors[number] for number in self._plain]
+        return (
+            [*map(_LAYOUT, distributed)],
+            [*map(_REQUIRES_GRAD, distributed)],
+            [*map(_METADATA, plain)],
+            [*map(torch.Tensor.stride, plain)],
+        )
 
     def hold(self, tensors: Sequence[Any]) -> bool:
         """Whether it is so."""
-        found = [tensors[number] for number in self.numbers]
-        return [x._layout if type(x) is DTensor else described(x) for x in found] == self.layouts and [
-            x.requires_grad for x in found
-        ] == self.requires_grad
-
-
-def guards_of(numbers: Sequence[int], tensors: Sequence[Any]) -> Metadata:
-    """The tensors as they are now."""
-    found = [tensors[number] for number in numbers]
-    layouts = [x._layout if type(x) is DTensor else described(x) for x in found]
-    return Metadata(tuple(numbers), layouts, [x.requires_grad for x in found])
+        if not {*map(type, map(tensors.__getitem__, self._tensors))} <= _DISTRIBUTED:
+            return False
+        layouts, flags, whole, strides = self._found(tensors)
+        return (
+            layouts == self._layouts
+            and flags == self._flags
+            and whole == self._whole
+            and strides == self._strides
+            and all(described(tensors[number]) == known for number, known in self._others)
+        )
 
 
 def modes() -> tuple[Any, ...]:

@@ -90,6 +90,22 @@ def native_reduction(group: Group, op: Op, dtype: torch.dtype) -> tuple[dist.Red
     return (_REDUCE_OPS[op], dtype) if dtype in _REDUCED_NATIVELY else None
 
 
+def reduction_in_place(group: Group, op: dist.ReduceOp.RedOpType) -> Callable[[Tensor], None]:
+    """``dist.all_reduce`` over one group, whose arguments are looked at once."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = op  # type: ignore[assignment]  # the stub knows one of the two types
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    issue = group.handle.allreduce
+
+    def reduce(x: Tensor) -> None:
+        work = issue([x], options)
+        if work is not None:
+            work.wait()
+
+    return reduce
+
+
 def started(work: dist.Work | None, finish: Callable[[], T]) -> Pending[T]:
     """What ``finish`` makes once ``work`` (None: done already) has ended."""
 

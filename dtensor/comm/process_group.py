@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..mesh import DeviceMesh
 from ..placement import Monoid
+from . import events
 from .backends import (
     all_gather_single,
     directly,
@@ -24,12 +25,13 @@ from .backends import (
     from_bytes,
     native_reduction,
     reduce_scatter_single,
+    reduction_in_place,
     started,
     traits_of,
 )
 from .groups import Group, group_of
 from .protocol import Communicator, Pending, Shape
-from .reduction import Op, dense, fold
+from .reduction import Op, check_reduction, dense, fold
 from .regions import Box, Route
 from .transfer import all_reduce_in_place, bind_scatter, bind_transfer, everybodys
 
@@ -80,6 +82,24 @@ class ProcessGroups(Communicator):
         group = self._group(mesh_dims)
         member = group.members[group.position]
         return bind_scatter(group, tuple(old(member)), chunks_of(member), op, dtype)
+
+    def bind_all_reduce(self, mesh_dims: Sequence[int], op: Op, dtype: torch.dtype) -> Callable[..., Tensor]:
+        mesh_dims = tuple(mesh_dims)
+        alone = self._absent or self.group_size(mesh_dims) == 1
+        native = None if alone else native_reduction(self._group(mesh_dims), op, dtype)
+        if native is None or native[1] is not dtype:
+            return super().bind_all_reduce(mesh_dims, op, dtype)
+        check_reduction(op, dtype)
+        size, reduce = self.group_size(mesh_dims), reduction_in_place(self._group(mesh_dims), native[0])
+
+        def all_reduce(x: Tensor, taken: bool = False) -> Tensor:
+            if events.listeners:
+                self._report("all_reduce", mesh_dims, events.reduced(x.numel() * x.dtype.itemsize, size))
+            result = x if taken else dense(x)
+            reduce(result)
+            return result
+
+        return all_reduce
 
     # --- reductions ----------------------------------------------------------------------------------------------
     def _all_reduce(self, x: Tensor, mesh_dims: tuple[int, ...], op: Op, async_op: bool) -> Pending[Tensor]:

@@ -114,6 +114,18 @@ class Communicator(ABC):
         run = self._bind_reduce_scatter(mesh_dims, chunks_of, op, old, dtype)
         return self._bound("reduce_scatter", mesh_dims, run, received)
 
+    def bind_all_reduce(self, mesh_dims: Sequence[int], op: Op, dtype: torch.dtype) -> Callable[..., Local]:
+        """``bound(x, taken=False)``: :meth:`all_reduce` of an ``x`` of this dtype.
+
+        ``taken``: of a row-major ``x`` that nobody needs any more; its memory may be that of the result.
+        """
+        mesh_dims = tuple(mesh_dims)
+
+        def all_reduce(x: Local, taken: bool = False) -> Local:
+            return self.all_reduce(x, mesh_dims, op)
+
+        return all_reduce
+
     def _bound(
         self, kind: str, mesh_dims: tuple[int, ...], run: Callable[[Local, bool], Pending[Local]], nbytes: Callable[[], int]
     ) -> BoundCollective:
