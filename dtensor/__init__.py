@@ -24,6 +24,7 @@ from .tensor import DTensor
 from .untraced import keep_from_inlining as _keep_from_inlining
 from .untraced import leave_untraced as _leave_untraced
 from .untraced import no_opaque_type as _no_opaque_type
+from .untraced import written_in_python as _written_in_python
 
 __all__ = [
     "CacheInfo",
@@ -83,3 +84,5 @@ def __getattr__(name: str) -> object:
 _leave_untraced(__name__)
 _keep_from_inlining()
 _no_opaque_type(DeviceMesh)
+_written_in_python(DTensor)
+_written_in_python(PerRank)

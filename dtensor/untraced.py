@@ -9,7 +9,7 @@ latter is a module of a second's import, so it is told when somebody else import
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from types import CodeType, ModuleType
@@ -59,6 +59,23 @@ def no_opaque_type(kind: type) -> None:
     """
     if hasattr(opaque_object, "_resolve_opaque_type_info"):
         opaque_object._OPAQUE_TYPES[kind] = None  # type: ignore[assignment]  # found before the entries of its bases
+
+
+def written_in_python(kind: type) -> None:
+    """Give ``kind`` its operators in place (``x += y``) as functions of this package, at which a compiled graph breaks.
+
+    Dynamo of torch 2.13 looks up those written in C for ever.
+    """
+    for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]:
+        setattr(kind, f"__i{name}__", _forwarding(getattr(kind, f"__i{name}__")))
+
+
+def _forwarding(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def in_place(self: Any, other: Any) -> Any:
+        return method(self, other)
+
+    in_place.__name__ = method.__name__
+    return in_place
 
 
 def leave_untraced(package: str) -> None:

@@ -60,6 +60,33 @@ def test_ways_in_and_out() -> None:
     torch.testing.assert_close(plain(x.grad), p.grad)
 
 
+def _augmented(x: Any, y: Any) -> Any:
+    x += y
+    x -= 2
+    x *= y
+    x /= 3
+    x **= 2
+    x[0] += y[1]
+    x[:, 1:] *= 2
+    return x
+
+
+def _operators(x: Any, y: Any) -> Any:
+    mask = (x > y) & ~(x == 0) | (y != x) ^ (x <= 1)
+    mask &= y < 2
+    mask |= x > 1
+    return abs(-x) @ y.T + (2**y)[:, :5] % 3 + (1 - x)[:, :5] // 2 + mask[:, :5] + float(x.sum()) + len(x) + (1 / (y + 3))[:, :5]
+
+
+@pytest.mark.parametrize("fn", [_augmented, _operators])
+def test_operators(fn: Any) -> None:
+    for where in ((Shard(0),), (Replicate(),), (Shard(1), Shard(0))):
+        x, y = leaf(X, *where).detach(), leaf(X * X, *where).detach()
+        torch.testing.assert_close(plain(compiled(fn)(x, y)), fn(X.clone(), X * X))
+    local = leaf(X, Replicate()).detach().to_local()
+    torch.testing.assert_close(compiled(fn)(local, local * local).shards[1], fn(X.clone(), X * X))
+
+
 class Perceptron(nn.Module):
     def __init__(self) -> None:
         super().__init__()
