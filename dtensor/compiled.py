@@ -16,6 +16,7 @@ from .comm import communicator_of
 from .conjugation import carried_out, is_complex
 from .execute import Wrap, execute, kernel_of, local_view
 from .layout import Layout
+from .list_numbers import with_numbers_once
 from .local_functions import local_function
 from .modes import MODES
 from .operators import Operator
@@ -111,7 +112,7 @@ def _compiled(plan: Plan, operator: Operator, wrap: Wrap) -> Layout | Runner:
     if plan.moves:
         runner = _moved(plan, operator, call, finish, general)
     elif as_it_is and operator.returns in ((), ("self",)):
-        runner = _in_place(local_function(operator.func), bool(operator.returns))
+        runner = _in_place(_local_form(plan, operator), bool(operator.returns))
     elif isinstance(only, Layout) and (value := _one_value(plan, operator, changed)) is not None:
         runner = _with_one_value(plan.rule.local or local_function(operator.func), *value, only, wrap)
     else:
@@ -176,6 +177,10 @@ def _kernel_call(plan: Plan, operator: Operator) -> Runner:
     return call
 
 
+def _local_form(plan: Plan, operator: Operator) -> Callable[..., Any]:
+    return with_numbers_once(plan, operator, local_function(operator.func))
+
+
 def _rewrites(plan: Plan) -> list[dict[str, Any]]:
     """The arguments to replace for each member held here; nothing if there are none at all."""
     rewrite = None if plan.rule is None else plan.rule.local_args
@@ -190,7 +195,7 @@ def _rewrites(plan: Plan) -> list[dict[str, Any]]:
 def _local_call(plan: Plan, operator: Operator, changed: list[dict[str, Any]]) -> Runner | None:
     rule = plan.rule
     assert rule is not None
-    func = rule.local or local_function(operator.func)
+    func = rule.local or _local_form(plan, operator)
     if not changed:
         return lambda args, kwargs, local_args, local_kwargs: func(*local_args, **local_kwargs)
     mesh = plan.call.mesh

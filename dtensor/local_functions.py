@@ -82,6 +82,7 @@ def is_wrapped(x: torch.Tensor) -> bool:
 
 below_autograd = torch._C._AutoDispatchBelowAutograd  # a context in which torch functions record nothing, nor look whether to
 
+_HOMES = (torch, *(getattr(torch._C, module) for module in ("_nn", "_linalg", "_fft", "_special")))
 _SPELLED = {"aten::slice": _slice}
 
 
@@ -97,7 +98,7 @@ def local_function(func: Any) -> Any:
     if name.endswith("_") and not name.startswith("_"):
         method = getattr(torch._C.TensorBase, name, None)
         return method if isinstance(method, MethodDescriptorType) else func
-    for home in (torch, torch._C._nn):
+    for home in _HOMES:
         function = getattr(home, name, None)
         if isinstance(function, BuiltinFunctionType):
             return function

@@ -123,6 +123,7 @@ class Monoid:
         finalize: applied once to the folded value, shape kept.
         elementwise: each element of the reduction depends on that element of the terms alone, so that views, ``cat`` and
             ``stack`` of terms are terms.
+        combine_all: for an elementwise one, the value of terms stacked along a new dim 0, where that costs less than pairs.
     """
 
     name: str
@@ -130,6 +131,11 @@ class Monoid:
     identity: Callable[[Tensor], Tensor]
     finalize: Callable[[Tensor], Tensor] | None = None
     elementwise: bool = False
+    combine_all: Callable[[Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.combine_all is not None and not self.elementwise:
+            raise PlacementError(f"Monoid {self.name!r}: combine_all is for a reduction element by element (elementwise=True)")
 
     def __str__(self) -> str:
         return self.name

@@ -33,7 +33,7 @@ from .groups import Group, group_of
 from .protocol import Communicator, Pending, Shape
 from .reduction import Op, check_reduction, dense, fold
 from .regions import Box, Route
-from .transfer import all_reduce_in_place, bind_scatter, bind_transfer, everybodys
+from .transfer import all_reduce_in_place, bind_scatter, bind_transfer, reduced_by_all
 
 
 class ProcessGroups(Communicator):
@@ -114,7 +114,7 @@ class ProcessGroups(Communicator):
         # A monoid need not work element by element, so its terms stay whole.
         traits = traits_of(group)
         if isinstance(op, Monoid) or total <= traits.one_round_bytes:
-            return everybodys(group, x, async_op, lambda terms: fold(terms, op))
+            return reduced_by_all(group, x, op, async_op)
         if traits.direct_bytes < sys.maxsize:
             return all_reduce_in_place(group, x, op)
         return self._all_reduce_in_chunks(group, x, op, async_op)

@@ -147,9 +147,8 @@ def _sum(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
 
 
 def _fold_monoid(terms: Sequence[Tensor], op: Monoid) -> Tensor:
-    if op.elementwise and len(terms) > 2:
-        total = _combined_in_pairs(terms, op)
-        return (total if op.finalize is None else op.finalize(total)).contiguous().detach()
+    if op.elementwise and len(terms) > (2 if op.combine_all is None else 1):
+        return fold_stack(torch.stack([term.detach() for term in terms]), op)
     total = functools.reduce(op.combine, terms)
     if op.finalize is not None:
         total = op.finalize(total)
@@ -157,9 +156,15 @@ def _fold_monoid(terms: Sequence[Tensor], op: Monoid) -> Tensor:
     return dense(total) if any(_shares(total, term) for term in terms) or not total.is_contiguous() else total.detach()
 
 
-def _combined_in_pairs(terms: Sequence[Tensor], op: Monoid) -> Tensor:
+def fold_stack(stack: Tensor, op: Monoid) -> Tensor:
+    """The reduction, element by element, of terms stacked along dim 0."""
+    total = _combined_in_pairs(stack, op) if op.combine_all is None else op.combine_all(stack)
+    return (total if op.finalize is None else op.finalize(total)).contiguous().detach()
+
+
+def _combined_in_pairs(stack: Tensor, op: Monoid) -> Tensor:
     """Neighbours first, all pairs at once: ``combine`` is associative, and element by element it does not see the stack."""
-    stack, count = torch.stack([term.detach() for term in terms]), len(terms)
+    count = len(stack)
     while count > 1:
         even = count // 2 * 2
         combined = op.combine(stack[0:even:2], stack[1:even:2])

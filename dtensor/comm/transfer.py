@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..placement import Monoid
 from .backends import (
     all_gather_single,
     all_to_all_rows,
@@ -34,7 +35,7 @@ from .backends import (
 )
 from .groups import Group
 from .protocol import Pending
-from .reduction import Op, fold
+from .reduction import Op, fold, fold_stack
 from .regions import Box, Packing, Route, region, run_of
 
 T = TypeVar("T")
@@ -240,9 +241,11 @@ def _scattered_directly(group: Group, old: tuple[int, ...], chunks: tuple[Box, .
 
 
 # --- all-reduce -----------------------------------------------------------------------------------------------------------
-def everybodys(group: Group, x: Tensor, async_op: bool, then: Callable[[Sequence[Tensor]], Tensor]) -> Pending[Tensor]:
-    """``then`` of the group's ``x``, by group position; sent to all in one round."""
+def reduced_by_all(group: Group, x: Tensor, op: Op, async_op: bool) -> Pending[Tensor]:
+    """The reduction of the group's ``x``, each sent to all in one round and reduced by all in one order."""
     block = row_major(x, x.shape)
+    if isinstance(op, Monoid) and op.combine_all is not None:
+        return _stacked(group, block, op, async_op)
     others, mine = group.size - 1, group.torch_rank
     buffer = block.new_empty((others, *block.shape))
     row = block.view(-1) if others == 1 else block.expand(others, *block.shape).contiguous().view(-1)
@@ -252,9 +255,18 @@ def everybodys(group: Group, x: Tensor, async_op: bool, then: Callable[[Sequence
 
     def finish() -> Tensor:
         arrived = list(buffer.unbind(0))
-        return then(group.to_mesh([*arrived[:mine], block, *arrived[mine:]]))
+        return fold(group.to_mesh([*arrived[:mine], block, *arrived[mine:]]), op)
 
     return started(work, finish)
+
+
+def _stacked(group: Group, block: Tensor, op: Monoid, async_op: bool) -> Pending[Tensor]:
+    """Where terms are reduced as a stack they arrive as one, this rank's own among them."""
+    size = group.size
+    stack = block.new_empty((size, *block.shape))
+    lengths = [block.numel()] * size
+    work = all_to_all_rows(group, stack.view(-1), block.expand(stack.shape).reshape(-1), lengths, lengths, async_op)
+    return started(work, lambda: fold_stack(stack if group.order is None else stack[list(group.order)], op))
 
 
 def all_reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:

@@ -84,25 +84,28 @@ kernel_rule("mean", mean_factors, partials=LINEAR_PARTIAL, when=even_average)
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
-def hypotenuse(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """``sqrt(x^2 + y^2)``, NaN where one of them is (``hypot`` of infinity and NaN is infinity)."""
-    total = x + y
-    return torch.where(total.isnan(), total, torch.hypot(x, y))
+@dataclass(frozen=True, slots=True)
+class _CombineAll:
+    """The p-norm of norms, stacked along dim 0."""
+
+    p: float
+
+    def __call__(self, terms: torch.Tensor) -> torch.Tensor:
+        wide = torch.promote_types(terms.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(terms, self.p, dim=0, dtype=wide).to(terms.dtype)
+        counts = terms != _nothing(self.p)
+        alone = (terms if self.p > 0 else torch.where(counts, terms, 0)).sum(0)
+        return torch.where(counts.sum(0) == 1, alone, norm)  # a number that was made a term keeps its sign
 
 
 @dataclass(frozen=True, slots=True)
 class _Combine:
-    """``(|a|^p + |b|^p)^(1/p)`` without overflow for p = 2."""
+    """The p-norm of two norms."""
 
     p: float
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        dtype = a.dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        x, y = (a, b) if dtype is wide else (a.to(wide), b.to(wide))
-        total = hypotenuse(x, y) if self.p == 2 else (x**self.p + y**self.p) ** (1 / self.p)
-        nothing = _nothing(self.p)  # neutral for any number, so that a negative one survives being made a term
-        return torch.where(b == nothing, a, torch.where(a == nothing, b, total if dtype is wide else total.to(dtype)))
+        return _CombineAll(self.p)(torch.stack((a, b)))
 
 
 def _nothing(p: float) -> float:
@@ -128,7 +131,7 @@ def p_norm(p: float) -> str | Monoid:
         return "min"
     if p in (0, 1):
         return "sum"
-    return Monoid(f"norm{p:g}", _Combine(p), _Nothing(p), elementwise=True)
+    return Monoid(f"norm{p:g}", _Combine(p), _Nothing(p), elementwise=True, combine_all=_CombineAll(p))
 
 
 def norm_of_blocks(at: KernelContext, x: Any, ord: Any = 2, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
