@@ -167,7 +167,11 @@ def keep_grad_layout(leaf: Any) -> None:
 
     def to_leaf_layout(grad: Any) -> Any:
         target = owner()
-        if target is None or grad is None or is_wrapped(grad):
+        if target is None or grad is None:
+            return None
+        if type(grad) is type(target) and grad._layout is target._layout and not target._layout.is_partial:  # most often
+            return None
+        if is_wrapped(grad):
             return None
         wanted, mesh = grad_placements_of(target), target._layout.mesh
         if not hasattr(grad, "_layout"):  # what the user gave to backward()

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -196,13 +196,27 @@ def row_major(x: Tensor, shape: Shape) -> Tensor:
     return dense(x) if not x.is_contiguous() or x.is_conj() or x.is_neg() else x
 
 
-def _options(async_op: bool) -> dist.AllToAllOptions:
-    options = dist.AllToAllOptions()
-    options.asyncOp = async_op
+def _with(options: T, async_op: bool, **values: Any) -> T:
+    for name, value in {"asyncOp": async_op, **values}.items():
+        setattr(options, name, value)
     return options
 
 
-_SYNC, _ASYNC = _options(False), _options(True)
+# The group's own methods are called: torch.distributed's check what is known here, and take longer than a small collective.
+_ALL_TO_ALL = tuple(_with(dist.AllToAllOptions(), async_op) for async_op in (False, True))
+_ALL_REDUCE = {
+    (op, async_op): _with(dist.AllreduceOptions(), async_op, reduceOp=op)
+    for op in _REDUCE_OPS.values()
+    for async_op in (False, True)
+}
+
+
+def _ended_or(work: Any, async_op: bool) -> dist.Work | None:
+    """``work`` under way; nothing once it has ended."""
+    if async_op or work is None:
+        return cast("dist.Work | None", work)
+    work.wait()
+    return None
 
 
 def message(row: Tensor) -> Tensor:
@@ -218,12 +232,12 @@ def all_to_all_rows(
         unit = row.dtype.itemsize
         arriving, leaving = ([length * unit for length in side] for side in (arriving, leaving))
     # Always with lengths: one rank's may be equal where another's are not, and without them gloo runs another algorithm.
-    # The group's own method: dist.all_to_all_single checks what is known here, in more time than a small exchange takes.
-    work = group.handle.alltoall_base(message(into), message(row), arriving, leaving, _ASYNC if async_op else _SYNC)
-    if async_op or work is None:
-        return cast("dist.Work | None", work)
-    work.wait()
-    return None
+    return _ended_or(group.handle.alltoall_base(message(into), message(row), arriving, leaving, _ALL_TO_ALL[async_op]), async_op)
+
+
+def all_reduce_rows(group: Group, x: Tensor, op: dist.ReduceOp.RedOpType, async_op: bool) -> dist.Work | None:
+    """The backend's own all-reduce, in place."""
+    return _ended_or(group.handle.allreduce([x], _ALL_REDUCE[op, async_op]), async_op)
 
 
 Message = tuple[int, Tensor]  # torch's rank in the group, and a row

@@ -18,6 +18,7 @@ from ..placement import Monoid
 from . import events
 from .backends import (
     all_gather_single,
+    all_reduce_rows,
     directly,
     exchange,
     exchange_directly,
@@ -107,9 +108,10 @@ class ProcessGroups(Communicator):
         native = native_reduction(group, op, x.dtype)
         if native is not None:
             result = dense(x)
-            seen = torch.view_as_real(result) if x.is_complex() else result.view(native[1])
-            work = dist.all_reduce(seen, native[0], group=group.handle, async_op=async_op)
-            return started(work, lambda: result)
+            seen = result
+            if native[1] is not x.dtype:
+                seen = torch.view_as_real(result) if x.is_complex() else result.view(native[1])
+            return started(all_reduce_rows(group, seen, native[0], async_op), lambda: result)
         total = x.numel() * x.dtype.itemsize * group.size
         # A monoid need not work element by element, so its terms stay whole.
         traits = traits_of(group)

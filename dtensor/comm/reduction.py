@@ -76,7 +76,10 @@ def check_reduction(op: Op, dtype: torch.dtype) -> None:
 
 def dense(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A fresh row-major copy (lazy conjugation and negation carried out), without autograd history."""
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False).copy_(x.detach())
+    x = x.detach()
+    if dtype is None or dtype is x.dtype:
+        return x.clone(memory_format=torch.contiguous_format)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format).copy_(x)
 
 
 def fold(terms: Sequence[Tensor], op: Op, out: Tensor | None = None) -> Tensor:

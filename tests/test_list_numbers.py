@@ -1,0 +1,83 @@
+"""Numbers of list operators, made tensors once: the same bits as torch's own way, element by element."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dtensor as dt
+from dtensor.local_functions import local_function
+
+NUMBERS = [0.9, -0.0, 0.0, 1e300, -1e-300, 1e-42, math.inf, math.nan, 1 / 3, 2.0**-149]
+NAMES = ["_foreach_add", "_foreach_sub", "_foreach_mul", "_foreach_div"]
+
+
+def values(dtype: torch.dtype) -> torch.Tensor:
+    special = torch.tensor([0.0, -0.0, math.inf, math.nan, 1e-40, 1.0, -3.0])
+    return torch.cat([special, torch.randn(9)]).to(dtype)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def check(name: str, numbers: object, dtypes: list[torch.dtype]) -> None:
+    """``name`` and its in-place form, of one tensor of each dtype and a number (or one for each)."""
+    mesh = dt.DeviceMesh("cpu", 2)
+    plain = [values(dtype) for dtype in dtypes]
+    made = [dt.distribute_tensor(x, mesh, [dt.Shard(0)]) for x in plain]
+    for form in (name, name + "_"):
+        wanted, got = getattr(torch, form)(plain, numbers), getattr(torch, form)(made, numbers)
+        for x, y in zip(wanted or plain, got or made, strict=True):
+            assert x.dtype == y.dtype
+            assert torch.equal(bits(x), bits(y.full_tensor()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
+def test_numbers_give_torchs_bits(name: str, dtype: torch.dtype) -> None:
+    for number in NUMBERS:
+        check(name, number, [dtype] * 3)
+    check(name, NUMBERS[:3], [dtype] * 3)
+    check(name, [0.9] * 3, [dtype] * 3)
+    check(name, [0.0, -0.0, 0.0], [dtype] * 3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(number=st.floats(allow_nan=True, allow_infinity=True))
+def test_any_number(name: str, number: float) -> None:
+    check(name, number, [torch.float32])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lists_of_several_dtypes_and_whole_numbers(name: str) -> None:
+    check(name, 0.3, [torch.float32, torch.float64])
+    check(name, 3, [torch.float32, torch.float32])
+    check(name, [3, 0.5], [torch.float64, torch.float64])
+    check(name, True, [torch.float32]) if name != "_foreach_sub" else None
+
+
+def test_numbers_that_change_make_no_new_plan_and_stay_their_own() -> None:
+    mesh = dt.DeviceMesh("cpu", 2)
+    x = [dt.ones(4, device_mesh=mesh, placements=[dt.Shard(0)])]
+    for number in (0.5, 0.25, 2.0):
+        torch._foreach_mul_(x, number)
+    assert x[0].full_tensor().tolist() == [0.25] * 4
+
+
+def test_functions_of_other_modules_stand_for_their_overloads() -> None:
+    """``torch.linalg``, ``torch.fft`` and ``torch.special`` keep theirs in modules of their own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for func in (
+            torch.ops.aten.linalg_vector_norm.default,
+            torch.ops.aten.fft_fft.default,
+            torch.ops.aten.special_zeta.default,
+        ):
+            assert local_function(func) is not func
+            assert local_function(func).__name__ == func._schema.name.partition("::")[2]
