@@ -90,22 +90,6 @@ def native_reduction(group: Group, op: Op, dtype: torch.dtype) -> tuple[dist.Red
     return (_REDUCE_OPS[op], dtype) if dtype in _REDUCED_NATIVELY else None
 
 
-def reduction_in_place(group: Group, op: dist.ReduceOp.RedOpType) -> Callable[[Tensor], None]:
-    """``dist.all_reduce`` over one group, whose arguments are looked at once."""
-    options = dist.AllreduceOptions()
-    options.reduceOp = op  # type: ignore[assignment]  # the stub knows one of the two types
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = False
-    issue = group.handle.allreduce
-
-    def reduce(x: Tensor) -> None:
-        work = issue([x], options)
-        if work is not None:
-            work.wait()
-
-    return reduce
-
-
 def started(work: dist.Work | None, finish: Callable[[], T]) -> Pending[T]:
     """What ``finish`` makes once ``work`` (None: done already) has ended."""
 
@@ -203,12 +187,7 @@ def _with(options: T, async_op: bool, **values: Any) -> T:
 
 
 # The group's own methods are called: torch.distributed's check what is known here, and take longer than a small collective.
-_ALL_TO_ALL = tuple(_with(dist.AllToAllOptions(), async_op) for async_op in (False, True))
-_ALL_REDUCE = {
-    (op, async_op): _with(dist.AllreduceOptions(), async_op, reduceOp=op)
-    for op in _REDUCE_OPS.values()
-    for async_op in (False, True)
-}
+_ALL_TO_ALL = [_with(dist.AllToAllOptions(), async_op) for async_op in (False, True)]
 
 
 def _ended_or(work: Any, async_op: bool) -> dist.Work | None:
@@ -235,9 +214,10 @@ def all_to_all_rows(
     return _ended_or(group.handle.alltoall_base(message(into), message(row), arriving, leaving, _ALL_TO_ALL[async_op]), async_op)
 
 
-def all_reduce_rows(group: Group, x: Tensor, op: dist.ReduceOp.RedOpType, async_op: bool) -> dist.Work | None:
+def all_reduction(group: Group, op: dist.ReduceOp.RedOpType) -> Callable[[Tensor, bool], dist.Work | None]:
     """The backend's own all-reduce, in place."""
-    return _ended_or(group.handle.allreduce([x], _ALL_REDUCE[op, async_op]), async_op)
+    issue, options = group.handle.allreduce, [_with(dist.AllreduceOptions(), async_op, reduceOp=op) for async_op in (False, True)]
+    return lambda x, async_op: _ended_or(issue([x], options[async_op]), async_op)
 
 
 Message = tuple[int, Tensor]  # torch's rank in the group, and a row

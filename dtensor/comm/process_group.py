@@ -18,7 +18,7 @@ from ..placement import Monoid
 from . import events
 from .backends import (
     all_gather_single,
-    all_reduce_rows,
+    all_reduction,
     directly,
     exchange,
     exchange_directly,
@@ -26,7 +26,6 @@ from .backends import (
     from_bytes,
     native_reduction,
     reduce_scatter_single,
-    reduction_in_place,
     started,
     traits_of,
 )
@@ -36,6 +35,8 @@ from .reduction import Op, check_reduction, dense, fold
 from .regions import Box, Route
 from .transfer import all_reduce_in_place, bind_scatter, bind_transfer, reduced_by_all
 
+Native = tuple[Callable[[Tensor, bool], "dist.Work | None"], torch.dtype]
+
 
 class ProcessGroups(Communicator):
     """One member here; a process outside the mesh gets its inputs back."""
@@ -44,6 +45,7 @@ class ProcessGroups(Communicator):
         super().__init__(mesh)
         self._member = mesh.current_member()
         self._by_dims: dict[tuple[int, ...], Group] = {}
+        self._native: dict[tuple[tuple[int, ...], str, torch.dtype], Native | None] = {}
 
     @property
     def _absent(self) -> bool:
@@ -86,32 +88,32 @@ class ProcessGroups(Communicator):
 
     def bind_all_reduce(self, mesh_dims: Sequence[int], op: Op, dtype: torch.dtype) -> Callable[..., Tensor]:
         mesh_dims = tuple(mesh_dims)
-        alone = self._absent or self.group_size(mesh_dims) == 1
-        native = None if alone else native_reduction(self._group(mesh_dims), op, dtype)
+        size = self.group_size(mesh_dims)
+        native = None if self._absent or size == 1 else self._natively(mesh_dims, op, dtype)
         if native is None or native[1] is not dtype:
             return super().bind_all_reduce(mesh_dims, op, dtype)
         check_reduction(op, dtype)
-        size, reduce = self.group_size(mesh_dims), reduction_in_place(self._group(mesh_dims), native[0])
+        reduce, _ = native
 
         def all_reduce(x: Tensor, taken: bool = False) -> Tensor:
             if events.listeners:
                 self._report("all_reduce", mesh_dims, events.reduced(x.numel() * x.dtype.itemsize, size))
             result = x if taken else dense(x)
-            reduce(result)
+            reduce(result, False)
             return result
 
         return all_reduce
 
     # --- reductions ----------------------------------------------------------------------------------------------
     def _all_reduce(self, x: Tensor, mesh_dims: tuple[int, ...], op: Op, async_op: bool) -> Pending[Tensor]:
-        group = self._group(mesh_dims)
-        native = native_reduction(group, op, x.dtype)
+        native = self._natively(mesh_dims, op, x.dtype)
         if native is not None:
-            result = dense(x)
-            seen = result
-            if native[1] is not x.dtype:
-                seen = torch.view_as_real(result) if x.is_complex() else result.view(native[1])
-            return started(all_reduce_rows(group, seen, native[0], async_op), lambda: result)
+            reduce, dtype = native
+            seen = result = dense(x)
+            if dtype is not x.dtype:
+                seen = torch.view_as_real(result) if x.is_complex() else result.view(dtype)
+            return started(reduce(seen, async_op), lambda: result)
+        group = self._group(mesh_dims)
         total = x.numel() * x.dtype.itemsize * group.size
         # A monoid need not work element by element, so its terms stay whole.
         traits = traits_of(group)
@@ -120,6 +122,17 @@ class ProcessGroups(Communicator):
         if traits.direct_bytes < sys.maxsize:
             return all_reduce_in_place(group, x, op)
         return self._all_reduce_in_chunks(group, x, op, async_op)
+
+    def _natively(self, mesh_dims: tuple[int, ...], op: Op, dtype: torch.dtype) -> Native | None:
+        """The backend's own all-reduce, and the dtype to view the data as; None if the fold is ours."""
+        if not isinstance(op, str):
+            return None
+        key = (mesh_dims, op, dtype)
+        if key not in self._native:
+            group = self._group(mesh_dims)
+            found = native_reduction(group, op, dtype)
+            self._native[key] = None if found is None else (all_reduction(group, found[0]), found[1])
+        return self._native[key]
 
     def _all_reduce_in_chunks(self, group: Group, x: Tensor, op: Op, async_op: bool) -> Pending[Tensor]:
         """Reduce-scatter, then all-gather: the second round starts at ``wait()``, which all ranks reach in one order."""
