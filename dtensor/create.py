@@ -6,13 +6,14 @@ All take the global shape (as ints or one sequence), ``device_mesh`` (default: t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from .arguments import sizes_of
 from .comm import communicator_of
-from .errors import PlacementError
+from .errors import ArgumentError, PlacementError
 from .layout import Layout
 from .mesh import as_mesh
 from .placement import Placement
@@ -81,13 +82,17 @@ def _drawn(
 
 def _prepare(size: Any, placements: Any, device_mesh: Any, options: dict[str, Any], fill: Any) -> tuple[Layout, Layout, bool]:
     mesh = as_mesh(device_mesh)
-    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)) else tuple(size)
+    shape = sizes_of(size[0] if len(size) == 1 and isinstance(size[0], Iterable) else size, "the size of a tensor")
     requires_grad = bool(options.pop("requires_grad", False))
     if options.pop("layout", torch.strided) != torch.strided:
         raise PlacementError("distributed tensors are strided; leave layout= out")
-    dtype = options.pop("dtype", None) or fill((0,), device="cpu").dtype
+    dtype = options.pop("dtype", None)
     if options:
-        raise TypeError(f"unexpected keyword arguments {sorted(options)}")
+        raise ArgumentError(
+            f"unexpected keyword arguments {sorted(options)}; besides the size there are device_mesh, placements, dtype, "
+            f"requires_grad (the mesh says the device)"
+        )
+    dtype = fill((0,), device="cpu", dtype=dtype).dtype  # torch's own error, where there is no such number
     layout = Layout.of(mesh, placements, shape, None, dtype)
     reduced = layout.reduced()
     return layout, reduced, requires_grad

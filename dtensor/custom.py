@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from .dispatch import clear_plans
 from .errors import RuleError
 from .layout import Layout
@@ -40,6 +42,11 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Sequence[Sharding]]], 
     (Shard(dim=0),)
     """
     overloads = list(op) if isinstance(op, (list, tuple)) else [op]
+    for overload in overloads:
+        if not isinstance(overload, torch._ops.OpOverload):
+            raise RuleError(
+                f"register_sharding takes an operator's overload, torch.ops.aten.add.Tensor for example, got {overload!r}"
+            )
 
     def declare(table: Callable[..., Sequence[Sharding]]) -> Callable[..., Sequence[Sharding]]:
         for overload in overloads:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .alike import alike
+from .arguments import strided, whole
 from .comm import PerRank, communicator_of
-from .errors import LayoutError, MeshError
+from .errors import ArgumentError, LayoutError, MeshError
 from .layout import Layout
 from .mesh import DeviceMesh, as_mesh
 from .placement import Placement, Replicate
@@ -33,10 +35,12 @@ def distribute_tensor(
         tensor: the global tensor (a meta tensor gives meta pieces; a DTensor is redistributed).
         placements: one per mesh dim, default ``Replicate()`` on all.
         src_data_rank: whose value counts: the rank at this index along every mesh dim sends each rank its block (a broadcast
-            where nothing is sharded, else one scatter). None: every rank cuts its own copy, no communication.
+            where nothing is sharded, else one scatter), after the ranks have compared their arguments (an exchange of a few
+            bytes). None: every rank cuts its own copy, no communication.
 
     Raises:
-        PlacementError, MeshError: see :class:`Layout`. LayoutError: a non-leaf that requires grad.
+        PlacementError, MeshError: see :class:`Layout`. LayoutError: a non-leaf that requires grad; on all ranks, where they give
+            different shapes, dtypes or placements.
 
     >>> import dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2, 2))
@@ -55,15 +59,29 @@ def distribute_tensor(
                 f"call x.redistribute(mesh, placements)"
             )
         return tensor.redistribute(placements=placements)
-    if not tensor.is_leaf:
-        raise LayoutError(
-            "distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, placements)"
+    if src_data_rank is None:
+        layout = _layout_of(tensor, mesh, placements)
+    else:
+        layout, strides = alike(
+            mesh,
+            "distribute_tensor",
+            lambda: (_layout_of(tensor, mesh, placements), _position(mesh, src_data_rank))[0],
+            lambda made: ((made, src_data_rank, tensor.requires_grad), made.stride),
         )
-    layout = Layout.of(mesh, placements, tensor.shape, _dense_stride(tensor), tensor.dtype)
+        if len(strides) > 1:  # another rank may hold something that lies in its memory in another way
+            layout = layout.replace(stride=strides[_position(mesh, src_data_rank)])
     reduced = layout.reduced()
     local = _scatter(tensor.detach(), reduced, src_data_rank)
     made = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
     return made.requires_grad_() if tensor.requires_grad else made
+
+
+def _layout_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layout:
+    if not strided(tensor, "distribute_tensor").is_leaf:
+        raise LayoutError(
+            "distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, placements)"
+        )
+    return Layout.of(mesh, placements, tensor.shape, _dense_stride(tensor), tensor.dtype)
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -127,6 +145,7 @@ def _send_blocks(tensor: torch.Tensor, layout: Layout, everywhere: tuple[int, ..
 
 def _position(mesh: DeviceMesh, source: int) -> int:
     """The group position, over all mesh dims, of the rank at index ``source`` along each."""
+    source = whole(source, "src_data_rank")
     if any(not 0 <= source < size for size in mesh.shape):
         raise MeshError(
             f"src_data_rank={source} is not an index along every dim of {mesh!r}; use 0, or None to cut each rank's own copy"
@@ -153,6 +172,11 @@ def distribute_module(
         output_fn: ``(module, outputs, mesh) -> outputs``, run after forward.
     """
     mesh = as_mesh(device_mesh)
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"distribute_module takes an nn.Module, got {type(module).__name__}; see distribute_tensor")
+    for given, what in ((partition_fn, "partition_fn"), (input_fn, "input_fn"), (output_fn, "output_fn")):
+        if given is not None and not callable(given):
+            raise ArgumentError(f"distribute_module: {what} takes a function, got {given!r}")
     for name, submodule in list(module.named_modules()):
         if partition_fn is not None:
             partition_fn(name, submodule, mesh)

@@ -11,6 +11,10 @@ class DTensorError(RuntimeError):
     """Base of all errors raised by this library."""
 
 
+class ArgumentError(DTensorError, TypeError):
+    """An argument is of a type that means nothing there."""
+
+
 class PlacementError(DTensorError, ValueError):
     """A placement does not fit the tensor or the mesh."""
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .arguments import element_type, sizes_of
 from .errors import LayoutError, PlacementError
 from .memory_order import Stride, contiguous_stride, stride_like
 from .mesh import DeviceMesh
@@ -116,13 +117,14 @@ class Layout:
             key = (mesh, asked, shape, stride, dtype)
             found = _BY_REQUEST.get(key)
         except TypeError:  # lists, or sizes that are symbols
-            shape = tuple(int(size) for size in shape)
-            key = (mesh, asked, shape, None if stride is None else tuple(int(step) for step in stride), dtype)
+            shape = sizes_of(shape, "a global shape")
+            asked = normalize(placements, mesh.ndim, len(shape))
+            key = (mesh, asked, shape, None if stride is None else sizes_of(stride, "strides"), dtype)
             found = _BY_REQUEST.get(key)
         if found is None:
-            shape = tuple(int(size) for size in shape)
-            stride = contiguous_stride(shape) if stride is None else tuple(int(step) for step in stride)
-            wanted = normalize(placements, mesh.ndim, len(shape))
+            shape, dtype = sizes_of(shape, "a global shape"), element_type(dtype)
+            stride = contiguous_stride(shape) if stride is None else sizes_of(stride, "strides")
+            wanted = normalize(asked, mesh.ndim, len(shape))
             splits = tuple(_split_of(mesh, wanted, d, size) for d, size in enumerate(shape))
             found = Layout._interned(mesh, _canonical(mesh, wanted, splits, shape), splits, shape, stride, dtype)
             if len(_BY_REQUEST) >= _LIMIT:
@@ -204,7 +206,11 @@ class Layout:
         """The same tensor under other placements: what is asked most is remembered here."""
         key = tuple(placements) if isinstance(placements, (list, tuple)) else placements
         memo: dict[Any, Layout] = self.__dict__.setdefault("_memo", {})
-        found = memo.get(key)
+        try:
+            found = memo.get(key)
+        except TypeError:  # no placements at all, or in something that is no list
+            key = normalize(placements, self.mesh.ndim, self.ndim)
+            found = memo.get(key)
         if found is None:
             found = Layout.of(self.mesh, placements, self.shape, self.stride, self.dtype)
             if len(memo) >= _NEIGHBOURS:

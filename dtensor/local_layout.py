@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .alike import compared
+from .arguments import sizes_of
 from .comm import PerRank, communicator_of
 from .comm.backends import flat_bytes
 from .errors import LayoutError, PlacementError
@@ -34,20 +37,27 @@ def layout_of_locals(
         LayoutError: a piece does not have the shape that the layout gives it, or (``check``) ranks disagree.
     """
     pieces = local.shards if isinstance(local, PerRank) else (local,)
+    if isinstance(local, PerRank) and (mesh.kind != "in_process" or len(pieces) != len(mesh.members)):
+        has = f"has {len(mesh.members)} ranks" if mesh.kind == "in_process" else "does not live in this process: give its piece"
+        raise LayoutError(f"per_rank with {len(pieces)} tensors for {mesh!r}, which {has}")
+    shape = None if shape is None else sizes_of(shape, "from_local(shape=)")
+    stride = None if stride is None else sizes_of(stride, "from_local(stride=)")
     ndim = pieces[0].ndim if mesh.current_member() is not None or shape is None else len(shape)
     if mesh.kind == "dry_run":
         check = False
     try:
         wanted = normalize(placements, mesh.ndim, ndim)
-    except PlacementError:
+    except PlacementError as error:
         if shape is None and (check or _measures(mesh, placements)):
-            _same_dims(_all_shapes(mesh, pieces))  # this rank's piece alone may lack the dim: the others wait for its sizes
+            _all_pieces(mesh, pieces, str(error))  # this rank's piece alone may lack the dim: the others wait for its sizes
         raise
     dtype = pieces[0].dtype
     if shape is not None:
         layout = Layout.of(mesh, wanted, shape, stride, dtype)
         if check and mesh.kind == "process_group" and mesh.current_member() is not None:
-            _agree(layout, _all_shapes(mesh, pieces), "the given shape makes")  # a rank must not leave before the exchange below
+            _agree(
+                layout, _all_pieces(mesh, pieces, str(layout.placements))[0], "the given shape makes"
+            )  # a rank must not leave before the exchange below
         else:
             _fits(layout, pieces)
     else:
@@ -68,7 +78,8 @@ def _measured(
     """The layout from the sizes of all pieces; they are exchanged where a tensor dim is sharded and no sizes are given."""
     shape, order = list(pieces[0].shape), pieces[0].stride()
     if check or _measures(mesh, placements):
-        shapes = _all_shapes(mesh, pieces)
+        shapes, strides = _all_pieces(mesh, pieces, str(placements))
+        order = strides[_telling(shapes)]
         key = (mesh, placements, shapes, order if stride is None else tuple(stride), stride is None, dtype)
         layout = _KNOWN.get(key)
         if layout is None:
@@ -112,39 +123,59 @@ def _tiled(
     return layout
 
 
+def _telling(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Whose strides say how dims lie in memory: a dim of one element, and an empty piece, may have any."""
+    return max(range(len(shapes)), key=lambda k: (sum(size > 1 for size in shapes[k]) if all(shapes[k]) else -1, -k))
+
+
 def _same_dims(shapes: Sequence[tuple[int, ...]]) -> None:
     if len({len(shape) for shape in shapes}) > 1:
         raise LayoutError(f"from_local: ranks hold pieces of different numbers of dims: {tuple(shapes)}")
 
 
 def _measures(mesh: DeviceMesh, placements: Any) -> bool:
-    """Whether ranks ask each other for sizes, by placements that need not be valid."""
+    """Whether ranks ask each other for sizes, by placements that need not be valid: so that all tell the same order in memory,
+    which a piece of one element along a dim cannot."""
     cutting = _cutting(mesh, placements)
-    given = {p.dim for p in cutting if p.sizes is not None}
+    given = {p.dim for p in cutting if p.sizes is not None and min(p.sizes, default=0) > 1}
     return any(p.dim not in given for p in cutting)
 
 
 def _cutting(mesh: DeviceMesh, placements: Any) -> list[Shard]:
-    placements = (placements,) if isinstance(placements, Placement) else tuple(placements or ())
+    placements = (
+        (placements,) if isinstance(placements, Placement) else placements if isinstance(placements, (list, tuple)) else ()
+    )
     return [p for p, size in zip(placements, mesh.shape, strict=False) if isinstance(p, Shard) and size > 1]
 
 
 _MOST_DIMS = 32
 
 
-def _all_shapes(mesh: DeviceMesh, pieces: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Every member's shape, by position in the mesh as the current rank sees it."""
-    mine = tuple(pieces[0].shape)
+_Table = tuple[tuple[int, ...], ...]
+
+
+def _all_pieces(mesh: DeviceMesh, pieces: Sequence[torch.Tensor], told: str) -> tuple[_Table, _Table]:
+    """Every member's shape and strides, by position in the mesh as the current rank sees it; ``told`` must be alike on all."""
+    mine, steps = tuple(pieces[0].shape), pieces[0].stride()
     if mesh.kind == "in_process" and len(pieces) > 1:
-        return tuple(tuple(pieces[m].shape) for m in mesh.members_of(range(mesh.ndim), 0))
+        seen = [pieces[m] for m in mesh.members_of(range(mesh.ndim), 0)]
+        shapes = tuple(tuple(piece.shape) for piece in seen)
+        _same_dims(shapes)
+        compared(mesh, "from_local", [f"{piece.dtype} under {told}" for piece in seen])
+        return shapes, tuple(piece.stride() for piece in seen)
     if mesh.kind != "process_group" or dist.get_backend() == "fake":  # nobody else to ask
-        return (mine,) * mesh.size()
+        return (mine,) * mesh.size(), (steps,) * mesh.size()
     if len(mine) > _MOST_DIMS:
         raise LayoutError(f"from_local exchanges the sizes of up to {_MOST_DIMS} dims, got {len(mine)}; give shape=")
-    sizes = torch.tensor([len(mine), *mine, *(0,) * (_MOST_DIMS - len(mine))], device=mesh.device_type)
-    gathered = communicator_of(mesh).all_gather(sizes, tuple(range(mesh.ndim)), lambda member: (_MOST_DIMS + 1,))
-    rows = torch.stack(gathered).tolist()
-    return tuple(tuple(row[1 : 1 + row[0]]) for row in rows)
+    told, pad = f"{pieces[0].dtype} under {told}", (0,) * (_MOST_DIMS - len(mine))
+    row = torch.tensor([len(mine), zlib.crc32(told.encode()), *mine, *pad, *steps, *pad], device=mesh.device_type)
+    comm, everywhere = communicator_of(mesh), tuple(range(mesh.ndim))
+    rows = torch.stack(comm.all_gather(row, everywhere, lambda member: (len(row),))).tolist()
+    shapes, strides = (tuple(tuple(row[at : at + row[0]]) for row in rows) for at in (2, 2 + _MOST_DIMS))
+    _same_dims(shapes)
+    if len({row[1] for row in rows}) > 1:
+        compared(mesh, "from_local", comm.all_gather_object(told, everywhere))
+    return shapes, strides
 
 
 def _split_from(mesh: DeviceMesh, placements: tuple[Placement, ...], dim: int, shapes: Sequence[tuple[int, ...]]) -> Split:

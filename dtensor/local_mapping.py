@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -137,6 +138,10 @@ def _wrap_outputs(out: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
     for value, placements in zip(flat, wanted, strict=True):
         if placements is None:
             wrapped.append(value)
+        elif not isinstance(value, torch.Tensor):
+            raise PlacementError(
+                f"local_map: out_placements has {placements} for an output that is no tensor, {value!r}; write None in its place"
+            )
         else:
             wrapped.append(DTensor.from_local(value, mesh, placements))
     return tree_unflatten(wrapped, tree)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from .autograd import apart, distributed, grad_layout, unwritten
 from .comm import Pending
 from .dispatch import wrap_local, wrap_pending
-from .errors import LayoutError
+from .errors import LayoutError, PlacementError
 from .layout import Layout
 from .placement import Placement
 from .redistribute import execute_many, plan
@@ -43,15 +43,19 @@ def redistribute_many(
     >>> [y.placements for y in ys], comm.get_total_counts()
     ([(Replicate(),), (Replicate(),)], 1)
     """
-    tensors = list(tensors)
+    tensors = [None] if isinstance(tensors, torch.Tensor) else list(tensors)  # not its rows
     if not all(isinstance(x, DTensor) for x in tensors):
-        raise LayoutError("redistribute_many takes DTensors; make them with distribute_tensor() or DTensor.from_local()")
+        raise LayoutError(
+            "redistribute_many takes a list of DTensors; make them with distribute_tensor() or DTensor.from_local()"
+        )
+    if not isinstance(placements, (list, tuple, Iterator)):
+        raise PlacementError(f"redistribute_many takes a list of placements, or a list of such lists, got {placements!r}")
     wanted: list[Any] = list(placements)
     if all(isinstance(item, Placement) for item in wanted) and (wanted or not tensors):
         wanted = [tuple(wanted)] * len(tensors)
     if len(wanted) != len(tensors):
         raise LayoutError(f"redistribute_many: {len(wanted)} placements for {len(tensors)} tensors; give one tuple for each")
-    targets = [x._layout.replace(placements=tuple(item)) for x, item in zip(tensors, wanted, strict=True)]
+    targets = [x._layout.replace(placements=item) for x, item in zip(tensors, wanted, strict=True)]
     moving = [i for i, x in enumerate(tensors) if targets[i] is not x._layout]
     results = list(tensors)
     if moving:

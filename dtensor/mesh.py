@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
-from .errors import MeshDimError, MeshError
-from .world import Kind, Root, distributed, ensure_world, make_root
+from .arguments import whole, wholes
+from .errors import ArgumentError, MeshDimError, MeshError
+from .world import Kind, Root, device_type_of, distributed, ensure_world, make_root
 
 
 class DeviceMesh(TorchDeviceMesh):
@@ -105,6 +106,10 @@ class DeviceMesh(TorchDeviceMesh):
             if self._names is None or mesh_dim not in self._names:
                 raise MeshDimError(f"Invalid mesh_dim_name: {self!r} has no mesh dim {mesh_dim!r}; its dims are {self._names}")
             return self._names.index(mesh_dim)
+        try:
+            mesh_dim = whole(mesh_dim, "a mesh dim")
+        except ArgumentError as wrong:
+            raise MeshError(f"{wrong}; give its index, or its name among {self._names}") from None
         if not -self.ndim <= mesh_dim < self.ndim:
             raise MeshError(f"mesh dim {mesh_dim} is out of range for {self!r}; use a dim in [{-self.ndim}, {self.ndim - 1}]")
         return mesh_dim % self.ndim
@@ -210,8 +215,8 @@ class DeviceMesh(TorchDeviceMesh):
     # --- derived meshes ---------------------------------------------------------------------------------------
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """The mesh of one or several named dims, in the given order, adjacent or not."""
-        wanted = (names,) if isinstance(names, str) else tuple(names)
-        if not wanted or len(set(wanted)) != len(wanted):
+        wanted = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, (tuple, list)) else ()
+        if not wanted or not all(isinstance(name, str) for name in wanted) or len(set(wanted)) != len(wanted):
             raise MeshError(f"mesh[{names!r}]: name one or several different mesh dims of {self._names}")
         dims = []
         for name in wanted:
@@ -231,6 +236,8 @@ class DeviceMesh(TorchDeviceMesh):
         if mesh_dim_name is None and self._names is not None:
             mesh_dim_name = "_".join(self._names)
         dims = tuple(d for group in self._dims for d in group)
+        if not isinstance(mesh_dim_name, str | None):
+            raise MeshError(f"flatten(mesh_dim_name) takes a string, got {mesh_dim_name!r}")
         if mesh_dim_name is not None:
             known = self._root.flattened.setdefault(mesh_dim_name, dims)
             if known != dims or (self._root.names and mesh_dim_name in self._root.names and self.ndim > 1):
@@ -367,11 +374,13 @@ def init_device_mesh(
     """
     if options.pop("backend_override", None) is not None:
         raise MeshError("backend_override is not supported: build the groups yourself and use DeviceMesh.from_group")
-    if ":" in device_type:
-        raise MeshError(f"Device type with index is not supported: {device_type!r}; each rank uses its current device")
+    device_type = device_type_of(device_type)
     if options:
         raise TypeError(f"init_device_mesh() got unexpected keyword arguments {sorted(options)}")
-    shape = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(int(size) for size in mesh_shape)
+    try:
+        shape = wholes(mesh_shape if isinstance(mesh_shape, Iterable) else (mesh_shape,), "mesh_shape")
+    except ArgumentError as wrong:
+        raise MeshError(f"{wrong}; write (2, 4), for example") from None
     if any(size < 1 for size in shape):
         raise MeshError(f"mesh_shape {shape} must have positive sizes")
     count = math.prod(shape)

@@ -7,7 +7,7 @@ communication and know no mesh. ``Layout`` gives them their meaning on a mesh an
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,11 @@ class Shard(Placement):
 
     def __post_init__(self) -> None:
         if type(self.dim) is not int:
-            raise PlacementError(f"Shard(dim) takes an int, got {self.dim!r}; write Shard(0)")
+            object.__setattr__(self, "dim", _whole(self.dim, "Shard(dim)", "Shard(0)"))
+        if self.level is not None and (type(self.level) is not int or self.level < 0):
+            object.__setattr__(self, "level", _whole(self.level, "Shard(level=)", "Shard(0, level=0)"))
+            if self.level < 0:
+                raise PlacementError(f"Shard levels count from 0, the outermost, got {self.level}")
         if self.sizes is not None:
             try:
                 sizes = tuple(map(operator.index, self.sizes))
@@ -166,6 +170,15 @@ class Partial(Placement):
         return f"P({self.reduce_op})"
 
 
+def _whole(value: Any, what: str, example: str) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise PlacementError(f"{what} takes an int, got {value!r}; write {example}") from None
+
+
 def normalize(placements: Any, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
     """One placement per mesh dim, tensor dims made non-negative.
 
@@ -176,6 +189,10 @@ def normalize(placements: Any, mesh_ndim: int, ndim: int) -> tuple[Placement, ..
         return (Replicate(),) * mesh_ndim
     if isinstance(placements, Placement):
         placements = (placements,)
+    if isinstance(placements, (str, Mapping, Set)) or not isinstance(placements, Iterable):
+        raise PlacementError(
+            f"{placements!r} is not a placement, nor a list with one for each mesh dim; write [Shard(0)], for example"
+        )
     placements = tuple(placements)
     if len(placements) != mesh_ndim:
         raise PlacementError(

@@ -9,7 +9,7 @@ import torch
 
 from .comm import communicator_of
 from .errors import MeshError
-from .mesh import DeviceMesh
+from .mesh import DeviceMesh, as_mesh
 from .rules.counter import SAMPLERS
 from .rules.draw import DRAWING, MODES, block_of, draw, draw_counted, synchronize
 
@@ -35,11 +35,12 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, mode: str |
     >>> torch.equal(x, torch.rand(3))
     True
     """
+    mesh = None if device_mesh is None else as_mesh(device_mesh)
+    mode = DRAWING.mode if mode is None else _known(mode)
     torch.manual_seed(seed)
-    if mode is not None:
-        DRAWING.mode = _known(mode)
-    if device_mesh is not None:
-        _agree(seed, device_mesh)
+    DRAWING.mode = mode
+    if mesh is not None:
+        _agree(seed, mesh)
 
 
 def _agree(seed: int, mesh: DeviceMesh) -> None:

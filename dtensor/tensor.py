@@ -13,6 +13,7 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
 from . import host
+from .arguments import element_type, strided
 from .autograd import FromLocal, FullTensor, everywhere, grad_layout, keep_grad_layout, nothing_of, redistributed, to_local
 from .autograd import grad_placements_of as grad_placements_of  # of a leaf
 from .comm import PerRank
@@ -116,12 +117,11 @@ class DTensor(torch.Tensor):
             raise LayoutError(
                 "from_local takes this rank's plain tensor, got a DTensor; use x.redistribute(...) or x.to_local() first"
             )
+        strided(local_tensor, "from_local")
         layout = layout_of_locals(local_tensor, mesh, placements, shape, stride, check=run_check)
         backward = grad_layout(layout, grad_placements)
         if mesh.kind == "in_process":
             shards = local_tensor.shards if isinstance(local_tensor, PerRank) else everywhere(local_tensor, layout)
-            if len(shards) != len(mesh.members):
-                raise LayoutError(f"per_rank with {len(shards)} tensors for {mesh!r}, which has {len(mesh.members)} ranks")
             copied = not isinstance(local_tensor, PerRank)
             return FromLocal.apply(layout, backward, copied, *shards)
         if not _recorded(local_tensor):
@@ -149,6 +149,8 @@ class DTensor(torch.Tensor):
         to ``Replicate``.
         """
         mesh = self._layout.mesh
+        if grad_placements is not None:
+            grad_layout(self._layout, grad_placements)  # wrong ones raise before anything is moved
         whole = self.redistribute(placements=Layout.replicated(mesh, self.shape, None, self.dtype).placements)
         if mesh.kind != "in_process" or not mesh.spans_root:
             return whole.to_local(grad_placements=grad_placements)
@@ -172,6 +174,9 @@ class DTensor(torch.Tensor):
             async_op: return at once; the result waits at first use.
             forward_dtype, backward_dtype: convert to this dtype before moving (forward: result has it; backward: the gradient).
         """
+        for dtype in (forward_dtype, backward_dtype):
+            if dtype is not None:
+                element_type(dtype)
         source: Any = self if forward_dtype is None or forward_dtype == self.dtype else self.to(forward_dtype)
         target = _target(source._layout, device_mesh, placements)
         if target is source._layout and backward_dtype is None:
@@ -251,13 +256,15 @@ class DTensor(torch.Tensor):
             made = wrap(_detached_copy(self._local), self._layout)
         _dress(made, self, memo)
         memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(_marks(self), memo))
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles this rank's piece and the layout, without process groups."""
-        return restore_tensor, (self._local.detach(), self._layout, self.requires_grad, getattr(self, "_is_param", False))
+        made = self._local.detach(), self._layout, self.requires_grad, getattr(self, "_is_param", False)
+        return restore_tensor, (*made, marks) if (marks := _marks(self)) else made
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         """For ``torch.distributed.checkpoint``: see :mod:`dtensor.checkpoint.protocol`."""
@@ -343,8 +350,17 @@ def _dress(made: DTensor, like: DTensor, memo: dict[int, Any] | None = None) -> 
         made.requires_grad_()
 
 
-def restore_tensor(local: Any, layout: Layout, requires_grad: bool, is_param: bool) -> DTensor:
+_OWN = {"_is_param", "_grad_hook", "_apart", "_origin", "_pending", "_data_parallel"}
+
+
+def _marks(x: DTensor) -> dict[str, Any]:
+    """What users hung on it, which travels with copies as a plain tensor's does."""
+    return {name: value for name, value in x.__dict__.items() if name not in _OWN}
+
+
+def restore_tensor(local: Any, layout: Layout, requires_grad: bool, is_param: bool, marks: Any = None) -> DTensor:
     made = wrap(local, layout)
+    made.__dict__.update(marks or {})
     if is_param:
         made._is_param = True
     return made.requires_grad_() if requires_grad else made

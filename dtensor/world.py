@@ -54,20 +54,46 @@ def ensure_world(device_type: str) -> None:
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
 
 
+def device_type_of(device: Any) -> str:
+    """``"cpu"``, ``"cuda"``, ...: a device without an index, that torch knows."""
+    try:
+        known = torch.device(device if isinstance(device, torch.device) else str(device))
+    except RuntimeError:
+        known = None
+    if known is None or not isinstance(device, (str, torch.device)):
+        raise MeshError(f"{device!r} is not a device type; write 'cpu', 'cuda', or 'meta' for a mesh without data")
+    if known.index is not None:
+        raise MeshError(f"Device type with index is not supported: {str(device)!r}; each rank uses its current device")
+    return known.type
+
+
+def _ranks(mesh: Any) -> Any:
+    """An array of whole numbers."""
+    if isinstance(mesh, (int, np.integer)):
+        mesh = range(mesh)
+    try:
+        array = np.asarray(mesh.tolist() if isinstance(mesh, torch.Tensor) else mesh)
+    except ValueError:  # rows of different lengths
+        array = np.asarray(None)
+    if array.size and array.dtype.kind not in "iu":
+        raise MeshError(f"a mesh is an array of ranks, all rows alike in length, got {mesh!r}; write [[0, 1], [2, 3]]")
+    return array.astype(int)
+
+
 def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
     """The root over an n-d array of ranks.
 
     Raises:
         MeshError: repeated ranks, wrong number of names, ranks outside the world.
     """
-    if isinstance(mesh, int):
-        mesh = range(mesh)
-    array = np.asarray(mesh.tolist() if isinstance(mesh, torch.Tensor) else mesh, dtype=int)
+    device_type, array = device_type_of(device_type), _ranks(mesh)
     ranks = tuple(int(rank) for rank in array.reshape(-1))
-    if not ranks or len(set(ranks)) != len(ranks):
-        raise MeshError(f"mesh ranks must be non-empty and distinct, got {array.tolist()}")
+    if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
+        raise MeshError(f"mesh ranks must be non-empty and distinct, and count from 0, got {array.tolist()}")
     if names is not None:
         names = tuple(names)
+        if not all(isinstance(name, str) for name in names):
+            raise MeshError(f"mesh_dim_names are strings, one per mesh dim, got {names}")
         if len(names) != array.ndim or len(set(names)) != len(names):
             raise MeshError(f"{array.ndim} distinct mesh_dim_names are needed for a mesh of shape {array.shape}, got {names}")
     kind: Kind = "in_process"

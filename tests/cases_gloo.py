@@ -139,6 +139,50 @@ def wrong_pieces_raise_on_every_rank_and_name_the_rank() -> None:
 
 
 @case
+def ranks_that_give_different_arguments_all_raise_and_go_on() -> None:
+    if not dist.is_initialized():
+        return
+    mesh, odd = mesh_of((4,)), dist.get_rank() == 2
+    whole = torch.ones(4, 3)
+    for make in (
+        lambda: dt.distribute_tensor(torch.ones(3, 4) if odd else whole, mesh, [R]),
+        lambda: dt.distribute_tensor(torch.ones(4, 3, dtype=torch.int32) if odd else whole, mesh, [R]),
+        lambda: dt.distribute_tensor(torch.ones(3) if odd else whole, mesh, [Shard(0)]),
+        lambda: dt.distribute_tensor(whole, mesh, [Shard(0) if odd else R]),
+        lambda: dt.distribute_tensor(whole, mesh, [Shard(2 if odd else 0)]),
+        lambda: dt.distribute_tensor(whole, mesh, [R], src_data_rank=int(odd)),
+        lambda: dt.distribute_tensor(None if odd else whole, mesh, [R]),  # type: ignore[arg-type]
+        lambda: DTensor.from_local(torch.ones(4, 3, dtype=torch.int32) if odd else whole, mesh, [Shard(0)]),
+        lambda: DTensor.from_local(whole, mesh, [Shard(2 if odd else 0)]),
+    ):
+        raises(LayoutError, "rank 2 holds .*, rank 0 holds", make)
+    with pytest.raises(PlacementError, match="out of range"):  # wrong, but alike
+        dt.distribute_tensor(whole, mesh, [Shard(2)])
+    equal(dt.distribute_tensor(whole, mesh, [Shard(0)]), whole)
+
+
+@case
+def the_source_rank_says_how_a_tensor_lies_in_memory() -> None:
+    if dist.is_initialized():
+        mine = value(6, 5).t() if dist.get_rank() == 0 else torch.empty(5, 6, dtype=torch.float64)
+        x = dt.distribute_tensor(mine, mesh_of((4,)), [Shard(0)])
+        assert x.stride() == (1, 5)
+        equal(x, value(6, 5).t())
+        assert x.t().view(-1).shape == (30,)
+
+
+@case
+def pieces_of_one_element_say_nothing_about_memory() -> None:
+    """A piece of one column counts as contiguous with any stride: all ranks go by the same one."""
+    whole = value(5, 3)
+    pieces = by_rank(lambda rank: whole.chunk(4)[rank].t().contiguous() if rank < 3 else torch.empty(3, 0, dtype=whole.dtype))
+    for placements in ([Shard(1)], [Shard(1, sizes=(2, 2, 1, 0))]):
+        x = DTensor.from_local(pieces, mesh_of((4,)), placements)
+        assert x.stride() == (5, 1)
+        equal(x.view(-1), whole.t().reshape(-1))
+
+
+@case
 def redistribution_in_both_ways() -> None:
     x = dt.distribute_tensor(value(5, 6), square(), [Shard(0), Shard(1)])
     for placements in (
@@ -367,7 +411,7 @@ def data_parallelism_takes_all_ranks_where_no_mesh_is_given() -> None:
     batch = torch.full((2, 3), float(dist.get_rank()))
     cut(batch).sum().backward()
     copied(batch).sum().backward()
-    assert cut[0].weight.device_mesh is cut[1].bias.device_mesh
+    assert cut[0].weight.device_mesh == cut[1].bias.device_mesh
     assert cut[0].weight.placements == (Shard(0),)
     assert copied.weight.grad.placements == (R,)
     equal(copied.weight.grad, torch.full((4, 3), 3.0))

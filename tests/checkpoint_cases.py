@@ -16,7 +16,7 @@ from torch import nn
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
-from dtensor.checkpoint import load, read_tensors, read_tree, save
+from dtensor.checkpoint import load, read_tensors, read_tree, save, save_safetensors
 from dtensor.errors import CheckpointError
 
 R = Replicate()
@@ -372,6 +372,41 @@ def mismatches_say_what_differs_and_change_nothing(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="on meta"):
         save({"m": torch.zeros(2, device="meta")}, folder)
     load(asked(), folder)
+
+
+class _Raises:
+    """State of one rank's that cannot be had."""
+
+    def __init__(self, kind: type[BaseException]) -> None:
+        self.kind = kind
+
+    def state_dict(self) -> dict[str, int]:
+        if not dist.is_initialized() or dist.get_rank() == 1:
+            raise self.kind("mine")
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+@case
+def a_rank_that_raises_leaves_nobody_waiting(folder: Path) -> None:
+    terms = dt.DTensor.from_local(torch.ones(3), line(), [Partial()])
+    for state in ({"x": terms, "bad": _Raises(ValueError)}, {"bad": _Raises(ValueError), "x": laid(value(4), line(), Shard(0))}):
+        with pytest.raises(CheckpointError, match="ValueError: mine"):
+            save(state, folder)
+        with pytest.raises(CheckpointError, match=r"ValueError: mine|no tensors"):
+            save_safetensors(state, folder)
+        with pytest.raises(CheckpointError, match="ValueError: mine"):
+            save(state, folder, async_op=True).wait()  # type: ignore[union-attr]  # it is pending
+    save({"bad": {"n": 1}}, folder)
+    with pytest.raises(CheckpointError, match="ValueError: mine"):
+        load({"bad": _Raises(ValueError)}, folder)
+    if dist.is_initialized():
+        whole = terms.redistribute(placements=[R])
+        with pytest.raises(CheckpointError, match="state of rank 3 differs"):
+            save({"x": terms if dist.get_rank() != 3 else whole}, folder)
+    with pytest.raises((CheckpointError, KeyboardInterrupt), match="mine"):
+        load({"bad": _Raises(KeyboardInterrupt)}, folder)
 
 
 @case

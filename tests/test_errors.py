@@ -12,6 +12,7 @@ import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
 from dtensor.comm import events
 from dtensor.errors import (
+    ArgumentError,
     DTensorError,
     ImplicitCommunicationError,
     LayoutError,
@@ -22,7 +23,7 @@ from dtensor.errors import (
 )
 from dtensor.testing import check
 
-pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning", "ignore:torch.quantize_per_tensor")
 
 MESH = dt.init_device_mesh("cpu", (2,))
 OTHER = dt.init_device_mesh("cpu", (3,))
@@ -89,6 +90,73 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a sparse factory": (lambda: dt.zeros(3, device_mesh=MESH, layout=torch.sparse_coo), PlacementError, "strided"),
     "an option that is none": (lambda: dt.zeros(3, device_mesh=MESH, colour=1), TypeError, "colour"),
     "no mesh": (lambda: dt.zeros(3), MeshError, "no device mesh"),
+}
+NO_PLACEMENTS = (5, "R", {0: R}, {R}, [[Shard(0)]], [None], [Shard], [R, R])
+for given in NO_PLACEMENTS:
+    for what, wrong in {
+        "distributed": lambda given=given: dt.distribute_tensor(torch.ones(4), MESH, given),
+        "made": lambda given=given: dt.zeros(4, device_mesh=MESH, placements=given),
+        "moved": lambda given=given: make(4).redistribute(placements=given),
+        "many": lambda given=given: dt.redistribute_many([make(4)], given if isinstance(given, (int, str)) else [given]),
+        "local": lambda given=given: DTensor.from_local(torch.ones(4), MESH, given),
+        "grad of local": lambda given=given: make(4).to_local(grad_placements=given),
+        "grad of full": lambda given=given: make(4).full_tensor(grad_placements=given),
+        "explained": lambda given=given: make(4).explain_redistribute(given),
+    }.items():
+        CASES[f"placements {given}, {what}"] = (wrong, PlacementError, "placement")
+for given in (None, "x", 3, [1.0, 2.0], torch.nn.Linear(2, 2)):
+    CASES[f"no tensor: {given}"] = (lambda given=given: dt.distribute_tensor(given, MESH, [R]), ArgumentError, "torch.Tensor")
+    CASES[f"no piece: {given}"] = (lambda given=given: DTensor.from_local(given, MESH, [R]), TypeError, "torch.Tensor")
+ODD: dict[str, Callable[[], Any]] = {
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
+}
+for name, odd in ODD.items():
+    for where in (R, Shard(0)):
+        CASES[f"{name} {where}"] = (
+            lambda odd=odd, where=where: dt.distribute_tensor(odd(), MESH, [where]),
+            UnsupportedOperationError,
+            "strided|dtype",
+        )
+        CASES[f"{name} piece {where}"] = (
+            lambda odd=odd, where=where: DTensor.from_local(odd(), MESH, [where]),
+            UnsupportedOperationError,
+            "strided|dtype",
+        )
+for size in ("3", 3.0, None, True, ((3,), 4)):
+    CASES[f"size {size}"] = (lambda size=size: dt.zeros(size, device_mesh=MESH), ArgumentError, "whole numbers")
+    CASES[f"random size {size}"] = (lambda size=size: dt.randn(size, device_mesh=MESH), ArgumentError, "whole numbers")
+for size in ((8, 3), "48", 8, (8.0,), (None,)):
+    CASES[f"global shape {size}"] = (
+        lambda size=size: DTensor.from_local(torch.ones(4), MESH, [Shard(0)], shape=size),
+        DTensorError,
+        "whole numbers|piece of shape|numbers of dims",
+    )
+CASES |= {
+    "a negative size": (lambda: dt.zeros(-1, device_mesh=MESH), RuntimeError, "non-negative"),
+    "strides that go back": (
+        lambda: DTensor.from_local(torch.ones(4), MESH, [Shard(0)], stride=(-1,)),
+        LayoutError,
+        "non-negative",
+    ),
+    "a dtype in quotes": (lambda: dt.zeros(3, device_mesh=MESH, dtype="float32"), TypeError, "dtype"),
+    "a gradient's dtype in quotes": (lambda: make(4).redistribute(backward_dtype="float32"), ArgumentError, "torch.dtype"),  # type: ignore[arg-type]
+    "a device": (lambda: dt.zeros(3, device_mesh=MESH, device="cpu"), TypeError, "the mesh says the device"),
+    "one tensor for many": (lambda: dt.redistribute_many(make(2, 2), [R]), DTensorError, "placements|DTensors"),  # type: ignore[arg-type]
+    "pieces too few": (lambda: DTensor.from_local(dt.per_rank([torch.ones(2)] * 3), MESH, [R]), LayoutError, "has 2 ranks"),
+    "an output that is no tensor": (lambda: dt.local_map(lambda x: 3, [R])(make(4)), PlacementError, "None in its place"),
+    "an operator's name": (lambda: dt.register_sharding("aten.add"), DTensorError, "overload"),
+    "no module": (lambda: dt.distribute_module(torch.ones(3), MESH), ArgumentError, "nn.Module"),  # type: ignore[arg-type]
+    "no function": (lambda: dt.distribute_module(torch.nn.ReLU(), MESH, input_fn="x"), ArgumentError, "input_fn"),  # type: ignore[arg-type]
+    "nothing to capture": (lambda: dt.capture("x"), ArgumentError, "function"),  # type: ignore[arg-type]
+    "nothing to show": (lambda: dt.debug.visualize_sharding(torch.ones(3)), ArgumentError, "DTensor"),
+    "a seed's mesh": (lambda: dt.manual_seed(0, "cpu"), MeshError, "device mesh"),  # type: ignore[arg-type]
+    "a source rank in quotes": (
+        lambda: dt.distribute_tensor(torch.ones(4), MESH, [R], src_data_rank="0"),  # type: ignore[arg-type]
+        ArgumentError,
+        "whole numbers",
+    ),
 }
 
 

@@ -24,6 +24,12 @@ def test_a_mesh_is_made_of_lists_arrays_and_tensors(ranks: object) -> None:
     assert mesh == DeviceMesh("cpu", [[0, 1], [2, 3]])
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert DeviceMesh("cpu", np.int64(3)) == DeviceMesh("cpu", 3)
+    assert init_device_mesh("cpu", (np.int64(2), 2)).shape == init_device_mesh("cpu", np.array([2, 2])).shape == (2, 2)
+    assert CUBE.size(np.int64(-1)) == CUBE.size(-1)
+
+
 def test_an_int_is_that_many_ranks() -> None:
     assert DeviceMesh("cpu", 3).mesh.tolist() == [0, 1, 2]
     assert init_device_mesh("cpu", (3,)) == DeviceMesh("cpu", 3)
@@ -206,6 +212,24 @@ def test_a_mesh_of_some_ranks() -> None:
         (lambda: CUBE.size(3), "out of range"),
         (lambda: CUBE.get_local_rank(), "needs a mesh dim"),
         (lambda: CUBE["tp"].get_group(), "process"),
+        (lambda: CUBE[0], "name one or several"),
+        (lambda: CUBE["dp", 1], "name one or several"),
+        (lambda: CUBE.size(1.0), "whole numbers"),
+        (lambda: CUBE.size(("dp", "tp")), "whole numbers"),
+        (lambda: CUBE.flatten(3), "takes a string"),
+        (lambda: DeviceMesh("cpu", [-1, 0]), "count from 0"),
+        (lambda: DeviceMesh("cpu", [0.5, 1.5]), "array of ranks"),
+        (lambda: DeviceMesh("cpu", [[0, 1], [2]]), "array of ranks"),
+        (lambda: DeviceMesh("cpu", ["a"]), "array of ranks"),
+        (lambda: DeviceMesh("cpu", "01"), "array of ranks"),
+        (lambda: DeviceMesh("cpu", [0, 1], mesh_dim_names=(1,)), "are strings"),
+        (lambda: DeviceMesh("CPU", [0, 1]), "not a device type"),
+        (lambda: DeviceMesh("", [0, 1]), "not a device type"),
+        (lambda: DeviceMesh(None, [0, 1]), "not a device type"),
+        (lambda: DeviceMesh("cpu:0", [0, 1]), "with index"),
+        (lambda: init_device_mesh("cpu", ("2", 2)), "whole numbers"),
+        (lambda: init_device_mesh("cpu", (4.5,)), "whole numbers"),
+        (lambda: init_device_mesh("cpu", None), "whole numbers"),
         (lambda: as_mesh("cpu"), "is not a device mesh"),
         (lambda: DeviceMesh.from_group([object()], "cpu"), "needs mesh="),
     ],

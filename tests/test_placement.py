@@ -72,6 +72,9 @@ def test_the_default_reduction_is_sum() -> None:
         (lambda: Shard(0.0), "Shard\\(dim\\) takes an int"),
         (lambda: Shard(True), "Shard\\(dim\\) takes an int"),
         (lambda: Shard(0, sizes=(1, -1)), "non-negative"),
+        (lambda: Shard(0, level="0"), "takes an int"),
+        (lambda: Shard(0, level=1.5), "takes an int"),
+        (lambda: Shard(0, level=-1), "count from 0"),
     ],
 )
 def test_nonsense_is_refused(make: object, message: str) -> None:

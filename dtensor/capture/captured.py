@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ..errors import CaptureError
+from ..errors import ArgumentError, CaptureError
 from ..recording import current
 from .environment import Environment
 from .program import Program, Sources, sources_of
@@ -170,4 +170,6 @@ def capture(fn: Callable[P, T], *, limit: int = KEPT) -> Captured[P, T]:
     >>> f(x).item(), f(x + 1).item(), f.cache_info().replayed
     (6.0, 12.0, 1)
     """
+    if not callable(fn):
+        raise ArgumentError(f"capture takes a function or a module, got {fn!r}")
     return Captured(fn, limit)

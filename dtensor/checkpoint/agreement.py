@@ -57,6 +57,8 @@ class Ranks:
         else:
             outcome, reached = self._asked(told, left)
         value, problem = outcome
+        if mine[1] is not None and not isinstance(mine[1], Exception):
+            raise mine[1]  # an interrupt, which the others have been told of
         if problem is not None:
             cause = mine[1] if isinstance(mine[1], BaseException) else reached
             raise CheckpointError(f"{what}: {problem}") from cause
@@ -123,7 +125,7 @@ def _receive(source: int, group: Any) -> Any:
 def _attempt(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return fn(), None
-    except Exception as error:
+    except BaseException as error:
         return None, error
 
 

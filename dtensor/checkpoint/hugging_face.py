@@ -8,7 +8,6 @@ in the files, and reads those that it needs: no rank ever holds a whole model, o
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from .agreement import Ranks
 from .archive import write_box
 from .held import Held, held_here, piece_of
 from .manifest import Block, Entry, Manifest, replace_file, sync_folder
-from .saving import finish_pending, locked, reduced
+from .saving import fingerprint_of, finish_pending, locked, reduced, same_state, with_values
 from .stateful import expand
 from .tree import named_tensors
 
@@ -163,18 +162,27 @@ def save_safetensors(
     finish_pending()
     ranks, folder = Ranks(process_group), Path(path)
     what = f"exporting to {folder}"
-    found: list[tuple[dict[str, Any], list[_File]]] = []
+    failed: Exception | None = None
+    tensors: dict[str, Any] = {}
+    files: list[_File] = []
+    fingerprint = ""
+    try:
+        tensors = with_values(_tensors_of(state))
+        files = _plan(tensors, max_shard_size)
+        fingerprint = fingerprint_of([(file.name, file.header) for file in files], tensors)
+    except Exception as error:  # told when the ranks meet
+        failed, tensors = error, {}
+    tensors = reduced(tensors, fingerprint, ranks, what)
 
     def planned() -> str:
-        tensors = {name: reduced(tensor) for name, tensor in _tensors_of(state).items()}
-        found.append((tensors, _plan(tensors, max_shard_size)))
-        return hashlib.sha256(repr([(file.name, file.header) for file in found[0][1]]).encode()).hexdigest()
+        if failed is not None:
+            raise failed
+        return fingerprint
 
     with contextlib.ExitStack() as stack:
 
         def opened(prints: list[str]) -> str:
-            if len(set(prints)) > 1:
-                raise CheckpointError("the ranks have different tensors, shapes or dtypes")
+            same_state(prints)
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(folder))
             if is_model(folder):
@@ -182,11 +190,11 @@ def save_safetensors(
             for left in folder.glob(".model*.safetensors.*"):  # by an export that was killed
                 left.unlink()
             token = uuid.uuid4().hex[:12]
-            _allocate(folder, found[0][1], token)
+            _allocate(folder, files, token)
             return token
 
         token = ranks.together(what, planned, opened)
-        (tensors, files), parts = found[0], [folder / _part(file, token) for file in found[0][1]]
+        parts = [folder / _part(file, token) for file in files]
         try:
             ranks.together(
                 what, lambda: _write(tensors, files, parts, ranks.rank), lambda _: _publish(folder, files, parts), left=_EITHER

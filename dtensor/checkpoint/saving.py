@@ -139,35 +139,58 @@ def finish_pending() -> None:
 
 
 # --- the parts of a save ---------------------------------------------------------------------------------------------------
-def _prepared(state: Any, folder: Path, ranks: Ranks, copy: bool) -> _Job | CheckpointError:
+def _prepared(state: Any, folder: Path, ranks: Ranks, copy: bool) -> _Job | Exception:
     """Everything that needs the tensors; what is wrong is told when the ranks meet."""
     try:
         tree = expand(state).tree
-        tensors = {name: reduced(tensor) for name, tensor in named_tensors(tree).items()}
+        tensors = with_values(named_tensors(tree))
         encoded = encode(tree)
         entries = {name: Entry(tuple(x.shape), str(x.dtype).removeprefix("torch."), ()) for name, x in tensors.items()}
-        writes = [
-            _Write(name, held.offset, _to_write(piece_of(tensors[name], held.member), copy))
-            for name, blocks in held_here(tensors, ranks.rank)
-            for held in blocks
-            if held.answers
-        ]
-    except CheckpointError as error:
+        fingerprint = fingerprint_of((encoded, entries), tensors)
+    except Exception as error:  # of the state's own methods too
         return error
-    told = repr((encoded, entries, [(x._layout if isinstance(x, DTensor) else None) for x in tensors.values()]))
-    return _Job(folder, encoded, _without_tensors(tree), entries, writes, hashlib.sha256(told.encode()).hexdigest())
+    tensors = reduced(tensors, fingerprint, ranks, f"saving to {folder}")
+    writes = [
+        _Write(name, held.offset, _to_write(piece_of(tensors[name], held.member), copy))
+        for name, blocks in held_here(tensors, ranks.rank)
+        for held in blocks
+        if held.answers
+    ]
+    return _Job(folder, encoded, _without_tensors(tree), entries, writes, fingerprint)
 
 
-def reduced(tensor: torch.Tensor) -> Any:
-    tensor = tensor.detach()
-    if tensor.is_meta or tensor.layout != torch.strided:
+def with_values(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, detached; CheckpointError: one that cannot be saved."""
+    for tensor in tensors.values():
+        if tensor.is_meta or tensor.layout != torch.strided:
+            raise CheckpointError(
+                f"a tensor of shape {tuple(tensor.shape)} is {'on meta: it has no values' if tensor.is_meta else tensor.layout}; "
+                "only strided tensors with values are saved"
+            )
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def fingerprint_of(what: Any, tensors: dict[str, torch.Tensor]) -> str:
+    """A hash of what must be alike on all ranks."""
+    told = repr((what, [(x._layout if isinstance(x, DTensor) else None) for x in tensors.values()]))
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def reduced(tensors: dict[str, torch.Tensor], fingerprint: str, ranks: Ranks, what: str) -> dict[str, Any]:
+    """The tensors without terms. Before any are added up the ranks make sure that all have come, with the same tensors."""
+    terms = {name: x for name, x in tensors.items() if isinstance(x, DTensor) and x._layout.is_partial}
+    if terms:
+        ranks.together(what, lambda: fingerprint, same_state)
+    return tensors | {name: x.redistribute(placements=x._layout.reduced().placements) for name, x in terms.items()}
+
+
+def same_state(prints: list[str]) -> None:
+    if len(set(prints)) > 1:
+        other = next(rank for rank, told in enumerate(prints) if told != prints[0])
         raise CheckpointError(
-            f"a tensor of shape {tuple(tensor.shape)} is {'on meta: it has no values' if tensor.is_meta else tensor.layout}; "
-            "only strided tensors with values are saved"
+            f"the state of rank {other} differs from that of rank 0 in its keys, shapes, layouts or plain values; "
+            "what belongs to one rank goes under a key of its own, gathered on all ranks"
         )
-    if isinstance(tensor, DTensor) and tensor._layout.is_partial:
-        return tensor.redistribute(placements=tensor._layout.reduced().placements)
-    return tensor
 
 
 def _to_write(piece: torch.Tensor, copy: bool) -> torch.Tensor:
@@ -190,22 +213,17 @@ def _without_tensors(tree: Any) -> Any:
     return tree
 
 
-def _run(job: _Job | CheckpointError, ranks: Ranks) -> None:
+def _run(job: _Job | Exception, ranks: Ranks) -> None:
     with contextlib.ExitStack() as stack:
 
         def ready() -> str:
-            if isinstance(job, CheckpointError):
+            if isinstance(job, Exception):
                 raise job
             return job.fingerprint
 
         def opened(prints: list[str]) -> str:
             assert isinstance(job, _Job)
-            if len(set(prints)) > 1:
-                other = next(rank for rank, told in enumerate(prints) if told != prints[0])
-                raise CheckpointError(
-                    f"the state of rank {other} differs from that of rank 0 in its keys, shapes, layouts or plain values; "
-                    "what belongs to one rank goes under a key of its own, gathered on all ranks"
-                )
+            same_state(prints)
             job.folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(job.folder))
             return uuid.uuid4().hex[:12]
@@ -227,8 +245,8 @@ def _run(job: _Job | CheckpointError, ranks: Ranks) -> None:
             raise
 
 
-def _what(job: _Job | CheckpointError) -> str:
-    return "saving" if isinstance(job, CheckpointError) else f"saving to {job.folder}"
+def _what(job: _Job | Exception) -> str:
+    return "saving" if isinstance(job, Exception) else f"saving to {job.folder}"
 
 
 @contextlib.contextmanager

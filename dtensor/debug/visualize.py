@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..errors import ArgumentError
 from ..layout import Layout
 from ..tensor import DTensor
 
@@ -23,6 +24,10 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
     0:3  0, 1
     3:5  2, 3
     """
+    if not isinstance(dtensor, DTensor):
+        raise ArgumentError(
+            f"visualize_sharding takes a DTensor, got {type(dtensor).__name__}; make one with distribute_tensor()"
+        )
     if header:
         print(header)
     print(sharding_text(dtensor))
