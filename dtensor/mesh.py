@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
-from .arguments import whole, wholes
+from .arguments import whole
 from .errors import ArgumentError, MeshDimError, MeshError
-from .world import Kind, Root, device_type_of, distributed, ensure_world, make_root
+from .world import Kind, Root, device_type_of, distributed, ensure_world, make_root, mesh_shape_of
 
 
 class DeviceMesh(TorchDeviceMesh):
@@ -377,12 +377,7 @@ def init_device_mesh(
     device_type = device_type_of(device_type)
     if options:
         raise TypeError(f"init_device_mesh() got unexpected keyword arguments {sorted(options)}")
-    try:
-        shape = wholes(mesh_shape if isinstance(mesh_shape, Iterable) else (mesh_shape,), "mesh_shape")
-    except ArgumentError as wrong:
-        raise MeshError(f"{wrong}; write (2, 4), for example") from None
-    if any(size < 1 for size in shape):
-        raise MeshError(f"mesh_shape {shape} must have positive sizes")
+    shape = mesh_shape_of(mesh_shape)
     count = math.prod(shape)
     if device_type != "meta" and distributed():
         ensure_world(device_type)

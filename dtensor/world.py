@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .errors import MeshError
+from .arguments import wholes
+from .errors import ArgumentError, MeshError
 
 if TYPE_CHECKING:
     from .mesh import DeviceMesh  # a name in an annotation
@@ -65,6 +66,17 @@ def device_type_of(device: Any) -> str:
     if known.index is not None:
         raise MeshError(f"Device type with index is not supported: {str(device)!r}; each rank uses its current device")
     return known.type
+
+
+def mesh_shape_of(shape: Any) -> tuple[int, ...]:
+    """Positive whole numbers; one alone counts as a mesh of one dim."""
+    try:
+        found = wholes(shape if isinstance(shape, Iterable) else (shape,), "mesh_shape")
+    except ArgumentError as wrong:
+        raise MeshError(f"{wrong}; write (2, 4), for example") from None
+    if any(size < 1 for size in found):
+        raise MeshError(f"mesh_shape {found} must have positive sizes")
+    return found
 
 
 def _ranks(mesh: Any) -> Any:
