@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
-from .arguments import whole
-from .errors import ArgumentError, MeshDimError, MeshError
-from .world import Kind, Root, device_type_of, distributed, ensure_world, make_root, mesh_shape_of
+from .errors import MeshDimError, MeshError
+from .world import Kind, Root, device_type_of, distributed, ensure_world, make_root, mesh_dim_of, mesh_shape_of
 
 
 class DeviceMesh(TorchDeviceMesh):
@@ -106,10 +105,7 @@ class DeviceMesh(TorchDeviceMesh):
             if self._names is None or mesh_dim not in self._names:
                 raise MeshDimError(f"Invalid mesh_dim_name: {self!r} has no mesh dim {mesh_dim!r}; its dims are {self._names}")
             return self._names.index(mesh_dim)
-        try:
-            mesh_dim = whole(mesh_dim, "a mesh dim")
-        except ArgumentError as wrong:
-            raise MeshError(f"{wrong}; give its index, or its name among {self._names}") from None
+        mesh_dim = mesh_dim_of(mesh_dim)
         if not -self.ndim <= mesh_dim < self.ndim:
             raise MeshError(f"mesh dim {mesh_dim} is out of range for {self!r}; use a dim in [{-self.ndim}, {self.ndim - 1}]")
         return mesh_dim % self.ndim

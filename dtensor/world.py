@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .arguments import wholes
+from .arguments import whole, wholes
 from .errors import ArgumentError, MeshError
 
 if TYPE_CHECKING:
@@ -77,6 +77,14 @@ def mesh_shape_of(shape: Any) -> tuple[int, ...]:
     if any(size < 1 for size in found):
         raise MeshError(f"mesh_shape {found} must have positive sizes")
     return found
+
+
+def mesh_dim_of(mesh_dim: Any) -> int:
+    """A mesh dim given by its index."""
+    try:
+        return whole(mesh_dim, "a mesh dim")
+    except ArgumentError as wrong:
+        raise MeshError(f"{wrong}; give its index or its name") from None
 
 
 def _ranks(mesh: Any) -> Any:
