@@ -161,7 +161,7 @@ def _all_pieces(mesh: DeviceMesh, pieces: Sequence[torch.Tensor], told: str) -> 
         seen = [pieces[m] for m in mesh.members_of(range(mesh.ndim), 0)]
         shapes = tuple(tuple(piece.shape) for piece in seen)
         _same_dims(shapes)
-        compared(mesh, "from_local", [f"{piece.dtype} under {told}" for piece in seen])
+        compared(mesh, "from_local", [str(piece.dtype) for piece in seen])
         return shapes, tuple(piece.stride() for piece in seen)
     if mesh.kind != "process_group" or dist.get_backend() == "fake":  # nobody else to ask
         return (mine,) * mesh.size(), (steps,) * mesh.size()
