@@ -11,12 +11,24 @@ import torch
 import torch.distributed as dist
 from gloo import run_gloo
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 
 import dtensor as dt
 from dtensor import DTensor
 from dtensor.debug import CommDebugMode
-from dtensor.errors import DTensorError, UnsupportedOperationError
-from dtensor.parallel import AllGather, FSDPModule, MixedPrecisionPolicy, ReduceScatter, fully_shard, materialize, share_comm_ctx
+from dtensor.errors import DTensorError, MeshError, UnsupportedOperationError
+from dtensor.parallel import (
+    AllGather,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ReduceScatter,
+    fully_shard,
+    materialize,
+    replicate,
+    share_comm_ctx,
+)
 from dtensor.parallel.unit import unit_of
 
 X = torch.randn(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -421,3 +433,88 @@ def test_settings_are_copied_with_the_module() -> None:
     for layer in model[::2]:
         layer.set_gradient_divide_factor(1.0)
     assert_same(step(copy.deepcopy(model), mesh), [2 * x for x in alone(2)])
+
+
+# --- replicated modules --------------------------------------------------------------------------------------------------
+def _on_hooks(size: int) -> list[float]:
+    mesh, results = flat_mesh(size), []
+    hooks: list[Any] = [allreduce_hook, bf16_compress_hook] if dist.is_initialized() else [_mean_here]
+    for hook in hooks:
+        model = replicate(net(), mesh, bucket_cap_mb=0.0001)
+        seen: list[tuple[Any, ...]] = []
+
+        def noting(state: Any, bucket: Any, hook: Any = hook, seen: list[Any] = seen) -> Any:
+            shapes = [tuple(x.shape) for x in bucket.gradients()]
+            seen.append((bucket.index(), bucket.is_last(), shapes, len(bucket.parameters())))
+            return hook(state, bucket)
+
+        model.register_comm_hook(None, noting)
+        grads = step(model, mesh)
+        for ours, theirs in zip(grads, alone(size), strict=True):
+            torch.testing.assert_close(ours, theirs, **({"rtol": 3e-2, "atol": 3e-2} if hook is bf16_compress_hook else {}))
+        assert [index for index, *_ in seen] == list(range(len(seen)))
+        assert [last for _, last, *_ in seen] == [False] * (len(seen) - 1) + [True]
+        assert [shape for _, _, shapes, _ in seen for shape in shapes] == [(2,), (2, 7), (7,), (7, 5), (5,), (5, 3)]
+        results.append(grads)
+    return sums(results[0])
+
+
+def _mean_here(state: None, bucket: Any) -> torch.futures.Future[Any]:
+    mean = sum(bucket.buffer().shards) / len(bucket.buffer().shards)
+    done: torch.futures.Future[Any] = torch.futures.Future()
+    done.set_result(dt.per_rank([mean.clone() for _ in bucket.buffer().shards]))
+    return done
+
+
+def test_a_communication_hook_reduces_buckets() -> None:
+    _on_hooks(3)
+    mesh = flat_mesh()
+    model = replicate(net(), mesh)
+    model.register_comm_hook(None, _mean_here)
+    loss = model(dt.distribute_tensor(X, mesh, [dt.Shard(0)])).sum()
+    with pytest.raises(DTensorError, match="are summed"):
+        loss.backward()
+    with pytest.raises(TypeError, match="a function of a state and a bucket"):
+        model.register_comm_hook(None, 3)
+
+
+@pytest.mark.gloo
+def test_torchs_communication_hooks_on_process_groups() -> None:
+    for there in run_gloo(_on_hooks, 2, 2):
+        assert there == pytest.approx(_on_hooks(2), rel=1e-12)
+
+
+def test_replicated_modules_have_the_settings_of_gradients() -> None:
+    mesh = flat_mesh()
+    model = replicate(net(), mesh, find_unused_parameters=True, static_graph=True)
+    assert isinstance(model, FSDPModule)
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_all_reduce_hook(lambda flat: flat.mul_(3))
+    assert_same(step(model, mesh), [3 * x for x in alone(2)])
+    model.zero_grad()
+    model.set_requires_all_reduce(False)
+    (model(own(mesh)) ** 2).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    model.set_requires_all_reduce(True)
+    assert_same(step(model, mesh), [6 * x for x in alone(2)])
+    for refused in (model.set_custom_all_gather, model.set_custom_reduce_scatter):
+        with pytest.raises(UnsupportedOperationError, match="replicated module"):
+            refused(Gathering())
+
+
+def test_replicated_over_named_dims_of_a_mesh() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+    model = replicate(net(), mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp"), offload_policy=CPUOffloadPolicy())
+    assert model[0].weight.device_mesh == mesh["dp"]
+    assert_same(step(model, mesh["dp"]), alone(2))
+    with pytest.raises(MeshError, match="needs replicate= and no shard="):
+        replicate(net(), mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+
+def test_buffers_may_stay_each_ranks_own() -> None:
+    mesh = flat_mesh()
+    model = replicate(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double(), mesh, broadcast_buffers=False)
+    model(own(mesh)).sum().backward()
+    here = model[1].running_mean
+    assert isinstance(here, dt.PerRank)
+    assert not torch.equal(*here.shards)

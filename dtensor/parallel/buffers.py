@@ -21,9 +21,9 @@ from .group import shards_of
 
 
 class Buffers:
-    """The buffers of some modules."""
+    """The buffers of some modules; not ``shared``: each rank's own, as plain tensors, for good."""
 
-    def __init__(self, modules: Sequence[nn.Module], axes: Axes) -> None:
+    def __init__(self, modules: Sequence[nn.Module], axes: Axes, shared: bool = True) -> None:
         self.axes = axes
         self.places: list[tuple[nn.Module, str, Layout | None]] = []
         self._inside: list[tuple[DTensor, Any, tuple[int, ...]]] = []
@@ -33,6 +33,9 @@ class Buffers:
                 if buffer is None or getattr(buffer, "_data_parallel", False):
                     continue
                 inside = buffer._layout if isinstance(buffer, DTensor) else None
+                if not shared and inside is None:
+                    module._buffers[name] = seen.setdefault(id(buffer), _replicated(buffer, axes, None)._local)
+                    continue
                 made = seen.get(id(buffer))
                 if made is None:
                     made = seen[id(buffer)] = _replicated(buffer, axes, inside)

@@ -93,14 +93,19 @@ def _check_options(reshard_after_forward: Any, mp_policy: Any, offload_policy: A
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, (bool, int)):
         raise ValueError(f"reshard_after_forward is True, False, None or a number of ranks, got {reshard_after_forward!r}")
     check_policy(mp_policy)
-    if not isinstance(offload_policy, OffloadPolicy):
-        raise TypeError(f"offload_policy is CPUOffloadPolicy() or OffloadPolicy(), got {offload_policy!r}")
+    check_offload(offload_policy)
 
 
 def check_policy(mp_policy: Any) -> None:
     """Raises TypeError unless it is a policy."""
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy is a MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...), got {mp_policy!r}")
+
+
+def check_offload(offload_policy: Any) -> None:
+    """Raises TypeError unless it is a policy."""
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(f"offload_policy is CPUOffloadPolicy() or OffloadPolicy(), got {offload_policy!r}")
 
 
 def check_callable(module: Any, name: str) -> None:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Pending
+from ..errors import DTensorError
 from ..tensor import wrap
+from .comm_hook import Reducer
 from .gathered import Column
 from .group import Group, shards_of
 from .transport import scatter_chunks
@@ -31,6 +33,11 @@ class Reduction:
         self._divisor = group.settings.divisor if average else None
         if average and self._divisor is None and group.settings.sums_only:
             self._divisor = float(group.axes.mesh.size())
+        self._hooked: Reducer | None = group.settings.reduces
+        if self._hooked is not None:
+            self._divisor = None  # it averages by itself
+            if not average:
+                raise DTensorError("a communication hook averages, but the gradients of a DTensor batch's global loss are summed")
         self._op = "avg" if average and self._divisor is None else "sum"
         self._buckets: dict[
             int, list[Tensor]
@@ -60,6 +67,8 @@ class Reduction:
                 if by is not None:
                     return scatter_chunks(axes, by, packed, self._op)
                 return (group.settings.scatter_comm or comm).reduce_scatter(packed, axes.shard, self._op, async_op=True)
+            if self._hooked is not None:
+                return self._hooked(comm, axes.replicate, packed[0], [group.managed[i].parameter for i in self.chosen])
             return comm.all_reduce(packed[0], axes.replicate, self._op, async_op=True)
 
     def _key(self, dtype: torch.dtype) -> Any:

@@ -8,27 +8,52 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import MeshError, UnsupportedOperationError
 from ..group_meshes import mesh_or_world
+from ..mesh import DeviceMesh
 from .adopt import Axes, Managed, adopt, onto_one_mesh
 from .buffers import Buffers
-from .fully_shard import add_methods, check_callable, check_policy
+from .comm_hook import CommHook, Reducer
+from .fsdp_module import FSDPModule, units_of
+from .fully_shard import add_methods, check_callable, check_offload, check_policy
 from .group import Group
-from .policy import MixedPrecisionPolicy
-from .unit import Unit, unit_of
+from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .transport import AllGather, ReduceScatter
+from .unit import Unit
 
 _DEFAULT_PRECISION = MixedPrecisionPolicy()
+_DEFAULT_OFFLOAD = OffloadPolicy()
 _MEBIBYTE = 1024 * 1024
 _FIRST_BUCKET_BYTES = _MEBIBYTE  # the first gradients of backward start to travel early
 
 
-class ReplicatedModule:
-    """What a replicated module can do besides what it could before."""
+class ReplicatedModule(FSDPModule):
+    """What a replicated module can do besides what it could before: of :class:`FSDPModule`, what concerns gradients."""
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether backward averages gradients. If not they are held and join those of the next backward that does."""
-        unit = unit_of(self)  # type: ignore[arg-type]  # a mixin of modules
-        assert unit is not None
-        unit.sync = requires_gradient_sync
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """As :meth:`set_requires_gradient_sync`: nothing is cut, so the all-reduce is all there is."""
+        self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Refused: whole parameters are not gathered."""
+        raise UnsupportedOperationError("a replicated module gathers nothing; leave set_custom_all_gather out")
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Refused: gradients are all-reduced."""
+        raise UnsupportedOperationError("a replicated module's gradients are all-reduced; see register_comm_hook")
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """``hook(state, bucket)`` reduces each bucket's gradients instead of the all-reduce, as in ``DistributedDataParallel``.
+
+        Args:
+            hook: gives a ``torch.futures.Future`` of what ``bucket.buffer()`` becomes, averaged; torch's own
+                (``bf16_compress_hook``, ...) serve. With all ranks in one process ``bucket.buffer()`` is a ``PerRank``.
+        """
+        if not callable(hook):
+            raise TypeError(f"register_comm_hook takes a function of a state and a bucket, got {hook!r}")
+        for unit in units_of(self, False):
+            for k, group in enumerate(unit.groups):
+                group.settings.reduces = Reducer(hook, state, k, k == len(unit.groups) - 1)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -45,9 +70,16 @@ def replicate(
     mesh: Any = None,
     *,
     mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
-    bucket_cap_mb: float = 25,
+    offload_policy: OffloadPolicy = _DEFAULT_OFFLOAD,
+    bucket_cap_mb: float | None = None,
+    broadcast_buffers: bool = True,
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    process_group: Any = None,
+    find_unused_parameters: bool = False,
+    static_graph: bool = False,
+    gradient_as_bucket_view: bool = False,
 ) -> Any:
     """``module``, in place, its parameters (and buffers) those of the first rank, everywhere; each rank runs it on its own batch.
 
@@ -59,8 +91,14 @@ def replicate(
     Args:
         mesh: default the one entered by ``with mesh:``, else all ranks.
         mp_policy: dtypes to compute and to reduce in.
-        bucket_cap_mb: mebibytes of gradients per bucket.
+        offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer states in host memory.
+        bucket_cap_mb: mebibytes of gradients per bucket, default 25.
+        broadcast_buffers: otherwise buffers stay each rank's own: plain tensors.
         ignored_modules, ignored_params: left as they are.
+        dp_mesh_dims: the dims of ``mesh`` to average over, by name (``replicate=``), where it has others too.
+        process_group: a group of ``torch.distributed`` instead of a mesh.
+        find_unused_parameters, static_graph, gradient_as_bucket_view: taken for the sake of code written for
+            ``DistributedDataParallel``; unused parameters are found anyway, gradients are views of a bucket's result anyway.
 
     >>> import dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -75,19 +113,38 @@ def replicate(
     """
     check_policy(mp_policy)
     check_callable(module, "replicate")
+    check_offload(offload_policy)
+    bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
     if not bucket_cap_mb > 0:
         raise ValueError(f"bucket_cap_mb is a number of mebibytes above 0, got {bucket_cap_mb!r}")
-    mesh = mesh_or_world(mesh)
-    axes = Axes(mesh, (), tuple(range(mesh.ndim)))
+    if process_group is not None:
+        mesh = DeviceMesh.from_group(process_group, next((p.device.type for p in module.parameters()), "cpu"))
+    mesh = _dims_of(mesh_or_world(mesh), dp_mesh_dims)
+    axes = Axes(mesh, (), tuple(range(mesh.ndim)), isinstance(offload_policy, CPUOffloadPolicy))
     ignored = {p for inner in ignored_modules for p in inner.parameters()} | set(ignored_params or ())
     managed = adopt(module, axes, ignored)
     onto_one_mesh(managed, mesh)
     groups = [Group(bucket, axes, mp_policy) for bucket in buckets(managed, bucket_cap_mb * _MEBIBYTE)]
-    unit = Unit([module], groups, Buffers(list(module.modules()), axes), axes, mp_policy)
+    buffers = Buffers(list(module.modules()), axes, broadcast_buffers)
+    unit = Unit([module], groups, buffers, axes, mp_policy)
     unit.in_order = True
     unit.keep_after_forward = True
     add_methods(module, ReplicatedModule, "Replicated")
     return module
+
+
+def _dims_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DeviceMesh:
+    """The part of ``mesh`` that gradients are averaged over.
+
+    Raises:
+        MeshError: ``dims`` names some to cut over, or none.
+    """
+    if dims is None:
+        return mesh
+    names = (dims.replicate,) if isinstance(dims.replicate, str) else tuple(dims.replicate or ())
+    if dims.shard or not names:
+        raise MeshError(f"dp_mesh_dims of replicate needs replicate= and no shard=, got {dims}; see fully_shard()")
+    return mesh[names]
 
 
 def buckets(managed: list[Managed], limit: float) -> list[list[Managed]]:

@@ -61,6 +61,7 @@ class Settings:
         hook, hook_stream: called with the reduced gradients, flat, before they are accumulated; and on which stream.
         gathers, scatters: primitives of the user's; None: the communicator's.
         scatter_comm: over groups of their own, for reductions; None: over the mesh's.
+        reduces: a :class:`.comm_hook.Reducer` for whole gradients; None: all-reduce.
     """
 
     divisor: float | None = None
@@ -71,6 +72,7 @@ class Settings:
     gathers: AllGather | None = None
     scatters: ReduceScatter | None = None
     scatter_comm: Communicator | None = None
+    reduces: Any = None
 
     def on_hook_stream(self, device_type: str) -> AbstractContextManager[Any]:
         """Inside, work goes to the hook's stream, which has waited for this one; who leaves waits for it in turn."""
