@@ -199,10 +199,13 @@ def _fake_mode() -> FakeTensorMode:
 
 
 def _run(operator: Operator, bound: dict[str, Any]) -> tuple[Any, ...]:
+    sizes = {name: bound[name].shape for name in operator.outs if isinstance(bound.get(name), torch.Tensor)}
     try:
         result = _result_of(operator, bound)
     except (NotImplementedError, UnsupportedFakeTensorException, ZeroDivisionError) as error:
         raise NotInferable(str(error)) from error  # divisions: torch's own decompositions of means over no elements
+    except (AssertionError, KeyError) as error:
+        raise RuntimeError(f"{operator.name}: {error}") from error  # what the kernels raise
     except RuntimeError as error:
         if "meta" in str(error).lower():
             raise NotInferable(str(error)) from error
@@ -212,7 +215,23 @@ def _run(operator: Operator, bound: dict[str, Any]) -> tuple[Any, ...]:
     if result is None:
         return ()
     values = (result,) if len(operator.returns) == 1 else result
-    return as_computed(operator.name, tuple(_meta_of(value) for value in values), bound)
+    metas = as_computed(operator.name, tuple(_meta_of(value) for value in values), bound)
+    pairs = zip(operator.returns, metas, strict=False)
+    resized = [isinstance(meta, Meta) and sizes.get(str(out), meta.shape) != meta.shape for out, meta in pairs]
+    return _as_new(operator, bound, metas, resized) if any(resized) else metas
+
+
+def _as_new(operator: Operator, bound: dict[str, Any], metas: tuple[Any, ...], resized: list[bool]) -> tuple[Any, ...]:
+    """With the strides of new results where an ``out=`` tensor takes another shape: kernels lay it out as they would those."""
+    try:
+        made = operator.call(bound, operator.func.overloadpacket)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return metas
+    new = as_computed(operator.name, tuple(_meta_of(value) for value in ((made,) if len(metas) == 1 else made)), bound)
+    return tuple(
+        Meta(meta.shape, own.stride, meta.dtype) if laid_out and isinstance(own, Meta) and own.shape == meta.shape else meta
+        for meta, own, laid_out in zip(metas, new, resized, strict=True)
+    )
 
 
 def _result_of(operator: Operator, bound: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .comm import communicator_of
 from .tensor import DTensor
 
 _KEY = "PythonTLSSnapshot"
@@ -108,9 +109,24 @@ def rank_into(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
     return torch.sum(count.unsqueeze(-1), -1, out=out)
 
 
-def one_hot(x: Tensor, num_classes: int = -1) -> Any:
-    """Row-major, in whatever order the labels lie; torch compares them with a range where they are a subclass."""
-    return NotImplemented if x.is_contiguous() else F.one_hot(x.contiguous(), num_classes)
+def one_hot(x: Any, num_classes: int = -1) -> Any:
+    """Row-major, in whatever order the labels lie. Where they are a subclass torch compares them with a range and no longer looks
+    whether they are inside, which each rank does here with its own.
+    """
+    whole = x._layout.reduced()
+    if not x.is_contiguous() or whole is not x._layout:
+        return F.one_hot(x.contiguous().redistribute(placements=whole.placements), num_classes)
+    if not x.numel() and num_classes <= 0:
+        raise RuntimeError("Can not infer total number of classes from empty tensor.")
+    if x.numel() and whole.mesh.current_member() is not None:
+        communicator_of(whole.mesh).map(_are_classes, x._local, num_classes)
+    return NotImplemented
+
+
+def _are_classes(member: int, labels: Tensor, num_classes: int) -> None:
+    torch._assert_async((labels >= 0).all(), "Class values must be non-negative.")
+    if num_classes != -1:
+        torch._assert_async((labels < num_classes).all(), "Class values must be smaller than num_classes.")
 
 
 class Product(torch.autograd.Function):

@@ -193,3 +193,33 @@ def test_the_mean_of_finite_terms_is_finite(dtype: torch.dtype, ranks: int) -> N
     for where in ([dt.Replicate()], [dt.Shard(0)]):
         moved = dt.DTensor.from_local(value, mesh, [dt.Partial("avg")]).redistribute(placements=where)
         torch.testing.assert_close(moved.full_tensor(), value)
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "too few to scatter": (lambda x, m: x.masked_scatter(m, x[:1]), (torch.ones(5, 6), torch.ones(6, dtype=torch.bool))),
+    "a row that broadcasts": (lambda x, s: x.select_scatter(s, 0, 2), (torch.ones(5, 6), torch.ones(1))),
+    "a slice of another size": (lambda x, s: x.slice_scatter(s, 1, 0, 3), (torch.ones(5, 6), torch.ones(5, 2))),
+    "a diagonal of another size": (lambda x, s: x.diagonal_scatter(s, 1), (torch.ones(5, 6), torch.ones(6))),
+    "rows of another size": (
+        lambda x, i, s: x.index_reduce(0, i, s, "prod"),
+        (torch.ones(5, 6), torch.tensor([0, 1]), torch.ones(2, 1)),
+    ),
+    "no such class": (lambda x: torch.nn.functional.one_hot(x, 3), (torch.tensor([0, 1, 2, 3, 0]),)),
+    "a class below": (torch.nn.functional.one_hot, (torch.tensor([0, 1, -1, 3, 0]),)),
+    "classes of nothing": (torch.nn.functional.one_hot, (torch.zeros(0, dtype=torch.int64),)),
+    "a vector to solve": (torch.linalg.solve, (torch.ones(5), torch.ones(5, 3))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torchs_inference_lets_pass_is_refused(name: str) -> None:
+    fn, given = REFUSED[name]
+    for where in (Replicate(), Shard(0), Partial("max")):
+        placed = [(where if i == 0 else Replicate(),) for i, _ in enumerate(given)]
+        assert check(fn, *given, mesh=mesh_of((3,)), placements=placed, gradients=False).same_error
+
+
+def test_nothing_is_joined_with_nothing_along_any_dim() -> None:
+    for dim in (-7, 0, 3):
+        check(lambda x, y: torch.cat([x, y], dim), *[torch.zeros(0)] * 2, mesh=mesh_of((3,)), placements=[[Shard(0)]] * 2)  # noqa: B023

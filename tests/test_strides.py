@@ -96,3 +96,19 @@ def test_scaled_products_take_any_order_on_the_cpu(right: str) -> None:
             placements=[where, where, [Replicate()]],
             gradients=False,
         )
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_results_written_into_another_size_lie_as_new_ones() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x, y = turned(draw(5, 6, 7)), turned(draw(5, 1, 7, seed=1))
+    for fn in (torch.remainder, torch.add, torch.floor_divide, torch.atan2):
+        for size in ((5, 1, 1), (0,), (3, 4), (5, 6, 7)):
+            check(
+                lambda x, y, out: fn(x, y, out=out),  # noqa: B023  called at once
+                *(x, y, torch.zeros(size, dtype=x.dtype)),
+                mesh=mesh,
+                placements=[[Shard(0)], [Shard(0)], [Shard(0)]],
+                cloned=True,
+                gradients=False,
+            )

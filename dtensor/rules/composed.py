@@ -27,6 +27,8 @@ def masked_select(x: Tensor, mask: Tensor) -> Tensor:
 def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """The k-th element picked is the k-th of the source."""
     whole = torch.broadcast_tensors(x, mask)[1]
+    if source.numel() < whole.numel():
+        torch._assert_async(whole.sum() <= source.numel(), "Number of elements of source < number of ones in mask")
     place = whole.reshape(-1).cumsum(0).sub(1).clamp(min=0).view(whole.shape)
     if not source.numel():
         return x.clone()

@@ -24,8 +24,10 @@ def joined(call: Call) -> Factors:
     """The joined dim is one factor, of which every operand holds a window; operands of shape (0,) join with anything."""
     result = call.results[0]
     assert result is not None
-    d = call.dims("dim", len(result.shape))[0]
     dims = tuple((f"d{k}",) for k in range(len(result.shape)))
+    if result.shape == (0,):  # nothing joined with nothing: torch does not look at the dim
+        return Factors(((dims),) * len(call.operands), (dims,), {"d0": 0}, whole=frozenset({"d0"}))
+    d = call.dims("dim", len(result.shape))[0]
     operands: list[Dims] = []
     windows, start = {}, 0
     for i, layout in enumerate(call.operands):

@@ -107,6 +107,14 @@ def rows_written(call: Call) -> Factors:
         return Factors((((),) * len(dims), ((),) * len(index), *(((),) * len(x.shape) for x in rest)), (((),) * len(dims),), {})
     d = call["dim"] % len(dims)
     sizes["i"] = index[0]
+    if call.func._schema.name.startswith("aten::index_reduce") and rest[0].shape != (
+        *call.shape(0)[:d],
+        *index,
+        *call.shape(0)[d + 1 :],
+    ):
+        raise RuntimeError(  # torch's inference does not look
+            f"index_reduce(): source {tuple(rest[0].shape)} is not self {call.shape(0)} with {index[0]} rows along dim {d}"
+        )
     rows = tuple(("i",) if k == d else dim for k, dim in enumerate(dims))
     sources: list[Dims] = [rows if len(x.shape) == len(dims) else ((),) * len(x.shape) for x in rest]
     adds = call.func._schema.name.removesuffix("_") == "aten::index_add"

@@ -76,7 +76,17 @@ def slice_put_in(call: Call) -> Factors:
     """``slice_scatter``: operand 1 is the slice."""
     dims, sizes = own_factors(call)
     d = call["dim"] % len(dims)
-    return Factors((dims, dims), (dims,), sizes, windows={("operand", 1, f"d{d}"): positions(call, sizes[f"d{d}"])})
+    window = positions(call, sizes[f"d{d}"])
+    fits(call, *(len(window) if k == d else size for k, size in enumerate(call.shape(0))))
+    return Factors((dims, dims), (dims,), sizes, windows={("operand", 1, f"d{d}"): window})
+
+
+def fits(call: Call, *size: int) -> None:
+    """What is put in has the size of its place, which torch's inference does not look at."""
+    if call.shape(1) != size:
+        raise RuntimeError(
+            f"expected src to have a size equal to the slice of self. src size = {list(call.shape(1))}, slice size = {list(size)}"
+        )
 
 
 def narrowed(call: Call) -> Factors:
@@ -154,6 +164,7 @@ def select_put_in(call: Call) -> Factors:
     """``select_scatter``: operand 1 is the row."""
     dims, sizes = own_factors(call)
     d = call["dim"] % len(dims)
+    fits(call, *(size for k, size in enumerate(call.shape(0)) if k != d))
     return Factors((dims, (*dims[:d], *dims[d + 1 :])), (dims,), sizes, kernels={f"d{d}": Kernel(select_scatter_owned)})
 
 
@@ -209,6 +220,9 @@ def on_diagonal(call: Call) -> Factors:
 
 def diagonal_put_in(call: Call) -> Factors:
     dims, sizes = own_factors(call)
+    rows, columns = diagonal_dims(call, len(dims))
+    window = diagonal_window(call, sizes[f"d{rows}"], sizes[f"d{columns}"])
+    fits(call, *(size for k, size in enumerate(call.shape(0)) if k not in (rows, columns)), len(window))
     return _diagonal(call, dims, sizes, ("operand", 1), lambda line: ((dims, line), (dims,)))
 
 

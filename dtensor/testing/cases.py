@@ -42,6 +42,8 @@ def ragged_sizes(size: int, ranks: int) -> tuple[int, ...]:
     >>> ragged_sizes(5, 3), ragged_sizes(7, 4), ragged_sizes(5, 2)
     ((1, 0, 4), (1, 0, 3, 3), (1, 4))
     """
+    if ranks == 1:
+        return (size,)
     first = [min(1, size), *([0] if ranks > 2 else [])]
     rest = ranks - len(first)
     left = size - first[0]
