@@ -57,6 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--append", action="store_true", help="add to the file")
     parser.add_argument("--peer", action="store_true", help="run torch.distributed.tensor instead")
     parser.add_argument("--odd", action="store_true", help="change the samples: memory orders, sizes, shared and plain arguments")
+    parser.add_argument("--wrong", action="store_true", help="make the samples wrong: sizes, dtypes, numbers of dims, numbers")
     parser.add_argument("--causes", type=int, default=40, help="how many causes to list")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -85,6 +86,10 @@ def work(options: argparse.Namespace) -> None:
         import op_database_odd
 
         cases_of = op_database_odd.cases_of
+    elif options.wrong:
+        import op_database_wrong
+
+        cases_of = op_database_wrong.cases_of
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what operators print is not for the channel
     first, step = map(int, options.part.split("/"))

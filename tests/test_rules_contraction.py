@@ -144,3 +144,19 @@ def test_linear_backward_as_one_operator() -> None:
         given = torch.ops.aten.linear_backward(*own, [True, True, True])
         assert [g.placements for g in given] == [(p,) for p in results]
         assert all(torch.allclose(g.full_tensor(), e) for g, e in zip(given, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8], ids=str)
+def test_integers_are_scaled_by_fractions_where_a_block_is_empty(dtype: torch.dtype) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    for fn, bias in ((torch.addbmm, (5, 6)), (torch.baddbmm, (1, 5, 6))):
+        given = torch.ones(bias, dtype=dtype), torch.ones(1, 5, 3, dtype=dtype), torch.ones(1, 3, 6, dtype=dtype)
+        for where in ([Shard(0), Shard(0)], [Shard(2, sizes=(0, 3)), Shard(1, sizes=(0, 3))]):
+            for beta, alpha in ((0.2, 1), (2.5, 1.5), (2, 3)):
+                check(
+                    fn,
+                    *given,
+                    mesh=mesh,
+                    placements=[[Replicate()], *([w] for w in where)],
+                    kwargs={"beta": beta, "alpha": alpha},
+                )

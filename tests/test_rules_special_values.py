@@ -207,6 +207,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "no such class": (lambda x: torch.nn.functional.one_hot(x, 3), (torch.tensor([0, 1, 2, 3, 0]),)),
     "a class below": (torch.nn.functional.one_hot, (torch.tensor([0, 1, -1, 3, 0]),)),
     "classes of nothing": (torch.nn.functional.one_hot, (torch.zeros(0, dtype=torch.int64),)),
+    "a slice along no dim": (lambda x, s: x.slice_scatter(s, 2), (torch.ones(5, 6), torch.ones(5, 6))),
+    "a matrix of rows to select": (lambda x, i: x.index_select(0, i), (torch.ones(5, 6), torch.zeros(1, 5, dtype=torch.int64))),
     "a vector to solve": (torch.linalg.solve, (torch.ones(5), torch.ones(5, 3))),
 }
 
@@ -223,3 +225,12 @@ def test_what_torchs_inference_lets_pass_is_refused(name: str) -> None:
 def test_nothing_is_joined_with_nothing_along_any_dim() -> None:
     for dim in (-7, 0, 3):
         check(lambda x, y: torch.cat([x, y], dim), *[torch.zeros(0)] * 2, mesh=mesh_of((3,)), placements=[[Shard(0)]] * 2)  # noqa: B023
+
+
+def test_what_is_scattered_by_a_mask_lies_row_major() -> None:
+    x, mask = torch.randn(4, 3, dtype=torch.float64).t(), torch.tensor([[True, False, True, False]] * 3)
+    for where in (Replicate(), Shard(0), Shard(1), Partial()):
+        for source in (torch.ones(3, 4, dtype=torch.float64), x.clone()):
+            check(torch.masked_scatter, x, mask, source, mesh=mesh_of((2,)), placements=[[where], [Shard(0)], [Replicate()]])
+    nothing = torch.zeros(0, dtype=torch.float64)
+    check(torch.masked_scatter, x[0], mask & False, nothing, mesh=mesh_of((2,)), placements=[[Shard(0)], [Shard(0)], [Shard(0)]])

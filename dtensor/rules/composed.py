@@ -26,14 +26,14 @@ def masked_select(x: Tensor, mask: Tensor) -> Tensor:
 
 def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """The k-th element picked is the k-th of the source."""
-    whole = torch.broadcast_tensors(x, mask)[1]
+    x, whole = torch.broadcast_tensors(x, mask)
     if source.numel() < whole.numel():
         torch._assert_async(whole.sum() <= source.numel(), "Number of elements of source < number of ones in mask")
     place = whole.reshape(-1).cumsum(0).sub(1).clamp(min=0).view(whole.shape)
     if not source.numel():
-        return x.clone()
+        return x.clone(memory_format=torch.contiguous_format)
     values = source.reshape(-1).take(place.clamp(max=source.numel() - 1))
-    return torch.where(whole, values, x)
+    return torch.where(whole, values, x).contiguous()  # row-major, whatever comes in
 
 
 def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -22,9 +22,20 @@ einsum("bmm", "b m k, b k n -> b m n")
 einsum("mv", "m k, k -> m")
 einsum("dot vdot", "k, k ->")
 einsum("ger outer", "m, n -> m n")
-einsum("addmm", "+m n, m k, k n -> m n")
-einsum("baddbmm", "+b m n, b m k, b k n -> b m n")
-einsum("addbmm", "+m n, b m k, b k n -> m n")
+
+
+def no_empty_block_beside_a_fraction(choice: Choice) -> bool:
+    """torch cuts a fraction that scales integers to an integer, and refuses it where there is nothing to sum."""
+    call = choice.call
+    result = call.results[0]
+    exact = result is None or result.dtype.is_floating_point or result.dtype.is_complex
+    fraction = any(type(call.get(name, 1)) is float for name in ("beta", "alpha"))
+    return exact or not fraction or all(0 not in choice.sizes(name) for name in choice.splits)
+
+
+einsum("addmm", "+m n, m k, k n -> m n", when=no_empty_block_beside_a_fraction)
+einsum("baddbmm", "+b m n, b m k, b k n -> b m n", when=no_empty_block_beside_a_fraction)
+einsum("addbmm", "+m n, b m k, b k n -> m n", when=no_empty_block_beside_a_fraction)
 einsum("addr", "+m n, m, n -> m n")
 
 

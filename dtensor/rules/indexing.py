@@ -53,6 +53,8 @@ def embedding_gradient(call: Call) -> Factors:
 
 
 def rows_selected(call: Call) -> Factors:
+    if len(call.shape(1)) > 1:
+        raise IndexError("index_select(): Index is supposed to be a vector")
     dims, sizes = own_factors(call)
     if not dims or not call.shape(1):
         return Factors((dims, ((),) * len(call.shape(1))), (_with(dims, call, ()),), sizes, whole=_picked(dims, call))
