@@ -297,10 +297,16 @@ def _absent(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
         _compute(plan, operator, dict(local))  # its generator stays in step
     if plan.rule is not None and plan.rule.absent is not None:
         return plan.rule.absent
-    out = [
-        values[owner] if owner is not None else empty(layout)
-        for owner, layout in zip(operator.returns, plan.results, strict=True)
-    ]
+    out = []
+    for owner, layout in zip(operator.returns, plan.results or [None] * len(operator.returns), strict=True):
+        if owner is None:
+            out.append(empty(layout))
+            continue
+        target = values[owner]
+        looks_otherwise = operator.reshapes or (owner in operator.outs and layout is not None and target.shape != layout.shape)
+        if looks_otherwise and isinstance(layout, Layout) and hasattr(target, "_layout"):
+            target.data = empty(layout.replace(dtype=target.dtype))  # squeeze_: the argument has another shape from now on
+        out.append(target)
     return None if not out else out[0] if len(out) == 1 else tuple(out)
 
 

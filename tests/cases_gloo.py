@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -374,6 +375,28 @@ def a_rank_outside_a_mesh_holds_nothing_whatever_it_gives() -> None:
         assert total.shape == ()
         equal(total.detach(), torch.tensor(72.0))
         assert local.grad.unique().tolist() == [1.0 if dist.is_initialized() else 2.0]
+
+
+@case
+def shapes_change_on_ranks_outside_a_mesh_too() -> None:
+    mesh = dt.DeviceMesh("cpu", [2, 0])
+    x = dt.distribute_tensor(value(1, 5), mesh, [Shard(1)])
+    w = dt.distribute_tensor(value(4, 5), mesh, [Shard(1)])
+    assert nn.functional.linear(x[0], w).shape == (4,)
+    for change, shape in (
+        (lambda x: x.unsqueeze_(0), (1, 1, 5)),
+        (lambda x: x.squeeze_(0), (5,)),
+        (lambda x: x.t_(), (5, 1)),
+        (lambda x: x.transpose_(0, 1), (5, 1)),
+        (lambda x: torch.add(w, 1, out=x), (4, 5)),
+    ):
+        changed = x.clone()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of an output that is resized
+            change(changed)
+        assert changed.shape == shape
+        expected = value(1, 5).reshape(shape) if shape != (4, 5) else value(4, 5) + 1
+        equal(changed.redistribute(mesh_of((4,)), [R]), expected)
 
 
 @case
