@@ -31,6 +31,9 @@ class Recorder(Protocol):
     def aside(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``fn(*args, **kwargs)``, not kept."""
 
+    def exchange(self, gather: Callable[..., list[Any]], value: Any, mesh_dims: Any) -> list[Any]:
+        """``gather(value, mesh_dims)``: small Python values of other ranks."""
+
     def knows(self, pending: Any) -> bool:
         """Whether a collective under way is one that it has seen begin."""
 

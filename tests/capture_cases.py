@@ -243,6 +243,16 @@ def asynchronous_redistribution(mesh: Any) -> Program:
     return fn, (lambda i: (randn(5, 6, on=mesh, at=last(mesh, Shard(0))),)), [w]
 
 
+@case
+def pieces_given_without_a_shape(mesh: Any) -> Program:
+    w = weight(mesh, 6, 6, at=Shard(1))
+
+    def fn(x: Any) -> Any:
+        return DTensor.from_local(x.to_local() * 2, mesh, last(mesh, Replicate()) if mesh.ndim > 1 else [Shard(0)]) @ w
+
+    return fn, (lambda i: (randn(5, 6, on=mesh, at=last(mesh, Replicate()) if mesh.ndim > 1 else [Shard(0)]),)), [w]
+
+
 def main() -> list[str]:
     """Every case on a line and on a square of the processes."""
     for mesh in (mesh_of(4), mesh_of(2, 2)):

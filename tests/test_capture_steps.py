@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import sqrt
+from types import SimpleNamespace
 from typing import Any
 
 import capture_steps
@@ -18,11 +20,13 @@ from dtensor.errors import CaptureError
 MESH, GRID = mesh_of(2), mesh_of(2, 2)
 
 
-@pytest.mark.parametrize("mesh", [MESH, GRID], ids=["2", "2x2"])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [*((name, MESH) for name in STEPS), ("adamw", GRID), ("losses_as_floats", GRID), ("buffers_and_averages", GRID)],
+)
 def test_trains_as_the_step_does(name: str, mesh: Any) -> None:
     captured = compare_steps(lambda: STEPS[name](mesh))
-    assert captured.cache_info().recorded <= 3
+    assert captured.cache_info().recorded <= 4
 
 
 @pytest.mark.gloo
@@ -111,6 +115,82 @@ def test_an_optimizer_alone() -> None:
         f()
         assert_same([w.detach() for w in ws], [w.detach() for w in same])
     assert f.cache_info().replayed == 3
+
+
+# --- floats ------------------------------------------------------------------------------------------------------------
+def test_floats_that_a_replay_could_not_follow_are_refused() -> None:
+    w = randn(4, on=MESH, at=[Shard(0)], grad=True)
+    for fn, what in (
+        (lambda x: x * 2 if x.sum().item() > 0 else x, "goes to gt"),
+        (lambda x: [x] * int(x.sum().item()), "goes to int"),
+        (lambda x: (w * x.sum().item()).sum(), "differentiable operation mul"),
+    ):
+        with pytest.raises(CaptureError, match=what):
+            capture(fn)(randn(4, on=MESH, at=[Shard(0)]))
+
+
+def test_floats_that_slip_away_are_found_by_a_second_recording() -> None:
+    f = capture(lambda x: x * sqrt(x.square().sum().item()))
+    f(randn(4, on=MESH, at=[Shard(0)]))
+    with pytest.raises(CaptureError, match="not followed"):
+        f(randn(4, on=MESH, at=[Shard(0)]))
+
+
+def test_floats_of_one_value_are_told_apart() -> None:
+    held = SimpleNamespace(first=2.0, second=2.0, other=0.5)
+    x = randn(4, on=MESH, at=[Shard(0)])
+
+    def fn(x: Any) -> Any:
+        return torch.add(x * held.first, x, alpha=held.second), x.clamp(held.other, 2.0), x * 2.0
+
+    f = capture(fn)
+    for first, second, other in (
+        (2.0, 2.0, 0.5),
+        (3.0, 2.0, 0.5),
+        (2.0, 2.0, 0.5),
+        (2.0, 7.0, 2.0),
+        (2.0, 2.0, 2.0),
+        (1.5, 4.0, 0.1),
+    ):
+        held.first, held.second, held.other = first, second, other
+        for _ in range(2):
+            assert_same(f(x), fn(x))
+    assert f.cache_info().replayed >= 4
+
+
+def test_a_changing_float_that_decides_is_guarded() -> None:
+    held = {"scale": 1.0}
+    x = randn(4, on=MESH, at=[Shard(0)])
+
+    def fn(x: Any) -> Any:
+        return x * held["scale"] if held["scale"] > 2 else x
+
+    f = capture(fn)
+    for scale in (1.0, 1.5, 3.0, 4.0, 1.0, 3.0):
+        held["scale"] = scale
+        for _ in range(3):
+            assert_same(f(x), fn(x))
+    assert held["scale"] == 3.0
+    assert type(held["scale"]) is float
+
+
+def test_a_learning_rate_is_recorded_once_more_and_then_followed() -> None:
+    w = randn(4, on=MESH, at=[Shard(0)], grad=True)
+    opt = torch.optim.SGD([w], lr=0.5)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
+
+    def step(x: Any) -> None:
+        (x * w).sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    f = capture(step)
+    for _ in range(20):
+        x, before = randn(4, on=MESH, at=[Shard(0)]), w.detach().clone()
+        f(x)
+        assert_same(w.detach(), before.add(x, alpha=-opt.param_groups[0]["lr"]))
+        schedule.step()
+    assert f.cache_info().recorded <= 4, f.cache_info()
 
 
 def test_gradients_of_arguments_are_refused() -> None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..errors import ArgumentError, CaptureError
 from ..recording import current
+from .confirm import confirmed
 from .environment import Environment
 from .program import Program, Sources, sources_of
 from .record import Recording
@@ -36,14 +37,44 @@ class CaptureInfo(NamedTuple):
     plain: int
 
 
-class _Kept(NamedTuple):
-    environment: Environment
-    program: Program
+class _Any:
+    """Equal to the entry of any float in a survey's key."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, tuple) and other[0] is float
+
+    __hash__ = None  # type: ignore[assignment]  # of lists that are not hashed
+
+
+class _Kept:
+    """A recording and the key of the survey that it was made for, with floats that may change left open."""
+
+    def __init__(self, environment: Environment, program: Program, confirmed: bool) -> None:
+        self.key, self.program, self.confirmed = list(environment.key), program, confirmed
+        self.changing = tuple(place for _, place in program.numbers if place not in program.guarded)
+        for place in self.changing:
+            self.key[place] = _Any()
+        self._seen: tuple[Environment, int] = environment, environment.version
+
+    @property
+    def ready(self) -> bool:
+        """Whether calls can be replayed."""
+        return self.confirmed and self.program.ready
+
+    def differing(self, environment: Environment) -> set[int] | None:
+        """The floats in which the survey differs from the one that this was made for; None if it differs in more."""
+        if len(self.key) != len(environment.key):
+            return None
+        places = {place for place, (mine, its) in enumerate(zip(self.key, environment.key, strict=True)) if mine != its}
+        return places if places <= environment.floats.keys() else None
 
     def serves(self, signature: Signature, environment: Environment) -> bool:
         """Whether the program computes what the function would now."""
-        if self.environment is not environment and self.environment.key != environment.key:
-            return False
+        now = environment, environment.version
+        if self._seen != now:
+            if self.key != environment.key:
+                return False
+            self._seen = now
         tensors = environment.tensors
         return self.program.guards.hold(tensors) and (not self.program.leaves.numbers or self.program.leaves.hold(tensors))
 
@@ -64,16 +95,16 @@ class Captured(Generic[P, T]):
             self._plain += 1
             return self.fn(*args, **kwargs)
         signature = sign(args, kwargs)
-        if self._environment is None or not self._environment.unchanged():
+        if self._environment is None or not (self._environment.unchanged() or self._environment.refreshed()):
             self._environment = Environment(self.fn)
         environment = self._environment
         key = (signature.key, modes())
         for kept in self._entries.get(key, ()):
             if kept.serves(signature, environment):
-                if kept.program.ready:
+                if kept.ready:
                     self._replayed += 1
                     return _replay(kept.program, signature, environment)
-                break
+                return self._record(key, signature, environment, kept)
         else:
             if sum(map(len, self._entries.values())) >= self._limit:
                 return self._full(*args, **kwargs)
@@ -89,15 +120,18 @@ class Captured(Generic[P, T]):
         self._plain += 1
         return self.fn(*args, **kwargs)
 
-    def _record(self, key: Any, signature: Signature, environment: Environment) -> T:
+    def _record(self, key: Any, signature: Signature, environment: Environment, waiting: _Kept | None = None) -> T:
+        """``waiting``: a recording that serves, but waits for its backward pass or for another one that confirms it."""
         self._recorded += 1
-        result, program, changed = Recording(self.fn, signature, environment).run()
+        entries = self._entries.get(key, [])
+        changing = () if waiting is None else waiting.changing
+        if waiting is None:  # floats that have changed between calls are variables from now on
+            differing = [(kept.differing(environment), kept) for kept in entries]
+            changing = next((tuple({*found, *kept.changing}) for found, kept in differing if found), ())
+        result, program, changed = Recording(self.fn, signature, environment, changing).run()
         if program is not None:
-            # one that waited for its backward pass is given up for this one
-            others = [
-                kept for kept in self._entries.get(key, []) if kept.program.ready or not kept.serves(signature, environment)
-            ]
-            self._entries[key] = [*others, _Kept(environment, program)]
+            same = not program.followed or (waiting is not None and confirmed(waiting.program, program))
+            self._entries[key] = [*(kept for kept in entries if kept is not waiting), _Kept(environment, program, same)]
             self._tries = 0
         else:
             self._tries += 1
@@ -133,7 +167,7 @@ class Captured(Generic[P, T]):
 
 
 def _replay(program: Program, signature: Signature, environment: Environment) -> Any:
-    sources = sources_of(signature.tensors, environment.tensors)
+    sources = sources_of(signature.tensors, environment)
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     if autocast:  # what it casts is in the tape
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False, dtype=torch.float16):

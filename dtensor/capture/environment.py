@@ -61,14 +61,18 @@ class Environment:
         tensors: all that were found, each once, in the order found.
         key: everything else, and which places hold the same tensor; equal keys mean that a replay reads the same.
         paths: for each entry of ``key`` where it stands, to tell the user.
+        floats: entries of ``key`` that are floats in dictionaries (of attributes too): the dictionary, and the key there.
+        version: how often only such floats were found to have changed.
     """
 
-    __slots__ = ("_alive", "_numbers", "_seen", "_watch", "key", "paths", "tensors")
+    __slots__ = ("_alive", "_numbers", "_seen", "_watch", "floats", "key", "paths", "tensors", "version")
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self.key: list[Any] = []
         self.paths: list[str] = []
+        self.floats: dict[int, tuple[dict[Any, Any], Any]] = {}
+        self.version = 0
         self._numbers: dict[int, int] = {}
         self._seen: dict[int, int] = {}
         self._watch = Watch()
@@ -79,6 +83,22 @@ class Environment:
     def unchanged(self) -> bool:
         """Whether every container still holds the objects that the survey found."""
         return self._watch.unchanged()
+
+    def refreshed(self) -> bool:
+        """Whether nothing but floats has changed; then the key is brought up to date."""
+        changed = self._watch.changed_entries()
+        known = {(id(held), key): place for place, (held, key) in self.floats.items()}
+        if changed is None or any(entry not in known for entry in changed):
+            return False
+        places = [known[entry] for entry in changed]
+        if any(type(self.floats[place][0][self.floats[place][1]]) is not float for place in places):
+            return False
+        for place in places:
+            held, key = self.floats[place]
+            self.key[place] = (float, repr(held[key]))
+        self._watch.settle()
+        self.version += 1
+        return True
 
     def difference(self, other: Environment) -> str | None:
         """Where ``other``, a later survey, holds something else; None if it does not."""
@@ -107,6 +127,8 @@ class Environment:
         self._watch.dict_(held)
         self._note(tuple(key if isinstance(key, VALUES) else ... for key in held), path)
         for key, value in list(held.items()):
+            if type(value) is float and isinstance(held, dict):
+                self.floats[len(self.key)] = (held, key)
             self._visit(value, f"{path}{shown.format(key if isinstance(key, VALUES) else '...')}")
 
     def _visit(self, value: Any, path: str) -> None:

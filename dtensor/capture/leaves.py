@@ -98,3 +98,37 @@ class Leaves:
 
     def _noting(self, number: int) -> Callable[[Any], None]:
         return lambda _: self.accumulated.add(number)
+
+
+def leaves_of(roots: list[torch.Tensor]) -> set[int]:
+    """Addresses of the leaves, and of the nodes, that the history of ``roots`` reaches."""
+    reached: set[int] = set()
+    nodes: list[Any] = [x.grad_fn if x.grad_fn is not None else x for x in roots]
+    alive = []
+    while nodes:
+        node = nodes.pop()
+        if node is None or id(node) in reached:
+            continue
+        reached.add(id(node))
+        alive.append(node)  # addresses are not used again
+        if isinstance(node, torch.Tensor):
+            continue
+        if hasattr(node, "variable"):
+            reached.add(id(node.variable))
+        nodes.extend(following for following, _ in node.next_functions)
+    return reached
+
+
+@contextmanager
+def without_hooks(leaves: list[Any]) -> Iterator[None]:
+    """The users' hooks run when the gradients are accumulated, not when they are computed."""
+    held = [(x, x._backward_hooks) for x in leaves]
+    for x, hooks in held:
+        if hooks is not None:
+            x._backward_hooks = None
+    try:
+        yield
+    finally:
+        for x, hooks in held:
+            if hooks is not None:
+                x._backward_hooks = hooks

@@ -14,6 +14,7 @@ from ..dispatch import wrap_local
 from ..layout import Layout
 from ..local_functions import below_autograd
 from ..tensor import DTensor
+from .environment import Environment
 from .leaves import Guarded
 from .optimize import optimized, without_unused
 from .results import ENV, Base, Constant, Given, Joined, LocalOf, Made, Result, View, follow
@@ -22,7 +23,8 @@ from .signature import Metadata
 from .source import Source
 from .tape import Step, Tape, Var
 
-Sources = tuple[Sequence[Any], Sequence[Any], Any]  # by kind of Given: arguments, tensors of the survey, their gradients
+# By kind of Given: arguments, tensors of the survey, their gradients; then floats by their place in the survey's key
+Sources = tuple[Sequence[Any], Sequence[Any], Any, Any]
 
 
 _STRIDE: Any = torch._C.TensorBase.stride
@@ -40,9 +42,9 @@ class _Gradients:
         return self.tensors[number].grad
 
 
-def sources_of(arguments: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Sources:
+def sources_of(arguments: Sequence[Any], environment: Environment) -> Sources:
     """Where a program finds the tensors that it is given."""
-    return arguments, tensors, _Gradients(tensors)
+    return arguments, environment.tensors, _Gradients(environment.tensors), environment.floats
 
 
 class Form(NamedTuple):
@@ -109,6 +111,9 @@ class Program:
         leaves: and of leaves, where their gradients matter.
         mutated: given tensors that it writes to.
         differentiable: given tensors that get gradients.
+        numbers: floats of the survey that the tape takes, by their place in its key.
+        followed: whether there are floats in the tape that change, of which some may have slipped away (see confirm.py);
+        guarded: those of the survey that must not change after all.
         assigned: what the run leaves in ``.grad`` of tensors of the survey.
     """
 
@@ -124,6 +129,9 @@ class Program:
     tree: Any
     mutated: tuple[Given, ...]
     differentiable: tuple[Given, ...]
+    numbers: tuple[tuple[Var, int], ...] = ()
+    followed: bool = False
+    guarded: frozenset[int] = frozenset()
     backwards: dict[Any, Backward] = field(default_factory=dict)
     compiled: Compiled | None = None
     _given: tuple[Given, ...] = ()
@@ -180,7 +188,7 @@ class Program:
         return {var.storage for form in self.forms for var in form.locals}
 
     def _compiled(self) -> Compiled:
-        inputs = tuple(var for form in self.forms for var in form.locals)
+        inputs = tuple(var for form in self.forms for var in form.locals) + tuple(var for var, _ in self.numbers)
         results = tuple(var for base in self.bases for var in base.locals)
         saved = tuple(dict.fromkeys(var for backward in self.backwards.values() for var in backward.needed))
         lasting = frozenset(self._storages())
@@ -212,6 +220,9 @@ class Program:
         """The bases, and what is saved for backward passes."""
         given = [sources[kind][number] for kind, number in self._given]
         locals_, copies = self.inputs(given)
+        if self.numbers:
+            floats = [sources[3][place] for _, place in self.numbers]
+            locals_ = [*locals_, *(held[key] for held, key in floats)]
         with below_autograd():
             values = compiled.source.run(*locals_)
         for copy, own in copies:

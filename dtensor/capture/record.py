@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from ..dispatch import wrap_local
 from ..errors import CaptureError
 from ..tensor import DTensor
 from .environment import Environment
-from .leaves import Leaves
+from .leaves import Leaves, leaves_of, without_hooks
+from .numbers import Number, plain
 from .program import Backward, Form, Program, joined, locals_of, sources_of
 from .recorder import Recorder
 from .replay import kind_of, refuse_graph
@@ -27,8 +27,12 @@ from .tape import Step, Var
 class Recording:
     """A run under way: what was given, the recorder, and after :meth:`run` the program and the results of the run."""
 
-    def __init__(self, fn: Callable[..., Any], signature: Signature, environment: Environment) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], signature: Signature, environment: Environment, changing: Sequence[int] = ()
+    ) -> None:
         self.fn, self.signature, self.environment = fn, signature, environment
+        self.changing = changing  # floats of the survey that are variables of the tape, by their place in its key
+        self.numbers: dict[int, Var] = {}
         self.recorder = Recorder()
         self.steps: list[Step] = []
         self.real: dict[Given, torch.Tensor] = {}  # what the user has, and
@@ -85,6 +89,7 @@ class Recording:
             torch.clear_autocast_cache()
         try:
             with self.leaves.watched(), self.recorder.running(self.steps):
+                self._show_numbers()
                 out = self._called(args, kwargs)
                 leaves, tree = pytree.tree_flatten(out)
                 for leaf in leaves:
@@ -93,6 +98,9 @@ class Recording:
         finally:
             for x, local in self._restore:
                 x._local = local
+            for held, key in self.environment.floats.values():
+                if type(held.get(key)) is Number:
+                    held[key] = plain(held[key])
             torch.clear_autocast_cache()
         restored = {id(x): local for x, local in self._restore}
         for given, (layout, local) in layouts.items():
@@ -105,10 +113,16 @@ class Recording:
         changed = self._changed()
         program, bases = self._program(leaves, tree)
         linked = self._linked(program, bases)
-        sources = sources_of(self.signature.tensors, self.environment.tensors)
+        sources = sources_of(self.signature.tensors, self.environment)
         result = pytree.tree_unflatten(program.finish(linked, sources), tree)
         self.recorder.views.clear()
         return result, None if changed else program, changed
+
+    def _show_numbers(self) -> None:
+        for place in self.changing:
+            held, key = self.environment.floats[place]
+            self.numbers[place] = self.recorder.number()
+            held[key] = self.recorder.numbers.make(held[key], self.numbers[place], frozenset((place,)))
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -162,6 +176,13 @@ class Recording:
         )
         read = {var for step in self.steps for var in step.inputs} | {var for base in sorter.bases for var in base.locals}
         used = [given for given, group in self.vars.items() if any(var in read for var in group) or given in differentiable]
+        if self.recorder.exchanges and not all(
+            isinstance(self.real[given], DTensor) or self.real[given].numel() == 1 for given in used
+        ):
+            raise CaptureError(
+                "capture: the function asks other ranks for the sizes of their pieces, and reads plain tensors, whose sizes may "
+                "change on one rank alone; give from_local shape= and stride="
+            )
         forms = tuple(Form(given, isinstance(self.real[given], DTensor), self.vars[given], self.strides[given]) for given in used)
         guards = Metadata([given.number for given in used if given.kind == ENV], self.environment.tensors)
         program = Program(
@@ -177,6 +198,9 @@ class Recording:
             tree,
             mutated,
             differentiable,
+            tuple((var, place) for place, var in self.numbers.items()),
+            self.recorder.numbers.seen,
+            frozenset(self.recorder.numbers.guarded),
         )
         return program, sorter.tensors
 
@@ -196,7 +220,7 @@ class Recording:
 
     def _differentiable(self, bases: list[torch.Tensor]) -> tuple[Given, ...]:
         """The given tensors that the results depend on, as autograd sees it."""
-        reached = _leaves_of(bases)
+        reached = leaves_of(bases)
         for given, x in self.seen.items():
             if given.kind == ENV and x.requires_grad and not x.is_leaf and id(x.grad_fn) in reached:
                 raise CaptureError(
@@ -208,18 +232,19 @@ class Recording:
     def _linked(self, program: Program, bases: list[torch.Tensor]) -> list[torch.Tensor]:
         """The bases, those with gradients as results of one autograd function of the user's tensors."""
         if not program.differentiable:
-            return [x.detach() if x.requires_grad else x for x in bases]
+            return [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in bases]
         apply: Any = _Recorded.apply
         made = iter(apply(self, program, bases, *(self.real[given] for given in program.differentiable)))
         linked = [next(made) if base.requires_grad else x for x, base in zip(bases, program.bases, strict=True)]
         return [
-            x.detach() if x.requires_grad and not base.requires_grad else x for x, base in zip(linked, program.bases, strict=True)
+            x.detach() if isinstance(x, torch.Tensor) and x.requires_grad and not base.requires_grad else x
+            for x, base in zip(linked, program.bases, strict=True)
         ]
 
     def _spent(self, x: torch.Tensor) -> bool:
         """Whether the run itself has gone back from a tensor: leaves that it depends on have their gradients."""
         had = {id(self.environment.tensors[number]) for number in self.leaves.accumulated}
-        return bool(had) and not had.isdisjoint(_leaves_of([x]))
+        return bool(had) and not had.isdisjoint(leaves_of([x]))
 
     # --- backward ------------------------------------------------------------------------------------------------------
     def backward(self, program: Program, bases: list[Any], grads: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -230,7 +255,7 @@ class Recording:
         shown = [None if grad is None else self._incoming(grad) for grad in grads]
         steps: list[Step] = []
         chosen = [(root, grad[0]) for root, grad in zip(roots, shown, strict=True) if grad is not None]
-        with self.recorder.running(steps), _without_hooks(inputs):
+        with self.recorder.running(steps), without_hooks(inputs):
             found = torch.autograd.grad(
                 [root for root, _ in chosen], inputs, [grad for _, grad in chosen], retain_graph=True, allow_unused=True
             )
@@ -311,37 +336,3 @@ def copied(x: torch.Tensor) -> torch.Tensor:
 
 def _counts(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and not isinstance(x, PerRank) and not x.is_inference()
-
-
-def _leaves_of(roots: list[torch.Tensor]) -> set[int]:
-    """Addresses of the leaves, and of the nodes, that the history of ``roots`` reaches."""
-    reached: set[int] = set()
-    nodes: list[Any] = [x.grad_fn if x.grad_fn is not None else x for x in roots]
-    alive = []
-    while nodes:
-        node = nodes.pop()
-        if node is None or id(node) in reached:
-            continue
-        reached.add(id(node))
-        alive.append(node)  # addresses are not used again
-        if isinstance(node, torch.Tensor):
-            continue
-        if hasattr(node, "variable"):
-            reached.add(id(node.variable))
-        nodes.extend(following for following, _ in node.next_functions)
-    return reached
-
-
-@contextmanager
-def _without_hooks(leaves: list[Any]) -> Iterator[None]:
-    """The users' hooks run when the gradients are accumulated, not when they are computed."""
-    held = [(x, x._backward_hooks) for x in leaves]
-    for x, hooks in held:
-        if hooks is not None:
-            x._backward_hooks = None
-    try:
-        yield
-    finally:
-        for x, hooks in held:
-            if hooks is not None:
-                x._backward_hooks = hooks

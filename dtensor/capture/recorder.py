@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -23,12 +23,12 @@ from ..local_functions import local_function
 from ..origin import references_of_dispatch
 from ..recording import ACTIVE
 from ..tensor import DTensor
+from .numbers import Numbers
 from .reads import refuse, refused
-from .tape import Ranks, Step, Var, variables
+from .tape import Ranks, Step, Var
 
 aten = torch.ops.aten
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-Key = tuple[Any, ...]
 
 
 class Recorder(TorchDispatchMode):
@@ -42,13 +42,14 @@ class Recorder(TorchDispatchMode):
         self.paused = 0
         self.within: list[str] = []
         self.views: dict[int, tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = {}  # of DTensors: result, func, args, kwargs
-        self.differentiated = False  # whether a backward pass ran
+        self.exchanges = False  # whether ranks told each other Python values, which a replay does not
         self.facts: dict[Var, tuple[Any, ...]] = {}  # offset, shape, stride, dtype, whether conjugated or negated lazily
-        self._vars: dict[Key, Var] = {}
+        self._vars: dict[tuple[Any, ...], Var] = {}
         self._bases: dict[int, tuple[StorageWeakRef, int, Var, torch.dtype]] = {}  # by address, which a weak reference reserves
         self._pending: dict[int, tuple[Any, Var]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         self._count = 0
+        self.numbers = Numbers(self.number, self._step)
 
     @contextmanager
     def running(self, steps: list[Step]) -> Iterator[None]:
@@ -59,7 +60,7 @@ class Recorder(TorchDispatchMode):
         drawn = _python_draws()
         ACTIVE.append(self)
         try:
-            with refused(self._reading), self:
+            with refused(self._reading), self.numbers.running(), self:
                 yield
         finally:
             ACTIVE.remove(self)
@@ -93,7 +94,6 @@ class Recorder(TorchDispatchMode):
         return self._local(func, args, kwargs)
 
     def _distributed(self, kind: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.differentiated |= torch._C._current_graph_task_id() != -1
         self.within.append(str(func))
         try:
             with self:
@@ -111,11 +111,15 @@ class Recorder(TorchDispatchMode):
         if _meta(args, kwargs):
             return func(*args, **kwargs)
         within = self.within[-1] if self.within else ""
+        if func is aten._local_scalar_dense.default and self.numbers.reading and args[0].is_floating_point():
+            self.numbers.last = self.number()
+            self._step(Step(torch._C.TensorBase.item, (self._known(args[0]),), {}, self.numbers.last, within=within))
+            return func(*args)
         if any(tag in func.tags for tag in _READS) and not _indexed_by_numbers(func, args):
             raise refuse(str(func), within)
         if func is aten.lift_fresh.default:
             self._constant(args[0])
-        taken, named = self.taken(args), self.taken(kwargs)
+        taken, named = self.numbers.inserted(self.taken(args), self.taken(kwargs))
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         generator = kwargs.get("generator") or next((x for x in args if isinstance(x, torch.Generator)), None)
         if drawn:
@@ -129,7 +133,7 @@ class Recorder(TorchDispatchMode):
         if _meta(result, {}):
             return result
         written = _written(func, args, kwargs)
-        known = {id(x): var for x, var in zip(_tensors((args, kwargs)), variables((taken, named)), strict=True)}
+        known = {id(x): self._known(x) for x in _tensors((args, kwargs))}
         writes = frozenset(known[id(x)].storage for x in written)
         self._append(Step(fn, taken, named, None, writes, drawn, within=within), result, known, written)
         return result
@@ -154,6 +158,10 @@ class Recorder(TorchDispatchMode):
             self.paused -= 1
             for generator, _ in list(self._generators.values()):
                 self._expect(generator)
+
+    def exchange(self, gather: Callable[..., list[Any]], value: Any, mesh_dims: Any) -> list[Any]:
+        self.exchanges = True
+        return cast(list[Any], self.aside(gather, (value, mesh_dims), {}))
 
     def knows(self, pending: Any) -> bool:
         return id(pending) in self._pending
@@ -212,6 +220,13 @@ class Recorder(TorchDispatchMode):
         args = (var, tuple(x.shape), tuple(x.stride()), x.storage_offset())
         self.steps.append(Step(torch.as_strided, args, {}, made))
         return made
+
+    def number(self) -> Var:
+        """A new variable for a float."""
+        return self._var(None)
+
+    def _step(self, step: Step) -> None:
+        self.steps.append(step)
 
     def _var(self, storage: int | None) -> Var:
         self._count += 1
@@ -291,7 +306,7 @@ def _python_draws() -> tuple[Any, ...]:
     return random.getstate(), kind, bytes(state), place, rest  # type: ignore[arg-type]
 
 
-def _key(x: torch.Tensor) -> Key:
+def _key(x: torch.Tensor) -> tuple[Any, ...]:
     if x.layout is not torch.strided:
         raise CaptureError(f"capture: a tensor of layout {x.layout} is not recorded; use dense tensors in the captured function")
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()

@@ -14,6 +14,7 @@ from ..layout import Layout
 from ..remote_view import RemoteView
 from ..tensor import DTensor
 from .environment import VALUES
+from .numbers import Number, plain
 from .recorder import Recorder
 from .tape import Var
 
@@ -89,7 +90,7 @@ class Sorter:
         self.recorder, self.given, self.locals_of_given, self.storages = recorder, given, locals_of_given, storages
         self.spent = spent  # whether a tensor's history is used up
         self.bases: list[Base] = []
-        self.tensors: list[torch.Tensor] = []  # of the recorded run, one for each base
+        self.tensors: list[Any] = []  # of the recorded run, one for each base
         self._numbers: dict[int, int] = {}
 
     def sort(self, leaves: list[Any]) -> list[Result]:
@@ -118,6 +119,10 @@ class Sorter:
         return found  # type: ignore[return-value]  # none is None
 
     def _one(self, leaf: Any, shared: set[int]) -> Result:
+        if type(leaf) is Number:
+            self.bases.append(Base((leaf.var,), None, False))
+            self.tensors.append(plain(leaf))
+            return Made(len(self.bases) - 1)
         if not isinstance(leaf, torch.Tensor):
             if isinstance(leaf, VALUES) or leaf is Ellipsis:
                 return Constant(leaf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from ..comm import PerRank
 from .tape import Ranks, Step, Tape, Var
 
+_INFIX: dict[Any, str] = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.pow: "**"}
 _WRITTEN_OUT = (int, bool, str, type(None), torch.dtype, torch.memory_format, torch.layout)
 
 
@@ -83,6 +85,9 @@ class Source:
         fn: Any = step.fn
         if isinstance(fn, MethodDescriptorType) and isinstance(step.args[0], Var):
             return f"{args[0]}.{fn.__name__}({', '.join([*args[1:], *named])})"
+        if fn in _INFIX and len(args) == 2:
+            one, other = (f"({arg})" if arg.startswith("-") else arg for arg in args)
+            return f"{one} {_INFIX[fn]} {other}"
         return f"{self._function(fn)}({', '.join([*args, *named])})"
 
     def _function(self, fn: Any) -> str:

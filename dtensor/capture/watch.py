@@ -47,6 +47,15 @@ class Watch:
         now = self._now()
         return len(now) == len(self._before) and all(map(is_, now, self._before))
 
+    def changed_entries(self) -> list[tuple[int, Any]] | None:
+        """The entries of dictionaries, by address and key, that hold another object; None if that is not all that changed."""
+        now = self._now()
+        if [*map(len, self._dicts)] != self._lengths or len(now) != len(self._before):
+            return None
+        entries = [(id(held), key) for held in self._dicts for key in held]
+        places = [place for place, (one, other) in enumerate(zip(now, self._before, strict=True)) if one is not other]
+        return [entries[place] for place in places] if not places or places[-1] < len(entries) else None
+
     def _now(self) -> list[Any]:
         found = [value for held in self._dicts for value in held.values()]
         try:

@@ -245,6 +245,8 @@ class Communicator(ABC):
 
     def all_gather_object(self, value: Any, mesh_dims: Sequence[int]) -> list[Any]:
         """The group's small Python values, by group position (for validation: it pickles)."""
+        if ACTIVE and (recorder := current()) is not None:
+            return recorder.exchange(self.all_gather_object, value, mesh_dims)
         mesh_dims, size = tuple(mesh_dims), self.group_size(mesh_dims)
         if self._absent or size == 1:
             return [value] * size

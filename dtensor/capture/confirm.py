@@ -1,0 +1,60 @@
+"""Two recordings of one program compared: a float that differs has come into the tape by a way that nothing follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..errors import CaptureError
+from .program import Program
+from .results import Constant
+
+
+def confirmed(one: Program, other: Program) -> bool:
+    """Whether both have the same steps. Floats that go other ways than through arithmetic would be frozen, and are found here.
+
+    Raises:
+        CaptureError: the steps are the same but for Python values.
+    """
+    if len(one.steps) != len(other.steps) or len(one.results) != len(other.results) or len(one.constants) != len(other.constants):
+        return False
+    pairs = []
+    for a, b in zip(one.steps, other.steps, strict=True):
+        mine, its = [*_leaves((a.args, a.kwargs))], [*_leaves((b.args, b.kwargs))]
+        if getattr(a.fn, "__name__", a.fn) != getattr(b.fn, "__name__", b.fn) or len(mine) != len(its):
+            return False
+        pairs += [(x, y, a.within or getattr(a.fn, "__name__", "a step")) for x, y in zip(mine, its, strict=True)]
+    if any(type(x) is not type(y) for x, y, _ in pairs):
+        return False
+    pairs += [(x, y, "a result") for x, y in zip(_constants(one), _constants(other), strict=False)]
+    for x, y, where in pairs:
+        if isinstance(x, (float, complex, str)) and repr(x) != repr(y):
+            raise _frozen(where, x, y)
+    for x, y in zip(one.constants.values(), other.constants.values(), strict=True):
+        if x.shape == y.shape and x.dtype == y.dtype and not torch.equal(x, y):
+            raise _frozen("a tensor made of Python numbers", x, y)
+    return True
+
+
+def _constants(program: Program) -> list[Any]:
+    return [result.value for result in program.results if isinstance(result, Constant)]
+
+
+def _frozen(where: str, x: Any, y: Any) -> CaptureError:
+    return CaptureError(
+        f"capture: {where} takes a Python value that was {x!r} in one call and is {y!r} in the next: it was computed from a "
+        "float that was read from a tensor, in a way that is not followed; compute it with 0-d tensors, or by operators and math"
+    )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    else:
+        yield value

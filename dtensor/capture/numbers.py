@@ -1,0 +1,265 @@
+"""Floats that are not frozen in a tape: read from a tensor (``.item()``), or of a variable that changes (a learning rate).
+
+Arithmetic on them is recorded; what a replay could not follow guards the variable, or is refused. Torch hands operators plain
+floats, so which of an operator's floats are these is known from the torch function that called it: the floats of both are
+compared, by keyword or in order.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..errors import CaptureError
+from .tape import Step, Var
+
+Label = str | int  # of an argument: its keyword, or its place among the floats
+
+
+class Number(float):
+    """A float that is a variable of the tape. ``places``: of the variables of the function that it was computed from;
+    ``read``: whether from a tensor too."""
+
+    __slots__ = ("numbers", "places", "read", "var")
+    numbers: Numbers
+    places: frozenset[int]
+    read: bool
+    var: Var
+
+
+def plain(x: Any) -> Any:
+    """The float that a number is."""
+    return float.__float__(x) if type(x) is Number else x
+
+
+class Numbers:
+    """The numbers of one recorded run.
+
+    Attributes:
+        live: whether the run is under way; afterwards numbers are floats like any other.
+        guarded: places of variables whose value the run depends on after all.
+        seen: whether there are any.
+        reading: whether a float is being read from a tensor, which will be known as ``last``.
+    """
+
+    def __init__(self, fresh: Callable[[], Var], append: Callable[[Step], None]) -> None:
+        self._fresh, self._append = fresh, append
+        self._frames: list[_Frame] = []
+        self.live = self.seen = self.reading = False
+        self.last: Var | None = None
+        self.guarded: set[int] = set()
+
+    def make(self, value: float, var: Var, places: frozenset[int] = frozenset(), read: bool = False) -> Number:
+        """A float known as ``var``."""
+        made = Number(value)
+        made.numbers, made.var, made.places, made.read = self, var, places, read
+        self.seen = True
+        return made
+
+    def compute(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """``fn(*args)``, a step of the tape."""
+        value = fn(*map(plain, args))
+        if not self.live:
+            return value
+        sources = [x for x in args if type(x) is Number]
+        if type(value) is not float:
+            for x in sources:
+                self.escaped(x, getattr(fn, "__name__", "an operation"))
+            return value
+        var = self._fresh()
+        self._append(Step(fn, tuple(x.var if type(x) is Number else x for x in args), {}, var))
+        places = frozenset().union(*(x.places for x in sources))
+        return self.make(value, var, places, any(x.read for x in sources))
+
+    def escaped(self, x: Number, how: str) -> None:
+        """Python code learns a number's value, and may decide by it."""
+        if self.live and x.read:
+            raise CaptureError(
+                f"capture: a float that was read from a tensor with .item() goes to {how}, where a replay could not follow it; "
+                "compute with the 0-d tensor itself (torch.where for choices), or read it outside of the captured function"
+            )
+        if self.live:
+            self.guarded |= x.places
+
+    def read(self, x: torch.Tensor) -> Any:
+        """``x.item()``."""
+        self.reading, self.last = True, None
+        try:
+            value = torch._C.TensorBase.item(x)
+        finally:
+            self.reading = False
+        if type(value) is not float or self.last is None:
+            return value
+        return self.make(value, self.last, read=True)
+
+    # --- torch functions -----------------------------------------------------------------------------------------------
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``func(*args, **kwargs)``, which takes numbers."""
+        frame = _Frame(args, kwargs)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in _flat((args, kwargs)) if isinstance(x, torch.Tensor)):
+            for x in frame.numbers:  # autograd keeps the float for its formulas
+                self.escaped(x, f"the differentiable operation {func.__name__}; use the 0-d tensor itself")
+        self._frames.append(frame)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._frames.pop()
+        for outer in self._frames:
+            outer.followed |= frame.followed
+        for x in frame.numbers:
+            if id(x) not in frame.followed:
+                self.escaped(x, func.__name__)
+        return result
+
+    def inserted(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a local operation with variables in place of numbers."""
+        if not self._frames or not self._frames[-1].numbers:
+            return args, kwargs
+        frame, found = self._frames[-1], dict(_floats(args, kwargs))
+        chosen = frame.match(found)
+        if not chosen:
+            return args, kwargs
+        places = iter(range(len(found)))
+        return _replaced(args, places, chosen), {key: _replaced(value, places, chosen) for key, value in kwargs.items()}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, numbers are followed."""
+        functions = {name: fn for name, fn in vars(math).items() if isinstance(fn, BuiltinFunctionType)}
+        self.live = True
+        for name, fn in functions.items():
+            setattr(math, name, self._followed(fn))
+        try:
+            with _Mode(self):
+                yield
+        finally:
+            self.live = False
+            for name, fn in functions.items():
+                setattr(math, name, fn)
+
+    def _followed(self, fn: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.live and any(type(x) is Number for x in args) and not kwargs:
+                return self.compute(fn, *args)
+            return fn(*args, **kwargs)
+
+        return run
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, numbers: Numbers) -> None:
+        self.numbers = numbers
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch._C.TensorBase.item:
+            return self.numbers.read(args[0])
+        if not self.numbers.seen or not any(type(x) is Number for x in _flat((args, kwargs))):
+            return func(*args, **kwargs)
+        return self.numbers.called(func, args, kwargs)
+
+
+class _Frame:
+    """A call of a torch function: its floats by their bits, in order."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.numbers = [x for x in _flat((args, kwargs)) if type(x) is Number]
+        self.followed: set[int] = set()
+        self._by_bits: dict[str, list[tuple[str | None, Any]]] = {}
+        for _, (label, x) in _floats(args, kwargs):
+            self._by_bits.setdefault(plain(x).hex(), []).append((label, x))
+
+    def match(self, found: dict[int, tuple[str | None, Any]]) -> dict[int, Var]:
+        """Which of an operation's floats are which numbers: by keyword, or in order; none where that leaves a doubt."""
+        chosen: dict[int, Var] = {}
+        by_bits: dict[str, list[int]] = {}
+        for place, (_, x) in found.items():
+            by_bits.setdefault(x.hex(), []).append(place)
+        for bits, places in by_bits.items():
+            mine = self._by_bits.get(bits, [])
+            if len(mine) != len(places) or not any(type(x) is Number for _, x in mine):
+                continue
+            labels = [label for label, _ in mine]
+            if len(set(labels)) == len(labels) and {found[place][0] for place in places} == set(labels):
+                named = dict(mine)
+                pairs = [(place, named[found[place][0]]) for place in places]
+            else:
+                pairs = [(place, x) for place, (_, x) in zip(places, mine, strict=True)]
+            for place, x in pairs:
+                if type(x) is Number:
+                    chosen[place] = x.var
+                    self.followed.add(id(x))
+        return chosen
+
+
+def _floats(args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[int, tuple[str | None, Any]]]:
+    """Floats in the order of a walk, numbered, each with its keyword."""
+    labelled = [(None, x) for x in _flat(args)] + [(name, x) for name, value in kwargs.items() for x in _flat(value)]
+    return enumerate(pair for pair in labelled if isinstance(pair[1], float))
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        for item in value:
+            yield from _flat(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _flat(item)
+    else:
+        yield value
+
+
+def _replaced(value: Any, places: Iterator[int], chosen: dict[int, Var]) -> Any:
+    """``value`` with variables for some of its floats, by their numbers in the walk."""
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        items = [_replaced(item, places, chosen) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, float):
+        return chosen.get(next(places), value)
+    return value
+
+
+def _operators() -> None:
+    def forward(fn: Any) -> Any:
+        def run(self: Number, other: Any) -> Any:
+            return self.numbers.compute(fn, self, other) if isinstance(other, (int, float)) else NotImplemented
+
+        return run
+
+    def reflected(fn: Any) -> Any:
+        def run(self: Number, other: Any) -> Any:
+            return self.numbers.compute(fn, other, self) if isinstance(other, (int, float)) else NotImplemented
+
+        return run
+
+    def alone(fn: Any) -> Any:
+        return lambda self: self.numbers.compute(fn, self)
+
+    def escaping(name: str) -> Any:
+        method = getattr(float, name)
+
+        def run(self: Number, *args: Any) -> Any:
+            self.numbers.escaped(self, name.strip("_"))
+            return method(self, *map(plain, args))
+
+        return run
+
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+        fn = getattr(operator, name)
+        setattr(Number, f"__{name}__", forward(fn))
+        setattr(Number, f"__r{name}__", reflected(fn))
+    for name in ("neg", "pos", "abs"):
+        setattr(Number, f"__{name}__", alone(getattr(operator, name)))
+    decisive = ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "float", "round", "trunc", "floor", "ceil", "hash", "divmod")
+    for name in (*(f"__{name}__" for name in (*decisive, "rdivmod")), "is_integer", "hex", "as_integer_ratio"):
+        setattr(Number, name, escaping(name))
+
+
+_operators()
