@@ -19,6 +19,7 @@ from .layout import Layout, Split
 from .memory_order import stride_like
 from .mesh import DeviceMesh
 from .placement import Partial, Placement, Replicate, Shard, normalize
+from .recording import exchange
 from .remembered import watched
 
 
@@ -154,6 +155,7 @@ _MOST_DIMS = 32
 _Table = tuple[tuple[int, ...], ...]
 
 
+@exchange
 def _all_pieces(mesh: DeviceMesh, pieces: Sequence[torch.Tensor], told: str) -> tuple[_Table, _Table]:
     """Every member's shape and strides, by position in the mesh as the current rank sees it; ``told`` must be alike on all."""
     mine, steps = tuple(pieces[0].shape), pieces[0].stride()

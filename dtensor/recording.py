@@ -31,8 +31,8 @@ class Recorder(Protocol):
     def aside(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``fn(*args, **kwargs)``, not kept."""
 
-    def exchange(self, gather: Callable[..., list[Any]], value: Any, mesh_dims: Any) -> list[Any]:
-        """``gather(value, mesh_dims)``: small Python values of other ranks."""
+    def exchange(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``fn(*args, **kwargs)``, not kept: what ranks tell each other of the shapes of their tensors."""
 
     def knows(self, pending: Any) -> bool:
         """Whether a collective under way is one that it has seen begin."""
@@ -70,5 +70,16 @@ def aside(fn: Callable[P, T]) -> Callable[P, T]:
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         recorder = current() if ACTIVE else None
         return fn(*args, **kwargs) if recorder is None else cast(T, recorder.aside(fn, args, kwargs))
+
+    return run
+
+
+def exchange(fn: Callable[P, T]) -> Callable[P, T]:
+    """``fn``, no step to a recorder: it asks other ranks for Python values, which hold as long as their tensors' shapes do."""
+
+    @wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        recorder = current() if ACTIVE else None
+        return fn(*args, **kwargs) if recorder is None else cast(T, recorder.exchange(fn, args, kwargs))
 
     return run

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import numpy
 import torch
@@ -159,9 +159,9 @@ class Recorder(TorchDispatchMode):
             for generator, _ in list(self._generators.values()):
                 self._expect(generator)
 
-    def exchange(self, gather: Callable[..., list[Any]], value: Any, mesh_dims: Any) -> list[Any]:
+    def exchange(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.exchanges = True
-        return cast(list[Any], self.aside(gather, (value, mesh_dims), {}))
+        return self.aside(fn, args, kwargs)
 
     def knows(self, pending: Any) -> bool:
         return id(pending) in self._pending

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import LayoutError, MeshError
 from ..mesh import DeviceMesh
-from ..recording import ACTIVE, current, site
+from ..recording import ACTIVE, current, exchange, site
 from . import events
 from .reduction import Op, check_reduction, dense, fold
 from .regions import Box, Route
@@ -243,10 +243,9 @@ class Communicator(ABC):
         pending = self._broadcast(x, mesh_dims, source, async_op)
         return pending if async_op else pending.wait()
 
+    @exchange
     def all_gather_object(self, value: Any, mesh_dims: Sequence[int]) -> list[Any]:
         """The group's small Python values, by group position (for validation: it pickles)."""
-        if ACTIVE and (recorder := current()) is not None:
-            return recorder.exchange(self.all_gather_object, value, mesh_dims)
         mesh_dims, size = tuple(mesh_dims), self.group_size(mesh_dims)
         if self._absent or size == 1:
             return [value] * size
