@@ -192,6 +192,7 @@ class Recording:
             self.steps,
             self.recorder.constants,
             self.recorder.facts,
+            self.recorder.number,
             tuple(sorter.bases),
             tuple(results[: len(leaves)]),
             assigned,

@@ -5,12 +5,12 @@ A tape is one rank's own, so what is known of its local tensors (``facts``) may 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 
-from ..comm import Communicator
+from ..comm import Communicator, Pending
 from .optimize import renamed
 from .tape import Step, Tape, Var
 
@@ -47,32 +47,44 @@ def _copy(step: Step) -> tuple[Var, Var] | None:
     return (made, source) if isinstance(made, Var) and isinstance(source, Var) else None
 
 
-def with_bound_collectives(tape: Tape, facts: Mapping[Var, Fact], lasting: frozenset[int]) -> Tape:
-    """All-reductions whose group and algorithm are looked up once; in place where nobody needs what goes in."""
+def with_bound_collectives(tape: Tape, facts: Mapping[Var, Fact], lasting: frozenset[int], fresh: Callable[[], Var]) -> Tape:
+    """All-reductions whose group and algorithm are looked up once; in place where nobody needs what goes in, and under way until
+    the first step that uses what comes out."""
     uses = _Uses(tape, lasting)
     bound: dict[Any, Any] = {}
-    steps = []
+    steps: list[Step] = []
+    waits: dict[int, list[Step]] = {}  # by the step that they come before
     for place, step in enumerate(tape.steps):
+        steps += waits.get(place, ())
         x = step.args[1] if step.fn is _ALL_REDUCE and len(step.args) == 4 else None
-        if isinstance(x, Var) and x in facts and not step.kwargs.get("async_op"):
+        if isinstance(x, Var) and x in facts and isinstance(step.out, Var) and not step.kwargs.get("async_op"):
             comm, _, mesh_dims, op = step.args
             key = (id(comm), tuple(mesh_dims), op if isinstance(op, str) else id(op), facts[x][3])
             if key not in bound:
                 bound[key] = comm.bind_all_reduce(mesh_dims, op, facts[x][3])
+            run, start = bound[key]
             args = (x, True) if _row_major(facts[x]) and uses.last_of(place, x) else (x,)
-            step = Step(bound[key], args, {}, step.out, step.writes, True, True, step.within)
+            end = uses.first_after(place, step.out)
+            if start is None or end == place + 1:
+                step = Step(run, args, {}, step.out, step.writes, True, True, step.within)
+            else:
+                under_way = fresh()
+                waits.setdefault(end, []).append(
+                    Step(Pending.wait, (under_way,), {}, step.out, frozenset(), True, True, step.within)
+                )
+                step = Step(start, args, {}, under_way, step.writes, True, True, step.within)
         steps.append(step)
-    return Tape(tape.inputs, steps, tape.results, tape.constants)
+    return Tape(tape.inputs, [*steps, *waits.get(len(tape.steps), ())], tape.results, tape.constants)
 
 
 def _row_major(fact: Fact) -> bool:
-    offset, shape, stride, _, conjugated, negated = fact
+    _, shape, stride, _, conjugated, negated = fact
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if step != expected:
             return False
         expected *= size
-    return not (offset or conjugated or negated)
+    return not (conjugated or negated)
 
 
 class _Uses:
@@ -109,8 +121,13 @@ class _Uses:
         writes = [*self.written.get(made.storage, ()), *self._after(place, self.written, source.storage)]
         return all(other == place for other in writes) and not any(self._after(place, self.read, source.storage))
 
+    def first_after(self, place: int, var: Var) -> int:
+        """The first step after ``place`` that uses the memory of ``var``; the number of steps if none does."""
+        return min(self._after(place, self.read, var.storage), default=len(self.steps))
+
     def last_of(self, place: int, var: Var) -> bool:
         """Whether the site at ``place`` is the last that sees the memory of ``var``, and the only site."""
         seen = self.read.get(var.storage, ())
         sites = [other for other in seen if self.steps[other].site]
-        return self._own(var) and var.storage not in self.results and sites == [place] and max(seen) == place
+        ours = var.storage not in self.fixed and var.storage not in self.results
+        return ours and sites == [place] and max(seen) == place

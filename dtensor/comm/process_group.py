@@ -86,7 +86,9 @@ class ProcessGroups(Communicator):
         member = group.members[group.position]
         return bind_scatter(group, tuple(old(member)), chunks_of(member), op, dtype)
 
-    def bind_all_reduce(self, mesh_dims: Sequence[int], op: Op, dtype: torch.dtype) -> Callable[..., Tensor]:
+    def bind_all_reduce(
+        self, mesh_dims: Sequence[int], op: Op, dtype: torch.dtype
+    ) -> tuple[Callable[..., Tensor], Callable[..., Pending[Tensor]] | None]:
         mesh_dims = tuple(mesh_dims)
         size = self.group_size(mesh_dims)
         native = None if self._absent or size == 1 else self._natively(mesh_dims, op, dtype)
@@ -95,14 +97,21 @@ class ProcessGroups(Communicator):
         check_reduction(op, dtype)
         reduce, _ = native
 
-        def all_reduce(x: Tensor, taken: bool = False) -> Tensor:
+        def shown(x: Tensor, taken: bool) -> Tensor:
             if events.listeners:
                 self._report("all_reduce", mesh_dims, events.reduced(x.numel() * x.dtype.itemsize, size))
-            result = x if taken else dense(x)
+            return x if taken else dense(x)
+
+        def all_reduce(x: Tensor, taken: bool = False) -> Tensor:
+            result = shown(x, taken)
             reduce(result, False)
             return result
 
-        return all_reduce
+        def start_all_reduce(x: Tensor, taken: bool = False) -> Pending[Tensor]:
+            result = shown(x, taken)
+            return started(reduce(result, True), lambda: result)
+
+        return all_reduce, start_all_reduce
 
     # --- reductions ----------------------------------------------------------------------------------------------
     def _all_reduce(self, x: Tensor, mesh_dims: tuple[int, ...], op: Op, async_op: bool) -> Pending[Tensor]:

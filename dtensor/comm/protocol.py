@@ -114,8 +114,11 @@ class Communicator(ABC):
         run = self._bind_reduce_scatter(mesh_dims, chunks_of, op, old, dtype)
         return self._bound("reduce_scatter", mesh_dims, run, received)
 
-    def bind_all_reduce(self, mesh_dims: Sequence[int], op: Op, dtype: torch.dtype) -> Callable[..., Local]:
-        """``bound(x, taken=False)``: :meth:`all_reduce` of an ``x`` of this dtype.
+    def bind_all_reduce(
+        self, mesh_dims: Sequence[int], op: Op, dtype: torch.dtype
+    ) -> tuple[Callable[..., Local], Callable[..., Pending[Local]] | None]:
+        """``bound(x, taken=False)``, which is :meth:`all_reduce` of an ``x`` of this dtype, and a form that only starts it; None
+        where the other ranks would have to wait for its ``wait()``.
 
         ``taken``: of a row-major ``x`` that nobody needs any more; its memory may be that of the result.
         """
@@ -124,7 +127,7 @@ class Communicator(ABC):
         def all_reduce(x: Local, taken: bool = False) -> Local:
             return self.all_reduce(x, mesh_dims, op)
 
-        return all_reduce
+        return all_reduce, None
 
     def _bound(
         self, kind: str, mesh_dims: tuple[int, ...], run: Callable[[Local, bool], Pending[Local]], nbytes: Callable[[], int]
