@@ -68,6 +68,76 @@ def differs(seed: int, length: int = 6) -> str | None:
     return None
 
 
+def stepping(program: Program, mesh: Any, placements: Any) -> tuple[Any, list[DTensor]]:
+    """A whole step: the program on its own values, a backward pass from all results, and its floating-point values moved."""
+    given = [dt.distribute_tensor(x, mesh, list(at)) for x, at in zip(program.values(), placements, strict=True)]
+    moving = [x.requires_grad_() for x in given if x.dtype.is_floating_point]
+
+    def step(scale: DTensor) -> Any:
+        inputs = [x * scale if x.requires_grad else x for x in given]
+        out = program(*inputs)
+        results = [x for x in out if isinstance(x, DTensor) and x.requires_grad]
+        if results:
+            torch.autograd.backward(results, [torch.ones_like(x) for x in results])
+        norm = torch.nn.utils.clip_grad_norm_(moving, 1.0)
+        with torch.no_grad():
+            for x in moving:
+                if x.grad is not None:
+                    x.sub_(x.grad, alpha=0.1)
+        left = [None if x.grad is None else x.grad.clone() for x in moving[::2]]
+        for x in moving[1:]:
+            x.grad = None
+        return [x.detach() if isinstance(x, torch.Tensor) else x for x in out], norm.detach(), left
+
+    return step, given
+
+
+def step_differs(seed: int, length: int = 6) -> str | None:
+    """The same of a whole step."""
+    program, mesh_shape, placements = random_case(seed, length)
+    mesh = mesh_of(mesh_shape)
+    (step, given), (same, same_given) = stepping(program, mesh, placements), stepping(program, mesh, placements)
+    captured = capture(same)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(5):
+            scale = dt.full((), 1.0 + call / 8, device_mesh=mesh, placements=[dt.Replicate()] * mesh.ndim)
+            torch.manual_seed(call)
+            try:
+                expected = step(scale)
+            except Exception as error:
+                return f"refused: {type(error).__name__}"
+            torch.manual_seed(call)
+            try:
+                got = captured(scale)
+            except CaptureError as error:
+                return f"refused: {error}"
+            except Exception as error:
+                return f"{type(error).__name__} {error}\n{program}\n{mesh_shape} {placements}"
+            try:
+                assert_same([expected, [x.detach() for x in given]], [got, [x.detach() for x in same_given]])
+                assert_same([x.grad for x in given], [x.grad for x in same_given])
+            except AssertionError as error:
+                return f"call {call}: {error}\n{program}\n{mesh_shape} {placements}"
+    assert captured.cache_info().replayed, captured.cache_info()
+    return None
+
+
+def test_whole_steps() -> None:
+    problems = [step_differs(seed) for seed in range(500 + START, 500 + START + BLOCK)]
+    wrong = [problem for problem in problems if problem is not None and not problem.startswith("refused")]
+    assert not wrong, wrong[0]
+    assert sum(problem is None for problem in problems) >= BLOCK // 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(30))
+def test_longer_whole_steps(block: int) -> None:
+    for seed in range(200_000 + START + block * BLOCK, 200_000 + START + (block + 1) * BLOCK):
+        problem = step_differs(seed, 10)
+        assert problem is None or problem.startswith("refused"), problem
+
+
 @pytest.mark.parametrize("block", range(3))
 def test_programs(block: int) -> None:
     first = START + block * BLOCK
