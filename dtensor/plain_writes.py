@@ -13,9 +13,11 @@ import torch
 
 from .comm import PerRank, communicator_of
 from .compiled import Runner
+from .errors import LayoutError
 from .execute import Wrap
 from .layout import Layout
 from .mesh import DeviceMesh
+from .modes import MODES
 from .operators import Operator
 
 
@@ -54,6 +56,21 @@ def replicated(value: torch.Tensor, mesh: DeviceMesh, wrap: Callable[[Any, Layou
     copy = value.detach().clone()
     layout = Layout.replicated(mesh, copy.shape, copy.stride(), copy.dtype)
     return wrap(communicator_of(mesh).map(lambda member: copy.clone()), layout)
+
+
+def laid_out_alike(value: torch.Tensor, x: Any, wrap: Callable[[Any, Layout], Any]) -> Any:
+    """A plain ``value``, the same on every rank, under the placements of ``x``, which is to have it as its ``data``.
+
+    Raises:
+        LayoutError: nobody said that it is the same.
+    """
+    if not MODES.implicit_replication or isinstance(value, PerRank):
+        raise LayoutError(
+            "x.data = ... of a DTensor takes a DTensor; use distribute_tensor(t, x.device_mesh, x.placements), or, "
+            "where t is the same on every rank, `with dtensor.implicit_replication():`"
+        )
+    with torch.no_grad():
+        return replicated(value, x._layout.mesh, wrap).redistribute(placements=x.placements)
 
 
 def _meshes(values: Any, tensor_type: type[Any]) -> Iterator[DeviceMesh]:

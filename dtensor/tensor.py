@@ -23,6 +23,7 @@ from .layout import Layout, restore_layout
 from .local_layout import layout_of_locals
 from .mesh import DeviceMesh, as_mesh, restore_mesh
 from .placement import Partial, Placement, Replicate, Shard
+from .plain_writes import laid_out_alike
 from .redistribute import Plan as MovePlan
 from .redistribute import Transit, plan, plan_between
 
@@ -235,10 +236,9 @@ class DTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if not isinstance(value, DTensor):
-            raise LayoutError("x.data = ... of a DTensor takes a DTensor; use distribute_tensor(t, x.device_mesh, x.placements)")
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self._local, self._layout = value._local, value._layout
+        given = value if isinstance(value, DTensor) else laid_out_alike(value, self, wrap)
+        torch.Tensor.data.__set__(self, given)  # type: ignore[attr-defined]
+        self._local, self._layout = given._local, given._layout
 
     def _uncounted(self) -> DTensor:
         apart: DTensor | None = self.__dict__.get("_apart")

@@ -285,7 +285,9 @@ def test_parameters_written_between_steps_are_what_the_next_step_starts_from(spr
 
 def _on_a_group() -> list[float]:
     model = net()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, process_group=dist.group.WORLD, lr=0.1)
+    world: Any = dist.group.WORLD
+    ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, process_group=world, lr=0.1)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, world, parameters_as_bucket_view=True, lr=0.1)
     (model(X) ** 2).sum().backward()
     optimizer.step()
     optimizer.consolidate_state_dict(to=0)
@@ -340,6 +342,8 @@ def test_wrong_options_say_what_is_right(options: dict[str, Any], message: str) 
 def test_optimizers_that_cannot_be_cut_are_refused() -> None:
     with pytest.raises(TypeError, match=r"a class such as torch\.optim\.AdamW"):
         ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], "adam", mesh=dp())  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match="overlap_with_ddp"):
+        ZeroRedundancyOptimizer([nn.Parameter(torch.ones(3))], torch.optim.Adam, mesh=dp(), overlap_with_ddp=True)
     with pytest.raises(ValueError, match="got no parameters"):
         ZeroRedundancyOptimizer([], torch.optim.Adam, mesh=dp())
 

@@ -433,6 +433,18 @@ def test_data_can_be_replaced() -> None:
     assert x.grad.placements == (Shard(1),)  # type: ignore[attr-defined]
 
 
+def test_data_can_be_replaced_by_what_every_rank_holds_alike() -> None:
+    x = dt.distribute_tensor(value(5, 6), MESH, [Shard(0)]).requires_grad_()
+    with pytest.raises(LayoutError, match="implicit_replication"):
+        x.data = value(7, 6)
+    with dt.implicit_replication():
+        x.data = value(7, 6)
+    assert torch.equal(x.detach().full_tensor(), value(7, 6))
+    (x * 2).sum().backward()
+    assert x.grad is not None
+    assert (x.grad.shape, x.placements) == ((7, 6), (Shard(0),))
+
+
 # --- reading --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("placements", [[R], [Partial()], [Partial("avg")], [Partial("max")]], ids=str)
 def test_host_reads_are_of_the_global_value(placements: list[Any]) -> None:

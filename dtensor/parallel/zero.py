@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm import PerRank, communicator_of
-from ..errors import MeshError
+from ..errors import MeshError, UnsupportedOperationError
 from ..layout import Layout
 from ..mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Replicate, Shard
@@ -50,7 +51,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         params: parameters or groups of such: replicated DTensors (see :func:`replicate`), or plain ones, equal on all ranks.
         optimizer_class: for example ``torch.optim.AdamW``.
         mesh: default that of the first DTensor parameter, else the one entered by ``with mesh:``.
-        process_group: a group of ``torch.distributed`` instead of a mesh.
+        process_group: a group of ``torch.distributed`` instead of a mesh; also in the place of ``mesh``, where torch has it.
+        parameters_as_bucket_view: without effect, taken for the sake of code written for torch's.
+        overlap_with_ddp: must be False.
         defaults: options of ``optimizer_class``.
 
     Cost: per step one all-gather of all parameters; state memory divided by the number of ranks.
@@ -72,11 +75,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         mesh: Any = None,
         *,
         process_group: Any = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
             raise TypeError(f"optimizer_class is a class such as torch.optim.AdamW, got {optimizer_class!r}")
+        if overlap_with_ddp:
+            raise UnsupportedOperationError("overlap_with_ddp=True is not supported: step() is called after backward")
         groups = _as_groups(params)
+        if isinstance(mesh, dist.ProcessGroup):
+            mesh, process_group = None, mesh
         if process_group is not None:
             mesh = DeviceMesh.from_group(process_group, groups[0]["params"][0].device.type)
         self.mesh = _mesh_of(groups, mesh)
