@@ -20,6 +20,7 @@ from .mesh import DeviceMesh, init_device_mesh
 from .modes import explicit, implicit_replication
 from .placement import Monoid, Partial, Placement, Replicate, Shard
 from .random import manual_seed, random_mode
+from .state_dicts import teach_state_dicts as _teach_state_dicts
 from .tensor import DTensor
 from .untraced import keep_from_inlining as _keep_from_inlining
 from .untraced import leave_untraced as _leave_untraced
@@ -83,6 +84,7 @@ def __getattr__(name: str) -> object:
 
 _leave_untraced(__name__)
 _keep_from_inlining()
+_teach_state_dicts()
 _no_opaque_type(DeviceMesh)
 _written_in_python(DTensor)
 _written_in_python(PerRank)

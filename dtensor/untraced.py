@@ -10,45 +10,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
 from torch._C._dynamo import eval_frame  # torch.compiler.disable would import all of the compiler
 from torch._library import opaque_object
 
+from .when_imported import when_imported
+
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 _DONE: set[str] = set()
-_RULES = "torch._dynamo.trace_rules"
-
-
-class _WhenImported(MetaPathFinder):
-    """Adds the package to Dynamo's directories to skip as soon as their module has been executed."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != _RULES:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def executed(module: ModuleType) -> None:
-            execute(module)
-            module.add(__package__)
-
-        spec.loader.exec_module = executed  # type: ignore[method-assign]  # of this one loader
-        return spec
 
 
 def keep_from_inlining() -> None:
     """Tell Dynamo, now or when it comes, that no function of this package is looked into."""
-    if _RULES in sys.modules:
-        sys.modules[_RULES].add(__package__)
-    else:
-        sys.meta_path.insert(0, _WhenImported())
+    when_imported("torch._dynamo.trace_rules", lambda module: module.add(__package__))
 
 
 def no_opaque_type(kind: type) -> None:
