@@ -87,7 +87,8 @@ def stepping(program: Program, mesh: Any, placements: Any) -> tuple[Any, list[DT
         left = [None if x.grad is None else x.grad.clone() for x in moving[::2]]
         for x in moving[1:]:
             x.grad = None
-        return [x.detach() if isinstance(x, torch.Tensor) else x for x in out], norm.detach(), left
+        shown = [x.detach() if type(x) is DTensor else x.detach().clone() if isinstance(x, torch.Tensor) else x for x in out]
+        return shown, norm.detach(), left
 
     return step, given
 
