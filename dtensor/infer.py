@@ -58,6 +58,11 @@ ASKED: dict[str, Callable[[Operator, dict[str, Any]], Any]] = {
         ["aten::_fft_c2c", "aten::_fft_r2c", "aten::_fft_c2r"],
         lambda operator, given: operator.call(given | {"self": given["self"].contiguous(), "dim": given["dim"][-1:]}),
     ),
+    # results of the kernels have the dtype of the input
+    **dict.fromkeys(
+        ["aten::soft_margin_loss", "aten::huber_loss"],
+        lambda operator, given: operator.call(given | {"target": given["target"].to(given["self"].dtype)}),
+    ),
     # torch 2.11 takes sums of float64 for float32
     "aten::_scaled_dot_product_flash_attention_for_cpu": lambda operator, given: [
         x.to(torch.promote_types(x.dtype, given["query"].dtype)) for x in operator.call(given)

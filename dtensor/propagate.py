@@ -20,6 +20,7 @@ from .mesh import DeviceMesh
 from .operators import Operator
 from .redistribute import Plan as Move
 from .redistribute import plan as plan_move
+from .refused import refuse
 from .rules.call import Call, Meta
 from .rules.registry import foreach_base, lookup
 from .rules.rule import Rule
@@ -95,6 +96,7 @@ def propagate(operator: Operator, mesh: DeviceMesh, bound: dict[str, Any], plain
         bound: arguments by name, tensors as their layouts.
         plain: slots that hold plain tensors or numbers, the same on all ranks (they are never moved).
     """
+    refuse(operator, bound)
     call, slots = make_call(operator, mesh, bound, plain)
     base = foreach_base(operator.func) if operator.per_element else None
     rule = lookup(operator.func)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -127,3 +128,12 @@ def test_the_loss_of_an_empty_block_is_not_what_stood_in_memory(reduction: str) 
             check(fn, X, labels, mesh=mesh, placements=[[Shard(0)], [Replicate()]], kwargs={"reduction": reduction})
     finally:
         torch.use_deterministic_algorithms(filled)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("fn", [F.soft_margin_loss, F.huber_loss, F.mse_loss, F.smooth_l1_loss, F.l1_loss])
+def test_losses_of_two_dtypes_have_torchs(fn: Any, reduction: str) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    for x, y in ((X.float(), Y), (X, Y.float()), (X.half(), Y)):
+        for where in (Shard(0), Replicate()):
+            check(fn, x, y, mesh=mesh, placements=[[where]] * 2, kwargs={"reduction": reduction}, gradients=False)

@@ -209,6 +209,15 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "classes of nothing": (torch.nn.functional.one_hot, (torch.zeros(0, dtype=torch.int64),)),
     "a slice along no dim": (lambda x, s: x.slice_scatter(s, 2), (torch.ones(5, 6), torch.ones(5, 6))),
     "a matrix of rows to select": (lambda x, i: x.index_select(0, i), (torch.ones(5, 6), torch.zeros(1, 5, dtype=torch.int64))),
+    "rows by fractions": (lambda x, i: x.index_fill(0, i, 1.0), (torch.ones(5, 6), torch.zeros(2))),
+    "rows added by bytes": (lambda x, i: x.index_add(0, i, x[:2]), (torch.ones(5, 6), torch.zeros(2, dtype=torch.uint8))),
+    "rows copied by int32": (lambda x, i: x.index_copy(0, i, x[:2]), (torch.ones(5, 6), torch.tensor([0, 1]).int())),
+    "rows selected by bools": (lambda x, i: x.index_select(0, i), (torch.ones(5, 6), torch.ones(2) > 0)),
+    "places of int32": (lambda x, i: x.put(i, x[0, :2]), (torch.ones(5, 6), torch.tensor([0, 1]).int())),
+    "rows multiplied along no dim": (lambda x, i: x.index_reduce(3, i, x, "prod"), (torch.ones(5, 6), torch.tensor([0, 1]))),
+    "another dtype to scatter": (lambda x, m: x.masked_scatter(m, x.double()), (torch.ones(5, 6), torch.ones(6) > 0)),
+    "probabilities of another dtype": (torch.nn.functional.binary_cross_entropy, (torch.ones(5, 6), torch.ones(5, 6).double())),
+    "runs along no dim": (lambda x: torch.unique_consecutive(x, dim=2), (torch.ones(5, 6),)),
     "a vector to solve": (torch.linalg.solve, (torch.ones(5), torch.ones(5, 3))),
 }
 

@@ -75,18 +75,10 @@ def local_slice_put_back(call: Call, at: LocalView) -> dict[str, Any]:
 def slice_put_in(call: Call) -> Factors:
     """``slice_scatter``: operand 1 is the slice."""
     dims, sizes = own_factors(call)
-    d = dim_of(call)
+    d = call["dim"] % len(dims)
     window = positions(call, sizes[f"d{d}"])
     fits(call, *(len(window) if k == d else size for k, size in enumerate(call.shape(0))))
     return Factors((dims, dims), (dims,), sizes, windows={("operand", 1, f"d{d}"): window})
-
-
-def dim_of(call: Call) -> int:
-    """Argument ``dim``, which torch's inference does not look at."""
-    d, ndim = int(call["dim"]), len(call.shape(0))
-    if not -ndim <= d < ndim:
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {d})")
-    return d % ndim
 
 
 def fits(call: Call, *size: int) -> None:
@@ -171,7 +163,7 @@ def select_owned(at: KernelContext, x: Any, dim: int, index: int) -> Any:
 def select_put_in(call: Call) -> Factors:
     """``select_scatter``: operand 1 is the row."""
     dims, sizes = own_factors(call)
-    d = dim_of(call)
+    d = call["dim"] % len(dims)
     fits(call, *(size for k, size in enumerate(call.shape(0)) if k != d))
     return Factors((dims, (*dims[:d], *dims[d + 1 :])), (dims,), sizes, kernels={f"d{d}": Kernel(select_scatter_owned)})
 
