@@ -435,6 +435,60 @@ def test_settings_are_copied_with_the_module() -> None:
     assert_same(step(copy.deepcopy(model), mesh), [2 * x for x in alone(2)])
 
 
+class Branches(nn.Module):
+    """Gradients reach only those of the layers that ``used`` has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4)).double()
+
+    def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
+        for k, layer in enumerate(self.layers):
+            y = layer(x).tanh()
+            x = x + (y if k in used else y.detach())
+        return x
+
+
+def _unlike_ranks(steps: int) -> list[float]:
+    mesh, all_used = flat_mesh(3), [(0, 1, 3), (3,), (0, 3)]
+    model, plain = Branches(), Branches()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh).set_reduce_scatter_unused_params(True)
+    rank = dist.get_rank()
+    for _ in range(steps):
+        (model(X.chunk(3)[rank], all_used[rank]) ** 2).sum().backward()
+    for part, used in zip(X.chunk(3), all_used, strict=True):
+        ((plain(part, used) ** 2).sum() * steps / 3).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]  # a DTensor
+    return []
+
+
+@pytest.mark.gloo
+def test_ranks_may_reach_different_units() -> None:
+    run_gloo(_unlike_ranks, 3, 2, timeout_s=60.0)
+
+
+def test_reductions_that_wait_for_the_end_are_the_same() -> None:
+    mesh = flat_mesh()
+    model = wrapped(mesh, reshard_after_forward=True)
+    model.set_reduce_scatter_unused_params(True)
+    for _ in range(2):
+        with CommDebugMode() as comm:
+            grads = step(model, mesh)
+        assert comm.get_comm_counts()["reduce_scatter"] == 3
+        assert_same(grads, alone(2))
+        model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    (model(own(mesh)) ** 2).sum().backward()
+    model.set_requires_gradient_sync(True)
+    assert_same(step(model, mesh), [2 * x for x in alone(2)])
+
+
 # --- replicated modules --------------------------------------------------------------------------------------------------
 def _on_hooks(size: int) -> list[float]:
     mesh, results = flat_mesh(size), []

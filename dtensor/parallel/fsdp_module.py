@@ -154,9 +154,14 @@ class FSDPModule:
             group.settings.sums_only = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Does nothing: parameters that a rank does not use, in a unit that it does, never stop the others, since flags travel
-        with the gradients; what no rank used keeps its ``.grad``.
+        """For ranks that do not reach the same units in backward (they would wait for each other for ever): gradients are reduced
+        when backward has ended, in one order, and a rank takes part with nothing for what it did not reach. Until then
+        parameters stay gathered and gradients whole. What no rank used keeps its ``.grad``.
+
+        (Parameters that a rank does not use, in a unit that it reaches, need nothing: flags travel with the gradients.)
         """
+        for unit in units_of(self, recurse):
+            unit.defers = reduce_scatter_unused_params
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
         """``hook(gradients)`` runs on this unit's reduced gradients, flat, before they are accumulated, and may change them in

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,23 @@ def materialize(
                 if reset is not None:
                     reset()
     return module
+
+
+def check_values(modules: Sequence[nn.Module], places: set[tuple[int, str]]) -> None:
+    """Raises DTensorError, naming them: parameters at these places (ids of modules, names) are on the meta device."""
+    meta = [
+        f"{prefix}.{name}".lstrip(".")
+        for module in modules
+        for prefix, inner in module.named_modules()
+        for name, parameter in inner._parameters.items()
+        if parameter is not None and parameter.is_meta and (id(inner), name) in places
+    ]
+    if meta:
+        shown = ", ".join(meta[:8]) + (f", and {len(meta) - 8} more" if len(meta) > 8 else "")
+        raise DTensorError(
+            f"parameters are still on the meta device, without values: {shown}; give them values first: materialize(model), or "
+            "model.to_empty(device=...) and an initialisation of your own"
+        )
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..comm import PerRank
-from ..errors import DTensorError
 from ..tensor import DTensor
 from .adopt import Axes, same_root
 from .buffers import Buffers
 from .gathered import Column, Gathered
 from .group import Group
+from .materialize import check_values
 from .neighbours import Neighbours
 from .policy import MixedPrecisionPolicy
 from .reduction import add, reductions
@@ -53,6 +53,7 @@ class Unit:
         in_order: reduce groups in their order, also those that this rank did not use.
         neighbours: who keep parts between forward and backward instead of freeing all.
         gathers_in_backward: whether backward needs the gathered values.
+        defers: reduce when backward has ended, also if this rank did not reach the unit.
         reductions_under_way: how many units' gradients may travel before their results are waited for.
         awaited: an event that the next forward waits for.
     """
@@ -68,6 +69,7 @@ class Unit:
         self.in_order = False
         self.neighbours: Neighbours | None = None
         self.gathers_in_backward = True
+        self.defers = False
         self.reductions_under_way = 1
         self.awaited: Any = None
         self._watch: Any = None  # over what forward saves, where backward shall not need the gathered values
@@ -78,6 +80,8 @@ class Unit:
         self._expected: set[int] = set()  # uses of this pass whose gradients have not come
         self._views: dict[int, tuple[_Use | None, list[Any]]] = {}  # group -> gathered parameters of this pass
         self._count = 0
+        self._took_part = False  # gathered values were recorded in this pass
+        self._deferred: dict[int, Column] = {}  # parameter -> gradients to be reduced when backward has ended
         self._held: dict[tuple[int, int], Column] = {}  # (group, parameter) -> gradients not reduced yet
         self._ready: list[list[dict[int, Column]]] = [[] for _ in self.groups]  # in order: what waits for groups before it
         self._turn = 0
@@ -131,7 +135,7 @@ class Unit:
         self.put_parameters()
         returns = self._expect_gradients(output) if torch.is_grad_enabled() else True
         if not self._to_run and returns:
-            if self.neighbours is not None:
+            if self.neighbours is not None and not self.defers:
                 self._keep_parts(self.neighbours)
             elif not self._keeps():
                 self.free()
@@ -140,6 +144,8 @@ class Unit:
         return output
 
     def _keeps(self) -> bool:
+        if self.defers and torch.is_grad_enabled():
+            return True  # ranks may not gather in the same order in backward
         if self.keep_after_forward is None:
             return self._scheduled().depth == 0 and torch.is_grad_enabled()
         return self.keep_after_forward
@@ -152,6 +158,10 @@ class Unit:
             x.register_hook(functools.partial(_before_backward, self, uses))
         return bool(tensors) or not uses
 
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """The modules and names where this unit's parameters stand."""
+        return [place for group in self.groups for m in group.managed for place in m.places]
+
     def _spans(self, x: DTensor) -> bool:
         mesh = x.device_mesh
         return same_root(mesh, self.axes.mesh) and set(self.axes.mesh._dims) <= set(mesh._dims)
@@ -161,7 +171,8 @@ class Unit:
         if self.schedule is None:
             below = [unit_of(submodule) for module in self.modules for submodule in module.modules()]
             units = list(dict.fromkeys(unit for unit in below if unit is not None))
-            _check_values(self.modules, units)
+            managed = {(id(at), name) for u in units if u.axes.mesh.device_type != "meta" for at, name in u.places()}
+            check_values(self.modules, managed)
             made = Schedule(units)
             for unit in units:
                 unit.schedule = made
@@ -200,6 +211,7 @@ class Unit:
         if not torch.is_grad_enabled() or not any(m.parameter.requires_grad for m in group.managed):
             return None, group.regrouped(group.values(distributed), distributed)
         self._count += 1
+        self._took_part = True
         self._expected.add(self._count)
         flat = Gathered.apply(self._anchor, group, self, self._count, distributed)
         next(x.grad_fn for x in flat if x.grad_fn is not None)._set_sequence_nr(_AT_ONCE)
@@ -240,6 +252,8 @@ class Unit:
         elif self.in_order:
             self._ready[k].append(gradients)
             self._send_ready(not distributed)
+        elif self.defers:
+            self._deferred = {i: add(self._deferred.get(i), column) for i, column in gradients.items()}
         else:
             schedule.reducing(reductions(group, gradients, not distributed))
         group.live.discard(token)
@@ -258,21 +272,30 @@ class Unit:
 
     def flush(self) -> None:
         """Backward has ended: groups that this rank did not use take part with nothing, since others may have used them."""
-        if not self.in_order or not self.sync:
+        if not self.sync:
+            return
+        if self.defers and not self.in_order and self._took_part:
+            for k, group in enumerate(self.groups):  # one
+                found, self._deferred = self._deferred, {}
+                gradients = {i: add(found.get(i), column) for i, column in self._nothing(k).items()}
+                self._scheduled().reducing(reductions(group, gradients, not self._scheduled().distributed))
+        if not self.in_order:
             return
         while self._turn or any(self._ready):
             if not self._ready[self._turn]:
-                group = self.groups[self._turn]
-                trainable = [i for i, m in enumerate(group.managed) if m.parameter.requires_grad]
-                self._ready[self._turn].append(
-                    {i: add(self._held.pop((self._turn, i), None), (None,) * group.pieces) for i in trainable}
-                )
+                self._ready[self._turn].append(self._nothing(self._turn))
             self._send_ready(not self._scheduled().distributed)
+
+    def _nothing(self, k: int) -> dict[int, Column]:
+        """What this rank has of a group that its backward did not reach: what is held of passes before."""
+        group = self.groups[k]
+        trainable = [i for i, m in enumerate(group.managed) if m.parameter.requires_grad]
+        return {i: add(self._held.pop((k, i), None), (None,) * group.pieces) for i in trainable}
 
     # --- iterations ----------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """A forward pass starts: new graph, new gathered tensors."""
-        self._views, self._expected = {}, set()
+        self._views, self._expected, self._took_part = {}, set(), False
 
     def end(self) -> None:
         """Backward has ended."""
@@ -290,36 +313,11 @@ class Unit:
             self._watch.close()
             self._watch = None
         self.buffers.leave(self._scheduled().distributed, False)
-        self._held, self._ready, self._turn, self._expected = {}, [[] for _ in self.groups], 0, set()
+        self._held, self._deferred, self._ready, self._turn, self._expected = {}, {}, [[] for _ in self.groups], 0, set()
         for group in self.groups:
             group.scattered.clear()
             group.free()
         self.end()
-
-
-def _check_values(modules: Sequence[nn.Module], units: Sequence[Unit]) -> None:
-    """Raises DTensorError: parameters are on the meta device."""
-    managed = {
-        (id(module), name)
-        for unit in units
-        if unit.axes.mesh.device_type != "meta"
-        for group in unit.groups
-        for m in group.managed
-        for module, name in m.places
-    }
-    meta = [
-        f"{prefix}.{name}".lstrip(".")
-        for module in modules
-        for prefix, inner in module.named_modules()
-        for name, parameter in inner._parameters.items()
-        if parameter is not None and parameter.is_meta and (id(inner), name) in managed
-    ]
-    if meta:
-        shown = ", ".join(meta[:8]) + (f", and {len(meta) - 8} more" if len(meta) > 8 else "")
-        raise DTensorError(
-            f"parameters are still on the meta device, without values: {shown}; give them values first: materialize(model), or "
-            "model.to_empty(device=...) and an initialisation of your own"
-        )
 
 
 def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
