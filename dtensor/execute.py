@@ -284,6 +284,9 @@ def _wrap_one(plan: Plan, layout: Any, value: Any, wrap: Wrap) -> Any:
     return value[0] if isinstance(value, tuple) else value
 
 
+_DATA_DECIDES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
 def _absent(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[str, Any], wrap: Wrap) -> Any:
     """This rank is not part of the mesh: it holds nothing, and results have no elements here."""
     device = next((v.device for v in local.values() if isinstance(v, torch.Tensor)), None)
@@ -297,16 +300,16 @@ def _absent(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
         _compute(plan, operator, dict(local))  # its generator stays in step
     if plan.rule is not None and plan.rule.absent is not None:
         return plan.rule.absent
+    if _DATA_DECIDES.intersection(plan.call.func.tags):
+        raise UnsupportedOperationError(
+            f"{operator.name} depends on data, of which this rank, outside of {plan.call.mesh!r}, has none; redistribute first"
+        )
     out = []
     for owner, layout in zip(operator.returns, plan.results or [None] * len(operator.returns), strict=True):
-        if owner is None:
-            out.append(empty(layout))
-            continue
-        target = values[owner]
-        looks_otherwise = operator.reshapes or (owner in operator.outs and layout is not None and target.shape != layout.shape)
-        if looks_otherwise and isinstance(layout, Layout) and hasattr(target, "_layout"):
-            target.data = empty(layout.replace(dtype=target.dtype))  # squeeze_: the argument has another shape from now on
-        out.append(target)
+        out.append(empty(layout) if owner is None else values[owner])
+        if owner is not None and isinstance(layout, Layout) and hasattr(out[-1], "_layout"):
+            if operator.reshapes or (owner in operator.outs and out[-1].shape != layout.shape):  # it looks otherwise from now on
+                out[-1].data = empty(layout.replace(dtype=out[-1].dtype))
     return None if not out else out[0] if len(out) == 1 else tuple(out)
 
 

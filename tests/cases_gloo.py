@@ -378,6 +378,20 @@ def a_rank_outside_a_mesh_holds_nothing_whatever_it_gives() -> None:
 
 
 @case
+def what_data_decide_is_not_known_outside_a_mesh() -> None:
+    x = dt.distribute_tensor(value(5), dt.DeviceMesh("cpu", [2, 0]), [Shard(0)])
+    for read, expected in (
+        (lambda: x.nonzero().shape, value(5).nonzero().shape),
+        (lambda: x[x > 0].shape, value(5)[value(5) > 0].shape),
+        (lambda: x.sum().item(), value(5).sum().item()),
+    ):
+        if dist.is_initialized() and dist.get_rank() in (1, 3):
+            raises(NotImplementedError, "outside of DeviceMesh", read)
+        else:
+            assert read() == expected
+
+
+@case
 def shapes_change_on_ranks_outside_a_mesh_too() -> None:
     mesh = dt.DeviceMesh("cpu", [2, 0])
     x = dt.distribute_tensor(value(1, 5), mesh, [Shard(1)])
