@@ -307,9 +307,9 @@ def _absent(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
     out = []
     for owner, layout in zip(operator.returns, plan.results or [None] * len(operator.returns), strict=True):
         out.append(empty(layout) if owner is None else values[owner])
-        if owner is not None and isinstance(layout, Layout) and hasattr(out[-1], "_layout"):
-            if operator.reshapes or (owner in operator.outs and out[-1].shape != layout.shape):  # it looks otherwise from now on
-                out[-1].data = empty(layout.replace(dtype=out[-1].dtype))
+        seen = owner is not None and isinstance(layout, Layout) and hasattr(out[-1], "_layout")
+        if seen and (operator.reshapes or (owner in operator.outs and out[-1].shape != layout.shape)):
+            out[-1].data = empty(layout.replace(dtype=out[-1].dtype))  # it looks otherwise from now on
     return None if not out else out[0] if len(out) == 1 else tuple(out)
 
 
