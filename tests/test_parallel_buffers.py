@@ -11,9 +11,11 @@ import torch
 from gloo import run_gloo
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.testing._internal.two_tensor import TwoTensor
 
 import dtensor as dt
 from dtensor import DTensor, Shard
+from dtensor.errors import UnsupportedOperationError
 from dtensor.parallel import fully_shard, replicate
 
 
@@ -81,6 +83,16 @@ CASES = [(how, recomputed) for how in ("fully_shard", "replicate") for recompute
 @pytest.mark.parametrize(("how", "recomputed"), CASES)
 def test_steps_are_those_of_each_rank_alone(how: str, recomputed: str) -> None:
     _check(how, recomputed)
+
+
+@pytest.mark.parametrize("make", [fully_shard, replicate])
+def test_parameters_made_of_several_tensors_are_refused(make: Any) -> None:
+    """They would be gathered as their outside alone, without an error."""
+    mesh, layer = dt.init_device_mesh("cpu", (2,)), nn.Linear(4, 3)
+    layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach() * 2))
+    with pytest.raises(UnsupportedOperationError, match="TwoTensor"):
+        make(layer, mesh=mesh)
+    make(layer, mesh=mesh, ignored_params={layer.weight})
 
 
 def _all() -> None:

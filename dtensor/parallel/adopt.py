@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm import PerRank, communicator_of
-from ..errors import MeshError, PlacementError
+from ..errors import MeshError, PlacementError, UnsupportedOperationError
 from ..layout import Layout
 from ..mesh import DeviceMesh
 from ..placement import Placement, Replicate, Shard
@@ -136,6 +137,12 @@ def adopt(module: nn.Module, axes: Axes, ignored: set[nn.Parameter], where: Shar
 
 
 def _take(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> Managed:
+    held = shards_in(parameter)
+    if any(is_traceable_wrapper_subclass(x) for x in held):
+        raise UnsupportedOperationError(
+            f"a parameter is a {type(held[0]).__name__}, a tensor made of several: data parallelism gathers and reduces plain "
+            "tensors, and would lose the rest; keep its parts as parameters or buffers, or name it in ignored_params"
+        )
     cut = None if not axes.shard or parameter.ndim == 0 else _asked(parameter, where)
     inside = _beside(parameter._layout, axes.mesh) if isinstance(parameter, DTensor) else None
     if inside is None:
@@ -148,6 +155,12 @@ def _take(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> 
     made = nn.Parameter(wrap(local, layout), requires_grad=parameter.requires_grad)
     made._data_parallel = True  # type: ignore[attr-defined]  # a mark that survives in the parameter
     return Managed([], made, layout, whole, inside, cut)
+
+
+def shards_in(parameter: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that a parameter, distributed or not, is made of here."""
+    local = parameter._local if isinstance(parameter, DTensor) else parameter
+    return local.shards if isinstance(local, PerRank) else (local,)
 
 
 def _asked(parameter: nn.Parameter, where: ShardPlacement | None) -> int:
