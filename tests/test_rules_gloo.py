@@ -16,6 +16,8 @@ import torch
 from gloo import run_gloo
 from rule_tables import Case, try_all
 
+import dtensor as dt
+
 pytestmark = pytest.mark.gloo
 
 TABLES: dict[str, dict[str, Case]] = {
@@ -53,3 +55,15 @@ def _try_tables(names: tuple[str, ...]) -> None:
 
 def test_values_and_gradients_on_four_processes() -> None:
     run_gloo(_try_tables, 4, tuple(TABLES))
+
+
+def _norms_of_one_number() -> None:
+    x = dt.distribute_tensor(torch.arange(9.0), dt.init_device_mesh("cpu", (4,)), [dt.Shard(0)])
+    for norm in (lambda y: y.norm(), lambda y: torch.linalg.vector_norm(y, 1.5), lambda y: y.norm(keepdim=True, dim=0)):
+        torch.testing.assert_close(norm(x).full_tensor(), norm(torch.arange(9.0)))
+
+
+@pytest.mark.gloo
+def test_norms_of_one_number() -> None:
+    """One element for all ranks is a view of stride 0, however it is reshaped."""
+    run_gloo(_norms_of_one_number, 4)

@@ -265,7 +265,7 @@ def _stacked(group: Group, block: Tensor, op: Monoid, async_op: bool) -> Pending
     size = group.size
     stack = block.new_empty((size, *block.shape))
     lengths = [block.numel()] * size
-    work = all_to_all_rows(group, stack.view(-1), block.expand(stack.shape).reshape(-1), lengths, lengths, async_op)
+    work = all_to_all_rows(group, stack.view(-1), block.expand(stack.shape).contiguous().view(-1), lengths, lengths, async_op)
     return started(work, lambda: fold_stack(stack if group.order is None else stack[list(group.order)], op))
 
 
