@@ -169,7 +169,7 @@ def keep_grad_layout(leaf: Any) -> None:
         target = owner()
         if target is None or grad is None:
             return None
-        if type(grad) is type(target) and grad._layout is target._layout and not target._layout.is_partial:  # most often
+        if type(grad) is type(target) and grad._layout is target._layout is _without_partials(target._layout):  # most often
             return None
         if is_wrapped(grad):
             return None

@@ -848,3 +848,10 @@ def test_plans_follow_the_default_dtype() -> None:
                 assert y.to_local().dtype is dtype
         finally:
             torch.set_default_dtype(torch.float32)
+
+
+def test_a_partial_leafs_gradient_is_replicated_on_a_mesh_dim_of_one_rank_too() -> None:
+    leaf = dt.distribute_tensor(torch.ones(3), dt.init_device_mesh("cpu", (1,)), [dt.Partial()]).requires_grad_()
+    (leaf * 2).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.placements == (dt.Replicate(),)  # type: ignore[attr-defined]
