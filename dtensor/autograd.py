@@ -123,20 +123,25 @@ class FullTensor(torch.autograd.Function):
         return FromLocal.apply(layout, grad_layout(layout, None), True, *everywhere(grad, layout)), None
 
 
+def move_apart(x: Any, target: Layout, async_op: bool = False) -> Any:
+    """``x`` (a DTensor) under another layout, with memory of its own; no gradient recorded."""
+    if x._layout.mesh != target.mesh:
+        arrived = move_between(x._local, x._layout, target, async_op=async_op)
+        return wrap_pending(unwritten(arrived, [x]), target, x._local) if async_op else wrap_local(arrived, target)
+    moves = plan(x._layout, target)
+    arrived = execute(moves, x._local, async_op=async_op and moves.communicates)
+    if isinstance(arrived, Pending):
+        return wrap_pending(unwritten(arrived, [x]), target, x._local)
+    return wrap_local(arrived if moves.communicates else apart(arrived, x._local), target)
+
+
 class Redistribute(torch.autograd.Function):
     """The same global value under another layout; the gradient comes back in the source's (Partial replicated)."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, target: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> Any:
         ctx.source, ctx.target, ctx.backward_dtype = x._layout, target, backward_dtype
-        if x._layout.mesh != target.mesh:
-            moved = move_between(x._local, x._layout, target, async_op=async_op)
-            return wrap_pending(unwritten(moved, [x]), target, x._local) if async_op else wrap_local(moved, target)
-        moves = plan(x._layout, target)
-        moved = execute(moves, x._local, async_op=async_op and moves.communicates)
-        if isinstance(moved, Pending):
-            return wrap_pending(unwritten(moved, [x]), target, x._local)
-        return wrap_local(moved if moves.communicates else apart(moved, x._local), target)
+        return move_apart(x, target, async_op)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
@@ -180,17 +185,9 @@ def keep_grad_layout(leaf: Any) -> None:
             return grad.redistribute(mesh, wanted)
         if grad._layout.placements == wanted:
             return None
-        return grad.redistribute(placements=wanted) if torch.is_grad_enabled() else _moved(grad, wanted)
+        return grad.redistribute(placements=wanted)
 
     leaf.__dict__["_grad_hook"] = leaf.register_hook(to_leaf_layout)
-
-
-def _moved(grad: Any, placements: Sequence[Placement]) -> Any:
-    """``grad.redistribute(placements=placements)`` where nobody records."""
-    target = grad._layout.replace(placements=placements)
-    moves = plan(grad._layout, target)
-    moved = execute(moves, grad._local)
-    return wrap_local(moved if moves.communicates else apart(moved, grad._local), target)
 
 
 def grad_placements_of(leaf: Any) -> tuple[Placement, ...]:

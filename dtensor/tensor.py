@@ -14,7 +14,17 @@ from torch.utils._foreach_utils import _foreach_supported_types as _foreach_type
 
 from . import host
 from .arguments import element_type, strided
-from .autograd import FromLocal, FullTensor, everywhere, grad_layout, keep_grad_layout, nothing_of, redistributed, to_local
+from .autograd import (
+    FromLocal,
+    FullTensor,
+    everywhere,
+    grad_layout,
+    keep_grad_layout,
+    move_apart,
+    nothing_of,
+    redistributed,
+    to_local,
+)
 from .autograd import grad_placements_of as grad_placements_of  # of a leaf
 from .comm import PerRank
 from .dispatch import dispatch, install, wrap_local
@@ -182,6 +192,8 @@ class DTensor(torch.Tensor):
         target = _target(source._layout, device_mesh, placements)
         if target is source._layout and backward_dtype is None:
             return source
+        if not _recorded(source):
+            return move_apart(source, target, async_op)
         return redistributed(source, target, async_op, backward_dtype)
 
     def explain_redistribute(

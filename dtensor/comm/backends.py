@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # as torch names it
 
 from ..errors import LayoutError
 from .groups import Group
@@ -187,6 +188,7 @@ def _with(options: T, async_op: bool, **values: Any) -> T:
 
 
 # The group's own methods are called: torch.distributed's check what is known here, and take longer than a small collective.
+_ALL_GATHER = [_with(AllgatherOptions(), async_op) for async_op in (False, True)]
 _ALL_TO_ALL = [_with(dist.AllToAllOptions(), async_op) for async_op in (False, True)]
 
 
@@ -212,6 +214,11 @@ def all_to_all_rows(
         arriving, leaving = ([length * unit for length in side] for side in (arriving, leaving))
     # Always with lengths: one rank's may be equal where another's are not, and without them gloo runs another algorithm.
     return _ended_or(group.handle.alltoall_base(message(into), message(row), arriving, leaving, _ALL_TO_ALL[async_op]), async_op)
+
+
+def all_gather_rows(group: Group, into: Tensor, row: Tensor, async_op: bool) -> dist.Work | None:
+    """Every rank's ``row``, of one length, one after the other."""
+    return _ended_or(group.handle._allgather_base(message(into), message(row), _ALL_GATHER[async_op]), async_op)
 
 
 def all_reduction(group: Group, op: dist.ReduceOp.RedOpType) -> Callable[[Tensor, bool], dist.Work | None]:

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from ..placement import Monoid
 from .backends import (
-    all_gather_single,
+    all_gather_rows,
     all_to_all_rows,
     as_row,
-    message,
     native_reduction,
     post,
     reduce_scatter_single,
@@ -52,11 +51,13 @@ class Traffic:
         largest: elements of the largest message.
         partners: most ranks that one rank sends to.
         alike: all blocks before the transfer have one shape.
+        joined: that shape and a tensor dim, where along it the blocks, by group position, make up the new one of every member.
     """
 
     largest: int
     partners: int
     alike: bool
+    joined: tuple[tuple[int, ...], int] | None = None
 
     @staticmethod
     def of(routes: Sequence[Route]) -> Traffic:
@@ -80,10 +81,13 @@ def bind_transfer(
     route_of: Callable[[int], Route],
     dtype: torch.dtype,
     gathers: bool,
-    traffic_of: Callable[[int], Traffic] | None = None,
+    traffic_of: Callable[[int], Traffic | None] | None = None,
 ) -> Issue:
-    """The way that costs least; ``gathers``: every member ends with the blocks of all; ``traffic_of(member)``: in its group."""
+    """The way that costs least; ``gathers``: every member ends with the blocks of all; ``traffic_of(member)``: in its group, or
+    None where only the routes tell."""
     member, traits = group.members[group.position], traits_of(group)
+    if gathers and traits.reduces and traffic_of is not None and (known := traffic_of(member)) is not None and known.joined:
+        return _joined(group, *known.joined)
     route = route_of(member)
     if group.size > EXAMINED:  # only facts that all members share
         return bind_direct(group, route) if traits.sparse <= 1 else _packed(group, route)
@@ -92,7 +96,8 @@ def bind_transfer(
     if gathers:
         traffic = Traffic.of_gather(route)
     else:
-        traffic = traffic_of(member) if traffic_of is not None else Traffic.of([route_of(member) for member in group.members])
+        found = None if traffic_of is None else traffic_of(member)
+        traffic = Traffic.of([route_of(member) for member in group.members]) if found is None else found
     if gathers and traits.reduces and traffic.alike:
         return _gathered(group, route)
     direct = traffic.largest * dtype.itemsize >= traits.direct_bytes or traffic.partners * traits.sparse <= group.size - 1
@@ -176,6 +181,20 @@ def bind_direct(group: Group, route: Route) -> Issue:
     return issue
 
 
+def _joined(group: Group, shape: tuple[int, ...], dim: int) -> Issue:
+    """A gather of equal blocks, which come one after the other along ``dim``."""
+    whole = math.prod(shape[:dim]) == 1 and group.order is None  # in memory too
+    outcome = (*shape[:dim], shape[dim] * group.size, *shape[dim + 1 :]) if whole else (group.size, *shape)
+
+    def issue(x: Tensor, async_op: bool) -> Pending[Tensor]:
+        block = row_major(x, shape)
+        result = block.new_empty(outcome)
+        work = all_gather_rows(group, result.view(-1), block.view(-1), async_op)
+        return started(work, (lambda: result) if whole else lambda: torch.cat(group.to_mesh(result.unbind(0)), dim))
+
+    return issue
+
+
 def _gathered(group: Group, route: Route) -> Issue:
     boxes = list(route.receives)
     assert route.kept is not None
@@ -185,7 +204,7 @@ def _gathered(group: Group, route: Route) -> Issue:
     def issue(x: Tensor, async_op: bool) -> Pending[Tensor]:
         block = row_major(x, route.old)
         result = block.new_empty(route.new if arriving.whole else arriving.total)
-        work = all_gather_single(message(result.view(-1)), message(block.view(-1)), group=group.handle, async_op=async_op)
+        work = all_gather_rows(group, result.view(-1), block.view(-1), async_op)
         return started(work, (lambda: result) if arriving.whole else lambda: arriving.unpack(result))
 
     return issue

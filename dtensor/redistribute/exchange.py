@@ -6,6 +6,8 @@ Blocks are boxes, so a part is the intersection of two boxes. Within a group the
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ..comm.regions import Box, Route
@@ -58,6 +60,18 @@ def gathered(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: 
     whole = None if own is None else Box((0,) * len(old), old)
     sends = tuple([None if k == mine else whole for k in range(len(group))])
     return Route(old, new, sends, tuple(parts), None if own is None or whole is None else (whole, own))
+
+
+def gather_traffic(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> Traffic | None:
+    """What a gather of equal blocks along one tensor dim is, found without all members' parts; None for any other."""
+    changed = [d for d, (old, new) in enumerate(zip(before.splits, after.splits, strict=True)) if old != new]
+    if len(changed) != 1 or not before.numel or not all(split is None or len(set(split.sizes)) == 1 for split in before.splits):
+        return None
+    old, new = before.splits[changed[0]], after.splits[changed[0]]
+    if old is None or old.mesh_dims != (*(() if new is None else new.mesh_dims), *mesh_dims):
+        return None
+    shape = before.local_shape(before.mesh.coordinates[member])
+    return Traffic(math.prod(shape), len(before.mesh.members_of(mesh_dims, member)) - 1, True, (shape, changed[0]))
 
 
 def traffic(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> Traffic:

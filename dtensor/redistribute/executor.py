@@ -20,7 +20,7 @@ from ..layout import Layout
 from ..memory_order import outermost_first
 from ..placement import Monoid
 from ..remembered import remembered
-from .exchange import gathered, routes, traffic
+from .exchange import gather_traffic, gathered, routes, traffic
 from .planner import plan as plan_of
 from .reduction import KEEPING, identity
 from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, Step
@@ -129,8 +129,8 @@ def _transfer(comm: Communicator, step: AllGather | Exchange) -> Callable[..., A
     def issue(x: Local, async_op: bool) -> Any:
         if not bound:
             over = step.before, step.after, step.mesh_dims
-            kind = "all_gather" if isinstance(step, AllGather) else "all_to_all"
-            route_of, traffic_of = functools.partial(route, step), functools.partial(traffic, *over)
+            kind, find = ("all_gather", gather_traffic) if isinstance(step, AllGather) else ("all_to_all", traffic)
+            route_of, traffic_of = functools.partial(route, step), functools.partial(find, *over)
             bound.append(comm.bind_transfer(step.mesh_dims, route_of, step.before.dtype, kind, traffic_of))
         return bound[0](x, async_op)
 
