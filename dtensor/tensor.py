@@ -34,6 +34,7 @@ from .local_layout import layout_of_locals
 from .mesh import DeviceMesh, as_mesh, restore_mesh
 from .placement import Partial, Placement, Replicate, Shard
 from .plain_writes import laid_out_alike
+from .printed import pieces
 from .redistribute import Plan as MovePlan
 from .redistribute import Transit, plan, plan_between
 
@@ -298,7 +299,7 @@ class DTensor(torch.Tensor):
         tail = ", requires_grad=True" if self.requires_grad else ""
         if self.grad_fn is not None:
             tail = f", grad_fn=<{type(self.grad_fn).__name__}>"
-        return f"DTensor({self._layout!r}{tail}{_pieces(self)})"
+        return f"DTensor({self._layout!r}{tail}{pieces(self)})"
 
     tolist, numpy, __array__, __dlpack__, __format__ = host.tolist, host.numpy, host.array, host.dlpack, host.text
     share_memory_, is_shared, is_pinned, pin_memory = host.share_memory_, host.is_shared, host.is_pinned, host.pin_memory
@@ -376,25 +377,6 @@ def restore_tensor(local: Any, layout: Layout, requires_grad: bool, is_param: bo
     if is_param:
         made._is_param = True
     return made.requires_grad_() if requires_grad else made
-
-
-def _pieces(x: DTensor) -> str:
-    """Every piece that this process holds, one labelled line (or block) a rank."""
-    mesh = x._layout.mesh
-    local = x._local
-    if mesh.kind == "dry_run":
-        return ""
-    if isinstance(local, PerRank):
-        shown = list(zip(mesh.ranks, local.shards, strict=True))
-    else:
-        shown = [(mesh.get_rank(), local)]
-    return "".join(f"\n  rank {rank}: {_indented(piece)}" for rank, piece in shown)
-
-
-def _indented(piece: torch.Tensor) -> str:
-    text = repr(piece.detach())
-    body = text[text.index("(") + 1 : text.rindex(")")]
-    return body.replace("\n" + " " * len("tensor("), "\n" + " " * len("  rank 0: "))
 
 
 # What a saved DTensor is made of: values only, so that torch.load(weights_only=True) reads it.
