@@ -392,6 +392,15 @@ def what_data_decide_is_not_known_outside_a_mesh() -> None:
 
 
 @case
+def a_single_element_is_folded_by_a_monoid() -> None:
+    whole = value(5, 1)
+    for mesh, placements in ((mesh_of((4,)), [Shard(0)]), (square(), [Shard(0), R])):
+        x = dt.distribute_tensor(whole, mesh, placements)
+        equal(torch.linalg.vector_norm(x, dim=0), torch.linalg.vector_norm(whole, dim=0))
+        equal(torch.renorm(x, 2, 1, 1.0), torch.renorm(whole, 2, 1, 1.0))
+
+
+@case
 def shapes_change_on_ranks_outside_a_mesh_too() -> None:
     mesh = dt.DeviceMesh("cpu", [2, 0])
     x = dt.distribute_tensor(value(1, 5), mesh, [Shard(1)])
