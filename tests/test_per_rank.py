@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -296,3 +297,39 @@ def test_what_cannot_be_one_is_refused() -> None:
 def test_wrapper_has_no_memory_to_read() -> None:
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(LayoutError):
         even().sum().item()
+
+
+# --- plain tensors that ranks write to --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda plain, own: plain.add_(own),
+        lambda plain, own: torch.add(plain, own, out=plain),
+        lambda plain, own: torch._foreach_add_([plain], [own]),
+        lambda plain, own: plain.index_add_(0, torch.tensor([0, 1]), own),
+        lambda plain, own: plain.__setitem__(slice(0, 2), own + 1),
+    ],
+)
+def test_a_plain_tensor_is_written_once(write: Any) -> None:
+    """With processes each rank writes to its own; run once per rank on one memory, sums counted all ranks."""
+    plain = torch.ones(2)
+    alias = plain.view(2)
+    write(plain, per_rank([torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan])]))
+    assert alias[0] == 2
+    assert alias[1].isnan()
+
+
+def test_what_ranks_add_to_a_plain_tensor_keeps_its_gradient() -> None:
+    own = per_rank([torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)])
+    total = torch.zeros(2)
+    total += own * 3
+    assert type(total) is torch.Tensor
+    total.sum().backward()
+    assert [shard.grad.tolist() for shard in own.shards] == [[3.0, 3.0]] * 2
+
+
+def test_ranks_that_write_different_values_into_a_plain_tensor_are_told() -> None:
+    plain = torch.zeros(2)
+    with pytest.raises(LayoutError, match="per_rank"):
+        plain += per_rank([torch.zeros(2), torch.ones(2)])
+    assert plain.tolist() == [0, 0]

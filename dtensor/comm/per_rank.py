@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..errors import LayoutError, MeshError, PlacementError
 from .rank_values import RankValues, agreed
 from .used_by_ranks import UsedByRanks
+from .written_by_ranks import write_back, written_tensors
 
 
 class PerRank(Tensor):
@@ -112,8 +113,13 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
             return _holding(tuple(results))
     else:
         count = count_ranks((args, kwargs))
+        targets = [(x, _copies(x, count)) for x in written_tensors(func, args, kwargs)]
+        if targets:
+            args, kwargs = _replaced(args, targets), _replaced(kwargs, targets)
         args, kwargs = _each_its_own(args, count), {name: _its_own(value, count) for name, value in kwargs.items()}
         results = [func(*own, **named) for own, named in parts(args, kwargs, count)]
+        if targets:
+            return _written_back(results, targets)
     if isinstance(results[0], Tensor):
         for arg in (*args[:1], *kwargs.values()):
             if isinstance(arg, PerRank) and results[0] is arg.shards[0] and all(map(_is, results, arg.shards)):
@@ -146,6 +152,28 @@ def _its_own(value: Any, count: int) -> Any:
     if (kind is Tensor or kind is nn.Parameter) and value.requires_grad and torch.is_grad_enabled():
         return PerRank(UsedByRanks.apply(value, count))
     return kind(_each_its_own(value, count)) if kind is list or kind is tuple else value
+
+
+def _copies(x: Tensor, count: int) -> PerRank:
+    own = _its_own(x, count)
+    return PerRank(shard.clone() for shard in (own.shards if isinstance(own, PerRank) else (x,) * count))
+
+
+def _replaced(value: Any, targets: Sequence[tuple[Any, Any]]) -> Any:
+    """``value`` with the second of each pair for the first."""
+    for old, new in targets:
+        if value is old:
+            return new
+    if isinstance(value, dict):
+        return {name: _replaced(item, targets) for name, item in value.items()}
+    return _like(value, [_replaced(item, targets) for item in value]) if isinstance(value, (list, tuple)) else value
+
+
+def _written_back(results: list[Any], targets: Sequence[tuple[Tensor, PerRank]]) -> Any:
+    """What the ranks have written into copies, put into the plain tensors themselves: they are the result."""
+    for x, copies in targets:
+        write_back(x, copies.shards)
+    return _replaced(results[0], [(copies.shards[0], x) for x, copies in targets])
 
 
 _SHARED = frozenset((int, float, bool, complex, type(None), torch.dtype))

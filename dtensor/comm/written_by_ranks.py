@@ -1,0 +1,65 @@
+"""A plain tensor that the ranks of one process write to together (``plain += per_rank``, ``out=plain``).
+
+With processes each rank has its own and writes it once. Here each writes a copy, and what they agree on is the plain tensor's value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import LayoutError
+
+_WRITING = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__"))
+_WRITING |= frozenset(("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__ipow__"))
+
+
+class AgreedByRanks(torch.autograd.Function):
+    """Every rank's tensor, all of one value, as one plain tensor; each gets its gradient, as it would from a copy of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, *shards: Tensor) -> Tensor:
+        ctx.count = len(shards)
+        return shards[0].view_as(shards[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return (grad,) * ctx.count
+
+
+def written_tensors(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The plain tensors that a call writes to."""
+    name = getattr(func, "__name__", "").partition(".")[0]
+    writes = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+    return [x for value in (*(args[:1] if writes else ()), kwargs.get("out")) for x in _members(value) if _is_plain(x)]
+
+
+def _members(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is Tensor or type(value) is nn.Parameter
+
+
+def write_back(target: Tensor, shards: Sequence[Tensor]) -> None:
+    """Give ``target`` the value that all ranks have written.
+
+    Raises:
+        LayoutError: they have written different ones.
+    """
+    first = shards[0]
+    for shard in shards[1:]:
+        same = shard.shape == first.shape and bool(((shard == first) | ((shard != shard) & (first != first))).all())
+        if not same:
+            raise LayoutError(
+                f"the ranks write different values into one plain tensor of shape {tuple(target.shape)}: with processes each would "
+                "have its own; make it per_rank([...]), or write x = x + y instead of x += y"
+            )
+    if target.shape != first.shape:
+        target.resize_(first.shape)
+    recorded = torch.is_grad_enabled() and any(shard.requires_grad for shard in shards)
+    target.copy_(AgreedByRanks.apply(*shards) if recorded else first)
