@@ -1,6 +1,6 @@
 """A plain tensor that the ranks of one process write to together (``plain += per_rank``, ``out=plain``).
 
-With processes each rank has its own and writes it once. Here each writes a copy, and what they agree on is the plain tensor's value.
+With processes each rank has its own and writes it once. Here each writes a copy; what they agree on is the plain tensor's value.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def write_back(target: Tensor, shards: Sequence[Tensor]) -> None:
         same = shard.shape == first.shape and bool(((shard == first) | ((shard != shard) & (first != first))).all())
         if not same:
             raise LayoutError(
-                f"the ranks write different values into one plain tensor of shape {tuple(target.shape)}: with processes each would "
-                "have its own; make it per_rank([...]), or write x = x + y instead of x += y"
+                f"the ranks write different values into one plain tensor of shape {tuple(target.shape)}: with processes each "
+                "would have its own; make it per_rank([...]), or write x = x + y instead of x += y"
             )
     if target.shape != first.shape:
         target.resize_(first.shape)
