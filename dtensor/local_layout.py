@@ -37,6 +37,16 @@ def layout_of_locals(
     Raises:
         LayoutError: a piece does not have the shape that the layout gives it, or (``check``) ranks disagree.
     """
+    key = None
+    if shape is not None and not check and mesh.kind == "process_group" and type(local) is torch.Tensor:
+        key = (mesh, _hashable(placements), _hashable(shape), _hashable(stride), local.dtype, local.shape)
+        try:
+            known = _KNOWN.get(key)
+        except TypeError:
+            key = None
+        else:
+            if known is not None:  # a piece of this shape fits what was asked for
+                return known
     pieces = local.shards if isinstance(local, PerRank) else (local,)
     if isinstance(local, PerRank) and (mesh.kind != "in_process" or len(pieces) != len(mesh.members)):
         has = f"has {len(mesh.members)} ranks" if mesh.kind == "in_process" else "does not live in this process: give its piece"
@@ -61,11 +71,17 @@ def layout_of_locals(
             )  # a rank must not leave before the exchange below
         else:
             _fits(layout, pieces)
+            if key is not None:
+                _keep(key, layout)
     else:
         layout = _measured(mesh, wanted, pieces, stride, dtype, check)
     if check:
         _check(layout, pieces)
     return layout
+
+
+def _hashable(given: Any) -> Any:
+    return tuple(given) if isinstance(given, list) else given
 
 
 def _measured(
@@ -80,20 +96,24 @@ def _measured(
     shape, order = list(pieces[0].shape), pieces[0].stride()
     if check or _measures(mesh, placements):
         shapes, strides = _all_pieces(mesh, pieces, str(placements))
-        order = strides[_telling(shapes)]
-        key = (mesh, placements, shapes, order if stride is None else tuple(stride), stride is None, dtype)
+        key = (mesh, placements, shapes, strides if stride is None else stride, dtype)
         layout = _KNOWN.get(key)
         if layout is None:
-            layout = _tiled(mesh, placements, shapes, order if stride is None else stride, stride is None, dtype)
-            if len(_KNOWN) >= _LIMIT:
-                _KNOWN.clear()
-            _KNOWN[key] = layout
+            steps = strides[_telling(shapes)] if stride is None else stride
+            layout = _keep(key, _tiled(mesh, placements, shapes, steps, stride is None, dtype))
         return layout
     for p in _cutting(mesh, placements):
         if p.sizes is not None:
             shape[p.dim] = sum(p.sizes)
     layout = Layout.of(mesh, placements, shape, stride_like(shape, order) if stride is None else stride, dtype)
     _fits(layout, pieces)
+    return layout
+
+
+def _keep(key: Any, layout: Layout) -> Layout:
+    if len(_KNOWN) >= _LIMIT:
+        _KNOWN.clear()
+    _KNOWN[key] = layout
     return layout
 
 
