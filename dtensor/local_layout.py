@@ -190,9 +190,8 @@ def _all_pieces(mesh: DeviceMesh, pieces: Sequence[torch.Tensor], told: str) -> 
     if len(mine) > _MOST_DIMS:
         raise LayoutError(f"from_local exchanges the sizes of up to {_MOST_DIMS} dims, got {len(mine)}; give shape=")
     told, pad = f"{pieces[0].dtype} under {told}", (0,) * (_MOST_DIMS - len(mine))
-    row = torch.tensor([len(mine), zlib.crc32(told.encode()), *mine, *pad, *steps, *pad], device=mesh.device_type)
     comm, everywhere = communicator_of(mesh), tuple(range(mesh.ndim))
-    rows = torch.stack(comm.all_gather(row, everywhere, lambda member: (len(row),))).tolist()
+    rows = comm.all_gather_numbers([len(mine), zlib.crc32(told.encode()), *mine, *pad, *steps, *pad], everywhere)
     shapes, strides = (tuple(tuple(row[at : at + row[0]]) for row in rows) for at in (2, 2 + _MOST_DIMS))
     _same_dims(shapes)
     if len({row[1] for row in rows}) > 1:

@@ -204,6 +204,11 @@ class ProcessGroups(Communicator):
         work = dist.broadcast(flat_bytes(result), sender, group=group.handle, async_op=async_op)
         return started(work, lambda: result)
 
+    def _all_gather_numbers(self, row: Sequence[int], mesh_dims: tuple[int, ...]) -> list[list[int]]:
+        own = torch.tensor(row, device=self.mesh.device_type)
+        rows: list[list[int]] = torch.stack(self._all_gather(own, mesh_dims, lambda _: own.shape, False).wait()).tolist()
+        return rows
+
     def _all_gather_object(self, value: Any, mesh_dims: tuple[int, ...]) -> list[Any]:
         group = self._group(mesh_dims)
         values: list[Any] = [None] * group.size

@@ -256,6 +256,15 @@ class Communicator(ABC):
             self._report("all_gather_object", mesh_dims, 0)
         return self._all_gather_object(value, mesh_dims)
 
+    def all_gather_numbers(self, row: Sequence[int], mesh_dims: Sequence[int]) -> list[list[int]]:
+        """The group's rows of whole numbers, of one length, by group position: in less time than :meth:`all_gather_object`."""
+        mesh_dims, size = tuple(mesh_dims), self.group_size(mesh_dims)
+        if self._absent or size == 1:
+            return [list(row)] * size
+        if events.listeners:
+            self._report("all_gather_object", mesh_dims, 0)
+        return self._all_gather_numbers(row, mesh_dims)
+
     @abstractmethod
     def process_group(self, mesh_dims: Sequence[int]) -> Any:
         """The ``torch.distributed`` group over ``mesh_dims``."""
@@ -282,6 +291,9 @@ class Communicator(ABC):
 
     @abstractmethod
     def _all_gather_object(self, value: Any, mesh_dims: tuple[int, ...]) -> list[Any]: ...
+
+    def _all_gather_numbers(self, row: Sequence[int], mesh_dims: tuple[int, ...]) -> list[list[int]]:
+        return [list(row)] * self.group_size(mesh_dims)
 
     @abstractmethod
     def _groups(self, mesh_dims: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
