@@ -15,7 +15,7 @@ from .mesh import DeviceMesh
 T = TypeVar("T")
 
 
-_MOST = 64  # whole numbers that a rank can tell besides: as many as a tensor has dims
+_MOST = 64  # whole numbers that a rank can tell besides
 
 
 def alike(
@@ -42,14 +42,25 @@ def alike(
     if not _talks(mesh):
         return made, [besides]
     said = repr(told) if problem is None else f"{type(problem).__name__}: {problem}"
-    digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "big", signed=True)
-    comm, everywhere = communicator_of(mesh), tuple(range(mesh.ndim))
-    found = comm.all_gather_numbers([digest, len(besides), *besides, *(0,) * (_MOST - len(besides))], everywhere)
-    if len({row[0] for row in found}) > 1:
-        compared(mesh, what, comm.all_gather_object(said, everywhere), problem)
+    found, same = told_by_all(mesh, said, besides)
+    if not same:
+        words_compared(mesh, what, said, problem)
     if problem is not None:
         raise problem
-    return made, [tuple(row[2 : 2 + row[1]]) for row in found]
+    return made, found
+
+
+def told_by_all(mesh: DeviceMesh, said: str, numbers: Sequence[int]) -> tuple[list[tuple[int, ...]], bool]:
+    """Each rank's ``numbers`` (up to 64), by position in the mesh, and whether all say the same: one exchange of a few bytes."""
+    digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "big", signed=True)
+    row = [digest, len(numbers), *numbers, *(0,) * (_MOST - len(numbers))]
+    rows = communicator_of(mesh).all_gather_numbers(row, tuple(range(mesh.ndim)))
+    return [tuple(row[2 : 2 + row[1]]) for row in rows], len({row[0] for row in rows}) == 1
+
+
+def words_compared(mesh: DeviceMesh, what: str, said: str, problem: Exception | None = None) -> None:
+    """:func:`compared`, after an exchange of the words themselves."""
+    compared(mesh, what, communicator_of(mesh).all_gather_object(said, tuple(range(mesh.ndim))), problem)
 
 
 def compared(mesh: DeviceMesh, what: str, said: Sequence[str], problem: Exception | None = None) -> None:

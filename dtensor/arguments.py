@@ -19,14 +19,20 @@ def whole(value: Any, what: str) -> int:
     >>> whole(3, "dim")
     3
     """
+    found = index_of(value)
+    if found is None:
+        raise ArgumentError(f"{what} takes whole numbers, got {value!r}")
+    return found
+
+
+def index_of(value: Any) -> int | None:
+    """What :func:`whole` takes as an int; None for anything else."""
     if type(value) is int:
         return value
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
+        return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        raise ArgumentError(f"{what} takes whole numbers, got {value!r}") from None
+        return None
 
 
 def wholes(values: Any, what: str) -> tuple[int, ...]:

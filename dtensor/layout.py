@@ -35,6 +35,11 @@ class Split(NamedTuple):
     def offsets(self) -> tuple[int, ...]:
         return offsets_of(self.sizes)
 
+    @property
+    def even(self) -> bool:
+        """All blocks have one size."""
+        return len(set(self.sizes)) == 1
+
 
 @remembered(4096)
 def offsets_of(sizes: tuple[int, ...]) -> tuple[int, ...]:

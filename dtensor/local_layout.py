@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .alike import compared
+from .alike import compared, told_by_all, words_compared
 from .arguments import sizes_of
 from .comm import PerRank, communicator_of
 from .comm.backends import flat_bytes
@@ -189,13 +188,12 @@ def _all_pieces(mesh: DeviceMesh, pieces: Sequence[torch.Tensor], told: str) -> 
         return (mine,) * mesh.size(), (steps,) * mesh.size()
     if len(mine) > _MOST_DIMS:
         raise LayoutError(f"from_local exchanges the sizes of up to {_MOST_DIMS} dims, got {len(mine)}; give shape=")
-    told, pad = f"{pieces[0].dtype} under {told}", (0,) * (_MOST_DIMS - len(mine))
-    comm, everywhere = communicator_of(mesh), tuple(range(mesh.ndim))
-    rows = comm.all_gather_numbers([len(mine), zlib.crc32(told.encode()), *mine, *pad, *steps, *pad], everywhere)
-    shapes, strides = (tuple(tuple(row[at : at + row[0]]) for row in rows) for at in (2, 2 + _MOST_DIMS))
+    said = f"{pieces[0].dtype} under {told}"
+    found, same = told_by_all(mesh, said, (*mine, *steps))
+    shapes, strides = (tuple(row[: len(row) // 2] for row in found), tuple(row[len(row) // 2 :] for row in found))
     _same_dims(shapes)
-    if len({row[1] for row in rows}) > 1:
-        compared(mesh, "from_local", comm.all_gather_object(told, everywhere))
+    if not same:
+        words_compared(mesh, "from_local", said)
     return shapes, strides
 
 

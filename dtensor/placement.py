@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .arguments import index_of
 from .errors import PlacementError
 
 if TYPE_CHECKING:
@@ -171,12 +172,10 @@ class Partial(Placement):
 
 
 def _whole(value: Any, what: str, example: str) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise PlacementError(f"{what} takes an int, got {value!r}; write {example}") from None
+    found = index_of(value)
+    if found is None:
+        raise PlacementError(f"{what} takes an int, got {value!r}; write {example}")
+    return found
 
 
 def normalize(placements: Any, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:

@@ -54,32 +54,25 @@ def current() -> Recorder | None:
 
 def site(fn: Callable[P, T]) -> Callable[P, T]:
     """``fn``, one step to a recorder."""
-
-    @wraps(fn)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        recorder = current() if ACTIVE else None
-        return fn(*args, **kwargs) if recorder is None else cast(T, recorder.site(fn, args, kwargs))
-
-    return run
+    return _marked(fn, "site")
 
 
 def aside(fn: Callable[P, T]) -> Callable[P, T]:
     """``fn``, no step to a recorder: what it finds out or sets up holds for every replay."""
-
-    @wraps(fn)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        recorder = current() if ACTIVE else None
-        return fn(*args, **kwargs) if recorder is None else cast(T, recorder.aside(fn, args, kwargs))
-
-    return run
+    return _marked(fn, "aside")
 
 
 def exchange(fn: Callable[P, T]) -> Callable[P, T]:
     """``fn``, no step to a recorder: it asks other ranks for Python values, which hold as long as their tensors' shapes do."""
+    return _marked(fn, "exchange")
+
+
+def _marked(fn: Callable[P, T], how: str) -> Callable[P, T]:
+    """``fn``, which goes through the recorder's method of this name where one listens."""
 
     @wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         recorder = current() if ACTIVE else None
-        return fn(*args, **kwargs) if recorder is None else cast(T, recorder.exchange(fn, args, kwargs))
+        return fn(*args, **kwargs) if recorder is None else cast(T, getattr(recorder, how)(fn, args, kwargs))
 
     return run

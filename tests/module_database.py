@@ -19,10 +19,10 @@ from op_database import Setting, draw_placements, exact, rng_of
 from torch import nn
 
 import dtensor as dt
+from dtensor.nested import replace, tensors
 from dtensor.placement import Partial, Replicate
 from dtensor.testing import scatter
 from dtensor.testing.differences import Options, differences
-from dtensor.testing.nested import replace, tensors
 
 # What torch's own modules do that no distributed tensor can follow, with the reason.
 ACCEPTED: dict[str, str] = {}

@@ -23,9 +23,9 @@ import torch
 import dtensor as dt
 from dtensor import dispatch
 from dtensor.errors import DTensorError
+from dtensor.nested import leaves, replace, tensors
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.testing.cases import ragged_sizes
-from dtensor.testing.nested import leaves, replace, tensors
 from dtensor.testing.oracle import TOLERANCE, Outcome, compare
 from dtensor.testing.scatter import can_be_partial
 

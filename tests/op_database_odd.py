@@ -14,9 +14,9 @@ from typing import Any
 import op_database as db
 import torch
 
+from dtensor.nested import replace, tensors
 from dtensor.placement import Placement, Shard
 from dtensor.testing.differences import close
-from dtensor.testing.nested import replace, tensors
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 

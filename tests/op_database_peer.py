@@ -21,9 +21,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor as dt
 from dtensor.layout import Layout
+from dtensor.nested import leaves, replace, tensors
 from dtensor.placement import Partial, Placement, Shard
 from dtensor.testing.differences import close
-from dtensor.testing.nested import leaves, replace, tensors
 from dtensor.testing.scatter import piece, terms_at, terms_of
 
 REFUSALS = ("sharding strategy", "not supported", "not support", "unsupported", "not yet implemented", "got mixed")

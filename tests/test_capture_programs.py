@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -124,33 +125,36 @@ def step_differs(seed: int, length: int = 6) -> str | None:
     return None
 
 
-def test_whole_steps() -> None:
-    problems = [step_differs(seed) for seed in range(500 + START, 500 + START + BLOCK)]
+def check_block(differing: Callable[..., str | None], first: int, equal: int) -> None:
+    """A block of seeds: none differs, and at least ``equal`` programs are replayed, not refused."""
+    problems = [differing(seed) for seed in range(first, first + BLOCK)]
     wrong = [problem for problem in problems if problem is not None and not problem.startswith("refused")]
     assert not wrong, wrong[0]
-    assert sum(problem is None for problem in problems) >= BLOCK // 3
+    assert sum(problem is None for problem in problems) >= equal
+
+
+def check_longer(differing: Callable[..., str | None], first: int) -> None:
+    for seed in range(first, first + BLOCK):
+        problem = differing(seed, 10)
+        assert problem is None or problem.startswith("refused"), problem
+
+
+def test_whole_steps() -> None:
+    check_block(step_differs, 500 + START, BLOCK // 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(30))
 def test_longer_whole_steps(block: int) -> None:
-    for seed in range(200_000 + START + block * BLOCK, 200_000 + START + (block + 1) * BLOCK):
-        problem = step_differs(seed, 10)
-        assert problem is None or problem.startswith("refused"), problem
+    check_longer(step_differs, 200_000 + START + block * BLOCK)
 
 
 @pytest.mark.parametrize("block", range(3))
 def test_programs(block: int) -> None:
-    first = START + block * BLOCK
-    problems = [differs(seed) for seed in range(first, first + BLOCK)]
-    wrong = [problem for problem in problems if problem is not None and not problem.startswith("refused")]
-    assert not wrong, wrong[0]
-    assert sum(problem is None for problem in problems) >= BLOCK // 2
+    check_block(differs, START + block * BLOCK, BLOCK // 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(50))
 def test_longer_programs(block: int) -> None:
-    for seed in range(100_000 + START + block * BLOCK, 100_000 + START + (block + 1) * BLOCK):
-        problem = differs(seed, 10)
-        assert problem is None or problem.startswith("refused"), problem
+    check_longer(differs, 100_000 + START + block * BLOCK)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..errors import CaptureError
+from ..nested import leaves
 from .program import Program
 from .results import Constant
 
@@ -22,7 +22,7 @@ def confirmed(one: Program, other: Program) -> bool:
         return False
     pairs = []
     for a, b in zip(one.steps, other.steps, strict=True):
-        mine, its = [*_leaves((a.args, a.kwargs))], [*_leaves((b.args, b.kwargs))]
+        mine, its = [*leaves((a.args, a.kwargs))], [*leaves((b.args, b.kwargs))]
         if getattr(a.fn, "__name__", a.fn) != getattr(b.fn, "__name__", b.fn) or len(mine) != len(its):
             return False
         pairs += [(x, y, a.within or getattr(a.fn, "__name__", "a step")) for x, y in zip(mine, its, strict=True)]
@@ -47,14 +47,3 @@ def _frozen(where: str, x: Any, y: Any) -> CaptureError:
         f"capture: {where} takes a Python value that was {x!r} in one call and is {y!r} in the next: it was computed from a "
         "float that was read from a tensor, in a way that is not followed; compute it with 0-d tensors, or by operators and math"
     )
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
-    else:
-        yield value

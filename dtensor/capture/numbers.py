@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
+from ..nested import leaves
 from .tape import Step, Var
 
 Label = str | int  # of an argument: its keyword, or its place among the floats
@@ -103,7 +104,7 @@ class Numbers:
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``func(*args, **kwargs)``, which takes numbers."""
         frame = _Frame(args, kwargs)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in _flat((args, kwargs)) if isinstance(x, torch.Tensor)):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)):
             for x in frame.numbers:  # autograd keeps the float for its formulas
                 self.escaped(x, f"the differentiable operation {func.__name__}; use the 0-d tensor itself")
         self._frames.append(frame)
@@ -161,7 +162,7 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch._C.TensorBase.item:
             return self.numbers.read(args[0])
-        if not self.numbers.seen or not any(type(x) is Number for x in _flat((args, kwargs))):
+        if not self.numbers.seen or not any(type(x) is Number for x in leaves((args, kwargs))):
             return func(*args, **kwargs)
         return self.numbers.called(func, args, kwargs)
 
@@ -170,7 +171,7 @@ class _Frame:
     """A call of a torch function: its floats by their bits, in order."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.numbers = [x for x in _flat((args, kwargs)) if type(x) is Number]
+        self.numbers = [x for x in leaves((args, kwargs)) if type(x) is Number]
         self.followed: set[int] = set()
         self._by_bits: dict[str, list[tuple[str | None, Any]]] = {}
         for _, (label, x) in _floats(args, kwargs):
@@ -201,19 +202,8 @@ class _Frame:
 
 def _floats(args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[int, tuple[str | None, Any]]]:
     """Floats in the order of a walk, numbered, each with its keyword."""
-    labelled = [(None, x) for x in _flat(args)] + [(name, x) for name, value in kwargs.items() for x in _flat(value)]
+    labelled = [(None, x) for x in leaves(args)] + [(name, x) for name, value in kwargs.items() for x in leaves(value)]
     return enumerate(pair for pair in labelled if isinstance(pair[1], float))
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        for item in value:
-            yield from _flat(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _flat(item)
-    else:
-        yield value
 
 
 def _replaced(value: Any, places: Iterator[int], chosen: dict[int, Var]) -> Any:

@@ -65,7 +65,7 @@ def gathered(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: 
 def gather_traffic(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: int) -> Traffic | None:
     """What a gather of equal blocks along one tensor dim is, found without all members' parts; None for any other."""
     changed = [d for d, (old, new) in enumerate(zip(before.splits, after.splits, strict=True)) if old != new]
-    if len(changed) != 1 or not before.numel or not all(split is None or len(set(split.sizes)) == 1 for split in before.splits):
+    if len(changed) != 1 or not before.numel or not all(split is None or split.even for split in before.splits):
         return None
     old, new = before.splits[changed[0]], after.splits[changed[0]]
     if old is None or old.mesh_dims != (*(() if new is None else new.mesh_dims), *mesh_dims):

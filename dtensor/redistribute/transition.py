@@ -70,7 +70,7 @@ def _lacking(before: Layout, after: Layout, gathers: bool) -> int:
 
 
 def _even(layout: Layout) -> bool:
-    return all(split is None or min(split.sizes) == max(split.sizes) for split in layout.splits)
+    return all(split is None or split.even for split in layout.splits)
 
 
 def _move_seconds(after: Layout, dims: tuple[int, ...], kind: Collective, nbytes: int) -> float:

@@ -54,7 +54,7 @@ def loss_factors(call: Call) -> Factors | None:
     results = ((),)
     if call["reduction"] == SUM:
         return Factors(factors.operands, results, factors.sizes, reduced=dict.fromkeys(factors.sizes, "sum"))
-    if all(split is None or len(set(split.sizes)) == 1 for layout in call.operands for split in layout.splits):
+    if all(split is None or split.even for layout in call.operands for split in layout.splits):
         return Factors(factors.operands, results, factors.sizes, reduced=dict.fromkeys(factors.sizes, "avg"))
     kernel = Kernel(mean_of_losses, lacking=Partial("sum"), joint=True)
     return Factors(factors.operands, results, factors.sizes, kernels=dict.fromkeys(factors.sizes, kernel))

@@ -75,7 +75,7 @@ def mean_of_blocks(at: KernelContext, x: Any, *args: Any, dtype: Any = None, **k
 
 def mean_factors(call: Call) -> Factors:
     dims = call.dims("dim", len(call.shape(0)))
-    if all(split is None or len(set(split.sizes)) == 1 for d, split in enumerate(call.operands[0].splits) if d in dims):
+    if all(split is None or split.even for d, split in enumerate(call.operands[0].splits) if d in dims):
         return reduction_factors(call, dims, "avg")
     return reduction_factors(call, dims, None, Kernel(mean_of_blocks, lacking=Partial("sum"), joint=True))
 

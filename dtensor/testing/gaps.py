@@ -15,10 +15,10 @@ import torch
 
 from ..comm import PerRank
 from ..mesh import DeviceMesh
+from ..nested import replace, tensors
 from ..placement import Partial, Placement, Replicate, Shard
 from .cases import Combination, combinations, mesh_of
 from .differences import close
-from .nested import replace, tensors
 from .oracle import compare
 from .samples import Sample
 from .scatter import can_be_partial, scatter

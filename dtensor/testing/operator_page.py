@@ -19,6 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..dispatch import plan_for
+from ..nested import replace as replaced
+from ..nested import tensors
 from ..operators import operator_of
 from ..placement import Partial, Replicate
 from ..propagate import Plan
@@ -26,8 +28,6 @@ from ..rules import rules
 from ..rules.registry import lookup
 from ..rules.rule import Along, Dims, Factors, Row, Rule, Spec, candidates
 from .cases import mesh_of
-from .nested import replace as replaced
-from .nested import tensors
 from .samples import samples_of
 from .scatter import scatter
 from .variants import exists, operator_named

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .nested import replace, tensors
+from ..nested import replace, tensors
 from .samples import Sample
 
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..nested import tensors
 from ..placement import Placement
 from ..rules import rules
 from .cases import Combination, combinations, mesh_of, partial_ops
 from .gaps import Gap, gaps_of, is_accepted
-from .nested import tensors
 from .oracle import compare
 from .samples import Sample, samples_of
 from .samples import full_name as full_name
