@@ -289,7 +289,7 @@ _DATA_DECIDES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
 
 def _absent(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[str, Any], wrap: Wrap) -> Any:
     """This rank is not part of the mesh: it holds nothing, and results have no elements here."""
-    device = next((v.device for v in local.values() if isinstance(v, torch.Tensor)), None)
+    device = values.get("device") or next((v.device for v in local.values() if isinstance(v, torch.Tensor)), None)
 
     def empty(layout: Any) -> Any:
         if isinstance(layout, list):

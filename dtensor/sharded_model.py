@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import create
 from .comm import PerRank
 from .distribute import distribute_tensor
-from .errors import LayoutError, MeshError, PlacementError
+from .errors import MeshError, PlacementError
 from .layout import Layout
 from .mesh import DeviceMesh, as_mesh
 from .parallel import ParallelStyle, parallelize_module
+from .parallel.materialize import check_initialisers
+from .parallel.materialize import materialize as give_values
 from .placement import Placement, Replicate
 from .places import Place, device_type_of, members_of
 from .sharding_spec import Composite, Spec, Whole, as_spec
@@ -44,14 +45,13 @@ def shard_model(
             (on ``mesh``).
         mesh: the mesh to spell specs on, default one made of their places.
         src_rank: whose values count, see :func:`dtensor.distribute_tensor`. None: all ranks have the same.
-        materialize: parameters on ``meta`` get memory, shard by shard, and are initialised by each submodule's
-            ``reset_parameters``, in order: to the values that one device would give them. False leaves them on ``meta``, sharded,
-            for a checkpoint to fill.
-        init_fn: called for each submodule with parameters on ``meta`` instead of ``reset_parameters``.
+        materialize: what is on ``meta`` gets memory, shard by shard, and the values that one device would give it: see
+            :func:`dtensor.parallel.materialize`. False leaves it on ``meta``, sharded, for a checkpoint to fill.
+        init_fn: called for each submodule with tensors of its own on ``meta`` instead of ``reset_parameters``.
 
     Raises:
         PlacementError, MeshError: names that fit no parameter, specs that fit no shape or no common mesh.
-        LayoutError: a submodule on ``meta`` that has no ``reset_parameters``.
+        DTensorError: before anything is done: tensors on ``meta`` that nobody would set, see ``materialize``.
 
     >>> import dtensor as dt
     >>> with torch.device("meta"):
@@ -65,13 +65,15 @@ def shard_model(
     asked = _asked(module, spec, None if mesh is None else as_mesh(mesh))
     home = as_mesh(mesh) if mesh is not None else _common_mesh(asked)
     meshes = {id(sub): _mesh_of(asked[name], home) for name, sub in module.named_modules()}
-    fresh: list[nn.Module] = []
+    if materialize and init_fn is None:
+        check_initialisers(module)
+    unset = {id(sub) for sub in module.modules() if any(x is not None and x.is_meta for x in _own(sub))}
     shared: dict[int, Any] = {}
     for name, sub in module.named_modules():
-        if _shard(sub, asked[name], meshes[id(sub)], src_rank, materialize, shared):
-            fresh.append(sub)
-    for sub in fresh:
-        _initialise(sub, init_fn)
+        _shard(sub, asked[name], meshes[id(sub)], src_rank, shared)
+    if materialize:
+        init = None if init_fn is None else lambda sub: init_fn(sub) if id(sub) in unset else None
+        give_values(module, init=init)
     _connect(module, meshes, home)
     return module
 
@@ -190,21 +192,23 @@ def _own_layout(spec: Any) -> Layout | None:
 
 
 # --- sharding --------------------------------------------------------------------------------------------------------------
-def _shard(sub: nn.Module, own: Asked, mesh: DeviceMesh, source: int | None, materialize: bool, shared: dict[int, Any]) -> bool:
-    """Replace the submodule's own tensors; whether some had no values."""
-    fresh = False
-    for registry in (sub._parameters, sub._buffers):
+def _own(sub: nn.Module) -> list[torch.Tensor | None]:
+    return [*sub._parameters.values(), *sub._buffers.values()]
+
+
+def _shard(sub: nn.Module, own: Asked, mesh: DeviceMesh, source: int | None, shared: dict[int, Any]) -> None:
+    """Replace the submodule's own tensors; those on meta stay there."""
+    registries: list[dict[str, Any]] = [sub._parameters, sub._buffers]
+    for registry in registries:
         for key, old in list(registry.items()):
             if old is None or isinstance(old, DTensor):
                 continue
-            fresh |= old.is_meta
             if id(old) not in shared:
-                shared[id(old)] = old, _sharded(old, own.get(key), mesh, source, materialize)
+                shared[id(old)] = old, _sharded(old, own.get(key), mesh, source)
             registry[key] = shared[id(old)][1]
-    return fresh and materialize
 
 
-def _sharded(old: torch.Tensor, asked: Any, mesh: DeviceMesh, source: int | None, materialize: bool) -> Any:
+def _sharded(old: torch.Tensor, asked: Any, mesh: DeviceMesh, source: int | None) -> Any:
     placements: Sequence[Placement] = [Replicate()] * mesh.ndim
     if isinstance(asked, Layout):
         placements = asked.placements
@@ -212,25 +216,8 @@ def _sharded(old: torch.Tensor, asked: Any, mesh: DeviceMesh, source: int | None
         layout = asked.layout(old.shape, old.dtype, mesh)
         assert layout is not None
         placements = layout.placements
-    if old.is_meta and materialize:
-        made: Any = create.empty(*old.shape, dtype=old.dtype, device_mesh=mesh, placements=placements)
-    else:
-        made = distribute_tensor(old.detach(), mesh, placements, src_data_rank=source)
+    made = distribute_tensor(old.detach(), mesh, placements, src_data_rank=source)
     return nn.Parameter(made, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else made
-
-
-def _initialise(sub: nn.Module, init_fn: Init | None) -> None:
-    reset = getattr(sub, "reset_parameters", None)
-    with torch.no_grad():
-        if init_fn is not None:
-            init_fn(sub)
-        elif callable(reset):
-            reset()
-        else:
-            raise LayoutError(
-                f"shard_model: {type(sub).__name__} has parameters on meta and no reset_parameters(); "
-                "give init_fn=, or materialize=False and load a checkpoint"
-            )
 
 
 # --- running ---------------------------------------------------------------------------------------------------------------
@@ -239,7 +226,7 @@ def _connect(module: nn.Module, meshes: dict[int, DeviceMesh], home: DeviceMesh)
     apart = any(mesh != home for mesh in meshes.values())
     in_sequence = {id(child) for sub in module.modules() if isinstance(sub, nn.Sequential) for child in sub.children()}
     for sub in module.modules():
-        own = any(x is not None for x in (*sub._parameters.values(), *sub._buffers.values()))
+        own = any(x is not None for x in _own(sub))
         if sub is module or (apart and own):
             target = meshes[id(sub)] if own else home
             sub.register_forward_pre_hook(_bringing(target), with_kwargs=True)

@@ -14,7 +14,7 @@ from torch import nn
 
 import dtensor as dt
 from dtensor import Replicate, Shard
-from dtensor.errors import MeshError, PlacementError, UnsupportedOperationError
+from dtensor.errors import DTensorError, MeshError, PlacementError, UnsupportedOperationError
 from dtensor.sharding_spec import composite, from_data, mesh, single_split, spec_of, whole
 
 CASES: dict[str, Callable[[Path], None]] = {}
@@ -228,6 +228,90 @@ class Dropping(Net):
 @case
 def random_numbers_are_those_of_one_device_wherever_submodules_live(folder: Path) -> None:
     compare(composite(net1="rank:3", net2=single_split(0, [0, 1]), net3="rank:2"), Dropping, meta=True)
+
+
+class Own(nn.Module):
+    """Tensors of its own beside children, all set by its constructor; the buffer is put there anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(6, 20))
+        self.inner = nn.Sequential(nn.Linear(20, 6), nn.LayerNorm(6))
+        self.register_buffer("scale", torch.empty(6))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        self.scale = torch.full_like(self.weight.detach()[:, 0], 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x) * self.scale) @ self.weight
+
+
+class Nested(nn.Module):
+    """A module with tensors and children within another; attention, whose initialiser has a private name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Own(), nn.Sequential(Own(), nn.Linear(20, 20))
+        self.attention = nn.MultiheadAttention(20, 2)
+        self.bias = nn.Parameter(torch.empty(20))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.two(self.one(x))
+        return self.attention(x, x, x, need_weights=False)[0] + self.bias
+
+
+@case
+def what_is_made_from_meta_has_the_values_of_one_device(folder: Path) -> None:
+    spec = single_split(0, [0, 1, 2, 3])
+    for model in (
+        compare(spec, Nested, meta=True),
+        compare(composite(one="rank:2", two=spec, attention=spec), Nested, meta=True),
+    ):
+        assert isinstance(model.one.scale, dt.DTensor)  # type: ignore[union-attr]
+        same(model.one.scale, torch.full((6,), 0.5))  # type: ignore[union-attr]
+
+
+@case
+def what_nobody_would_set_is_refused_before_anything_is_done(folder: Path) -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4, 4))
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+            self.head.weight = self.embed.weight
+
+    spec = single_split(0, [0, 1])
+    words = {
+        lambda: nn.Sequential(nn.Linear(4, 4), Bare()): r"nothing would set 1\.weight: Bare without reset_parameters.* init_fn=f",
+        Tied: "embed.weight and head.weight are one parameter",
+    }
+    for make, word in words.items():
+        with torch.device("meta"):
+            model = make()
+        with pytest.raises(DTensorError, match=word):
+            dt.shard_model(model, spec)
+        assert all(p.is_meta and not isinstance(p, dt.DTensor) for p in model.parameters())
+    asked: list[str] = []
+
+    def ones(sub: nn.Module) -> None:
+        asked.append(type(sub).__name__)
+        for p in sub.parameters(recurse=False):
+            nn.init.ones_(p)
+
+    dt.shard_model(model, spec, init_fn=ones)
+    assert asked == ["Embedding", "Linear"]
+    assert model.head.weight is model.embed.weight
+    same(model.head.weight.detach(), torch.ones(4, 4))
 
 
 @case

@@ -208,3 +208,60 @@ def test_frozen_parameters_and_dtypes_stay_and_real_tensors_are_left_alone() -> 
     assert model[0].weight.dtype is torch.bfloat16
     assert not model[0].weight.requires_grad
     assert torch.equal(model[1].weight, kept)
+
+
+class Renewing(nn.Module):
+    """Sets what is below it, and puts a new parameter and a new buffer in the places of old ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+        self.weight = nn.Parameter(torch.empty(5))
+        self.register_buffer("table", torch.empty(7))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.xavier_uniform_(self.layer.weight)
+        self.weight = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.table = torch.arange(7.0)
+
+
+def test_what_an_initialiser_puts_in_a_tensors_place_is_laid_out_as_that_was() -> None:
+    model = on_meta(Renewing)
+    over_both_dims(model)
+    torch.manual_seed(0)
+    materialize(model)
+    for name, value in built(Renewing).state_dict().items():
+        assert torch.equal(whole(model.state_dict()[name]), value), name
+    assert model.weight.placements == (Shard(0), Shard(0))
+    assert not model.weight.requires_grad
+    assert isinstance(model.table, DTensor)
+
+
+def test_tensors_with_values_keep_them_though_a_parent_sets_all_that_is_below_it() -> None:
+    model, kept = on_meta(Renewing), nn.Linear(4, 6)
+    before = kept.weight.detach().clone()
+    model.layer = kept
+    materialize(model)
+    assert model.layer.weight is kept.weight
+    assert torch.equal(kept.weight, before)
+    model.weight = nn.Parameter(torch.empty(5, device="meta"))
+    model.table = table = torch.ones(7)
+    materialize(model)
+    assert model.table is table
+    assert torch.equal(table, torch.ones(7))
+
+
+def test_an_initialiser_that_the_constructor_does_not_call_draws_no_numbers() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(
+            nn.AdaptiveLogSoftmaxWithLoss(6, 9, [2, 5], div_value=1.5),
+            nn.Transformer(4, 2, 1, 1, 5, batch_first=True),
+            nn.Linear(3, 2),
+        )
+
+    module = on_meta(make)
+    torch.manual_seed(0)
+    materialize(module)
+    for name, value in built(make).state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name

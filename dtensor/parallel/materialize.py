@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..distribute import distribute_tensor
 from ..errors import DTensorError
 from ..tensor import DTensor
 
@@ -21,13 +22,16 @@ def materialize(
 
     Module by module, children first and in the order they were registered: memory for the tensors the module itself has (of a
     DTensor only this rank's piece), then ``init(module)``. That is the order in which constructors draw random numbers, so with
-    the seed of a model built on one device the values are that model's, whatever the mesh and the placements.
+    the seed of a model built on one device the values are that model's, whatever the mesh and the placements. Not where a
+    constructor copies a module that it has made (``nn.TransformerEncoder`` and its layers): each copy gets values of its own.
+    Tensors with values keep them. What ``init`` puts in a DTensor's place is laid out as that was.
 
     Args:
         module: built under ``torch.device("meta")``, and then distributed: by :func:`parallelize_module`, :func:`fully_shard`,
             :func:`replicate` or ``distribute_module``.
         init: sets the values of the tensors that a module itself has; called for each module that has, or has below it,
-            tensors on meta. Default: the module's ``reset_parameters()``, where it has one.
+            tensors on meta. Default: the module's ``reset_parameters()`` or ``_reset_parameters()``, where it has one; if it has
+            no tensors of its own, only where its constructor calls that too.
         device: of tensors that are not distributed; default that of the first DTensor's mesh, or ``"cpu"``.
 
     Raises:
@@ -51,20 +55,21 @@ def materialize(
     >>> torch.equal(model[0].weight.full_tensor(), alone[0].weight), torch.equal(model[1].weight, alone[1].weight)
     (True, True)
     """
-    todo = [inner for inner in _children_first(module, set()) if _on_meta(inner)]
     if init is None:
-        _check_initialisers(module, todo)
+        check_initialisers(module)
+    places = [(held, name, x) for inner in module.modules() for held, name, x in _tensors(inner)]
     made: dict[int, tuple[Tensor, Tensor]] = {}  # by what stood there, which is kept so that no other takes its id
     device = torch.device(device) if device is not None else _device_of(module)
     with torch.no_grad():
-        for inner in todo:
+        for inner in _unfinished(module):
             _allocate(inner, device, made)
             if init is not None:
                 init(inner)
             else:
-                reset = next((getattr(inner, name) for name in _INITIALISERS if hasattr(inner, name)), None)
-                if reset is not None:
-                    reset()
+                _reset(inner, made)
+        for held, name, x in places:
+            if x.is_meta and isinstance(x, DTensor):
+                _keep_layout(held, name, made[id(x)][1])
     return module
 
 
@@ -105,25 +110,77 @@ def _on_meta(module: nn.Module) -> bool:
     return any(x.is_meta for part in module.modules() for _, _, x in _tensors(part))
 
 
-def _check_initialisers(module: nn.Module, todo: list[nn.Module]) -> None:
+def _unfinished(module: nn.Module) -> list[nn.Module]:
+    return [inner for inner in _children_first(module, set()) if _on_meta(inner)]
+
+
+def check_initialisers(module: nn.Module) -> None:
+    """Raises DTensorError, naming them: tensors on the meta device that nobody would set, or two modules would."""
     names = {inner: name for name, inner in module.named_modules()}
     unset: list[str] = []
+    kinds: dict[str, None] = {}
     owners: dict[int, list[str]] = {}
-    for inner in todo:
+    for inner in _unfinished(module):
         meta = [(f"{names[inner]}.{name}".lstrip("."), id(x)) for _, name, x in _tensors(inner) if x.is_meta]
-        if not any(hasattr(inner, name) for name in _INITIALISERS):
+        if _initialiser(inner) is None:
             unset += [name for name, _ in meta]
+            kinds |= {type(inner).__name__: None} if meta else {}
         for name, x in meta:
             owners.setdefault(x, []).append(name)
-    advice = "Give materialize(module, init=f), f(m) setting the tensors that m itself has"
+    advice = (
+        "Give materialize(module, init=f) or shard_model(module, spec, init_fn=f), f(m) setting the tensors that m itself has"
+    )
     if unset:
         shown = ", ".join(unset[:8]) + (", ..." if len(unset) > 8 else "")
-        raise DTensorError(f"nothing would set {shown}: no reset_parameters() where they are. {advice}")
+        raise DTensorError(f"nothing would set {shown}: {', '.join(kinds)} without reset_parameters(). {advice}")
     for tied in owners.values():
         if len(tied) > 1:
             raise DTensorError(
                 f"{' and '.join(tied)} are one parameter, and it is not known whose values it shall have. {advice}"
             )
+
+
+def _initialiser(module: nn.Module) -> Callable[[], object] | None:
+    """What gives ``module`` the values that its constructor does.
+
+    A module with tensors of its own has values from nowhere else. One without draws numbers for its children again, which is
+    what its constructor did only if it names that method.
+    """
+    name = next((name for name in _INITIALISERS if callable(getattr(module, name, None))), None)
+    if name is None or not (any(True for _ in _tensors(module)) or _constructor_names(type(module), name)):
+        return None
+    return getattr(module, name)  # type: ignore[no-any-return]  # callable, as was asked
+
+
+def _constructor_names(kind: type, method: str) -> bool:
+    constructors = (vars(base).get("__init__") for base in kind.__mro__)
+    return any(method in made.__code__.co_names for made in constructors if hasattr(made, "__code__"))
+
+
+def _reset(module: nn.Module, made: dict[int, tuple[Tensor, Tensor]]) -> None:
+    """Run the initialiser; what had values before keeps them, also where a parent sets all that is below it."""
+    initialise = _initialiser(module)
+    if initialise is None:
+        return
+    new = {id(value) for _, value in made.values()}
+    below = [place for part in module.modules() for place in _tensors(part)]
+    kept = [(held, name, x, x.detach().clone()) for held, name, x in below if not x.is_meta and id(x) not in new]
+    initialise()
+    for held, name, x, value in kept:
+        held[name] = x
+        x.copy_(value)
+
+
+def _keep_layout(held: dict[str, Any], name: str, made: DTensor) -> None:
+    """A plain tensor that was put in the place of a DTensor becomes one, with its layout."""
+    now = held.get(name)
+    if now is made or now is None or isinstance(now, DTensor):
+        return
+    value: Tensor = distribute_tensor(now.detach(), made.device_mesh, made.placements)
+    if isinstance(now, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=now.requires_grad)
+    value.__dict__.update(made.__dict__)
+    held[name] = value
 
 
 def _device_of(module: nn.Module) -> torch.device:
