@@ -58,7 +58,7 @@ def materialize(
     if init is None:
         check_initialisers(module)
     places = [(held, name, x) for inner in module.modules() for held, name, x in _tensors(inner)]
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # by what stood there, which is kept so that no other takes its id
+    made: dict[int, tuple[Tensor, Any]] = {}  # by what stood there, which is kept so that no other takes its id
     device = torch.device(device) if device is not None else _device_of(module)
     with torch.no_grad():
         for inner in _unfinished(module):
@@ -149,15 +149,15 @@ def _initialiser(module: nn.Module) -> Callable[[], object] | None:
     name = next((name for name in _INITIALISERS if callable(getattr(module, name, None))), None)
     if name is None or not (any(True for _ in _tensors(module)) or _constructor_names(type(module), name)):
         return None
-    return getattr(module, name)  # type: ignore[no-any-return]  # callable, as was asked
+    return getattr(module, name)
 
 
 def _constructor_names(kind: type, method: str) -> bool:
-    constructors = (vars(base).get("__init__") for base in kind.__mro__)
-    return any(method in made.__code__.co_names for made in constructors if hasattr(made, "__code__"))
+    codes = (getattr(vars(base).get("__init__"), "__code__", None) for base in kind.__mro__)
+    return any(method in code.co_names for code in codes if code is not None)
 
 
-def _reset(module: nn.Module, made: dict[int, tuple[Tensor, Tensor]]) -> None:
+def _reset(module: nn.Module, made: dict[int, tuple[Tensor, Any]]) -> None:
     """Run the initialiser; what had values before keeps them, also where a parent sets all that is below it."""
     initialise = _initialiser(module)
     if initialise is None:
@@ -188,7 +188,7 @@ def _device_of(module: nn.Module) -> torch.device:
     return torch.device(next((mesh.device_type for mesh in meshes), "cpu"))
 
 
-def _allocate(module: nn.Module, device: torch.device, made: dict[int, tuple[Tensor, Tensor]]) -> None:
+def _allocate(module: nn.Module, device: torch.device, made: dict[int, tuple[Tensor, Any]]) -> None:
     for held, name, x in _tensors(module):
         if not x.is_meta:
             continue
