@@ -374,6 +374,136 @@ def mismatches_say_what_differs_and_change_nothing(folder: Path) -> None:
     load(asked(), folder)
 
 
+@case
+def targets_on_one_memory_take_values_together_or_none(folder: Path) -> None:
+    x, y = value(6, 4), value(6, 4, seed=1)
+    save({"a": laid(x, line(), Shard(0)), "b": laid(x, line(), Shard(0)), "p": x, "q": x}, folder / "alike")
+    save({"a": laid(x, line(), Shard(0)), "b": laid(y, line(), Shard(0)), "p": x, "q": y}, folder / "other")
+
+    def both(tied: str) -> dict[str, Any]:
+        one, two, p = blank(x, line(), Shard(1)), blank(x, line(), Shard(0)), torch.zeros(6, 4)
+        shared = {"a": one, "b": one if tied == "ab" else two, "p": p, "q": p if tied == "pq" else torch.zeros(6, 4)}
+        return shared | {"q": p[:, :].view(6, 4)} if tied == "pq" else shared
+
+    for tied in ("ab", "pq"):
+        state = both(tied)
+        load(state, folder / "alike")
+        for found in state.values():
+            same(found, x)
+        assert state["a"]._local is state["b"]._local if tied == "ab" else state["p"].data_ptr() == state["q"].data_ptr()
+        state = both(tied)
+        with pytest.raises(CheckpointError, match=f"'{tied[0]}' and '{tied[1]}' lie on one memory .* different values"):
+            load(state, folder / "other")
+        for found in state.values():
+            same(found, torch.zeros(6, 4))
+    state = both("no")
+    load(state, folder / "other")
+    same(state["b"], y)
+    if dist.is_initialized():  # on one rank only: all of them say so
+        state = both("pq" if dist.get_rank() == 2 else "no")
+        with pytest.raises(CheckpointError, match="lie on one memory"):
+            load(state, folder / "other")
+        same(state["a"], torch.zeros(6, 4))
+
+
+@case
+def parts_of_one_memory_that_meet_or_do_not(folder: Path) -> None:
+    x = value(6, 4)
+    save({"a": x[:4].clone(), "b": x[2:].clone(), "c": x[:, 1].clone()}, folder / "fits")
+    save({"a": x[:4].clone(), "b": value(4, 4, seed=2), "c": x[:, 1].clone()}, folder / "contradicts")
+    save({"a": x[:, 0].clone(), "b": x[:, 1].clone(), "c": x[:, 2:].clone()}, folder / "apart")
+    z = torch.zeros(6, 4)
+    load({"a": z[:4], "b": z[2:], "c": z[:, 1]}, folder / "fits")
+    same(z, x)
+    z = torch.zeros(6, 4)
+    with pytest.raises(CheckpointError, match="lie on one memory"):
+        load({"a": z[:4], "b": z[2:], "c": z[:, 1]}, folder / "contradicts")
+    same(z, torch.zeros(6, 4))
+    load({"a": z[:, 0], "b": z[:, 1], "c": z[:, 2:]}, folder / "apart")
+    same(z, x)
+    c = torch.tensor([1 + 2j, 3j])
+    save({"a": c, "b": c.conj()}, folder / "conjugates")
+    z = torch.zeros(2, dtype=torch.complex64)
+    load({"a": z, "b": z.conj()}, folder / "conjugates")
+    same(z, c)
+
+
+@case
+def ties_on_meta_are_kept(folder: Path) -> None:
+    x = value(6, 4)
+    save({"a": x, "b": x, "c": laid(x, line(), Shard(0)), "d": laid(x, line(), Shard(0))}, folder / "alike")
+    save({"a": x, "b": x + 1, "c": laid(x, line(), Shard(0)), "d": laid(x, line(), Shard(0))}, folder / "other")
+    plain, cut = torch.empty(6, 4, device="meta"), laid(torch.empty(6, 4, device="meta"), line(), Shard(1))
+    state = {"a": plain, "b": plain, "c": cut, "d": cut}
+    with pytest.raises(CheckpointError, match="'a' and 'b' lie on one memory"):
+        load(dict(state), folder / "other")
+    load(state, folder / "alike")
+    assert state["a"] is state["b"]
+    assert state["c"] is state["d"]
+    same(state["c"], x)
+    model = nn.ModuleList([nn.Linear(4, 6, bias=False, device="meta") for _ in range(2)])
+    model[1].weight = model[0].weight
+    save({"0.weight": x, "1.weight": x + 1}, folder / "module")
+    with pytest.raises(CheckpointError, match=r"'0\.weight' and '1\.weight' lie on one memory"):
+        load(model, folder / "module")
+    assert model[0].weight.is_meta
+
+
+@case
+def targets_that_cannot_take_values_are_told_before_any_is_changed(folder: Path) -> None:
+    x, mesh = value(6, 4), line()
+    save({"a": laid(x, mesh, Shard(0)), "b": x, "z": laid(x, mesh, R)}, folder)
+    unfit: list[tuple[dict[str, Any], str]] = [
+        ({"b": torch.zeros(1, 4).expand(6, 4)}, "'b' has elements that share memory"),
+        ({"b": torch.zeros(9).as_strided((6, 4), (1, 1))}, "'b' has elements that share memory"),
+        ({"b": torch.zeros(6, 4).to_sparse()}, "'b' is no strided tensor"),
+        ({"z": dt.zeros(1, 4, device_mesh=mesh, placements=[R]).expand(6, 4)}, "'z' has elements that share memory"),
+        ({"z": dt.zeros(1, 4, device_mesh=mesh, placements=[Shard(1)]).expand(6, 4)}, "'z' has elements that share memory"),
+    ]
+    for changes, words in unfit:
+        state = {"a": blank(x, mesh, Shard(1)), "b": torch.zeros(6, 4), "z": blank(x, mesh, R), **changes}
+        with pytest.raises(CheckpointError, match=words):
+            load(state, folder)
+        same(state["a"], torch.zeros(6, 4))
+        same(state["b"].to_dense() if state["b"].is_sparse else state["b"], torch.zeros(6, 4))
+    if not dist.is_initialized():
+        piece = torch.zeros(6, 4)
+        terms = dt.DTensor.from_local(dt.per_rank([piece] * 4), mesh, [Partial()])
+        with pytest.raises(CheckpointError, match="'a' lie on one memory"):
+            load({"a": terms}, folder, strict=False)
+
+
+@case
+def any_other_target_is_filled_in_its_own_memory(folder: Path) -> None:
+    x, mesh = value(6, 4), line()
+    saved = {"leaf": x, "result": x, "turned": x, "step": x, "0d": torch.tensor(2.5), "none": torch.zeros(0, 4)}
+    save({"plain": saved, "cut": {name: laid(t, mesh, R if t.ndim == 0 else Shard(0)) for name, t in saved.items()}}, folder)
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            plain: dict[str, torch.Tensor] = {
+                "leaf": torch.zeros(6, 4, requires_grad=True),
+                "result": torch.zeros(6, 4, requires_grad=True) * 1,
+                "turned": torch.zeros(4, 6).t(),
+                "step": torch.zeros(12, 4)[::2],
+                "0d": torch.tensor(0.0),
+                "none": torch.ones(0, 4),
+            }
+            cut: dict[str, Any] = {
+                "leaf": blank(x, mesh, Shard(1)).requires_grad_(not inference),
+                "result": blank(x, mesh, Shard(1)).requires_grad_(not inference) * 1,
+                "turned": blank(x.t(), mesh, Shard(0)).t(),
+                "step": blank(value(12, 4), mesh, R)[::2],
+                "0d": blank(torch.tensor(0.0), mesh, R),
+                "none": blank(torch.zeros(0, 4), mesh, Shard(0)),
+            }
+        before = {key: t._local for key, t in cut.items()}
+        load({"plain": plain, "cut": cut}, folder)
+        for name, t in saved.items():
+            same(plain[name].detach(), t)
+            same(cut[name].detach(), t)
+            assert cut[name]._local is before[name]
+
+
 class _Raises:
     """State of one rank's that cannot be had."""
 

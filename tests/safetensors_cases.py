@@ -144,6 +144,9 @@ def what_goes_wrong_is_told_and_changes_nothing(folder: Path) -> None:
         (content[:-5], "truncated"),
         (content[:4], "truncated"),
         (content[:8] + b"}" + content[9:], "damaged"),
+        (content[:-30] + bytes([content[-30] ^ 4]) + content[-29:], "'a' is corrupted"),
+        (content.replace(b'"dtensor.digests":"{', b'"dtensor.digests":"[', 1), "damaged"),
+        (content.replace(b'"shape":[6,4]', b'"shape":[4,6]', 1), "does not fit its checksum"),
     ]:
         on_first_rank(lambda damaged=damaged: file.write_bytes(damaged))  # type: ignore[misc]
         target = blank(x, mesh, Shard(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import zipfile
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import torch
 from ..comm.backends import flat_bytes
 from ..errors import CheckpointError
 from ..memory_order import contiguous_stride
+from .files import open_regular
 
 _LONG = 512  # bytes: shorter runs are gathered from mapped memory, since a system call each would cost more than they do
 
@@ -93,8 +95,9 @@ class Files:
         bytes_read: of tensors, without manifests.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, links: bool = False) -> None:
+        """``links``: files may be symbolic links."""
+        self.folder, self.links = folder, links
         self.bytes_read = 0
         self._open: dict[str, tuple[int, Any]] = {}
 
@@ -160,13 +163,13 @@ class Files:
     def _handle(self, file: str) -> tuple[int, Any]:
         found = self._open.get(file)
         if found is None:
-            found = self._open[file] = os.open(self.folder / file, os.O_RDONLY), None
+            found = self._open[file] = open_regular(self.folder / file, self.links), None
         return found
 
     def _mapped(self, file: str) -> Any:
         handle, mapped = self._handle(file)
         if mapped is None:
-            mapped = np.memmap(self.folder / file, np.uint8, "r")
+            mapped = mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
             self._open[file] = handle, mapped
         return mapped
 

@@ -1,15 +1,14 @@
 """Models in the Hugging Face layout: ``safetensors`` files and, where there are several, an index of what is in which.
 
-A file is the length of its header in 8 bytes, the header in JSON (name -> dtype, shape, first and last byte), then the tensors,
-row-major, without gaps (https://huggingface.co/docs/safetensors). So every rank writes the blocks that it holds to their places
-in the files, and reads those that it needs: no rank ever holds a whole model, or a whole tensor that is not its own.
+In a file tensors stand row-major, without gaps, behind a header that says where (see ``header``). So every rank writes the blocks
+that it holds to their places in the files, and reads those that it needs: no rank ever holds a whole model, or a whole tensor
+that is not its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import uuid
 from collections.abc import Iterable, Mapping
@@ -22,59 +21,42 @@ import torch
 from ..errors import CheckpointError
 from .agreement import Ranks
 from .archive import write_box
+from .digest import MASK, digest
+from .files import check_name, present, read_regular, replace_file, strict_json, sync_folder
+from .header import NAME_OF, Place, header_of, read_header
 from .held import Held, held_here, piece_of
-from .manifest import Block, Entry, Manifest, replace_file, sync_folder
+from .manifest import Entry, Manifest, check_entries
 from .saving import fingerprint_of, finish_pending, locked, reduced, same_state, with_values
 from .stateful import expand
 from .tree import named_tensors
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_LONGEST = 100_000_000  # bytes of a header: the format's own bound
-
-_NAMES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-_OF = {dtype: name for name, dtype in _NAMES.items()}
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------------
+def is_file(path: Path) -> bool:
+    """Whether ``path`` is a single file of this layout, rather than a folder."""
+    return path.suffix == ".safetensors" and not path.is_dir()
+
+
 def is_model(path: Path) -> bool:
     """Whether ``path`` is a model in this layout: a folder with an index or a single file, or such a file."""
-    return path.suffix == ".safetensors" or (path / INDEX).exists() or (path / SINGLE).exists()
+    return is_file(path) or present(path / INDEX) or present(path / SINGLE)
 
 
 def read_model(path: Path) -> Manifest:
-    """What the files hold, and where; they have no checksums.
+    """What the files hold, and where, with their checksums where this library wrote them.
 
     Raises:
         CheckpointError: a file is missing, truncated or damaged, or lacks what the index says.
     """
-    if path.suffix == ".safetensors":
+    if is_file(path):
         return _joined(path.parent, {path.name: None})
-    if not (path / INDEX).exists():
+    if not present(path / INDEX):
         return _joined(path, {SINGLE: None})
-    try:
-        held = json.loads((path / INDEX).read_text())["weight_map"]
-        files: dict[str, set[str]] = {}
-        for name, file in held.items():
-            files.setdefault(file, set()).add(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path / INDEX} is damaged ({type(error).__name__}: {error})") from error
+    files: dict[str, set[str] | None] = {}
+    for name, file in strict_json(read_regular(path / INDEX, links=True), numbers=False)["weight_map"].items():
+        files.setdefault(check_name(file, path / INDEX), set()).add(name)  # type: ignore[union-attr]  # a set, just made
     return _joined(path, files)
 
 
@@ -82,55 +64,24 @@ def _joined(folder: Path, files: Mapping[str, set[str] | None]) -> Manifest:
     tensors: dict[str, Entry] = {}
     sizes = {}
     for file, expected in files.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{folder / INDEX} names {file!r}, which is not in its folder")
-        entries, sizes[file] = _read_header(folder / file)
+        entries, sizes[file] = read_header(folder / file)
         wanted = entries.keys() if expected is None else expected
         if wanted - entries.keys():
             raise CheckpointError(f"{folder / file} lacks {sorted(wanted - entries.keys())[:4]}, which {INDEX} says are in it")
         tensors |= {name: entry for name, entry in entries.items() if name in wanted}
-    return Manifest(tensors, {name: {"!": "tensor", "v": name} for name in tensors}, sizes)
-
-
-def _read_header(path: Path) -> tuple[dict[str, Entry], int]:
-    """The tensors of one file, and the bytes that it has."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete")
-    size = path.stat().st_size
-    try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(_LONGEST, size - 8):
-                raise CheckpointError(f"{path} is truncated, or no safetensors file")
-            header = json.loads(file.read(length))
-        entries, end = {}, 0
-        for name, said in header.items():
-            if name != "__metadata__":
-                entries[name], last = _entry(path.name, 8 + length, said)
-                end = max(end, last)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: its header cannot be read ({type(error).__name__}: {error})") from error
-    if size != 8 + length + end:
-        raise CheckpointError(f"{path} has {size:,} bytes instead of {8 + length + end:,}: it is truncated or was changed")
-    return entries, size
-
-
-def _entry(file: str, start: int, said: Mapping[str, Any]) -> tuple[Entry, int]:
-    dtype, shape, (first, last) = _NAMES[said["dtype"]], tuple(said["shape"]), said["data_offsets"]
-    if any(type(n) is not int or n < 0 for n in (*shape, first, last)) or last - first != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{dtype} of shape {shape} does not take bytes {first} to {last}")
-    block = Block((0,) * len(shape), shape, file, start + first)
-    return Entry(shape, str(dtype).removeprefix("torch."), (block,) if last > first else ()), last
+    manifest = Manifest(tensors, {"!": "dict", "v": [[name, {"!": "tensor", "v": name}] for name in tensors]}, sizes, links=True)
+    check_entries(manifest, folder)
+    return manifest
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file to be written: its header, and where each of its tensors begins."""
+    """A file to be written: its tensors, and in bytes how long its header and the whole are."""
 
     name: str
-    header: bytes
-    starts: dict[str, int]
+    places: tuple[Place, ...]
+    header: int
     size: int
 
 
@@ -169,7 +120,7 @@ def save_safetensors(
     try:
         tensors = with_values(_tensors_of(state))
         files = _plan(tensors, max_shard_size)
-        fingerprint = fingerprint_of([(file.name, file.header) for file in files], tensors)
+        fingerprint = fingerprint_of(files, tensors)
     except Exception as error:  # told when the ranks meet
         failed, tensors = error, {}
     tensors = reduced(tensors, fingerprint, ranks, what)
@@ -197,7 +148,10 @@ def save_safetensors(
         parts = [folder / _part(file, token) for file in files]
         try:
             ranks.together(
-                what, lambda: _write(tensors, files, parts, ranks.rank), lambda _: _publish(folder, files, parts), left=_EITHER
+                what,
+                lambda: _write(tensors, files, parts, ranks.rank),
+                lambda sums: _publish(folder, files, parts, sums),
+                left=_EITHER,
             )
         except CheckpointError:
             if ranks.coordinates:
@@ -235,7 +189,7 @@ def _plan(tensors: Mapping[str, Any], most: int) -> list[_File]:
     groups: list[list[str]] = [[]]
     held = 0
     for name, x in tensors.items():
-        if x.dtype not in _OF:
+        if x.dtype not in NAME_OF:
             raise CheckpointError(f"{name!r} is {str(x.dtype).removeprefix('torch.')}, which safetensors files do not have")
         nbytes = x.numel() * x.dtype.itemsize
         if groups[-1] and held + nbytes > most:
@@ -249,17 +203,12 @@ def _plan(tensors: Mapping[str, Any], most: int) -> list[_File]:
 
 
 def _layout(file: str, tensors: Mapping[str, Any]) -> _File:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts, at = {}, 0
+    places, at = [], 0
     for name, x in tensors.items():
-        end = at + x.numel() * x.dtype.itemsize
-        header[name] = {"dtype": _OF[x.dtype], "shape": list(x.shape), "data_offsets": [at, end]}
-        starts[name], at = at, end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
-    return _File(
-        file, len(text).to_bytes(8, "little") + text, {n: 8 + len(text) + at for n, at in starts.items()}, 8 + len(text) + at
-    )
+        places.append(Place(at, at + x.numel() * x.dtype.itemsize, name, x.dtype, tuple(x.shape)))
+        at = places[-1].last
+    length = len(header_of(places, {}))
+    return _File(file, tuple(places), length, length + at)
 
 
 def _part(file: _File, token: str) -> str:
@@ -274,33 +223,43 @@ def _allocate(folder: Path, files: Iterable[_File], token: str) -> None:
             made.append(folder / _part(file, token))
             with open(made[-1], "xb") as out:
                 os.posix_fallocate(out.fileno(), 0, file.size)
-                out.write(file.header)
     except OSError:
         for path in made:
             path.unlink(missing_ok=True)
         raise
 
 
-def _write(tensors: Mapping[str, Any], files: Iterable[_File], parts: Iterable[Path], rank: int) -> None:
+def _write(tensors: Mapping[str, Any], files: Iterable[_File], parts: Iterable[Path], rank: int) -> dict[str, int]:
+    """This rank's blocks to their places; what they add to the digests of their tensors."""
     blocks: dict[str, list[Held]] = {name: [h for h in held if h.answers] for name, held in held_here(tensors, rank)}
+    sums: dict[str, int] = {}
     for file, part in zip(files, parts, strict=True):
-        if any(blocks[name] for name in file.starts):
+        if any(blocks[place.name] for place in file.places):
             with open(part, "r+b") as out:
-                for name, start in file.starts.items():
-                    for held in blocks[name]:
-                        piece = piece_of(tensors[name], held.member).detach().cpu().resolve_conj().resolve_neg().contiguous()
-                        write_box(piece, out, start, tuple(tensors[name].shape), held.offset)
+                for place in file.places:
+                    for held in blocks[place.name]:
+                        piece = (
+                            piece_of(tensors[place.name], held.member).detach().cpu().resolve_conj().resolve_neg().contiguous()
+                        )
+                        write_box(piece, out, file.header + place.first, place.shape, held.offset)
+                        sums[place.name] = (sums.get(place.name, 0) + digest(piece, held.offset)) & MASK
                 out.flush()
                 os.fsync(out.fileno())
+    return sums
 
 
-def _publish(folder: Path, files: list[_File], parts: list[Path]) -> None:
-    """The index last: without it, the files of a larger model are none."""
+def _publish(folder: Path, files: list[_File], parts: list[Path], sums: list[dict[str, int]]) -> None:
+    """Headers, with what all ranks say of the tensors; the index last: without it, the files of a larger model are none."""
     for file, part in zip(files, parts, strict=True):
+        digests = {place.name: sum(each.get(place.name, 0) for each in sums) & MASK for place in file.places}
+        with open(part, "r+b") as out:
+            out.write(header_of(file.places, digests))
+            out.flush()
+            os.fsync(out.fileno())
         os.replace(part, folder / file.name)
     sync_folder(folder)
     if len(files) > 1:
-        total = sum(file.size - len(file.header) for file in files)
-        held = {name: file.name for file in files for name in file.starts}
+        total = sum(file.size - file.header for file in files)
+        held = {place.name: file.name for file in files for place in file.places}
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": held}, indent=2)
         replace_file(folder / INDEX, text.encode())

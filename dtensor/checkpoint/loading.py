@@ -15,9 +15,11 @@ from . import hugging_face, metadata
 from .agreement import Ranks
 from .archive import Files
 from .digest import MASK, digest
+from .files import present
 from .held import Held, held_here
 from .manifest import NAME, Block, Entry, Manifest, check_files, read_manifest
 from .match import Matched, match_trees, put_back
+from .memory import check_shared, finish
 from .saving import finish_pending
 from .staging import Target
 from .stateful import expand
@@ -75,15 +77,14 @@ def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True, proce
     ranks.together(what, matched, _same_everywhere)
     expanded, wanted = found[0]
     buffers: Buffers = {}
-    with Files(folder.parent if folder.suffix == ".safetensors" else folder) as files:
+    with Files(folder.parent if hugging_face.is_file(folder) else folder, manifest.links) as files:
         ranks.together(
             what,
             lambda: _read(wanted.targets, manifest, files, buffers, ranks.rank),
             lambda sums: _verify(sums, manifest),
         )
         read = files.bytes_read
-    for target in wanted.targets.values():
-        target.finish(buffers.pop(target.name))
+    finish(wanted.targets.values(), buffers)
     put_back(state, wanted.tree, expanded.installs)
     return Loaded(wanted.missing, wanted.unexpected, read)
 
@@ -92,15 +93,23 @@ def find_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint: ours, torch's, or a model in the Hugging Face layout.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or it is damaged.
     """
-    if (folder / NAME).exists():
-        return read_manifest(folder)
-    if (folder / metadata.NAME).exists():
-        return metadata.read_foreign(folder)
-    if hugging_face.is_model(folder):
-        return hugging_face.read_model(folder)
-    there = "holds no complete checkpoint" if folder.is_dir() else "does not exist"
+    try:
+        if present(folder / NAME):
+            return read_manifest(folder)
+        if present(folder / metadata.NAME):
+            return metadata.read_foreign(folder)
+        if hugging_face.is_model(folder):
+            return hugging_face.read_model(folder)
+        there = "holds no complete checkpoint" if folder.is_dir() else "does not exist"
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error.strerror}: {error.filename})") from error
+    except Exception as error:  # whatever those who parse it trip over: it is from outside
+        reason = str(error).splitlines() or [""]
+        raise CheckpointError(f"the checkpoint in {folder} is damaged ({type(error).__name__}: {reason[0]:.200})") from error
     raise CheckpointError(f"{folder} {there} (no {NAME}, {metadata.NAME} or {hugging_face.SINGLE})")
 
 
@@ -132,6 +141,7 @@ def _read(targets: Mapping[str, Target], manifest: Manifest, files: Files, buffe
         for piece in _first_of_each(held, target):
             _fill(buffers[name][piece.member], piece, name, entry, files, sums)
         _copy_replicas(held, buffers[name])
+    check_shared(targets.values(), buffers)
     return sums
 
 

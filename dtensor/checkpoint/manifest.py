@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from .tree import dtype_of
+from ..memory_order import contiguous_stride
+from .files import check_name, open_regular, present, read_regular, replace_file, sha256, strict_json
+from .tree import decode, dtype_of
 
 NAME = "manifest.json"
 _FORMAT = "dtensor checkpoint 1"
@@ -61,17 +65,20 @@ class Manifest:
         files: name -> size in bytes.
         beside: SHA-256 of the ``.metadata`` files that may lie beside it (see ``saving``): of another one, another program made
             it.
+        links: files may be symbolic links, of which the cache of a model hub consists.
     """
 
     tensors: dict[str, Entry]
     tree: Any
     files: dict[str, int]
     beside: tuple[str, ...] = field(default=())
+    links: bool = False
 
     def write(self, folder: Path) -> None:
         """Put it into ``folder``, in place of an older one: one atomic rename."""
-        body = json.dumps(asdict(self), separators=(",", ":"))
-        text = json.dumps({"format": _FORMAT, "sha256": _sha256(body.encode()), "body": body})
+        said = {key: value for key, value in asdict(self).items() if key != "links"}
+        body = json.dumps(said, separators=(",", ":"))
+        text = json.dumps({"format": _FORMAT, "sha256": sha256(body.encode()), "body": body})
         replace_file(folder / NAME, text.encode())
 
 
@@ -81,18 +88,15 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: it is damaged, of another format, or a file is missing or has another size.
     """
-    try:
-        outer = json.loads((folder / NAME).read_text())
-        body = outer["body"]
-        intact = outer["sha256"] == _sha256(body.encode())
-        known = outer["format"] == _FORMAT
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / NAME} is damaged ({error})") from error
-    if not known:
-        raise CheckpointError(f"{folder / NAME} has the format {outer['format']!r}; this version reads {_FORMAT!r}")
-    if not intact:
-        raise CheckpointError(f"{folder / NAME} is damaged: its checksum does not fit")
-    manifest = _from_json(json.loads(body))
+    path = folder / NAME
+    outer = strict_json(read_regular(path))
+    body = outer["body"]
+    if outer["format"] != _FORMAT:
+        raise CheckpointError(f"{path} has the format {outer['format']!r}; this version reads {_FORMAT!r}")
+    if outer["sha256"] != sha256(body.encode()):
+        raise CheckpointError(f"{path} is damaged: its checksum does not fit")
+    manifest = _from_json(strict_json(body), path)
+    check_entries(manifest, path)
     _check_beside(manifest, folder)
     check_files(manifest, folder)
     return manifest
@@ -106,23 +110,23 @@ def check_files(manifest: Manifest, folder: Path) -> None:
     """
     for name, size in manifest.files.items():
         path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing: the checkpoint is incomplete")
-        found = path.stat().st_size
+        handle = open_regular(path, manifest.links)
+        found = os.fstat(handle).st_size
+        os.close(handle)
         if found != size:
             raise CheckpointError(f"{path} has {found:,} bytes instead of {size:,}: the checkpoint is truncated or was changed")
 
 
 def _check_beside(manifest: Manifest, folder: Path) -> None:
     path = folder / ".metadata"
-    if manifest.beside and path.exists() and _sha256(path.read_bytes()) not in manifest.beside:
+    if manifest.beside and present(path) and sha256(read_regular(path)) not in manifest.beside:
         raise CheckpointError(
             f"{path} was not written together with {NAME}: another program has saved into this folder since; "
             f"remove the older of the two"
         )
 
 
-def _from_json(data: Any) -> Manifest:
+def _from_json(data: Any, path: Path) -> Manifest:
     tensors = {}
     for name, entry in data["tensors"].items():
         blocks = tuple(
@@ -137,33 +141,66 @@ def _from_json(data: Any) -> Manifest:
             for b in entry["blocks"]
         )
         tensors[name] = Entry(tuple(entry["shape"]), entry["dtype"], blocks)
-    return Manifest(tensors, data["tree"], data["files"], tuple(data["beside"]))
+    files = {check_name(name, path): _count(size) for name, size in data["files"].items()}
+    return Manifest(tensors, data["tree"], files, tuple(data["beside"]))
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """``path`` with this content: written aside, brought to the disk, renamed."""
-    aside = path.with_name(path.name + ".new")
-    with open(aside, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    sync_folder(path.parent)
+# --- what a manifest may say -----------------------------------------------------------------------------------------------
+_MOST = 2**63 - 1  # elements and bytes that torch can count
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring the names in ``folder`` to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def check_entries(manifest: Manifest, path: Path) -> None:
+    """Every entry is a tensor that can be, whose blocks tile it and lie in the files; the tree names no other.
+
+    Raises:
+        CheckpointError: ``path`` says something else.
+    """
+    for name, entry in manifest.tensors.items():
+        try:
+            _check_entry(entry, manifest.files)
+        except (TypeError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{path} is damaged: {name!r} cannot be ({error})") from error
+        for block in entry.blocks:
+            check_name(block.file, path)
+    decode(manifest.tree, dict.fromkeys(manifest.tensors))
 
 
-def sha256_of(path: Path) -> str | None:
-    """Of a file's content; None if there is no such file."""
-    return _sha256(path.read_bytes()) if path.exists() else None
+def _check_entry(entry: Entry, files: Mapping[str, int]) -> None:
+    width = entry.torch_dtype.itemsize
+    shape = [_count(size) for size in entry.shape]
+    if math.prod(size for size in shape if size) * width > _MOST:
+        raise ValueError(f"shape {shape} is too large")
+    for block in entry.blocks:
+        box = [(_count(a), _count(n)) for a, n in zip(block.offset, block.shape, strict=True)]
+        if any(a + n > size or not n for (a, n), size in zip(box, shape, strict=True)):
+            raise ValueError(f"a block of shape {block.shape} at {block.offset} is not in shape {shape}")
+        stride = contiguous_stride(block.shape) if block.stride is None else [_count(step) for step in block.stride]
+        last = sum((n - 1) * step for n, step in zip(block.shape, stride, strict=True))
+        if _count(block.at) + (last + 1) * width > files[block.file]:
+            raise ValueError(f"its block at {block.offset} ends behind {block.file}")
+        if block.digest is not None and _count(block.digest) >= 2**64:
+            raise ValueError("a digest is too large")
+    if not tile(shape, [(block.offset, block.shape) for block in entry.blocks]):
+        raise ValueError(f"its blocks do not tile shape {shape}")
 
 
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**64:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def tile(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether boxes (offset, shape), each within ``shape`` and not empty, are disjoint and fill it."""
+    if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
+        return False
+    if len(boxes) < 2:
+        return True
+    starts = np.array([offset for offset, _ in boxes])
+    ends = starts + np.array([size for _, size in boxes])
+    for dim in range(len(shape)):  # cut along one dim, which is the common case
+        order = np.argsort(starts[:, dim], kind="stable")
+        if (ends[order[:-1], dim] <= starts[order[1:], dim]).all():
+            return True
+    meet = (((starts[i] < ends[i + 1 :]) & (starts[i + 1 :] < ends[i])).all(1).any() for i in range(len(boxes) - 1))
+    return not any(meet)

@@ -119,6 +119,8 @@ def _target(asked: Any, name: str, manifest: Manifest, result: Matched) -> Any:
     elif target.dtype != entry.torch_dtype:
         ours = str(target.dtype).removeprefix("torch.")
         result.wrong.append(f"{name!r} is {ours} here and {entry.dtype} in the checkpoint: load it as such, then convert it")
+    elif target.problem is not None:
+        result.wrong.append(f"{name!r} {target.problem}")
     result.targets[name] = target
     return target
 

@@ -7,8 +7,8 @@ types in it, makes inert records of them, and refuses every other name.
 from __future__ import annotations
 
 import io
+import os
 import pickle
-import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,11 +18,13 @@ import torch
 
 from ..errors import CheckpointError
 from .archive import Stream, Window, record_at
-from .manifest import Block, Entry, Manifest
+from .files import check_name, open_regular, read_regular
+from .manifest import Block, Entry, Manifest, check_entries
 from .tree import dtype_of
 from .tree import encode as encode_tree
 
 NAME = ".metadata"
+_LONGEST = 1 << 20  # bytes that describe one tensor
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------------
@@ -107,14 +109,10 @@ class _Reader(pickle.Unpickler):
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if (module, name) == ("torch.serialization", "_get_layout"):
-            return _layout_named
+            return lambda layout: layout
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise CheckpointError(f"the checkpoint's metadata names {module}.{name}, which is no part of one: it is not loaded")
-
-
-def _layout_named(name: str) -> str:
-    return name
 
 
 def read_foreign(folder: Path) -> Manifest:
@@ -123,22 +121,13 @@ def read_foreign(folder: Path) -> Manifest:
     Raises:
         CheckpointError: damaged, or made of more than tensors and plain data.
     """
-    try:
-        with open(folder / NAME, "rb") as file:
-            content = _Reader(file).load()
-        described, stored, paths = content.state_dict_metadata, content.storage_data, content.planner_data or {}
-        places = {(index.fqn, _offset(index)): info for index, info in stored.items()}
-    except CheckpointError:
-        raise
-    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError, KeyError, struct.error) as error:
-        raise CheckpointError(f"{folder / NAME} is damaged ({type(error).__name__}: {error})") from error
-    files = {info.relative_path: 0 for info in places.values()}
+    content = _Reader(io.BytesIO(read_regular(folder / NAME))).load()
+    described, stored, paths = content.state_dict_metadata, content.storage_data, content.planner_data or {}
+    places = {(index.fqn, _offset(index)): info for index, info in stored.items()}
+    files = {check_name(info.relative_path, folder / NAME): 0 for info in places.values()}
     for name in files:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{folder / NAME} names {name!r}, which is not in its folder")
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name} is missing: the checkpoint is incomplete")
-        files[name] = (folder / name).stat().st_size
+        with _opened(folder, name) as file:
+            files[name] = os.fstat(file.fileno()).st_size
     entries: dict[str, Entry] = {}
     tree: dict[str, Any] = {}
     for name, said in described.items():
@@ -147,9 +136,15 @@ def read_foreign(folder: Path) -> Manifest:
             entries[name] = _entry(folder, name, said, places)
             leaf = _Tensor(name)
         else:
-            leaf = _value(folder, name, places[name, None], files)
+            leaf = _value(folder, name, places[name, None])
         _put(tree, paths.get(name, (name,)), leaf)
-    return Manifest(entries, _encoded(tree), files)
+    manifest = Manifest(entries, _encoded(tree), files)
+    check_entries(manifest, folder / NAME)
+    return manifest
+
+
+def _opened(folder: Path, name: str) -> BinaryIO:
+    return open(open_regular(folder / name), "rb")
 
 
 def _offset(index: Any) -> tuple[int, ...] | None:
@@ -164,7 +159,7 @@ def _entry(folder: Path, name: str, said: Any, places: Mapping[Any, Any]) -> Ent
         offset, shape = tuple(chunk.offsets), tuple(chunk.sizes)
         if 0 not in shape:
             info = places[name, offset]
-            with open(folder / info.relative_path, "rb") as file:
+            with _opened(folder, info.relative_path) as file:
                 at, stride = _tensor_in(file, info, shape, dtype_of(dtype).itemsize, name)
             blocks.append(Block(offset, shape, info.relative_path, at, None, stride))
     return Entry(tuple(said.size), dtype, tuple(blocks))
@@ -177,7 +172,9 @@ def _tensor_in(file: BinaryIO, info: Any, shape: tuple[int, ...], width: int, na
     window = Window(file, info.offset, info.length)
     try:
         with zipfile.ZipFile(window) as archive:
-            pickled = next(item for item in archive.namelist() if item.endswith("/data.pkl"))
+            pickled = next(item for item in archive.infolist() if item.filename.endswith("/data.pkl"))
+            if pickled.file_size > _LONGEST:
+                raise zipfile.BadZipFile("its description is too long")
             found = _TensorReader(io.BytesIO(archive.read(pickled))).load()
     except (zipfile.BadZipFile, StopIteration, pickle.UnpicklingError, EOFError) as error:
         raise CheckpointError(f"{name!r} is damaged in {info.relative_path} ({error})") from error
@@ -191,6 +188,9 @@ class _Saved:
 
     def __init__(self, key: str, start: int, shape: Any, stride: Any, *rest: Any) -> None:
         self.key, self.start, self.shape, self.stride = key, start, tuple(shape), tuple(stride)
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("a saved tensor has a state, which is no part of one")
 
 
 class _TensorReader(pickle.Unpickler):
@@ -214,14 +214,14 @@ class _TensorReader(pickle.Unpickler):
         return str(pid[2])  # ("storage", type, key, device, elements)
 
 
-def _value(folder: Path, name: str, info: Any, files: Mapping[str, int]) -> Any:
-    with open(folder / info.relative_path, "rb") as file:
-        try:
+def _value(folder: Path, name: str, info: Any) -> Any:
+    try:
+        with _opened(folder, info.relative_path) as file:
             content = io.BytesIO(Window(file, info.offset, info.length).readall())
-            return torch.load(content, weights_only=True, map_location="cpu")
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            reason = str(error).splitlines()[0]
-            raise CheckpointError(f"{name!r} is damaged or holds more than tensors and plain data ({reason})") from error
+        return torch.load(content, weights_only=True, map_location="cpu")
+    except Exception as error:  # whatever torch's reader trips over
+        reason = (str(error).splitlines() or [""])[0]
+        raise CheckpointError(f"{name!r} is damaged or holds more than tensors and plain data ({reason})") from error
 
 
 # --- the tree that paths describe ------------------------------------------------------------------------------------------

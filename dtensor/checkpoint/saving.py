@@ -28,8 +28,9 @@ from ..tensor import DTensor
 from .agreement import Ranks
 from .archive import Stream, append
 from .digest import digest
+from .files import present, read_regular, replace_file, sha256, sync_folder
 from .held import held_here, piece_of
-from .manifest import Block, Entry, Manifest, replace_file, sha256_of, sync_folder
+from .manifest import NAME, Block, Entry, Manifest
 from .stateful import expand
 from .tree import encode, named_tensors
 
@@ -162,7 +163,7 @@ def _prepared(state: Any, folder: Path, ranks: Ranks, copy: bool) -> _Job | Exce
 def with_values(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors, detached; CheckpointError: one that cannot be saved."""
     for tensor in tensors.values():
-        if tensor.is_meta or tensor.layout != torch.strided:
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
             raise CheckpointError(
                 f"a tensor of shape {tuple(tensor.shape)} is {'on meta: it has no values' if tensor.is_meta else tensor.layout}; "
                 "only strided tensors with values are saved"
@@ -252,7 +253,7 @@ def _what(job: _Job | Exception) -> str:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the folder against other saves; the system lets go of it when this process ends, however it ends."""
-    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -291,8 +292,8 @@ def _commit(job: _Job, shares: list[list[tuple[str, Block, Stream]]], token: str
     entries = {name: Entry(entry.shape, entry.dtype, tuple(blocks[name])) for name, entry in job.entries.items()}
     values = job.folder / f"__0_{token}v.distcp"
     beside = metadata.encode(job.values, entries, {(name, block.offset): stream for name, block, stream in written}, values)
-    old = sha256_of(job.folder / ".metadata")
-    prints = (hashlib.sha256(beside).hexdigest(), *(() if old is None else (old,)))
+    older = job.folder / ".metadata"
+    prints = (sha256(beside), *((sha256(read_regular(older)),) if present(older) else ()))
     files = {name: (job.folder / name).stat().st_size for name in {values.name, *(block.file for _, block, _ in written)}}
     sync_folder(job.folder)
     Manifest(entries, job.encoded, files, prints).write(job.folder)
@@ -303,6 +304,6 @@ def _commit(job: _Job, shares: list[list[tuple[str, Block, Stream]]], token: str
 
 
 def _committed(folder: Path, token: str) -> bool:
-    with contextlib.suppress(OSError):
-        return token in (folder / "manifest.json").read_text()
+    with contextlib.suppress(OSError, CheckpointError):
+        return token.encode() in read_regular(folder / NAME)
     return False

@@ -109,7 +109,7 @@ def decode(data: Any, tensors: Mapping[str, Any]) -> Any:
         case "tuple":
             return tuple(decode(item, tensors) for item in value)
         case "size":
-            return torch.Size(value)
+            return torch.Size(decode(value, tensors))
         case "dict":
             return {decode(key, tensors): decode(item, tensors) for key, item in value}
         case "set" | "frozenset" as kind:
@@ -127,7 +127,7 @@ def decode(data: Any, tensors: Mapping[str, Any]) -> Any:
 
 def dtype_of(name: str) -> torch.dtype:
     """The dtype of this name, such as ``"float32"``."""
-    found = getattr(torch, name, None)
+    found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
         raise CheckpointError(f"unknown dtype {name!r}")
     return found
