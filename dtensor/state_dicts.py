@@ -3,7 +3,8 @@
 ``get_model_state_dict``, ``set_model_state_dict`` and their siblings gather, broadcast and cut by asking whether a value is one
 of torch's DTensors; others count as plain, and are left cut where a full state dict was asked for, or are sent to ranks that
 expect another size. Private torch API: ``torch.distributed._state_dict_utils``, of which four names are replaced once it is
-imported.
+imported, and two of ``torch.distributed.checkpoint.state_dict``, which asks the process group who is first: with all ranks in this
+process there is none, and it is this process.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .comm import PerRank
 from .distribute import distribute_tensor
@@ -23,6 +24,7 @@ from .when_imported import when_imported
 def teach_state_dicts() -> None:
     """Have torch's tools take this package's DTensors, now or when they are imported."""
     when_imported("torch.distributed._state_dict_utils", _teach)
+    when_imported("torch.distributed.checkpoint.state_dict", _teach_options)
 
 
 def _teach(module: Any) -> None:
@@ -52,6 +54,40 @@ def _teach(module: Any) -> None:
     module._broadcast_tensors = broadcast_tensors
     module.distribute_tensor = distribute_to
     module.DTensor = _either(theirs)
+
+
+def _teach_options(module: Any) -> None:
+    verify, load = (getattr(module, name, None) for name in ("_verify_options", "_load_model_state_dict"))
+    if verify is None or load is None:
+        return
+
+    def verify_options(model: Any, *args: Any, **options: Any) -> Any:
+        info = verify(model, *args, **options)
+        if info.broadcast_from_rank0 and _all_here(model):
+            info.broadcast_from_rank0 = False  # this process holds the first rank's values, and all ranks
+        return info
+
+    def load_model(model: nn.Module, state: dict[str, Any], info: Any) -> Any:
+        here = info.full_state_dict and _all_here(model) and all(x.is_meta for x in _tensors(model))
+        return _load_onto_meta(model, state, info.strict) if here else load(model, state, info)
+
+    module._verify_options, module._load_model_state_dict = verify_options, load_model
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _load_onto_meta(model: nn.Module, state: dict[str, Any], strict: bool) -> Any:
+    """Where nothing has a device yet, torch's function asks the process group for one."""
+    asked = model.state_dict()
+    ours = {key: x for key, x in asked.items() if isinstance(x, DTensor) and isinstance(state.get(key), Tensor)}
+    laid = {key: _cut(state[key].to(x.dtype), x.device_mesh, x.placements) for key, x in ours.items()}
+    return model.load_state_dict({**state, **laid}, strict=strict, assign=True)
+
+
+def _all_here(model: nn.Module) -> bool:
+    return any(isinstance(x, DTensor) and x.device_mesh.kind == "in_process" for x in _tensors(model))
 
 
 def _like(dtensor: Any, plain: Any) -> Any:

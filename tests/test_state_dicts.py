@@ -92,9 +92,112 @@ def test_full_state_dicts_in_one_process() -> None:
     one, other = trained((2, 2), 0), trained((4,), 1)
     model, state = get_model_state_dict(one[0], options=WHOLE), get_optimizer_state_dict(*one, options=WHOLE)
     assert {type(x) for x in model.values()} == {Tensor}
-    set_model_state_dict(other[0], model, options=WHOLE)
+    set_model_state_dict(other[0], dict(model), options=WHOLE)  # torch's function writes to the dict
     set_optimizer_state_dict(*other, state, options=WHOLE)
     same(one, other)
+    third = trained((2, 2), 2)
+    set_model_state_dict(third[0], dict(model), options=FROM_THE_FIRST)
+    set_optimizer_state_dict(*third, state, options=FROM_THE_FIRST)
+    same(one, third)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class Language(nn.Module):
+    """Blocks between an embedding and a projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers, self.norm = nn.Embedding(7, 6), nn.ModuleList(Block() for _ in range(2)), nn.LayerNorm(6)
+        self.output = nn.Linear(6, 7, bias=False)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))  # type: ignore[no-any-return]
+
+    def reset_parameters(self) -> None:
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        self.scale.fill_(1.0)
+
+
+RANKS = {"mixed": (2, 2), "flat": (4,)}
+
+
+def started(shape: tuple[int, ...], saved: Path | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """As torch's example of ``fully_shard``: built on meta, sharded layer by layer, then new or from a saved state."""
+    with torch.device("meta"):
+        model = Language()
+    mesh = dt.init_device_mesh("cpu", shape)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if saved is None:
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)
+        with torch.no_grad():
+            model.reset_parameters()
+    else:
+        full = torch.load(saved / "model.pt", mmap=True, weights_only=True)
+        set_model_state_dict(model, full, options=FROM_THE_FIRST)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01 if saved is None else 0.5)
+    if saved is not None:
+        full = torch.load(saved / "optimizer.pt", mmap=True, weights_only=True)
+        set_optimizer_state_dict(model, optimizer, full, options=FROM_THE_FIRST)
+    return model, optimizer
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+    for seed in seeds:
+        tokens: Any = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(seed))
+        model(tokens if dist.is_initialized() else dt.per_rank([tokens] * 4)).square().sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _stopped_and_resumed(folder: str) -> None:
+    for name, shape in RANKS.items():
+        saved, (model, optimizer) = Path(folder) / name, started(shape, None)
+        steps(model, optimizer, range(2))
+        whole_model = get_model_state_dict(model, options=TO_THE_FIRST)
+        whole_optimizer = get_optimizer_state_dict(model, optimizer, options=TO_THE_FIRST)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            saved.mkdir()
+            torch.save(whole_model, saved / "model.pt")
+            torch.save(whole_optimizer, saved / "optimizer.pt")
+        if dist.is_initialized():
+            dist.barrier()
+        steps(model, optimizer, range(2, 4))
+        for other in RANKS.values():
+            resumed = started(other, saved)
+            assert resumed[1].param_groups[0]["lr"] == 0.01
+            steps(*resumed, range(2, 4))
+            for (key, x), y in zip(model.state_dict().items(), resumed[0].state_dict().values(), strict=True):
+                torch.testing.assert_close(whole(x), whole(y), msg=key)
+            for p, q in zip(model.parameters(), resumed[0].parameters(), strict=True):
+                for key, x in optimizer.state[p].items():
+                    torch.testing.assert_close(whole(x), whole(resumed[1].state[q][key]), msg=key)
+
+
+def test_training_stops_and_resumes_in_one_process(tmp_path: Path) -> None:
+    _stopped_and_resumed(str(tmp_path))
+
+
+@pytest.mark.gloo
+def test_training_stops_and_resumes_on_process_groups(tmp_path: Path) -> None:
+    run_gloo(_stopped_and_resumed, 4, str(tmp_path))
 
 
 def test_staging_on_the_host() -> None:
