@@ -3,8 +3,8 @@
 ``get_model_state_dict``, ``set_model_state_dict`` and their siblings gather, broadcast and cut by asking whether a value is one
 of torch's DTensors; others count as plain, and are left cut where a full state dict was asked for, or are sent to ranks that
 expect another size. Private torch API: ``torch.distributed._state_dict_utils``, of which four names are replaced once it is
-imported, and two of ``torch.distributed.checkpoint.state_dict``, which asks the process group who is first: with all ranks in this
-process there is none, and it is this process.
+imported, and two of ``torch.distributed.checkpoint.state_dict``, which asks the process group who is first: with all ranks in
+this process there is none, and it is this process.
 """
 
 from __future__ import annotations

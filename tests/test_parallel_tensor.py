@@ -432,3 +432,79 @@ def test_hooks_of_distribute_module_may_leave_the_module_out() -> None:
             output_fn=lambda module, outputs, mesh: outputs.full_tensor() * 2,
         )
     torch.testing.assert_close(made(x), expected)
+
+
+# --- weights that are computed from other parameters -------------------------------------------------------------------
+COMPUTED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "weight norm": nn.utils.parametrizations.weight_norm,
+    "weight norm of columns": lambda m: nn.utils.parametrizations.weight_norm(m, dim=1),
+    "weight norm of all": lambda m: nn.utils.parametrizations.weight_norm(m, dim=None),  # type: ignore[arg-type]  # it may be
+    "spectral norm": nn.utils.parametrizations.spectral_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+    "older weight norm": nn.utils.weight_norm,
+    "older spectral norm": nn.utils.spectral_norm,
+}
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": lambda: ColwiseParallel(use_local_output=False),
+    "rowwise": lambda: RowwiseParallel(input_layouts=Replicate(), use_local_output=False),
+    "sequence": lambda: SequenceParallel(sequence_dim=0),
+}
+
+
+def _trains_as_on_one_device(kind: str, computed: str, style: str, ranks: int) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return COMPUTED[computed](nn.Linear(7, 5) if kind == "linear" else nn.Embedding(7, 5)).double()
+
+    plain, mesh = made(), tp_mesh(ranks)
+    module = parallelize_module(made(), mesh, STYLES[style]())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, module)]
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(4, 7, generator=generator).double() if kind == "linear" else torch.randint(7, (4,), generator=generator)
+        expected, found = plain(x), module(dt.distribute_tensor(x, mesh, [Replicate()]))
+        torch.testing.assert_close(whole(found), expected)
+        for optimizer, y in zip(optimizers, (expected, found), strict=True):
+            optimizer.zero_grad()
+            y.square().sum().backward()
+            optimizer.step()
+    for (name, x), y in zip(plain.state_dict().items(), module.state_dict().values(), strict=True):
+        assert isinstance(y, DTensor), name
+        torch.testing.assert_close(whole(y), x, msg=name)
+
+
+def whole(x: Any) -> torch.Tensor:
+    full = x.full_tensor()
+    return full.shards[0] if isinstance(full, PerRank) else full
+
+
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm:FutureWarning")
+@pytest.mark.parametrize("computed", COMPUTED)
+@pytest.mark.parametrize(("kind", "style"), [*(("linear", style) for style in STYLES), ("embedding", "rowwise")])
+def test_weights_that_are_computed_train_as_on_one_device(kind: str, computed: str, style: str) -> None:
+    _trains_as_on_one_device(kind, computed, style, 3)
+
+
+def _all_computed() -> None:
+    for computed in COMPUTED:
+        _trains_as_on_one_device("linear", computed, "colwise", 2)
+        _trains_as_on_one_device("embedding", computed, "rowwise", 2)
+
+
+@pytest.mark.gloo
+def test_weights_that_are_computed_train_on_process_groups() -> None:
+    run_gloo(_all_computed, 2)
+
+
+def test_what_a_weight_is_computed_from_is_cut_like_it() -> None:
+    linear = COMPUTED["weight norm"](nn.Linear(7, 5))
+    parallelize_module(linear, tp_mesh(), ColwiseParallel())
+    assert {tuple(p.placements) for p in linear.parameters()} == {(Shard(0),)}
+    assert linear.weight.placements == (Shard(0),)
+    columns = COMPUTED["weight norm of columns"](nn.Linear(7, 5))
+    parallelize_module(columns, tp_mesh(), ColwiseParallel())
+    assert {name: p.placements for name, p in columns.named_parameters()} == {
+        "bias": (Shard(0),),
+        "parametrizations.weight.original0": (Replicate(),),
+        "parametrizations.weight.original1": (Shard(0),),
+    }

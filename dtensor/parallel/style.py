@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..comm import PerRank
 from ..distribute import distribute_tensor
 from ..errors import MeshError, PlacementError
 from ..mesh import DeviceMesh
-from ..placement import Placement, Replicate
+from ..placement import Placement, Replicate, Shard
 from ..tensor import DTensor
 
 
@@ -59,12 +60,64 @@ def checked(given: Placement | None, default: Placement, name: str, style: Paral
 
 
 def lay_out(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None) -> None:
-    """Replace the parameter ``name`` of ``module`` by the same value under ``placement``."""
-    parameter = module._parameters[name]
-    if parameter is None or (isinstance(parameter, DTensor) and parameter.placements == (placement,)):
-        return
-    value = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=source)
-    module._parameters[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    """Replace the parameter ``name`` of ``module`` by the same value under ``placement``.
+
+    Where it is computed from others (weight norm and the like), those that have the dim to be cut are cut like it, and the rest
+    is replicated: what is computed from them is then laid out as its own rules say.
+    """
+    whole = tensor_of(module, name)
+    for owner, key in behind(module, name):
+        parameter = owner._parameters[key]
+        assert parameter is not None
+        where = placement if parameter is whole or _has_dim(parameter, whole, placement) else Replicate()
+        if isinstance(parameter, DTensor) and parameter.placements == (where,):
+            continue
+        value = distribute_tensor(parameter.detach(), mesh, [where], src_data_rank=source)
+        owner._parameters[key] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+
+def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
+    """The parameter ``name`` of ``module``, or what it computes and calls so; None if it has neither."""
+    found: Any = module._parameters.get(name)
+    if found is None and is_parametrized(module, name):
+        found = _computed(module, name)
+    elif found is None and behind(module, name):
+        found = getattr(module, name, None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _computed(module: nn.Module, name: str) -> Any:
+    """What a parametrization computes, as it does in evaluation: in training, a spectral norm goes on with its iteration."""
+    parts = [part for part in _originals(module, name).modules() if part.training]
+    for part in parts:
+        part.training = False
+    try:
+        with torch.no_grad():
+            return getattr(module, name)
+    finally:
+        for part in parts:
+            part.training = True
+
+
+def _originals(module: nn.Module, name: str) -> nn.Module:
+    return module.parametrizations[name]  # type: ignore[index,return-value]  # a dict of modules
+
+
+def behind(module: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
+    """The parameter ``name`` of ``module`` and where it stands; or those from which a parametrization computes it."""
+    if module._parameters.get(name) is not None:
+        return [(module, name)]
+    if is_parametrized(module, name):
+        originals = _originals(module, name)
+        return [(originals, key) for key, x in originals._parameters.items() if x is not None]
+    # of weight_norm and spectral_norm in torch.nn.utils, which came before parametrizations: weight_g, weight_v, weight_orig
+    return [(module, key) for key, x in module._parameters.items() if x is not None and key.startswith(f"{name}_")]
+
+
+def _has_dim(part: torch.Tensor, whole: torch.Tensor | None, placement: Placement) -> bool:
+    if whole is None or not isinstance(placement, Shard):
+        return True
+    return part.ndim == whole.ndim and part.shape[placement.dim] == whole.shape[placement.dim]
 
 
 def replicate_rest(module: nn.Module, mesh: DeviceMesh, source: int | None) -> None:

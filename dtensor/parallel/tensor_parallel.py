@@ -19,12 +19,14 @@ from .style import (
     after_forward,
     annotated,
     before_forward,
+    behind,
     checked,
     lay_out,
     local_if,
     one_dim,
     placed,
     replicate_rest,
+    tensor_of,
 )
 
 Family = Literal["linear", "transposed linear", "embedding"]
@@ -34,9 +36,9 @@ def family_of(module: nn.Module) -> Family:
     """What the weight of ``module`` means: (out, in), (in, out), or (row, feature) of a table.
 
     Raises:
-        TypeError: ``module`` has no two-dimensional weight.
+        TypeError: ``module`` has no two-dimensional weight, nor computes one.
     """
-    weight = module._parameters.get("weight")
+    weight = tensor_of(module, "weight")
     if weight is None or weight.ndim != 2:
         raise TypeError(
             f"{type(module).__name__} has no parameter `weight` of two dims, so there are no columns or rows to cut; "
@@ -44,7 +46,9 @@ def family_of(module: nn.Module) -> Family:
         )
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) or hasattr(module, "num_embeddings"):
         return "embedding"
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # GPT-2's linear layer in Hugging Face models
+    if hasattr(module, "nf") and any(
+        kind.__name__ == "Conv1D" for kind in type(module).__mro__
+    ):  # GPT-2's linear layer in Hugging Face models
         return "transposed linear"
     return "linear"
 
@@ -75,7 +79,7 @@ class _MatrixParallel(ParallelStyle):
         mesh, family = one_dim(device_mesh, self), family_of(module)
         features = _input_features(module, family)
         lay_out(module, "weight", mesh, Shard(self._weight_dim(family)), self.src_data_rank)
-        if module._parameters.get("bias") is not None:
+        if behind(module, "bias"):
             lay_out(module, "bias", mesh, self._bias(), self.src_data_rank)
         replicate_rest(module, mesh, self.src_data_rank)
         given, wanted, output = self.input_layouts[0], self._wanted_input(family), self.output_layouts[0]
@@ -170,7 +174,7 @@ class SequenceParallel(ParallelStyle):
 
 
 def _input_features(module: nn.Module, family: Family) -> int | None:
-    weight = module._parameters["weight"]
+    weight = tensor_of(module, "weight")
     assert weight is not None
     return {"linear": int(weight.shape[1]), "transposed linear": int(weight.shape[0])}.get(family)
 
