@@ -292,6 +292,12 @@ class Layout:
 
     __hash__ = object.__hash__
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Torch asks this of an argument that is not what it expects: of ``layout=x.layout``, which is ``torch.strided`` to it."""
+        args = [torch.strided if isinstance(each, Layout) else each for each in args]
+        return func(*args, **{k: torch.strided if isinstance(each, Layout) else each for k, each in (kwargs or {}).items()})
+
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         names = self.mesh.mesh_dim_names or tuple(str(dim) for dim in range(self.mesh.ndim))

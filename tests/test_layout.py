@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dtensor as dt
 from dtensor.errors import LayoutError, PlacementError
 from dtensor.layout import Layout, Split, chunk_sizes, offsets_of
 from dtensor.memory_order import contiguous_stride, stride_like
@@ -252,3 +254,25 @@ def test_splits_that_do_not_fit_the_shape_are_refused() -> None:
     with pytest.raises(LayoutError, match="do not fit the shape"):
         Layout.from_splits(DeviceMesh("cpu", 2), (), (None,), (7919,))  # a size that no other test has made a layout of
     assert Layout.of(DeviceMesh("cpu", 2), [Replicate()], (7919,)).local_shape((0,)) == (7919,)
+
+
+def test_where_torch_asks_for_a_memory_format_a_layout_is_strided() -> None:
+    """Code for plain tensors makes others like ``x`` with ``layout=x.layout``."""
+    x = dt.ones(5, 3, dtype=torch.float64, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
+    like: Any = {"dtype": x.dtype, "device": x.device, "layout": x.layout}
+    plain = torch.ones(2)
+    for made in (
+        torch.zeros((2, 3), **like),
+        torch.empty(2, 3, **like).zero_(),
+        torch.full((2, 3), 0.0, **like),
+        plain.new_zeros((2, 3), **like),
+        torch.zeros_like(torch.ones(2, 3), **like),
+    ):
+        assert type(made) is torch.Tensor
+        assert (made.layout, made.dtype) == (torch.strided, torch.float64)
+        assert torch.equal(made, torch.zeros(2, 3, dtype=torch.float64))
+    for found in (torch.zeros_like(x, layout=x.layout), x.new_zeros((5, 3), layout=x.layout)):
+        assert isinstance(found, dt.DTensor)
+        assert found.full_tensor().sum() == 0
+    with pytest.raises(TypeError, match="layout"):
+        torch.zeros(2, layout="strided")  # type: ignore[call-overload]  # no layout at all

@@ -10,8 +10,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 import dtensor as dt
 
 MESH = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-# Their code hands `x.layout` to torch.zeros, where a DTensor has its Layout: write torch.strided there.
-KNOWN = {"ovis2"}
 
 
 @pytest.mark.slow
@@ -21,6 +19,4 @@ def test_a_training_step_is_that_of_one_device(model_type: str) -> None:
         family = shrunk(model_type)
     except NotShrunk as reason:
         pytest.skip(str(reason)[:150])
-    if model_type in KNOWN:
-        pytest.xfail("x.layout is taken for torch's")
     check(family, PLANS["everywhere"], MESH)  # type: ignore[arg-type]  # builds and calls as a Family does
