@@ -294,7 +294,7 @@ class Layout:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Torch asks this of an argument that is not what it expects: of ``layout=x.layout``, which is ``torch.strided`` to it."""
+        """Torch asks this of an argument that is not what it expects: of ``layout=x.layout``, meant as ``torch.strided``."""
         args = [torch.strided if isinstance(each, Layout) else each for each in args]
         return func(*args, **{k: torch.strided if isinstance(each, Layout) else each for k, each in (kwargs or {}).items()})
 

@@ -335,6 +335,28 @@ def torchs_own_functions_read_and_write_the_same(folder: Path) -> None:
     assert (state["l"], state["n"]) == ([1, "two"], 3)
 
 
+@case
+def torch_finds_the_tensors_of_tuples_or_says_that_it_does_not(folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    x = value(3, 2)
+    names = {1, 2}
+    pending = save({"t": (x, 3), "l": [(4, 5)], "s": names}, folder / "ours", async_op=True)
+    names.add(9)
+    assert pending is not None
+    pending.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"t": (x, 3)}, checkpoint_id=folder / "torchs")
+    on_first_rank((folder / "ours" / "manifest.json").unlink)
+    state = {"t": (torch.zeros(3, 2), 0), "l": [()], "s": set()}
+    load(state, folder / "ours")
+    same(state["t"][0], x)
+    assert (state["l"], state["s"]) == ([(4, 5)], {1, 2})
+    with pytest.raises(CheckpointError, match=r"'t' holds tensors .* save them in a list"):
+        load({"t": (torch.zeros(3, 2), 0)}, folder / "torchs")
+
+
 # --- what goes wrong --------------------------------------------------------------------------------------------------------
 @case
 def mismatches_say_what_differs_and_change_nothing(folder: Path) -> None:

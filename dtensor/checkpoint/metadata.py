@@ -20,7 +20,7 @@ from ..errors import CheckpointError
 from .archive import Stream, Window, record_at
 from .files import check_name, open_regular, read_regular
 from .manifest import Block, Entry, Manifest, check_entries
-from .tree import dtype_of
+from .tree import dtype_of, tensors_in
 from .tree import encode as encode_tree
 
 NAME = ".metadata"
@@ -218,10 +218,16 @@ def _value(folder: Path, name: str, info: Any) -> Any:
     try:
         with _opened(folder, info.relative_path) as file:
             content = io.BytesIO(Window(file, info.offset, info.length).readall())
-        return torch.load(content, weights_only=True, map_location="cpu")
+        value = torch.load(content, weights_only=True, map_location="cpu")
     except Exception as error:  # whatever torch's reader trips over
         reason = (str(error).splitlines() or [""])[0]
         raise CheckpointError(f"{name!r} is damaged or holds more than tensors and plain data ({reason})") from error
+    if any(tensors_in(value)):
+        raise CheckpointError(
+            f"{name!r} holds tensors that torch.distributed.checkpoint has stored inside of one value, as it does with tuples: "
+            "they cannot be read in parts; save them in a list or a dict"
+        )
+    return value
 
 
 # --- the tree that paths describe ------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from .files import present, read_regular, replace_file, sha256, sync_folder
 from .held import held_here, piece_of
 from .manifest import NAME, Block, Entry, Manifest
 from .stateful import expand
-from .tree import encode, named_tensors
+from .tree import encode, named_tensors, tensors_in
 
 _OURS = re.compile(r"__\d+_\w+\.distcp")
 
@@ -200,7 +200,7 @@ def _to_write(piece: torch.Tensor, copy: bool) -> torch.Tensor:
 
 
 def _without_tensors(tree: Any) -> Any:
-    """The tree with meta tensors, which keep nothing alive."""
+    """The tree as torch's metadata has it: meta tensors, which keep nothing alive, and in lists, since it looks into no tuple."""
     match tree:
         case torch.Tensor():
             return torch.empty(tree.shape, dtype=tree.dtype, device="meta")
@@ -210,7 +210,9 @@ def _without_tensors(tree: Any) -> Any:
             return tree
         case list() | tuple():
             items = [_without_tensors(item) for item in tree]
-            return items if isinstance(tree, list) else tuple(items)
+            return items if isinstance(tree, list) or any(tensors_in(tree)) else tuple(items)
+        case set() | frozenset():
+            return type(tree)(tree)  # the caller may change it while it is written
     return tree
 
 
