@@ -20,6 +20,7 @@ import torch
 import dtensor as dt
 from dtensor import Shard
 from dtensor.checkpoint import load, read_tensors, read_tree, save, save_safetensors
+from dtensor.checkpoint.manifest import tile
 from dtensor.errors import CheckpointError
 
 X = torch.arange(35.0).reshape(7, 5)
@@ -172,6 +173,22 @@ def test_a_manifest_that_means_nothing_is_refused(tmp_path: Path, change: str) -
         if change != "a tensor that no tree names":
             with pytest.raises(CheckpointError):
                 read(tmp_path)
+
+
+def test_blocks_tile_a_tensor_or_do_not() -> None:
+    grid = [((row * 2, column * 3), (2, 3)) for row in range(3) for column in range(2)]
+    nested = [((0, 0), (3, 6)), ((3, 0), (3, 2)), ((3, 2), (1, 4)), ((4, 2), (2, 4))]
+    for boxes in (grid, nested, [((0, 0), (6, 6))]):
+        assert tile((6, 6), boxes)
+        assert tile((6, 6), boxes[::-1])
+        assert not tile((6, 6), boxes[1:])
+        assert not tile((6, 6), [*boxes, boxes[0]])
+    assert not tile((6, 6), [*grid[1:], grid[1]])
+    assert not tile((6, 6), [((0, 0), (6, 3)), ((0, 2), (6, 3))])  # as many elements, and a hole
+    assert not tile((4, 2), [((0, 0), (3, 1)), ((0, 1), (3, 1)), ((2, 0), (1, 2))])
+    assert tile((), [((), ())])
+    assert tile((0, 3), [])
+    assert not tile((), [])
 
 
 def test_text_that_is_no_manifest(tmp_path: Path) -> None:

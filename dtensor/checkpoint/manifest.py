@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..errors import CheckpointError
 from ..memory_order import contiguous_stride
@@ -190,6 +191,12 @@ def _count(value: Any) -> int:
     return value
 
 
+def _apart(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
+    """Whether any two intervals are the same one or disjoint."""
+    known = np.unique(np.stack([starts, ends], 1), axis=0)
+    return bool((known[:-1, 1] <= known[1:, 0]).all())
+
+
 def tile(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
     """Whether boxes (offset, shape), each within ``shape`` and not empty, are disjoint and fill it."""
     if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
@@ -198,9 +205,7 @@ def tile(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int
         return True
     starts = np.array([offset for offset, _ in boxes])
     ends = starts + np.array([size for _, size in boxes])
-    for dim in range(len(shape)):  # cut along one dim, which is the common case
-        order = np.argsort(starts[:, dim], kind="stable")
-        if (ends[order[:-1], dim] <= starts[order[1:], dim]).all():
-            return True
+    if all(_apart(starts[:, dim], ends[:, dim]) for dim in range(len(shape))):  # the cells of a grid, which is the common case
+        return len(np.unique(starts, axis=0)) == len(boxes)
     meet = (((starts[i] < ends[i + 1 :]) & (starts[i + 1 :] < ends[i])).all(1).any() for i in range(len(boxes) - 1))
     return not any(meet)

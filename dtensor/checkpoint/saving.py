@@ -299,10 +299,13 @@ def _commit(job: _Job, shares: list[list[tuple[str, Block, Stream]]], token: str
     files = {name: (job.folder / name).stat().st_size for name in {values.name, *(block.file for _, block, _ in written)}}
     sync_folder(job.folder)
     Manifest(entries, job.encoded, files, prints).write(job.folder)
-    replace_file(job.folder / ".metadata", beside)
-    for path in job.folder.iterdir():
-        if _OURS.fullmatch(path.name) and token not in path.name:
-            path.unlink()
+    try:
+        replace_file(older, beside)
+        for path in job.folder.iterdir():
+            if _OURS.fullmatch(path.name) and token not in path.name:
+                path.unlink()
+    except OSError as error:
+        raise CheckpointError(f"the new checkpoint is complete, but what is beside it is not in order: {error}") from error
 
 
 def _committed(folder: Path, token: str) -> bool:
