@@ -262,3 +262,24 @@ def _share(layout: Layout) -> int:
                 "call .redistribute(placements=[Replicate()] * mesh.ndim) before using the value"
             )
     return math.prod(layout.mesh.shape[i] for i, op in enumerate(layout.partials) if op == "avg")
+
+
+# --- version counters ---
+def counters_of(x: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors whose versions together say how often the memory of ``x`` has been written to.
+
+    Views share their base's. Apart are ``x.data``, and what has this memory by ``y.data = x`` or ``y.set_(x)``.
+    """
+    root = x if x._base is None else x._base
+    shared = [other for ref in root.__dict__.get("_shared", ()) if (other := ref()) is not None] or [root]
+    return [c for one in shared for c in (one, one.__dict__.get("_apart")) if c is not None]
+
+
+def counted_together(x: torch.Tensor, y: torch.Tensor) -> None:
+    """From now on ``x`` and ``y`` are the same memory, and each has its own version."""
+    roots = [t if t._base is None else t._base for t in (x, y)]
+    if roots[0] is roots[1]:
+        return
+    refs = [ref for root in roots for ref in root.__dict__.get("_shared", (weakref.ref(root),)) if ref() is not None]
+    for ref in refs:
+        ref().__dict__["_shared"] = refs  # type: ignore[union-attr]  # alive

@@ -18,6 +18,7 @@ from .execute import Wrap, execute, kernel_of, local_view
 from .layout import Layout
 from .list_numbers import with_numbers_once
 from .local_functions import local_function
+from .memory_order import memory_order
 from .modes import MODES
 from .operators import Operator
 from .propagate import Plan
@@ -124,10 +125,28 @@ def _in_place(func: Any, gives_self: bool) -> Runner:
     """The local op writes to its first argument, or to lists; there is nothing to wrap."""
 
     def run(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        func(*local_args, **local_kwargs)
+        try:
+            func(*local_args, **local_kwargs)
+        except RuntimeError:
+            if not _may_share_memory(args):
+                raise
+            first, *others = local_args
+            func(first, *map(_apart, others), **{name: _apart(value) for name, value in local_kwargs.items()})
         return args[0] if gives_self else None
 
     return run
+
+
+def _may_share_memory(args: Args) -> bool:
+    """Whether torch lets the operands overlap: it refuses where both have no gaps, which a block of one row is sooner than the
+    whole. So ranks would differ.
+    """
+    layouts = [x._layout for x in args if hasattr(x, "_layout")]
+    return any(memory_order(layout.shape, layout.stride) is None for layout in layouts)
+
+
+def _apart(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _straight(call: Runner, finish: Callable[[Args, Any], Any]) -> Runner:

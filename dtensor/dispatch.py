@@ -281,7 +281,7 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         admitted = declared or MODES.implicit_replication or name == "aten::is_same_size"  # which reads shapes alone
         plan = plan_for(entry.operator, args, kwargs, mixed=admitted)
         found = compile_plan(plan, entry.operator, wrap_local)
-        if entry.operator.is_view:
+        if entry.operator.is_view or entry.operator.reshapes:
             found = _VIEWING(plan, entry.operator, found)
         if floats_by_default(plan):
             found = under_default_dtype(runner_of(found, entry.operator, wrap_local), partial(_anew, entry, signature))

@@ -107,10 +107,7 @@ def _compute(plan: Plan, operator: Operator, local: dict[str, Any]) -> Any:
     if rule is None or chosen is None:
         return _drawn_alike(plan, operator, local) if operator.seeded else operator.call(local)
     if rule.run is not None or chosen.kernel_row is not None:
-        computed = operator.call(local, kernel_of(plan))
-        return (
-            computed if operator.reshapes else _in_place(operator, local, computed)
-        )  # as_strided_ does not write, it looks otherwise
+        return _in_place(operator, local, operator.call(local, kernel_of(plan)))
     if rule.local_args is not None:
         return _with_local_args(plan, operator, local)
     return operator.call(local, rule.local)
@@ -256,9 +253,7 @@ def _wrap_results(plan: Plan, operator: Operator, values: dict[str, Any], produc
     wrapped = []
     for owner, layout, value in zip(operator.returns, results, produced, strict=True):
         if owner is not None:
-            if plan.rule is not None and operator.reshapes:  # unsqueeze_, t_: the argument is seen in another shape and layout
-                values[owner].data = wrap(value, layout)
-            elif owner in operator.outs and values[owner].shape != (value.shape if layout is None else layout.shape):
+            if owner in operator.outs and values[owner].shape != (value.shape if layout is None else layout.shape):
                 _take_shape(plan, values[owner], value, layout, wrap)
             wrapped.append(values[owner])
         else:
@@ -308,7 +303,7 @@ def _absent(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
     for owner, layout in zip(operator.returns, plan.results or [None] * len(operator.returns), strict=True):
         out.append(empty(layout) if owner is None else values[owner])
         seen = owner is not None and isinstance(layout, Layout) and hasattr(out[-1], "_layout")
-        if seen and (operator.reshapes or (owner in operator.outs and out[-1].shape != layout.shape)):
+        if seen and owner in operator.outs and out[-1].shape != layout.shape:
             out[-1].data = empty(layout.replace(dtype=out[-1].dtype))  # it looks otherwise from now on
     return None if not out else out[0] if len(out) == 1 else tuple(out)
 

@@ -81,6 +81,26 @@ def pin_memory(self: Any, device: Any = None) -> Any:
     return type(self).from_local(self.to_local().pin_memory(), self.device_mesh, self.placements, **options)
 
 
+def storage_offset(self: Any) -> int:
+    """Where plain torch has the tensor begin in the memory of what it is a view of (0 where autograd cannot tell)."""
+    own = None if self._base is None else offset_in(self._base, self)
+    return int(Tensor.storage_offset(self)) if own is None else own
+
+
+def offset_in(root: Any, view: Any) -> int | None:
+    """Where plain torch would have ``view`` begin in the memory of ``root``; None where autograd cannot tell.
+
+    It did not see the view made, or ``root`` has come to be seen in another way.
+    """
+    like = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")
+    try:
+        shown = view._view_func_unsafe(like)
+    except (RuntimeError, IndexError):
+        return None
+    alike = shown is not None and shown.shape == view.shape and shown.stride() == view.stride()
+    return int(shown.storage_offset()) if alike else None
+
+
 # --- conversions ------------------------------------------------------------------------------------------------------
 _excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _PYTHON = torch._C.DispatchKey.Python

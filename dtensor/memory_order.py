@@ -54,3 +54,17 @@ def memory_order(shape: tuple[int, ...], stride: Stride) -> tuple[int, ...] | No
         return ()
     order = tuple(outermost_first(stride))
     return order if dense_in(shape, order) == stride else None
+
+
+def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements may share memory, as those of sliding windows do.
+
+    >>> overlaps((4, 2), (1, 1)), overlaps((2, 3), (1, 2)), overlaps((2, 3), (0, 1))
+    (True, False, True)
+    """
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
+        if step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False

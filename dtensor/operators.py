@@ -60,6 +60,16 @@ class Operator:
         bound.update(kwargs)
         return bound
 
+    @property
+    def out_of_place(self) -> Any:
+        """The overload that gives what this one, which ends on ``_``, makes of its first argument."""
+        packet = getattr(torch.ops.aten, self.func._schema.name.removeprefix("aten::").removesuffix("_"))
+        for overload in packet.overloads():
+            found = getattr(packet, overload)
+            if tuple(a.name for a in found._schema.arguments) == self.names and _kinds(found) == _kinds(self.func):
+                return found
+        raise NotImplementedError(f"{self.name} has no form that gives a new tensor")
+
     def call(self, bound: dict[str, Any], func: Any = None) -> Any:
         """Call the overload (or ``func``, a function with its signature but for ``out=``) with arguments by name."""
         positional = [bound[name] for name in self.names[: self.positional]]
@@ -111,6 +121,10 @@ def operator_of(func: Any) -> Operator:
         flat=base.startswith("_fused_") and any(kind == "List[Tensor]" for kind in kinds.values()),
         per_element=base.startswith(_LIST_FAMILIES) and any(kind == "List[Tensor]" for kind in kinds.values()),
     )
+
+
+def _kinds(func: Any) -> list[str]:
+    return [str(a.type) for a in func._schema.arguments]
 
 
 _LIST_FAMILIES = ("_foreach_", "_fused_", "_amp_foreach_")

@@ -58,6 +58,32 @@ def matmul_into(x: Tensor, y: Tensor, *, out: Tensor) -> Any:
     return NotImplemented
 
 
+def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:
+    """Torch goes through memory from where the storage of the wrapper begins, also in views that begin elsewhere."""
+    if x.ndim < 2 or len(set(x.shape)) > 1 < x.ndim - 1 or 0 in x.stride():
+        return NotImplemented  # torch says what is wrong
+    height, width = x.shape[0], x.shape[-1]
+    wrapped = range(width + 1, height, width + 1) if wrap and x.ndim == 2 and x.is_contiguous() else ()
+    for start in (0, *wrapped):
+        line = x[start:] if start else x
+        for _ in range(x.ndim - 1):
+            line = line.diagonal(0, 0, 1)
+        line.fill_(value)
+    if wrap and x.ndim == 2 and not x.is_contiguous() and height > width + 1:  # past the ends of rows, as torch does
+        count = (x.numel() + width) // (width + 1) - width
+        x[width + 1 :].as_strided((count,), (sum(x.stride()),)).fill_(value)
+    return x
+
+
+def located(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Tell the wrapper of a view where in memory it begins: autograd counts from there."""
+    if isinstance(x, DTensor) and (offset := x.storage_offset()) != torch.Tensor.storage_offset(x):
+        options = {"dtype": x.dtype, "device": x.device}
+        told = torch.Tensor._make_wrapper_subclass(type(x), x.shape, x.stride(), offset, **options)
+        torch.Tensor.data.__set__(x, told)  # type: ignore[attr-defined]  # the wrapper alone
+    return NotImplemented
+
+
 def tensor_split(x: Tensor, sections: Tensor, dim: int = 0) -> Any:
     """The sections are numbers that all ranks read."""
     if sections.ndim > 1 or sections.dtype is not torch.int64:
@@ -181,8 +207,11 @@ def product(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: 
 if _version() >= (2, 13):  # before, an operator that is no composite cannot go on from here
     recomposed("aten::prod", product)
     recomposed("aten::prod.dim_int", product)
+    recomposed("aten::as_strided", located)
+    recomposed("aten::as_strided_", located)
 recomposed("aten::one_hot", one_hot)
 recomposed("aten::matmul.out", matmul_into)
+recomposed("aten::fill_diagonal_", fill_diagonal)
 recomposed("aten::tensor_split.tensor_indices_or_sections", tensor_split)
 recomposed("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction", linear_cross_entropy)
 for _overload in ("tol_tensor", "atol_rtol_tensor"):

@@ -9,19 +9,22 @@ and all its views). How operations write to it: see ``write_through``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 
+from .autograd import counters_of
 from .comm import communicator_of
 from .compiled import Runner, runner_of
-from .dispatch import install_views, plan_for
+from .dispatch import dispatch, install_views, plan_for
 from .execute import execute
+from .host import offset_in
 from .layout import Layout
 from .operators import Operator
 from .propagate import Plan
 from .remembered import watched
+from .rules.views import check_memory, own_strides
 from .tensor import DTensor, wrap
 
 _make: Any = torch.Tensor._make_wrapper_subclass  # the documented way to build wrapper subclasses
@@ -38,23 +41,52 @@ def install_operations(operate: Callable[[Any, tuple[Any, ...], dict[str, Any]],
 class Origin:
     """What a view is a view of; shared by all results of a split.
 
+    A view is one of memory: where its base comes to be seen in another way later (``t_``), or as other memory (``x.data = y``), it
+    shows what it showed.
+
     Attributes:
+        viewed: the base, whose versions tell of writes; ``memory`` and ``layout`` are what it was when the view was made.
         versions: of the base, its own base, ... when ``results`` were computed.
         pinned: a write is in progress: ``results`` are the value.
     """
 
-    base: DTensor
+    viewed: DTensor
     operator: Operator
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     plan: Plan
+    memory: Any = field(init=False)
+    layout: Layout = field(init=False)
     results: list[DTensor] | None = None
     versions: tuple[int, ...] | None = None
     pinned: bool = False
 
+    def __post_init__(self) -> None:
+        self.memory, self.layout = _memory(self.viewed), self.viewed._layout
+
+    @property
+    def base(self) -> DTensor:
+        """What the view was made of, as it was then."""
+        if self.layout is self.viewed._layout and self.memory == _memory(self.viewed):
+            return self.viewed
+        if isinstance(self.memory, _Held):
+            base = wrap(self.memory.local, self.layout)
+        else:
+            base = _view(self.memory[0], self.layout, self.memory[1])
+        base.__dict__["_counted"] = self.viewed
+        return base
+
+    def now(self) -> tuple[int, ...] | None:
+        """How often the base and what it is a view of have been written to; None where nobody counts."""
+        own = _versions(self.viewed)
+        if own is None or isinstance(self.memory, _Held):
+            return own
+        rest = self.memory[0].now()
+        return None if rest is None else (*own, *rest)
+
     def shown(self) -> list[DTensor]:
         """The views as the base is now."""
-        versions = _versions(self.base)
+        versions = self.now()
         if self.results is None or not (self.pinned or (versions is not None and versions == self.versions)):
             self.results, self.versions = self.computed(self.base), versions
         return self.results
@@ -79,15 +111,28 @@ class Origin:
         return str(self.operator.func._schema.name).removeprefix("aten::")
 
 
+@dataclass(slots=True, frozen=True, eq=False)
+class _Held:
+    """A local, compared by identity."""
+
+    local: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held) and self.local is other.local
+
+    __hash__ = None  # type: ignore[assignment]  # never a key
+
+
+def _memory(x: DTensor) -> Any:
+    """Where the elements are: in a local, or in what a remote view is a view of."""
+    return (x._origin, x._place) if isinstance(x, RemoteView) else _Held(x._local)
+
+
 def _versions(x: DTensor) -> tuple[int, ...] | None:
-    """How often a tensor and what it is a view of have been written to; None where nobody counts."""
-    if x.is_inference():
-        return None
-    if not isinstance(x, RemoteView):
-        apart = x.__dict__.get("_apart")  # whoever wrote through x.data was counted there
-        return (x._version,) if apart is None else (x._version, apart._version)
-    rest = _versions(x._origin.base)
-    return None if rest is None else (x._version, *rest)
+    """How often a tensor has been written to; None where nobody counts."""
+    x = x.__dict__.get("_counted", x)
+    counters = counters_of(x)
+    return None if any(counter.is_inference() for counter in counters) else tuple([counter._version for counter in counters])
 
 
 class RemoteView(DTensor):
@@ -113,18 +158,23 @@ class RemoteView(DTensor):
     def _uncounted(self) -> DTensor:
         return self  # counted with its base, whose other views have to see what is written
 
+    def _share(self, target: Any) -> None:
+        origin, place, layout = self._origin, self._place, self._layout
+        target.__class__ = RemoteView
+        target._layout, target._origin, target._place = layout, origin, place
+
 
 def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | Runner:
     """How to run the plan of a view operation: ``found`` where locals are views of locals."""
     if plan.how in ("answer", "decompose"):
         return found
+    if operator.reshapes:
+        return _seen_anew(operator)
 
-    def deferred(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        return views_of(Origin(args[0], operator, args, kwargs, plan))
-
-    if str(operator.func._schema.name) == "aten::as_strided":
-        return _restriding(operator, plan)
-    if not is_local(plan) or (plan.rule is not None and plan.rule.run is not None):
+    deferred = remote(operator, plan)
+    if operator.func is _AS_STRIDED:
+        return deferred
+    if not is_local(plan) or (plan.rule is not None and plan.rule.run is not None) or changes(plan):
         return deferred
     if str(operator.func._schema.name) not in _NEED_STRIDES:
         return found
@@ -140,6 +190,26 @@ def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | 
     return guarded
 
 
+def remote(operator: Operator, plan: Plan) -> Runner:
+    """What makes a remote view."""
+    if operator.func is _AS_STRIDED:
+        return _restriding(operator, plan)
+    return lambda args, kwargs, local_args, local_kwargs: views_of(Origin(args[0], operator, args, kwargs, plan))
+
+
+def _seen_anew(operator: Operator) -> Runner:
+    """``t_``, ``squeeze_``: the tensor becomes a view of the memory that it was, which earlier views go on to show.
+
+    The local is left as it is: they, or the user, may hold it.
+    """
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        args[0]._become(dispatch(DTensor, operator.out_of_place, (), args, kwargs))
+        return args[0]
+
+    return run
+
+
 def _restriding(operator: Operator, plan: Plan) -> Runner:
     """``as_strided`` counts from the start of the memory, which a view shares with the tensor that it is a view of."""
 
@@ -147,22 +217,20 @@ def _restriding(operator: Operator, plan: Plan) -> Runner:
         bound = operator.bind(args, kwargs)
         x, size, stride, offset = (bound[name] for name in operator.names)
         root = x._base
-        own = _offset_in(root, x) if isinstance(root, DTensor) else None
-        if own is None or root._layout.dtype != x._layout.dtype:
+        own = offset_in(root, x) if isinstance(root, DTensor) else None
+        if own is None:
+            if not own_strides(plan.call):
+                check_memory(plan.call)
             return views_of(Origin(x, operator, args, kwargs, plan))
+        if root.dtype != x.dtype:
+            root = dispatch(DTensor, torch.ops.aten.view.dtype, (), (root, x.dtype))
         args = (root, size, stride, own if offset is None else offset)
         return views_of(Origin(root, operator, args, {}, plan_of(operator, args, {})))
 
     return run
 
 
-def _offset_in(root: DTensor, view: DTensor) -> int | None:
-    """Where plain torch would have ``view`` begin in the memory of ``root``; None where autograd did not see it made."""
-    like = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")
-    shown = view._view_func_unsafe(like)
-    return None if shown is None else int(shown.storage_offset())
-
-
+_AS_STRIDED = torch.ops.aten.as_strided.default
 _NEED_STRIDES = ("aten::view", "aten::_reshape_alias", "aten::view_as_complex", "aten::view_as_real")
 
 install_views(viewing)
@@ -173,10 +241,9 @@ def is_local(plan: Plan) -> bool:
     return not plan.moves and (plan.chosen is None or plan.chosen.kernel_row is None)
 
 
-def become(view: RemoteView, other: RemoteView) -> None:
-    """Make ``view`` show what ``other`` does, in its shape."""
-    torch.Tensor.data.__set__(view, other)  # type: ignore[attr-defined]  # sizes and strides; the version counter stays
-    view._layout, view._origin, view._place = other._layout, other._origin, other._place
+def changes(plan: Plan) -> bool:
+    """Whether the view shows other values than its base (``_neg_view``): its locals are copies."""
+    return plan.rule is not None and plan.rule.kind == "pointwise" and plan.rule.local is not None
 
 
 def twin(view: RemoteView) -> RemoteView:
@@ -189,6 +256,16 @@ def views_of(origin: Origin) -> Any:
     if isinstance(layouts, Layout):
         return _view(origin, layouts, 0)
     return [_view(origin, layout, place) for place, layout in enumerate(layouts)]
+
+
+def chain_of(view: RemoteView) -> tuple[DTensor, list[tuple[Origin, int]]]:
+    """The tensor that is no remote view, and from there the operations that lead to ``view``, each with the place of its result."""
+    links: list[tuple[Origin, int]] = []
+    x: DTensor = view
+    while isinstance(x, RemoteView):
+        links.insert(0, (x._origin, x._place))
+        x = x._origin.base
+    return x, links
 
 
 def _view(origin: Origin, layout: Layout, place: int) -> RemoteView:

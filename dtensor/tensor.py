@@ -17,6 +17,7 @@ from .arguments import element_type, strided
 from .autograd import (
     FromLocal,
     FullTensor,
+    counted_together,
     everywhere,
     grad_layout,
     keep_grad_layout,
@@ -250,8 +251,17 @@ class DTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         given = value if isinstance(value, DTensor) else laid_out_alike(value, self, wrap)
-        torch.Tensor.data.__set__(self, given)  # type: ignore[attr-defined]
-        self._local, self._layout = given._local, given._layout
+        self._become(given)
+        counted_together(self, given)
+
+    def _become(self, other: DTensor) -> None:
+        """Be the memory that ``other`` is, in its shape; the version counter stays."""
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        other._share(self)
+
+    def _share(self, target: DTensor) -> None:
+        """Make ``target`` this memory."""
+        target._local, target._layout = self._local, self._layout
 
     def _uncounted(self) -> DTensor:
         apart: DTensor | None = self.__dict__.get("_apart")
@@ -303,7 +313,7 @@ class DTensor(torch.Tensor):
 
     tolist, numpy, __array__, __dlpack__, __format__ = host.tolist, host.numpy, host.array, host.dlpack, host.text
     share_memory_, is_shared, is_pinned, pin_memory = host.share_memory_, host.is_shared, host.is_pinned, host.pin_memory
-    apply_ = host.apply_
+    apply_, storage_offset = host.apply_, host.storage_offset
     __bool__, __int__, __index__, __float__ = host.truth, host.integer, host.index, host.real
     __complex__, __iter__ = host.complex_number, host.rows
 
@@ -363,7 +373,7 @@ def _dress(made: DTensor, like: DTensor, memo: dict[int, Any] | None = None) -> 
         made.requires_grad_()
 
 
-_OWN = {"_is_param", "_grad_hook", "_apart", "_origin", "_pending", "_data_parallel"}
+_OWN = {"_is_param", "_grad_hook", "_apart", "_counted", "_origin", "_place", "_shared", "_pending", "_data_parallel"}
 
 
 def _marks(x: DTensor) -> dict[str, Any]:

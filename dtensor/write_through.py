@@ -17,9 +17,21 @@ from .dispatch import dispatch
 from .errors import UnsupportedOperationError
 from .folded import on_the_stack
 from .layout import Layout
+from .memory_order import overlaps
 from .operators import Operator, operator_of
 from .redistribute import redistribute_local
-from .remote_view import Origin, RemoteView, become, dense, install_operations, is_local, plan_of, twin, views_of
+from .remote_view import (
+    Origin,
+    RemoteView,
+    chain_of,
+    changes,
+    dense,
+    install_operations,
+    is_local,
+    plan_of,
+    remote,
+    twin,
+)
 from .rules import lookup
 from .tensor import DTensor, wrap
 
@@ -34,10 +46,10 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``__torch_dispatch__`` of a remote view."""
     operator = operator_of(func)
     written = [x for name in operator.mutated for x in _remote(operator.bind(args, kwargs).get(name))] if operator.mutated else []
-    if written and operator.reshapes:  # t_, unsqueeze_: the view is seen in another way
-        become(args[0], operate(_out_of_place(func), (twin(args[0]), *args[1:]), kwargs))
+    if written and operator.reshapes and plan_of(operator, args, kwargs).how != "decompose":  # t_: the view is seen in another way
+        args[0]._become(operate(operator.out_of_place, (twin(args[0]), *args[1:]), kwargs))
         return args[0]
-    if written:
+    if written and not operator.reshapes:
         elementwise = _by_element(operator, args, kwargs)
         return _write_elements(operator, args, kwargs) if elementwise else _write_value(operator, args, kwargs, written)
     found = on_the_stack(func, args, kwargs)
@@ -49,14 +61,8 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return operate(func, args, kwargs)
         plan = plan_of(operator, args, kwargs)
         if plan.how not in ("answer", "decompose"):
-            return views_of(Origin(args[0], operator, args, kwargs, plan))
+            return remote(operator, plan)(args, kwargs, [], {})
     return dispatch(DTensor, func, (), args, kwargs)
-
-
-def _out_of_place(func: Any) -> Any:
-    schema = func._schema
-    packet = getattr(_aten, schema.name.removeprefix("aten::").removesuffix("_"))
-    return getattr(packet, schema.overload_name or "default")
 
 
 def _remote(value: Any) -> Iterator[RemoteView]:
@@ -84,6 +90,8 @@ def _write_value(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _by_element(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the operation does to each element of its first argument what the others have in its place."""
+    if any(changes(origin.plan) for origin, _ in chain_of(args[0])[1]):
+        return False  # to the base it would be another one
     rule = lookup(operator.func)
     if rule is None or rule.kind != "pointwise" or operator.mutated != {operator.names[0]} or operator.outs:
         return False
@@ -133,6 +141,9 @@ def _put(view: RemoteView, assign: Assign) -> None:
         _assign_region(*region, assign)
     elif not isinstance(base, RemoteView):
         _assign(origin, view._place, base, assign)
+    elif overlaps(base.shape, base.stride()):  # the value of the base has several places for one element
+        root, links = chain_of(view)
+        _assign_whole(links, root, assign)
     else:
         own, before = base._origin, base._origin.pinned
         value = wrap(base._local, base._layout)
@@ -172,14 +183,16 @@ def _assign_region(region: DTensor, kept: tuple[int, ...], assign: Assign) -> No
 
 def _assign(origin: Origin, place: int, base: DTensor, assign: Assign) -> None:
     """Write to the elements of ``base`` that the view shows; the cheapest way that there is."""
-    if is_local(origin.plan):
+    if changes(origin.plan):  # a negation is its own inverse
+        assign(base, lambda value: dispatch(DTensor, origin.operator.func, (), (value,)))
+    elif is_local(origin.plan):
         _assign_locally(origin, place, base, assign)
     elif origin.name in _ROWS:
         _assign_region(*_narrowed(origin, place, base, tuple(range(base.ndim))), assign)
-    elif origin.name in ("view", "_reshape_alias", "squeeze", "unsqueeze"):
+    elif origin.name in ("_reshape_alias", "squeeze", "unsqueeze") or origin.operator.func is _aten.view.default:
         assign(base, lambda value: dispatch(DTensor, _aten.view_copy.default, (), (value, list(base.shape))))
     else:
-        _assign_whole(origin, place, base, assign)
+        _assign_whole([(origin, place)], base, assign)
 
 
 def _assign_locally(origin: Origin, place: int, base: DTensor, assign: Assign) -> None:
@@ -197,16 +210,18 @@ def _assign_locally(origin: Origin, place: int, base: DTensor, assign: Assign) -
     base._local.copy_(copied._local)
 
 
-def _assign_whole(origin: Origin, place: int, base: DTensor, assign: Assign) -> None:
-    """Gather the base, write to it there, and cut it back."""
+def _assign_whole(links: list[tuple[Origin, int]], base: DTensor, assign: Assign) -> None:
+    """Gather the base, write to its view there, and cut it back."""
     layout = base._layout
     everywhere = Layout.replicated(layout.mesh, layout.shape, layout.stride, layout.dtype)
-    whole = dense(wrap(redistribute_local(base._local, layout, everywhere), everywhere))
-    args = (whole, *origin.args[1:])
-    plan = plan_of(origin.operator, args, origin.kwargs)
-    if not is_local(plan):
-        raise UnsupportedOperationError(f"{origin.operator.name} of {layout!r} cannot be written through; write to view.clone()")
-    _assign_locally(Origin(whole, origin.operator, args, origin.kwargs, plan), place, whole, assign)
+    whole = shown = dense(wrap(redistribute_local(base._local, layout, everywhere), everywhere))
+    for origin, place in links:
+        args = (shown, *origin.args[1:])
+        plan = plan_of(origin.operator, args, origin.kwargs)
+        if not is_local(plan) or changes(plan):
+            raise UnsupportedOperationError(f"{origin.operator.name} of {layout!r} cannot be written through; write to view.clone()")
+        shown = Origin(shown, origin.operator, args, origin.kwargs, plan).run(shown)[place]
+    assign(shown, lambda value: value)
     dispatch(DTensor, _aten.copy_.default, (), (base, whole))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..memory_order import outermost_first
+from ..memory_order import contiguous_stride, memory_order, outermost_first
 from .verbs import composed
 
 aten = torch.ops.aten
@@ -117,6 +117,9 @@ def resized(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_forma
     made = torch.empty(size, device="meta", memory_format=memory_format or torch.contiguous_format)
     if x.shape == made.shape and (memory_format is None or x.stride() == made.stride()):
         return x
+    if made.numel() <= x.numel() and memory_order(tuple(x.shape), x.stride()) is not None:  # a view of the same memory
+        same = made.numel() == x.numel() and x.is_contiguous() and made.is_contiguous()
+        return x.view(size) if same else aten.as_strided.default(x, list(size), made.stride())
     flat, total = x.permute(outermost_first(x.stride())).reshape(-1), made.numel()
     flat = flat[:total] if total <= flat.shape[0] else torch.nn.functional.pad(flat, (0, total - flat.shape[0]))
     order = outermost_first(made.stride())
@@ -130,6 +133,14 @@ def resized_as(x: Tensor, template: Tensor, *, memory_format: torch.memory_forma
     return resized(x, template.shape, memory_format=memory_format)
 
 
+def set_to(x: Tensor, source: Tensor | None = None, offset: int = 0, size: Any = None, stride: Sequence[int] = ()) -> Tensor:
+    """Other memory: that of ``source``, which a storage alone does not give."""
+    if source is None:
+        return x.new_empty(0)
+    return source if size is None else source.as_strided(size, stride or contiguous_stride(tuple(size)), offset)
+
+
+composed("set_", set_to, "as_strided, new_empty")
 composed("resize_as_", resized_as, "permute, slice, pad, view")
 composed("resize_", resized, "permute, slice, pad, view")
 composed("nonzero_static", nonzero_static, "nonzero, pad")

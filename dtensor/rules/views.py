@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -222,26 +221,31 @@ def expand_size(call: Call, at: LocalView) -> dict[str, Any]:
 def strided(call: Call) -> Factors:
     """Anything but the tensor's own strides mixes its dims: every rank needs it whole."""
     dims, sizes = own_factors(call)
-    if _own_strides(call):
+    if own_strides(call):
         return Factors((dims,), (dims,), sizes)
-    layout, result = call.operands[0], call.results[0]
+    result = call.results[0]
     assert result is not None
+    nothing: Dims = ((),) * len(call.shape(0))
+    return Factors((nothing,), (((),) * len(result.shape),), {})
+
+
+def strided_put_in(call: Call) -> Factors:
+    """The tensor that is written through other strides is whole, and so is what is written."""
+    check_memory(call)
+    result = call.results[0]
+    assert result is not None
+    return Factors((((),) * len(call.shape(0)), ((),) * len(call.shape(1))), (((),) * len(result.shape),), {})
+
+
+def check_memory(call: Call) -> None:
+    """Raises unless the tensor has all elements that its memory seen through other strides shows."""
+    layout = call.operands[0]
     if not _is_dense(layout.shape, layout.stride):
         raise UnsupportedOperationError(
             f"as_strided of a tensor of shape {tuple(layout.shape)} and strides {layout.stride} would show elements between its "
             "own, which it does not have; call x.contiguous() or x.clone() first, or index the tensor that it is a view of"
         )
     _check_bounds(layout, call["size"], call["stride"], call["storage_offset"] or 0)
-    nothing: Dims = ((),) * len(layout.shape)
-    return Factors((nothing,), (((),) * len(result.shape),), {})
-
-
-def strided_put_in(call: Call) -> Factors:
-    """The tensor that is written through other strides is whole, and so is what is written."""
-    strided(replace(call, results=(call.results[0],)))
-    result = call.results[0]
-    assert result is not None
-    return Factors((((),) * len(call.shape(0)), ((),) * len(call.shape(1))), (((),) * len(result.shape),), {})
 
 
 def _check_bounds(layout: Layout, size: Sequence[int], stride: Sequence[int], offset: int) -> None:
@@ -260,15 +264,16 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return list(stride_like([shape[d] for d in long], steps)) == steps
 
 
-def _own_strides(call: Call) -> bool:
+def own_strides(call: Call) -> bool:
     layout = call.operands[0]
     return tuple(call["size"]) == tuple(layout.shape) and tuple(call["stride"]) == layout.stride and not call["storage_offset"]
 
 
 def restride(at: KernelContext, x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """``as_strided`` of blocks in the memory order of the layout (``storage_offset`` counts from the tensor's first element)."""
-    if _own_strides(at.call):
+    if own_strides(at.call):
         return at.map(lambda here, block: torch.ops.aten.alias(block), x)
+    check_memory(at.call)
     layout = at.operands[0]
     return at.map(lambda here, block: _ordered(block, layout.stride).as_strided(size, stride, storage_offset or 0), x)
 

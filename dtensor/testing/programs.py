@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from ..mesh import DeviceMesh
 from ..placement import Placement, Replicate, Shard
 from .cases import mesh_of, options
 from .oracle import Outcome, compare
-from .program_lines import MAKERS, Scope
+from .program_lines import MAKERS, Make, Scope
+from .program_views import VIEW_MAKERS, seen_anew
 from .samples.of_schema import tensor
 from .source import source_of
 
@@ -31,6 +32,12 @@ INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "f": ((), torch.float64),
     "i": ((5,), torch.int64),
 }
+MEMORY: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "a": ((5, 6), torch.float64),
+    "m": ((6, 4), torch.int64),
+    "s": ((2, 3, 4), torch.float32),
+    "z": ((3, 4), torch.complex128),
+}  # of programs that write to views; without gradients to the inputs themselves
 MESHES = ((2,), (3,), (4,), (2, 2), (2, 3), (2, 1, 2))
 _LARGEST = 1500  # elements of a value
 _BOUND = 1e4  # of their size, so that rounding stays small
@@ -43,20 +50,28 @@ class Program:
     inputs: tuple[str, ...]
     lines: tuple[str, ...]
     seed: int = 0
+    gradients: bool = True
 
     def values(self) -> list[torch.Tensor]:
         """The inputs' values."""
-        return [tensor(*INPUTS[name], seed=self.seed + k) for k, name in enumerate(self.inputs)]
+        return [tensor(*_given(name), seed=self.seed + k) for k, name in enumerate(self.inputs)]
 
     def __call__(self, *values: Any) -> list[Any]:
         """All values after the last line."""
-        return list(run(self.lines, dict(zip(self.inputs, values, strict=True))).values())
+        made = list(run(self.lines, dict(zip(self.inputs, values, strict=True))).values())
+        for x in made:
+            getattr(x, "_local", None)  # a view may be computed only now, and raise
+        return made
 
     def __str__(self) -> str:
         given = "; ".join(
-            f"{name} = tensor({INPUTS[name][0]}, {str(INPUTS[name][1]).removeprefix('torch.')})" for name in self.inputs
+            f"{name} = tensor({_given(name)[0]}, {str(_given(name)[1]).removeprefix('torch.')})" for name in self.inputs
         )
         return "\n".join([given, *self.lines])
+
+
+def _given(name: str) -> tuple[tuple[int, ...], torch.dtype]:
+    return (INPUTS | MEMORY)[name]
 
 
 def run(lines: Iterable[str], values: dict[str, Any]) -> dict[str, Any]:
@@ -69,19 +84,31 @@ def run(lines: Iterable[str], values: dict[str, Any]) -> dict[str, Any]:
 
 def random_program(seed: int, length: int = 6) -> Program:
     """A program of ``length`` lines that plain torch runs, gradients included; a function of ``seed``."""
-    rng = random.Random(seed)
-    weights = [weight for weight, _ in MAKERS]
-    program = Program(tuple(INPUTS), (), seed)
+    return _grown(Program(tuple(INPUTS), (), seed), MAKERS, length)
+
+
+def random_view_program(seed: int, length: int = 8) -> Program:
+    """One that makes views and writes through them; every third with gradients, on tensors that lines have made."""
+    if seed % 3:
+        return _grown(Program(tuple(MEMORY), (), seed, gradients=False), VIEW_MAKERS, length)
+    made = Program(("a", "z"), ("v0 = a * 1", "v1 = z * 1"), seed)
+    return _grown(made, [(weight, make) for weight, make in VIEW_MAKERS if make is not seen_anew], length)
+
+
+def _grown(program: Program, makers: Sequence[tuple[int, Make]], length: int) -> Program:
+    rng = random.Random(program.seed)
+    weights = [weight for weight, _ in makers]
+    own = makers is MAKERS or not program.gradients  # else leaves, which must not be written to
     for _ in range(20 * length):
         if len(program.lines) >= length:
             break
         values = _values(program)
-        (make,) = rng.choices([make for _, make in MAKERS], weights)
-        text = make(Scope({name: x.detach() for name, x in values.items()}, rng))
+        (make,) = rng.choices([make for _, make in makers], weights)
+        text = make(Scope({name: x.detach() for name, x in values.items() if own or name not in program.inputs}, rng))
         if not text:
             continue
         statement = text if _is_statement(text) else f"v{len(program.lines)} = {text}"
-        longer = Program(program.inputs, (*program.lines, statement), seed)
+        longer = replace(program, lines=(*program.lines, statement))
         if _sound(longer):
             program = longer
     return program
@@ -99,6 +126,7 @@ def _is_statement(text: str) -> bool:
         " = " in text
         or "+= " in text
         or "*= " in text
+        or "-= " in text
         or any(f".{name}_(" in text for name in _WRITERS)
         or text.startswith("torch._foreach")
     )
@@ -109,7 +137,7 @@ _WRITERS = ("add", "mul", "neg", "relu", "clamp", "zero", "fill", "masked_fill",
 
 def _leaves(program: Program) -> dict[str, Any]:
     values = zip(program.inputs, program.values(), strict=True)
-    return {name: x.requires_grad_(x.dtype.is_floating_point) for name, x in values}
+    return {name: x.requires_grad_(program.gradients and (x.is_floating_point() or x.is_complex())) for name, x in values}
 
 
 def _sound(program: Program) -> bool:
@@ -123,7 +151,7 @@ def _sound(program: Program) -> bool:
             if any(
                 x.numel() > _LARGEST
                 or not bool(torch.isfinite(x).all())
-                or (x.numel() and float(x.detach().abs().max()) > _BOUND)
+                or (x.numel() and (program.gradients or x.is_floating_point()) and float(x.detach().abs().max()) > _BOUND)
                 for x in made
             ):
                 return False
@@ -173,7 +201,7 @@ class Failure:
     @property
     def reproduction(self) -> str:
         program = self.program
-        made = f"Program({program.inputs!r}, {program.lines!r}, {program.seed})"
+        made = f"Program({program.inputs!r}, {program.lines!r}, {program.seed}, {program.gradients})"
         return (
             "from dtensor import Partial, Replicate, Shard\n"
             "from dtensor.testing.programs import Program, compare_program\n"
@@ -187,23 +215,31 @@ def compare_program(
     """What differs between the program on plain and on distributed tensors."""
     mesh = mesh or mesh_of(tuple(mesh_shape))
     single = any(".float()" in line for line in program.lines)
-    return compare(program, program.values(), mesh, list(placements), seed=0, tolerance=(1e-3, 1e-4) if single else None)
+    tolerance = (1e-3, 1e-4) if single else None
+    return compare(
+        program, program.values(), mesh, list(placements), seed=0, tolerance=tolerance, gradients=program.gradients
+    )
 
 
 def random_case(
-    seed: int, length: int = 6, meshes: Sequence[tuple[int, ...]] = MESHES
+    seed: int,
+    length: int = 6,
+    meshes: Sequence[tuple[int, ...]] = MESHES,
+    make: Callable[[int, int], Program] = random_program,
 ) -> tuple[Program, tuple[int, ...], list[tuple[Placement, ...]]]:
     """A program, a mesh shape and placements: a function of ``seed``."""
     rng = random.Random(seed)
-    program = random_program(seed, length)
+    program = make(seed, length)
     mesh_shape = rng.choice(meshes)
     return program, mesh_shape, random_placements(program, mesh_shape, rng)
 
 
-def failures(seeds: Iterable[int], length: int = 6) -> Iterator[Failure]:
+def failures(
+    seeds: Iterable[int], length: int = 6, make: Callable[[int, int], Program] = random_program
+) -> Iterator[Failure]:
     """The failing ones among the random cases, made small."""
     for seed in seeds:
-        program, mesh_shape, placements = random_case(seed, length)
+        program, mesh_shape, placements = random_case(seed, length, make=make)
         if compare_program(program, mesh_shape, placements).problems:
             yield minimize(program, mesh_shape, placements)
 
@@ -226,7 +262,7 @@ def _smaller(
     program: Program, placements: tuple[tuple[Placement, ...], ...]
 ) -> Iterator[tuple[Program, tuple[tuple[Placement, ...], ...]]]:
     for k in reversed(range(len(program.lines))):
-        yield Program(program.inputs, program.lines[:k] + program.lines[k + 1 :], program.seed), placements
+        yield replace(program, lines=program.lines[:k] + program.lines[k + 1 :]), placements
     for k, where in enumerate(placements):
         for mesh_dim, placement in enumerate(where):
             if placement != Replicate():

@@ -1,0 +1,184 @@
+"""Lines of random programs about memory: views of views, writes through them, and tensors that come to be seen in another way.
+
+A line that writes binds what it returns, which must be the tensor it wrote to. Values are small multiples of 1/4, so that whatever
+is written twice, or converted, stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..memory_order import overlaps
+from .program_lines import Make, Scope, broadcastable
+
+_OTHER_DTYPES = {
+    torch.float64: ("int64", "int32", "float32", "complex64", "complex128"),
+    torch.int64: ("float64", "int32", "int16"),
+    torch.complex128: ("float64", "complex64"),
+    torch.complex64: ("float32", "float64", "int64"),
+    torch.float32: ("int32", "float64", "int16"),
+    torch.int32: ("float32", "int64", "uint8"),
+    torch.int16: ("int32", "int8"),
+}
+
+
+def _any(s: Scope) -> str | None:
+    return s.pick(floating=None)
+
+
+def viewed(s: Scope) -> str | None:
+    """The same elements with other dims."""
+    x = _any(s)
+    if not x:
+        return None
+    value = s.values[x]
+    dims = s.rng.sample(range(value.ndim), value.ndim)
+    d = s.dim(x)
+    forms = [f"{x}.permute({dims})", f"{x}.unsqueeze({d})", f"{x}.squeeze()", f"{x}[None]", f"{x}[..., None]", f"{x}[...]"]
+    forms += [f"{x}.detach()", f"{x}.view_as({x})", f"{x}.view({list(value.shape)})"]
+    if value.ndim:
+        forms += [f"{x}.view(-1)", f"{x}.flatten()", f"{x}.transpose(0, {d})", f"{x}.movedim(0, {d})", f"{x}.squeeze({d})"]
+        forms += [f"{x}.swapaxes({d}, -1)", f"{x}.mT" if value.ndim > 1 else f"{x}.view(1, -1)"]
+        forms += [f"{x}.view({n}, -1)" for n in (2, 3, 5) if value.numel() % n == 0 and value.numel()]
+        forms += [f"{x}.unflatten({d}, (-1, {n}))" for n in (2, 3) if value.shape[d] % n == 0 and value.shape[d]]
+        forms += [f"{x}.flatten({k}, {k + 1})" for k in range(value.ndim - 1)]
+    return s.rng.choice(forms)
+
+
+def part(s: Scope) -> str | None:
+    """Some of the elements."""
+    x = s.pick(floating=None, least=1)
+    if not x or not s.values[x].numel():
+        return None
+    value = s.values[x]
+    d = s.rng.randrange(value.ndim)
+    start, stop = s.span(value.shape[d])
+    lead = ":, " * d
+    forms = [
+        f"{x}[{lead}{start}:{stop}]",
+        f"{x}[{lead}{start}::2]",
+        f"{x}[{lead}{start}]",
+        f"{x}[{lead}{start - value.shape[d]}]",
+        f"{x}.narrow({d}, {start}, {stop - start})",
+        f"{x}.unbind({d})[{start}]",
+        f"{x}.chunk(2, {d})[-1]",
+        f"{x}.split([{start}, {value.shape[d] - start}], {d})[1]",
+        f"{x}.tensor_split(3, {d})[1]",
+        f"{x}.unfold({d}, {stop - start}, {s.rng.choice((1, 2))})",
+    ]
+    if value.ndim > 1:
+        forms += [f"{x}.diagonal({s.rng.randrange(-1, 3)})", f"{x}.diagonal(0, {d}, {(d + 1) % value.ndim})"]
+        forms += [f"{x}[..., {start % value.shape[-1]}]", f"{x}[{start % value.shape[0]}, ..., -1]"]
+    if value.ndim <= 2 and value.numel() >= 6 and not x.startswith(("v", "_")):
+        forms += [f"{x}.as_strided((2, 2), (2, 1))", f"{x}.as_strided((3,), (1,), {x}.storage_offset() + 1)"]
+    return s.rng.choice(forms)
+
+
+def reinterpreted(s: Scope) -> str | None:
+    """The same bytes, or the parts of complex numbers."""
+    x = _any(s)
+    if not x:
+        return None
+    value = s.values[x]
+    if value.is_complex():
+        forms = [f"{x}.real", f"{x}.imag", f"torch.view_as_real({x})", f"{x}.conj()", f"{x}.conj().imag", f"{x}.mH"]
+    else:
+        forms = [f"torch.view_as_complex({x})"] * 2
+    others = _OTHER_DTYPES.get(value.dtype, ())
+    if bool((value == 0).any()):
+        others = ()  # there are two zeros, and partial terms know one
+    return s.rng.choice(forms + [f"{x}.view(torch.{name})" for name in others])
+
+
+def _operand(s: Scope, x: str) -> str:
+    """Something that ``x`` may be changed with."""
+    y = s.like(x, lambda a, b: broadcastable(a, b) and b.ndim <= a.ndim and torch.broadcast_shapes(a.shape, b.shape) == a.shape)
+    return y if y and s.rng.random() < 0.6 else s.rng.choice(("2", "1", "-1"))
+
+
+def written(s: Scope) -> str | None:
+    """A write element by element, or of a reduction."""
+    x = _any(s)
+    if not x or overlaps(s.values[x].shape, s.values[x].stride()):
+        return None
+    y, value = _operand(s, x), s.values[x]
+    forms = [f"{x}.add_({y})", f"{x}.mul_({y})", f"{x}.sub_({y})", f"{x}.zero_()", f"{x}.fill_(3)", f"{x}.neg_()", f"{x}.mul_(2)"]
+    forms += [f"torch.add({x}, {y}, out={x})", f"torch.mul({x}, 2, out={x})", f"torch._foreach_add_([{x}], 1)"]
+    forms += [f"{x}.copy_({y})" if y in s.values else f"{x}.copy_({x}.flip(0))" if value.ndim else f"{x}.fill_(1)"]
+    forms += [f"{x}.square_()", f"{x}.set_({x})", f"{x}.data.add_(1)", f"{x}.detach().mul_(2)"]
+    if not value.is_complex():
+        forms += [f"{x}.clamp_(0, 5)", f"{x}.masked_fill_({x} > 1, 4)", f"{x}.abs_()", f"{x}.masked_fill_({x} < 0, 0)"]
+        forms += [f"{x}.random_(0, 5)", f"{x}.remainder_(3)", f"torch.maximum({x}, {x}.new_ones(()), out={x})"]
+        forms += [f"{x}.bernoulli_(0.5)"]
+    if value.ndim:
+        d = s.dim(x)
+        forms += [f"{x}.cumsum_({d})", f"torch.cumsum({x}, {d}, out={x})", f"{x}.index_fill_({d}, {x}.new_zeros(1, dtype=torch.int64), 2)"]
+        forms += [f"{x}.copy_({x}.roll(1, {d}))"]
+        forms += [f"{x}.index_add_({d}, {x}.new_zeros(2, dtype=torch.int64), {x}.narrow({d}, 0, 1).expand_as({x}.narrow({d}, 0, 1)).repeat_interleave(2, {d}))"]
+        forms += [f"{x}.scatter_({d}, {x}.new_zeros({[1] * value.ndim}, dtype=torch.int64), 3)"]
+        forms += [f"{x}.index_copy_({d}, {x}.new_zeros(1, dtype=torch.int64), {x}.narrow({d}, {value.shape[d % value.ndim] - 1}, 1))"] * bool(value.numel())
+    if value.ndim > 1:
+        k = s.rng.randrange(-1, 2)
+        forms += [f"{x}.tril_({k})", f"{x}.triu_({k})", f"{x}.fill_diagonal_(7)", f"torch.triu({x}, {k}, out={x})"]
+    if value.ndim == 2:
+        forms += [f"{x}.fill_diagonal_(7, True)", f"{x}.addmm_({x}.clone(), {x}.new_ones({value.shape[1]}, {value.shape[1]}))"]
+    return f"_ = {s.rng.choice(forms)}"
+
+
+def assigned(s: Scope) -> str | None:
+    """``x[...] = value``."""
+    x = s.pick(floating=None, least=1)
+    if not x or not s.values[x].numel() or overlaps(s.values[x].shape, s.values[x].stride()):
+        return None
+    value = s.values[x]
+    d = s.rng.randrange(value.ndim)
+    start, stop = s.span(value.shape[d])
+    lead = ":, " * d
+    places = [f"{lead}{start}", f"{lead}{start}:{stop}", f"{lead}{start}::2", "...", f"..., {start % value.shape[-1]}", "None"]
+    places += [f"{lead}[{start}, {stop - 1}]", f"{lead}[{start}]", "..., None", f"{lead}{start - value.shape[d]}"]
+    places += [f"{x} == 1", f"{x} != 0", f"{x}.new_zeros((), dtype=torch.int64)"]
+    if value.ndim > 1:
+        places += [f"{start % value.shape[0]}, -1", f"{start % value.shape[0]}, [0, {value.shape[1] - 1}]", "0, ..., None"]
+    place = s.rng.choice(places)
+    if s.rng.random() < 0.5:
+        return f"{x}[{place}] = {s.rng.choice(('3', '2', f'{x}[{place}] * 2'))}"
+    return f"{x}[{place}] {s.rng.choice(('+=', '*=', '-='))} 2"
+
+
+def seen_anew(s: Scope) -> str | None:
+    """The tensor itself takes another shape."""
+    x = _any(s)
+    if not x:
+        return None
+    value, d = s.values[x], s.dim(x)
+    forms = [f"{x}.unsqueeze_({d})", f"{x}.squeeze_()", f"{x}.t_()" if value.ndim < 3 else f"{x}.squeeze_()", f"{x}.unsqueeze_(0)"]
+    if value.ndim:
+        forms += [f"{x}.{name}(0, {d})" for name in ("transpose_", "swapaxes_", "swapdims_")] + [f"{x}.squeeze_({d})"]
+    if value.is_contiguous() and value.ndim:
+        forms += [f"{x}.resize_({list(value.shape[::-1])})", f"{x}.as_strided_({list(value.shape)}, {list(value.stride())})"]
+    y = s.like(x, lambda a, b: b is not a)
+    if y and not value.is_neg() and not value.is_conj():  # which stay when the memory goes
+        forms += [f"{x}.resize_as_({y})"] * (s.values[y].numel() == value.numel()) + [f"{x}.set_({y})"]
+        if s.rng.random() < 0.3:
+            return f"{x}.data = {y}"
+    return f"_ = {s.rng.choice(forms)}"
+
+
+def computed(s: Scope) -> str | None:
+    """A value of its own, from what a view shows."""
+    x = _any(s)
+    return x and s.rng.choice((f"{x} + 1", f"{x}.clone()", f"{x}.sum()", f"{x} * {x}", f"{x}.contiguous()"))
+
+
+# How often each is tried.
+VIEW_MAKERS: tuple[tuple[int, Make], ...] = (
+    (6, viewed),
+    (7, part),
+    (2, reinterpreted),
+    (6, written),
+    (4, assigned),
+    (3, seen_anew),
+    (1, computed),
+)
