@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from .autograd import counters_of
+from .autograd import counted_together, versions_of
 from .comm import communicator_of
 from .compiled import Runner, runner_of
 from .dispatch import dispatch, install_views, plan_for
@@ -78,7 +78,7 @@ class Origin:
 
     def now(self) -> tuple[int, ...] | None:
         """How often the base and what it is a view of have been written to; None where nobody counts."""
-        own = _versions(self.viewed)
+        own = versions_of(self.viewed.__dict__.get("_counted", self.viewed))
         if own is None or isinstance(self.memory, _Held):
             return own
         rest = self.memory[0].now()
@@ -128,13 +128,6 @@ def _memory(x: DTensor) -> Any:
     return (x._origin, x._place) if isinstance(x, RemoteView) else _Held(x._local)
 
 
-def _versions(x: DTensor) -> tuple[int, ...] | None:
-    """How often a tensor has been written to; None where nobody counts."""
-    x = x.__dict__.get("_counted", x)
-    counters = counters_of(x)
-    return None if any(counter.is_inference() for counter in counters) else tuple([counter._version for counter in counters])
-
-
 class RemoteView(DTensor):
     """A view that is computed when it is read and writes back what is written to it."""
 
@@ -156,7 +149,9 @@ class RemoteView(DTensor):
         self._local = value
 
     def _uncounted(self) -> DTensor:
-        return self  # counted with its base, whose other views have to see what is written
+        apart = twin(self)
+        counted_together(apart, self)
+        return apart
 
     def _share(self, target: Any) -> None:
         origin, place, layout = self._origin, self._place, self._layout

@@ -267,6 +267,7 @@ class DTensor(torch.Tensor):
         apart: DTensor | None = self.__dict__.get("_apart")
         if apart is None or apart._local is not self._local:
             apart = self.__dict__["_apart"] = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # torch's stub
+            counted_together(apart, self)
         return cast(DTensor, apart)
 
     # --- copies, files, prints ----------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def resized(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_forma
     made = torch.empty(size, device="meta", memory_format=memory_format or torch.contiguous_format)
     if x.shape == made.shape and (memory_format is None or x.stride() == made.stride()):
         return x
-    if made.numel() <= x.numel() and memory_order(tuple(x.shape), x.stride()) is not None:  # a view of the same memory
+    if made.numel() <= x.numel() or memory_order(tuple(x.shape), x.stride()) is None:  # a view of the same memory
         same = made.numel() == x.numel() and x.is_contiguous() and made.is_contiguous()
         return x.view(size) if same else aten.as_strided.default(x, list(size), made.stride())
     flat, total = x.permute(outermost_first(x.stride())).reshape(-1), made.numel()

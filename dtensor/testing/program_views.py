@@ -95,7 +95,10 @@ def reinterpreted(s: Scope) -> str | None:
 def _operand(s: Scope, x: str) -> str:
     """Something that ``x`` may be changed with."""
     y = s.like(x, lambda a, b: broadcastable(a, b) and b.ndim <= a.ndim and torch.broadcast_shapes(a.shape, b.shape) == a.shape)
-    return y if y and s.rng.random() < 0.6 else s.rng.choice(("2", "1", "-1"))
+    if not y or s.rng.random() < 0.4:
+        return s.rng.choice(("2", "1", "-1"))
+    same = s.values[y].untyped_storage().data_ptr() == s.values[x].untyped_storage().data_ptr()
+    return f"{y}.clone()" if same else y  # of overlapping ones torch says nothing
 
 
 def written(s: Scope) -> str | None:
@@ -106,7 +109,7 @@ def written(s: Scope) -> str | None:
     y, value = _operand(s, x), s.values[x]
     forms = [f"{x}.add_({y})", f"{x}.mul_({y})", f"{x}.sub_({y})", f"{x}.zero_()", f"{x}.fill_(3)", f"{x}.neg_()", f"{x}.mul_(2)"]
     forms += [f"torch.add({x}, {y}, out={x})", f"torch.mul({x}, 2, out={x})", f"torch._foreach_add_([{x}], 1)"]
-    forms += [f"{x}.copy_({y})" if y in s.values else f"{x}.copy_({x}.flip(0))" if value.ndim else f"{x}.fill_(1)"]
+    forms += [f"{x}.copy_({y})" if y not in ("2", "1", "-1") else f"{x}.copy_({x}.flip(0))" if value.ndim else f"{x}.fill_(1)"]
     forms += [f"{x}.square_()", f"{x}.set_({x})", f"{x}.data.add_(1)", f"{x}.detach().mul_(2)"]
     if not value.is_complex():
         forms += [f"{x}.clamp_(0, 5)", f"{x}.masked_fill_({x} > 1, 4)", f"{x}.abs_()", f"{x}.masked_fill_({x} < 0, 0)"]
@@ -150,7 +153,7 @@ def assigned(s: Scope) -> str | None:
 def seen_anew(s: Scope) -> str | None:
     """The tensor itself takes another shape."""
     x = _any(s)
-    if not x:
+    if not x or s.values[x].is_conj() or s.values[x].is_neg():  # which torch carries out in the base's memory, or forgets
         return None
     value, d = s.values[x], s.dim(x)
     forms = [f"{x}.unsqueeze_({d})", f"{x}.squeeze_()", f"{x}.t_()" if value.ndim < 3 else f"{x}.squeeze_()", f"{x}.unsqueeze_(0)"]
@@ -159,7 +162,7 @@ def seen_anew(s: Scope) -> str | None:
     if value.is_contiguous() and value.ndim:
         forms += [f"{x}.resize_({list(value.shape[::-1])})", f"{x}.as_strided_({list(value.shape)}, {list(value.stride())})"]
     y = s.like(x, lambda a, b: b is not a)
-    if y and not value.is_neg() and not value.is_conj():  # which stay when the memory goes
+    if y:
         forms += [f"{x}.resize_as_({y})"] * (s.values[y].numel() == value.numel()) + [f"{x}.set_({y})"]
         if s.rng.random() < 0.3:
             return f"{x}.data = {y}"

@@ -166,12 +166,13 @@ def _sound(program: Program) -> bool:
 
 def random_placements(program: Program, mesh_shape: Sequence[int], rng: random.Random) -> list[tuple[Placement, ...]]:
     """For each input one placement per mesh dim: whole, sharded (ragged, nested either way), partial."""
-    return [_placements(x, mesh_shape, rng) for x in program.values()]
+    exact = any(".view(torch." in line for line in program.lines)  # bits, which a mean may round
+    return [_placements(x, mesh_shape, rng, exact) for x in program.values()]
 
 
-def _placements(x: torch.Tensor, mesh_shape: Sequence[int], rng: random.Random) -> tuple[Placement, ...]:
-    plain = x.dtype.is_floating_point
-    menu = [options(x, ranks, ("sum", "avg", "max", "min") if plain else ("sum",), ragged=False) for ranks in mesh_shape]
+def _placements(x: torch.Tensor, mesh_shape: Sequence[int], rng: random.Random, exact: bool) -> tuple[Placement, ...]:
+    ops = ("sum", "max", "min") if exact else ("sum", "avg", "max", "min")
+    menu = [options(x, ranks, ops if x.is_floating_point() else ("sum",), ragged=False) for ranks in mesh_shape]
     chosen = [rng.choice([*choices, *(p for p in choices if p.is_shard())]) for choices in menu]
     for dim in range(x.ndim):
         split = [k for k, p in enumerate(chosen) if p == Shard(dim)]
