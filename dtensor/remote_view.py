@@ -219,6 +219,7 @@ def _restriding(operator: Operator, plan: Plan) -> Runner:
             return views_of(Origin(x, operator, args, kwargs, plan))
         if root.dtype != x.dtype:
             root = dispatch(DTensor, torch.ops.aten.view.dtype, (), (root, x.dtype))
+            root.__dict__["_counted"] = x._base
         args = (root, size, stride, own if offset is None else offset)
         return views_of(Origin(root, operator, args, {}, plan_of(operator, args, {})))
 

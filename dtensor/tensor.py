@@ -271,14 +271,20 @@ class DTensor(torch.Tensor):
         return cast(DTensor, apart)
 
     # --- copies, files, prints ----------------------------------------------------------------------------------
+    def __copy__(self) -> DTensor:
+        made = cast(DTensor, self.detach())  # the same memory
+        _dress(made, self)
+        made.__dict__.update(_marks(self))
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
             raise UnsupportedOperationError("only leaf DTensors can be deep-copied; use x.detach().clone()")
         if id(self) in memo:
             return memo[id(self)]
         with torch.no_grad():
-            made = wrap(_detached_copy(self._local), self._layout)
-        _dress(made, self, memo)
+            made = wrap(self._local.detach().clone(), self._layout)
+        _dress(made, self)
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(_marks(self), memo))
         if self.grad is not None:
@@ -286,7 +292,7 @@ class DTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles this rank's piece and the layout, without process groups."""
+        """Pickles this rank's piece and the layout, without process groups: it is restored on a rank of as many, or where all were."""
         made = self._local.detach(), self._layout, self.requires_grad, getattr(self, "_is_param", False)
         return restore_tensor, (*made, marks) if (marks := _marks(self)) else made
 
@@ -362,11 +368,7 @@ _optimizer_types.append(DTensor)
 _foreach_types.append(DTensor)
 
 
-def _detached_copy(local: Any) -> Any:
-    return local.detach().clone()
-
-
-def _dress(made: DTensor, like: DTensor, memo: dict[int, Any] | None = None) -> None:
+def _dress(made: DTensor, like: DTensor) -> None:
     """Give a new leaf the flags of another."""
     if getattr(like, "_is_param", False):
         made._is_param = True
@@ -383,6 +385,10 @@ def _marks(x: DTensor) -> dict[str, Any]:
 
 
 def restore_tensor(local: Any, layout: Layout, requires_grad: bool, is_param: bool, marks: Any = None) -> DTensor:
+    if isinstance(local, PerRank) != (layout.mesh.kind == "in_process"):
+        held = "all ranks' pieces" if isinstance(local, PerRank) else "one rank's piece"
+        where = f"a DTensor with {held}, but {layout.mesh!r} has kind {layout.mesh.kind!r} here"
+        raise DTensorError(f"{where}: restore it in processes like those that sent it, or send x.full_tensor()")
     made = wrap(local, layout)
     made.__dict__.update(marks or {})
     if is_param:

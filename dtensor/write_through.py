@@ -196,8 +196,8 @@ def _assign(origin: Origin, place: int, base: DTensor, assign: Assign) -> None:
 
 
 def _assign_locally(origin: Origin, place: int, base: DTensor, assign: Assign) -> None:
-    """The operation on the base's local gives a view of it, or of a copy whose strides allow one."""
-    if origin.plan.rule is None or origin.plan.rule.run is None:
+    """The operation on the base's local gives a view of it, or of a copy whose strides allow one (and no conjugation is due)."""
+    if not base._local.is_conj() and (origin.plan.rule is None or origin.plan.rule.run is None):
         try:
             shown = origin.run(base)[place]
         except RuntimeError:

@@ -71,7 +71,7 @@ def part(s: Scope) -> str | None:
     if value.ndim > 1:
         forms += [f"{x}.diagonal({s.rng.randrange(-1, 3)})", f"{x}.diagonal(0, {d}, {(d + 1) % value.ndim})"]
         forms += [f"{x}[..., {start % value.shape[-1]}]", f"{x}[{start % value.shape[0]}, ..., -1]"]
-    if value.ndim <= 2 and value.numel() >= 6 and not x.startswith(("v", "_")):
+    if value.ndim <= 2 and value.numel() >= 6 and not x.startswith(("v", "_")) and not value.storage_offset():
         forms += [f"{x}.as_strided((2, 2), (2, 1))", f"{x}.as_strided((3,), (1,), {x}.storage_offset() + 1)"]
     return s.rng.choice(forms)
 
@@ -87,9 +87,15 @@ def reinterpreted(s: Scope) -> str | None:
     else:
         forms = [f"torch.view_as_complex({x})"] * 2
     others = _OTHER_DTYPES.get(value.dtype, ())
-    if bool((value == 0).any()):
-        others = ()  # there are two zeros, and partial terms know one
-    return s.rng.choice(forms + [f"{x}.view(torch.{name})" for name in others])
+    return s.rng.choice(forms + [f"{x}.view(torch.{name})" for name in others if _no_zero(value, getattr(torch, name))])
+
+
+def _no_zero(value: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Not seen as ``dtype`` either: there are two zeros, and arithmetic on terms or on fewer elements makes the other."""
+    try:
+        return bool((value != 0).all() and (value.view(dtype) != 0).all())
+    except RuntimeError:  # these strides do not allow it
+        return False
 
 
 def _operand(s: Scope, x: str) -> str:
@@ -126,7 +132,8 @@ def written(s: Scope) -> str | None:
         k = s.rng.randrange(-1, 2)
         forms += [f"{x}.tril_({k})", f"{x}.triu_({k})", f"{x}.fill_diagonal_(7)", f"torch.triu({x}, {k}, out={x})"]
     if value.ndim == 2:
-        forms += [f"{x}.fill_diagonal_(7, True)", f"{x}.addmm_({x}.clone(), {x}.new_ones({value.shape[1]}, {value.shape[1]}))"]
+        forms += [f"{x}.fill_diagonal_(7, True)"] * value.is_contiguous()
+        forms += [f"{x}.addmm_({x}.clone(), {x}.new_ones({value.shape[1]}, {value.shape[1]}))"]
     return f"_ = {s.rng.choice(forms)}"
 
 

@@ -1,0 +1,341 @@
+"""A view shows memory: what its base comes to look like later, or which memory it takes, does not change what the view shows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.testing import check, scatter
+
+X = torch.arange(30.0, dtype=torch.float64).reshape(5, 6) - 7
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "row": lambda x: x[2],
+    "column": lambda x: x[:, 3],
+    "rows": lambda x: x[1:4],
+    "flat": lambda x: x.view(-1),
+    "diagonal": lambda x: x.diagonal(1),
+    "row of rows": lambda x: x.view(3, 2, 5)[1, 0],
+    "windows": lambda x: x.unfold(1, 3, 3)[:, 1],
+    "strided": lambda x: x.as_strided((3, 2), (7, 3), 2),
+}
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "t_": lambda x: x.t_(),
+    "transpose_": lambda x: x.transpose_(0, 1),
+    "swapaxes_": lambda x: x.swapaxes_(0, -1),
+    "swapdims_": lambda x: x.swapdims_(-1, 0),
+    "unsqueeze_": lambda x: x.unsqueeze_(0),
+    "unsqueeze_ and squeeze_": lambda x: x.unsqueeze_(1).squeeze_(1).squeeze_(),
+    "as_strided_": lambda x: x.as_strided_((6, 4), (4, 1)),
+    "resize_": lambda x: x.resize_(6, 5),
+    "resize_ to fewer": lambda x: x.resize_(2, 7),
+    "resize_as_": lambda x: x.resize_as_(x.new_zeros(10, 3)),
+    "a view in place": lambda x: x.t().unsqueeze_(0).squeeze_(0),
+}
+FLAT = [[Replicate()], [Shard(0)], [Shard(1)], [Shard(1, sizes=(6, 0))], [Partial()]]
+GRID = [[Shard(0), Shard(1)], [Shard(0), Shard(0)], [Partial("avg"), Shard(0)]]
+
+
+def everywhere(program: Callable[..., Any], x: torch.Tensor = X, **options: Any) -> None:
+    for shape, choices in (((2,), FLAT), ((2, 2), GRID)):
+        for placements in choices:
+            mesh = dt.init_device_mesh("cpu", shape)
+            check(program, x, mesh=mesh, placements=[placements], cloned=True, gradients=False, **options)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_outlives_what_its_base_looked_like(view: str, change: str) -> None:
+    def program(x: Any) -> Any:
+        before, read = VIEWS[view](x), VIEWS[view](x)
+        first = read * 1
+        CHANGES[change](x)
+        after = before * 1
+        x.mul_(2)
+        seen = read * 1
+        before.add_(1)
+        return first, after, seen, before, read, x
+
+    everywhere(program)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_of_a_view_outlives_what_that_one_looked_like(view: str) -> None:
+    def program(x: Any) -> Any:
+        between = x[1:].t()[:, :4].t()
+        row = between[2]
+        second = between.unsqueeze(0)[0, 1]
+        between.t_().unsqueeze_(0)
+        VIEWS[view](x).mul_(3)
+        row.sub_(2)
+        return row, second, between, x
+
+    everywhere(program)
+
+
+def test_other_memory_is_not_seen_by_earlier_views() -> None:
+    def program(x: Any) -> Any:
+        row, flat, other = x[2], x.view(-1), x * 2
+        x.data = other
+        x.add_(100)
+        row.zero_()
+        flat[:3] = 1
+        return row, flat, other, x
+
+    everywhere(program)
+
+
+@pytest.mark.parametrize("take", ["data", "set_"])
+def test_who_takes_the_memory_of_a_view_writes_to_it(take: str) -> None:
+    def program(x: Any) -> Any:
+        own, row = x[0] * 5, x[2]
+        shown = (x.view(-1) * 1, x[:, 1] * 1)
+        if take == "data":
+            own.data = row
+        else:
+            own.set_(row)
+        flat, column = x.view(-1), x[:, 1]
+        read = flat * 1, column * 1
+        own.add_(1)
+        again = flat * 1, column * 1
+        del own
+        x[2].mul_(2)
+        return shown, read, again, flat, column, row, x
+
+    everywhere(program)
+
+
+def test_a_tensor_that_vanished_after_it_wrote_is_not_forgotten() -> None:
+    def program(x: Any) -> Any:
+        row, column = x[2], x[:, 1]
+        first = row * 1, column * 1
+        other = x * 1
+        other.data = x
+        other.add_(1)
+        del other
+        x[1:].data.mul_(2)
+        return first, row, column
+
+    everywhere(program)
+
+
+@pytest.mark.parametrize("view", ["row", "column", "flat", "diagonal"])
+def test_what_is_written_through_data_of_a_view_is_seen_but_not_by_autograd(view: str) -> None:
+    def program(x: Any) -> Any:
+        y = x * 1
+        shown, square = VIEWS[view](y), (y * y).sum()
+        before = shown * 1
+        shown.data.add_(1)
+        return before, shown * 1, square, y[2] * 1
+
+    for shape, choices in (((2,), FLAT), ((2, 2), GRID)):
+        for placements in choices:
+            check(program, X, mesh=dt.init_device_mesh("cpu", shape), placements=[placements])
+
+
+def test_a_shallow_copy_is_the_same_memory() -> None:
+    for view in (lambda x: x, *VIEWS.values()):
+        for placements in FLAT:
+            x = scatter(X, dt.init_device_mesh("cpu", (2,)), placements)
+            shown = view(x)
+            made = copy.copy(shown)
+            made.zero_()
+            assert not shown.full_tensor().any()
+            assert torch.equal(x.full_tensor(), X.clone().index_put_((X == X,), torch.where(_shows(view), 0, X).flatten()))
+
+
+def _shows(view: Callable[[Any], Any]) -> torch.Tensor:
+    mask = torch.zeros(5, 6, dtype=torch.bool)
+    view(mask).fill_(True)
+    return mask
+
+
+def test_metadata_in_place_leaves_the_local_that_the_user_gave() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    pieces = [torch.zeros(3, 4), torch.ones(2, 4)]
+    x = dt.DTensor.from_local(dt.per_rank(pieces), mesh, [Shard(0)])
+    x.t_()
+    assert [tuple(piece.shape) for piece in pieces] == [(3, 4), (2, 4)]
+    x.add_(1)
+    assert float(pieces[0].sum()) == 12
+
+
+def test_parameters_are_seen_anew_without_gradients() -> None:
+    for placements in FLAT:
+        weight = torch.nn.Parameter(dt.distribute_tensor(X.clone(), dt.init_device_mesh("cpu", (2,)), placements))
+        plain = torch.nn.Parameter(X.clone())
+        for w in (weight, plain):
+            with torch.no_grad():
+                row = w[2]
+                w.t_()
+                w[0] = 9
+                row.mul_(2)
+        assert torch.equal(weight.full_tensor(), plain)
+        assert isinstance(weight, torch.nn.Parameter)
+
+
+def test_gradients_pass_through_tensors_that_are_seen_anew() -> None:
+    def program(x: Any) -> Any:
+        y = x * 2
+        y.t_().unsqueeze_(0)
+        row, turned = y[0, 2], y[0].t()
+        turned.unsqueeze_(0)
+        return row * 3, turned[0, 1:] * 2, y
+
+    for placements in FLAT:
+        check(program, X, mesh=dt.init_device_mesh("cpu", (2,)), placements=[placements])
+
+
+@pytest.mark.parametrize("placements", FLAT, ids=str)
+def test_inference_mode_too(placements: Any) -> None:
+    x, plain = scatter(X, dt.init_device_mesh("cpu", (2,)), placements), X.clone()
+    with torch.inference_mode():
+        results = []
+        for t in (x + 0, plain + 0):
+            row, column = t[2], t[:, 1]
+            t.t_().mul_(2)
+            row.add_(1)
+            results.append([row * 1, column * 1, t * 1])
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got.full_tensor(), expected)  # type: ignore[attr-defined]
+
+
+# --- where in memory a view begins -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize(
+    "part",
+    [lambda x: x, lambda x: x[2:], lambda x: x[:, 1:3], lambda x: x[:, ::2], lambda x: x.t()[1:], lambda x: x.view(15, 2)[3:]],
+)
+def test_fill_diagonal_writes_where_plain_torch_does(part: Callable[[Any], Any], wrap: bool) -> None:
+    everywhere(lambda x: (part(x).fill_diagonal_(3, wrap), x))
+
+
+def test_fill_diagonal_of_cubes_and_of_parts_of_numbers() -> None:
+    cube = torch.arange(216.0).reshape(6, 6, 6)
+    everywhere(lambda x: (x[1:, :5, 1:].fill_diagonal_(-1), x), cube)
+    for placements in ([Replicate()], [Shard(0)], [Shard(1)], [Partial()]):
+        z = torch.complex(X, X + 1)
+        check(
+            lambda z: (z[1:].imag.fill_diagonal_(3), z),
+            z,
+            mesh=dt.init_device_mesh("cpu", (2,)),
+            placements=[placements],
+            gradients=False,
+        )
+    x = scatter(X, dt.init_device_mesh("cpu", (2,)), [Shard(0)])
+    for wrong in (x[0], x.unsqueeze(0)):
+        with pytest.raises(RuntimeError):
+            wrong.fill_diagonal_(1)
+
+
+def test_the_storage_offset_is_that_of_plain_torch() -> None:
+    for placements in FLAT:
+        x = scatter(X, dt.init_device_mesh("cpu", (2,)), placements)
+        for view in (lambda x: x, *VIEWS.values(), lambda x: x[2:].t()[1:]):
+            assert view(x).storage_offset() == view(X).storage_offset()
+
+
+def test_strides_count_from_the_start_of_the_memory_and_gradients_too() -> None:
+    def program(x: Any) -> Any:
+        y = x * 1
+        rows, row, column = y[2:], y[3], y[:, 3]
+        return (
+            rows.as_strided((3, 2), (1, 3), rows.storage_offset() + 1) * 2,
+            rows.t().as_strided((3, 2), (2, 3), 14) * 3,
+            column.as_strided((2, 2), (6, 12), 3) * 4,
+            row.as_strided((3,), (1,), row.storage_offset() + 1) * 5,
+        )
+
+    for placements in FLAT:
+        check(program, X, mesh=dt.init_device_mesh("cpu", (2,)), placements=[placements])
+
+
+# --- the same bytes as another dtype ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("other", [torch.int64, torch.int32, torch.float32, torch.complex128, torch.uint8], ids=str)
+@pytest.mark.parametrize("write", ["mask", "element", "add", "copy", "row"])
+def test_bytes_are_written_through_another_dtype(other: torch.dtype, write: str) -> None:
+    def program(x: Any) -> Any:
+        y = x.view(other)
+        if write == "mask":
+            y.masked_fill_(y == y[0, 0], 3)
+        elif write == "element":
+            y[2, 1] = 5
+        elif write == "add":
+            y[1:].add_(1)
+        elif write == "copy":
+            y.copy_(y.flip(0))
+        else:
+            y[3] = y[0] * 2
+        return y, x
+
+    values = X.abs() + 0.25  # no zero, of which there are two
+    for placements in [*FLAT, [Shard(0, sizes=(1, 4))], [Partial("max")]]:
+        mesh = dt.init_device_mesh("cpu", (2,))
+        check(program, values, mesh=mesh, placements=[placements], cloned=True, gradients=False)
+
+
+@pytest.mark.parametrize("part", ["real", "imag"])
+@pytest.mark.parametrize("conjugated", [False, True])
+def test_parts_of_numbers_are_views(part: str, conjugated: bool) -> None:
+    def program(z: Any) -> Any:
+        of = z.conj() if conjugated else z
+        shown, row = getattr(of, part), getattr(of[1], part)
+        first = shown * 1
+        shown[2:].mul_(2).add_(1)
+        row[:2] = 4
+        z.mul_(3)
+        return first, shown, row, torch.view_as_real(z), z
+
+    for placements in [*FLAT, [Shard(0, sizes=(1, 4))]]:
+        mesh = dt.init_device_mesh("cpu", (2,))
+        check(program, torch.complex(X, X + 1), mesh=mesh, placements=[placements], cloned=True, gradients=False)
+
+
+@pytest.mark.parametrize("view", [lambda z: z.conj().imag, lambda z: z[:, 0].conj().imag, lambda z: z.mH[1].real])
+def test_gradients_of_writes_through_conjugated_views(view: Callable[[Any], Any]) -> None:
+    def program(z: Any) -> Any:
+        y = z * 1
+        part = view(y)
+        part.mul_(2)
+        return part, y
+
+    for placements in ([Replicate()], [Shard(0)], [Shard(1)], [Partial()]):
+        check(program, torch.complex(X, X + 1), mesh=dt.init_device_mesh("cpu", (2,)), placements=[placements])
+
+
+# --- windows that share elements, and operands that share memory -------------------------------------------------------------
+def test_a_write_to_some_of_overlapping_windows_stays() -> None:
+    def program(x: Any) -> Any:
+        windows = x.unfold(1, 3, 1)
+        windows.swapaxes(-2, -1)[1, -1].mul_(2)
+        windows[2][:, 0] = 7
+        return windows, x
+
+    everywhere(program)
+
+
+def test_operands_may_share_memory_where_plain_torch_lets_them() -> None:
+    def program(x: Any) -> Any:
+        x.index_copy_(-1, x.new_zeros(1, dtype=torch.int64), x.narrow(-1, 3, 1))
+        return x
+
+    everywhere(program)
+
+
+def test_out_takes_views_that_are_not_local() -> None:
+    def program(x: Any) -> Any:
+        row, column, flat = x[2], x[:, 3], x.view(-1)
+        torch.add(x[0], 1, out=row)
+        torch.mul(x[:, 0], 2, out=column)
+        torch.cumsum(flat[:7], 0, out=flat[5:12])
+        row.swapaxes_(0, 0)
+        column.unsqueeze_(0).swapaxes_(0, 1).resize_as_(x.new_zeros(1, 5))
+        flat.resize_as_(x.new_zeros(3, 10))
+        return row, column, flat, x
+
+    everywhere(program)
