@@ -46,7 +46,9 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``__torch_dispatch__`` of a remote view."""
     operator = operator_of(func)
     written = [x for name in operator.mutated for x in _remote(operator.bind(args, kwargs).get(name))] if operator.mutated else []
-    if written and operator.reshapes and plan_of(operator, args, kwargs).how != "decompose":  # t_: the view is seen in another way
+    if (
+        written and operator.reshapes and plan_of(operator, args, kwargs).how != "decompose"
+    ):  # t_: the view is seen in another way
         args[0]._become(operate(operator.out_of_place, (twin(args[0]), *args[1:]), kwargs))
         return args[0]
     if written and not operator.reshapes:
@@ -219,7 +221,9 @@ def _assign_whole(links: list[tuple[Origin, int]], base: DTensor, assign: Assign
         args = (shown, *origin.args[1:])
         plan = plan_of(origin.operator, args, origin.kwargs)
         if not is_local(plan) or changes(plan):
-            raise UnsupportedOperationError(f"{origin.operator.name} of {layout!r} cannot be written through; write to view.clone()")
+            raise UnsupportedOperationError(
+                f"{origin.operator.name} of {layout!r} cannot be written through; write to view.clone()"
+            )
         shown = Origin(shown, origin.operator, args, origin.kwargs, plan).run(shown)[place]
     assign(shown, lambda value: value)
     dispatch(DTensor, _aten.copy_.default, (), (base, whole))

@@ -330,6 +330,22 @@ def copies_and_files() -> None:
     equal(torch.load(file, weights_only=True)["x"].detach() + x.detach(), value(5, 6) * 2)
 
 
+@case
+def views_outlive_what_their_base_looked_like() -> None:
+    for placements in ([Shard(0), Shard(0)], [Shard(1), R], [Partial(), Shard(1)]):
+        x, plain = scatter(value(5, 6), square(), placements), value(5, 6)
+        for t in (x, plain):
+            row, flat, column = t[2], t.view(-1), t[:, 3]
+            t.t_()
+            t.mul_(2)
+            row.add_(1)
+            flat[3:9].zero_()
+            column.unsqueeze_(0)[0, 1:].mul_(3)
+            t[1:].fill_diagonal_(7)
+            t.squeeze_().resize_(5, 6)
+        equal(x, plain)
+
+
 # --- meshes ------------------------------------------------------------
 @case
 def submeshes_talk_within_their_groups() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dtensor.mesh import DeviceMesh
 from dtensor.placement import Replicate, Shard
 from dtensor.testing import check, strategies
-from dtensor.testing.programs import Program, failures, minimize, random_program, run
+from dtensor.testing.programs import Program, failures, minimize, random_program, random_view_program, run
 
 START = int(os.environ.get("DTENSOR_SEED", "0"))
 BLOCK = 20
@@ -33,6 +33,21 @@ def test_longer_programs(block: int) -> None:
         pytest.fail(str(failure))
 
 
+@pytest.mark.parametrize("block", range(8))
+def test_programs_of_views_and_writes(block: int) -> None:
+    first = START + block * BLOCK
+    for failure in failures(range(first, first + BLOCK), length=8, make=random_view_program):
+        pytest.fail(str(failure))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(100))
+def test_longer_programs_of_views_and_writes(block: int) -> None:
+    first = 100_000 + START + block * BLOCK
+    for failure in failures(range(first, first + BLOCK), length=12, make=random_view_program):
+        pytest.fail(str(failure))
+
+
 def test_a_program_is_a_function_of_its_seed() -> None:
     assert random_program(7) == random_program(7)
     assert len({random_program(seed).lines for seed in range(20)}) == 20
@@ -41,6 +56,24 @@ def test_a_program_is_a_function_of_its_seed() -> None:
 def test_programs_use_many_operations() -> None:
     lines = [line for seed in range(60) for line in random_program(seed).lines]
     for part in ("@", ".sum(", "reshape", "[", "softmax", "cat", "add_(", ".to(", "where"):
+        assert any(part in line for line in lines), part
+
+
+def test_programs_of_views_write_through_all_kinds_of_them() -> None:
+    lines = [line for seed in range(90) for line in random_view_program(seed).lines]
+    for part in (
+        ".t_()",
+        "resize",
+        "data = ",
+        "diagonal(",
+        "unfold(",
+        ".view(torch.",
+        ".imag",
+        "out=",
+        "] +=",
+        "cumsum_",
+        "_foreach",
+    ):
         assert any(part in line for line in lines), part
 
 

@@ -123,11 +123,19 @@ def written(s: Scope) -> str | None:
         forms += [f"{x}.bernoulli_(0.5)"]
     if value.ndim:
         d = s.dim(x)
-        forms += [f"{x}.cumsum_({d})", f"torch.cumsum({x}, {d}, out={x})", f"{x}.index_fill_({d}, {x}.new_zeros(1, dtype=torch.int64), 2)"]
+        forms += [
+            f"{x}.cumsum_({d})",
+            f"torch.cumsum({x}, {d}, out={x})",
+            f"{x}.index_fill_({d}, {x}.new_zeros(1, dtype=torch.int64), 2)",
+        ]
         forms += [f"{x}.copy_({x}.roll(1, {d}))"]
-        forms += [f"{x}.index_add_({d}, {x}.new_zeros(2, dtype=torch.int64), {x}.narrow({d}, 0, 1).expand_as({x}.narrow({d}, 0, 1)).repeat_interleave(2, {d}))"]
+        forms += [
+            f"{x}.index_add_({d}, {x}.new_zeros(2, dtype=torch.int64), {x}.narrow({d}, 0, 1).expand_as({x}.narrow({d}, 0, 1)).repeat_interleave(2, {d}))"
+        ]
         forms += [f"{x}.scatter_({d}, {x}.new_zeros({[1] * value.ndim}, dtype=torch.int64), 3)"]
-        forms += [f"{x}.index_copy_({d}, {x}.new_zeros(1, dtype=torch.int64), {x}.narrow({d}, {value.shape[d % value.ndim] - 1}, 1))"] * bool(value.numel())
+        forms += [
+            f"{x}.index_copy_({d}, {x}.new_zeros(1, dtype=torch.int64), {x}.narrow({d}, {value.shape[d % value.ndim] - 1}, 1))"
+        ] * bool(value.numel())
     if value.ndim > 1:
         k = s.rng.randrange(-1, 2)
         forms += [f"{x}.tril_({k})", f"{x}.triu_({k})", f"{x}.fill_diagonal_(7)", f"torch.triu({x}, {k}, out={x})"]
@@ -163,11 +171,17 @@ def seen_anew(s: Scope) -> str | None:
     if not x or s.values[x].is_conj() or s.values[x].is_neg():  # which torch carries out in the base's memory, or forgets
         return None
     value, d = s.values[x], s.dim(x)
-    forms = [f"{x}.unsqueeze_({d})", f"{x}.squeeze_()", f"{x}.t_()" if value.ndim < 3 else f"{x}.squeeze_()", f"{x}.unsqueeze_(0)"]
+    forms = [
+        f"{x}.unsqueeze_({d})",
+        f"{x}.squeeze_()",
+        f"{x}.t_()" if value.ndim < 3 else f"{x}.squeeze_()",
+        f"{x}.unsqueeze_(0)",
+    ]
     if value.ndim:
         forms += [f"{x}.{name}(0, {d})" for name in ("transpose_", "swapaxes_", "swapdims_")] + [f"{x}.squeeze_({d})"]
     if value.is_contiguous() and value.ndim:
-        forms += [f"{x}.resize_({list(value.shape[::-1])})", f"{x}.as_strided_({list(value.shape)}, {list(value.stride())})"]
+        forms += [f"{x}.resize_({list(value.shape[::-1])})", f"{x}.resize_({value.numel() // 2})"]
+        forms += [f"{x}.as_strided_({list(value.shape)}, {list(value.stride())})"]
     y = s.like(x, lambda a, b: b is not a)
     if y:
         forms += [f"{x}.resize_as_({y})"] * (s.values[y].numel() == value.numel()) + [f"{x}.set_({y})"]

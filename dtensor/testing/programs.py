@@ -217,9 +217,7 @@ def compare_program(
     mesh = mesh or mesh_of(tuple(mesh_shape))
     single = any(".float()" in line for line in program.lines)
     tolerance = (1e-3, 1e-4) if single else None
-    return compare(
-        program, program.values(), mesh, list(placements), seed=0, tolerance=tolerance, gradients=program.gradients
-    )
+    return compare(program, program.values(), mesh, list(placements), seed=0, tolerance=tolerance, gradients=program.gradients)
 
 
 def random_case(
@@ -235,9 +233,7 @@ def random_case(
     return program, mesh_shape, random_placements(program, mesh_shape, rng)
 
 
-def failures(
-    seeds: Iterable[int], length: int = 6, make: Callable[[int, int], Program] = random_program
-) -> Iterator[Failure]:
+def failures(seeds: Iterable[int], length: int = 6, make: Callable[[int, int], Program] = random_program) -> Iterator[Failure]:
     """The failing ones among the random cases, made small."""
     for seed in seeds:
         program, mesh_shape, placements = random_case(seed, length, make=make)
