@@ -296,4 +296,4 @@ def counted_together(x: torch.Tensor, y: torch.Tensor) -> None:
     refs = [ref for root in roots for ref in root.__dict__.get("_shared", (0, [weakref.ref(root)]))[1] if ref() is not None]
     group = next(_GROUPS), refs
     for ref in refs:
-        ref().__dict__["_shared"] = group  # type: ignore[union-attr]  # alive
+        ref().__dict__["_shared"] = group

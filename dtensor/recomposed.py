@@ -78,8 +78,7 @@ def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:
 def located(x: Any, *args: Any, **kwargs: Any) -> Any:
     """Tell the wrapper of a view where in memory it begins: autograd counts from there."""
     if isinstance(x, DTensor) and (offset := x.storage_offset()) != torch.Tensor.storage_offset(x):
-        options = {"dtype": x.dtype, "device": x.device}
-        told = torch.Tensor._make_wrapper_subclass(type(x), x.shape, x.stride(), offset, **options)
+        told = torch.Tensor._make_wrapper_subclass(type(x), x.shape, x.stride(), offset, dtype=x.dtype, device=x.device)
         torch.Tensor.data.__set__(x, told)  # type: ignore[attr-defined]  # the wrapper alone
     return NotImplemented
 

@@ -41,8 +41,8 @@ def install_operations(operate: Callable[[Any, tuple[Any, ...], dict[str, Any]],
 class Origin:
     """What a view is a view of; shared by all results of a split.
 
-    A view is one of memory: where its base comes to be seen in another way later (``t_``), or as other memory (``x.data = y``), it
-    shows what it showed.
+    A view is one of memory: where its base later comes to be seen in another way (``t_``), or as other memory (``x.data = y``),
+    it shows what it showed.
 
     Attributes:
         viewed: the base, whose versions tell of writes; ``memory`` and ``layout`` are what it was when the view was made.
@@ -255,7 +255,7 @@ def views_of(origin: Origin) -> Any:
 
 
 def chain_of(view: RemoteView) -> tuple[DTensor, list[tuple[Origin, int]]]:
-    """The tensor that is no remote view, and from there the operations that lead to ``view``, each with the place of its result."""
+    """The tensor that is no remote view, and the operations from there to ``view``, each with the place of its result."""
     links: list[tuple[Origin, int]] = []
     x: DTensor = view
     while isinstance(x, RemoteView):

@@ -292,7 +292,7 @@ class DTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles this rank's piece and the layout, without process groups: it is restored on a rank of as many, or where all were."""
+        """Pickles this rank's piece and the layout, without process groups; restored where a rank, or all of them, are again."""
         made = self._local.detach(), self._layout, self.requires_grad, getattr(self, "_is_param", False)
         return restore_tensor, (*made, marks) if (marks := _marks(self)) else made
 

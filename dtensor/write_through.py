@@ -51,6 +51,8 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ):  # t_: the view is seen in another way
         args[0]._become(operate(operator.out_of_place, (twin(args[0]), *args[1:]), kwargs))
         return args[0]
+    if written and all(view._origin.pinned for view in written):  # a part of a write in progress, on the value that will arrive
+        return dispatch(DTensor, func, (), args, kwargs)
     if written and not operator.reshapes:
         elementwise = _by_element(operator, args, kwargs)
         return _write_elements(operator, args, kwargs) if elementwise else _write_value(operator, args, kwargs, written)

@@ -319,6 +319,16 @@ def test_a_write_to_some_of_overlapping_windows_stays() -> None:
     everywhere(program)
 
 
+def test_a_write_in_parts_arrives_through_a_chain_of_views() -> None:
+    def program(x: Any) -> Any:
+        part = x[:, 1][1::2]
+        part[part != 0] += 2
+        x.view(-1)[3:20][::2].masked_scatter_(x.view(-1)[3:20][::2] > 0, x[4] * 10)
+        return part, x
+
+    everywhere(program, (X - 2).round())
+
+
 def test_operands_may_share_memory_where_plain_torch_lets_them() -> None:
     def program(x: Any) -> Any:
         x.index_copy_(-1, x.new_zeros(1, dtype=torch.int64), x.narrow(-1, 3, 1))

@@ -1,12 +1,9 @@
 """Lines of random programs about memory: views of views, writes through them, and tensors that come to be seen in another way.
 
-A line that writes binds what it returns, which must be the tensor it wrote to. Values are small multiples of 1/4, so that whatever
-is written twice, or converted, stays exact.
+A line that writes binds what it returns, which must be the tensor that it wrote to.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
@@ -129,9 +126,8 @@ def written(s: Scope) -> str | None:
             f"{x}.index_fill_({d}, {x}.new_zeros(1, dtype=torch.int64), 2)",
         ]
         forms += [f"{x}.copy_({x}.roll(1, {d}))"]
-        forms += [
-            f"{x}.index_add_({d}, {x}.new_zeros(2, dtype=torch.int64), {x}.narrow({d}, 0, 1).expand_as({x}.narrow({d}, 0, 1)).repeat_interleave(2, {d}))"
-        ]
+        first_twice = f"{x}.narrow({d}, 0, 1).repeat_interleave(2, {d})"
+        forms += [f"{x}.index_add_({d}, {x}.new_zeros(2, dtype=torch.int64), {first_twice})"]
         forms += [f"{x}.scatter_({d}, {x}.new_zeros({[1] * value.ndim}, dtype=torch.int64), 3)"]
         forms += [
             f"{x}.index_copy_({d}, {x}.new_zeros(1, dtype=torch.int64), {x}.narrow({d}, {value.shape[d % value.ndim] - 1}, 1))"
@@ -182,7 +178,7 @@ def seen_anew(s: Scope) -> str | None:
     if value.is_contiguous() and value.ndim:
         forms += [f"{x}.resize_({list(value.shape[::-1])})", f"{x}.resize_({value.numel() // 2})"]
         forms += [f"{x}.as_strided_({list(value.shape)}, {list(value.stride())})"]
-    y = s.like(x, lambda a, b: b is not a)
+    y = s.like(x, lambda a, b: b is not a and not b.is_conj() and not b.is_neg())  # the bits stay behind
     if y:
         forms += [f"{x}.resize_as_({y})"] * (s.values[y].numel() == value.numel()) + [f"{x}.set_({y})"]
         if s.rng.random() < 0.3:
