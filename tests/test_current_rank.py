@@ -179,6 +179,8 @@ def test_the_process_does_what_rank_0_does_alone(mesh: DeviceMesh) -> None:
 
 def test_but_its_number_is_each_ranks_own() -> None:
     rank = SQUARE.get_rank()
+    assert shards((rank == 0) * torch.ones(1)) == [[1.0], [0.0], [0.0], [0.0]]  # the answer too, where it is calculated with
+    assert shards(torch.where(torch.tensor(True), rank != 0, 2)) == [0, 1, 1, 1]
     assert shards(DATA[rank, 0]) == [0.0, 2.0, 4.0, 6.0]
     assert (rank % 2).values == (0, 1, 0, 1)
     for fn in (lambda: bool(rank == 1), lambda: bool(rank > 0), lambda: DATA[rank:], lambda: bool(rank % 2 == 0)):

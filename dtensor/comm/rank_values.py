@@ -91,16 +91,30 @@ class RankNumber:
         return other // self, other % self
 
 
+class AnswerOfAll(RankNumber):
+    """Whether each rank is (or is not) rank 0. Under ``if`` it is rank 0's answer; calculations take each rank's own."""
+
+    __slots__ = ("first",)
+    first: bool
+
+    def __init__(self, values: Sequence[Any], first: bool) -> None:
+        super().__init__(values)
+        self.first = first
+
+    def __bool__(self) -> bool:
+        return self.first
+
+
 class RankOfAll(RankNumber):
     """The global rank of each. As for what one rank does for all: a process that holds all of them does what rank 0 does."""
 
     __slots__ = ()
 
     def __eq__(self, other: object) -> Any:
-        return True if _is_zero(other) else RankNumber(self.values) == other
+        return AnswerOfAll([rank == 0 for rank in self.values], True) if _is_zero(other) else RankNumber(self.values) == other
 
     def __ne__(self, other: object) -> Any:
-        return False if _is_zero(other) else RankNumber(self.values) != other
+        return AnswerOfAll([rank != 0 for rank in self.values], False) if _is_zero(other) else RankNumber(self.values) != other
 
     def __bool__(self) -> bool:
         return False
