@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from .errors import MeshError
-from .mesh import _CURRENT, DeviceMesh, as_mesh
+from .mesh import DeviceMesh, as_mesh, entered_mesh
 from .world import distributed, ensure_world
 
 
@@ -34,6 +36,27 @@ def mesh_of_groups(group: Any, device_type: str, mesh: Any, names: Sequence[str]
     return made
 
 
+def mesh_of_torch(mesh: TorchDeviceMesh) -> DeviceMesh:
+    """See ``DeviceMesh.from_torch``."""
+    made = mesh_of_groups(mesh.get_all_groups(), mesh.device_type, mesh.mesh, mesh.mesh_dim_names)
+    # Private: what torch has flattened it tells by name only, and not which names there are.
+    for name, flat in getattr(mesh, "_flatten_mapping", {}).items():
+        dims = _dims_of_ranks(made, tuple(flat.mesh.tolist()))
+        if dims is not None:
+            made._root.flattened[name] = dims
+            made._root.groups[dims] = flat.get_group()
+    return made
+
+
+def _dims_of_ranks(mesh: DeviceMesh, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The mesh dims, outermost first, over which the current rank meets ``ranks``, in that order."""
+    member = mesh.current_member()
+    if member is None:
+        return None
+    orders = (dims for count in range(1, mesh.ndim + 1) for dims in itertools.permutations(range(mesh.ndim), count))
+    return next((dims for dims in orders if tuple(mesh.ranks[m] for m in mesh.members_of(dims, member)) == ranks), None)
+
+
 class _World(threading.local):
     """The mesh over all ranks; every thread has its own, since torch's tests run ranks as threads."""
 
@@ -49,7 +72,7 @@ def mesh_or_world(mesh: Any) -> DeviceMesh:
     Raises:
         MeshError: none of them.
     """
-    if mesh is not None or _CURRENT or not distributed():
+    if mesh is not None or entered_mesh() is not None or not distributed():
         return as_mesh(mesh)
     on_gpu = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in dist.get_backend_config())
     device_type = "cuda" if on_gpu else "cpu"

@@ -9,8 +9,8 @@ A *member* is a position in the flattened root; ``ranks[member]`` is its rank.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
+from .current_rank import current_coordinate, current_member, current_rank
 from .errors import MeshDimError, MeshError
 from .world import Kind, Root, device_type_of, distributed, ensure_world, make_root, mesh_dim_of, mesh_shape_of
 
@@ -89,8 +90,11 @@ class DeviceMesh(TorchDeviceMesh):
         return len(self._dims)
 
     def size(self, mesh_dim: int | str | None = None) -> int:
-        """Number of ranks, in all or along one mesh dim."""
-        return math.prod(self.shape) if mesh_dim is None else self.shape[self.dim_index(mesh_dim)]
+        """Number of ranks, in all or along one mesh dim or flattened one."""
+        if mesh_dim is None:
+            return math.prod(self.shape)
+        mesh, dim = self._along(mesh_dim, "size")
+        return mesh.shape[dim]
 
     @property
     def mesh(self) -> torch.Tensor:
@@ -161,35 +165,46 @@ class DeviceMesh(TorchDeviceMesh):
     # --- the current rank -------------------------------------------------------------------------------------
     def current_member(self) -> int | None:
         """This process's member; in one process the one that ``map_ranks`` runs for, else the first. None: not in the mesh."""
-        root = self._root
-        if root.kind != "process_group":
-            return root.current or 0
-        rank = dist.get_rank()
-        return root.ranks.index(rank) if rank in root.ranks else None
+        return current_member(self._root)
 
-    def get_rank(self) -> int:
-        """The current rank (the first of the mesh when all ranks live in this process, outside ``map_ranks``)."""
-        if self.kind == "process_group":
-            return dist.get_rank()
-        return self._root.ranks[self._root.current or 0]
+    def get_rank(self) -> Any:
+        """The current rank.
 
-    def get_coordinate(self) -> tuple[int, ...] | None:
-        """The current rank's index along each mesh dim; None if it is not part of the mesh."""
-        member = self.current_member()
-        return None if member is None else self.coordinates[member]
+        Where all ranks live in this process, and outside of ``map_ranks``: a ``RankNumber`` of all ranks. Asked whether it is 0,
+        for what one rank does alone, it says yes.
+        """
+        return current_rank(self._root)
 
-    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """The current rank's index along one mesh dim (may be left out on a 1-d mesh)."""
-        coordinate = self.get_coordinate()
+    def get_coordinate(self) -> tuple[Any, ...] | None:
+        """The current rank's index along each mesh dim (see ``get_local_rank``); None if it is not part of the mesh."""
+        return current_coordinate(self)
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> Any:
+        """The current rank's index along one mesh dim or flattened one (may be left out on a 1-d mesh).
+
+        Where all ranks live in this process, and outside of ``map_ranks``: a ``RankNumber``, the index of each rank.
+
+        Raises:
+            MeshError: the current rank is not part of the mesh.
+
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        >>> mesh.get_local_rank("tp")
+        RankNumber(rank 0: 0, rank 1: 1, rank 2: 0, rank 3: 1)
+        >>> map_ranks(lambda at: mesh.get_local_rank("tp"), mesh=mesh)
+        RankValues(rank 0: 0, rank 1: 1, rank 2: 0, rank 3: 1)
+        """
+        mesh, dim = self._along(mesh_dim, "get_local_rank")
+        coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise MeshError(f"rank {self.get_rank()} is not part of {self!r}")
-        return coordinate[self._only_dim(mesh_dim, "get_local_rank")]
+        return coordinate[dim]
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """The ``torch.distributed`` process group along one mesh dim (may be left out on a 1-d mesh)."""
+        """The ``torch.distributed`` process group along one mesh dim or flattened one (may be left out on a 1-d mesh)."""
         from .comm import communicator_of  # the communicator stands on the mesh; this is the way back up
 
-        return communicator_of(self).process_group((self._only_dim(mesh_dim, "get_group"),))
+        mesh, dim = self._along(mesh_dim, "get_group")
+        return communicator_of(mesh).process_group((dim,))
 
     def get_all_groups(self) -> list[Any]:
         """``get_group`` of every mesh dim."""
@@ -199,46 +214,29 @@ class DeviceMesh(TorchDeviceMesh):
     def _dim_group_names(self) -> list[str]:  # type: ignore[override]  # an attribute of torch's; functional collectives ask
         return [group.group_name for group in self.get_all_groups()]
 
-    def _only_dim(self, mesh_dim: int | str | None, what: str) -> int:
-        if mesh_dim is not None:
-            return self.dim_index(mesh_dim)
-        if self.ndim != 1:
-            raise MeshError(
-                f"{what}() of a {self.ndim}-d mesh needs a mesh dim: {what}({self._names[0] if self._names else 0!r})"
-            )
-        return 0
+    def _along(self, mesh_dim: int | str | None, what: str) -> tuple[DeviceMesh, int]:
+        """A mesh and its dim: one of this mesh, or a flattened one by its name, as the root knows it."""
+        if mesh_dim is None:
+            if self.ndim != 1:
+                name = self._names[0] if self._names else 0
+                raise MeshError(f"{what}() of a {self.ndim}-d mesh needs a mesh dim: {what}({name!r})")
+            return self, 0
+        if isinstance(mesh_dim, str) and mesh_dim not in (self._names or ()) and mesh_dim in self._root.flattened:
+            return self._derive((self._root.flattened[mesh_dim],), (mesh_dim,)), 0
+        return self, self.dim_index(mesh_dim)
 
     # --- derived meshes ---------------------------------------------------------------------------------------
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """The mesh of one or several named dims, in the given order, adjacent or not."""
-        wanted = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, (tuple, list)) else ()
-        if not wanted or not all(isinstance(name, str) for name in wanted) or len(set(wanted)) != len(wanted):
-            raise MeshError(f"mesh[{names!r}]: name one or several different mesh dims of {self._names}")
-        dims = []
-        for name in wanted:
-            if self._names is not None and name in self._names:
-                dims.append(self._dims[self._names.index(name)])
-            elif name in self._root.flattened and self._is_root:
-                dims.append(self._root.flattened[name])
-            else:
-                raise MeshDimError(f"Invalid mesh_dim_name: {self!r} has no mesh dim {name!r}; its dims are {self._names}")
-        used = [d for group in dims for d in group]
-        if len(set(used)) != len(used):
-            raise MeshError(f"mesh[{names!r}]: the dims overlap; name each underlying dim once")
-        return self._derive(tuple(dims), wanted)
+        from .rearranged import sliced  # stands on this module
+
+        return sliced(self, names)
 
     def flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
         """The 1-d mesh over all dims of this one, first dim major; its name defaults to the names joined by "_"."""
-        if mesh_dim_name is None and self._names is not None:
-            mesh_dim_name = "_".join(self._names)
-        dims = tuple(d for group in self._dims for d in group)
-        if not isinstance(mesh_dim_name, str | None):
-            raise MeshError(f"flatten(mesh_dim_name) takes a string, got {mesh_dim_name!r}")
-        if mesh_dim_name is not None:
-            known = self._root.flattened.setdefault(mesh_dim_name, dims)
-            if known != dims or (self._root.names and mesh_dim_name in self._root.names and self.ndim > 1):
-                raise MeshError(f"a mesh dim named {mesh_dim_name!r} exists already; give flatten() another name")
-        return self._derive((dims,), None if mesh_dim_name is None else (mesh_dim_name,))
+        from .rearranged import flattened  # stands on this module
+
+        return flattened(self, mesh_dim_name)
 
     def unflatten(self, dim: int | str, mesh_sizes: Sequence[int], names: Sequence[str] | None = None) -> DeviceMesh:
         """This mesh with one dim split into several, first one major. MeshError: sizes or ``names`` that do not fit.
@@ -281,9 +279,10 @@ class DeviceMesh(TorchDeviceMesh):
 
     @staticmethod
     def from_torch(mesh: TorchDeviceMesh) -> DeviceMesh:
-        """This mesh for a ``torch.distributed.device_mesh.DeviceMesh``, using its process groups."""
-        groups = mesh.get_all_groups()
-        return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+        """This mesh for a ``torch.distributed.device_mesh.DeviceMesh``, with its process groups and flattened dims."""
+        from .group_meshes import mesh_of_torch  # stands on this module
+
+        return mesh_of_torch(mesh)
 
     # --- value semantics --------------------------------------------------------------------------------------
     def __eq__(self, other: object) -> bool:
@@ -297,11 +296,11 @@ class DeviceMesh(TorchDeviceMesh):
         return self._hash
 
     def __enter__(self) -> DeviceMesh:
-        _CURRENT.append(self)
+        _ENTERED.meshes = (*_ENTERED.meshes, self)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _CURRENT.pop()
+        _ENTERED.meshes = _ENTERED.meshes[:-1]
 
     def __repr__(self) -> str:
         names = "" if self._names is None else f", mesh_dim_names={self._names}"
@@ -310,13 +309,23 @@ class DeviceMesh(TorchDeviceMesh):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as geometry, without process groups."""
         root = self._root
-        return restore_mesh, (root.device_type, root.ranks, root.shape, root.names, root.kind, self._dims, self._names)
+        known = (root.device_type, root.ranks, root.shape, root.names, root.kind, self._dims, self._names)
+        return restore_mesh, (*known, dict(root.named), dict(root.flattened))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
         return self  # immutable
 
 
-_CURRENT: list[DeviceMesh] = []
+class _Entered(threading.local):
+    meshes: tuple[DeviceMesh, ...] = ()
+
+
+_ENTERED = _Entered()
+
+
+def entered_mesh() -> DeviceMesh | None:
+    """The innermost mesh entered by ``with mesh:`` in this thread."""
+    return _ENTERED.meshes[-1] if _ENTERED.meshes else None
 
 
 def current_mesh() -> DeviceMesh:
@@ -325,9 +334,10 @@ def current_mesh() -> DeviceMesh:
     Raises:
         MeshError: no mesh was given and none is entered.
     """
-    if not _CURRENT:
+    mesh = entered_mesh()
+    if mesh is None:
         raise MeshError("no device mesh: pass device_mesh=, or enter one with `with mesh:`")
-    return _CURRENT[-1]
+    return mesh
 
 
 def as_mesh(mesh: Any) -> DeviceMesh:
@@ -341,17 +351,6 @@ def as_mesh(mesh: Any) -> DeviceMesh:
             return DeviceMesh.from_torch(mesh)
         case _:
             raise MeshError(f"{mesh!r} is not a device mesh; make one with init_device_mesh(device_type, shape)")
-
-
-@contextmanager
-def running_as(mesh: DeviceMesh, member: int) -> Any:
-    """Make ``member`` the current one while a per-rank function runs in this process."""
-    root = mesh._root
-    before, root.current = root.current, member
-    try:
-        yield
-    finally:
-        root.current = before
 
 
 def init_device_mesh(
@@ -386,9 +385,11 @@ def init_device_mesh(
 
 
 def restore_mesh(
-    device_type: str, ranks: tuple[int, ...], shape: tuple[int, ...], names: Any, kind: Kind, dims: Any, dim_names: Any
+    device_type: str, ranks: Any, shape: Any, names: Any, kind: Kind, dims: Any, dim_names: Any, *known: dict[str, Any]
 ) -> DeviceMesh:
     base = DeviceMesh(device_type, np.asarray(ranks).reshape(shape), mesh_dim_names=names)
+    for ours, theirs in zip((base._root.named, base._root.flattened), known, strict=False):  # older pickles have none
+        ours.update(theirs)
     return base._derive(dims, dim_names)
 
 

@@ -1,4 +1,4 @@
-"""Meshes made of other meshes: one dim split into several, slices put together again."""
+"""Meshes made of other meshes: slices, dims joined into one, one dim split into several, slices put together again."""
 
 from __future__ import annotations
 
@@ -7,8 +7,43 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .errors import MeshError
+from .errors import MeshDimError, MeshError
 from .mesh import DeviceMesh
+
+
+def sliced(mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
+    """See ``DeviceMesh.__getitem__``."""
+    known, root = mesh.mesh_dim_names, mesh._root
+    wanted = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, (tuple, list)) else ()
+    if not wanted or not all(isinstance(name, str) for name in wanted) or len(set(wanted)) != len(wanted):
+        raise MeshError(f"mesh[{names!r}]: name one or several different mesh dims of {known}")
+    dims = []
+    for name in wanted:
+        if known is not None and name in known:
+            dims.append(mesh._dims[known.index(name)])
+        elif name in root.flattened and mesh._is_root:
+            dims.append(root.flattened[name])
+        else:
+            raise MeshDimError(f"Invalid mesh_dim_name: {mesh!r} has no mesh dim {name!r}; its dims are {known}")
+    used = [d for group in dims for d in group]
+    if len(set(used)) != len(used):
+        raise MeshError(f"mesh[{names!r}]: the dims overlap; name each underlying dim once")
+    return mesh._derive(tuple(dims), wanted)
+
+
+def flattened(mesh: DeviceMesh, name: str | None) -> DeviceMesh:
+    """See ``DeviceMesh.flatten``. The root keeps the name."""
+    if not isinstance(name, str | None):
+        raise MeshError(f"flatten(mesh_dim_name) takes a string, got {name!r}")
+    if name is None and mesh.mesh_dim_names is not None:
+        name = "_".join(mesh.mesh_dim_names)
+    root, dims = mesh._root, tuple(d for group in mesh._dims for d in group)
+    if name is None:
+        return mesh._derive((dims,), None)
+    known = root.named.get(name) or root.flattened.setdefault(name, dims)
+    if known != dims:
+        raise MeshError(f"a mesh dim named {name!r} exists already; give flatten() another name")
+    return mesh._derive((dims,), (name,))
 
 
 def unflattened(mesh: DeviceMesh, dim: int | str, sizes: Sequence[int], names: Sequence[str] | None) -> DeviceMesh:
@@ -32,6 +67,8 @@ def unflattened(mesh: DeviceMesh, dim: int | str, sizes: Sequence[int], names: S
         if len(set(known)) != len(known):
             raise MeshError(f"mesh dims need different names, got {tuple(known)}")
     made = DeviceMesh(mesh.device_type, ranks.reshape(*kept[:before], *sizes, *kept[before:]))
+    if known is not None:
+        made._root.named.update(zip(known, dims, strict=True))
     return made._derive(tuple(dims), None if known is None else tuple(known))
 
 

@@ -30,12 +30,12 @@ class Root:
     names: tuple[str, ...] | None
     kind: Kind
     world: Any = None  # the torch world group that the ranks belong to, None in one process
-    flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    named: dict[str, tuple[int, ...]] = field(default_factory=dict)  # root dims, for each name that a mesh dim was made with
+    flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)  # and those that came later
     groups: dict[tuple[int, ...], Any] = field(default_factory=dict)  # root dims -> torch group
     derived: dict[Any, DeviceMesh] = field(default_factory=dict)
     communicator: Any = None
     seeded: set[int] = field(default_factory=set)  # root dims over which ranks draw from the same generator state
-    current: int | None = None  # the member that map_ranks is running for
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -125,4 +125,5 @@ def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
         kind, world = "process_group", dist.group.WORLD
         if max(ranks) >= dist.get_world_size():
             raise MeshError(f"mesh ranks {array.tolist()} exceed the world of {dist.get_world_size()} ranks")
-    return Root(device_type, ranks, tuple(array.shape), names, kind, world)
+    named: dict[str, tuple[int, ...]] = {name: (dim,) for dim, name in enumerate(names or ())}
+    return Root(device_type, ranks, tuple(array.shape), names, kind, world, named)

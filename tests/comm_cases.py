@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import dtensor as dt
 from dtensor.comm import Communicator, Pending, backends, communicator_of, events, groups
 from dtensor.errors import LayoutError, MeshError, UnsupportedOperationError
 from dtensor.mesh import DeviceMesh
@@ -436,6 +437,7 @@ def main() -> list[str]:
             assert timeout_of(comm.process_group((0,))) == timeout_of(dist.group.WORLD)
         ran.append(label)
     _given_groups()
+    _flattened_groups()
     _native_collectives()
     _groups_that_the_world_makes_together()
     return ran
@@ -471,6 +473,25 @@ def _given_groups() -> None:
     assert mesh["dp"].get_group() is columns[rank % 2]
     assert communicator_of(mesh).process_group((1, 0)) is dist.group.WORLD
     run_case("all_reduce_is_the_fold", mesh)
+
+
+def _flattened_groups() -> None:
+    """A flattened dim is asked for by its name, whoever flattened it, also where torch did."""
+    rank = dist.get_rank()
+    ours = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ours["tp", "dp"].flatten("turned")
+    theirs = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    flat = theirs._flatten("both")
+    for mesh, name, at in ((ours, "turned", (0, 2, 1, 3)), (DeviceMesh.from_torch(theirs), "both", (0, 1, 2, 3))):
+        for part in (mesh, mesh["tp"]):
+            assert dist.get_process_group_ranks(part.get_group(name)) == [0, 1, 2, 3]
+            assert (part.get_local_rank(name), part.size(name)) == (at.index(rank), 4)
+        assert mesh[name].get_group() is mesh.get_group(name)
+        x = dt.distribute_tensor(torch.arange(7.0), mesh[name], [dt.Shard(0)])
+        assert x.to_local().tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0]][at.index(rank)]
+    assert DeviceMesh.from_torch(theirs).get_group("both") is flat.get_group()
+    for accepted in (flat, theirs["dp"]):
+        assert dt.distribute_tensor(torch.arange(7.0), accepted, [dt.Shard(0)]).full_tensor().tolist() == list(range(7))
 
 
 def _native_collectives() -> None:

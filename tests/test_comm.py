@@ -78,7 +78,7 @@ def test_map_knows_for_whom_it_runs() -> None:
     assert communicator_of(mesh).map(lambda member: mesh.get_rank()) == (5, 1, 3)
     told = map_ranks(lambda coordinate: (coordinate, SQUARE.get_coordinate(), SQUARE["tp"].get_local_rank()), mesh=SQUARE)
     assert all(given == asked and given[1] == tp for given, asked, tp in told)
-    assert SQUARE.get_coordinate() == (0, 0)
+    assert SQUARE.get_local_rank("dp").values == (0, 0, 0, 1, 1, 1)  # outside: all of them
 
 
 def test_map_ranks_takes_the_entered_mesh_and_is_differentiable() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from gloo import run_gloo
 
 import dtensor
 
@@ -100,6 +101,26 @@ def test_docstring_examples_hold(name: str) -> None:
     for test in doctest.DocTestFinder(exclude_empty=True).find(module, name, extraglobs=names):
         runner.run(test, out=report.append)
     assert not report, "".join(report)
+
+
+def _ported() -> Any:
+    """What the scripts of the page leave, without its sessions, which show one process."""
+    scripts = [block for block in blocks_of((ROOT / "docs" / "porting.md").read_text()) if ">>> " not in block.code]
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for block in scripts:
+            exec(compile(block.code, "porting.md", "exec"), namespace)
+    return namespace["losses"], namespace["same"], printed.getvalue()
+
+
+@pytest.mark.gloo
+def test_the_ported_script_gives_the_same_on_processes() -> None:
+    losses, same, printed = _ported()
+    first, second = run_gloo(_ported, 2)
+    assert first[0] == second[0] == pytest.approx(losses, abs=1e-6)
+    assert (same, first[1], second[1]) == (True, True, True)
+    assert (printed, "") == (first[2], second[2])
 
 
 def test_a_wrong_block_is_caught_and_names_live_on() -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import dtensor as dt
+from dtensor.current_rank import running_as
 from dtensor.errors import MeshError
-from dtensor.mesh import DeviceMesh, as_mesh, init_device_mesh, running_as
+from dtensor.mesh import DeviceMesh, as_mesh, init_device_mesh
 
 CUBE = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("dp", "pp", "tp"))
 
@@ -42,9 +43,7 @@ def test_facts() -> None:
     assert CUBE.mesh_dim_names == ("dp", "pp", "tp")
     assert CUBE.device_type == "cpu"
     assert CUBE.kind == "in_process"
-    assert CUBE.get_coordinate() == (0, 0, 0)
     assert CUBE.get_rank() == 0
-    assert CUBE.get_local_rank("tp") == 0
 
 
 def test_coordinates_are_row_major() -> None:
@@ -149,6 +148,38 @@ def test_slices_are_put_together_again() -> None:
         DeviceMesh._concatenate([CUBE["tp"], CUBE["tp", "dp"]])
     with pytest.raises(MeshError, match="slices of one mesh"):
         DeviceMesh._concatenate([CUBE["tp"], init_device_mesh("cpu", (2,))])
+
+
+def test_a_flattened_name_is_looked_up_from_every_slice() -> None:
+    mesh = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("dp", "pp", "tp"))
+    mesh["dp", "tp"]._flatten("dp_tp")
+    mesh["tp", "dp"].flatten("turned")
+    for asked in (mesh, mesh["tp"], mesh["pp", "dp"], mesh["dp_tp"]):
+        assert asked.size("dp_tp") == 4
+        with running_as(mesh, 7):
+            assert (asked.get_local_rank("dp_tp"), asked.get_local_rank("turned")) == (3, 3)
+        with running_as(mesh, 6):
+            assert (asked.get_local_rank("dp_tp"), asked.get_local_rank("turned")) == (2, 1)
+        with pytest.raises(MeshError, match="process"):
+            asked.get_group("dp_tp")
+        with pytest.raises(KeyError, match="no mesh dim 'dp_pp'"):
+            asked.get_group("dp_pp")
+    assert pickle.loads(pickle.dumps(mesh))["dp_tp"] == mesh["dp_tp"]
+    assert pickle.loads(pickle.dumps(mesh["pp"])).size("turned") == 4
+
+
+def test_a_name_that_a_mesh_has_is_not_given_to_a_flattened_dim() -> None:
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    split = init_device_mesh("cpu", (4,), mesh_dim_names=("world",)).unflatten("world", (2, 2), ("a", "b"))
+    for mesh in (named, split):
+        assert mesh["a"].flatten() is mesh["a"] is mesh["a"].flatten("a")
+        for part, name in ((mesh["a"], "b"), (mesh, "a"), (mesh["b", "a"], "b")):
+            with pytest.raises(MeshError, match="exists already"):
+                part.flatten(name)
+        assert mesh["a"].flatten("c") == mesh["c"]
+        with pytest.raises(MeshError, match="exists already"):
+            mesh["b"].flatten("c")
+        assert mesh["b"].get_local_rank("c").values == (0, 0, 1, 1)  # what was refused has left nothing
 
 
 def test_overlapping_dims_are_refused() -> None:

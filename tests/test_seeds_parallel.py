@@ -103,8 +103,9 @@ def three_dims() -> dict[str, Any]:
     cut = pieces(model["wq"].weight)
     fully_shard(model, mesh=mesh["DDP", "FSDP"])
     weight = model["wq"].weight
-    meshes = (mesh["TP"].mesh.tolist(), mesh["DDP", "FSDP"].mesh.tolist()) if mesh.get_rank() == 0 else None
-    return {"meshes": {mesh.get_rank(): meshes}, "cut": cut, "cut again": pieces(weight), "at": str(weight.placements)}
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    meshes = (mesh["TP"].mesh.tolist(), mesh["DDP", "FSDP"].mesh.tolist()) if rank == 0 else None
+    return {"meshes": {rank: meshes}, "cut": cut, "cut again": pieces(weight), "at": str(weight.placements)}
 
 
 def averaged() -> dict[str, Any]:

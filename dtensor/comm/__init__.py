@@ -13,7 +13,7 @@ from .in_process import InProcess
 from .per_rank import PerRank, per_rank
 from .process_group import ProcessGroups
 from .protocol import Communicator, Local, Pending
-from .rank_values import RankValues
+from .rank_values import RankNumber, RankValues
 from .reduction import fold
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Local",
     "Pending",
     "PerRank",
+    "RankNumber",
     "RankValues",
     "communicator_of",
     "events",

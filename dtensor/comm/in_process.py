@@ -5,12 +5,13 @@ Deterministic: reductions fold in group order. Every rank gets tensors of its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
+from ..current_rank import RUNNING, running_as
 from ..errors import LayoutError, MeshError
 from ..mesh import DeviceMesh
 from .joint_function import watch_functions
@@ -32,13 +33,13 @@ class InProcess(Communicator):
         members = self.mesh.members
         count = count_ranks((args, kwargs), len(members))
         root, results = self.mesh._root, []
-        before = root.current
+        before = RUNNING.at
         try:
             for member, (own, named) in zip(members, parts(args, kwargs, count), strict=True):
-                root.current = member  # as running_as does, without a context manager for each member and op
+                RUNNING.at = root, member  # as running_as does, without a context manager for each member and op
                 results.append(fn(member, *own, **named))
         finally:
-            root.current = before
+            RUNNING.at = before
         return merge(results, RankValues)
 
     def process_group(self, mesh_dims: Sequence[int]) -> Any:
@@ -141,15 +142,9 @@ class InProcess(Communicator):
             )
         return found
 
-    @contextmanager
-    def _at(self, group: tuple[int, ...]) -> Iterator[None]:
+    def _at(self, group: tuple[int, ...]) -> AbstractContextManager[None]:
         """A user's monoid may ask the mesh where it runs."""
-        root = self.mesh._root
-        before, root.current = root.current, group[0]
-        try:
-            yield
-        finally:
-            root.current = before
+        return running_as(self.mesh, group[0])
 
     def _shards(self, x: Local) -> tuple[Tensor, ...]:
         """One tensor per member; a plain tensor is every member's."""

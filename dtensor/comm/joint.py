@@ -93,7 +93,8 @@ _DRAWING = """
     alpha_dropout bernoulli bernoulli_ binomial cauchy_ dropout dropout1d dropout2d dropout3d dropout_ exponential_
     feature_alpha_dropout feature_dropout fractional_max_pool2d fractional_max_pool3d geometric_ gru gumbel_softmax
     kaiming_uniform_ log_normal_ lstm multi_head_attention_forward multinomial native_dropout normal normal_ poisson
-    rand_like randint_like randn_like random_ rnn_relu rnn_tanh rrelu rrelu_ scaled_dot_product_attention uniform_
+    rand rand_like randint randint_like randn randn_like random_ randperm rnn_relu rnn_tanh rrelu rrelu_
+    scaled_dot_product_attention uniform_
 """
 _PLACES = (torch, torch.Tensor, nn.functional, nn.init, torch._C._nn)
 

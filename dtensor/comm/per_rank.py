@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LayoutError, MeshError, PlacementError
-from .rank_values import RankValues, agreed
+from .rank_values import RankNumber, RankValues, agreed
 from .used_by_ranks import UsedByRanks
 from .written_by_ranks import write_back, written_tensors
 
@@ -216,13 +216,13 @@ def _name_of(func: Any) -> str:
 
 
 def count_ranks(value: Any, expected: int = 0) -> int:
-    """How many ranks the ``PerRank`` and ``RankValues`` inside ``value`` have (``expected``, or 0, if there are none).
+    """How many ranks the values of each rank inside ``value`` have (``expected``, or 0, if there are none).
 
     Raises:
         MeshError: not all the same number.
     """
-    if isinstance(value, (PerRank, RankValues)):
-        count = len(value.shards if isinstance(value, PerRank) else value)
+    if isinstance(value, (PerRank, RankValues, RankNumber)):
+        count = len(value if isinstance(value, RankValues) else value.values if isinstance(value, RankNumber) else value.shards)
         if expected not in (0, count):
             raise MeshError(f"values of {count} ranks do not go together with {expected} ranks: they belong to different meshes")
         return count
@@ -232,7 +232,7 @@ def count_ranks(value: Any, expected: int = 0) -> int:
     return expected
 
 
-_HOLDERS = (list, tuple, dict, slice)  # RankValues is a tuple
+_HOLDERS = (list, tuple, dict, slice, RankNumber)  # RankValues is a tuple
 
 
 def _items(value: Any) -> Iterable[Any]:
@@ -244,13 +244,15 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def pick(value: Any, rank: int) -> Any:
-    """``value`` with one rank's part of every ``PerRank`` and ``RankValues`` in it; itself where there is none."""
+    """``value`` with one rank's part of every value of each rank in it; itself where there is none."""
     if isinstance(value, PerRank):
         return value.shards[rank]
     if isinstance(value, RankValues):
         return value[rank]
     if not isinstance(value, _HOLDERS):
         return value
+    if isinstance(value, RankNumber):
+        return value.values[rank]
     items = list(_items(value))
     picked = [pick(item, rank) for item in items]
     if all(map(_is, items, picked)):
