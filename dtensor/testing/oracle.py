@@ -104,7 +104,7 @@ def compare(
         seed: of the partial terms, the cotangents and the random operations of ``fn``.
     """
     given = (tuple(args), dict(kwargs or {}))
-    inputs = tensors(given)
+    inputs = [x.detach() for x in tensors(given)]  # leaves are made of them here
     if len(inputs) != len(placements):
         raise ValueError(f"{len(placements)} placements for {len(inputs)} tensors: give one entry per tensor (None: stays plain)")
     wanted = Options(values, strides, tolerance, cotangents, seed)
