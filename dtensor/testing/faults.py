@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,16 +29,13 @@ from .row_cases import Case
 from .source import oracle_call, placement_text
 from .variants import Variant
 
-UNFORCED = "as dispatch chooses"
-
-
 @dataclass(frozen=True, slots=True)
 class Wrong:
     """One fault: a row under which an operator does not give what plain torch gives, in the smallest case found.
 
     Attributes:
         operator: whose rule has the row: that of ``variant``, or of an operator that its gradient is made of.
-        row: as in ``"min -> min"`` or ``"S(1) -> S(1)"``, one for each mesh dim, joined by ``&``.
+        rows: as ``"min -> min"`` or ``"S(1) -> S(1)"``, one for each mesh dim; none where the operator follows none.
         direction: ``"forward"`` or ``"backward of ..."``.
         variant, mesh_shape, placements: the case.
         problems: what differs, rank by rank: what it got, what was expected.
@@ -45,7 +43,7 @@ class Wrong:
     """
 
     operator: str
-    row: str
+    rows: tuple[str, ...]
     direction: str
     variant: Variant
     mesh_shape: tuple[int, ...]
@@ -53,6 +51,11 @@ class Wrong:
     problems: tuple[str, ...]
     reproduction: str
     cases: int = 1
+
+    @property
+    def row(self) -> str:
+        """The rows in one line."""
+        return " & ".join(self.rows) or "no row"
 
     def __str__(self) -> str:
         where = "; ".join(map(placement_text, self.placements))
@@ -125,20 +128,16 @@ def fails(trial: Trial, backward: bool) -> bool:
     return bool(outcome.problems) and not undeclared(outcome) and is_backward(outcome) == backward
 
 
-def culprit(trial: Trial) -> tuple[str, str]:
+def culprit(trial: Trial) -> tuple[str, tuple[str, ...]]:
     """The first operator of a run whose results are wrong for the operands it got, and its rows: (name, rows)."""
     case = trial.case
-    with _Watching() as watching:
+    watching = _Watching()
+    with watching if mesh_of(case.mesh_shape).kind == "in_process" else nullcontext():
         outcome = trial.run()
-    own = f"aten::{case.variant.name.partition('.')[2]}" if case.variant.name.startswith("aten.") else _colons(case.variant.name)
-    rows = " & ".join(case.rows) or UNFORCED
+    own = "::".join(case.variant.name.split(".")[:2])
     if watching.found is not None and (not case.rows or is_backward(outcome)):
         return watching.found
-    return own, rows
-
-
-def _colons(name: str) -> str:
-    return name.replace(".", "::", 1)
+    return own, case.rows
 
 
 class _Watching(TorchDispatchMode):
@@ -146,7 +145,7 @@ class _Watching(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: tuple[str, str] | None = None
+        self.found: tuple[str, tuple[str, ...]] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -174,7 +173,7 @@ def _differs(func: Any, result: Any, args: Any, kwargs: Any) -> bool:
     return any(differences(got, want, Options(strides=False)) for got, want in pairs)
 
 
-def _rows_chosen(func: Any, args: Any, kwargs: Any) -> str | None:
+def _rows_chosen(func: Any, args: Any, kwargs: Any) -> tuple[str, ...] | None:
     """The rows that dispatch chooses for a call; None where it follows none."""
     texts: list[str] = []
 
@@ -189,4 +188,4 @@ def _rows_chosen(func: Any, args: Any, kwargs: Any) -> str | None:
         plan_for(operator_of(func), args, kwargs, choose=noting)
     except (DTensorError, RuntimeError):
         return None
-    return " & ".join(texts) or None
+    return tuple(texts) or None

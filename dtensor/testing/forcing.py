@@ -53,7 +53,7 @@ def under(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Choose
     if composite(operator_of(overload)):
         return run_chosen(overload, args, kwargs, choose)  # torch would call what it is composed of
     with _Picking(overload, choose) as picking:
-        result = op(*args, **kwargs)
+        result = overload(*args, **kwargs)
     if not picking.met:
         raise Undeclared(f"{overload} does not run as itself")
     return result

@@ -147,7 +147,7 @@ class _Run:
         self.arguments = [leaf.clone() for leaf in made] if cloned else made
         following = iter(self.arguments)
         args, kwargs = replace(lambda _: next(following), given)
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack each time
         try:
             self.results = list(leaves(fn(*args, **kwargs)))
         except Exception as error:  # compared with the other run's

@@ -18,7 +18,7 @@ from ..rules.rule import Rule, parse_partial
 from .cases import Combination, mesh_of, ragged_sizes
 from .forcing import Rows, rows_of
 from .scatter import FARTHEST, can_be_partial, scatter
-from .variants import Variant
+from .variants import Variant, resolved
 
 Wanted = tuple[Where | None, ...]
 
@@ -77,6 +77,7 @@ def _word(spec: object) -> str:
 
 def row_cases(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
     """One case for each row, uneven and empty blocks included; on meshes of two dims rows in pairs."""
+    variant = resolved(variant)
     yield from _alone(variant, mesh_shape, coverage) if len(mesh_shape) == 1 else _pairs(variant, mesh_shape, coverage, rng)
 
 
@@ -85,7 +86,7 @@ def _alone(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage) ->
     mesh, xs = mesh_of(mesh_shape), tensors((variant.sample.args, variant.sample.kwargs))
     whole: Combination = tuple((Replicate(),) for _ in xs)
     pending = [whole, *_terms_of_monoids(xs)]
-    seen = set(pending)
+    seen, moved = set(pending), []
     while pending:
         where = pending.pop(0)
         rows = _rows(variant, mesh, where)
@@ -93,12 +94,15 @@ def _alone(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage) ->
             continue
         coverage.see(rows)
         for text, wanted in rows.wanted.items():
-            if _lies(where, wanted) or (where == whole and not any(isinstance(spec, Partial) for spec in wanted)):
+            if _lies(where, wanted):
                 yield Case(variant, mesh_shape, where, (text,))
+            elif where == whole and not any(isinstance(spec, Partial) for spec in wanted):
+                moved.append(Case(variant, mesh_shape, where, (text,)))
             for layout in _laid_out(xs, wanted, mesh_shape[0]):
                 if layout not in seen:
                     seen.add(layout)
                     pending.append(layout)
+    yield from moved
 
 
 def _pairs(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
@@ -107,6 +111,7 @@ def _pairs(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rn
     rows = _rows(variant, mesh, tuple((Replicate(),) * len(mesh_shape) for _ in xs))
     if rows is None:
         return
+    coverage.see(rows)
     texts = list(rows.wanted)
     for text in texts:
         for other in dict.fromkeys((texts[-1], rng.choice(texts), text)):
@@ -144,13 +149,14 @@ def _same(placement: Placement, spec: Where) -> bool:
 def _laid_out(xs: Sequence[torch.Tensor], wanted: Wanted, ranks: int) -> Iterator[Combination]:
     """The layouts that a row wants: split as by ``torch.chunk``, and otherwise."""
     for ragged in (False, True):
-        where = tuple((_placement(spec, _blocks(x, spec, ranks) if ragged else None),) for x, spec in zip(xs, wanted, strict=True))
+        sizes = [_blocks(x, spec, ranks) if ragged else None for x, spec in zip(xs, wanted, strict=True)]
+        where = tuple((_placement(spec, own),) for spec, own in zip(wanted, sizes, strict=True))
         if _possible(xs, where):
             yield where
 
 
 def _blocks(x: torch.Tensor, spec: Where | None, ranks: int) -> tuple[int, ...] | None:
-    if not isinstance(spec, int):
+    if not isinstance(spec, int) or spec >= x.ndim:
         return None
     sizes = ragged_sizes(x.shape[spec], ranks)
     return None if sizes == chunk_sizes(x.shape[spec], (ranks,)) else sizes
@@ -161,8 +167,12 @@ def _placement(spec: Where | None, sizes: tuple[int, ...] | None) -> Placement:
 
 
 def _possible(xs: Sequence[torch.Tensor], where: Combination) -> bool:
-    pairs = ((x, p) for x, own in zip(xs, where, strict=True) for p in own if isinstance(p, Partial))
-    return all(can_be_partial(x.dtype, p.reduce_op) for x, p in pairs)
+    """Not where a list has elements of fewer dims than its first, or dtypes that have no such terms."""
+    pairs = ((x, p) for x, own in zip(xs, where, strict=True) for p in own)
+    return all(
+        can_be_partial(x.dtype, p.reduce_op) if isinstance(p, Partial) else not isinstance(p, Shard) or p.dim < x.ndim
+        for x, p in pairs
+    )
 
 
 def woven(streams: Sequence[Iterator[Case]]) -> Iterator[Case]:

@@ -12,7 +12,7 @@ from ..layout import chunk_sizes
 from ..nested import replace as replace_tensors
 from ..nested import tensors
 from ..placement import Placement, Shard
-from .cases import ragged_sizes
+from .cases import mesh_of, ragged_sizes
 from .faults import Trial, Wrong, culprit, fails, is_backward
 from .oracle import Outcome
 from .row_cases import Case
@@ -25,13 +25,14 @@ _FEW = 16  # elements that are tried one by one
 def wrong_of(trial: Trial, outcome: Outcome) -> Wrong:
     """The fault that a failing trial shows, small and named."""
     backward = is_backward(outcome)
-    small = shrunk(trial, backward)
+    # processes would have to agree on what they try
+    small = shrunk(trial, backward) if mesh_of(trial.case.mesh_shape).kind == "in_process" else trial
     name, rows = culprit(small)
     by_itself = replace(small, case=replace(small.case, rows=()))
     if small.case.rows and fails(by_itself, backward):
         small = by_itself  # dispatch chooses these rows too
     case = small.case
-    direction = f"backward of {case.variant.name.replace('.', '::', 1)}" if backward else "forward"
+    direction = f"backward of {'::'.join(case.variant.name.split('.')[:2])}" if backward else "forward"
     problems = tuple(small.run().problems)
     return Wrong(name, rows, direction, case.variant, case.mesh_shape, case.placements, problems, small.reproduction)
 
@@ -115,7 +116,7 @@ def _simpler(trial: Trial) -> Iterator[Trial]:
     """Integers for fractions, then each element 0, 1 or 2."""
     sample = trial.case.variant.sample
     xs = tensors((sample.args, sample.kwargs))
-    rounded = [x.round() if x.dtype.is_floating_point else x for x in xs]
+    rounded = [x.round() + 0 if x.dtype.is_floating_point else x for x in xs]
     if any(not torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(xs, rounded, strict=True) if x.dtype.is_floating_point):
         following = iter(rounded)
         yield _with(trial, lambda _: next(following))

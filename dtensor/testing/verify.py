@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -21,15 +22,16 @@ import torch
 from ..errors import RuleError
 from ..nested import replace as replace_tensors
 from ..nested import tensors
+from ..placement import REDUCE_OPS, Partial
 from ..rules import rules
 from .cases import combinations, partial_ops
-from .faults import UNFORCED, Trial, Wrong, undeclared
+from .faults import Trial, Wrong, undeclared
 from .gaps import Gap, gaps_of, is_accepted
 from .row_cases import Case, Coverage, row_cases
 from .samples import Sample, samples_of
 from .samples import full_name as full_name
 from .shrinking import wrong_of
-from .variants import exists, variants
+from .variants import exists, operator_named, variants
 
 MESHES = ((2,), (3,), (4,), (2, 2))
 
@@ -74,6 +76,7 @@ def verify_rule(
     look_for_missing: bool = False,
     stop_after: int = 5,
     plant: Sequence[float] = (),
+    rows_only: bool = False,
 ) -> Report:
     """What running an operator under every row of its rule, and under many placements, shows; on in-process meshes.
 
@@ -85,6 +88,7 @@ def verify_rule(
         budget: cases in all, a random part of them that ``seed`` determines, one half by either net.
         look_for_missing: also report placements that the rule could take without communication.
         stop_after: faults after which to stop.
+        rows_only: force the rows, and leave out what dispatch chooses.
         plant: special values (``0.0``, ``inf``, ``nan``) to put into some places of floating operands.
 
     Raises:
@@ -97,13 +101,12 @@ def verify_rule(
     name = full_name(op if isinstance(op, str) else _name_of(op))
     given = [_own(sample, plant) for sample in _samples(name, samples)]
     report, rng = Report(name), random.Random(zlib.crc32(name.encode()) + seed)
-    part = None if budget is None else max(1, budget // 2)
-    for case in (*_forced(name, given, meshes, report.rows, limit, part, rng), *_chosen(name, given, meshes, limit, part, rng)):
+    part = budget if budget is None or rows_only else max(1, budget // 2)
+    chosen = () if rows_only else _chosen(name, given, meshes, limit, part, rng)
+    for case in chain(_forced(name, given, meshes, report.rows, limit, part, rng), chosen):
         _try(report, case, seed)
         if len(report.wrong) >= stop_after:
             break
-    if report.cases == report.raised:
-        raise RuleError(f"verify_rule({name!r}) tried nothing: plain torch raises for every sample; check their arguments")
     if look_for_missing:
         report.missing = sorted((gap for gap in gaps_of(name, given, limit, rng) if not is_accepted(gap)), key=str)
     return report
@@ -112,13 +115,27 @@ def verify_rule(
 def _samples(name: str, samples: Sequence[Sample] | None) -> list[Sample]:
     if not exists(name.replace("::", ".")):
         raise RuleError(f"verify_rule: torch has no operator {name!r}; register it first, or name it as in 'mylib::op'")
-    given = samples_of(name) if samples is None else list(samples)
+    if samples is None and (known := samples_of(name)):
+        return known
+    given = list(samples or ())
     if not given:
         raise RuleError(
             f"verify_rule({name!r}) has no samples to run; give arguments of the operator: "
             f"verify_rule({name!r}, [Sample((torch.randn(5, 7),))])"
         )
+    errors = [_refusal(name, sample) for sample in given]
+    if all(errors):
+        raise RuleError(f"verify_rule({name!r}): plain torch refuses every sample: {errors[0]!r}") from errors[0]
     return given
+
+
+def _refusal(name: str, sample: Sample) -> Exception | None:
+    args, kwargs = replace_tensors(lambda x: x.detach().clone(), (sample.args, sample.kwargs))
+    try:
+        operator_named(name.replace("::", "."))(*args, **kwargs)
+    except Exception as error:  # whatever the operator raises
+        return error
+    return None
 
 
 def _own(sample: Sample, plant: Sequence[float]) -> Sample:
@@ -196,8 +213,8 @@ def _name_of(op: Any) -> str:
 
 def _try(report: Report, case: Case, seed: int) -> None:
     drawn = seed + report.cases + 1
-    cotangents = case.placements[drawn % len(case.placements)] if case.placements else None
-    trial = Trial(case, drawn, cotangents)
+    menu = (*case.placements, *((Partial(op),) * len(case.mesh_shape) for op in REDUCE_OPS))
+    trial = Trial(case, drawn, menu[drawn % len(menu)])
     outcome = trial.run()
     if case.rows and undeclared(outcome):
         return
@@ -209,21 +226,25 @@ def _try(report: Report, case: Case, seed: int) -> None:
 
 
 def _known(report: Report, case: Case) -> bool:
-    """Counted with a fault of one of its rows."""
-    for i, wrong in enumerate(report.wrong):
-        if wrong.direction == "forward" and wrong.row in case.rows:
-            report.wrong[i] = replace(wrong, cases=wrong.cases + 1)
-            return True
-    return False
+    """Whether it follows a row that is known to be wrong: then it is counted there."""
+    return any(_counted(report, i, case.rows) for i, wrong in enumerate(report.wrong) if wrong.direction == "forward")
 
 
 def _add(report: Report, found: Wrong) -> None:
-    """Among those known, or as a new one."""
+    """Counted with a fault that is known, or a new one."""
     for i, wrong in enumerate(report.wrong):
-        if (wrong.operator, wrong.row) == (found.operator, found.row) and wrong.row != UNFORCED:
-            report.wrong[i] = replace(wrong, cases=wrong.cases + 1)
+        if wrong.operator == found.operator and _counted(report, i, found.rows):
             return
     report.wrong.append(found)
+
+
+def _counted(report: Report, i: int, rows: Sequence[str]) -> bool:
+    """Rows that are wrong on one mesh dim are so beside any others, and in any order."""
+    wrong = report.wrong[i]
+    if not rows or Counter(wrong.rows) - Counter(rows):
+        return False
+    report.wrong[i] = replace(wrong, cases=wrong.cases + 1)
+    return True
 
 
 def verify_all(pattern: str = "*", **options: Any) -> Iterator[Report]:
