@@ -172,3 +172,9 @@ def test_gradients_of_a_layer_norm_whose_statistics_are_cut_out_of_whole_ones() 
         torch.ops.aten.native_layer_norm_backward(g, own, (7,), m, r, v, c, [True] * 3), expected, strict=True
     ):
         assert torch.allclose(got.full_tensor(), wanted)
+
+
+@pytest.mark.parametrize("name", ["native_group_norm", "native_group_norm_backward"])
+def test_channels_inside_of_several_groups_are_not_sharded_beside_the_groups(name: str) -> None:
+    report = verify_rule(name, meshes=[(2, 2)], rows_only=True, limit=40)
+    assert report, str(report)

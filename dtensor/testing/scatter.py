@@ -114,13 +114,18 @@ FARTHEST = Monoid("farthest", _farther, torch.zeros_like, elementwise=True)
 
 
 def _below(value: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    lower = value - step.to(value.dtype)
-    return torch.where(lower <= value, lower, value)  # integers that would wrap around stay
+    lower = _finite(value) - step.to(value.dtype)
+    return torch.where((lower <= value) | value.isnan(), lower, value)  # integers that would wrap around stay
 
 
 def _above(value: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    higher = value + step.to(value.dtype)
-    return torch.where(higher >= value, higher, value)
+    higher = _finite(value) + step.to(value.dtype)
+    return torch.where((higher >= value) | value.isnan(), higher, value)
+
+
+def _finite(value: torch.Tensor) -> torch.Tensor:
+    """One term is infinite or NaN where the value is, others are numbers."""
+    return torch.where(value.isfinite(), value, torch.full_like(value, 7))
 
 
 def can_be_partial(dtype: torch.dtype, op: Any) -> bool:

@@ -34,6 +34,7 @@ from .shrinking import wrong_of
 from .variants import exists, operator_named, variants
 
 MESHES = ((2,), (3,), (4,), (2, 2))
+_MOST_RANKS = 8
 
 
 @dataclass(slots=True)
@@ -103,7 +104,8 @@ def verify_rule(
     report, rng = Report(name), random.Random(zlib.crc32(name.encode()) + seed)
     part = budget if budget is None or rows_only else max(1, budget // 2)
     chosen = () if rows_only else _chosen(name, given, meshes, limit, part, rng)
-    for case in chain(_forced(name, given, meshes, report.rows, limit, part, rng), chosen):
+    even = _even(name, given, report.rows, rng) if part is None else ()
+    for case in chain(_forced(name, given, meshes, report.rows, limit, part, rng), even, chosen):
         _try(report, case, seed)
         if len(report.wrong) >= stop_after:
             break
@@ -183,6 +185,14 @@ def _forced(
             left -= len(few)
             if left <= 0:
                 return
+
+
+def _even(name: str, samples: Sequence[Sample], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
+    """Rows that were never allowed, or came too late, on as many ranks as a dim has elements: its blocks are alike then."""
+    for sample in samples:
+        for ranks in sorted({n for x in tensors((sample.args, sample.kwargs)) for n in x.shape if 1 < n <= _MOST_RANKS}):
+            for variant in islice(variants(name, sample), 1 if coverage.refused else 0):
+                yield from (case for case in row_cases(variant, (ranks,), coverage, rng) if coverage.refused.issuperset(case.rows))
 
 
 def _chosen(
