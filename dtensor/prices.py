@@ -153,9 +153,9 @@ def _holds(source: torch.dtype, target: torch.dtype) -> bool:
 
 def _keeps_order(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether conversion is non-decreasing for all values, NaN included: into floats, and into integers that hold all values."""
-    if torch.bool in (source, target) or source.is_complex or target.is_complex:
+    if target is torch.bool or source.is_complex or target.is_complex:
         return False
-    if target.is_floating_point:
+    if target.is_floating_point or source is torch.bool:
         return True
     if source.is_floating_point:
         return False

@@ -114,7 +114,11 @@ def propagate(
     try:
         metas = results_of(operator, rule, call) if rule is None or rule.metas is None else rule.metas(call)
     except NotInferable:
-        measured = _by_rule(operator, rule, call, slots, (), choose) if rule is not None and rule.measured and not operator.outs else None
+        measured = (
+            _by_rule(operator, rule, call, slots, (), choose)
+            if rule is not None and rule.measured and not operator.outs
+            else None
+        )
         return measured or gather(operator, call, slots, None)
     if operator.fills_lists:
         return gather(operator, call, slots, metas)

@@ -15,9 +15,9 @@ from dtensor.placement import Partial, Replicate, Shard
 from dtensor.rules import unregister
 from dtensor.rules.call import Call
 from dtensor.rules.context import KernelContext
-from dtensor.rules.rule import Along, Choice, Factors, Kernel, Row
-from dtensor.rules.verbs import along, einsum, kernel_rule, pointwise, reduce, reduction_factors, view
-from dtensor.testing import Report, Sample, verify_rule
+from dtensor.rules.rule import Choice, Factors, Kernel, Row
+from dtensor.rules.verbs import einsum, kernel_rule, pointwise, reduction_factors, view
+from dtensor.testing import Report, Sample, check, forced, verify_rule
 
 Tensor = torch.Tensor
 MESHES = ((3,), (2,), (2, 2))
@@ -96,7 +96,9 @@ PLANTED = {
         torch.add, {"sum,R -> sum"}, lambda n: pointwise(n, partials=("sum,R -> sum", "sum,sum -> sum"))
     ),
     "cross terms": binary(torch.mul, {"sum,sum -> sum"}, lambda n: pointwise(n, partials=("sum,sum -> sum", "sum,R -> sum"))),
-    "factors of a sum": binary(torch.add, {"product,product -> product"}, lambda n: pointwise(n, partials=("product... -> product",))),
+    "factors of a sum": binary(
+        torch.add, {"product,product -> product"}, lambda n: pointwise(n, partials=("product... -> product",))
+    ),
     "not element by element": unary(lambda x: x.cumsum(0), {"S(0) -> S(0)"}, lambda n: pointwise(n)),
     "the wrong reduction": unary(torch.sum, SUM_AS_MAX, sums("max")),
     "a mean of uneven blocks": unary(torch.mean, {"S(0) -> avg", "S(1) -> avg"}, sums("avg")),
@@ -128,9 +130,7 @@ PLANTED = {
     "another result": unary(
         torch.neg, {"sum -> avg"}, lambda n: pointwise(n, partials=(Row((Partial("sum"),), (Partial("avg"),)),))
     ),
-    "the wrong dim whole": unary(
-        lambda x: x.cumsum(1), {"S(1) -> S(1)"}, lambda n: einsum(n, "[a] b -> [a] b", linear=False)
-    ),
+    "the wrong dim whole": unary(lambda x: x.cumsum(1), {"S(1) -> S(1)"}, lambda n: einsum(n, "[a] b -> [a] b", linear=False)),
 }
 
 
@@ -144,38 +144,38 @@ def planted(plant: Planted) -> Iterator[str]:
     unregister(f"planted::{name}")
 
 
-def verified(plant: Planted, check: Callable[[Report], None]) -> None:
+def verified(plant: Planted, judge: Callable[[Report], None]) -> None:
     for name in planted(plant):
-        check(verify_rule(name, [Sample(plant.args, gradients=False)], meshes=MESHES, limit=12, stop_after=20))
+        judge(verify_rule(name, [Sample(plant.args, gradients=False)], meshes=MESHES, limit=12, stop_after=20))
 
 
 @pytest.mark.parametrize("kind", PLANTED)
 def test_a_false_row_is_caught_and_named(kind: str) -> None:
-    def check(report: Report) -> None:
+    def judge(report: Report) -> None:
         assert {" & ".join(sorted(wrong.rows)) for wrong in report.wrong} == PLANTED[kind].rows, str(report)
         assert len(report.wrong) == len(PLANTED[kind].rows)
         for wrong in report.wrong:
             assert (wrong.operator, wrong.direction) == (report.name, "forward")
             assert wrong.cases >= 1
-            with pytest.raises(AssertionError, match="got .* expected"):
+            with pytest.raises(AssertionError, match=r"got .* expected"):
                 exec(wrong.reproduction, {})
 
-    verified(PLANTED[kind], check)
+    verified(PLANTED[kind], judge)
 
 
 @pytest.mark.parametrize("rows", [("min -> max", "max -> min", "sum -> sum"), ("avg -> avg",)])
 def test_true_rows_pass(rows: tuple[str, ...]) -> None:
     plant = unary(torch.neg, set(), lambda n: pointwise(n, partials=lambda call: rows))
 
-    def check(report: Report) -> None:
+    def judge(report: Report) -> None:
         assert report, str(report)
         assert set(rows) <= report.rows.forced
 
-    verified(plant, check)
+    verified(plant, judge)
 
 
 def test_a_pair_is_small_and_its_values_are_small_integers() -> None:
-    def check(report: Report) -> None:
+    def judge(report: Report) -> None:
         (wrong,) = report.wrong
         assert wrong.mesh_shape == (2,)
         (x,) = wrong.variant.sample.args
@@ -183,7 +183,7 @@ def test_a_pair_is_small_and_its_values_are_small_integers() -> None:
         assert x.item() in (0, 1, 2)
         assert wrong.placements == ((Partial("min"),),)
 
-    verified(PLANTED["computed"], check)
+    verified(PLANTED["computed"], judge)
 
 
 # --- gradients ----------------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_samples_may_require_grad() -> None:
 
 def test_arguments_of_check_may_require_grad() -> None:
     x = torch.randn(5, 6, requires_grad=True)
-    dt.testing.check(torch.sin, x * 2, mesh=dt.init_device_mesh("cpu", (3,)), placements=[[Shard(0)]])  # type: ignore[attr-defined]
+    check(torch.sin, x * 2, mesh=dt.init_device_mesh("cpu", (3,)), placements=[[Shard(0)]])
     assert x.grad is None
 
 
@@ -249,10 +249,22 @@ def test_special_values_are_planted() -> None:
     assert report, str(report)
     plant = unary(lambda x: x.nan_to_num(0.0), {"max -> max"}, lambda n: pointwise(n, partials=("max -> max",)))
 
-    def check(report: Report) -> None:
+    def judge(report: Report) -> None:
         assert not report.wrong
 
-    verified(plant, check)
+    verified(plant, judge)
     for name in planted(plant):
         report = verify_rule(name, [Sample(plant.args, gradients=False)], meshes=[(3,)], plant=(torch.nan,))
         assert [wrong.row for wrong in report.wrong] == ["max -> max"]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "row"),
+    [
+        ("isin", (floats(3), floats(4, 6)), "R,S(1) -> max"),
+        ("linalg_matrix_exp", (floats(2, 4, 3, 3),), "S(1) -> S(1)"),
+    ],
+)
+def test_a_row_holds_for_blocks_that_are_slices_of_what_is_whole(name: str, args: tuple[Tensor, ...], row: str) -> None:
+    mesh = dt.init_device_mesh("cpu", (3,))
+    check(forced(getattr(torch.ops.aten, name), row), *args, mesh=mesh, placements=[[Replicate()]] * len(args), gradients=False)

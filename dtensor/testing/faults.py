@@ -29,6 +29,7 @@ from .row_cases import Case
 from .source import oracle_call, placement_text
 from .variants import Variant
 
+
 @dataclass(frozen=True, slots=True)
 class Wrong:
     """One fault: a row under which an operator does not give what plain torch gives, in the smallest case found.
@@ -161,7 +162,8 @@ class _Watching(TorchDispatchMode):
 
 
 def _value(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().full_tensor().clone() if isinstance(x, DTensor) else x.detach().clone()
+    whole = x.full_tensor() if isinstance(x, DTensor) else x
+    return whole.detach().clone()
 
 
 def _differs(func: Any, result: Any, args: Any, kwargs: Any) -> bool:

@@ -155,5 +155,3 @@ def _places(operator: Operator, bound: dict[str, Any], call: Call, xs: Sequence[
 
 def _spread(line: Line, places: list[int | None]) -> tuple[Where | None, ...]:
     return tuple([None if place is None else line.operands[place] for place in places])
-
-

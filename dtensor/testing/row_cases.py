@@ -78,10 +78,10 @@ def _word(spec: object) -> str:
 def row_cases(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
     """One case for each row, uneven and empty blocks included; on meshes of two dims rows in pairs."""
     variant = resolved(variant)
-    yield from _alone(variant, mesh_shape, coverage) if len(mesh_shape) == 1 else _pairs(variant, mesh_shape, coverage, rng)
+    yield from _alone(variant, mesh_shape, coverage, rng) if len(mesh_shape) == 1 else _pairs(variant, mesh_shape, coverage, rng)
 
 
-def _alone(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage) -> Iterator[Case]:
+def _alone(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
     """The rows of each layout of the operands that a row wants, those of that layout's own call among them: rules look at it."""
     mesh, xs = mesh_of(mesh_shape), tensors((variant.sample.args, variant.sample.kwargs))
     whole: Combination = tuple((Replicate(),) for _ in xs)
@@ -102,6 +102,8 @@ def _alone(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage) ->
                 if layout not in seen:
                     seen.add(layout)
                     pending.append(layout)
+        if where == whole:
+            rng.shuffle(pending)
     yield from moved
 
 
@@ -112,16 +114,21 @@ def _pairs(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rn
     if rows is None:
         return
     coverage.see(rows)
-    texts = list(rows.wanted)
-    for text in texts:
-        for other in dict.fromkeys((texts[-1], rng.choice(texts), text)):
-            pair = [text, other] + [texts[-1]] * (len(mesh_shape) - 2)
-            rng.shuffle(pair)
-            per_dim = [rows.wanted[own] for own in pair]
-            where = tuple(tuple(_placement(wanted[i], None) for wanted in per_dim) for i in range(len(xs)))
-            found = _rows(variant, mesh, where) if _possible(xs, where) else None
-            if found is not None and set(pair) <= set(found.wanted):
-                yield Case(variant, mesh_shape, where, tuple(pair))
+    for pair in _paired(list(rows.wanted), len(mesh_shape), rng):
+        per_dim = [rows.wanted[own] for own in pair]
+        where = tuple(tuple(_placement(wanted[i], None) for wanted in per_dim) for i in range(len(xs)))
+        found = _rows(variant, mesh, where) if _possible(xs, where) else None
+        if found is not None and set(pair) <= set(found.wanted):
+            yield Case(variant, mesh_shape, where, pair)
+
+
+def _paired(rows: list[str], count: int, rng: random.Random) -> list[tuple[str, ...]]:
+    """Every row beside none, then all other pairs in a random order; on further mesh dims none."""
+    none = (rows[-1],) * (count - 2)
+    beside = [(row, rows[-1]) if rng.random() < 0.5 else (rows[-1], row) for row in rows]
+    others = list(itertools.product(rows[:-1], repeat=2))
+    rng.shuffle(others)
+    return [(*pair, *none) for pair in (*beside, *others)]
 
 
 def _rows(variant: Variant, mesh: DeviceMesh, where: Combination) -> Rows | None:

@@ -117,7 +117,9 @@ def _simpler(trial: Trial) -> Iterator[Trial]:
     sample = trial.case.variant.sample
     xs = tensors((sample.args, sample.kwargs))
     rounded = [x.round() + 0 if x.dtype.is_floating_point else x for x in xs]
-    if any(not torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(xs, rounded, strict=True) if x.dtype.is_floating_point):
+    if any(
+        not torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(xs, rounded, strict=True) if x.dtype.is_floating_point
+    ):
         following = iter(rounded)
         yield _with(trial, lambda _: next(following))
     for i, x in enumerate(xs):
@@ -148,5 +150,3 @@ def _with(trial: Trial, change: Callable[[torch.Tensor], torch.Tensor]) -> Trial
     args, kwargs = replace_tensors(change, (variant.sample.args, variant.sample.kwargs))
     smaller = replace(variant, sample=replace(variant.sample, args=args, kwargs=kwargs))
     return _refitted(trial, smaller, trial.case.mesh_shape)
-
-

@@ -178,8 +178,7 @@ def _forced(
             if left is None:
                 yield from islice(cases, limit)
                 continue
-            drawn = list(islice(cases, limit))
-            rng.shuffle(drawn)
+            drawn = islice(cases, min(limit, 4 * left))
             few = sorted(drawn, key=lambda case: coverage.forced.issuperset(case.rows))[: max(1, left // 2)]
             yield from few
             left -= len(few)
@@ -192,7 +191,9 @@ def _even(name: str, samples: Sequence[Sample], coverage: Coverage, rng: random.
     for sample in samples:
         for ranks in sorted({n for x in tensors((sample.args, sample.kwargs)) for n in x.shape if 1 < n <= _MOST_RANKS}):
             for variant in islice(variants(name, sample), 1 if coverage.refused else 0):
-                yield from (case for case in row_cases(variant, (ranks,), coverage, rng) if coverage.refused.issuperset(case.rows))
+                yield from (
+                    case for case in row_cases(variant, (ranks,), coverage, rng) if coverage.refused.issuperset(case.rows)
+                )
 
 
 def _chosen(
