@@ -103,7 +103,7 @@ def verify_rule(
     given = [_own(sample, plant) for sample in _samples(name, samples)]
     report, rng = Report(name), random.Random(zlib.crc32(name.encode()) + seed)
     part = budget if budget is None or rows_only else max(1, budget // 2)
-    chosen = () if rows_only else _chosen(name, given, meshes, limit, part, rng)
+    chosen = () if rows_only else placed(name, given, meshes, limit, part, rng)
     even = _even(name, given, report.rows, rng) if part is None else ()
     for case in chain(_forced(name, given, meshes, report.rows, limit, part, rng), even, chosen):
         _try(report, case, seed)
@@ -178,8 +178,7 @@ def _forced(
             if left is None:
                 yield from islice(cases, limit)
                 continue
-            drawn = islice(cases, min(limit, 4 * left))
-            few = sorted(drawn, key=lambda case: coverage.forced.issuperset(case.rows))[: max(1, left // 2)]
+            few = list(islice(cases, max(1, left // 2)))
             yield from few
             left -= len(few)
             if left <= 0:
@@ -196,9 +195,10 @@ def _even(name: str, samples: Sequence[Sample], coverage: Coverage, rng: random.
                 )
 
 
-def _chosen(
+def placed(
     name: str, samples: Sequence[Sample], meshes: Sequence[tuple[int, ...]], limit: int, budget: int | None, rng: random.Random
 ) -> Iterator[Case]:
+    """Operands placed in many ways; dispatch chooses."""
     ops = partial_ops(rules().get(name))
     settings = [(sample, shape) for sample in samples for shape in meshes]
     if budget is not None:
