@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .layout import Layout, Split, chunk_sizes
 from .mesh import DeviceMesh
 from .placement import Partial
-from .prices import free_rows, idle, ranked, table_of
+from .prices import Table, free_rows, idle, ranked, table_of
 from .rules.call import Call, Meta
 from .rules.compound import NotBlocks, composed, cut_in
 from .rules.rule import Choice, Dims, Factors, Row, Rule, Spec, stands
@@ -39,17 +39,20 @@ class Chosen:
         return {name: split for name, split in self.choice.splits.items() if name in names}
 
 
+# How a row is chosen on each mesh dim: ``choose``, or (in ``dtensor.testing``) rows that are asked for.
+Chooser = Callable[[Rule, Factors, Call, Mapping[int, int]], Chosen | None]
+
+
 def choose(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
     """The cheapest valid choice; None if the rule allows none.
 
     Args:
         kept: result -> operand that the result is written into (in place): its placement must come back.
     """
-    partials = tuple(rule.partials(call) if callable(rule.partials) else rule.partials)
-    table = table_of(factors, partials, call)
+    table = declared(rule, factors, call)
     free = free_rows(table, factors, call, kept)
     if free is not None:  # what the search below would come to first
-        chosen = _valid(rule, free, factors, call, kept)
+        chosen = realized(rule, free, factors, call, kept)
         if chosen is not None and not _moved(call, chosen):
             return chosen
     priced = [ranked(table, factors, call, kept, mesh_dim) for mesh_dim in range(call.mesh.ndim)]
@@ -57,7 +60,7 @@ def choose(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) ->
     for price, picked in _best_first(priced):
         if best is not None and price[:2] > best[0]:
             break
-        chosen = _valid(rule, picked, factors, call, kept)
+        chosen = realized(rule, picked, factors, call, kept)
         if chosen is None:
             continue
         moved = _moved(call, chosen)
@@ -68,7 +71,14 @@ def choose(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) ->
     return None if best is None else best[2]
 
 
-def _valid(rule: Rule, rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
+def declared(rule: Rule, factors: Factors, call: Call) -> Table:
+    """All rows that the rule has for this call."""
+    partials = tuple(rule.partials(call) if callable(rule.partials) else rule.partials)
+    return table_of(factors, partials, call)
+
+
+def realized(rule: Rule, rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
+    """The choice of one row per mesh dim; None if they contradict each other, or the rule does not allow them here."""
     try:
         chosen = _realize(rows, factors, call, kept)
     except NotBlocks:

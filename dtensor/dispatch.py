@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._library.simple_registry import find_torch_dispatch_rule
 
+from .choose import Chooser, choose
 from .compiled import Runner, compile_plan, floats_by_default, runner_of, under_default_dtype
 from .errors import MeshError, MixedTensorError, UnsupportedOperationError
 from .layout import Layout
@@ -320,7 +321,21 @@ def _agreeing(entry: Entry, found: Layout | Runner, mesh: DeviceMesh) -> Runner:
     return run
 
 
-def plan_for(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: bool = True) -> Plan:
+def run_chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser) -> Any:
+    """The results of one call whose rows ``choose`` picks. The plan is made anew and not kept."""
+    operator = operator_of(func)
+    plan = plan_for(operator, args, kwargs, choose=choose)
+    found = compile_plan(plan, operator, wrap_local)
+    if operator.is_view:
+        found = _VIEWING(plan, operator, found)
+    local_args = [_static(value, [], False) for value in args]
+    local_kwargs = {name: _static(value, [], False) for name, value in kwargs.items()}
+    return runner_of(found, operator, wrap_local)(args, kwargs, local_args, local_kwargs)
+
+
+def plan_for(
+    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: bool = True, choose: Chooser = choose
+) -> Plan:
     """The plan of a call with these arguments; nothing runs. ``mixed``: plain tensors among them count as replicated."""
     meshes: dict[DeviceMesh, None] = {}
     plain: set[Slot] = set()
@@ -332,7 +347,7 @@ def plan_for(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], 
         )
     mesh = next(iter(meshes))
     bound = {name: _admit(value, name, None, operator, mesh, plain, mixed) for name, value in raw.items()}
-    return propagate(operator, mesh, bound, frozenset(plain))
+    return propagate(operator, mesh, bound, frozenset(plain), choose)
 
 
 def _layouts(value: Any, meshes: dict[DeviceMesh, None]) -> Any:

@@ -19,7 +19,7 @@ from .placement import Monoid, Partial, Placement, Replicate, Shard
 from .redistribute.cost import link_of
 from .remembered import watched
 from .rules.call import Call
-from .rules.rule import ANY_PARTIAL, Along, Dims, Factors, Partials, Row, Spec, candidates, stands
+from .rules.rule import ANY_PARTIAL, Along, Dims, Factors, Partials, R, Row, Spec, candidates, stands
 
 LOCAL_STEP = 1e-7  # seconds: a local slice or zero costs next to nothing
 Where = int | Placement  # a tensor dim, or Replicate / Partial
@@ -36,6 +36,16 @@ class Line:
     results: tuple[Where, ...]
     kernel: bool  # the row runs the kernel that a call's factors have for its factor: the table holds none of a call's own
 
+    def __str__(self) -> str:
+        """As rows of terms are written, with the tensor dims that are sharded: ``S(0),R -> S(0)``, ``sum,R -> sum``."""
+        operands = [_word(R if where is None else where) for where in self.operands]
+        return f"{','.join(operands)} -> {','.join(map(_word, self.results))}"
+
+    def row_for(self, factors: Factors) -> Row:
+        """The row with the kernel that a call's factors have for it."""
+        row = self.row
+        return Row(row.operands, row.results, row.factor, factors.kernels[row.factor]) if self.kernel and row.factor else row
+
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -43,6 +53,10 @@ class Table:
 
     lines: tuple[Line, ...]
     wanting: Mapping[tuple[Where | None, ...], tuple[Line, ...]]
+
+
+def _word(where: Where) -> str:
+    return str(where.reduce_op) if isinstance(where, Partial) else f"S({where})" if isinstance(where, int) else str(where)
 
 
 _TABLES: dict[Any, Table] = {}
@@ -139,9 +153,9 @@ def _holds(source: torch.dtype, target: torch.dtype) -> bool:
 
 def _keeps_order(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether conversion is non-decreasing for all values, NaN included: into floats, and into integers that hold all values."""
-    if torch.bool in (source, target) or source.is_complex or target.is_complex:
+    if target is torch.bool or source.is_complex or target.is_complex:
         return False
-    if target.is_floating_point:
+    if target.is_floating_point or source is torch.bool:
         return True
     if source.is_floating_point:
         return False
@@ -183,9 +197,7 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
     moving: dict[tuple[int, Where], float] = {}
     priced = []
     for line in table.lines:
-        row = line.row
-        if line.kernel and row.factor is not None:
-            row = Row(row.operands, row.results, row.factor, factors.kernels[row.factor])
+        row = line.row_for(factors)
         seconds, changes, invented = 0.0, 0, row.factor is not None
         for i, target in enumerate(line.operands):
             if i in fixed or target is None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from .choose import Chosen, choose
+from .choose import Chooser, Chosen, choose
 from .errors import LayoutError
 from .infer import NotInferable, results_of
 from .layout import Layout
@@ -89,12 +89,15 @@ def make_call(
     return call, tuple(slots)
 
 
-def propagate(operator: Operator, mesh: DeviceMesh, bound: dict[str, Any], plain: frozenset[Slot]) -> Plan:
+def propagate(
+    operator: Operator, mesh: DeviceMesh, bound: dict[str, Any], plain: frozenset[Slot], choose: Chooser = choose
+) -> Plan:
     """The plan of one operator call.
 
     Args:
         bound: arguments by name, tensors as their layouts.
         plain: slots that hold plain tensors or numbers, the same on all ranks (they are never moved).
+        choose: which rows a rule's call follows.
     """
     refuse(operator, bound)
     call, slots = make_call(operator, mesh, bound, plain)
@@ -106,34 +109,41 @@ def propagate(operator: Operator, mesh: DeviceMesh, bound: dict[str, Any], plain
             return Plan("answer", call, answer=answer)
     if rule is not None and rule.decompose is not None and (rule.decomposes is None or rule.decomposes(call)):
         return Plan("decompose", call, rule=rule)
-    if rule is None and base is None and _composite(operator):
+    if rule is None and base is None and composite(operator):
         return Plan("decompose", call)
     try:
         metas = results_of(operator, rule, call) if rule is None or rule.metas is None else rule.metas(call)
     except NotInferable:
-        measured = _by_rule(operator, rule, call, slots, ()) if rule is not None and rule.measured and not operator.outs else None
+        measured = (
+            _by_rule(operator, rule, call, slots, (), choose)
+            if rule is not None and rule.measured and not operator.outs
+            else None
+        )
         return measured or gather(operator, call, slots, None)
     if operator.fills_lists:
         return gather(operator, call, slots, metas)
     call.results = _flat(metas)
     if operator.per_element and (rule is not None or base is not None):
-        plan = _per_element(operator, rule or base, call, slots, metas)  # type: ignore[arg-type]  # one of them is a rule
+        plan = _per_element(operator, rule or base, call, slots, metas, choose)  # type: ignore[arg-type]  # one of them is a rule
         if plan is not None:
             return plan
     elif rule is not None:
-        plan = _by_rule(operator, rule, call, slots, metas)
+        plan = _by_rule(operator, rule, call, slots, metas, choose)
         if plan is not None:
             return plan
-        if _composite(operator):
+        if composite(operator):
             return Plan("decompose", call)
     return gather(operator, call, slots, metas)
 
 
-def _composite(operator: Operator) -> bool:
+def composite(operator: Operator) -> bool:
+    """Whether torch has the operator as a composition of others, which autograd sees instead."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.func.name(), "CompositeImplicitAutograd"))
 
 
-def _by_rule(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...], metas: tuple[Any, ...]) -> Plan | None:
+def _by_rule(
+    operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...], metas: tuple[Any, ...], choose: Chooser
+) -> Plan | None:
     factors = rule.factors(call)
     if factors is None:
         return None
@@ -202,7 +212,9 @@ def _written_aside(
     )
 
 
-def _per_element(operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...], metas: tuple[Any, ...]) -> Plan | None:
+def _per_element(
+    operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...], metas: tuple[Any, ...], choose: Chooser
+) -> Plan | None:
     """A ``_foreach_`` or ``_fused_`` operator: element i of every list follows the rule by itself, one local call does them all.
 
     A tensor that all elements share (a step size) is whole on every rank. Elements for which only a kernel would do are

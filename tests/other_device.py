@@ -24,10 +24,10 @@ import dtensor as dt
 from dtensor.nested import tensors
 from dtensor.placement import Placement
 from dtensor.rules import rules
-from dtensor.testing.cases import Combination, partial_ops
+from dtensor.testing.cases import Combination
 from dtensor.testing.samples import samples_of
 from dtensor.testing.variants import Variant
-from dtensor.testing.verify import MESHES, _cases
+from dtensor.testing.verify import MESHES, placed
 
 DEVICE = "pretended"
 # Where torch's inference on such a device raises and its kernels do not: interpolation of empty tensors; a view of a term whose
@@ -49,7 +49,8 @@ def devices(x: torch.Tensor) -> set[str]:
 def problems(name: str, cases: int) -> Iterator[str]:
     """What goes wrong in some cases of a rule."""
     rng = random.Random(zlib.crc32(name.encode()))
-    for variant, shape, placements in _cases(name, samples_of(name), MESHES, partial_ops(rules()[name]), 200, cases, rng):
+    for case in placed(name, samples_of(name), MESHES, 200, cases, rng):
+        variant, shape, placements = case.variant, case.mesh_shape, case.placements
         yield from _problems_of(variant, dt.init_device_mesh(DEVICE, shape), placements)
 
 

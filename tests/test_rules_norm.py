@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
-from dtensor.testing import check, verify_rule
+from dtensor.testing import check, scatter, verify_rule
+from dtensor.testing.forcing import rows_of
 from dtensor.testing.samples import normalization
 
 R, S0, S1, S2, SUM = Replicate(), Shard(0), Shard(1), Shard(2), Partial()
@@ -172,3 +173,13 @@ def test_gradients_of_a_layer_norm_whose_statistics_are_cut_out_of_whole_ones() 
         torch.ops.aten.native_layer_norm_backward(g, own, (7,), m, r, v, c, [True] * 3), expected, strict=True
     ):
         assert torch.allclose(got.full_tensor(), wanted)
+
+
+@pytest.mark.parametrize(("groups", "inside"), [(1, True), (2, False)])
+def test_channels_inside_of_several_groups_are_not_sharded_beside_the_groups(groups: int, inside: bool) -> None:
+    given = [scatter(x(*shape), MESHES[2, 2], [R, R]) for shape in ((5, 6, 3), (6,), (6,))]
+    rows = rows_of(torch.ops.aten.native_group_norm.default, (*given, 5, 6, 3, groups, 1e-5), {})
+    assert rows is not None
+    assert ("S(1),S(0),S(0) -> S(1),R,R" in rows.wanted) is inside
+    own = dict.fromkeys(("S(0),R,R -> S(0),S(0),S(0)", "S(2),R,R -> S(2),R,R"))
+    assert own.keys() <= rows.wanted.keys()

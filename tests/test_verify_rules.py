@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from dtensor.rules.verbs import einsum, pointwise
 from dtensor.testing import Sample, verify_rule
 from dtensor.testing.gaps import Gap, is_accepted
 from dtensor.testing.samples import without_sample
+from dtensor.testing.samples.forms import ELSEWHERE
 
-RULES = sorted(rules())
+RULES = sorted(name for name in rules() if name.removeprefix("aten::") not in ELSEWHERE)
 CASES_PER_RULE = 8
 SEED = int(os.environ.get("DTENSOR_SEED", "0"))
 
@@ -41,6 +43,35 @@ def test_rule_gives_what_plain_torch_gives_under_all_placements(name: str) -> No
     assert not report.missing, (
         f"{report}\nmake the rule allow it, or accept it with a reason in dtensor/testing/accepted_gaps.txt"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RULES)
+def test_every_declared_row_gives_what_plain_torch_gives(name: str, coverage: list[tuple[int, int]]) -> None:
+    report = verify_rule(name, rows_only=True, meshes=[(2,), (3,), (2, 2)], limit=40, seed=SEED)
+    coverage.append((len(report.rows.forced), len(report.rows.declared)))
+    assert not report.wrong, str(report)
+
+
+@pytest.fixture(scope="module")
+def coverage(request: pytest.FixtureRequest) -> Iterator[list[tuple[int, int]]]:
+    """(forced, declared) rows of each rule; told in the end."""
+    counts: list[tuple[int, int]] = []
+    yield counts
+    forced, declared = (sum(column) for column in zip(*counts, strict=True))
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n{forced} of {declared} declared rows forced, of {len(counts)} rules")
+
+
+def test_all_rows_of_operators_that_have_many_are_forced() -> None:
+    """Sums, products, choices, copies: rows as data, rows computed from the call, rows of a user's reduction."""
+    rows = {name: verify_rule(name, rows_only=True, meshes=[(3,)], limit=60).rows for name in ("sub", "cat", "masked_fill")}
+    for name, found in rows.items():
+        assert found.forced == found.declared, (name, found.refused)
+        assert found.unmet() == []
+    assert {"R,max -> min", "max,R -> max", "avg,R -> avg"} <= rows["sub"].forced
+    assert "farthest,farthest -> farthest" in rows["cat"].forced
+    assert "max,R,R -> max" in rows["masked_fill"].forced
 
 
 # --- the verifier catches what it should ----------------------------------------------------------------------------

@@ -100,7 +100,13 @@ def found_among(call: Call) -> Factors:
     return Factors(operands, (own,), sizes, reduced={name[0]: op for name in among})
 
 
-kernel_rule("isin", found_among)
+def isin_of_blocks(elements: Any, tests: Any, **options: Any) -> Any:
+    """The operator, which refuses slices of rows."""
+    given = [x.contiguous() if isinstance(x, torch.Tensor) else x for x in (elements, tests)]
+    return torch.ops.aten.isin(*given, **options)
+
+
+kernel_rule("isin", found_among, local=isin_of_blocks)
 
 
 # --- hash_tensor ---

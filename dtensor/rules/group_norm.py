@@ -31,8 +31,8 @@ def factors_of_groups(call: Call) -> tuple[dict[str, Dims], dict[str, int], list
 
 
 def single(call: Call) -> frozenset[str]:
-    """A single group is whole; its channels have a kernel instead."""
-    return frozenset("g") if call["group"] == 1 else frozenset()
+    """A single group is whole, its channels have a kernel; of several groups channels are whole, also where each rank has one."""
+    return frozenset("g" if call["group"] == 1 else "c")
 
 
 def local_sizes(call: Call, view: LocalView) -> dict[str, Any]:

@@ -25,7 +25,7 @@ SHIFT = ("sum,sum -> sum", "avg,avg -> avg", "avg,R -> avg", "R,avg -> avg")  # 
 # no partial value passes
 pointwise(
     "abs acos acosh angle asin atanh atan2 bitwise_not bitwise_right_shift bitwise_xor celu copysign cos cosh "
-    "digamma elu eq erfc erfinv float_power floor_divide fmax fmin fmod frac frexp gcd ge gelu gt hardshrink hardsigmoid "
+    "digamma elu eq erfinv float_power floor_divide fmax fmin fmod frac frexp gcd ge gelu gt hardshrink hardsigmoid "
     "hardswish "
     "heaviside hypot i0 igamma igammac isfinite isinf isnan isneginf isposinf lcm ldexp le leaky_relu lgamma log log10 log1p "
     "log2 "
@@ -49,6 +49,7 @@ pointwise(
     "asinh atan ceil deg2rad erf exp exp2 expm1 floor hardtanh rad2deg relu relu6 round sigmoid sinh tanh trunc",
     partials=MONOTONE,
 )
+pointwise("erfc", partials=("max -> min", "min -> max"))
 pointwise("clamp", partials=("max,R,R -> max", "min,R,R -> min", "max,R -> max", "min,R -> min"))
 pointwise("clamp_min maximum", partials=("max,max -> max", "max,R -> max", "R,max -> max", "min,R -> min"))
 pointwise("clamp_max minimum", partials=("min,min -> min", "min,R -> min", "R,min -> min", "max,R -> max"))
@@ -81,9 +82,8 @@ pointwise("conj_physical _conj_physical _conj", partials=LINEAR_PARTIAL)
 pointwise("_neg_view", partials=LINEAR_PARTIAL, local=torch.neg)
 pointwise("complex", partials=SHIFT)
 pointwise("polar", partials=LINEAR_IN_FIRST)
-pointwise(
-    "bitwise_left_shift __lshift__ __ilshift__", partials=LINEAR_IN_FIRST
-)  # a product with a power of two, modulo that of the dtype
+# a product with a power of two, modulo that of the dtype
+pointwise("bitwise_left_shift __lshift__ __ilshift__", partials=("sum,R -> sum",))
 pointwise("lerp", partials=("sum,sum,R -> sum", "avg,avg,R -> avg", "avg,R,R -> avg", "R,avg,R -> avg"))
 pointwise(
     "addcmul",

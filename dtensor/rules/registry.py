@@ -10,6 +10,7 @@ from threading import RLock
 from typing import Any
 
 from ..errors import RuleError
+from ..remembered import remembered
 from .rule import Rule
 
 _RULES: dict[str, Rule] = {}
@@ -56,7 +57,7 @@ def lookup(func: Any) -> Rule | None:
     known, schema = _all(), func._schema
     name = schema.name
     if schema.overload_name:
-        found = known.get(f"{name}.{schema.overload_name.removesuffix('_out')}")
+        found = known.get(f"{name}.{_overload_of(func)}")
         if found is not None:
             return found
     found = known.get(name)
@@ -66,6 +67,23 @@ def lookup(func: Any) -> Rule | None:
         same = known.get(name.replace("prims::", "aten::"))
         found = same if same is not None and same.kind == "pointwise" else None
     return found
+
+
+@remembered(8192)
+def _overload_of(func: Any) -> str:
+    """The overload's name; that of the one without ``out=`` that takes the same arguments, where it has such a form."""
+    name = str(func._schema.overload_name)
+    packet = getattr(func, "overloadpacket", None)
+    if packet is None or not any(argument.is_out for argument in func._schema.arguments):
+        return name
+    taken = _taken(func._schema)
+    others = [other for other in packet.overloads() if not any(a.is_out for a in getattr(packet, other)._schema.arguments)]
+    same = [other for other in others if _taken(getattr(packet, other)._schema) == taken]
+    return name.removesuffix("_out") if not same else same[0].removeprefix("default")
+
+
+def _taken(schema: Any) -> list[str]:
+    return [str(argument.type) for argument in schema.arguments if not argument.is_out]
 
 
 def foreach_base(func: Any) -> Rule | None:

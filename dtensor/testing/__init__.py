@@ -1,8 +1,22 @@
 """For tests: the oracle, rule verification, random programs; hypothesis strategies in ``dtensor.testing.strategies``."""
 
+from .forcing import Undeclared, forced
 from .oracle import Mismatch, Outcome, check, compare
 from .samples import Sample
-from .scatter import scatter
+from .scatter import FARTHEST, scatter
 from .verify import Report, verify_all, verify_rule
 
-__all__ = ["Mismatch", "Outcome", "Report", "Sample", "check", "compare", "scatter", "verify_all", "verify_rule"]
+__all__ = [
+    "FARTHEST",
+    "Mismatch",
+    "Outcome",
+    "Report",
+    "Sample",
+    "Undeclared",
+    "check",
+    "compare",
+    "forced",
+    "scatter",
+    "verify_all",
+    "verify_rule",
+]

@@ -151,4 +151,4 @@ def _same_value(got: Any, expected: Any) -> bool:
 def _shown(got: torch.Tensor, expected: torch.Tensor) -> str:
     if expected.numel() > 24 and expected.dtype in TOLERANCE and got.shape == expected.shape:
         return f"differs by up to {(got.detach() - expected).abs().max().item()}"
-    return f"{got.tolist()}, not {expected.tolist()}"
+    return f"got {got.tolist()}, expected {expected.tolist()}"

@@ -16,7 +16,7 @@ import torch
 from ..comm import PerRank
 from ..mesh import DeviceMesh
 from ..nested import replace, tensors
-from ..placement import Partial, Placement, Replicate, Shard
+from ..placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
 from .cases import Combination, combinations, mesh_of
 from .differences import close
 from .oracle import compare
@@ -27,13 +27,13 @@ from .source import placement_text
 from .variants import Variant
 
 _RANKS = (3, 2, 4)
-_PARTIALS = ("sum",)  # terms of means and maxima pass few operations that programs run on them
 _SEEDS = (0, 1, 2)
 _COMBINE: dict[str, Any] = {
     "sum": lambda xs: torch.stack(xs).sum(0).to(xs[0].dtype),
     "avg": lambda xs: torch.stack(xs).mean(0),
     "max": lambda xs: torch.stack(xs).amax(0),
     "min": lambda xs: torch.stack(xs).amin(0),
+    "product": lambda xs: torch.stack(xs).prod(0).to(xs[0].dtype),
 }
 
 
@@ -74,8 +74,8 @@ def _shown(variant: Variant, limit: int, rng: random.Random) -> Iterator[tuple[t
     if not variant.sample.values or not any(x.numel() > 1 for x in xs):
         return
     meshes = [mesh_of((ranks,)) for ranks in _RANKS]
-    for placements in combinations(xs, (2,), _PARTIALS, limit, rng, ragged=False):
-        if _has_partial_indices(xs, placements) or not _communicates(variant, meshes[0], placements):
+    for placements in combinations(xs, (2,), REDUCE_OPS, limit, rng, ragged=False):
+        if _has_partial_indices(xs, placements):
             continue
         found: set[tuple[Placement, ...]] | None = None
         for mesh, seed in itertools.product(meshes, _SEEDS):
@@ -83,7 +83,8 @@ def _shown(variant: Variant, limit: int, rng: random.Random) -> Iterator[tuple[t
             found = right if found is None else found & right
             if not found:
                 break
-        yield tuple(map(placement_text, placements)), found or set()
+        if found is not None and (not found or _communicates(variant, meshes[0], placements)):
+            yield tuple(map(placement_text, placements)), found
 
 
 def _has_partial_indices(xs: Sequence[torch.Tensor], placements: Combination) -> bool:

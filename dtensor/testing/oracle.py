@@ -104,7 +104,7 @@ def compare(
         seed: of the partial terms, the cotangents and the random operations of ``fn``.
     """
     given = (tuple(args), dict(kwargs or {}))
-    inputs = tensors(given)
+    inputs = [x.detach() for x in tensors(given)]  # leaves are made of them here
     if len(inputs) != len(placements):
         raise ValueError(f"{len(placements)} placements for {len(inputs)} tensors: give one entry per tensor (None: stays plain)")
     wanted = Options(values, strides, tolerance, cotangents, seed)
@@ -147,7 +147,7 @@ class _Run:
         self.arguments = [leaf.clone() for leaf in made] if cloned else made
         following = iter(self.arguments)
         args, kwargs = replace(lambda _: next(following), given)
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack each time
         try:
             self.results = list(leaves(fn(*args, **kwargs)))
         except Exception as error:  # compared with the other run's

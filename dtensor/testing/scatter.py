@@ -69,7 +69,7 @@ def split_terms(value: torch.Tensor, op: str | Monoid, count: int, generator: to
 
     owner = draw(0, count)
     if isinstance(op, Monoid):
-        return [value, *(op.identity(value) for _ in range(count - 1))]
+        return _terms_of_monoid(value, op, owner, count)
     if value.dtype is torch.bool:  # "sum" and "max" are or, "product" and "min" are and
         noise = [draw(0, 2).bool() for _ in range(count)]
         if op in ("sum", "max"):
@@ -93,14 +93,39 @@ def split_terms(value: torch.Tensor, op: str | Monoid, count: int, generator: to
             return [value * product, *signs]
 
 
+def _terms_of_monoid(value: torch.Tensor, op: Monoid, owner: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """All that is known of it is its neutral element; each element may be anyone's where elements do not depend on each other."""
+    neutral = op.identity(value)
+    if op == FARTHEST:
+        exact = not (value.dtype.is_floating_point or value.dtype.is_complex)
+        nearer = torch.div(value, 2, rounding_mode="trunc") if exact else value / 2
+        return [torch.where(owner == k, value, nearer) for k in range(count)]
+    if op.elementwise:
+        return [torch.where(owner == k, value, neutral) for k in range(count)]
+    return [value, *(neutral for _ in range(count - 1))]
+
+
+def _farther(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.where((b.abs() > a.abs()) | b.isnan(), b, a)
+
+
+# A reduction such as users write, for tests: of two numbers the one that is farther from zero, the first of equals.
+FARTHEST = Monoid("farthest", _farther, torch.zeros_like, elementwise=True)
+
+
 def _below(value: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    lower = value - step.to(value.dtype)
-    return torch.where(lower <= value, lower, value)  # integers that would wrap around stay
+    lower = _finite(value) - step.to(value.dtype)
+    return torch.where((lower <= value) | value.isnan(), lower, value)  # integers that would wrap around stay
 
 
 def _above(value: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    higher = value + step.to(value.dtype)
-    return torch.where(higher >= value, higher, value)
+    higher = _finite(value) + step.to(value.dtype)
+    return torch.where((higher >= value) | value.isnan(), higher, value)
+
+
+def _finite(value: torch.Tensor) -> torch.Tensor:
+    """One term is infinite or NaN where the value is, others are numbers."""
+    return torch.where(value.isfinite(), value, torch.full_like(value, 7))
 
 
 def can_be_partial(dtype: torch.dtype, op: Any) -> bool:

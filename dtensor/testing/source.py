@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from ..placement import Partial, Placement, Replicate, Shard
+from .scatter import FARTHEST
 
 HEADER = """\
 import torch, dtensor as dt
 from torch import tensor
 from dtensor import Partial, Replicate, Shard
-from dtensor.testing import check
+from dtensor.testing import FARTHEST, check, forced
 """
 
 
@@ -35,7 +36,7 @@ def source_of(value: Any) -> str:
         case torch.Tensor():
             return _tensor(value)
         case Partial(op):
-            return f"Partial({op!r})"
+            return "Partial(FARTHEST)" if op == FARTHEST else f"Partial({op!r})"
         case Shard() | Replicate():
             return repr(value)
         case list():

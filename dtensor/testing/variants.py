@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from typing import Any
 
 import torch
@@ -29,6 +30,18 @@ class Variant:
     @property
     def call(self) -> Callable[..., Any]:
         return operator_named(self.name)
+
+
+def resolved(variant: Variant) -> Variant:
+    """The same call by the name of the overload that torch finds for it, which takes torch long where lists are concerned."""
+    op: Any = variant.call
+    if hasattr(op, "_schema"):
+        return variant
+    try:
+        overload = torch._C._jit_resolve_packet(op._qualified_op_name, *variant.sample.args, **variant.sample.kwargs)
+    except RuntimeError:  # plain torch refuses the call
+        return variant
+    return replace_fields(variant, name=f"{variant.name}.{overload or 'default'}")
 
 
 def operator_named(name: str) -> Callable[..., Any]:

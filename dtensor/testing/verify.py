@@ -1,64 +1,57 @@
-"""Check a sharding rule against the operator itself: every placement tried must give what plain torch gives.
+"""Check a sharding rule against the operator itself: every row that it declares must give what plain torch gives.
 
-A *wrong* case is a bug, with a reproduction to paste. A *missing* one is a placement under which the operator on local blocks
-would be right by itself, yet the rule communicated; those that are meant so stand in ``accepted_gaps.txt`` with their reason.
+Two nets. Every row of the rule is *forced*, with operands that lie as it wants them, whatever dispatch would choose. And operands
+are placed in many ways and dispatch chooses, which tries moves and combinations. A *wrong* entry is a fault of one row, with the
+smallest case found and a program to paste. A *missing* one is a placement under which the operator on local blocks would be right
+by itself, yet the rule communicated; those that are meant so stand in ``accepted_gaps.txt`` with their reason.
 """
 
 from __future__ import annotations
 
 import random
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+from itertools import chain, islice
 from typing import Any
 
+import torch
+
+from ..errors import RuleError
+from ..nested import replace as replace_tensors
 from ..nested import tensors
-from ..placement import Placement
+from ..placement import REDUCE_OPS, Partial
 from ..rules import rules
-from .cases import Combination, combinations, mesh_of, partial_ops
+from .cases import combinations, partial_ops
+from .faults import Trial, Wrong, undeclared
 from .gaps import Gap, gaps_of, is_accepted
-from .oracle import compare
+from .row_cases import Case, Coverage, row_cases
 from .samples import Sample, samples_of
 from .samples import full_name as full_name
-from .source import oracle_call
-from .variants import Variant, variants
+from .shrinking import wrong_of
+from .variants import exists, operator_named, variants
 
 MESHES = ((2,), (3,), (4,), (2, 2))
-
-
-@dataclass(frozen=True, slots=True)
-class Wrong:
-    """One case that does not give what plain torch gives."""
-
-    variant: Variant
-    mesh_shape: tuple[int, ...]
-    placements: Combination
-    problems: tuple[str, ...]
-    seed: int
-    cotangents: tuple[Placement, ...] | None = None
-
-    def __str__(self) -> str:
-        return f"{self.variant.name} {self.variant.sample.note}\n  " + "\n  ".join(self.problems[:4]) + f"\n{self.reproduction}"
-
-    @property
-    def reproduction(self) -> str:
-        """A program that raises the mismatch."""
-        sample = self.variant.sample
-        options: dict[str, Any] = {"kwargs": sample.kwargs} if sample.kwargs else {}
-        options |= {"cloned": True} if self.variant.writes else {}
-        options |= {"cotangents": self.cotangents} if sample.gradients else {"gradients": False}
-        return oracle_call(
-            f"torch.ops.{self.variant.name}", sample.args, self.mesh_shape, self.placements, {**options, "seed": self.seed}
-        )
+_MOST_RANKS = 8
 
 
 @dataclass(slots=True)
 class Report:
-    """What the verification of one rule found."""
+    """What the verification of one rule found.
+
+    Attributes:
+        cases: tried in all, ``raised`` of them such that plain torch raises, and so does the distributed run.
+        rows: which rows are declared, and which were forced.
+        wrong: one entry for each fault.
+        missing: what the rule could take without communication.
+    """
 
     name: str
     cases: int = 0
-    raised: int = 0  # cases in which plain torch raises, and so does the distributed run
+    raised: int = 0
+    rows: Coverage = field(default_factory=Coverage)
     wrong: list[Wrong] = field(default_factory=list)
     missing: list[Gap] = field(default_factory=list)
 
@@ -66,9 +59,11 @@ class Report:
         return not self.wrong and not self.missing and self.cases > 0
 
     def __str__(self) -> str:
-        head = f"{self.name}: {self.cases} cases, {len(self.wrong)} wrong, {len(self.missing)} missing"
-        shown = [str(wrong) for wrong in self.wrong[:3]] + [f"  missing {gap}" for gap in self.missing]
-        return "\n".join([head, *shown])
+        head = (
+            f"{self.name}: {self.cases} cases, {len(self.rows.forced)} of {len(self.rows.declared)} rows forced, "
+            f"{len(self.wrong)} wrong, {len(self.missing)} missing"
+        )
+        return "\n".join([head, *map(str, self.wrong), *(f"  missing {gap}" for gap in self.missing)])
 
 
 def verify_rule(
@@ -81,29 +76,37 @@ def verify_rule(
     seed: int = 0,
     look_for_missing: bool = False,
     stop_after: int = 5,
+    plant: Sequence[float] = (),
+    rows_only: bool = False,
 ) -> Report:
-    """What running an operator under many placements shows about its rule, on in-process meshes.
+    """What running an operator under every row of its rule, and under many placements, shows; on in-process meshes.
 
     Args:
         op: a name as rules are registered by (``"mm"``, ``"aten::add.Tensor"``, ``"mylib::op"``), or an operator.
         samples: arguments to try; default the shipped ones.
         meshes: shapes of the meshes.
-        limit: placements per sample, variant (in place, ``out=``, foreach) and mesh; all where there are fewer.
-        budget: cases in all, a random part of them that ``seed`` determines.
+        limit: cases of either net per sample, variant (in place, ``out=``, foreach) and mesh; all where there are fewer.
+        budget: cases in all, a random part of them that ``seed`` determines, one half by either net.
         look_for_missing: also report placements that the rule could take without communication.
-        stop_after: wrong cases after which to stop.
+        stop_after: faults after which to stop.
+        rows_only: force the rows, and leave out what dispatch chooses.
+        plant: special values (``0.0``, ``inf``, ``nan``) to put into some places of floating operands.
+
+    Raises:
+        RuleError: there is nothing to try: no samples, no such operator, or plain torch refuses every sample.
 
     >>> report = verify_rule("mm", [Sample((torch.ones(5, 6), torch.ones(6, 7)))], meshes=[(3,)], limit=20)
-    >>> report.cases >= 20, report.wrong
-    (True, [])
+    >>> report.cases >= 20, report.wrong, sorted(report.rows.forced)[:2]
+    (True, [], ['R,R -> R', 'R,S(1) -> S(1)'])
     """
     name = full_name(op if isinstance(op, str) else _name_of(op))
-    report = Report(name)
-    given = samples_of(name) if samples is None else list(samples)
-    rng = random.Random(zlib.crc32(name.encode()) + seed)
-    rule = rules().get(name)
-    for variant, mesh_shape, placements in _cases(name, given, meshes, partial_ops(rule), limit, budget, rng):
-        _try(report, variant, mesh_shape, placements, seed)
+    given = [_own(sample, plant) for sample in _samples(name, samples)]
+    report, rng = Report(name), random.Random(zlib.crc32(name.encode()) + seed)
+    part = budget if budget is None or rows_only else max(1, budget // 2)
+    chosen = () if rows_only else placed(name, given, meshes, limit, part, rng)
+    even = _even(name, given, report.rows, rng) if part is None else ()
+    for case in chain(_forced(name, given, meshes, report.rows, limit, part, rng), even, chosen):
+        _try(report, case, seed)
         if len(report.wrong) >= stop_after:
             break
     if look_for_missing:
@@ -111,15 +114,92 @@ def verify_rule(
     return report
 
 
-def _cases(
+def _samples(name: str, samples: Sequence[Sample] | None) -> list[Sample]:
+    if not exists(name.replace("::", ".")):
+        raise RuleError(f"verify_rule: torch has no operator {name!r}; register it first, or name it as in 'mylib::op'")
+    if samples is None and (known := samples_of(name)):
+        return known
+    given = list(samples or ())
+    if not given:
+        raise RuleError(
+            f"verify_rule({name!r}) has no samples to run; give arguments of the operator: "
+            f"verify_rule({name!r}, [Sample((torch.randn(5, 7),))])"
+        )
+    errors = [_refusal(name, sample) for sample in given]
+    if all(errors):
+        raise RuleError(f"verify_rule({name!r}): plain torch refuses every sample: {errors[0]!r}") from errors[0]
+    return given
+
+
+def _refusal(name: str, sample: Sample) -> Exception | None:
+    args, kwargs = replace_tensors(lambda x: x.detach().clone(), (sample.args, sample.kwargs))
+    try:
+        operator_named(name.replace("::", "."))(*args, **kwargs)
+    except Exception as error:  # whatever the operator raises
+        return error
+    return None
+
+
+def _own(sample: Sample, plant: Sequence[float]) -> Sample:
+    """The sample without autograd's history, special values in it."""
+    generator = torch.Generator().manual_seed(len(plant))
+
+    def changed(x: torch.Tensor) -> torch.Tensor:
+        x = x.detach()
+        if not plant or not x.dtype.is_floating_point or not x.numel():
+            return x
+        planted = x.clone()
+        for value in plant:
+            place = torch.randint(0, x.numel(), (), generator=generator)
+            planted[torch.unravel_index(place, x.shape)] = value
+        return planted
+
+    args, kwargs = replace_tensors(changed, (sample.args, sample.kwargs))
+    return replace(sample, args=args, kwargs=kwargs)
+
+
+def _forced(
     name: str,
     samples: Sequence[Sample],
     meshes: Sequence[tuple[int, ...]],
-    ops: Sequence[str],
+    coverage: Coverage,
     limit: int,
     budget: int | None,
     rng: random.Random,
-) -> Iterator[tuple[Variant, tuple[int, ...], Combination]]:
+) -> Iterator[Case]:
+    """Rows one by one before rows in pairs: what a pair shows that neither row does by itself is another fault."""
+    settings = [(sample, shape) for sample in samples for shape in sorted(meshes, key=len)]
+    if budget is not None:
+        rng.shuffle(settings)
+    left = budget
+    for sample, shape in settings:
+        for variant in variants(name, sample):
+            cases = row_cases(variant, shape, coverage, rng)
+            if left is None:
+                yield from islice(cases, limit)
+                continue
+            few = list(islice(cases, max(1, left // 2)))
+            yield from few
+            left -= len(few)
+            if left <= 0:
+                return
+
+
+def _even(name: str, samples: Sequence[Sample], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
+    """Rows that were never allowed, or came too late, on as many ranks as a dim has elements: its blocks are alike then."""
+    for sample in samples:
+        for ranks in sorted({n for x in tensors((sample.args, sample.kwargs)) for n in x.shape if 1 < n <= _MOST_RANKS}):
+            for variant in islice(variants(name, sample), 1 if coverage.refused else 0):
+                yield from (
+                    case for case in row_cases(variant, (ranks,), coverage, rng) if coverage.refused.issuperset(case.rows)
+                )
+
+
+def placed(
+    name: str, samples: Sequence[Sample], meshes: Sequence[tuple[int, ...]], limit: int, budget: int | None, rng: random.Random
+) -> Iterator[Case]:
+    """Operands placed in many ways; dispatch chooses."""
+    ops = partial_ops(rules().get(name))
     settings = [(sample, shape) for sample in samples for shape in meshes]
     if budget is not None:
         rng.shuffle(settings)
@@ -133,7 +213,7 @@ def _cases(
                     if left == 0:
                         return
                     left -= 1
-                yield variant, shape, placements
+                yield Case(variant, shape, placements)
 
 
 def _name_of(op: Any) -> str:
@@ -142,31 +222,44 @@ def _name_of(op: Any) -> str:
     return str(op._qualified_op_name)
 
 
-def _try(report: Report, variant: Variant, mesh_shape: tuple[int, ...], placements: Combination, seed: int) -> None:
-    sample = variant.sample
+def _try(report: Report, case: Case, seed: int) -> None:
+    drawn = seed + report.cases + 1
+    menu = (*case.placements, *((Partial(op),) * len(case.mesh_shape) for op in REDUCE_OPS))
+    trial = Trial(case, drawn, menu[drawn % len(menu)])
+    outcome = trial.run()
+    if case.rows and undeclared(outcome):
+        return
     report.cases += 1
-    cotangents = placements[report.cases % len(placements)] if placements else None
-    outcome = compare(
-        variant.call,
-        sample.args,
-        mesh_of(mesh_shape),
-        placements,
-        kwargs=sample.kwargs,
-        gradients=sample.gradients,
-        cloned=variant.writes,
-        values=sample.values,
-        cotangents=cotangents,
-        seed=seed + report.cases,
-    )
     report.raised += outcome.same_error
-    if outcome.problems:
-        report.wrong.append(Wrong(variant, mesh_shape, placements, tuple(outcome.problems), seed + report.cases, cotangents))
+    report.rows.forced.update(case.rows)
+    if outcome.problems and not _known(report, case):
+        _add(report, wrong_of(trial, outcome))
+
+
+def _known(report: Report, case: Case) -> bool:
+    """Whether it follows a row that is known to be wrong: then it is counted there."""
+    return any(_counted(report, i, case.rows) for i, wrong in enumerate(report.wrong) if wrong.direction == "forward")
+
+
+def _add(report: Report, found: Wrong) -> None:
+    """Counted with a fault that is known, or a new one."""
+    for i, wrong in enumerate(report.wrong):
+        if wrong.operator == found.operator and _counted(report, i, found.rows):
+            return
+    report.wrong.append(found)
+
+
+def _counted(report: Report, i: int, rows: Sequence[str]) -> bool:
+    """Rows that are wrong on one mesh dim are so beside any others, and in any order."""
+    wrong = report.wrong[i]
+    if not rows or Counter(wrong.rows) - Counter(rows):
+        return False
+    report.wrong[i] = replace(wrong, cases=wrong.cases + 1)
+    return True
 
 
 def verify_all(pattern: str = "*", **options: Any) -> Iterator[Report]:
-    """The reports of all registered rules whose name (without ``aten::``) matches ``pattern``."""
-    from fnmatch import fnmatch
-
+    """The reports of all registered rules whose name (without ``aten::``) matches ``pattern`` and that have samples."""
     for name in sorted(rules()):
-        if fnmatch(name, pattern) or fnmatch(name.removeprefix("aten::"), pattern):
+        if (fnmatch(name, pattern) or fnmatch(name.removeprefix("aten::"), pattern)) and samples_of(name):
             yield verify_rule(name, **options)
