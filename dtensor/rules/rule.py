@@ -67,7 +67,7 @@ class Factors:
         rows: the rows of the factors, where they do not follow from their positions (a user's table of placements).
         windows: ("operand" or "result", position, factor) -> the positions of the factor that this tensor holds, where not all.
 
-    A factor whose name begins with "@" is one of several readings of its tensor dim, not a part of a product.
+    Names that begin with "@" are readings of their tensor dim, each the whole of it ("@0" with what is inside it, "@0/2").
     """
 
     operands: tuple[Dims, ...]
@@ -158,6 +158,7 @@ class Rule:
         floats_matter: the plan depends on the value of Python floats (an output size, say): they enter the cache key.
         kind: the verb that made it, for the docs.
         source: the notation, for prints.
+        samples: arguments to verify it with, as whoever declared it gave them.
     """
 
     factors: Callable[[Call], Factors | None]
@@ -177,6 +178,7 @@ class Rule:
     floats_matter: bool = False
     kind: str = "rule"
     source: str = ""
+    samples: tuple[Any, ...] = ()
 
 
 def stands(dims: Dims, factor: str) -> int | None:
