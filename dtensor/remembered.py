@@ -45,8 +45,8 @@ def fullness() -> dict[str, tuple[int, int]]:
 class Shared(Generic[K, T]):
     """Dictionaries that keep ``each`` entries, and ``together`` all of them: one that changes much forgets its own first.
 
-    The oldest half goes at once. What is still in use is made again, and is then the newest: looking an entry up is a dictionary's
-    ``get`` and nothing else, by any number of threads.
+    The oldest half goes at once. What is still in use is made again, and is then the newest: looking an entry up is a
+    dictionary's ``get`` and nothing else, by any number of threads.
     """
 
     def __init__(self, each: int, together: int) -> None:
