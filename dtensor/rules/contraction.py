@@ -222,7 +222,7 @@ kernel_rule("_cdist_forward", distance_factors, local_args=same_method, floats_m
 blockwise("_euclidean_dist", "... p [m], ... r [m] -> ... p r")
 # with the distances given, the gradient of one coordinate needs only that coordinate
 blockwise("_cdist_backward", "... p r, ... p m, ... r m, ... p r -> ... p m", sums="r", partials=in_first)
-blockwise("_pdist_forward", "[p] [m] -> [p]")
+blockwise("_pdist_forward", "[p] [m] -> [p]", as_laid_out=True)
 blockwise("_pdist_backward", "[p], [p] m, [p] -> [p] m", partials=in_first, local=pdist_gradient)
 
 

@@ -100,7 +100,7 @@ def found_among(call: Call) -> Factors:
     return Factors(operands, (own,), sizes, reduced={name[0]: op for name in among})
 
 
-kernel_rule("isin", found_among)
+kernel_rule("isin", found_among, as_laid_out=True)
 
 
 # --- hash_tensor ---

@@ -185,4 +185,4 @@ def nll_gradient_rows(call: Call) -> Partials:
     return tuple(rows)
 
 
-kernel_rule("nll_loss_backward nll_loss2d_backward", nll_gradient_factors, partials=nll_gradient_rows)
+kernel_rule("nll_loss_backward nll_loss2d_backward", nll_gradient_factors, partials=nll_gradient_rows, as_laid_out=True)

@@ -156,6 +156,7 @@ class Rule:
         measured: result shapes depend on data; ``factors`` has none, and what the local op or kernel gives is whole on all ranks.
         writes: arguments that a call writes to though its schema does not say so (running statistics).
         floats_matter: the plan depends on the value of Python floats (an output size, say): they enter the cache key.
+        as_laid_out: the operator chooses, refuses or reads memory by its operands' strides: blocks get the order of the global ones.
         kind: the verb that made it, for the docs.
         source: the notation, for prints.
         samples: arguments to verify it with, as whoever declared it gave them.
@@ -176,6 +177,7 @@ class Rule:
     measured: bool = False
     writes: Callable[[Call], tuple[str, ...]] | None = None
     floats_matter: bool = False
+    as_laid_out: bool = False
     kind: str = "rule"
     source: str = ""
     samples: tuple[Any, ...] = ()
