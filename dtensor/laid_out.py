@@ -1,7 +1,7 @@
 """Operators that look at how their operands lie in memory: blocks are given to them in the order that the global strides say.
 
-The strides of a DTensor are those of the global tensor; a local may lie otherwise (``from_local``, what a local operator made of a
-block). Most operators do not care. Some choose by strides, raise because of them, or read memory without a look at them: under
+The strides of a DTensor are those of the global tensor; a local may lie otherwise (``from_local``, what a local operator made of
+a block). Most operators do not care. Some choose by strides, raise because of them, or read memory without a look at them: under
 ``Rule.as_laid_out`` locals that lie otherwise are copied first, so that they do what they would with the global tensor.
 """
 

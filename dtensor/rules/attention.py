@@ -139,8 +139,15 @@ register(
 )
 register(
     "_scaled_dot_product_flash_attention_for_cpu_backward",
-    Rule(backward_factors, in_first, local=attention_gradients, floats_matter=True,
-        as_laid_out=True, kind="kernel", source="as the forward pass"),
+    Rule(
+        backward_factors,
+        in_first,
+        local=attention_gradients,
+        floats_matter=True,
+        as_laid_out=True,
+        kind="kernel",
+        source="as the forward pass",
+    ),
 )
 
 

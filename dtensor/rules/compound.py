@@ -65,7 +65,7 @@ def cut_in(
         group = math.prod(mesh_shape[i] for i in mesh_dims)
         groups = [current.sizes[k : k + group] for k in range(0, len(current.sizes), group)]
         blocks = list(next((blocks for blocks in groups if sum(blocks) == sizes[factor] * inner), ()))
-    if set(mesh_dims) != wanted or not blocks or any(block % inner for block in blocks):
+    if set(mesh_dims) != wanted or not blocks or not inner or any(block % inner for block in blocks):
         return None
     return Split(mesh_dims, tuple(block // inner for block in blocks))
 

@@ -214,7 +214,7 @@ def distance_factors(call: Call) -> Factors | None:
     if p == math.inf:
         return replace(factors, reduced={"m": "max"})
     result = call.results[0]
-    nbytes = 0 if result is None else 2 * math.prod(result.shape) * result.dtype.itemsize
+    nbytes = 0 if result is None else math.prod(result.shape) * result.dtype.itemsize
     return replace(factors, kernels={"m": Kernel(distances_of_coordinates, collectives=1, nbytes=lambda call: nbytes)})
 
 
