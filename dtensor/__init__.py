@@ -1,6 +1,7 @@
 """dtensor: SPMD maths on distributed tensors."""
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from . import recomposed as _recomposed
 from . import sequences as _sequences
@@ -74,12 +75,23 @@ _LAZY = (
 )  # not everybody needs them, and they take their time
 
 
-def __getattr__(name: str) -> object:
-    if name in _LAZY:
-        return import_module(f".{name}", __name__)
-    if name in ("shard_model", "collect_state_dict"):
-        return getattr(import_module(".sharded_model", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ would take any name for one
+    from . import checkpoint as checkpoint
+    from . import debug as debug
+    from . import parallel as parallel
+    from . import sharded_tensor as sharded_tensor
+    from . import sharding_spec as sharding_spec
+    from . import testing as testing
+    from .sharded_model import collect_state_dict as collect_state_dict
+    from .sharded_model import shard_model as shard_model
+else:
+
+    def __getattr__(name: str) -> object:
+        if name in _LAZY:
+            return import_module(f".{name}", __name__)
+        if name in ("shard_model", "collect_state_dict"):
+            return getattr(import_module(".sharded_model", __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _leave_untraced(__name__)

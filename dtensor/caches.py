@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .dispatch import CACHE_LIMIT, plans_of_operators
+from .dispatch import PLANS, plans_of_operators
 from .layout import interned
 from .remembered import fullness
 
@@ -18,8 +18,8 @@ class CacheInfo(NamedTuple):
 
 
 def cache_info() -> dict[str, CacheInfo]:
-    """The state of all caches: ``"layouts"`` (alive, whoever uses them), ``"redistributions"``, the smaller ones by module and
-    function, and one per operator.
+    """The state of all caches: ``"layouts"`` (alive, whoever uses them), ``"redistributions"``, ``"plans"`` (of all operators
+    together), the smaller ones by module and function, and one per operator.
 
     Plans that are made again and again for the same operator tell that its sizes or numbers change at each call.
 
@@ -32,5 +32,5 @@ def cache_info() -> dict[str, CacheInfo]:
     return {
         "layouts": CacheInfo(interned(), None, None),
         **{name: CacheInfo(*found, None) for name, found in fullness().items()},
-        **{name: CacheInfo(kept, CACHE_LIMIT, made) for name, (kept, made) in plans_of_operators().items()},
+        **{name: CacheInfo(kept, PLANS.each, made) for name, (kept, made) in plans_of_operators().items()},
     }

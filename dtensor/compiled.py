@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from .comm import communicator_of
 from .conjugation import carried_out, is_complex
 from .execute import Wrap, execute, kernel_of, local_view
+from .laid_out import as_laid_out
 from .layout import Layout
 from .list_numbers import with_numbers_once
 from .local_functions import local_function
@@ -31,6 +32,8 @@ Runner = Callable[[Args, dict[str, Any], list[Any], dict[str, Any]], Any]  # use
 def compile_plan(plan: Plan, operator: Operator, wrap: Wrap) -> Layout | Runner:
     """How to run ``plan``: the result's layout alone where the local op and one wrapper are all there is, else a function."""
     found = _compiled(plan, operator, wrap)
+    if plan.rule is not None and plan.rule.as_laid_out:
+        found = as_laid_out(plan, operator, runner_of(found, operator, wrap))
     if is_complex(plan):
         found = carried_out(runner_of(found, operator, wrap))
     return _counted(found, operator) if operator.per_element and operator.mutated and not isinstance(found, Layout) else found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import islice
+from threading import RLock
 from typing import Any
 
 import torch
@@ -26,10 +26,12 @@ from .operators import Operator, operator_of
 from .origin import Origin, agree, origin_of
 from .plain_writes import plainly_written, through_copies
 from .propagate import Plan, Slot, propagate
+from .remembered import Shared, watched
 from .rules.registry import foreach_base, lookup
 from .several_meshes import across_places, meshes_of
 
-CACHE_LIMIT = 1024  # plans per operator
+PLANS: Shared[tuple[Any, ...], Layout | Runner] = Shared(each=1024, together=8192)  # per operator, of all operators
+watched("plans", PLANS.fullness)
 
 
 class Entry:
@@ -45,12 +47,13 @@ class Entry:
         by_type = frozenset() if rule is None or rule.floats_matter else self.operator.scalars | self.operator.tensors
         self.scalar_names = by_type
         self.scalar_positions = frozenset(i for i, name in enumerate(self.operator.names) if name in by_type)
-        self.plans: dict[tuple[Any, ...], Layout | Runner] = {}
+        self.plans = PLANS.part()
         self.misses = 0
         self.run = _dispatch_of(self)
 
 
 _ENTRIES: dict[int, Entry] = {}
+_CHANGING = RLock()  # who adds or drops entries; those who look one up read a dictionary
 _TENSOR: Any = None  # the DTensor class, installed by tensor.py
 _PENDING: Any = None
 
@@ -90,15 +93,17 @@ def wrap_pending(pending: Any, layout: Layout, like: Any) -> Any:
 def clear_plans() -> None:
     """Forget all plans, as after registering a rule."""
     global _LIBRARY
-    _ENTRIES.clear()
-    if _LIBRARY is not None:
-        _LIBRARY._destroy()
-        _LIBRARY = None
+    with _CHANGING:
+        _ENTRIES.clear()
+        PLANS.clear()
+        if _LIBRARY is not None:
+            _LIBRARY._destroy()
+            _LIBRARY = None
 
 
 def plans_of_operators() -> dict[str, tuple[int, int]]:
     """Per operator: plans kept, plans made."""
-    return {str(entry.func): (len(entry.plans), entry.misses) for entry in _ENTRIES.values()}
+    return {str(entry.func): (len(entry.plans), entry.misses) for entry in list(_ENTRIES.values())}
 
 
 def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -110,12 +115,17 @@ def dispatch(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs
 def _entered(func: Any) -> Entry:
     """The entry of an operator met for the first time. Torch is told, so that it calls ``run`` directly from now on."""
     global _LIBRARY
-    entry = _ENTRIES[id(func)] = Entry(func)
-    if func.namespace == "aten" and find_torch_dispatch_rule(func, _TENSOR) is None:
-        if _LIBRARY is None:
-            _LIBRARY = torch.library.Library("aten", "FRAGMENT")
-        torch.library.register_torch_dispatch(func, _TENSOR, entry.run, lib=_LIBRARY)
-    return entry
+    with _CHANGING:
+        entry = _ENTRIES.get(id(func))
+        if entry is not None:  # another thread was faster
+            return entry
+        entry = Entry(func)
+        if func.namespace == "aten" and find_torch_dispatch_rule(func, _TENSOR) is None:
+            if _LIBRARY is None:
+                _LIBRARY = torch.library.Library("aten", "FRAGMENT")
+            torch.library.register_torch_dispatch(func, _TENSOR, entry.run, lib=_LIBRARY)
+        _ENTRIES[id(func)] = entry
+        return entry
 
 
 def _dispatch_of(entry: Entry) -> Callable[..., Any]:
@@ -294,11 +304,7 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
 
 def _kept(entry: Entry, signature: tuple[Any, ...], found: Layout | Runner) -> Layout | Runner:
     entry.misses += 1
-    if len(entry.plans) >= CACHE_LIMIT:
-        for oldest in list(islice(entry.plans, CACHE_LIMIT // 2)):  # what is in use is made again, and is then the newest
-            del entry.plans[oldest]
-    entry.plans[signature] = found
-    return found
+    return PLANS.keep(entry.plans, signature, found)
 
 
 def _anew(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any], *local: Any) -> Any:

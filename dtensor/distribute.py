@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from .placement import Placement, Replicate
 from .random import block_of
 from .redistribute import redistribute_local
 from .tensor import DTensor, wrap
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def distribute_tensor(
@@ -157,12 +159,12 @@ def _position(mesh: DeviceMesh, source: int) -> int:
 
 
 def distribute_module(
-    module: nn.Module,
+    module: M,
     device_mesh: Any = None,
     partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
-) -> nn.Module:
+) -> M:
     """``module``, its parameters and buffers made DTensors in place.
 
     Args:

@@ -7,6 +7,7 @@ operator is asked once for all sizes: dtypes, and the order of dims in memory, d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -189,13 +190,29 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
         bound["device"] = META
     if bound.get("pin_memory"):
         bound["pin_memory"] = False
-    try:
+    if not _without_elements(operator, arguments):
         return _run(operator, bound)
-    except RuntimeError:  # of tensors without elements some meta kernels refuse what the operator takes: it costs nothing to ask
-        given = [value for value in arguments.values() if isinstance(value, Layout)]
-        if operator.seeded or operator.mutated or not given or any(layout.numel for layout in given):
-            raise
+    try:
+        metas = _run(operator, bound)
+    except (RuntimeError, TypeError, IndexError, ValueError):
+        metas = ()
+    if sum(math.prod(meta.shape) for meta in metas if isinstance(meta, Meta)) > _SMALL:
+        return metas
+    try:
         return _run(operator, {name: _to_meta(value, CPU) for name, value in arguments.items()})
+    except NotInferable:
+        return metas or _run(operator, bound)
+
+
+def _without_elements(operator: Operator, arguments: dict[str, Any]) -> bool:
+    """Whether it costs nothing to ask the operator itself, which of tensors without elements often says something else than its
+    meta kernel: what one refuses the other takes, or they use other words."""
+    given = [value for value in arguments.values() if isinstance(value, Layout)]
+    known = operator.func.namespace == "aten" and not operator.seeded and not operator.mutated
+    return known and bool(given) and not any(layout.numel for layout in given)
+
+
+_SMALL = 1 << 16  # elements of results that are made of nothing, as by new_zeros
 
 
 @cache

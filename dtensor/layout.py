@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -168,7 +169,15 @@ class Layout:
     def _interned(mesh: Any, placements: Any, splits: Any, shape: Any, stride: Any, dtype: Any) -> Layout:
         key = (mesh, placements, shape, stride, dtype)
         found = _LAYOUTS.get(key)
-        if found is None:
+        return Layout._made(key, splits) if found is None else found
+
+    @staticmethod
+    def _made(key: tuple[Any, ...], splits: Any) -> Layout:
+        mesh, placements, shape, stride, dtype = key
+        with _MAKING:  # two threads that want the same one get the same one
+            found = _LAYOUTS.get(key)
+            if found is not None:
+                return found
             if not len(splits) == len(stride) == len(shape):  # it would be everybody's layout from now on
                 raise LayoutError(f"{len(splits)} splits and strides {stride} do not fit the shape {tuple(shape)}")
             found = object.__new__(Layout)
@@ -180,7 +189,7 @@ class Layout:
                 p.reduce_op if isinstance(p, Partial) and mesh.shape[i] > 1 else None for i, p in enumerate(placements)
             )
             _LAYOUTS[key] = found
-        return found
+            return found
 
     def replace(
         self,
@@ -314,6 +323,7 @@ def restore_layout(mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, d
 
 
 _LAYOUTS: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()  # those in use, and requested lately
+_MAKING = RLock()  # of all tables: the collector may run finalizers here, which make layouts
 _BY_REQUEST: dict[Any, Layout] = {}
 _LIMIT = 8192
 watched("layout.requests", lambda: (len(_BY_REQUEST), _LIMIT))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 
 from .remembered import remembered
 
@@ -108,7 +109,7 @@ def operator_of(func: Any) -> Operator:
         number_operands=_number_operands(func, kinds),
         mutated=written,
         outs=tuple(a.name for a in arguments if a.is_out and a.name in returns),
-        fills_lists=any(a.is_out and a.name not in returns for a in arguments),
+        fills_lists=any(a.is_out and a.name not in returns and kinds[a.name].startswith("List") for a in arguments),
         returns=returns,
         gives_tensors=any("Tensor" in str(r.type) for r in schema.returns),
         seeded=torch.Tag.nondeterministic_seeded in func.tags,
@@ -138,3 +139,22 @@ def _number_operands(func: Any, kinds: dict[str, str]) -> frozenset[str]:
         arguments = getattr(packet, overload)._schema.arguments
         tensors |= {a.name for a in arguments if "Tensor" in str(a.type)}
     return frozenset(name for name, kind in kinds.items() if kind in _NUMBERS and name in tensors)
+
+
+def arguments_given(overload: Any) -> list[Any]:
+    """The schema's arguments but for ``out=`` results."""
+    outs = operator_of(overload).outs
+    return [argument for argument in overload._schema.arguments if argument.name not in outs]
+
+
+def overload_of(op: Any) -> Any:
+    """The overload that is meant: itself, the one that ``torch.library.custom_op`` made, or an operator's where all take the same
+    arguments (``out=`` aside); None: it is no operator, or which is not said."""
+    if isinstance(op, torch._ops.OpOverload):
+        return op
+    op = op._opoverload.overloadpacket if isinstance(op, CustomOpDef) else op
+    if not isinstance(op, torch._ops.OpOverloadPacket):
+        return None
+    overloads = [getattr(op, name) for name in op.overloads()]
+    signatures = {tuple((a.name, str(a.type)) for a in arguments_given(overload)) for overload in overloads}
+    return overloads[0] if len(signatures) == 1 else None

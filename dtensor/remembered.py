@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, ParamSpec, TypeVar, cast
+from itertools import islice
+from threading import RLock
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
+K = TypeVar("K")
 Fullness = Callable[[], tuple[int, int]]
 
 _CACHES: dict[str, Fullness] = {}
@@ -36,3 +40,45 @@ def watched(name: str, fullness: Fullness) -> None:
 def fullness() -> dict[str, tuple[int, int]]:
     """Entries kept, and the most that are kept, by cache."""
     return {name: found() for name, found in sorted(_CACHES.items())}
+
+
+class Shared(Generic[K, T]):
+    """Dictionaries that keep ``each`` entries, and ``together`` all of them: one that changes much forgets its own first.
+
+    The oldest half goes at once. What is still in use is made again, and is then the newest: looking an entry up is a
+    dictionary's ``get`` and nothing else, by any number of threads.
+    """
+
+    def __init__(self, each: int, together: int) -> None:
+        self.each, self.together = each, together
+        self._made: deque[tuple[dict[K, T], K]] = deque()  # in the order of their making; some are forgotten already
+        self._changing = RLock()
+
+    def part(self) -> dict[K, T]:
+        """One of the dictionaries; entries are added by :meth:`keep`."""
+        return {}
+
+    def keep(self, part: dict[K, T], key: K, value: T) -> T:
+        """``value``, kept."""
+        with self._changing:
+            if len(part) >= self.each:
+                for oldest in list(islice(part, max(1, self.each // 2))):
+                    del part[oldest]
+            if len(self._made) >= self.together:
+                for _ in range(max(1, len(self._made) // 2)):
+                    whose, oldest = self._made.popleft()
+                    whose.pop(oldest, None)
+            self._made.append((part, key))
+            part[key] = value
+        return value
+
+    def clear(self) -> None:
+        """Forget all entries."""
+        with self._changing:
+            for part, _ in self._made:
+                part.clear()
+            self._made.clear()
+
+    def fullness(self) -> tuple[int, int]:
+        """Entries kept at most (those forgotten since among them), and the bound."""
+        return len(self._made), self.together

@@ -1,9 +1,15 @@
 """Calls whose operands live in several places: lists go place by place, and 0-d values count as the numbers that they are.
 
-Gradient clipping is such a program: it stacks the norms of all parameters, and scales lists of gradients by the result. A 0-d
-value is reduced on its own mesh and then known to every rank of it, so it is known on any mesh of the same ranks. Not so on a
-submesh, whose copies may hold different values, nor are tensors with dims ever moved silently. But autograd's formulas carry a
-number's gradient back to where the number came from in the shapes of that place, so in backward such tensors are made whole too.
+Gradient clipping is such a program: it stacks the norms of all parameters, and scales lists of gradients by the result. Tensors
+with dims are never moved silently. A 0-d value is reduced on its own mesh and then known to every rank of it, so it may be used
+on any mesh of the same ranks, by this law: *all ranks of a mesh hold the same number*. On a mesh whose groups lie inside those of
+the number's mesh they do. A number on a slice, ``mesh["dp"]`` of ``("dp", "tp")``, is known to each copy of the slice by itself;
+used beyond it (in a norm together with numbers of ``mesh["dp", "tp"]``) the copies tell each other theirs, a gather of a few
+bytes over the mesh dims that are missing. Equal ones, up to rounding, are one number (the first copy's); others raise.
+Results of numbers alone live on the mesh of most ranks, so that what is on slices of it is told once and not at every use.
+
+Autograd's formulas carry a number's gradient back to where the number came from in the shapes of that place, so in backward
+tensors with dims follow the same law.
 
 No mesh at all is a place, too: elements of lists that are plain tensors stay what they are (a list operator works on each
 element by itself), and what is written to plain tensors may depend on distributed numbers: every rank writes the same number.
@@ -16,14 +22,16 @@ from typing import Any
 
 import torch
 
-from .comm import PerRank
+from .comm import PerRank, communicator_of
 from .errors import ImplicitCommunicationError, MeshError
 from .layout import Layout
 from .mesh import DeviceMesh
 from .modes import MODES
 from .operators import Operator
+from .recording import aside
 from .redistribute import execute as run_move
 from .redistribute import plan as plan_move
+from .remembered import remembered
 
 Runner = Callable[..., Any]
 Wrap = Callable[[Any, Layout], Any]
@@ -60,9 +68,11 @@ def _at_home(operator: Operator, bound: dict[str, Any], wrap: Wrap) -> Runner:
     name = operator.name
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
-        _check(name, [*args, *kwargs.values()], home)
-        moved = [_on(value, home, name, wrap) for value in args]
-        return operator.func(*moved, **{key: _on(value, home, name, wrap) for key, value in kwargs.items()})
+        values = [*args, *kwargs.values()]
+        _check(name, values, home)
+        brought = _brought(values, home, name, wrap)
+        moved = [_replaced(value, brought) for value in args]
+        return operator.func(*moved, **{key: _replaced(value, brought) for key, value in kwargs.items()})
 
     return run
 
@@ -134,12 +144,12 @@ def _number(value: Any, name: str, ranked: bool) -> Any:
 
 # --- numbers ------------------------------------------------------------------------------------------------------------
 def _home(operator: Operator, bound: dict[str, Any]) -> DeviceMesh:
-    """The mesh of what is written, else of the largest operand."""
+    """The mesh of what is written, else of the largest operand; of numbers alone, the mesh of most ranks."""
     written = [bound.get(name) for name in operator.names if name in operator.mutated]
     for chosen in (written, list(bound.values())):
         layouts = [_layout(value) for value in _leaves(chosen) if _layout(value) is not None]
         if layouts:
-            mesh: DeviceMesh = max(layouts, key=_extent).mesh
+            mesh: DeviceMesh = max(layouts, key=lambda layout: (_extent(layout), layout.mesh.size())).mesh
             return mesh
     raise AssertionError("no operand lives on a mesh")
 
@@ -163,19 +173,32 @@ def _check(name: str, values: Sequence[Any], home: DeviceMesh) -> None:
 
 
 def _same_ranks(a: DeviceMesh, b: DeviceMesh) -> bool:
-    """Whether what every rank of one mesh knows is known to every rank of the other."""
-    whole = a.spans_root and b.spans_root
-    return whole and sorted(a.ranks) == sorted(b.ranks) and (a.kind, a.device_type) == (b.kind, b.device_type)
+    """Whether the ranks of one mesh, with all copies where it is a slice, are those of the other."""
+    return sorted(a.ranks) == sorted(b.ranks) and (a.kind, a.device_type) == (b.kind, b.device_type)
 
 
-def _on(value: Any, home: DeviceMesh, name: str, wrap: Wrap) -> Any:
-    """A value of another mesh as the same one on every rank of ``home``."""
+def _brought(values: Sequence[Any], home: DeviceMesh, name: str, wrap: Wrap) -> dict[int, Any]:
+    """By identity, each value of another mesh as the same one on every rank of ``home``; those of one layout travel together."""
+    apart: dict[Layout, dict[int, Any]] = {}
+    for value in _leaves(values):
+        layout = _layout(value)
+        if layout is not None and layout.mesh != home:
+            apart.setdefault(layout, {})[id(value)] = value
+    brought: dict[int, Any] = {}
+    for layout, those in apart.items():
+        first, *others = those.values()
+        row = _by_member_of(home, layout.mesh, _whole(torch.ops.aten.stack.default([first, *others]) if others else first, name))
+        row = _told(row, layout.mesh, home, name)
+        target = Layout.replicated(home, layout.shape, layout.stride, layout.dtype)
+        parts = row.unbind() if others else [row]
+        brought.update((key, wrap(part, target)) for key, part in zip(those, parts, strict=True))
+    return brought
+
+
+def _replaced(value: Any, brought: dict[int, Any]) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_on(item, home, name, wrap) for item in value]
-    layout = _layout(value)
-    if layout is None or layout.mesh == home:
-        return value
-    return wrap(_whole(value, name), Layout.replicated(home, layout.shape, layout.stride, layout.dtype))
+        return [_replaced(item, brought) for item in value]
+    return brought.get(id(value), value)
 
 
 def _whole(value: Any, name: str) -> Any:
@@ -187,6 +210,59 @@ def _whole(value: Any, name: str) -> Any:
         raise ImplicitCommunicationError(f"{name} would gather an operand of another mesh, {layout!r}, under explicit()")
     whole = Layout.replicated(layout.mesh, layout.shape, layout.stride, layout.dtype)
     return run_move(plan_move(layout, whole), value._local)
+
+
+# --- numbers of slices --------------------------------------------------------------------------------------------------
+@remembered(256)
+def _missing(mesh: DeviceMesh, home: DeviceMesh) -> tuple[int, ...]:
+    """The dims of ``home`` along which ranks are in different groups of ``mesh``."""
+    group_of: dict[int, tuple[int, ...]] = {}
+    for member in mesh.members:
+        group_of[mesh.ranks[member]] = mesh.members_of(range(mesh.ndim), member)
+    dims = []
+    for d in range(home.ndim):
+        lines = ([group_of[home.ranks[m]] for m in home.members_of((d,), member)] for member in home.members)
+        if any(group != line[0] for line in lines for group in line):
+            dims.append(d)
+    return tuple(dims)
+
+
+def _by_member_of(home: DeviceMesh, mesh: DeviceMesh, local: Any) -> Any:
+    """``local`` in the order of the other mesh's members, where all ranks live in this process."""
+    if not isinstance(local, PerRank) or mesh.ranks == home.ranks:
+        return local
+    return PerRank(local.shards[mesh.ranks.index(rank)] for rank in home.ranks)
+
+
+def _told(local: Any, mesh: DeviceMesh, home: DeviceMesh, name: str) -> Any:
+    """What the first copy of a slice holds, on every rank of ``home``.
+
+    Raises:
+        MeshError: the copies differ (on all ranks that share them).
+    """
+    mesh_dims = _missing(mesh, home)
+    if not mesh_dims or home.current_member() is None:
+        return local
+    if MODES.explicit:
+        raise ImplicitCommunicationError(f"{name} would compare the copies of a number on {mesh!r} under explicit()")
+    comm, shape = communicator_of(home), tuple(local.shape)
+    copies = comm.all_gather(local, mesh_dims, lambda member: shape)
+    comm.map(lambda _, *rows: _alike(rows, name, mesh), *copies)
+    return copies[0]
+
+
+@aside
+def _alike(rows: Sequence[torch.Tensor], name: str, mesh: DeviceMesh) -> None:
+    first = rows[0]
+    if first.is_meta or isinstance(first, torch._subclasses.FakeTensor):
+        return
+    rounding = 16 * torch.finfo(first.dtype).eps if first.is_floating_point() or first.is_complex() else 0.0
+    for row in rows[1:]:
+        if not torch.allclose(row, first, rtol=rounding, atol=0.0, equal_nan=True):
+            raise MeshError(
+                f"{name}: the copies of {mesh!r} hold different numbers, {first.tolist()} and {row.tolist()}, so all ranks "
+                "together have none; reduce them over the other mesh dims first, or use them on that mesh only"
+            )
 
 
 def _leaves(values: Sequence[Any]) -> list[Any]:

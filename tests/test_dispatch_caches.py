@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import gc
 import resource
+import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,7 +37,8 @@ def test_numbers_do_not_make_plans() -> None:
 
 
 def test_changing_shapes_keep_caches_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtensor.dispatch.CACHE_LIMIT", 20)
+    monkeypatch.setattr("dtensor.dispatch.PLANS.each", 20)
+    monkeypatch.setattr("dtensor.dispatch.PLANS.together", 70)
     monkeypatch.setattr("dtensor.layout._LIMIT", 30)
     monkeypatch.setattr("dtensor.redistribute.planner._LIMIT", 20)
     monkeypatch.setattr("dtensor.infer._LIMIT", 2)
@@ -47,6 +51,63 @@ def test_changing_shapes_keep_caches_bounded(monkeypatch: pytest.MonkeyPatch) ->
         info = dt.cache_info()
         assert all(cache.kept <= cache.limit for cache in info.values() if cache.limit is not None), info
     assert max(cache.made or 0 for cache in info.values()) >= 119  # each shape is a plan of its own
+
+
+OPERATORS = (torch.cos, torch.sin, torch.exp, torch.tanh, torch.relu, torch.abs, torch.neg, torch.erf, torch.ceil, torch.sign)
+
+
+def test_changing_shapes_keep_the_plans_of_all_operators_together_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the operators comes near a bound of its own; what is alive keeps its layout, whatever was forgotten."""
+    monkeypatch.setattr("dtensor.dispatch.PLANS.together", 64)
+    for name in ("layout._BY_REQUEST", "redistribute.planner._PLANS", "prices._TABLES"):
+        monkeypatch.setattr(f"dtensor.{name}", {})
+    monkeypatch.setattr("dtensor.layout._LIMIT", 16)
+    dispatching.clear_plans()  # type: ignore[attr-defined]  # a module
+    held = dt.zeros(77, device_mesh=MESH, placements=[dt.Shard(0)])
+    twin = held.cos()
+    alive = []
+    for size in range(100, 160):
+        x = dt.zeros(size, device_mesh=MESH, placements=[dt.Shard(0)])
+        for operator in OPERATORS:
+            operator(x)
+        info = dt.cache_info()
+        assert sum(cache.kept for cache in info.values() if cache.made is not None) <= info["plans"].kept <= 64
+        gc.collect()
+        alive.append(info["layouts"].kept)
+    assert max(alive[30:]) <= max(alive[:30]) + 5, alive
+    assert dt.Layout.of(MESH, [dt.Shard(0)], (77,)) is held._layout is twin._layout is held.cos()._layout
+    assert (held + twin).placements == (dt.Shard(0),)
+
+
+def test_threads_that_meet_operators_and_shapes_first_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One entry per operator, one object per layout, and bounds that hold, however the threads are interleaved."""
+    monkeypatch.setattr("dtensor.dispatch.PLANS.together", 40)
+    monkeypatch.setattr("dtensor.dispatch.PLANS.each", 6)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(10):
+            dispatching.clear_plans()  # type: ignore[attr-defined]  # a module
+            _at_once(8)
+    finally:
+        sys.setswitchinterval(interval)
+        dispatching.clear_plans()  # type: ignore[attr-defined]  # a module
+
+
+def _at_once(threads: int) -> None:
+    barrier = threading.Barrier(threads)
+
+    def work(_: int) -> list[dt.Layout]:
+        barrier.wait()
+        x = [dt.zeros(size, device_mesh=MESH, placements=[dt.Shard(0)]) for size in range(3, 11)]
+        return [y._layout for operator in OPERATORS for y in map(operator, x)]
+
+    with ThreadPoolExecutor(threads) as pool:
+        first, *others = pool.map(work, range(threads))
+    assert len(first) == 80
+    assert all(a is b for other in others for a, b in zip(first, other, strict=True))
+    info = dt.cache_info()
+    assert all(cache.kept <= cache.limit for cache in info.values() if cache.limit is not None), info
 
 
 def _decorators(node: ast.FunctionDef) -> set[str]:

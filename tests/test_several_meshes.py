@@ -1,9 +1,13 @@
-"""Operands on several meshes: lists go mesh by mesh, 0-d values are numbers, all else is refused."""
+"""Operands on several meshes: lists go mesh by mesh, 0-d values are numbers if copies of slices agree, all else is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from gloo import run_gloo
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
@@ -70,11 +74,165 @@ def test_tensors_with_dims_are_refused() -> None:
             call()
 
 
-def test_numbers_on_submeshes_are_refused() -> None:
+NAMED = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+DP, TP = NAMED["dp"], NAMED["tp"]
+
+
+def test_a_number_on_a_slice_whose_copies_are_equal_is_a_number_everywhere() -> None:
+    x = dt.distribute_tensor(X, NAMED, [S0, S1])
+    for total in (dt.distribute_tensor(Y, TP, [S0]).sum(), dt.distribute_tensor(Y, DP, [S1]).sum()):
+        assert torch.equal((x * total).full_tensor(), X * Y.sum())
+        assert torch.equal((dt.distribute_tensor(X, LINE, [S0]) * total).full_tensor(), X * Y.sum())
+        for mesh in (DP, TP):
+            out = dt.distribute_tensor(X, mesh, [S0]) * total
+            assert out.device_mesh == mesh
+            assert torch.equal(out.full_tensor(), X * Y.sum())
+        both = torch.stack([total, x.sum()])
+        assert both.device_mesh == NAMED  # where it is told to all ranks once
+        assert torch.equal(both.full_tensor(), torch.stack([Y.sum(), X.sum()]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.complex64])
+def test_a_number_on_a_slice_whose_copies_differ_is_refused_beyond_it(dtype: torch.dtype) -> None:
+    held = dt.per_rank([torch.tensor(k % 2, dtype=dtype) for k in range(4)])  # differs along tp
+    number = dt.DTensor.from_local(held, DP, [R])
+    x = dt.distribute_tensor(X.to(dtype), NAMED, [S0, S1])
+    for call in (lambda: x * number, lambda: torch.stack([number, x.sum()]), lambda: x.mul_(number)):
+        with pytest.raises(MeshError, match=r"copies of .* hold different numbers"):
+            call()
+    within = dt.distribute_tensor(X.to(dtype), DP, [S0]) * number
+    assert [torch.equal(s, (k % 2) * X.to(dtype).chunk(2)[k // 2]) for k, s in enumerate(within._local.shards)] == [True] * 4
+
+
+def test_copies_that_differ_by_rounding_are_one_number_on_all_ranks() -> None:
+    eps = torch.finfo(torch.float32).eps
+    number = dt.DTensor.from_local(dt.per_rank([torch.tensor(1.0 + (k % 2) * eps) for k in range(4)]), DP, [R])
+    out = dt.distribute_tensor(torch.ones(3), NAMED, [R, R]) * number
+    assert [shard.tolist() for shard in out._local.shards] == [[1.0] * 3] * 4
+    nan = dt.DTensor.from_local(dt.per_rank([torch.tensor(torch.nan)] * 4), DP, [R])
+    assert (dt.ones(3, device_mesh=NAMED) * nan).full_tensor().isnan().all()
+
+
+def test_numbers_of_one_slice_travel_together() -> None:
+    norms = [dt.distribute_tensor(X * k, DP, [S0]).norm() for k in range(5)]
+    with dt.debug.CommDebugMode() as seen:
+        out = torch.stack([*norms, dt.distribute_tensor(X, NAMED, [S0, S1]).norm()])
+    assert seen.get_comm_counts() == {"all_reduce": 1, "all_gather": 1}
+    assert torch.allclose(out.full_tensor(), torch.stack([*((X * k).norm() for k in range(5)), X.norm()]))
+    with dt.explicit(), pytest.raises(ImplicitCommunicationError, match=r"another mesh|copies"):
+        torch.stack([*norms, dt.distribute_tensor(X, NAMED, [R, R]).norm()])
+    whole = dt.distribute_tensor(X, DP, [R]).norm()
+    with dt.explicit(), pytest.raises(ImplicitCommunicationError, match="compare the copies"):
+        _ = dt.distribute_tensor(X, NAMED, [R, R]) * whole
+    with dt.explicit():
+        _ = dt.distribute_tensor(X, DP, [R]) * dt.distribute_tensor(X, NAMED, [R, R]).norm()  # known to every rank
+
+
+def test_numbers_of_a_mesh_with_its_ranks_in_another_order() -> None:
+    turned = dt.DeviceMesh("cpu", torch.tensor([[3, 1], [0, 2]]), mesh_dim_names=("a", "b"))
+    pieces = dt.per_rank([torch.tensor(float(k // 2)) for k in range(4)])  # ranks 3 and 1 hold 0, ranks 0 and 2 hold 1
+    number = dt.DTensor.from_local(pieces, turned["b"], [R])
+    x = dt.DTensor.from_local(dt.per_rank([torch.ones(1)] * 4), NAMED["tp"], [S0])
+    with pytest.raises(MeshError, match="copies"):
+        _ = x * number  # tp's groups are ranks 0, 1 and 2, 3
+    pairs = dt.DeviceMesh("cpu", torch.tensor([[1, 3], [2, 0]]), mesh_dim_names=("c", "d"))["d"]
+    out = dt.DTensor.from_local(dt.per_rank([torch.ones(1)] * 4), pairs, [S0]) * number
+    assert [shard.item() for shard in out._local.shards] == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_a_number_on_a_slice_is_differentiable() -> None:
+    x, y = dt.distribute_tensor(X, NAMED, [S0, S1]).requires_grad_(), dt.distribute_tensor(Y, DP, [S0]).requires_grad_()
+    z = dt.distribute_tensor(Y * 3, TP, [S1]).requires_grad_()
+    p, q, r = X.clone().requires_grad_(), Y.clone().requires_grad_(), (Y * 3).requires_grad_()
+    for a, b, c in ((x, y, z), (p, q, r)):
+        ((a * (b.square().sum() + b.norm())).sum() + c.mean() * b.amax() + (c * a.norm()).sum()).backward()
+    for own, like in ((x, p), (y, q), (z, r)):
+        assert (own.grad.placements, own.grad.device_mesh) == (own.placements, own.device_mesh)
+        assert torch.allclose(own.grad.full_tensor(), like.grad)
+
+
+CLIPPED = {
+    "a slice and the whole": [(X, DP, [S0]), (Y, NAMED, [S0, S1])],
+    "the whole and a slice": [(Y, NAMED, [S0, S1]), (X, DP, [S0]), (X[:3], DP, [R])],
+    "two slices and the whole": [(X, DP, [S0]), (Y, NAMED, [R, S1]), (X[:3], TP, [S0]), (Y * 2, DP, [R])],
+    "two slices": [(X, TP, [S1]), (Y, DP, [S0])],
+    "a slice and another mesh": [(X, TP, [S0]), (Y, LINE, [S0])],
+    "a slice and plain tensors": [(X, TP, [S0]), (Y,), (Y * 2, NAMED, [S0, S0])],
+}
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("what", CLIPPED)
+def test_clipping_over_slices_of_one_mesh(what: str, foreach: bool) -> None:
+    """As a model has it whose experts are on ``dp`` and whose other parameters are on ``dp`` and ``tp``."""
+    utils = torch.nn.utils
+
+    def parameters(distributed: bool, scale: float) -> list[torch.nn.Parameter]:
+        made = []
+        for value, *where in CLIPPED[what]:
+            put = lambda v, where=where: dt.distribute_tensor(v, *where) if distributed and where else v.clone()  # noqa: E731
+            made.append(torch.nn.Parameter(put(value)))
+            made[-1].grad = put(value * scale - 1)
+        return made
+
+    def compared(clip: Callable[[list[torch.nn.Parameter]], Any], scale: float = 0.5) -> None:
+        own, like = parameters(True, scale), parameters(False, scale)
+        results = [clip(own), clip(like)]
+        pairs = [*zip((p.grad for p in own), (p.grad for p in like), strict=True), *([results] if results[0] is not None else [])]
+        for a, b in pairs:
+            torch.testing.assert_close(a.full_tensor() if isinstance(a, dt.DTensor) else a, b, equal_nan=True)
+
+    for norm_type in (1.0, 2.0, torch.inf):
+        compared(lambda ps, n=norm_type: utils.clip_grad_norm_(ps, 1.5, n, error_if_nonfinite=True, foreach=foreach))
+        compared(lambda ps, n=norm_type: utils.get_total_norm([p.grad for p in ps], n, foreach=foreach))
+    compared(lambda ps: utils.clip_grads_with_norm_(ps, 2.0, utils.get_total_norm([p.grad for p in ps]), foreach=foreach))
+    compared(lambda ps: utils.clip_grad_value_(ps, 0.75, foreach=foreach))
+    compared(lambda ps: utils.clip_grad_norm_(ps, 1.5, foreach=foreach), scale=torch.inf)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        utils.clip_grad_norm_(parameters(True, torch.nan), 1.5, error_if_nonfinite=True, foreach=foreach)
+
+
+def test_clipping_over_slices_is_captured() -> None:
+    def step(clip: Callable[..., Any]) -> list[torch.Tensor]:
+        found = []
+        for k in range(4):
+            grads = [dt.distribute_tensor(X + k, DP, [S0]), dt.distribute_tensor(Y * k, NAMED, [S0, S1])]
+            clip(grads)
+            found += [grad.full_tensor() for grad in grads]
+        return found
+
+    def clip(grads: list[Any]) -> None:
+        torch._foreach_mul_(grads, torch.stack(torch._foreach_norm(grads)).norm())
+
+    captured = dt.capture(clip)
+    for own, like in zip(step(captured), step(clip), strict=True):
+        assert torch.equal(own, like)
+    assert captured.cache_info().replayed > 0
+
+
+def _clipping_on_processes() -> None:
+    torch.set_num_threads(1)
     named = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    total = dt.distribute_tensor(Y, named["tp"], [S0]).sum()
-    with pytest.raises(MeshError, match="different meshes"):
-        _ = dt.distribute_tensor(X, LINE, [S0]) * total
+    dp, tp = named["dp"], named["tp"]
+    places = [(X, dp, [S0]), (Y, named, [S0, S1]), (X[:3], tp, [S0]), (Y * 2, dp, [R])]
+    for foreach, norm_type in ((True, 2.0), (False, torch.inf)):
+        own = [torch.nn.Parameter(dt.distribute_tensor(v, *where)) for v, *where in places]
+        like = [torch.nn.Parameter(v.clone()) for v, *_ in places]
+        for p, q, (v, *where) in zip(own, like, places, strict=True):
+            p.grad, q.grad = dt.distribute_tensor(v / 2, *where), v / 2
+        norm = torch.nn.utils.clip_grad_norm_(own, 1.5, norm_type, error_if_nonfinite=True, foreach=foreach)
+        expected = torch.nn.utils.clip_grad_norm_(like, 1.5, norm_type, foreach=foreach)
+        torch.testing.assert_close(norm.full_tensor(), expected)
+        for p, q in zip(own, like, strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    number = dt.DTensor.from_local(torch.tensor(float(tp.get_local_rank())), dp, [R])
+    with pytest.raises(MeshError, match="copies"):
+        _ = dt.distribute_tensor(X, named, [S0, S1]) * number
+
+
+@pytest.mark.gloo
+def test_clipping_over_slices_on_four_processes() -> None:
+    run_gloo(_clipping_on_processes, 4)
 
 
 def test_the_reduction_is_an_error_under_explicit() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -17,12 +17,13 @@ from .group import Group
 from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .unit import Unit, unit_of
 
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 _DEFAULT_PRECISION = MixedPrecisionPolicy()
 _DEFAULT_OFFLOAD = OffloadPolicy()
 
 
 def fully_shard(
-    module: Any,
+    module: M,
     *,
     mesh: Any = None,
     reshard_after_forward: bool | int | None = None,
@@ -31,7 +32,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = _DEFAULT_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> Any:
+) -> M:
     """``module``, in place, with the parameters that no inner unit has cut over the data-parallel mesh.
 
     Call it on inner modules first, then on the outer one: each call makes a unit, gathered by one all-gather before it runs
@@ -40,7 +41,8 @@ def fully_shard(
     data-parallel mesh gives the global loss and its gradient, as on one device.
 
     Args:
-        module: a module, or several that make up one unit.
+        module: a module, or several that make up one unit. It comes back with the methods of ``FSDPModule`` as well; a type
+            checker learns of them by ``isinstance(model, FSDPModule)``.
         mesh: 1-d: parameters are cut over it. 2-d: cut over its second dim, copied over its first (HSDP). Tensor-parallel
             parameters live on ``mesh["tp"]`` of the same mesh; what it cuts along the same tensor dim it cuts first. Default
             the mesh entered by ``with mesh:``, else all ranks.
@@ -68,7 +70,7 @@ def fully_shard(
     >>> model.bias.grad.placements, model.bias.grad.full_tensor()
     ((Shard(dim=0),), tensor([1., 1., 1., 1.]))
     """
-    modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
+    modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_options(reshard_after_forward, mp_policy, offload_policy)
     for one in modules:
         check_callable(one, "fully_shard")

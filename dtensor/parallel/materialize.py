@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,11 @@ from ..distribute import distribute_tensor
 from ..errors import DTensorError
 from ..tensor import DTensor
 
+M = TypeVar("M", bound=nn.Module)
 _INITIALISERS = ("reset_parameters", "_reset_parameters")  # torch's own modules have one or the other
 
 
-def materialize(
-    module: nn.Module, *, init: Callable[[nn.Module], object] | None = None, device: str | torch.device | None = None
-) -> nn.Module:
+def materialize(module: M, *, init: Callable[[nn.Module], object] | None = None, device: str | torch.device | None = None) -> M:
     """``module``, in place, its parameters and buffers on the meta device replaced by real ones, initialised.
 
     Module by module, children first and in the order they were registered: memory for the tensors the module itself has (of a

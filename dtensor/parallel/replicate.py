@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -21,6 +21,7 @@ from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy
 from .transport import AllGather, ReduceScatter
 from .unit import Unit
 
+M = TypeVar("M", bound=nn.Module)
 _DEFAULT_PRECISION = MixedPrecisionPolicy()
 _DEFAULT_OFFLOAD = OffloadPolicy()
 _MEBIBYTE = 1024 * 1024
@@ -66,7 +67,7 @@ class ReplicatedModule(FSDPModule):
 
 
 def replicate(
-    module: nn.Module,
+    module: M,
     mesh: Any = None,
     *,
     mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
@@ -80,7 +81,7 @@ def replicate(
     find_unused_parameters: bool = False,
     static_graph: bool = False,
     gradient_as_bucket_view: bool = False,
-) -> Any:
+) -> M:
     """``module``, in place, its parameters (and buffers) those of the first rank, everywhere; each rank runs it on its own batch.
 
     Gradients are averaged over all dims of ``mesh``, one all-reduce per bucket, in an order that does not depend on what a rank

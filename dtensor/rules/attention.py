@@ -132,13 +132,22 @@ register(
         linear_in_value,
         local=attention_block,
         floats_matter=True,
+        as_laid_out=True,
         kind="kernel",
         source=f"{SOURCE} -> b (h g) l [v], b (h g) l",
     ),
 )
 register(
     "_scaled_dot_product_flash_attention_for_cpu_backward",
-    Rule(backward_factors, in_first, local=attention_gradients, floats_matter=True, kind="kernel", source="as the forward pass"),
+    Rule(
+        backward_factors,
+        in_first,
+        local=attention_gradients,
+        floats_matter=True,
+        as_laid_out=True,
+        kind="kernel",
+        source="as the forward pass",
+    ),
 )
 
 

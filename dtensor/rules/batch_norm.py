@@ -18,7 +18,17 @@ from ..errors import MixedTensorError
 from .blockwise import asked_for, on_each_rank, plain_op
 from .call import Call, Meta
 from .context import KernelContext
-from .moments import block_moments, centred_gradient, combined, dims_of, moments, scale_and_shift, statistics_dtype, wide
+from .moments import (
+    block_moments,
+    centred_gradient,
+    combined,
+    dims_of,
+    moments,
+    scale_and_shift,
+    statistics_bytes,
+    statistics_dtype,
+    wide,
+)
 from .registry import register
 from .rule import Dims, Factors, Kernel, Rule
 
@@ -89,6 +99,11 @@ def training_result(
     return (out, *saved, *reserve)
 
 
+def numbers_of_channels(call: Call) -> int:
+    """Bytes of two numbers for each channel."""
+    return statistics_bytes(call, 2 * call.shape(0)[1])
+
+
 def batch_norm_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
     names = [argument.name for argument in at.call.func._schema.arguments]
     bound = dict(zip(names, args, strict=False)) | kwargs
@@ -107,7 +122,7 @@ def forward_factors(call: Call) -> Factors:
     saved = [table["weight"] if meta is not None and meta.shape == (sizes["c"],) else NONE for meta in call.results[1:3]]
     reserve = (NONE,) * (len(call.results) - 3)
     if training:
-        kernel = Kernel(batch_norm_of_blocks, collectives=1, nbytes=lambda call: 8 * call.shape(0)[1], joint=True)
+        kernel = Kernel(batch_norm_of_blocks, collectives=1, nbytes=numbers_of_channels, joint=True)
         kernels = dict.fromkeys(reduced, kernel)
     else:  # the empty statistics lack every factor
         kernels = dict.fromkeys(sizes, Kernel(plain_op, joint=True))
@@ -178,7 +193,7 @@ def backward_factors(call: Call) -> Factors:
     operands = dims_of(call, table, sizes)
     if not is_training(call):
         return Factors(operands, kept, sizes, reduced=dict.fromkeys(reduced, "sum"))
-    kernel = Kernel(batch_norm_gradients_of_blocks, collectives=1, nbytes=lambda call: 8 * call.shape(0)[1], joint=True)
+    kernel = Kernel(batch_norm_gradients_of_blocks, collectives=1, nbytes=numbers_of_channels, joint=True)
     return Factors(operands, kept, sizes, kernels=dict.fromkeys(reduced, kernel))
 
 

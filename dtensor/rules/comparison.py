@@ -30,7 +30,12 @@ def equal_factors(call: Call) -> Factors:
     shape = call.shape(0)
     dims = tuple((f"d{d}",) for d in range(len(shape)))
     sizes = {f"d{d}": size for d, size in enumerate(shape)}
-    return Factors((dims, dims), (), sizes, kernels=dict.fromkeys(sizes, Kernel(equal_blocks, collectives=1, joint=True)))
+    return Factors(
+        (dims, dims),
+        (),
+        sizes,
+        kernels=dict.fromkeys(sizes, Kernel(equal_blocks, collectives=1, nbytes=lambda call: 1, joint=True)),
+    )
 
 
 def unequal_shapes(call: Call) -> Any:

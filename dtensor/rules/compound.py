@@ -27,8 +27,12 @@ def composed(names: tuple[str, ...], splits: Mapping[str, Split], sizes: Mapping
     """
     if len(names) == 1:
         return splits.get(names[0])
-    if not any(name in splits for name in names):
+    cut = [name for name in names if name in splits]
+    if not cut:
         return None
+    names = reading(names, cut[0])
+    if not set(cut) <= set(names):
+        raise NotBlocks(cut)  # two readings of one dim do not combine
     mesh_dims: tuple[int, ...] = ()
     blocks: tuple[int, ...] = (1,)
     for name in names:
@@ -37,7 +41,7 @@ def composed(names: tuple[str, ...], splits: Mapping[str, Split], sizes: Mapping
                 raise NotBlocks(name)
             mesh_dims += splits[name].mesh_dims
             blocks = tuple(block * size for block in blocks for size in splits[name].sizes)
-        elif name[0] != "@":  # another reading of the dim is no part of the product
+        else:
             blocks = tuple(block * sizes[name] for block in blocks)
     return Split(mesh_dims, blocks)
 
@@ -48,6 +52,7 @@ def cut_in(
     """How the mesh dims ``wanted`` cut ``factor`` in a dim that is cut like ``current``; None if they cut no factor of it."""
     if len(names) == 1 and len(current.mesh_dims) == len(wanted):
         return current if wanted.issuperset(current.mesh_dims) else None
+    names = reading(names, factor)
     at = names.index(factor)
     inner = _product(names[at + 1 :], sizes)
     count = len(wanted)
@@ -60,10 +65,22 @@ def cut_in(
         group = math.prod(mesh_shape[i] for i in mesh_dims)
         groups = [current.sizes[k : k + group] for k in range(0, len(current.sizes), group)]
         blocks = list(next((blocks for blocks in groups if sum(blocks) == sizes[factor] * inner), ()))
-    if set(mesh_dims) != wanted or not blocks or any(block % inner for block in blocks):
+    if set(mesh_dims) != wanted or not blocks or not inner or any(block % inner for block in blocks):
         return None
     return Split(mesh_dims, tuple(block // inner for block in blocks))
 
 
 def _product(names: tuple[str, ...], sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[name] for name in names if name[0] != "@")
+    return math.prod(sizes[name] for name in names)
+
+
+def reading(names: tuple[str, ...], factor: str) -> tuple[str, ...]:
+    """The factors whose product the dim is, ``factor`` among them: "@0" and "@0/2", its inside, are one reading, "@1" another.
+
+    >>> reading(("@0", "@0/2", "@1"), "@0"), reading(("a", "b"), "b")
+    (('@0', '@0/2'), ('a', 'b'))
+    """
+    if factor[0] != "@":
+        return names
+    label = factor.partition("/")[0]
+    return tuple(name for name in names if name.partition("/")[0] == label)

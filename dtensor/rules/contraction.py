@@ -214,7 +214,7 @@ def distance_factors(call: Call) -> Factors | None:
     if p == math.inf:
         return replace(factors, reduced={"m": "max"})
     result = call.results[0]
-    nbytes = 0 if result is None else 2 * math.prod(result.shape) * result.dtype.itemsize
+    nbytes = 0 if result is None else math.prod(result.shape) * result.dtype.itemsize
     return replace(factors, kernels={"m": Kernel(distances_of_coordinates, collectives=1, nbytes=lambda call: nbytes)})
 
 
@@ -222,7 +222,7 @@ kernel_rule("_cdist_forward", distance_factors, local_args=same_method, floats_m
 blockwise("_euclidean_dist", "... p [m], ... r [m] -> ... p r")
 # with the distances given, the gradient of one coordinate needs only that coordinate
 blockwise("_cdist_backward", "... p r, ... p m, ... r m, ... p r -> ... p m", sums="r", partials=in_first)
-blockwise("_pdist_forward", "[p] [m] -> [p]")
+blockwise("_pdist_forward", "[p] [m] -> [p]", as_laid_out=True)
 blockwise("_pdist_backward", "[p], [p] m, [p] -> [p] m", partials=in_first, local=pdist_gradient)
 
 

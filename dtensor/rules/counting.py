@@ -5,6 +5,7 @@ Each rank counts its own block. Ends of a histogram that the data give, and the 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ def histogram_of_blocks(at: KernelContext, x: Any, bins: int = 100, min: Any = 0
 def histogram_factors(call: Call) -> Factors:
     dims: Dims = tuple((f"d{d}",) for d in range(len(call.shape(0))))
     sizes = {f"d{d}": size for d, size in enumerate(call.shape(0))}
-    counted = Kernel(histogram_of_blocks, lacking=Partial("sum"), collectives=1, joint=True)
+    asked = int(call["min"] == call["max"] and call.operands[0].numel > 0)  # where the interval ends, two float64
+    counted = Kernel(histogram_of_blocks, lacking=Partial("sum"), collectives=asked, nbytes=lambda call: 16 * asked, joint=True)
     return Factors((dims,), (((),),), sizes, kernels=dict.fromkeys(sizes, counted))
 
 
@@ -79,7 +81,8 @@ def bincount_factors(call: Call) -> Factors | None:
     if len(call.shape(0)) != 1 or any(layout.shape != call.operands[0].shape for layout in call.operands):
         return None  # torch refuses them
     dims: Dims = (("n",),)
-    counted = Kernel(bins_of_blocks, collectives=2)
+    number = 8 if len(call.operands) == 1 else max(4, call.operands[1].dtype.itemsize)
+    counted = Kernel(bins_of_blocks, collectives=2, nbytes=lambda call: 16 + number * max(1, call["minlength"]))  # or more bins
     return Factors((dims,) * len(call.operands), (), {"n": call.shape(0)[0]}, kernels={"n": counted})
 
 
@@ -100,13 +103,7 @@ def found_among(call: Call) -> Factors:
     return Factors(operands, (own,), sizes, reduced={name[0]: op for name in among})
 
 
-def isin_of_blocks(elements: Any, tests: Any, **options: Any) -> Any:
-    """The operator, which refuses slices of rows."""
-    given = [x.contiguous() if isinstance(x, torch.Tensor) else x for x in (elements, tests)]
-    return torch.ops.aten.isin(*given, **options)
-
-
-kernel_rule("isin", found_among, local=isin_of_blocks)
+kernel_rule("isin", found_among, as_laid_out=True)
 
 
 # --- hash_tensor ---
@@ -133,7 +130,11 @@ def hash_of_blocks(at: KernelContext, x: Any, dim: Any = (), *, keepdim: bool = 
 
 
 def hash_factors(call: Call) -> Factors:
-    return reduction_factors(call, reduced_dims(call), None, Kernel(hash_of_blocks, collectives=1, joint=True))
+    return reduction_factors(call, reduced_dims(call), None, Kernel(hash_of_blocks, collectives=1, nbytes=hash_bytes, joint=True))
+
+
+def hash_bytes(call: Call) -> int:
+    return sum(8 * math.prod(meta.shape) for meta in call.results if meta is not None)
 
 
 kernel_rule("hash_tensor", hash_factors)
@@ -148,7 +149,7 @@ def close_blocks(at: KernelContext, x: Any, y: Any, *args: Any, **kwargs: Any) -
 
 def close_factors(call: Call) -> Factors | None:
     factors = broadcast_factors(call)
-    close = Kernel(close_blocks, collectives=1, joint=True)
+    close = Kernel(close_blocks, collectives=1, nbytes=lambda call: 1, joint=True)
     return factors and Factors(factors.operands, (), factors.sizes, kernels=dict.fromkeys(factors.sizes, close))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ..placement import Partial
 from .blockwise import asked_for, in_first, on_each_rank
 from .call import Call
 from .context import KernelContext
-from .moments import block_moments, centred_gradient, combined, counts, dims_of, scale_and_shift, wide
+from .moments import block_moments, centred_gradient, combined, counts, dims_of, scale_and_shift, statistics_bytes, wide
 from .registry import register
 from .rule import Dims, Factors, Kernel, LocalView, Rule
 
@@ -31,15 +32,17 @@ def factors_of_groups(call: Call) -> tuple[dict[str, Dims], dict[str, int], list
 
 
 def single(call: Call) -> frozenset[str]:
-    """A single group is whole, its channels have a kernel; of several groups channels are whole, also where each rank has one."""
-    return frozenset("g" if call["group"] == 1 else "c")
+    """A single group is whole, its channels have a kernel, and without channels nothing is worth cutting. Of several groups channels
+    are whole, also where each rank has one.
+    """
+    return frozenset("g" if call["group"] == 1 or not call["C"] else "c")
 
 
 def local_sizes(call: Call, view: LocalView) -> dict[str, Any]:
     """The sizes of the block, which the operator takes apart from it."""
     n, channels, *spatial = view.operands[call.names.index("input")]
     per_group = call["C"] // call["group"]
-    return {"N": n, "C": channels, "HxW": math.prod(spatial), "group": channels // per_group}
+    return {"N": n, "C": channels, "HxW": math.prod(spatial), "group": channels // per_group if per_group else call["group"]}
 
 
 def grouped(x: Tensor, groups: int) -> Tensor:
@@ -55,6 +58,11 @@ def by_group(parameter: Tensor | None, groups: int) -> Tensor | None:
 def groups_of(at: KernelContext, x: Tensor) -> int:
     """Groups in a block: a kernel splits channels only where there is one group."""
     return 1 if at.call["group"] == 1 else x.shape[1] // (at.call["C"] // at.call["group"])
+
+
+def numbers_of_groups(call: Call) -> int:
+    """Bytes of two numbers for each group of each sample."""
+    return statistics_bytes(call, 2 * call["N"] * call["group"])
 
 
 def group_norm_of_blocks(at: KernelContext, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
@@ -96,9 +104,11 @@ def group_norm(x: Tensor, weight: Any, bias: Any, n: int, channels: int, positio
 
 def group_norm_factors(call: Call) -> Factors:
     table, sizes, inner = factors_of_groups(call)
-    kernel = Kernel(group_norm_of_blocks, collectives=1, nbytes=lambda call: 8 * call.shape(0)[0] * call["group"], joint=True)
+    kernel = Kernel(group_norm_of_blocks, collectives=1, nbytes=numbers_of_groups, joint=True)
     results = (table["input"], table["mean"], table["rstd"])
-    return Factors(dims_of(call, table, sizes), results, sizes, single(call), kernels=dict.fromkeys(inner, kernel))
+    return Factors(
+        dims_of(call, table, sizes), results, sizes, single(call), kernels=dict.fromkeys(inner if call["C"] else [], kernel)
+    )
 
 
 def group_norm_gradients_of_blocks(at: KernelContext, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, *args: Any) -> Any:
@@ -138,9 +148,11 @@ def group_norm_backward(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *ar
 
 def group_norm_backward_factors(call: Call) -> Factors:
     table, sizes, inner = factors_of_groups(call)
-    kernel = Kernel(group_norm_gradients_of_blocks, Partial("sum"), 1, lambda call: 8 * call["N"] * call["group"], joint=True)
+    wanted = int(call["output_mask"][0])  # the other gradients are terms
+    nbytes: Callable[[Call], int] = lambda call: wanted * numbers_of_groups(call)  # noqa: E731
+    kernel = Kernel(group_norm_gradients_of_blocks, Partial("sum"), wanted, nbytes, joint=True)
     results = asked_for(call, (table["input"], table["weight"], table["bias"]))
-    kernels = dict.fromkeys(inner, kernel)
+    kernels = dict.fromkeys(inner if call["C"] else [], kernel)
     return Factors(dims_of(call, table, sizes), results, sizes, single(call), {"n": "sum"}, kernels=kernels)
 
 

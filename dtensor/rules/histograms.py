@@ -5,6 +5,7 @@ Edges that the data give are one small reduction. A density divides by the numbe
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -63,10 +64,13 @@ def histogram_factors(call: Call) -> Factors:
     dims: Dims = tuple((f"d{d}",) for d in range(len(shape)))
     sizes = {f"d{d}": size for d, size in enumerate(shape)}
     operands = tuple(((),) if name == "bins" else dims for name in call.names)
+    found = isinstance(call["bins"], int) and call["range"] is None and call.operands[0].numel > 0
+    counts = sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in call.results[:1] if meta is not None)
     counted = Kernel(
         histogram_of_blocks,
         lacking=(R if call["density"] else Partial("sum"), R),
-        collectives=1 + bool(call["density"]),
+        collectives=found + bool(call["density"]),
+        nbytes=lambda call: 16 * found + counts * bool(call["density"]),
         joint=True,
     )
     return Factors(operands, (((),), ((),)), sizes, kernels=dict.fromkeys(sizes, counted))

@@ -20,6 +20,11 @@ from .rule import Dims
 Sums = tuple[Tensor, Tensor]
 
 
+def statistics_bytes(call: Call, count: int) -> int:
+    """Bytes of that many numbers about the first operand, which are not kept in half precision."""
+    return count * torch.promote_types(call.operands[0].dtype, torch.float32).itemsize
+
+
 def wide(x: Tensor) -> Tensor:
     """``x`` in the dtype that normalizations compute in: at least float32."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

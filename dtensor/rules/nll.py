@@ -15,6 +15,7 @@ from ..placement import Partial
 from .call import Call
 from .context import KernelContext
 from .loss import MEAN, NONE, SUM, functional
+from .moments import statistics_bytes
 from .rule import Along, Factors, Kernel, Partials, R, Row, Spec
 from .verbs import kernel_rule
 
@@ -129,6 +130,7 @@ def nll_factors(call: Call) -> Factors:
         nll_forward,
         lacking=(loss, R if call["reduction"] != SUM else Partial("sum")),
         collectives=int(call["reduction"] == MEAN),
+        nbytes=lambda call: statistics_bytes(call, call["reduction"] == MEAN),
         joint=True,
     )
     kernels = {name: by_class if name == "c" else by_batch for name in sizes if name == "c" or not sums}
@@ -185,4 +187,4 @@ def nll_gradient_rows(call: Call) -> Partials:
     return tuple(rows)
 
 
-kernel_rule("nll_loss_backward nll_loss2d_backward", nll_gradient_factors, partials=nll_gradient_rows)
+kernel_rule("nll_loss_backward nll_loss2d_backward", nll_gradient_factors, partials=nll_gradient_rows, as_laid_out=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from .blockwise import asked_for, in_first, on_each_rank
 from .call import Call
 from .context import KernelContext
-from .moments import centred_gradient, dims_of, moments, scale_and_shift, statistics_dtype, wide
+from .moments import centred_gradient, dims_of, moments, scale_and_shift, statistics_bytes, statistics_dtype, wide
 from .registry import register
 from .rule import Dims, Factors, Kernel, Rule, Shapes
 
@@ -32,10 +33,14 @@ def last(at: KernelContext, operand: int, normalized_shape: Any) -> tuple[int, .
     return tuple(range(ndim - len(normalized_shape), ndim))
 
 
-def statistics_nbytes(call: Call) -> int:
-    """Two float32 numbers per row."""
-    shape = call.operands[call.names.index("input")].shape
-    return 8 * math.prod(shape[: len(shape) - len(call["normalized_shape"])])
+def numbers_of_rows(count: int) -> Callable[[Call], int]:
+    """Bytes of ``count`` numbers for each row."""
+
+    def nbytes(call: Call) -> int:
+        shape = call.operands[call.names.index("input")].shape
+        return statistics_bytes(call, count * math.prod(shape[: len(shape) - len(call["normalized_shape"])]))
+
+    return nbytes
 
 
 # --- layer norm -----------------------------------------------------------------------------------------------------
@@ -59,7 +64,7 @@ def layer_norm_factors(call: Call) -> Factors:
     if kept is not None:
         call.results = tuple(meta if i == 0 or meta is None else replace(meta, dtype=kept) for i, meta in enumerate(call.results))
     own, ones = (*rows, *normalized), (*rows, *((),) * len(normalized))
-    kernel = Kernel(layer_norm_of_blocks, collectives=1, nbytes=statistics_nbytes, joint=True)
+    kernel = Kernel(layer_norm_of_blocks, collectives=1, nbytes=numbers_of_rows(2), joint=True)
     operands = dims_of(call, {"input": own, "weight": normalized, "bias": normalized}, sizes)
     return Factors(operands, (own, ones, ones), sizes, kernels={name: kernel for (name,) in normalized})
 
@@ -108,7 +113,8 @@ def summed(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 def layer_norm_backward_factors(call: Call) -> Factors:
     rows, normalized, sizes = rows_and_normalized(call, 1)
     own, ones = (*rows, *normalized), (*rows, *((),) * len(normalized))
-    kernel = Kernel(layer_norm_gradients_of_blocks, collectives=1, nbytes=statistics_nbytes, joint=True)
+    wanted = int(call["output_mask"][0])  # the other gradients are terms
+    kernel = Kernel(layer_norm_gradients_of_blocks, collectives=wanted, nbytes=numbers_of_rows(2 * wanted), joint=True)
     table = {"grad_out": own, "input": own, "mean": ones, "rstd": ones, "weight": normalized, "bias": normalized}
     results = asked_for(call, (own, normalized, normalized))
     kernels = {name: kernel for (name,) in normalized}
@@ -149,7 +155,7 @@ def rms_norm_of_blocks(at: KernelContext, x: Any, normalized_shape: Any, weight:
 def rms_norm_factors(call: Call) -> Factors:
     rows, normalized, sizes = rows_and_normalized(call, 0)
     own, ones = (*rows, *normalized), (*rows, *((),) * len(normalized))
-    kernel = Kernel(rms_norm_of_blocks, collectives=1, nbytes=statistics_nbytes, joint=True)
+    kernel = Kernel(rms_norm_of_blocks, collectives=1, nbytes=numbers_of_rows(1), joint=True)
     return Factors(
         dims_of(call, {"input": own, "weight": normalized}, sizes),
         (own, ones),
@@ -202,7 +208,8 @@ def rms_norm_backward(
 def rms_norm_backward_factors(call: Call) -> Factors:
     rows, normalized, sizes = rows_and_normalized(call, 1)
     own, ones = (*rows, *normalized), (*rows, *((),) * len(normalized))
-    kernel = Kernel(rms_norm_gradients_of_blocks, collectives=1, nbytes=statistics_nbytes, joint=True)
+    wanted = int(call["output_mask"][0])
+    kernel = Kernel(rms_norm_gradients_of_blocks, collectives=wanted, nbytes=numbers_of_rows(wanted), joint=True)
     table = {"grad_out": own, "input": own, "rstd": ones, "weight": normalized}
     results = asked_for(call, (own, normalized))
     kernels = {name: kernel for (name,) in normalized}

@@ -66,9 +66,9 @@ def densely(op: Any) -> Any:
 
 # --- pooling: indices are positions inside one image ----------------------------------------------------------------
 on_positions("max_pool2d_with_indices adaptive_max_pool2d", 2)
-on_positions("max_pool3d_with_indices adaptive_max_pool3d", 3)
+on_positions("max_pool3d_with_indices adaptive_max_pool3d", 3, as_laid_out=True)
 on_positions("max_pool2d_with_indices_backward", 2, partials=LINEAR)
-on_positions("max_pool3d_with_indices_backward", 3, partials=LINEAR)
+on_positions("max_pool3d_with_indices_backward", 3, partials=LINEAR, as_laid_out=True)
 on_positions("avg_pool2d _adaptive_avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d_backward", 2, partials=weighted)
 on_positions("avg_pool3d _adaptive_avg_pool3d avg_pool3d_backward _adaptive_avg_pool3d_backward", 3, partials=weighted)
 for _count in (2, 3):

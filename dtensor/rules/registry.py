@@ -56,10 +56,9 @@ def lookup(func: Any) -> Rule | None:
     """The rule for an operator overload: its own, its operator's, or that of the operator it is an in-place variant of."""
     known, schema = _all(), func._schema
     name = schema.name
-    if schema.overload_name:
-        found = known.get(f"{name}.{_overload_of(func)}")
-        if found is not None:
-            return found
+    found = known.get(f"{name}.{_overload_of(func) or 'default'}")
+    if found is not None:
+        return found
     found = known.get(name)
     if found is None and name.endswith("_") and not name.endswith("__"):
         found = known.get(name[:-1])

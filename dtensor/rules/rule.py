@@ -41,8 +41,9 @@ class Kernel:
         run: ``run(at, *args, **kwargs)`` gets the op's arguments with tensors replaced by locals and ``at``, a
             ``KernelContext`` (collectives over the mesh dims that split the factor, offsets). Returns locals.
         lacking: the spec of the results that do not have the factor, one for all or one for each result.
-        collectives: how many collectives ``run`` issues.
-        nbytes: bytes that each of them moves per rank, a function of the call.
+        collectives: how many collectives ``run`` issues; the usual number where the data decide.
+        nbytes: bytes that a rank gives to all of them together (so it receives as many where two ranks share the factor), a
+            function of the call. Both are prices: ``tests/test_kernel_costs.py`` compares them with what is issued.
         joint: ``run`` also computes with several of its factors sharded, by different mesh dims.
     """
 
@@ -67,7 +68,7 @@ class Factors:
         rows: the rows of the factors, where they do not follow from their positions (a user's table of placements).
         windows: ("operand" or "result", position, factor) -> the positions of the factor that this tensor holds, where not all.
 
-    A factor whose name begins with "@" is one of several readings of its tensor dim, not a part of a product.
+    Names that begin with "@" are readings of their tensor dim, each the whole of it ("@0" with what is inside it, "@0/2").
     """
 
     operands: tuple[Dims, ...]
@@ -156,8 +157,10 @@ class Rule:
         measured: result shapes depend on data; ``factors`` has none, and what the local op or kernel gives is whole on all ranks.
         writes: arguments that a call writes to though its schema does not say so (running statistics).
         floats_matter: the plan depends on the value of Python floats (an output size, say): they enter the cache key.
+        as_laid_out: the operator chooses, refuses or reads memory by its operands' strides: blocks get the order of the global.
         kind: the verb that made it, for the docs.
         source: the notation, for prints.
+        samples: arguments to verify it with, as whoever declared it gave them.
     """
 
     factors: Callable[[Call], Factors | None]
@@ -175,8 +178,10 @@ class Rule:
     measured: bool = False
     writes: Callable[[Call], tuple[str, ...]] | None = None
     floats_matter: bool = False
+    as_laid_out: bool = False
     kind: str = "rule"
     source: str = ""
+    samples: tuple[Any, ...] = ()
 
 
 def stands(dims: Dims, factor: str) -> int | None:

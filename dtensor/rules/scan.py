@@ -5,6 +5,7 @@ One all-gather of the blocks' totals, a slice of the tensor each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,9 +86,10 @@ def running_extreme(op: Any, best: Callable[[torch.Tensor, torch.Tensor], torch.
 
 
 def slice_bytes(call: Call) -> int:
-    """Bytes of one slice."""
-    layout, shape = call.operands[0], call.shape(0)
-    return layout.nbytes // max(1, shape[call.dims("dim", len(shape))[0]]) if shape else 0
+    """Bytes of one slice of each result, as the kernel computes it."""
+    shape, dtypes = call.shape(0), [meta.dtype for meta in call.results if meta is not None]
+    rows = math.prod(shape) // max(1, shape[call.dims("dim", len(shape))[0]]) if shape else 0
+    return rows * sum(_NARROW.get(dtype, dtype).itemsize for dtype in dtypes)
 
 
 def scans(name: str, run: Callable[..., Any], parts: int = 1, **options: Any) -> None:

@@ -5,6 +5,7 @@ The backward passes need one sum over the dim each, so one small all-reduce. Not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -82,9 +83,10 @@ def _safe(x: torch.Tensor, top: torch.Tensor, total: torch.Tensor) -> torch.Tens
 
 def row_bytes(call: Call, count: int = 2) -> int:
     """Bytes of ``count`` numbers for each row."""
-    shape = call.shape(0)
-    rows = call.operands[0].numel // max(1, shape[call.dims("dim", len(shape))[0]]) if shape else 0
-    return rows * 4 * count
+    shape, result = call.shape(0), call.results[0]
+    gone = call.dims("dim", len(shape))
+    rows = math.prod(size for d, size in enumerate(shape) if d not in gone)
+    return 0 if result is None else rows * wide(result.dtype).itemsize * count
 
 
 def _if_floating(finish: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> MakeKernel:

@@ -14,6 +14,7 @@ import torch
 from ..placement import Monoid
 from .call import Call
 from .context import KernelContext
+from .moments import statistics_bytes
 from .rule import Factors, Kernel
 from .verbs import kernel_rule, reduction_factors
 
@@ -76,7 +77,7 @@ def _factors(kernel: Kernel) -> Callable[[Call], Factors]:
 def moment_bytes(call: Call) -> int:
     result = call.results[0]
     assert result is not None
-    return 3 * result.dtype.itemsize * math.prod(result.shape)
+    return statistics_bytes(call, 3 * math.prod(result.shape))
 
 
 for _name, _root, _with_mean in (

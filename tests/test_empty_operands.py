@@ -1,0 +1,91 @@
+"""Tensors without elements: the program on DTensors does what plain torch does, or raises what it raises, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.testing.cases import mesh_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no sharding rule that fits:UserWarning")  # to gather nothing costs nothing
+
+Program = Callable[[torch.Tensor, Callable[..., torch.Tensor]], torch.Tensor]
+ONE_D: dict[str, Program] = {
+    "conv1d": lambda x, w: F.conv1d(x, w(6, x.shape[1], 3)),
+    "conv_transpose1d": lambda x, w: F.conv_transpose1d(x, w(x.shape[1], 6, 3)),
+    "group_norm": lambda x, w: F.group_norm(x, 2),
+    "layer_norm": lambda x, w: F.layer_norm(x, x.shape[-1:]),
+    "instance_norm": lambda x, w: F.instance_norm(x),
+    "nearest": lambda x, w: F.interpolate(x, scale_factor=2),
+    "linear": lambda x, w: F.interpolate(x, size=7, mode="linear"),
+    "amax": lambda x, w: x.amax(-1),
+    "argmax": lambda x, w: x.argmax(1),
+    "max": lambda x, w: x.max(),
+    "median": lambda x, w: x.median(1).values,
+    "logsumexp": lambda x, w: x.logsumexp(0),
+    "cumsum": lambda x, w: x.cumsum(0),
+    "reflect": lambda x, w: F.pad(x, (1, 1), mode="reflect"),
+    "max_pool1d": lambda x, w: F.max_pool1d(x, 2),
+}
+TWO_D: dict[str, Program] = {
+    "conv2d": lambda x, w: F.conv2d(x, w(6, x.shape[1], 3, 3)),
+    "group_norm": lambda x, w: F.group_norm(x, 2),
+    "nearest": lambda x, w: F.interpolate(x, scale_factor=2.0),
+    "nearest-exact": lambda x, w: F.interpolate(x, scale_factor=2.0, mode="nearest-exact"),
+    "bilinear": lambda x, w: F.interpolate(x, size=(4, 4), mode="bilinear"),
+    "bicubic": lambda x, w: F.interpolate(x, size=(4, 4), mode="bicubic"),
+    "antialias": lambda x, w: F.interpolate(x, size=(4, 4), mode="bilinear", antialias=True),
+    "avg_pool2d": lambda x, w: F.avg_pool2d(x, 2),
+    "adaptive_max_pool2d": lambda x, w: F.adaptive_max_pool2d(x, 2),
+    "channel_shuffle": lambda x, w: F.channel_shuffle(x, 2),
+}
+SHAPES = {3: [(0, 4, 5), (2, 0, 5), (2, 4, 0), (0, 0, 0)], 4: [(0, 4, 6, 5), (2, 0, 6, 5), (2, 4, 0, 5), (0, 0, 6, 0)]}
+CASES = [(name, fn, 3) for name, fn in ONE_D.items()] + [(name, fn, 4) for name, fn in TWO_D.items()]
+
+
+def _outcome(run: Callable[[], torch.Tensor]) -> Any:
+    """What it gives, or the class and the first line of what it raises."""
+    try:
+        found = run()
+    except Exception as error:  # whatever torch raises
+        return error
+    return found
+
+
+@pytest.mark.parametrize(("name", "fn", "ndim"), CASES, ids=[f"{name}-{ndim}" for name, _, ndim in CASES])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_as_plain_torch(name: str, fn: Program, ndim: int, gradient: bool) -> None:
+    for shape in SHAPES[ndim]:
+        for ranks in (2, 3):
+            for placement in (Replicate(), Partial(), *map(Shard, range(ndim))):
+                _compared(fn, shape, mesh_of((ranks,)), placement, gradient)
+
+
+def _compared(fn: Program, shape: tuple[int, ...], mesh: dt.DeviceMesh, placement: Any, gradient: bool) -> None:
+    values = lambda *size: torch.linspace(-1, 1, max(1, torch.Size(size).numel()))[: torch.Size(size).numel()].reshape(size)  # noqa: E731
+
+    def run(x: torch.Tensor, weight: Callable[..., torch.Tensor]) -> torch.Tensor:
+        x = x.requires_grad_(gradient)
+        out = fn(x, weight)
+        if not gradient:
+            return out
+        out.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    plain = _outcome(lambda: run(values(*shape), values))
+    weight = lambda *size: dt.distribute_tensor(values(*size), mesh, [Replicate()])  # noqa: E731
+    own = _outcome(lambda: run(dt.distribute_tensor(values(*shape), mesh, [placement]), weight))
+    where = f"{shape}, {placement}: {plain!r} by plain torch, {own!r}"
+    if isinstance(plain, Exception):
+        assert isinstance(own, type(plain)), where
+        assert str(own).splitlines()[0] == str(plain).splitlines()[0], where
+    else:
+        assert isinstance(own, dt.DTensor), where
+        torch.testing.assert_close(own.full_tensor(), plain, equal_nan=True)

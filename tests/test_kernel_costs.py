@@ -1,0 +1,137 @@
+"""What kernels declare of their communication is what they issue: choices between rows are made by it.
+
+Every shipped sample of every rule runs on two ranks with its dims sharded, one by one and together; each kernel's collectives are
+counted and compared. On two ranks a rank receives as many bytes as it gives, so the declared bytes are those of the events.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor import Replicate, Shard, compiled, execute
+from dtensor.comm import events
+from dtensor.nested import replace, tensors
+from dtensor.propagate import Plan
+from dtensor.rules import rules
+from dtensor.rules.rule import Kernel
+from dtensor.testing import scatter
+from dtensor.testing.cases import mesh_of
+from dtensor.testing.samples import Sample, samples_of
+from dtensor.testing.variants import Variant, exists
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
+
+# operator -> the law of those whose data decide: (declared, issued) -> whether it is kept; of collectives, then of bytes
+Law = Callable[[int, int], bool]
+AT_MOST: Law = lambda declared, issued: issued <= declared  # noqa: E731
+AT_LEAST: Law = lambda declared, issued: issued >= declared  # noqa: E731
+EXACTLY: Law = lambda declared, issued: issued == declared  # noqa: E731
+ANY: Law = lambda declared, issued: True  # noqa: E731
+DATA_DECIDE: dict[str, tuple[Law, Law]] = {
+    "aten::sort": (AT_MOST, ANY),  # of equal elements and of what belongs elsewhere; priced as half of the block moved
+    "aten::topk": (AT_MOST, ANY),  # the last one only where equal elements leave the choice open
+    "aten::bincount": (EXACTLY, AT_LEAST),  # as many bins as the largest number asks for
+    "aten::nonzero": (EXACTLY, ANY),  # as many rows as there are
+    "aten::_unique": (EXACTLY, ANY),
+    "aten::_unique2": (EXACTLY, ANY),
+    "aten::unique_consecutive": (EXACTLY, ANY),
+    "aten::unique_dim": (EXACTLY, ANY),
+    "aten::unique_dim_consecutive": (EXACTLY, ANY),
+}
+RANKS = 2
+
+
+class Seen:
+    """Wraps the kernels of plans: what each issued, beside what it declares."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runs: list[tuple[Plan, Kernel, list[events.Event]]] = []
+        bound = execute.kernel_of
+        for module in (execute, compiled):
+            monkeypatch.setattr(module, "kernel_of", lambda plan: self._watched(plan, bound(plan)))
+
+    def _watched(self, plan: Plan, run: Callable[..., Any]) -> Callable[..., Any]:
+        row = None if plan.chosen is None else plan.chosen.kernel_row
+        if row is None or row.kernel is None:
+            return run
+        kernel = row.kernel
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            issued: list[events.Event] = []
+            hear = issued.append
+            events.listeners.append(hear)
+            try:
+                result = run(*args, **kwargs)
+            finally:
+                events.listeners.remove(hear)
+            self.runs.append((plan, kernel, issued))
+            return result
+
+        return watched
+
+
+def _placed(sample: Sample) -> Iterator[list[Any]]:
+    """Each tensor's dims sharded alone, then all tensors' alike, counted from either end."""
+    xs = tensors((sample.args, sample.kwargs))
+    seen: list[list[Any]] = []
+    for d in range(max((x.ndim for x in xs), default=0)):
+        alone = [[Shard(d) if i == k else Replicate() for i in range(len(xs))] for k, x in enumerate(xs) if d < x.ndim]
+        together = [[Shard(at(x)) if d < x.ndim else Replicate() for x in xs] for at in (lambda x: d, lambda x: x.ndim - 1 - d)]  # noqa: B023
+        for placements in (*alone, *together):
+            if placements not in seen:
+                seen.append(placements)
+                yield placements
+
+
+def _run(name: str, sample: Sample, placements: list[Any]) -> None:
+    """The operator, if it runs at all."""
+    mesh = mesh_of((RANKS,))
+    given = iter([(x, p) for x, p in zip(tensors((sample.args, sample.kwargs)), placements, strict=True)])
+    try:
+        args, kwargs = replace(
+            lambda _: (lambda x, p: scatter(x.clone(), mesh, [p], seed=1))(*next(given)), (sample.args, sample.kwargs)
+        )
+        torch.manual_seed(0)
+        with torch.no_grad():
+            Variant(name.replace("::", "."), sample, False).call(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+        pass  # samples of errors, and partial kinds that a dtype lacks: test_verify_rules.py compares them
+
+
+KINDS = {"kernel", "blockwise", "along", "reduce", "einsum", "linalg", "positions", "rule"}
+WITH_KERNELS = [name for name, rule in sorted(rules().items()) if rule.kind in KINDS and exists(name.replace("::", "."))]
+
+
+@pytest.mark.parametrize("samples", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_kernels_issue_what_they_declare(monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
+    dt.dispatch.clear_plans()  # type: ignore[attr-defined]  # a module
+    seen, wrong, counted = Seen(monkeypatch), [], set()
+    for name in WITH_KERNELS:
+        given = samples_of(name)
+        for sample in given[:: max(1, len(given) // samples)]:
+            for placements in _placed(sample):
+                _run(name, sample, placements)
+        for plan, kernel, issued in seen.runs:
+            counted.add(kernel.run)
+            wrong += _problems(plan, kernel, issued)
+        seen.runs.clear()
+    dt.dispatch.clear_plans()  # type: ignore[attr-defined]  # a module
+    assert wrong == []
+    assert len(counted) > 50, len(counted)
+
+
+def _problems(plan: Plan, kernel: Kernel, issued: list[events.Event]) -> Iterator[str]:
+    name = plan.call.func._schema.name
+    of_count, of_bytes = DATA_DECIDE.get(name, (EXACTLY, EXACTLY))
+    declared, received = kernel.nbytes(plan.call), sum(event.bytes for event in issued)
+    told = [(event.kind, event.bytes) for event in issued]
+    if not of_count(kernel.collectives, len(issued)):
+        yield f"{plan.call}: {kernel.collectives} collectives declared, issued {told}"
+    elif math.prod(plan.call.shape(0)) and not of_bytes(declared, received):
+        yield f"{plan.call}: {declared} bytes declared, issued {told}"
