@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import MeshError
-from .mesh import _CURRENT, DeviceMesh, as_mesh
+from .mesh import CURRENT, DeviceMesh, as_mesh
 from .world import distributed, ensure_world
 
 
@@ -49,7 +49,7 @@ def mesh_or_world(mesh: Any) -> DeviceMesh:
     Raises:
         MeshError: none of them.
     """
-    if mesh is not None or _CURRENT or not distributed():
+    if mesh is not None or CURRENT or not distributed():
         return as_mesh(mesh)
     on_gpu = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in dist.get_backend_config())
     device_type = "cuda" if on_gpu else "cpu"

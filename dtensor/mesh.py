@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from .errors import MeshDimError, MeshError
+from .scoped import Scoped
 from .world import Kind, Root, device_type_of, distributed, ensure_world, make_root, mesh_dim_of, mesh_shape_of
 
 
@@ -297,11 +298,11 @@ class DeviceMesh(TorchDeviceMesh):
         return self._hash
 
     def __enter__(self) -> DeviceMesh:
-        _CURRENT.append(self)
+        self._root.entered.setdefault(self, []).append(CURRENT.enter(self))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _CURRENT.pop()
+        CURRENT.leave_one(self._root.entered[self])
 
     def __repr__(self) -> str:
         names = "" if self._names is None else f", mesh_dim_names={self._names}"
@@ -316,7 +317,7 @@ class DeviceMesh(TorchDeviceMesh):
         return self  # immutable
 
 
-_CURRENT: list[DeviceMesh] = []
+CURRENT: Scoped[DeviceMesh] = Scoped("mesh")
 
 
 def current_mesh() -> DeviceMesh:
@@ -325,9 +326,9 @@ def current_mesh() -> DeviceMesh:
     Raises:
         MeshError: no mesh was given and none is entered.
     """
-    if not _CURRENT:
+    if (mesh := CURRENT.last(None)) is None:
         raise MeshError("no device mesh: pass device_mesh=, or enter one with `with mesh:`")
-    return _CURRENT[-1]
+    return mesh
 
 
 def as_mesh(mesh: Any) -> DeviceMesh:

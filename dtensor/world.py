@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,11 +36,25 @@ class Root:
     derived: dict[Any, DeviceMesh] = field(default_factory=dict)
     communicator: Any = None
     seeded: set[int] = field(default_factory=set)  # root dims over which ranks draw from the same generator state
-    current: int | None = None  # the member that map_ranks is running for
+    entered: dict[DeviceMesh, list[Any]] = field(default_factory=dict)  # blocks of `with mesh:`
+    running: _Running = field(default_factory=lambda: _Running())
+
+    @property
+    def current(self) -> int | None:
+        """The member that ``map_ranks`` is running for, in this thread."""
+        return self.running.member
+
+    @current.setter
+    def current(self, member: int | None) -> None:
+        self.running.member = member
 
     @property
     def key(self) -> tuple[Any, ...]:
         return self.device_type, self.ranks, self.shape, self.kind, id(self.world)
+
+
+class _Running(threading.local):
+    member: int | None = None
 
 
 def distributed() -> bool:
