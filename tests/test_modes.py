@@ -6,6 +6,8 @@ import asyncio
 import contextvars
 import gc
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -241,6 +243,54 @@ def test_a_backward_pass_sees_the_modes_of_who_starts_it() -> None:
         y.backward(retain_graph=True)
     y.backward()
     assert seen == [[True, True], [False, False]]
+
+
+ELSEWHERE = """
+import threading
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+import dtensor as dt
+from dtensor.comm import events
+from dtensor.modes import MODES
+_setup_privateuseone_for_python_backend("pretended")
+
+class Seen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.empty(x.shape, device=x.device)
+
+    @staticmethod
+    def backward(ctx, g):
+        assert threading.get_ident() != main
+        events.report("event")
+        with dt.implicit_replication():
+            states.append((MODES.explicit, dt.random.DRAWING.mode, MODES.implicit_replication))
+        return g
+
+def backward():
+  with fake:
+    Seen.apply(x).backward(torch.empty(3, device="pretended"))
+
+main, states, told = threading.get_ident(), [], []
+with FakeTensorMode() as fake:
+    x = torch.empty(3, device="pretended", requires_grad=True)
+    with dt.explicit(), dt.random_mode("counter"), events.listening(told.append):
+        backward()
+        other = threading.Thread(target=backward)
+        other.start()
+        other.join()
+    backward()
+print(states, told)
+"""
+
+
+def test_autograds_own_threads_see_the_modes_of_who_starts_the_pass() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ELSEWHERE], capture_output=True, text=True, timeout=120, check=False
+    )
+    plain = (False, "exact", True)
+    assert done.stdout.strip() == f"{[(True, 'counter', True), plain, plain]} ['event']", done.stderr[-2000:]
 
 
 def test_a_seed_sets_the_mode_of_the_process_or_of_the_block() -> None:
