@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from .belonging import VALUES, ById, foreign, has_contents, held_in, key_of, plain, slots_of, users_hooks, value_of
+from .belonging import VALUES, ById, foreign, has_contents, held_in, is_users, key_of, plain, slots_of, users_hooks, value_of
 from .holding import MISSING, contents_of, parts_of, state_of
 from .names import modules_named, names_of
 from .watch import Watch, contents
@@ -257,7 +257,7 @@ class Environment:
         self._note(ById(fn.__code__), path)
         cells, names = fn.__closure__ or (), names_of(fn.__code__)
         if foreign(fn):
-            self._visit([x for x in map(contents, cells) if isusers_hooks(x)], f"{path} variables")
+            self._visit([x for x in map(contents, cells) if is_users(x)], f"{path} variables")
             return
         self._watch.function(fn)
         self._watch.cells(cells)
@@ -341,7 +341,7 @@ class Environment:
                     self._of_others(value.__globals__, own, found, path)
         elif isinstance(value, Mapping) and hasattr(value, "__dict__"):
             self._hold_dict(vars(value), f"{path}{name}", ".{}")
-        elif type(value) in VALUES or plain(value) or isusers_hooks(value):
+        elif type(value) in VALUES or plain(value) or is_users(value):
             self._visit(value, f"{path}{name}")
         else:
             self._note(ById(value), f"{path}{name}")

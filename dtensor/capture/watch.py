@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, KeysView, Mapping
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from types import CellType, FunctionType
@@ -21,6 +21,7 @@ class Watch:
         "_cells",
         "_dicts",
         "_functions",
+        "_held",
         "_keys",
         "_names",
         "_objects",
@@ -31,7 +32,8 @@ class Watch:
     )
 
     def __init__(self) -> None:
-        self._dicts: list[Mapping[Any, Any]] = []
+        self._dicts: list[KeysView[Any]] = []
+        self._held: list[Mapping[Any, Any]] = []
         self._values: list[Iterable[Any]] = []  # of these dictionaries, as they are whenever asked
         self._spaces: list[Mapping[Any, Any]] = []  # whose keys count, and not all values
         self._cells: list[CellType] = []
@@ -43,6 +45,7 @@ class Watch:
 
     def dict_(self, held: Mapping[Any, Any]) -> None:
         """All keys and values of a dictionary."""
+        self._held.append(held)
         self._dicts.append(dict.keys(held) if isinstance(held, dict) else held.keys())
         self._values.append(dict.values(held) if isinstance(held, dict) else held.values())
 
@@ -87,7 +90,7 @@ class Watch:
         now = self._now()
         if not self._same_keys() or len(now) != len(self._before):
             return None
-        entries = [(id(held), key) for held in self._dicts for key in held]
+        entries = [(id(held), key) for held, keys in zip(self._held, self._dicts, strict=True) for key in keys]
         places = [place for place, (one, other) in enumerate(zip(now, self._before, strict=True)) if one is not other]
         return [entries[place] for place in places] if not places or places[-1] < len(entries) else None
 
