@@ -20,7 +20,7 @@ from .layout import Layout
 from .list_numbers import with_numbers_once
 from .local_functions import local_function
 from .memory_order import memory_order
-from .modes import MODES
+from .modes import EXPLICIT
 from .operators import Operator
 from .propagate import Plan
 from .redistribute import execute as run_move
@@ -160,7 +160,7 @@ def _guarded(runner: Runner, general: Runner) -> Runner:
     """Under ``explicit()`` the general way says what would have moved."""
 
     def run(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        return (general if MODES.explicit else runner)(args, kwargs, local_args, local_kwargs)
+        return (general if EXPLICIT.held and EXPLICIT else runner)(args, kwargs, local_args, local_kwargs)
 
     return run
 

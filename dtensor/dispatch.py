@@ -21,7 +21,7 @@ from .errors import MeshError, MixedTensorError, UnsupportedOperationError
 from .layout import Layout
 from .local_functions import local_function
 from .mesh import DeviceMesh
-from .modes import MODES
+from .modes import IMPLICIT_REPLICATION, MODES
 from .operators import Operator, operator_of
 from .origin import Origin, agree, origin_of
 from .plain_writes import plainly_written, through_copies
@@ -181,7 +181,7 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
                 local_kwargs[name] = value
             else:
                 local_kwargs[name] = _static(value, key, name in names_by_type)
-        if MODES.implicit_replication:
+        if IMPLICIT_REPLICATION.held and MODES.implicit_replication:
             key.append(MODES)
         signature = tuple(key)
         found = find(signature)

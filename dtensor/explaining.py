@@ -67,6 +67,10 @@ class Explanation:
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Run ``fn(*args, **kwargs)`` and tell, for each operation on DTensors, what its plan moves, how much, and why.
 
+    Operations are what torch dispatches. Left out is what moves outside of them: explicit ``redistribute`` and ``full_tensor``,
+    what the styles of ``dtensor.parallel`` move at the boundaries of modules, fully sharded and replicated modules, and
+    gradients that are brought to the layout of their leaf. :class:`dtensor.debug.CommDebugMode` counts all of these.
+
     >>> import torch, dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,))
     >>> x = dt.ones(4, 6, device_mesh=mesh, placements=[dt.Shard(1)])

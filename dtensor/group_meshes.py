@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from .errors import MeshError
-from .mesh import DeviceMesh, as_mesh, entered_mesh
+from .mesh import CURRENT, DeviceMesh, as_mesh
 from .world import distributed, ensure_world
 
 
@@ -72,7 +72,7 @@ def mesh_or_world(mesh: Any) -> DeviceMesh:
     Raises:
         MeshError: none of them.
     """
-    if mesh is not None or entered_mesh() is not None or not distributed():
+    if mesh is not None or CURRENT or not distributed():
         return as_mesh(mesh)
     on_gpu = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in dist.get_backend_config())
     device_type = "cuda" if on_gpu else "cpu"

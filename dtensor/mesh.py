@@ -9,7 +9,6 @@ A *member* is a position in the flattened root; ``ranks[member]`` is its rank.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from .current_rank import current_coordinate, current_member, current_rank
 from .errors import MeshDimError, MeshError
+from .scoped import Scoped
 from .world import Kind, Root, device_type_of, distributed, ensure_world, make_root, mesh_dim_of, mesh_shape_of
 
 
@@ -296,11 +296,11 @@ class DeviceMesh(TorchDeviceMesh):
         return self._hash
 
     def __enter__(self) -> DeviceMesh:
-        _ENTERED.meshes = (*_ENTERED.meshes, self)
+        self._root.entered.setdefault(self, []).append(CURRENT.enter(self))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _ENTERED.meshes = _ENTERED.meshes[:-1]
+        CURRENT.leave_one(self._root.entered[self])
 
     def __repr__(self) -> str:
         names = "" if self._names is None else f", mesh_dim_names={self._names}"
@@ -316,16 +316,7 @@ class DeviceMesh(TorchDeviceMesh):
         return self  # immutable
 
 
-class _Entered(threading.local):
-    meshes: tuple[DeviceMesh, ...] = ()
-
-
-_ENTERED = _Entered()
-
-
-def entered_mesh() -> DeviceMesh | None:
-    """The innermost mesh entered by ``with mesh:`` in this thread."""
-    return _ENTERED.meshes[-1] if _ENTERED.meshes else None
+CURRENT: Scoped[DeviceMesh] = Scoped("mesh")
 
 
 def current_mesh() -> DeviceMesh:
@@ -334,8 +325,7 @@ def current_mesh() -> DeviceMesh:
     Raises:
         MeshError: no mesh was given and none is entered.
     """
-    mesh = entered_mesh()
-    if mesh is None:
+    if (mesh := CURRENT.last(None)) is None:
         raise MeshError("no device mesh: pass device_mesh=, or enter one with `with mesh:`")
     return mesh
 

@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+
+from .scoped import Scoped, entering
+
+IMPLICIT_REPLICATION: Scoped[None] = Scoped("implicit_replication")
+EXPLICIT: Scoped[None] = Scoped("explicit")
+PLAIN_TARGETS: Scoped[None] = Scoped("plain_targets")  # inside loss_parallel()
 
 
-@dataclass(slots=True, eq=False)
 class Modes:
-    """The current switches."""
+    """The current switches, of whoever asks. Where it matters, ask first whether the switch is ``held`` anywhere."""
 
-    implicit_replication: bool = False
-    explicit: bool = False
-    plain_targets: bool = False  # inside loss_parallel()
+    __slots__ = ()
+
+    @property
+    def implicit_replication(self) -> bool:
+        return bool(IMPLICIT_REPLICATION)
+
+    @property
+    def explicit(self) -> bool:
+        return bool(EXPLICIT)
+
+    @property
+    def plain_targets(self) -> bool:
+        return bool(PLAIN_TARGETS)
 
 
 MODES = Modes()
 
 
-@contextmanager
+@entering
 def implicit_replication() -> Iterator[None]:
     """Inside, plain tensors mixed with DTensors count as replicated: every rank must hold the same value.
+
+    Threads and tasks each enter it for themselves; so for all modes (see docs/design.md).
 
     >>> import torch, dtensor as dt
     >>> x = dt.ones(4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
@@ -29,22 +44,16 @@ def implicit_replication() -> Iterator[None]:
     ...     (x + torch.arange(4.0)).full_tensor()
     tensor([1., 2., 3., 4.])
     """
-    before, MODES.implicit_replication = MODES.implicit_replication, True
-    try:
+    with IMPLICIT_REPLICATION.entered(None):
         yield
-    finally:
-        MODES.implicit_replication = before
 
 
-@contextmanager
+@entering
 def explicit() -> Iterator[None]:
     """Inside, an operation that would communicate raises; only ``redistribute`` and ``full_tensor`` may.
 
     Raises:
         ImplicitCommunicationError: from the operation, naming the redistribution that it needs.
     """
-    before, MODES.explicit = MODES.explicit, True
-    try:
+    with EXPLICIT.entered(None):
         yield
-    finally:
-        MODES.explicit = before

@@ -16,6 +16,7 @@ from enum import IntEnum
 from functools import cache
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from pathlib import Path
+from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any
 
@@ -48,7 +49,7 @@ class _Probed(Exception):
         self.references = references
 
 
-_probing = False
+_probing: set[int] = set()  # threads
 
 
 def origin_of(value: torch.Tensor) -> Origin:
@@ -56,7 +57,7 @@ def origin_of(value: torch.Tensor) -> Origin:
     if torch._C._current_graph_task_id() != -1:
         return Origin.AUTOGRAD
     references = sys.getrefcount(value)
-    if _probing:
+    if _probing and get_ident() in _probing:
         if type(value) is _Probe:
             return Origin.USER
         raise _Probed(references)
@@ -76,17 +77,16 @@ class _Probe(torch.Tensor):
 @cache
 def references_of_dispatch() -> int:
     """How many references dispatch itself has to a tensor that C++ made, seen on a call that is known to make one."""
-    global _probing
     from .dispatch import _MAKE, dispatch  # the way there is what is measured
 
     _Probe.__torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]  # the stub's has other names
-    _probing = True
+    _probing.add(get_ident())
     try:
         _MAKE(_Probe, (2,))[[0],]  # a list as an index becomes a tensor
     except _Probed as seen:
         return seen.references
     finally:
-        _probing = False
+        _probing.discard(get_ident())
     return 0
 
 

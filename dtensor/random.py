@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -12,6 +11,7 @@ from .errors import MeshError
 from .mesh import DeviceMesh, as_mesh
 from .rules.counter import SAMPLERS
 from .rules.draw import DRAWING, MODES, block_of, draw, draw_counted, synchronize
+from .scoped import entering
 
 __all__ = ["DRAWING", "SAMPLERS", "block_of", "draw", "draw_counted", "manual_seed", "random_mode", "synchronize"]
 
@@ -22,7 +22,8 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, mode: str |
     Args:
         device_mesh: on processes, compare the seeds of its ranks now (one small collective). Without it the first draw on
             a mesh takes over the state of the mesh's first rank. A pipeline's stages may be seeded differently: ``mesh["tp"]``.
-        mode: how to draw from now on, see :func:`random_mode`; None leaves it as it is.
+        mode: how to draw from now on, see :func:`random_mode`: in the whole process, as with the seed; inside of a block of
+            ``random_mode`` until that ends. None leaves it as it is.
 
     Raises:
         MeshError: on every rank of ``device_mesh``, if their seeds differ.
@@ -36,9 +37,9 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, mode: str |
     True
     """
     mesh = None if device_mesh is None else as_mesh(device_mesh)
-    mode = DRAWING.mode if mode is None else _known(mode)
+    if mode is not None:
+        DRAWING.from_now_on(_known(mode))
     torch.manual_seed(seed)
-    DRAWING.mode = mode
     if mesh is not None:
         _agree(seed, mesh)
 
@@ -55,7 +56,7 @@ def _agree(seed: int, mesh: DeviceMesh) -> None:
     root.seeded = set(mesh.group_id(range(mesh.ndim)))  # between the copies of a submesh seeds may differ
 
 
-@contextmanager
+@entering
 def random_mode(mode: str) -> Iterator[None]:
     """Inside, draw random numbers this way; all ranks must enter it alike. Neither mode communicates.
 
@@ -75,11 +76,8 @@ def random_mode(mode: str) -> Iterator[None]:
     >>> bool((one == four).all())
     True
     """
-    before, DRAWING.mode = DRAWING.mode, _known(mode)
-    try:
+    with DRAWING.blocks.entered(_known(mode)):
         yield
-    finally:
-        DRAWING.mode = before
 
 
 def _known(mode: str) -> str:

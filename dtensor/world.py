@@ -36,6 +36,7 @@ class Root:
     derived: dict[Any, DeviceMesh] = field(default_factory=dict)
     communicator: Any = None
     seeded: set[int] = field(default_factory=set)  # root dims over which ranks draw from the same generator state
+    entered: dict[DeviceMesh, list[Any]] = field(default_factory=dict)  # blocks of `with mesh:`
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -339,15 +339,12 @@ def events_tell_what_a_rank_receives(mesh: DeviceMesh, comm: Communicator, dims:
     n = comm.group_size(dims)
     x = comm.map(lambda member: value(member, (2, 3)))
     seen: list[events.Event] = []
-    events.listeners.append(seen.append)
-    try:
+    with events.listening(seen.append):
         comm.all_reduce(x, dims, "sum")
         comm.all_gather(x, dims, lambda _: (2, 3))
         comm.reduce_scatter([x] * n, dims, "sum")
         comm.all_to_all([x] * n, dims, lambda source, target: (2, 3))
         comm.broadcast(x, dims)
-    finally:
-        events.listeners.remove(seen.append)
     size = 2 * 3 * 4
     received = {
         "all_reduce": -(-2 * (n - 1) * size // n),

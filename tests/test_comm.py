@@ -166,7 +166,7 @@ def test_comm_debug_mode_counts_its_block_and_nests() -> None:
             communicator_of(SQUARE["tp"]).all_gather(x, (0,), lambda m: (4,))
         comm.all_reduce(x, (0, 1), async_op=True).wait()
     comm.all_reduce(x, (0,))
-    assert not events.listeners
+    assert not events.listeners  # at rest a collective asks for no context
     assert dict(inner.get_comm_counts()) == {"all_gather": 2}
     assert dict(outer.get_comm_counts()) == {"all_reduce": 2, "all_gather": 2}
     assert outer.get_total_counts() == 4

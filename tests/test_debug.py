@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
-import torch.distributed._functional_collectives  # names torch's own operators
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor as dt
 from dtensor.comm import communicator_of
@@ -96,3 +102,96 @@ def test_values_that_ranks_tell_each_other_are_no_collectives_of_tensors() -> No
     assert (comm.get_total_counts(), comm.get_exchange_count()) == (1, 1)
     assert comm.get_comm_counts() == {"all_gather": 1}
     assert "all_gather_object" in comm.get_table()
+
+
+@pytest.fixture
+def world() -> Iterator[dt.DeviceMesh]:
+    """Four ranks of which this process is one, and whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        yield dt.DeviceMesh("cpu", 4)
+    finally:
+        dist.destroy_process_group()
+
+
+def _direct() -> dict[str, tuple[int, Any]]:
+    """Kind -> bytes that rank 1 receives, and a call of ``torch.distributed``; a row has 12 bytes."""
+    x, rows = torch.ones(3), [torch.ones(3) for _ in range(4)]
+    uneven = {"output_split_sizes": [1, 2, 0, 3], "input_split_sizes": [3, 0, 0, 0]}
+    return {
+        "all_reduce": (18, lambda: dist.all_reduce(x)),
+        "broadcast": (12, lambda: dist.broadcast(x, 0)),
+        "all_gather": (36, lambda: dist.all_gather(rows, x)),
+        "all_gather of rows": (36, lambda: dist.all_gather_into_tensor(torch.ones(12), x)),
+        "reduce_scatter": (36, lambda: dist.reduce_scatter(x, rows)),
+        "reduce_scatter of rows": (36, lambda: dist.reduce_scatter_tensor(x, torch.ones(12))),
+        "all_to_all": (36, lambda: dist.all_to_all(rows, rows)),
+        "all_to_all of parts": (16, lambda: dist.all_to_all_single(torch.ones(6), x, **uneven)),
+        "all_to_all of equals": (12, lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4))),
+        "reduce": (12, lambda: dist.reduce(x, 0)),
+        "gather": (36, lambda: dist.gather(x, rows, dst=1)),
+        "scatter": (12, lambda: dist.scatter(x, rows, src=1)),
+        "send": (0, lambda: dist.send(x, 0)),
+        "recv": (12, lambda: dist.recv(x, 0)),
+        "recv by": (12, lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 0)])),
+        "barrier": (0, dist.barrier),
+        "all_reduce of many": (36, lambda: dist.all_reduce_coalesced([x, torch.ones(3)])),
+        "all_reduce by name": (18, lambda: functional.all_reduce(x, "sum", dist.group.WORLD)),
+        "all_reduce of many by name": (36, lambda: functional.all_reduce_coalesced([x, x], "sum", dist.group.WORLD)),
+        "all_gather of many by name": (72, lambda: functional.all_gather_into_tensor_coalesced([x, x], dist.group.WORLD)),
+        "all_gather by name": (36, lambda: functional.all_gather_tensor(x, 0, dist.group.WORLD)),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_programs_own_collectives_count_once(world: dt.DeviceMesh) -> None:
+    for what, (nbytes, call) in _direct().items():
+        kind = what.split()[0]
+        with CommDebugMode() as comm:
+            call()
+        assert comm.get_comm_counts() == comm.get_direct_counts() == {kind: 1}, what
+        assert comm.get_comm_bytes() == {kind: nbytes}, what
+        assert f"{kind}  direct" in " ".join(comm.get_table().split()).replace(" ", "  ")
+        with CommDebugMode() as comm:
+            pass
+        call()
+        assert comm.get_total_counts() == 0, what
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect") or threading.active_count() > 1
+
+
+def test_ours_are_not_counted_twice(world: dt.DeviceMesh) -> None:
+    x = dt.DTensor.from_local(torch.ones(3, 5), world, [P], shape=(3, 5), stride=(5, 1))
+    s = dt.DTensor.from_local(torch.ones(3, 5), world, [S0], shape=(12, 5), stride=(5, 1))
+    ragged = dt.DTensor.from_local(torch.ones(3, 5), world, [S0], shape=(9, 5), stride=(5, 1))
+    comm_of = communicator_of(world)
+    calls = {
+        "all_reduce": lambda: x.redistribute(placements=[R]),
+        "all_gather": lambda: s.full_tensor(),
+        "reduce_scatter": lambda: x.redistribute(placements=[S1]),
+        "all_to_all": lambda: ragged.redistribute(placements=[S1]),
+        "broadcast": lambda: comm_of.broadcast(torch.ones(3), (0,)),
+        "all_reduce of products": lambda: comm_of.all_reduce(torch.ones(7), (0,), "product", async_op=True).wait(),
+        "all_gather pieces": lambda: comm_of.all_gather(torch.ones(7), (0,), lambda member: (7,)),
+    }
+    for what, call in calls.items():
+        with CommDebugMode() as comm:
+            call()
+        assert (comm.get_comm_counts(), comm.get_direct_counts()) == ({what.split()[0]: 1}, {}), what
+    with CommDebugMode() as comm:
+        comm_of.all_gather_object(1, (0,))
+    assert (comm.get_total_counts(), comm.get_exchange_count()) == (0, 1)
+
+
+def test_counts_differ_or_are_equal() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    with CommDebugMode() as comm:
+        dt.ones(4, device_mesh=mesh, placements=[S0]).full_tensor()
+    counts, operators = comm.get_comm_counts(), torch.ops._c10d_functional
+    for same in ({"all_gather": 1}, {operators.all_gather_into_tensor: 1}, {operators.all_gather_into_tensor_coalesced: 1}):
+        assert counts == same
+        assert not counts != same  # noqa: SIM202  both are asked
+    for other in ({}, {"all_gather": 2}, {"all_reduce": 1}, None):
+        assert counts != other
+        assert not counts == other  # noqa: SIM201
+    assert counts[operators.all_gather_into_tensor_coalesced] == counts[torch.ops.c10d.allgather_.default] == 1
+    assert counts[operators.all_reduce_coalesced] == counts[operators.wait_tensor] == 0

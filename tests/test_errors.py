@@ -170,12 +170,8 @@ def test_error(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_errors_come_before_any_communication(name: str) -> None:
     seen: list[events.Event] = []
-    events.listeners.append(seen.append)
-    try:
-        with pytest.raises(CASES[name][1]):
-            CASES[name][0]()
-    finally:
-        events.listeners.pop()
+    with events.listening(seen.append), pytest.raises(CASES[name][1]):
+        CASES[name][0]()
     assert [event.kind for event in seen if event.kind != "all_gather_object"] == []
 
 

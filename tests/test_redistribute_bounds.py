@@ -87,9 +87,7 @@ def via_replicate(src: Layout, dst: Layout) -> float:
 def check_run(pairs: list[tuple[Layout, Layout]]) -> None:
     """Every rank gets its canonical block, by the collectives of the plan."""
     seen: list[events.Event] = []
-    listener = seen.append
-    events.listeners.append(listener)
-    try:
+    with events.listening(seen.append):
         for seed, (src, dst) in enumerate(pairs):
             terms, found = terms_of(src, seed), plan(src, dst)
             local = per_rank([local_of(src, terms, member) for member in src.mesh.members])
@@ -98,8 +96,6 @@ def check_run(pairs: list[tuple[Layout, Layout]]) -> None:
             assert not (wrong := wrong_members(dst, value_of(src, terms), moved.shards)), "\n".join([str(found), *wrong])
             issued = [(event.mesh_dims, event.bytes) for event in seen]
             assert issued == [(step.mesh_dims, step.bytes) for step in found.steps if step.communicates], str(found)
-    finally:
-        events.listeners.remove(listener)
 
 
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)

@@ -168,16 +168,13 @@ def test_only_local_steps_give_views() -> None:
 def test_each_planned_collective_is_one_event() -> None:
     mesh = mesh_of(2, 3)
     seen: list[Any] = []
-    events.listeners.append(seen.append)
-    try:
+    with events.listening(seen.append):
         for src, dst in all_pairs(layouts(mesh, (5, 7), torch.float64))[::3]:
             seen.clear()
             check(src, dst)
             steps = [step for step in plan(src, dst).steps if step.communicates]
             assert [event.mesh_dims for event in seen] == [step.mesh_dims for step in steps]
             assert sum(event.bytes for event in seen) <= plan(src, dst).bytes
-    finally:
-        events.listeners.remove(seen.append)
 
 
 # --- real process groups ---------------------------------------------------------------------------------------------

@@ -54,7 +54,8 @@ class events_of:  # noqa: N801  reads as a function does
         self.kind, self.seen = kind, []
 
     def __enter__(self) -> list[Any]:
-        events.listeners.append(self._see)
+        self.listening = events.listening(self._see)
+        self.listening.__enter__()
         return self.seen
 
     def _see(self, event: Any) -> None:
@@ -62,7 +63,7 @@ class events_of:  # noqa: N801  reads as a function does
             self.seen.append(event)
 
     def __exit__(self, *_: Any) -> None:
-        events.listeners.remove(self._see)
+        self.listening.__exit__(*_)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -78,13 +78,9 @@ def test_lists_of_mixed_layouts(name: str) -> None:
 @contextmanager
 def no_communication() -> Iterator[None]:
     seen: list[events.Event] = []
-    events.listeners.append(seen.append)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            yield
-    finally:
-        events.listeners.pop()
+    with events.listening(seen.append), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
     assert not seen, seen
 
 

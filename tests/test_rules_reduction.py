@@ -104,13 +104,9 @@ def test_clipping_many_parameters_reduces_one_number() -> None:
         distributed[-1].grad = dt.distribute_tensor(grad, mesh, placements)
     expected = torch.nn.utils.clip_grad_norm_(plain, 1.0)
     seen: list[events.Event] = []
-    events.listeners.append(seen.append)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            total = torch.nn.utils.clip_grad_norm_(distributed, 1.0)
-    finally:
-        events.listeners.pop()
+    with events.listening(seen.append), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        total = torch.nn.utils.clip_grad_norm_(distributed, 1.0)
     assert len(seen) <= 2
     assert sum(event.bytes for event in seen) <= 200
     assert math.isclose(total.item(), expected.item())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..errors import ArgumentError, CaptureError
@@ -79,6 +82,18 @@ class _Kept:
         return self.program.guards.hold(tensors) and (not self.program.leaves.numbers or self.program.leaves.hold(tensors))
 
 
+class _Surveyed(threading.local):
+    """What the function reads; threads survey for themselves, as a survey is brought up to date in place."""
+
+    environment: Environment | None = None
+
+
+def _watched() -> bool:
+    """Whether the user's modes want to see each operation, which a replay would not show them."""
+    functions = _get_current_function_mode_stack()
+    return bool(_get_current_dispatch_mode_stack()) or any(type(mode) is not DeviceContext for mode in functions)
+
+
 class Captured(Generic[P, T]):
     """See :func:`capture`."""
 
@@ -86,18 +101,18 @@ class Captured(Generic[P, T]):
         self.fn = fn
         self._limit = limit
         self._entries: dict[Any, list[_Kept]] = {}
-        self._environment: Environment | None = None
+        self._surveyed = _Surveyed()
         self._tries = self._recorded = self._replayed = self._plain = 0
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        if current() is not None or _get_current_dispatch_mode_stack() or torch.compiler.is_compiling():
+        if current() is not None or _watched() or torch.compiler.is_compiling():
             self._plain += 1
             return self.fn(*args, **kwargs)
         signature = sign(args, kwargs)
-        if self._environment is None or not (self._environment.unchanged() or self._environment.refreshed()):
-            self._environment = Environment(self.fn)
-        environment = self._environment
+        environment = self._surveyed.environment
+        if environment is None or not (environment.unchanged() or environment.refreshed()):
+            environment = self._surveyed.environment = Environment(self.fn)
         key = (signature.key, modes())
         for kept in self._entries.get(key, ()):
             if kept.serves(signature, environment):
@@ -163,7 +178,7 @@ class Captured(Generic[P, T]):
     def clear(self) -> None:
         """Forget the recordings."""
         self._entries.clear()
-        self._environment, self._tries = None, 0
+        self._surveyed, self._tries = _Surveyed(), 0
 
 
 def _replay(program: Program, signature: Signature, environment: Environment) -> Any:

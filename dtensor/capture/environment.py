@@ -1,14 +1,25 @@
-"""What a function reads besides its arguments: closure cells, defaults, globals that it names, modules and their attributes.
+"""What a function can read besides its arguments: whatever can be reached from it, by the law of this walk.
 
 A *survey* lists every tensor that can be reached from the function, and every Python value on the way, in a fixed order. Tensors
 are inputs of the tape, fetched anew at each call; the rest is guarded. Between surveys it is enough to see that every container
-still holds the same objects.
+still holds the same objects. What code reads, it reads of
+
+- its closure, defaults and attributes: all are guarded;
+- the variables of its module: those that it names, also while missing (where it names
+  ``globals``, ``eval`` or ``exec`` also which objects the others are);
+- objects, by attribute or item: all that they and their classes hold, as long as they are the user's, torch's modules, optimizers
+  and schedules, or the standard library's containers; the parts of properties, methods, partials; arrays and iterators by state;
+- the user's modules: the attributes that any code reached names, by ``.name`` or by a string (where code that names the module
+  computes names, by ``getattr`` or ``vars``, also which objects the others are); also modules that code imports;
+- modules of others: values and containers of them that code names there, and which function it is that bears a name.
+
+Not guarded is what stands outside of the program (clocks, files) and inside of other libraries' objects.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
+import math
 import sys
 import types
 from collections import deque
@@ -17,41 +28,13 @@ from typing import Any
 
 import torch
 
-from ..remembered import remembered
+from .belonging import VALUES, ById, foreign, has_contents, held_in, is_users, key_of, plain, slots_of, users_hooks, value_of
+from .holding import MISSING, contents_of, parts_of, state_of
+from .names import modules_named, names_of
 from .watch import Watch, contents
 
-VALUES = (
-    int,
-    float,
-    complex,
-    bool,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    enum.Enum,
-)
-LONG = 10_000  # elements of a list of Python values, from which on it is known by identity
-_FOREIGN = frozenset({"torch", "dtensor", "numpy", "builtins"} | set(sys.stdlib_module_names))
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # of modules; the latter say how the first are called
-
-
-class ById:
-    """An object that only equals itself; kept alive, so that its address is not used again."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is ById and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+_LONG = 64  # plain values in a list, from which on they are one entry of the key
 
 
 class Environment:
@@ -65,9 +48,24 @@ class Environment:
         version: how often only such floats were found to have changed.
     """
 
-    __slots__ = ("_alive", "_numbers", "_seen", "_watch", "floats", "key", "paths", "tensors", "version")
+    __slots__ = (
+        "_alive",
+        "_attributes_named",
+        "_classes",
+        "_modules",
+        "_numbers",
+        "_pending",
+        "_read",
+        "_seen",
+        "_watch",
+        "floats",
+        "key",
+        "paths",
+        "tensors",
+        "version",
+    )
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Any) -> None:
         self.tensors: list[torch.Tensor] = []
         self.key: list[Any] = []
         self.paths: list[str] = []
@@ -77,7 +75,14 @@ class Environment:
         self._seen: dict[int, int] = {}
         self._watch = Watch()
         self._alive: list[Any] = []
+        self._modules: dict[int, types.ModuleType] = {}  # the user's
+        self._classes: list[tuple[type, set[str], str]] = []
+        self._attributes_named: dict[str, None] = {}
+        self._read: set[tuple[int, str]] = set()  # variables of modules
+        self._pending: deque[tuple[Any, str]] = deque()  # met, and still to be looked into
         self._visit(fn, getattr(fn, "__name__", type(fn).__name__))
+        self._walk()
+        self._attributes_of_modules()
         self._watch.settle()
 
     def unchanged(self) -> bool:
@@ -113,6 +118,10 @@ class Environment:
         return None
 
     # --- the walk ------------------------------------------------------------------------------------------------------
+    def _walk(self) -> None:
+        while self._pending:
+            self._descend(*self._pending.popleft())
+
     def _note(self, part: Any, path: str) -> None:
         self.key.append(part)
         self.paths.append(path)
@@ -125,8 +134,8 @@ class Environment:
 
     def _hold_dict(self, held: Mapping[Any, Any], path: str, shown: str) -> None:
         self._watch.dict_(held)
-        self._note(tuple(key if isinstance(key, VALUES) else ... for key in held), path)
-        for key, value in list(held.items()):
+        self._note(tuple(map(key_of, dict.__iter__(held) if isinstance(held, dict) else held)), path)
+        for key, value in list(dict.items(held) if isinstance(held, dict) else held.items()):  # a subclass may compute them
             if type(value) is float and isinstance(held, dict):
                 self.floats[len(self.key)] = (held, key)
             self._visit(value, f"{path}{shown.format(key if isinstance(key, VALUES) else '...')}")
@@ -137,120 +146,205 @@ class Environment:
             if number == len(self.tensors):
                 self.tensors.append(value)
             self._note(("tensor", number), path)
-        elif isinstance(value, VALUES):
-            self._note((type(value), repr(value) if isinstance(value, (float, complex)) else value), path)
+        elif isinstance(value, VALUES) and (type(value) in VALUES or not has_contents(value)):
+            self._note(value_of(value), path)
         elif id(value) in self._seen:
             self._note(("again", self._seen[id(value)]), path)
         else:
             self._seen[id(value)] = len(self.key)
             self._alive.append(value)  # its address is not used again
-            self._note(type(value), path)
-            self._descend(value, path)
+            self._note(value_of(value) if isinstance(value, VALUES) else type(value), path)
+            self._pending.append((value, path))
 
     def _descend(self, value: Any, path: str) -> None:
-        if isinstance(value, dict):
-            self._hold_dict(value, path, "[{!r}]")
-        elif isinstance(value, (list, tuple, deque)):
-            if len(value) > LONG:
-                self._note(ById(value), path)
-            else:
-                self._watch.other(value.__iter__)
-                self._all(value, [f"[{i}]" for i in range(len(value))], path)
-        elif isinstance(value, (set, frozenset)):
-            self._watch.other(value.__iter__)
-            self._note(frozenset(item if isinstance(item, VALUES) else ById(item) for item in value), path)
+        if isinstance(value, (dict, list, tuple, deque, set, frozenset)):
+            self._items(value, path)
         elif isinstance(value, types.FunctionType):
             self._function(value, path)
-        elif isinstance(value, types.MethodType):
-            self._visit(value.__self__, path)
-            self._visit(value.__func__, path)
-        elif isinstance(value, functools.partial):
-            self._visit([value.func, value.args, value.keywords], path)
-        elif isinstance(value, torch.nn.Module | torch.optim.Optimizer) or _has_contents(value):
+        elif isinstance(value, types.ModuleType):
+            self._module(value, path)
+        elif isinstance(value, type):
+            self._class(value, path)
+        elif (parts := parts_of(value)) is not None:
+            self._visit(parts, path)
+        elif (state := state_of(value)) is not None:
+            self._state(state, path)
+        if (now := contents_of(value)) is not None:
+            self._watch.other(now)
+            self._visit(now(), path)
+        if has_contents(value):
+            self._watch.object(value)
             self._attributes(value, path)
             self._visit(type(value), f"{path}.__class__")
-        elif isinstance(value, type) and not _foreign(value):
-            for kind in value.__mro__:
-                if not _foreign(kind):
-                    self._hold_dict(vars(kind), path, ".{}")
-            self._note(ById(value), path)
-        else:
+        elif not isinstance(value, (types.FunctionType, dict, list, tuple, deque, set)):
             self._note(ById(value), path)
 
+    def _items(self, value: Any, path: str) -> None:
+        if isinstance(value, dict):
+            self._hold_dict(value, path, "[{!r}]")
+        elif isinstance(value, (set, frozenset)):
+            self._watch.other(value.__iter__)
+            self._note(frozenset(map(key_of, value)), path)
+        else:
+            kind = next(kind for kind in (list, tuple, deque) if isinstance(value, kind))
+            iterate = functools.partial(kind.__iter__, value)
+            if kind is not tuple:
+                self._watch.other(iterate)
+            items = list(iterate())
+            if len(items) > _LONG and {*map(type, items)} <= {int, float, str, bool, bytes}:
+                self._note(tuple(map(value_of, items)), path)
+            else:
+                self._all(items, [f"[{place}]" for place in range(len(items))], path)
+
+    def _state(self, state: Callable[[], Any], path: str) -> None:
+        now = state()
+        self._watch.state(state, now)
+        self._note(now, path)
+
+    def _class(self, kind: type, path: str) -> None:
+        if foreign(kind):
+            return
+        others = {name for base in kind.__mro__ if foreign(base) for name in vars(base)}  # which their code may ask for
+        for base in kind.__mro__:
+            if not foreign(base):
+                self._watch.dict_(vars(base))
+                self._note(tuple(map(key_of, vars(base))), path)
+                self._classes.append((base, others, path))
+        self._visit(type(kind), f"{path}.__class__")
+
+    def _members(self) -> None:
+        """What classes hold under names that any code that was reached has."""
+        for kind, others, path in self._classes:
+            for name, value in list(vars(kind).items()):
+                if (id(kind), name) not in self._read and (name in self._attributes_named or name in others or name[:2] == "__"):
+                    self._read.add((id(kind), name))
+                    self._visit(value, f"{path}.{name}")
+        self._walk()
+
     def _attributes(self, value: Any, path: str) -> None:
-        slots = _slots(type(value))
+        slots = slots_of(type(value))
         if slots:
-            self._watch.other(lambda: [getattr(value, name, None) for name in slots])
-            self._all([getattr(value, name, None) for name in slots], [f".{name}" for name in slots], path)
+            held = functools.partial(held_in, slots, value)
+            self._watch.other(held)
+            self._all(held(), [f".{name}" for name in slots], path)
         if not isinstance(value, torch.nn.Module):
             if hasattr(value, "__dict__"):
                 self._hold_dict(vars(value), path, ".{}")
             return
         self._watch.dict_(vars(value))
-        for name, held in list(vars(value).items()):
+        self._hooks(vars(value), path)
+        self._hooks(_HOOKS_OF_ALL, " every module")
+
+    def _hooks(self, attributes: Mapping[str, Any], path: str) -> None:
+        """Attributes of a module, among them hooks, of which only the users' count."""
+        for name, held in list(attributes.items()):
             if not name.endswith(_HOOKS):
                 self._visit(held, f"{path}.{name}")
-            elif name.endswith("_hooks"):
-                found = _users(held)
+            elif name.endswith("_hooks") and id(held) not in self._seen:
+                self._seen[id(held)] = len(self.key)
+                self._alive.append(held)
+                found = users_hooks(held)
                 if held:
-                    self._watch.other(functools.partial(_users, held))
+                    self._watch.other(functools.partial(users_hooks, held))
                 else:
                     self._watch.dict_(held)
                 self._note(len(found), f"{path}.{name}")
                 for hook in found:
                     self._visit(hook, f"{path}.{name}")
 
+    # --- functions and modules -----------------------------------------------------------------------------------------
     def _function(self, fn: types.FunctionType, path: str) -> None:
         self._note(ById(fn.__code__), path)
-        if _foreign(fn):
+        cells, names = fn.__closure__ or (), names_of(fn.__code__)
+        if foreign(fn):
+            self._visit([x for x in map(contents, cells) if is_users(x)], f"{path} variables")
             return
-        names = fn.__code__.co_freevars
-        cells = fn.__closure__ or ()
+        self._watch.function(fn)
         self._watch.cells(cells)
-        self._all(map(contents, cells), [f" variable {name}" for name in names], path)
+        self._all(map(contents, cells), [f" variable {name}" for name in fn.__code__.co_freevars], path)
         self._all((fn.__defaults__, fn.__kwdefaults__), (" default", " default"), path)
-        named = _names(fn.__code__)
-        self._named(fn.__globals__, named, f"{path} global ")
-        for name in named:
-            module = fn.__globals__.get(name)
-            if isinstance(module, types.ModuleType) and not _foreign(module):
-                self._named(vars(module), named, f"{path} {name}.")
+        self._hold_dict(vars(fn), path, ".{}")
+        self._attributes_named.update(dict.fromkeys(names.attributes))
+        space = fn.__globals__
+        if names.whole:
+            self._whole(space, path)
+        self._named(space, (*names.variables, *names.attributes) if names.whole else names.variables, f"{path} global ")
+        spaces = [space[name] for name in names.variables if isinstance(space.get(name), types.ModuleType)]
+        for module in (*spaces, *modules_named(fn)):
+            self._through(module, names.attributes, names.computed, path)
 
-    def _named(self, space: dict[str, Any], names: tuple[str, ...], path: str) -> None:
+    def _through(self, module: types.ModuleType, names: Iterable[str], computed: bool, path: str) -> None:
+        """What code that names a module and these attributes reads of it, and of the modules in it."""
+        if module is math:  # whose functions are others while somebody records
+            return
+        space, path = vars(module), f"{path} {module.__name__}."
+        users = not foreign(module)
+        if users:
+            self._module(module, path)
+            self._named(space, names, path)
+            if computed:
+                self._whole(space, path)
+        for name in names:
+            value = space.get(name, MISSING)
+            if isinstance(value, types.ModuleType):
+                if (id(module), name + ".") not in self._read:
+                    self._read.add((id(module), name + "."))
+                    self._through(value, names, computed, path)
+            elif not users and value is not MISSING:
+                self._of_others(space, name, value, path)
+
+    def _module(self, module: types.ModuleType, path: str) -> None:
+        if not foreign(module):
+            self._modules.setdefault(id(module), module)
+
+    def _attributes_of_modules(self) -> None:
+        """What any code that was reached names, of all modules that were reached: they may have been handed on."""
+        done: dict[int, int] = {}
+        known = -1
+        while known != len(self._attributes_named) + len(self._classes):
+            known = len(self._attributes_named) + len(self._classes)
+            self._members()
+        while any(done.get(key) != len(self._attributes_named) for key in self._modules):
+            self._members()
+            for key, module in list(self._modules.items()):
+                done[key] = len(self._attributes_named)
+                space = vars(module)
+                self._named(space, [name for name in ("__getattr__", *self._attributes_named) if name in space], module.__name__)
+                self._walk()
+        for module in self._modules.values():
+            self._watch.keys(vars(module))
+
+    def _whole(self, space: dict[str, Any], path: str) -> None:
+        """Which objects a module holds."""
+        self._watch.keys(space)
+        self._watch.names(space, space)
+        self._note(tuple(value_of(x) if type(x) in VALUES else ById(x) for x in space.values()), f"{path} all")
+
+    def _named(self, space: dict[str, Any], names: Iterable[str], path: str) -> None:
         """What ``names`` are in a module."""
-        read = [name for name in names if name in space]
-        if read:
-            self._watch.names(space, read)
-            self._all(map(space.get, read), read, path)
+        read = [name for name in names if (id(space), name) not in self._read]
+        self._read.update((id(space), name) for name in read)
+        self._watch.names(space, read)
+        self._all([space.get(name, MISSING) for name in read], read, path)
+
+    def _of_others(self, space: dict[str, Any], name: str, value: Any, path: str) -> None:
+        """A variable of a module that is not the user's."""
+        if (id(space), name) in self._read or value is sys.modules:
+            return
+        self._read.add((id(space), name))
+        self._watch.names(space, (name,))
+        if isinstance(value, types.FunctionType) and value.__module__ in sys.stdlib_module_names:
+            self._note(ById(value), f"{path}{name}")
+            for own in names_of(value.__code__).variables:  # as os.getenv reads os.environ
+                found = value.__globals__.get(own, MISSING)
+                if isinstance(found, Mapping) and not isinstance(found, dict):
+                    self._of_others(value.__globals__, own, found, path)
+        elif isinstance(value, Mapping) and hasattr(value, "__dict__"):
+            self._hold_dict(vars(value), f"{path}{name}", ".{}")
+        elif type(value) in VALUES or plain(value) or is_users(value):
+            self._visit(value, f"{path}{name}")
+        else:
+            self._note(ById(value), f"{path}{name}")
 
 
-def _users(hooks: dict[int, Any]) -> list[Any]:
-    """The hooks without those of ``dtensor.debug``, which look on while a program runs."""
-    return [hook for hook in hooks.values() if not getattr(hook, "__module__", "").startswith("dtensor.debug")]
-
-
-@remembered(1024)
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The names that a function and those defined in it look up."""
-    inner = [name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant)]
-    return tuple(dict.fromkeys((*code.co_names, *inner)))
-
-
-def _foreign(value: Any) -> bool:
-    """Whether a function, class or module belongs to a library whose state is its own affair."""
-    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__ or ""
-    return str(name).partition(".")[0] in _FOREIGN
-
-
-def _slots(kind: type) -> list[str]:
-    """Names of attributes that are not in ``__dict__``, of a user's class."""
-    found = [vars(base).get("__slots__", ()) for base in kind.__mro__ if not _foreign(base)]
-    return [name for names in found for name in ([names] if isinstance(names, str) else names) if not name.startswith("__")]
-
-
-def _has_contents(value: Any) -> bool:
-    """Whether an object's attributes are the user's."""
-    kind = type(value)
-    if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)) or _foreign(kind):
-        return kind is types.SimpleNamespace
-    return hasattr(value, "__dict__") or bool(_slots(kind))
+_HOOKS_OF_ALL = {name: held for name, held in vars(torch.nn.modules.module).items() if name.endswith(_HOOKS)}

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from ..recording import current
 from ..tensor import DTensor
 from .signature import described
 
 _PLACE: Any = torch._C.TensorBase.grad
+# While torch.autograd.grad runs, the mode does not see what hooks look at.
+_LOOKS = frozenset((_PLACE.__get__, _PLACE.__set__, _PLACE.__delete__, torch.autograd.grad))
 
 
 class Guarded(NamedTuple):
@@ -76,28 +81,32 @@ class Leaves:
     def watched(self) -> Iterator[None]:
         """Inside, it is seen who looks at ``.grad`` and which leaves get gradients."""
         handles = [x.register_post_accumulate_grad_hook(self._noting(number)) for number, x in self._leaves.items()]
-
-        def look(x: torch.Tensor) -> Any:
-            self.touched = True
-            return _PLACE.__get__(x)
-
-        def put(x: torch.Tensor, grad: Any) -> None:
-            self.touched = True
-            _PLACE.__set__(x, grad)
-
-        def remove(x: torch.Tensor) -> None:
-            put(x, None)
-
-        torch.Tensor.grad = property(look, put, remove)  # type: ignore[assignment]  # for the time of the run
+        self._thread = get_ident()
         try:
-            yield
+            with _Looking(self):
+                yield
         finally:
-            del torch.Tensor.grad
             for handle in handles:
                 handle.remove()
 
     def _noting(self, number: int) -> Callable[[Any], None]:
-        return lambda _: self.accumulated.add(number)
+        def note(_: Any) -> None:
+            if current() is not None or get_ident() == self._thread:  # not of another thread's backward pass
+                self.accumulated.add(number)
+
+        return note
+
+
+class _Looking(TorchFunctionMode):
+    """In this thread."""
+
+    def __init__(self, leaves: Leaves) -> None:
+        self._leaves = leaves
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LOOKS:
+            self._leaves.touched = True
+        return func(*args, **(kwargs or {}))
 
 
 def leaves_of(roots: list[torch.Tensor]) -> set[int]:

@@ -11,6 +11,8 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from threading import Lock, get_ident
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -44,7 +46,7 @@ class Numbers:
     """The numbers of one recorded run.
 
     Attributes:
-        live: whether the run is under way; afterwards numbers are floats like any other.
+        live: the thread whose run is under way; elsewhere, and afterwards, numbers are floats like any other.
         guarded: places of variables whose value the run depends on after all.
         seen: whether there are any.
         reading: whether a float is being read from a tensor, which will be known as ``last``.
@@ -53,9 +55,15 @@ class Numbers:
     def __init__(self, fresh: Callable[[], Var], append: Callable[[Step], None]) -> None:
         self._fresh, self._append = fresh, append
         self._frames: list[_Frame] = []
-        self.live = self.seen = self.reading = False
+        self.seen = self.reading = False
+        self.live: int | None = None
         self.last: Var | None = None
         self.guarded: set[int] = set()
+
+    @property
+    def follows(self) -> bool:
+        """Whether this is the thread whose run is under way."""
+        return self.live == get_ident()
 
     def make(self, value: float, var: Var, places: frozenset[int] = frozenset(), read: bool = False) -> Number:
         """A float known as ``var``."""
@@ -67,7 +75,7 @@ class Numbers:
     def compute(self, fn: Callable[..., Any], *args: Any) -> Any:
         """``fn(*args)``, a step of the tape."""
         value = fn(*map(plain, args))
-        if not self.live:
+        if not self.follows:
             return value
         sources = [x for x in args if type(x) is Number]
         if type(value) is not float:
@@ -81,13 +89,14 @@ class Numbers:
 
     def escaped(self, x: Number, how: str) -> None:
         """Python code learns a number's value, and may decide by it."""
-        if self.live and x.read:
+        if not self.follows:
+            return
+        if x.read:
             raise CaptureError(
                 f"capture: a float that was read from a tensor with .item() goes to {how}, where a replay could not follow it; "
                 "compute with the 0-d tensor itself (torch.where for choices), or read it outside of the captured function"
             )
-        if self.live:
-            self.guarded |= x.places
+        self.guarded |= x.places
 
     def read(self, x: torch.Tensor) -> Any:
         """``x.item()``."""
@@ -133,25 +142,47 @@ class Numbers:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, numbers are followed."""
-        functions = {name: fn for name, fn in vars(math).items() if isinstance(fn, BuiltinFunctionType)}
-        self.live = True
-        for name, fn in functions.items():
-            setattr(math, name, self._followed(fn))
+        self.live = get_ident()
         try:
-            with _Mode(self):
+            with _MATH, _Mode(self):
                 yield
         finally:
-            self.live = False
-            for name, fn in functions.items():
-                setattr(math, name, fn)
+            self.live = None
 
-    def _followed(self, fn: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self.live and any(type(x) is Number for x in args) and not kwargs:
-                return self.compute(fn, *args)
-            return fn(*args, **kwargs)
 
-        return run
+class _Math:
+    """``math`` while anybody records: its functions take the bits of a float, which nothing shows, so there are others in their
+    places. They are the same for everybody: a number knows its recording, and all else goes to the function itself."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._entered = 0
+        self._own: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._entered += 1
+            if self._entered == 1:
+                self._own = {name: fn for name, fn in vars(math).items() if isinstance(fn, BuiltinFunctionType)}
+                vars(math).update({name: _followed(fn) for name, fn in self._own.items()})
+
+    def __exit__(self, *raised: Any) -> None:
+        with self._lock:
+            self._entered -= 1
+            if not self._entered:
+                vars(math).update(self._own)
+
+
+_MATH = _Math()
+
+
+def _followed(fn: Any) -> Any:
+    @wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        number = next((x for x in args if type(x) is Number), None)
+        return fn(*args, **kwargs) if number is None or kwargs else number.numbers.compute(fn, *args)
+
+    return run
 
 
 class _Mode(TorchFunctionMode):
@@ -162,9 +193,19 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch._C.TensorBase.item:
             return self.numbers.read(args[0])
+        if func is torch.Tensor.backward:  # seen are, too, the hooks that run in it
+            with self:
+                return torch.autograd.backward(*_backward(*args, **kwargs))
         if not self.numbers.seen or not any(type(x) is Number for x in leaves((args, kwargs))):
             return func(*args, **kwargs)
         return self.numbers.called(func, args, kwargs)
+
+
+def _backward(
+    x: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> tuple[Any, ...]:
+    """The arguments of ``torch.autograd.backward`` that do what ``x.backward`` does with these."""
+    return x, gradient, retain_graph, create_graph, None, inputs
 
 
 class _Frame:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 
-_READS = ("tolist", "numpy", "__array__", "__dlpack__", "apply_", "map_")  # what no dispatch key sees
-_MISSING = object()
+_NAMES = ("tolist", "numpy", "__array__", "__dlpack__", "apply_", "map_")  # what no dispatch key sees
+_READS = frozenset(getattr(torch.Tensor, name) for name in _NAMES)
 
 
 def refuse(what: str, within: str = "") -> CaptureError:
@@ -24,27 +24,13 @@ def refuse(what: str, within: str = "") -> CaptureError:
     )
 
 
-@contextmanager
-def refused(reading: Callable[[], str | None]) -> Iterator[None]:
-    """Inside, reading values raises where ``reading()`` gives the name of the operation at work (None: allowed)."""
-    before = {name: torch.Tensor.__dict__.get(name, _MISSING) for name in _READS}
-    for name in _READS:
-        setattr(torch.Tensor, name, _guarded(name, getattr(torch.Tensor, name), reading))
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            if method is _MISSING:
-                delattr(torch.Tensor, name)
-            else:
-                setattr(torch.Tensor, name, method)
+class Refusing(TorchFunctionMode):
+    """In this thread reading values raises where ``reading()`` gives the name of the operation at work (None: allowed)."""
 
+    def __init__(self, reading: Callable[[], str | None]) -> None:
+        self._reading = reading
 
-def _guarded(name: str, method: Any, reading: Callable[[], str | None]) -> Any:
-    def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        within = reading()
-        if within is not None and self.device.type != "meta":
-            raise refuse(f"Tensor.{name}()", within)
-        return method(self, *args, **kwargs)
-
-    return read
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and args[0].device.type != "meta" and (within := self._reading()) is not None:
+            raise refuse(f"Tensor.{func.__name__}()", within)
+        return func(*args, **(kwargs or {}))

@@ -24,7 +24,7 @@ from ..origin import references_of_dispatch
 from ..recording import ACTIVE
 from ..tensor import DTensor
 from .numbers import Numbers
-from .reads import refuse, refused
+from .reads import Refusing, refuse
 from .tape import Ranks, Step, Var
 
 aten = torch.ops.aten
@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):
         drawn = _python_draws()
         ACTIVE.append(self)
         try:
-            with refused(self._reading), self.numbers.running(), self:
+            with Refusing(self._reading), self.numbers.running(), self:
                 yield
         finally:
             ACTIVE.remove(self)

@@ -13,7 +13,7 @@ from ..errors import CaptureError
 from ..layout import Layout
 from ..remote_view import RemoteView
 from ..tensor import DTensor
-from .environment import VALUES
+from .belonging import VALUES
 from .numbers import Number, plain
 from .recorder import Recorder
 from .tape import Var

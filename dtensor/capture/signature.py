@@ -14,7 +14,8 @@ from ..errors import CaptureError
 from ..modes import MODES
 from ..rules.draw import DRAWING
 from ..tensor import DTensor
-from .environment import VALUES, ById
+from .belonging import VALUES, ById, value_of
+from .environment import Environment
 
 _DISTRIBUTED = frozenset((DTensor,))
 _LAYOUT = attrgetter("_layout")
@@ -68,9 +69,9 @@ def sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
 
 def static(value: Any) -> Any:
     """A Python argument as a part of a key."""
-    if isinstance(value, VALUES):
-        return type(value), repr(value) if isinstance(value, (float, complex)) else value
-    return ById(value)
+    if type(value) in VALUES:
+        return value_of(value)
+    return ById(value), tuple(Environment(value).key)  # what it holds; tensors in it are refused where they are used
 
 
 def described(x: torch.Tensor, argument: bool = False) -> Any:
@@ -141,5 +142,6 @@ def modes() -> tuple[Any, ...]:
         MODES.explicit,
         DRAWING.mode,
         torch.get_default_dtype(),
+        torch._C._len_torch_function_stack() and torch.get_default_device(),
         torch.get_deterministic_debug_mode(),
     )

@@ -2,76 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from operator import is_
-from types import CellType
+from collections.abc import Callable, Iterable, KeysView, Mapping
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from types import CellType, FunctionType
 from typing import Any
+
+from .holding import MISSING
+
+_MADE_OF = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 class Watch:
     """Collects containers until :meth:`settle`, and compares them from then on."""
 
-    __slots__ = ("_before", "_cells", "_dicts", "_lengths", "_names", "_others")
+    __slots__ = (
+        "_before",
+        "_cells",
+        "_dicts",
+        "_functions",
+        "_held",
+        "_keys",
+        "_names",
+        "_objects",
+        "_others",
+        "_spaces",
+        "_states",
+        "_values",
+    )
 
     def __init__(self) -> None:
-        self._dicts: list[Mapping[Any, Any]] = []
+        self._dicts: list[KeysView[Any]] = []
+        self._held: list[Mapping[Any, Any]] = []
+        self._values: list[Iterable[Any]] = []  # of these dictionaries, as they are whenever asked
+        self._spaces: list[Mapping[Any, Any]] = []  # whose keys count, and not all values
         self._cells: list[CellType] = []
+        self._functions: list[FunctionType] = []
+        self._objects: list[Any] = []
         self._names: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}  # per module, of what functions look up in it
         self._others: list[Callable[[], Iterable[Any]]] = []
+        self._states: list[tuple[Callable[[], Any], Any]] = []
 
     def dict_(self, held: Mapping[Any, Any]) -> None:
-        """All values of a dictionary."""
-        self._dicts.append(held)
+        """All keys and values of a dictionary."""
+        self._held.append(held)
+        self._dicts.append(dict.keys(held) if isinstance(held, dict) else held.keys())
+        self._values.append(dict.values(held) if isinstance(held, dict) else held.values())
+
+    def keys(self, held: Mapping[Any, Any]) -> None:
+        """Which keys a dictionary has."""
+        self._spaces.append(held)
 
     def cells(self, cells: Iterable[CellType]) -> None:
         """Variables of closures."""
         self._cells.extend(cells)
 
+    def function(self, fn: FunctionType) -> None:
+        """Its code and defaults."""
+        self._functions.append(fn)
+
+    def object(self, value: Any) -> None:
+        """Its class."""
+        self._objects.append(value)
+
     def names(self, space: dict[str, Any], names: Iterable[str]) -> None:
-        """Some variables of a module."""
+        """Some variables of a module, which may be missing."""
         self._names.setdefault(id(space), (space, {}))[1].update(dict.fromkeys(names))
 
     def other(self, held: Callable[[], Iterable[Any]]) -> None:
         """Whatever ``held()`` gives."""
         self._others.append(held)
 
+    def state(self, held: Callable[[], Any], now: Any) -> None:
+        """That ``held()`` equals ``now``."""
+        self._states.append((held, now))
+
     def settle(self) -> None:
         """Remember what they hold now."""
-        self._lengths = [*map(len, self._dicts)]
-        self._before = self._now()
+        self._before, self._keys = self._now(), self._known_keys()
 
     def unchanged(self) -> bool:
         """Whether they hold the same objects."""
-        if [*map(len, self._dicts)] != self._lengths:
-            return False
-        now = self._now()
-        return len(now) == len(self._before) and all(map(is_, now, self._before))
+        return self._same_keys() and _same(self._now(), self._before)
 
     def changed_entries(self) -> list[tuple[int, Any]] | None:
         """The entries of dictionaries, by address and key, that hold another object; None if that is not all that changed."""
         now = self._now()
-        if [*map(len, self._dicts)] != self._lengths or len(now) != len(self._before):
+        if not self._same_keys() or len(now) != len(self._before):
             return None
-        entries = [(id(held), key) for held in self._dicts for key in held]
+        entries = [(id(held), key) for held, keys in zip(self._held, self._dicts, strict=True) for key in keys]
         places = [place for place, (one, other) in enumerate(zip(now, self._before, strict=True)) if one is not other]
         return [entries[place] for place in places] if not places or places[-1] < len(entries) else None
 
+    def _known_keys(self) -> list[Any]:
+        held = [*self._dicts, *self._spaces]
+        return [*map(len, held), *chain.from_iterable(held)]
+
+    def _same_keys(self) -> bool:
+        keys, count = self._known_keys(), len(self._dicts) + len(self._spaces)
+        same = keys[:count] == self._keys[:count] and all(map(is_, keys[count:], self._keys[count:]))
+        return same and all(held() == before for held, before in self._states)
+
     def _now(self) -> list[Any]:
-        found = [value for held in self._dicts for value in held.values()]
+        found = [*chain.from_iterable(self._values)]
         try:
             found += [cell.cell_contents for cell in self._cells]
         except ValueError:  # one is not assigned yet
             found += [contents(cell) for cell in self._cells]
+        found += chain.from_iterable(map(_MADE_OF, self._functions))
+        found += map(type, self._objects)
         for space, names in self._names.values():
-            found += map(space.get, names)
+            found += map(space.get, names, repeat(MISSING))
         for held in self._others:
             found += held()
         return found
 
 
+def _same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
 def contents(cell: CellType) -> Any:
-    """What a variable of a closure holds; None before it is assigned."""
+    """What a variable of a closure holds; MISSING before it is assigned."""
     try:
         return cell.cell_contents
     except ValueError:
-        return None
+        return MISSING

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # as torch names it
 
 from ..errors import LayoutError
+from .events import issuing
 from .groups import Group
 from .protocol import Pending, Shape
 from .reduction import Op, dense
@@ -64,8 +65,9 @@ def traits_of(group: Group) -> Traits:
 
 
 # Renamed in torch 2.13, which warns at the names of 2.11.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = issuing(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
+reduce_scatter_single = issuing(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)
+broadcast, all_gather_object = issuing(dist.broadcast), issuing(dist.all_gather_object)
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -118,6 +120,7 @@ def from_bytes(row: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
     return row.view(dtype).view(tuple(shape))
 
 
+@issuing
 def exchange(group: Group, pieces: Sequence[Tensor], shapes: Sequence[Shape], async_op: bool) -> Pending[list[Tensor]]:
     """All-to-all: ``pieces[k]`` goes to group position k; from position k comes a tensor of ``shapes[k]``."""
     dtype, device = pieces[0].dtype, pieces[0].device
@@ -205,6 +208,7 @@ def message(row: Tensor) -> Tensor:
     return row if row.dtype in _CARRIED else as_row(row).view(torch.uint8)
 
 
+@issuing
 def all_to_all_rows(
     group: Group, into: Tensor, row: Tensor, arriving: list[int], leaving: list[int], async_op: bool
 ) -> dist.Work | None:
@@ -216,6 +220,7 @@ def all_to_all_rows(
     return _ended_or(group.handle.alltoall_base(message(into), message(row), arriving, leaving, _ALL_TO_ALL[async_op]), async_op)
 
 
+@issuing
 def all_gather_rows(group: Group, into: Tensor, row: Tensor, async_op: bool) -> dist.Work | None:
     """Every rank's ``row``, of one length, one after the other."""
     return _ended_or(group.handle._allgather_base(message(into), message(row), _ALL_GATHER[async_op]), async_op)
@@ -224,12 +229,18 @@ def all_gather_rows(group: Group, into: Tensor, row: Tensor, async_op: bool) -> 
 def all_reduction(group: Group, op: dist.ReduceOp.RedOpType) -> Callable[[Tensor, bool], dist.Work | None]:
     """The backend's own all-reduce, in place."""
     issue, options = group.handle.allreduce, [_with(dist.AllreduceOptions(), async_op, reduceOp=op) for async_op in (False, True)]
-    return lambda x, async_op: _ended_or(issue([x], options[async_op]), async_op)
+
+    @issuing
+    def all_reduce(x: Tensor, async_op: bool) -> dist.Work | None:
+        return _ended_or(issue([x], options[async_op]), async_op)
+
+    return all_reduce
 
 
 Message = tuple[int, Tensor]  # torch's rank in the group, and a row
 
 
+@issuing
 def post(group: Group, receives: Sequence[Message], sends: Sequence[Message]) -> list[dist.Work]:
     """Starts these messages, at most one from and to each rank; waiting for all of the works ends them."""
     if not traits_of(group).sends_lists:

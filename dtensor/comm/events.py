@@ -1,18 +1,26 @@
-"""What communication happened: an ``Event`` for each collective, sent to whoever listens.
+"""What communication happened: an ``Event`` for each collective, sent to whoever listens where it was issued.
 
-With nobody listening a collective pays one truth test of an empty list.
+With nobody listening anywhere a collective pays one truth test.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from ..scoped import Scoped
 
 if TYPE_CHECKING:
     from ..mesh import DeviceMesh
     from .regions import Route
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,7 @@ class Event:
         bytes: what one rank receives, the largest over the ranks of the groups that this process sees. For an
             all-reduce what the bandwidth-optimal algorithm receives: ``2 (n - 1) / n`` times the tensor.
         mesh: the mesh that ``mesh_dims`` belong to.
+        direct: whether the program itself called ``torch.distributed``.
     """
 
     kind: str
@@ -34,6 +43,7 @@ class Event:
     group_size: int
     bytes: int
     mesh: DeviceMesh | None = None
+    direct: bool = False
 
     @property
     def over(self) -> str:
@@ -42,13 +52,39 @@ class Event:
         return "+".join(str(dim) if names is None else names[dim] for dim in self.mesh_dims)
 
 
-listeners: list[Callable[[Event], None]] = []
+Listener = Callable[[Event], None]
+LISTENING: Scoped[Listener] = Scoped("listening")
+listeners = LISTENING.held  # empty: nobody listens anywhere
+_OURS: Scoped[None] = Scoped("issuing")
+
+
+def listening(listener: Listener) -> AbstractContextManager[None]:
+    """Inside, ``listener`` is told of the collectives of this thread or task, and of its backward passes."""
+    return LISTENING.entered(listener)
 
 
 def report(event: Event) -> None:
-    """Tells every listener."""
-    for listener in tuple(listeners):
+    """Tells those who listen here."""
+    for listener in LISTENING.values():
         listener(event)
+
+
+def issuing(fn: Callable[P, T]) -> Callable[P, T]:
+    """``fn``, whose calls of ``torch.distributed`` are part of a collective that is reported as a whole."""
+
+    @wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not listeners:
+            return fn(*args, **kwargs)
+        with _OURS.entered(None):
+            return fn(*args, **kwargs)
+
+    return run
+
+
+def reported() -> bool:
+    """Whether what runs is part of a collective that is reported as a whole."""
+    return bool(_OURS)
 
 
 # --- bytes that one rank receives, per kind ------------------------------------------------------------------------

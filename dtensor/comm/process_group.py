@@ -17,8 +17,10 @@ from ..mesh import DeviceMesh
 from ..placement import Monoid
 from . import events
 from .backends import (
+    all_gather_object,
     all_gather_single,
     all_reduction,
+    broadcast,
     directly,
     exchange,
     exchange_directly,
@@ -201,7 +203,7 @@ class ProcessGroups(Communicator):
         group = self._group(mesh_dims)
         result = dense(x) if group.position == source else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         sender = self.mesh.ranks[group.members[source]]
-        work = dist.broadcast(flat_bytes(result), sender, group=group.handle, async_op=async_op)
+        work = broadcast(flat_bytes(result), sender, group=group.handle, async_op=async_op)
         return started(work, lambda: result)
 
     def _all_gather_numbers(self, row: Sequence[int], mesh_dims: tuple[int, ...]) -> list[list[int]]:
@@ -212,5 +214,5 @@ class ProcessGroups(Communicator):
     def _all_gather_object(self, value: Any, mesh_dims: tuple[int, ...]) -> list[Any]:
         group = self._group(mesh_dims)
         values: list[Any] = [None] * group.size
-        dist.all_gather_object(values, value, group=group.handle)
+        all_gather_object(values, value, group=group.handle)
         return group.to_mesh(values)

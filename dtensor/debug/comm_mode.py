@@ -11,29 +11,11 @@ import torch.distributed as dist
 
 from ..comm import events
 from ..comm.events import Event
+from ..scoped import Block
 from . import functional
 from .module_log import ModuleLog
 
 EXCHANGE = "all_gather_object"
-
-# torch's collectives by the operators that programs written for it ask for
-_KINDS = {
-    "all_reduce": "all_reduce",
-    "allreduce_": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "shard_dim_alltoall": "all_to_all",
-    "scatter_": "scatter",
-    "broadcast": "broadcast",
-    "broadcast_": "broadcast",
-}
 
 
 class Counts(defaultdict[Any, int]):
@@ -49,22 +31,28 @@ class Counts(defaultdict[Any, int]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, dict) and dict(self) == {_kind(key): count for key, count in other.items()}
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other  # a dict has one of its own
+
     __hash__ = None  # type: ignore[assignment]  # as of any dict
 
 
 def _kind(key: Any) -> Any:
     """The kind that a torch operator stands for; any other key is its own."""
     packet = getattr(key, "overloadpacket", key)
-    return _KINDS.get(packet.__name__, "") if isinstance(packet, torch._ops.OpOverloadPacket) else key
+    return functional.kind_of(packet.__name__) if isinstance(packet, torch._ops.OpOverloadPacket) else key
 
 
 class CommDebugMode:
     """Counts collectives and the bytes they bring to a rank; modes nest, each counts its own block.
 
     One call of a collective counts once, whether its ranks are processes or all live here. Groups of one rank do not
-    communicate and do not count. Torch's functional collectives, called by the program itself, count as well; what it calls of
-    ``torch.distributed`` directly does not. Exchanges of small Python values (``from_local`` asks for the sizes of ragged
-    pieces) are no collectives of tensors: the table has a line for them, and :meth:`get_exchange_count` their number.
+    communicate and do not count. What the program itself calls of ``torch.distributed`` counts as well, messages and barriers
+    too: once for each call of a process group, also for a coalesced one of many tensors (``all_gather_object`` makes two), and
+    the table says "direct". Exchanges of small Python values (``from_local`` asks for the sizes of ragged pieces) are no
+    collectives of tensors: the table has a line for them, and :meth:`get_exchange_count` their number.
+
+    Counted is what the thread or task that entered it issues, and its backward passes.
 
     >>> mesh = DeviceMesh("cpu", 2)
     >>> with CommDebugMode() as comm:
@@ -77,19 +65,21 @@ class CommDebugMode:
         self.events: list[Event] = []
         self._modules = ModuleLog()
         self._world: Any = None
+        self._blocks: list[Block[events.Listener]] = []
 
     def __enter__(self) -> CommDebugMode:
         self.events.clear()
-        self._modules.__enter__()
         self._world = dist.group.WORLD
-        events.listeners.append(self._record)
+        block = events.LISTENING.enter(self._record)
+        self._blocks.append(block)
+        self._modules.follow(lambda: events.LISTENING.sees(block))
         functional.listen()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         functional.leave()
-        events.listeners.remove(self._record)
-        self._modules.__exit__(*exception)
+        events.LISTENING.leave_one(self._blocks)
+        self._modules.stop()
 
     def _record(self, event: Event) -> None:
         if event.mesh is not None and event.mesh.kind == "process_group" and event.mesh._root.world is not self._world:
@@ -122,6 +112,14 @@ class CommDebugMode:
             counts[event.kind] += 1
         return counts
 
+    def get_direct_counts(self) -> dict[Any, int]:
+        """Those of :meth:`get_comm_counts` that are the program's own calls of ``torch.distributed``."""
+        counts = Counts(int)
+        for event in self.events:
+            if event.direct:
+                counts[event.kind] += 1
+        return counts
+
     def get_comm_bytes(self) -> dict[Any, int]:
         """Bytes received by one rank (the largest over ranks, for each collective) of each kind."""
         totals = Counts(int)
@@ -133,7 +131,8 @@ class CommDebugMode:
         """One line for each kind, mesh dims and group size, in order of first use."""
         rows: dict[tuple[str, str, str], list[int]] = {}
         for event in self.events:
-            row = rows.setdefault((event.kind, event.over, str(event.group_size)), [0, 0])
+            over = "direct" if event.direct else event.over
+            row = rows.setdefault((event.kind, over, str(event.group_size)), [0, 0])
             row[0] += 1
             row[1] += event.bytes
         head = ("collective", "over", "ranks", "count", "bytes received per rank")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,9 +14,15 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ..comm.events import Event
 from ..tensor import DTensor
 
+_RUNNING: ContextVar[tuple[tuple[Any, str], ...]] = ContextVar("running", default=())  # by log, the modules entered here
+
+
+def _nowhere() -> bool:
+    return False
+
 
 class ModuleLog:
-    """Follows modules while it is entered: ``record`` books a collective on the innermost one that is running.
+    """Follows modules from :meth:`follow` to :meth:`stop`: ``record`` books a collective on the innermost one that is running.
 
     Backward runs outside of modules: what it communicates is booked on the whole.
     """
@@ -25,26 +32,27 @@ class ModuleLog:
         self.collectives: dict[tuple[str, str], Counter[str]] = {}  # (module, "forward" | "backward") -> kinds
         self._names: dict[nn.Module, str] = {}
         self._seen: dict[str, None] = {}  # names of the modules that ran, in order
-        self._running: list[str] = []
         self._hooks: list[Any] = []
-        self._thread = 0  # whose modules are followed: ranks may be threads, and hooks hear all of them
+        self._here = _nowhere
 
-    def __enter__(self) -> ModuleLog:
+    def follow(self, here: Callable[[], bool]) -> None:
+        """From now on; ``here`` tells whether a module runs where it shall be followed: hooks hear those of all threads."""
         self.parameters.clear()
         self.collectives.clear()
         self._seen.clear()
-        self._thread = threading.get_ident()
-        self._hooks = [register_module_forward_pre_hook(self._entered)]
-        return self
+        self._here = here
+        self._hooks.append(register_module_forward_pre_hook(self._entered))
 
-    def __exit__(self, *exception: Any) -> None:
+    def stop(self) -> None:
+        """No longer."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
         self._names.clear()
-        self._running.clear()
+        self._here = _nowhere
 
     def _entered(self, module: nn.Module, _: Any) -> None:
-        if threading.get_ident() != self._thread:
+        if not self._here():
             return
         if module not in self._names:  # a root, named by its type, or a module that no other lists
             root = type(module).__name__
@@ -53,20 +61,25 @@ class ModuleLog:
                     self._names[inner] = f"{root}.{name}" if name else root
                     self._hooks.append(inner.register_forward_hook(self._left, always_call=True))
         name = self._names[module]
-        self._running.append(name)
+        _RUNNING.set((*_RUNNING.get(), (self, name)))
         self._seen[name] = None
         own = dict(module.named_parameters(recurse=False))
         if own:
             self.parameters[name] = own
 
     def _left(self, module: nn.Module, *_: Any) -> None:
-        if threading.get_ident() == self._thread:
-            self._running.pop()
+        running = _RUNNING.get()
+        last = max((place for place, entered in enumerate(running) if entered == (self, self._names.get(module))), default=None)
+        if last is not None:
+            _RUNNING.set(running[:last] + running[last + 1 :])
 
     def record(self, event: Event) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
-        where = ("all modules", "backward") if in_backward else (self._running[-1] if self._running else "outside", "forward")
+        where = ("all modules", "backward") if in_backward else (self._innermost(), "forward")
         self.collectives.setdefault(where, Counter())[event.kind] += 1
+
+    def _innermost(self) -> str:
+        return next((name for log, name in reversed(_RUNNING.get()) if log is self), "outside")
 
     def inclusive(self) -> dict[str, dict[str, Counter[str]]]:
         """Collectives by module and phase, a module's with those of its parts; "Global" has all, and all of backward's."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
-from ..modes import MODES
+from ..modes import PLAIN_TARGETS
+from ..scoped import entering
 
 
-@contextmanager
+@entering
 def loss_parallel() -> Iterator[None]:
     """Inside, the targets and class weights of a cross-entropy may be plain tensors, the same on every rank.
 
@@ -20,8 +20,5 @@ def loss_parallel() -> Iterator[None]:
     ...     torch.nn.functional.cross_entropy(logits, torch.tensor([1, 7, 0])).item()
     2.0794...
     """
-    before, MODES.plain_targets = MODES.plain_targets, True
-    try:
+    with PLAIN_TARGETS.entered(None):
         yield
-    finally:
-        MODES.plain_targets = before

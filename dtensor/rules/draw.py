@@ -14,7 +14,6 @@ ranks outside of the mesh that run the op draw too: their next draw is then that
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,16 +22,32 @@ from ..comm import communicator_of
 from ..layout import Layout
 from ..mesh import DeviceMesh
 from ..recording import aside, site
+from ..scoped import Scoped
 from .counter import Arguments, Sampler, sample
 
 MODES = ("exact", "counter")
 
 
-@dataclass(slots=True)
 class Drawing:
-    """The current mode."""
+    """The mode: of the innermost block of ``random_mode``, else of the process, as the generators are.
 
-    mode: str = "exact"
+    Attributes:
+        whole: of the process.
+        blocks: of ``random_mode``.
+    """
+
+    def __init__(self) -> None:
+        self.whole = MODES[0]
+        self.blocks: Scoped[str] = Scoped("random_mode")
+
+    @property
+    def mode(self) -> str:
+        return self.blocks.last(self.whole) if self.blocks.held else self.whole
+
+    def from_now_on(self, mode: str) -> None:
+        """Until the innermost block ends; outside of blocks for the whole process."""
+        if not self.blocks.assign(mode):
+            self.whole = mode
 
 
 DRAWING = Drawing()

@@ -32,8 +32,8 @@ def factors_of_groups(call: Call) -> tuple[dict[str, Dims], dict[str, int], list
 
 
 def single(call: Call) -> frozenset[str]:
-    """A single group is whole, its channels have a kernel, and without channels nothing is worth cutting. Of several groups channels
-    are whole, also where each rank has one.
+    """A single group is whole, its channels have a kernel, and without channels nothing is worth cutting. Of several groups
+    channels are whole, also where each rank has one.
     """
     return frozenset("g" if call["group"] == 1 or not call["C"] else "c")
 

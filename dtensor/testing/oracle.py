@@ -8,8 +8,7 @@ It runs in one process and, with the same arguments on every rank, on process gr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,20 +120,10 @@ def compare(
         for leaf, like in zip(made, plain.leaves, strict=True):
             if isinstance(leaf, DTensor):
                 leaf.requires_grad_(like.requires_grad)
-        with _listening(outcome.events):
+        with events.listening(outcome.events.append):
             run = _Run(fn, given, made, cloned, seed)
         _compare_runs(outcome, plain, run, mesh, wanted)
     return outcome
-
-
-@contextmanager
-def _listening(collected: list[events.Event]) -> Iterator[None]:
-    listen = collected.append
-    events.listeners.append(listen)
-    try:
-        yield
-    finally:
-        events.listeners.remove(listen)
 
 
 class _Run:

@@ -1,0 +1,87 @@
+"""What objects hold that is neither in attributes nor in a dict, list or set: the parts of wrappers, and states as values."""
+
+from __future__ import annotations
+
+import array
+import functools
+import random
+import types
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import numpy
+
+from ..errors import CaptureError
+
+MISSING = object()  # where there is nothing; nothing else is it
+
+_PARTIAL = ("func", "args", "keywords")
+_PARTS: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__self__", "__func__"),
+    property: ("fget", "fset", "fdel"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    functools.cached_property: ("func",),
+    functools.partial: _PARTIAL,
+    functools.partialmethod: _PARTIAL,
+    functools.singledispatchmethod: ("func", "dispatcher"),
+    type(functools.cache(len)): ("__wrapped__",),
+}
+
+
+def parts_of(value: Any) -> list[Any] | None:
+    """What a method, property, partial or the like is made of; None for anything else."""
+    for kind, names in _PARTS.items():
+        if isinstance(value, kind):
+            return [getattr(value, name, None) for name in names]
+    return None
+
+
+def contents_of(value: Any) -> Callable[[], list[Any]] | None:
+    """Gives the objects that something holds now."""
+    if isinstance(value, ContextVar):
+        return lambda: [value.get(MISSING)]
+    if isinstance(value, types.GeneratorType):
+        return lambda: [] if value.gi_frame is None else [*value.gi_frame.f_locals.values(), value.gi_yieldfrom]
+    if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+        return lambda: list(value.flat)
+    return None
+
+
+def state_of(value: Any) -> Callable[[], Any] | None:
+    """Gives a value, equal as long as what an object holds is the same. Large arrays are compared whole.
+
+    Raises:
+        CaptureError: it is an iterator that does not tell where it stands.
+    """
+    if isinstance(value, numpy.ndarray):
+        return None if value.dtype.hasobject else lambda: (value.dtype.str, value.shape, value.tobytes())
+    if isinstance(value, (bytearray, array.array, memoryview)):
+        return lambda: bytes(value)
+    if isinstance(value, random.Random):
+        return value.getstate
+    if isinstance(value, numpy.random.Generator):
+        return lambda: repr(value.bit_generator.state)
+    if isinstance(value, numpy.random.RandomState):
+        return lambda: repr(value.get_state(legacy=False))
+    if isinstance(value, types.GeneratorType):
+        return lambda: None if value.gi_frame is None else value.gi_frame.f_lasti
+    if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+        return functools.partial(_position, value)
+    return None
+
+
+def _position(value: Any) -> Any:
+    if type(value).__name__ in ("count", "repeat"):  # Python 3.14 has taken their other ways to tell
+        return repr(value)
+    try:
+        _, arguments, *rest = value.__reduce__()
+    except TypeError:
+        raise CaptureError(
+            f"capture: the function can reach a {type(value).__name__}, an iterator that does not tell where it stands, so a "
+            "replay could not see it move on; keep it out of the captured function and pass what it gives as an argument"
+        ) from None
+    return tuple(_position(x) if isinstance(x, Iterator) else len(x) if hasattr(x, "__len__") else x for x in arguments), repr(
+        rest
+    )

@@ -1,0 +1,759 @@
+"""Whatever a captured function can read is guarded: after a change a call gives what the function gives, or is refused."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextvars
+import dataclasses
+import enum
+import functools
+import itertools
+import os
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import dtensor as dt
+from dtensor.errors import CaptureError
+
+MESH = dt.init_device_mesh("cpu", (2,))
+X = dt.distribute_tensor(torch.arange(1.0, 6.0), MESH, [dt.Shard(0)])
+
+Case = tuple[Callable[[Any], Any], Callable[[], Any]]  # a function, and a change of what it reads
+CASES: dict[str, Callable[[], Case]] = {}
+
+
+def case(fn: Callable[[], Case]) -> Callable[[], Case]:
+    CASES[fn.__name__] = fn
+    return fn
+
+
+def package() -> Any:
+    """``pkg``, ``pkg.sub`` and ``pkg.sub.deep``, with variables, as imported modules."""
+    pkg, sub, deep = (types.ModuleType(name) for name in ("given_pkg", "given_pkg.sub", "given_pkg.sub.deep"))
+    pkg.sub, sub.deep = sub, deep  # type: ignore[attr-defined]
+    for module in (pkg, sub, deep):
+        module.alpha, module.items, module.table = 2.0, [1.0, 2.0], {"k": 3.0}  # type: ignore[attr-defined]
+        sys.modules[module.__name__] = module
+    return pkg
+
+
+pkg = package()
+alpha = 2.0
+rates = [1.0, 2.0]
+flags: dict[str, Any] = {}
+settings = argparse.Namespace(scale=2.0)
+variable: contextvars.ContextVar[float] = contextvars.ContextVar("variable", default=1.0)
+array = numpy.ones(3)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    global pkg, alpha, rates, array
+    pkg, alpha, rates, array = package(), 2.0, [1.0, 2.0], numpy.ones(3)
+    flags.clear()
+    settings.scale = 2.0
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    variable.set(1.0)
+
+
+def change(**values: Any) -> Callable[[], None]:
+    return lambda: globals().update(values)
+
+
+@case
+def a_global() -> Case:
+    return lambda x: x * alpha, change(alpha=3.0)
+
+
+@case
+def a_global_that_comes_later() -> Case:
+    space: dict[str, Any] = {"__name__": "given_space"}
+    exec("def fn(x): return x * (later if 'later' in globals() else 1.0)", space)
+    return space["fn"], lambda: space.update(later=3.0)
+
+
+@case
+def a_module_in_a_module() -> Case:
+    return lambda x: x * pkg.sub.alpha, lambda: setattr(pkg.sub, "alpha", 5.0)
+
+
+@case
+def a_module_deep_down() -> Case:
+    return lambda x: x * pkg.sub.deep.alpha, lambda: setattr(pkg.sub.deep, "alpha", 5.0)
+
+
+@case
+def a_list_in_a_module_deep_down() -> Case:
+    return lambda x: x * sum(pkg.sub.deep.items), lambda: pkg.sub.deep.items.append(5.0)
+
+
+@case
+def a_table_in_a_module() -> Case:
+    return lambda x: x * pkg.sub.table["k"], lambda: pkg.sub.table.update(k=5.0)
+
+
+@case
+def a_module_replaced() -> Case:
+    return lambda x: x * pkg.sub.alpha, lambda: setattr(pkg, "sub", types.SimpleNamespace(alpha=7.0))
+
+
+@case
+def a_name_added_to_a_module() -> Case:
+    return lambda x: x * (2.0 if hasattr(pkg.sub, "extra") else 1.0), lambda: setattr(pkg.sub, "extra", 1)
+
+
+@case
+def a_name_exchanged_in_a_module() -> Case:
+    def swap() -> None:
+        del pkg.sub.items
+        pkg.sub.extra = 1
+
+    return lambda x: x * getattr(pkg.sub, "extra", 3.0), swap
+
+
+@case
+def a_module_given_to_a_function() -> Case:
+    def read(module: Any, name: str) -> Any:
+        return getattr(module, name)
+
+    return lambda x: x * read(pkg.sub, "alpha"), lambda: setattr(pkg.sub, "alpha", 5.0)
+
+
+@case
+def a_module_with_getattr() -> Case:
+    pkg.sub.__getattr__ = lambda name: pkg.sub.table["k"]
+    return lambda x: x * pkg.sub.missing, lambda: pkg.sub.table.update(k=5.0)
+
+
+@case
+def an_import_inside() -> Case:
+    def fn(x: Any) -> Any:
+        import given_pkg.sub.deep as deep  # type: ignore[import-not-found]
+        from given_pkg.sub import alpha as inner  # type: ignore[import-not-found]
+
+        return x * inner * deep.alpha
+
+    return fn, lambda: setattr(pkg.sub.deep, "alpha", 5.0)
+
+
+@case
+def a_module_by_its_name() -> Case:
+    return lambda x: x * sys.modules["given_pkg.sub"].alpha, lambda: setattr(pkg.sub, "alpha", 5.0)
+
+
+class Thing:
+    factor = 1.0
+
+    def __init__(self) -> None:
+        self.own = 1.0
+        self.items = [1.0, 2.0]
+
+    @property
+    def through_property(self) -> float:
+        return alpha * self.own
+
+    @classmethod
+    def through_class(cls) -> float:
+        return alpha * cls.factor
+
+    @staticmethod
+    def through_static() -> float:
+        return alpha
+
+    @functools.cached_property
+    def cached(self) -> float:
+        return alpha
+
+    def method(self) -> float:
+        return 1.0
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.own
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "flag":
+            raise AttributeError(name)
+        return alpha
+
+    def __getitem__(self, k: int) -> float:
+        return alpha * k
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+@case
+def a_global_in_a_property() -> Case:
+    thing = Thing()
+    return lambda x: x * thing.through_property, change(alpha=3.0)
+
+
+@case
+def a_global_in_a_class_method() -> Case:
+    return lambda x: x * Thing.through_class(), change(alpha=3.0)
+
+
+@case
+def a_global_in_a_static_method() -> Case:
+    thing = Thing()
+    return lambda x: x * thing.through_static(), change(alpha=3.0)
+
+
+@case
+def a_global_in_special_methods() -> Case:
+    thing = Thing()
+    return lambda x: x * thing[1] * thing.whatever, change(alpha=3.0)
+
+
+@case
+def a_cached_property_forgotten() -> Case:
+    thing = Thing()
+    thing.cached  # noqa: B018
+
+    def forget() -> None:
+        globals()["alpha"] = 3.0
+        del thing.cached
+
+    return lambda x: x * thing.cached, forget
+
+
+@case
+def an_attribute_added() -> Case:
+    thing = Thing()
+    return lambda x: x * (2.0 if hasattr(thing, "flag") else 1.0), lambda: setattr(thing, "flag", 1)
+
+
+@case
+def a_class_attribute() -> Case:
+    made = type("Made", (Thing,), {})
+    return lambda x: x * made.factor, lambda: setattr(made, "factor", 3.0)
+
+
+@case
+def a_method_of_the_class() -> Case:
+    made = type("Made", (Thing,), {})
+    thing = made()
+    return lambda x: x * thing.method(), lambda: setattr(made, "method", lambda self: 4.0)
+
+
+@case
+def a_method_of_the_instance() -> Case:
+    thing = Thing()
+    return lambda x: x * thing.method(), lambda: setattr(thing, "method", lambda: 4.0)
+
+
+@case
+def another_class() -> Case:
+    thing = Thing()
+    return lambda x: x * thing.method(), lambda: setattr(thing, "__class__", type("M", (Thing,), {"method": lambda self: 4.0}))
+
+
+@case
+def a_class_of_classes() -> Case:
+    class Kind(type):
+        rate = 1.0
+
+    class Made(metaclass=Kind):
+        pass
+
+    return lambda x: x * Made.rate, lambda: setattr(Kind, "rate", 4.0)
+
+
+@case
+def the_length_of_a_list() -> Case:
+    return lambda x: x * len(rates), lambda: rates.append(1.0)
+
+
+@case
+def an_element_of_a_long_list() -> Case:
+    long = list(range(20_000))
+    return lambda x: x * long[15_000], lambda: long.__setitem__(15_000, 7)
+
+
+@case
+def an_element_of_a_long_list_of_floats() -> Case:
+    long = [float(k) for k in range(12_000)]
+    return lambda x: x * long[11_000], lambda: long.__setitem__(11_000, 7.0)
+
+
+@case
+def an_element_of_a_long_dict() -> Case:
+    long = {k: k for k in range(20_000)}
+    return lambda x: x * long[15_000], lambda: long.__setitem__(15_000, 7)
+
+
+@case
+def an_attribute_of_a_list() -> Case:
+    class Listed(list):  # type: ignore[type-arg]
+        scale = 1.0
+
+    held = Listed([1.0])
+    return lambda x: x * held.scale, lambda: setattr(held, "scale", 3.0)
+
+
+@case
+def a_key_that_comes_later() -> Case:
+    return lambda x: x * flags.get("scale", 1.0), lambda: flags.update(scale=2.0)
+
+
+@case
+def a_field() -> Case:
+    @dataclasses.dataclass
+    class Config:
+        scale: float = 1.0
+        nested: list[float] = dataclasses.field(default_factory=lambda: [1.0])
+
+    config = Config()
+    return lambda x: x * config.scale * config.nested[0], lambda: config.nested.__setitem__(0, 4.0)
+
+
+@case
+def a_slot() -> Case:
+    class Slotted:
+        __slots__ = ("__hidden", "scale")
+
+        def __init__(self) -> None:
+            self.scale = self.__hidden = 1.0
+
+        def read(self) -> float:
+            return self.scale * self.__hidden
+
+    held = Slotted()
+    return lambda x: x * held.read(), lambda: setattr(held, "_Slotted__hidden", 3.0)
+
+
+@case
+def arguments_of_a_program() -> Case:
+    return lambda x: x * settings.scale, lambda: setattr(settings, "scale", 3.0)
+
+
+@case
+def a_partial() -> Case:
+    held = [1.0]
+    return functools.partial(lambda held, x: x * held[0], held), lambda: held.__setitem__(0, 3.0)
+
+
+@case
+def a_partial_method() -> Case:
+    class Made:
+        def times(self, factor: float, x: Any) -> Any:
+            return x * factor * alpha
+
+        twice = functools.partialmethod(times, 2.0)
+
+    made = Made()
+    return lambda x: made.twice(x), change(alpha=3.0)
+
+
+@case
+def a_variable_of_a_closure() -> Case:
+    scale = 1.0
+
+    def set_scale() -> None:
+        nonlocal scale
+        scale = 3.0
+
+    return lambda x: x * scale, set_scale
+
+
+@case
+def a_nested_function() -> Case:
+    def fn(x: Any) -> Any:
+        def inner() -> Any:
+            return sum(pkg.sub.alpha for _ in range(1))
+
+        return x * inner()
+
+    return fn, lambda: setattr(pkg.sub, "alpha", 3.0)
+
+
+@case
+def an_attribute_of_a_function() -> Case:
+    def fn(x: Any) -> Any:
+        return x * fn.scale  # type: ignore[attr-defined]
+
+    fn.scale = 1.0  # type: ignore[attr-defined]
+    return fn, lambda: setattr(fn, "scale", 3.0)
+
+
+@case
+def a_default() -> Case:
+    def fn(x: Any, scale: float = 1.0) -> Any:
+        return x * scale
+
+    return fn, lambda: setattr(fn, "__defaults__", (3.0,))
+
+
+@case
+def other_code() -> Case:
+    def inner() -> float:
+        return 1.0
+
+    def other() -> float:
+        return 3.0
+
+    return lambda x: x * inner(), lambda: setattr(inner, "__code__", other.__code__)
+
+
+@case
+def a_decorated_function() -> Case:
+    def twice(fn: Any) -> Any:
+        @functools.wraps(fn)
+        def run() -> Any:
+            return 2 * fn()
+
+        return run
+
+    @twice
+    def read() -> float:
+        return alpha
+
+    return lambda x: x * read(), change(alpha=3.0)
+
+
+@case
+def a_cached_function() -> Case:
+    @functools.lru_cache
+    def read() -> float:
+        return alpha
+
+    def forget() -> None:
+        globals()["alpha"] = 3.0
+        read.cache_clear()
+
+    return lambda x: x * read(), forget
+
+
+@case
+def the_environment() -> Case:
+    return lambda x: x * float(os.environ.get("GIVEN_SCALE", "1")), lambda: os.environ.update(GIVEN_SCALE="3")
+
+
+@case
+def the_environment_through_getenv() -> Case:
+    return lambda x: x * float(os.getenv("GIVEN_SCALE", "1")), lambda: os.environ.update(GIVEN_SCALE="3")
+
+
+@case
+def a_context_variable() -> Case:
+    return lambda x: x * variable.get(), lambda: variable.set(3.0)
+
+
+@case
+def an_array() -> Case:
+    return lambda x: x * float(array[1]), lambda: array.__setitem__(1, 3.0)
+
+
+@case
+def a_view_of_an_array() -> Case:
+    whole = numpy.ones((4, 4))
+    held = whole[::2, 1]
+    return lambda x: x * float(held.sum()), lambda: whole.__setitem__((2, 1), 3.0)
+
+
+@case
+def bytes_that_change() -> Case:
+    held = bytearray(b"\1\2\3")
+    return lambda x: x * held[1], lambda: held.__setitem__(1, 9)
+
+
+@case
+def a_generator() -> Case:
+    held = (float(k) for k in itertools.count(1))
+    return lambda x: x * next(held), lambda: None
+
+
+@case
+def an_iterator() -> Case:
+    held = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    return lambda x: x * next(held), lambda: None
+
+
+@case
+def a_count() -> Case:
+    held = itertools.count(1)
+    return lambda x: x * next(held), lambda: None
+
+
+@case
+def a_random_generator_of_python() -> Case:
+    held = random.Random(0)
+    return lambda x: x * held.random(), lambda: None
+
+
+@case
+def a_random_generator_of_numpy() -> Case:
+    held = numpy.random.default_rng(0)
+    return lambda x: x * held.random(), lambda: None
+
+
+@case
+def a_member_of_an_enum() -> Case:
+    class Level(enum.Enum):
+        LOW = 1
+
+        def scale(self) -> float:
+            return alpha
+
+    return lambda x: x * Level.LOW.scale(), change(alpha=3.0)
+
+
+@case
+def containers_of_the_library() -> Case:
+    held: dict[str, Any] = {
+        "deque": collections.deque([1.0]),
+        "chain": collections.ChainMap({"a": 1.0}),
+        "user": collections.UserDict({"a": 1.0}),
+        "counts": collections.Counter(a=1),
+        "default": collections.defaultdict(float),
+    }
+
+    def alter() -> None:
+        held["chain"].maps[0]["a"] = 5.0
+        held["user"].data["a"] = 3.0
+
+    return lambda x: x * held["deque"][0] * held["chain"]["a"] * held["user"]["a"] * held["counts"]["a"], alter
+
+
+@case
+def a_set() -> Case:
+    held = {1, 2}
+    return lambda x: x * len(held), lambda: held.add(5)
+
+
+@case
+def the_default_dtype() -> Case:
+    return lambda x: x * torch.ones(5).to(x.dtype).sum(), lambda: None
+
+
+@case
+def whether_gradients_are_on() -> Case:
+    torch.set_grad_enabled(True)
+    return lambda x: x * (2.0 if torch.is_grad_enabled() else 1.0), lambda: torch.set_grad_enabled(False)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Sequential(nn.Dropout(0.0), nn.Identity())
+        self.drop[1].rates = [1.0, 2.0]
+        self.drop[1].notes = types.SimpleNamespace(held=[{"scale": 1.0}])
+        self.register_buffer("scale", dt.ones(5, device_mesh=MESH, placements=[dt.Shard(0)]))
+
+    def forward(self, x: Any) -> Any:
+        inner = self.drop[1]
+        y = self.drop(x) * self.scale * sum(inner.rates) * inner.notes.held[0]["scale"]
+        return y * 2 if inner.training else y
+
+
+def net_case(name: str, alter: Callable[[Net], Any]) -> None:
+    def made() -> Case:
+        net = Net()
+        return net, lambda: alter(net)
+
+    CASES[f"a_module_{name}"] = made
+
+
+net_case("list_inside", lambda net: net.drop[1].rates.append(4.0))
+net_case("namespace_inside", lambda net: net.drop[1].notes.held[0].update(scale=4.0))
+net_case("part_in_evaluation", lambda net: net.drop[1].eval())
+net_case("buffer_replaced", lambda net: setattr(net, "scale", net.scale * 3))
+net_case("buffer_written", lambda net: net.scale.mul_(3))
+net_case("part_replaced", lambda net: net.drop.__setitem__(0, nn.ReLU()))
+net_case("part_appended", lambda net: net.drop.append(nn.ELU(0.5)))
+net_case("hook", lambda net: net.drop[1].register_forward_hook(lambda module, args, out: out * 3))
+net_case("hook_of_all", lambda net: CLEANUP.append(nn.modules.module.register_module_forward_hook(_tripled)))
+net_case("forward_of_its_own", lambda net: setattr(net.drop[1], "forward", lambda x: x * 5))
+CLEANUP: list[Any] = []
+
+
+def _tripled(module: Any, args: Any, out: Any) -> Any:
+    return out * 3 if type(module) is nn.Identity else None
+
+
+@case
+def a_parametrization() -> Case:
+    net = nn.Linear(5, 5, bias=False)
+    net.weight = nn.Parameter(dt.ones(5, 5, device_mesh=MESH, placements=[dt.Replicate()]))
+
+    class Doubled(nn.Module):
+        def forward(self, w: Any) -> Any:
+            return w * 2
+
+    return net, lambda: nn.utils.parametrize.register_parametrization(net, "weight", Doubled())
+
+
+@case
+def a_rate_of_an_optimizer() -> Case:
+    opt = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    return lambda x: x * opt.param_groups[0]["lr"], lambda: opt.param_groups[0].update(lr=3.0)
+
+
+@case
+def an_epoch_of_a_schedule() -> Case:
+    opt = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 1)
+
+    def alter() -> None:
+        opt.step()
+        schedule.step()
+
+    return lambda x: x * (1 + schedule.last_epoch), alter
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_changes_between_calls_is_seen(name: str) -> None:
+    fn, alter = CASES[name]()
+    captured = dt.capture(fn)
+    twin = fn
+    if name in STATEFUL:  # each call changes what the next one reads: refused within three calls
+        with pytest.raises(CaptureError):
+            _ = [captured(X) for _ in range(4)]
+        return
+    try:
+        for _ in range(3):
+            with torch.no_grad() if isinstance(fn, nn.Module) else torch.set_grad_enabled(torch.is_grad_enabled()):
+                assert torch.equal(captured(X).full_tensor(), twin(X).full_tensor())
+        assert captured.cache_info().replayed > 0, "the case shows nothing"
+        alter()
+        with torch.no_grad() if isinstance(fn, nn.Module) else torch.set_grad_enabled(torch.is_grad_enabled()):
+            assert torch.equal(captured(X).full_tensor(), twin(X).full_tensor())
+    finally:
+        torch.set_grad_enabled(True)
+        while CLEANUP:
+            CLEANUP.pop().remove()
+
+
+STATEFUL = {
+    "a_generator",
+    "an_iterator",
+    "a_count",
+    "a_random_generator_of_python",
+    "a_random_generator_of_numpy",
+}
+
+
+class Config:
+    def __init__(self) -> None:
+        self.scale, self.array, self.items = 1.0, numpy.ones(2), [1.0]
+
+
+def test_objects_among_the_arguments_are_guarded_too() -> None:
+    config, scales = Config(), numpy.ones(3)
+
+    def fn(x: Any, held: Config, more: Any) -> Any:
+        return x * held.scale * float(held.array[0]) * sum(held.items) * float(more[1]) * alpha
+
+    captured = dt.capture(fn)
+
+    def check() -> None:
+        assert torch.equal(captured(X, config, scales).full_tensor(), fn(X, config, scales).full_tensor())
+
+    check()
+    check()
+    assert captured.cache_info().replayed == 1
+    for alter in (
+        lambda: setattr(config, "scale", 2.0),
+        lambda: config.array.__setitem__(0, 3.0),
+        lambda: config.items.append(4.0),
+        lambda: scales.__setitem__(1, 5.0),
+    ):
+        alter()
+        check()
+
+
+class Tripled(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 3 if func is torch.Tensor.mul else result
+
+
+def test_modes_of_the_users_see_each_operation() -> None:
+    captured = dt.capture(lambda x: x.mul(2))
+    for _ in range(2):
+        captured(X)
+    with Tripled():
+        found = captured(X)
+    assert torch.equal(found.full_tensor(), X.full_tensor() * 6)
+    assert torch.equal(captured(X).full_tensor(), X.full_tensor() * 2)
+
+
+class State:
+    """State of many kinds, a program that reads it, and changes."""
+
+    rate = 1.0
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.numbers, self.table = [1.0, 2.0, 3.0], {"a": 1.0, "b": 2.0}
+        self.nested = types.SimpleNamespace(inner=[{"x": 1.0}])
+        self.net = Net()
+        self.scale = 1.0
+
+    @property
+    def product(self) -> float:
+        return self.scale * type(self).rate * alpha
+
+    def changes(self) -> list[Callable[[], Any]]:
+        value = float(self.rng.randrange(1, 5))
+        return [
+            lambda: None,
+            lambda: self.numbers.__setitem__(self.rng.randrange(len(self.numbers)), value),
+            lambda: self.numbers.append(value),
+            lambda: self.table.update({self.rng.choice("abcd"): value}),
+            lambda: self.table.pop(next(iter(self.table)), None),
+            lambda: self.nested.inner[0].update(x=value),
+            lambda: setattr(self.nested, "inner", [{"x": value}]),
+            lambda: setattr(self, "scale", value),
+            lambda: setattr(type(self), "rate", value),
+            lambda: setattr(pkg.sub, "alpha", value),
+            lambda: setattr(pkg.sub.deep, self.rng.choice(["alpha", "extra"]), value),
+            lambda: globals().update(alpha=value),
+            lambda: self.net.drop[1].train(self.rng.random() < 0.5),
+            lambda: self.net.drop[1].rates.append(value),
+            lambda: setattr(self.net, "scale", self.net.scale * value),
+            lambda: self.net.scale.add_(value),
+            lambda: settings.__dict__.update(scale=value),
+            lambda: os.environ.update(GIVEN_SCALE=str(value)),
+        ]
+
+    def program(self) -> Callable[[Any], Any]:
+        parts: list[Callable[[Any], Any]] = [
+            lambda x: x * sum(self.numbers),
+            lambda x: x * len(self.numbers),
+            lambda x: x * self.table.get("c", 2.0) * len(self.table),
+            lambda x: x * self.nested.inner[0]["x"],
+            lambda x: x * self.product,
+            lambda x: x * pkg.sub.alpha * getattr(pkg.sub.deep, "extra", 1.0),
+            lambda x: x + (pkg.sub.deep.alpha if hasattr(pkg.sub.deep, "extra") else 0.0),
+            lambda x: self.net(x),
+            lambda x: x * settings.scale,
+            lambda x: x * float(os.environ.get("GIVEN_SCALE", 1.0)),
+        ]
+        chosen = self.rng.sample(parts, 3)
+        return lambda x: functools.reduce(lambda y, part: part(y), chosen, x)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs_whose_state_changes_between_calls(seed: int) -> None:
+    rng = random.Random(seed)
+    state = State(rng)
+    fn = state.program()
+    captured = dt.capture(fn, limit=100)
+    with torch.no_grad():
+        for _ in range(12):
+            rng.choice(state.changes())()
+            assert torch.equal(captured(X).full_tensor(), fn(X).full_tensor())
+    State.rate = 1.0

@@ -1,0 +1,151 @@
+"""Recording is safe in threads: each records what it runs itself, and torch is left as it was found."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor.errors import CaptureError
+
+MESH = dt.init_device_mesh("cpu", (2,))
+S0, R = dt.Shard(0), dt.Replicate()
+
+
+def _torch() -> list[dict[str, Any]]:
+    """What a recording might leave changed."""
+    return [dict(vars(kind)) for kind in (torch.Tensor, torch._C.TensorBase, torch.nn.Module, math)]
+
+
+def _together(*walks: Callable[[], Any]) -> None:
+    raised: list[BaseException] = []
+    barrier = threading.Barrier(len(walks))
+
+    def run(walk: Callable[[], Any]) -> None:
+        barrier.wait(60)
+        try:
+            walk()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(walk,)) for walk in walks]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    if raised:
+        raise raised[0]
+
+
+def _program(number: int) -> Callable[[], None]:
+    """Records, replays and compares with eager, for ever other programs; one in three ends in an error."""
+
+    def walk() -> None:
+        w = dt.distribute_tensor(torch.randn(5, 4, generator=torch.Generator().manual_seed(number)), MESH, [S0])
+        w.requires_grad_()
+        for turn in range(4):
+            scale = 1.0 + number + turn
+
+            def fn(x: Any, scale: float = scale, fails: bool = turn % 3 == 2) -> Any:
+                y = (x @ w.t()).relu() * scale
+                for _ in range(number):
+                    y = y.tanh()
+                if fails:
+                    y.full_tensor().tolist()
+                return y.sum(0) * math.sqrt(scale)
+
+            f, x = dt.capture(fn), dt.distribute_tensor(torch.ones(3, 4), MESH, [R])
+            for call in range(3):
+                if turn % 3 == 2:
+                    with pytest.raises(CaptureError):
+                        f(x)
+                    continue
+                found, wanted = f(x * call), fn(x * call)
+                (mine,) = torch.autograd.grad(found.sum(), w)
+                (its,) = torch.autograd.grad(wanted.sum(), w)
+                assert torch.equal(found.full_tensor(), wanted.full_tensor())
+                assert torch.equal(mine.full_tensor(), its.full_tensor())
+            assert turn % 3 == 2 or f.cache_info().replayed == 2
+
+    return walk
+
+
+def test_threads_record_their_own_programs() -> None:
+    before = _torch()
+    _together(*map(_program, range(4)))
+    assert _torch() == before
+
+
+def test_a_thread_reads_values_and_gradients_while_another_records() -> None:
+    before, done = _torch(), threading.Event()
+    x = torch.arange(3.0)
+
+    def read() -> None:
+        leaf = torch.ones(2, requires_grad=True)
+        leaf.sum().backward()
+        while not done.is_set():
+            assert x.tolist() == [0, 1, 2]
+            assert x.numpy().sum() == 3
+            assert leaf.grad is not None
+            assert math.sqrt(4.0) == 2
+
+    def record() -> None:
+        try:
+            _program(2)()
+        finally:
+            done.set()
+
+    _together(read, record)
+    assert _torch() == before
+
+
+def test_threads_take_steps_with_their_own_optimizers() -> None:
+    def steps(rate: float) -> Callable[[], None]:
+        def walk() -> None:
+            w = [torch.nn.Parameter(dt.ones(5, 3, device_mesh=MESH, placements=[S0])) for _ in range(2)]
+            opts = [torch.optim.Adam([p], lr=rate, foreach=True) for p in w]
+
+            def step(k: int) -> Any:
+                loss = w[k].square().sum()
+                loss.backward()
+                opts[k].step()
+                opts[k].zero_grad()
+                return loss
+
+            f = dt.capture(lambda: step(0))
+            for turn in range(6):
+                for opt in opts:
+                    opt.param_groups[0]["lr"] = rate / (1 + turn // 2)
+                found, wanted = f(), step(1)
+                assert found.item() == wanted.item()
+            assert torch.equal(w[0].full_tensor(), w[1].full_tensor())
+
+        return walk
+
+    before = _torch()
+    _together(*map(steps, (0.1, 0.2, 0.3)))
+    assert _torch() == before
+
+
+def test_threads_share_one_captured_function() -> None:
+    state = {"scale": 1.0}
+    w = dt.distribute_tensor(torch.arange(7.0), MESH, [S0])
+    f = dt.capture(lambda x: x * w * state["scale"])
+
+    def call() -> None:
+        for k in range(1, 8):
+            x = dt.distribute_tensor(torch.full((7,), float(k)), MESH, [S0 if k % 2 else R])
+            assert torch.equal(f(x).full_tensor(), torch.arange(7.0) * k)
+
+    _together(call, call, call)
