@@ -17,6 +17,7 @@ from .mesh import DeviceMesh, as_mesh
 from .parallel import ParallelStyle, parallelize_module
 from .placement import Placement, Replicate
 from .places import Place, device_type_of, members_of
+from .replaced import replacing
 from .sharding_spec import Composite, Spec, Whole, as_spec
 from .tensor import DTensor
 
@@ -67,9 +68,10 @@ def shard_model(
     meshes = {id(sub): _mesh_of(asked[name], home) for name, sub in module.named_modules()}
     fresh: list[nn.Module] = []
     shared: dict[int, Any] = {}
-    for name, sub in module.named_modules():
-        if _shard(sub, asked[name], meshes[id(sub)], src_rank, materialize, shared):
-            fresh.append(sub)
+    with replacing(module.modules(), "shard_model"):
+        for name, sub in module.named_modules():
+            if _shard(sub, asked[name], meshes[id(sub)], src_rank, materialize, shared):
+                fresh.append(sub)
     for sub in fresh:
         _initialise(sub, init_fn)
     _connect(module, meshes, home)

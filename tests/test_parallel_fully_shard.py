@@ -411,6 +411,54 @@ def test_mixed_precision() -> None:
     torch.testing.assert_close(whole(model.weight.grad), torch.full((3, 4), 2.0))
 
 
+def _replicated(module: nn.Module, mesh: Any, **options: Any) -> Any:
+    return replicate(module, mesh["inside"] if mesh.ndim == 2 else mesh, **options)
+
+
+def _copied(module: nn.Module, mesh: Any, **options: Any) -> Any:
+    return fully_shard(module, mesh=mesh, **options)
+
+
+def _held_in_float32(make: Callable[..., Any], shape: tuple[int, ...], held_by: str) -> None:
+    """64 passes whose gradients are held: bfloat16 would lose a hundredth of their sum, float32 nothing to speak of."""
+    mesh = dt.init_device_mesh("cpu", shape, mesh_dim_names=("copies", "inside")[-len(shape) :])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    alone = nn.Linear(7, 5, bias=False)
+    model = make(copy.deepcopy(alone), mesh, mp_policy=policy)
+    alone = alone.bfloat16()
+    expected = torch.zeros(5, 7)
+    for last in [False] * 63 + [True]:
+        getattr(model, held_by)(last)
+        x = torch.randn(3, 7, generator=generator)
+        loss_of(model(own([x] * mesh.size(), mesh))).backward()
+        expected += torch.autograd.grad(loss_of(alone(x.bfloat16())), alone.weight)[0]
+    torch.testing.assert_close(whole(model.weight.grad), expected, rtol=1e-5, atol=1e-6)
+
+
+HOLDERS = [(_copied, (2,), "set_requires_gradient_sync"), (_copied, (2, 2), "set_requires_gradient_sync")]
+HOLDERS += [(_copied, (2, 2), "set_requires_all_reduce"), (_replicated, (2,), "set_requires_gradient_sync")]
+
+
+@pytest.mark.parametrize(("make", "shape", "held_by"), HOLDERS)
+def test_gradients_are_held_in_the_dtype_they_are_reduced_in(make: Any, shape: tuple[int, ...], held_by: str) -> None:
+    _held_in_float32(make, shape, held_by)
+
+
+@pytest.mark.gloo
+def test_gradients_are_held_in_the_dtype_they_are_reduced_in_on_process_groups() -> None:
+    run_gloo(_held_in_float32, 2, _copied, (2,), "set_requires_gradient_sync")
+
+
+def test_gradients_that_wait_for_the_end_of_backward_are_added_in_the_dtype_they_are_reduced_in() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = fully_shard(nn.Linear(3, 1, bias=False), mesh=dp(), mp_policy=policy)
+    model.set_reduce_scatter_unused_params(True)
+    parts = [torch.full((1, 3), 256.0), torch.ones(1, 3)]  # bfloat16 has no 257
+    sum(model(own([x] * 2, dp())).sum() for x in parts).backward()
+    assert whole(model.weight.grad).tolist() == [[257.0] * 3]
+
+
 def test_mixed_dtypes_in_one_unit() -> None:
     mesh = dp()
     model = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float32))
@@ -479,6 +527,34 @@ def test_activation_checkpointing_by_function(reentrant: bool) -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_on_process_groups(reentrant: bool) -> None:
     run_gloo(_checkpointed, 2, reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("output_dtype", [torch.float32, torch.float64])
+def test_activation_checkpointing_around_a_unit_that_casts_its_output(reentrant: bool, output_dtype: torch.dtype) -> None:
+    """What is computed again has the dtypes that it had before."""
+    mesh, body, head = dp(), nn.Linear(4, 4), nn.Linear(4, 3)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype)
+    plain = [copy.deepcopy(module) for module in (body, head)]
+    for module in (body, head):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    seen: list[torch.dtype] = []
+
+    def forward(inner: nn.Module, last: nn.Module, x: Tensor) -> Tensor:
+        def run(y: Tensor) -> Tensor:
+            z = inner(y)
+            seen.append(z.dtype)
+            return torch.tanh(z) * z
+
+        return last(checkpoint(run, x, use_reentrant=reentrant))
+
+    batch = [torch.randn(2, 4, requires_grad=True) for _ in range(2)]
+    loss_of(forward(body, head, own(batch, mesh))).backward()
+    assert set(seen) == {output_dtype}
+    assert len(seen) == 2
+    torch.stack([loss_of(forward(*plain, part)) for part in batch]).mean().backward()
+    for ours, theirs in zip((body, head), plain, strict=True):
+        torch.testing.assert_close(whole(ours.weight.grad), theirs.weight.grad, rtol=0.05, atol=0.02)
 
 
 def test_unshard_and_reshard_by_hand() -> None:

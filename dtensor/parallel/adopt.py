@@ -6,20 +6,20 @@ tensor-parallel block stays in one piece when the data-parallel cut is undone. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm import PerRank, communicator_of
-from ..errors import MeshError, PlacementError, UnsupportedOperationError
+from ..errors import MeshError, PlacementError, UnitError, UnsupportedOperationError
 from ..layout import Layout
 from ..mesh import DeviceMesh
 from ..placement import Placement, Replicate, Shard
+from ..replaced import not_alone, note_replaced, replacement_of
 from ..tensor import DTensor, wrap
 
 ShardPlacement = Callable[[nn.Parameter], Shard | None]
@@ -87,9 +87,6 @@ class Managed:
                 attributes["_flat_weights"] = [module._parameters.get(name) for name in attributes["_flat_weights_names"]]
 
 
-_MANAGED: Any = WeakTensorKeyDictionary()  # parameters as they were -> Managed: finds ties across units
-
-
 @dataclass(frozen=True, slots=True)
 class Axes:
     """The data-parallel mesh and what its dims do.
@@ -110,30 +107,79 @@ class Axes:
         return tuple(range(self.mesh.ndim))
 
 
-def adopt(module: nn.Module, axes: Axes, ignored: set[nn.Parameter], where: ShardPlacement | None = None) -> list[Managed]:
-    """The parameters of ``module`` that nobody manages yet, taken over; and those that it shares with a unit below, which
-    gives them up: what several units use must be gathered while any of them runs.
+def adopt(
+    modules: Sequence[nn.Module], axes: Axes, ignored: set[nn.Parameter], by: str, where: ShardPlacement | None = None
+) -> list[Managed]:
+    """The parameters of ``modules`` that nobody manages yet, taken over; and those that they share with a unit below, which gives
+    them up: what several units use must be gathered while any of them runs.
+
+    Args:
+        by: the function that takes them, for messages.
 
     Raises:
         MeshError: a DTensor parameter whose mesh is not of the same root as the data-parallel mesh.
+        UnitError: one that a module elsewhere has in common with these, and that is distributed there already.
     """
+    skipped = {id(p) for p in ignored}
+    within = list(dict.fromkeys(submodule for module in modules for submodule in module.modules()))
+    below = {id(m.parameter): m for submodule in within for m in managed_by(submodule)}
+    around = _around_units(modules)
+    settled = {(id(at), name) for m in below.values() for at, name in m.places if at not in around}
+    asked = [
+        (at, name, parameter, _shared(parameter, below, at, name, by))
+        for at in within
+        for name, parameter in at._parameters.items()
+        if parameter is not None and id(parameter) not in skipped and (id(at), name) not in settled
+    ]
     taken: dict[int, Managed] = {}
-    skipped, below = {id(p) for p in ignored}, set(module.modules())
-    for submodule in module.modules():
-        for name, parameter in submodule._parameters.items():
-            if parameter is None or id(parameter) in skipped or getattr(parameter, "_data_parallel", False):
-                continue
-            known = taken.get(id(parameter))
-            if known is None:
-                known = _MANAGED.get(parameter)
-                if known is None or known.places[0][0] not in below:
-                    known = _take(parameter, axes, where)
-                elif known.owner is not None:
-                    known.owner.managed.remove(known)
-                _MANAGED[parameter] = taken[id(parameter)] = known
-            known.places.append((submodule, name))
-            submodule._parameters[name] = known.parameter
-    return list(taken.values())
+    for at, name, parameter, shared in asked:
+        known = taken.get(id(parameter), shared)
+        if known is None:
+            known = _take(parameter, axes, where)
+            note_replaced(parameter, by, known)
+        elif known.owner is not None:
+            known.owner.give_up(known, axes)
+        taken[id(parameter)] = known
+        if (at, name) not in known.places:
+            known.places.append((at, name))
+        at._parameters[name] = known.parameter
+    return list(dict.fromkeys(taken.values()))
+
+
+def _around_units(modules: Sequence[nn.Module]) -> set[nn.Module]:
+    """What runs while no unit below does: what is reached without going through one."""
+    found: set[nn.Module] = set()
+    todo = list(modules)
+    while todo:
+        module = todo.pop()
+        if module not in found:
+            found.add(module)
+            todo += [child for child in module.children() if "_data_parallel_unit" not in child.__dict__]
+    return found
+
+
+def managed_by(module: nn.Module) -> list[Managed]:
+    """What the unit whose module this is manages."""
+    unit: Any = module.__dict__.get("_data_parallel_unit")
+    managed: list[Managed] = [] if unit is None else [m for group in unit.groups for m in group.managed]
+    for m in managed:
+        m.refresh()
+    return managed
+
+
+def _shared(parameter: nn.Parameter, below: Mapping[int, Managed], module: nn.Module, name: str, by: str) -> Managed | None:
+    """A parameter that a unit below has already.
+
+    Raises:
+        UnitError: it is distributed already, but not there.
+    """
+    was = replacement_of(parameter)
+    known = below.get(id(parameter)) if was is None else was.what
+    if known is not None and below.get(id(known.parameter)) is known:
+        return known
+    if was is None and not getattr(parameter, "_data_parallel", False):
+        return None
+    raise UnitError(not_alone(module, name, by, was))
 
 
 def _take(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> Managed:
@@ -229,6 +275,7 @@ def _relocate(m: Managed, mesh: DeviceMesh) -> None:
     m.parameter = nn.Parameter(wrap(local, m.layout), requires_grad=old.requires_grad)
     m.parameter._data_parallel = True  # type: ignore[attr-defined]  # as _take does
     m.put(m.parameter)
+    note_replaced(old, "fully_shard", m)
     if m.owner is not None:
         m.owner.forget()
 

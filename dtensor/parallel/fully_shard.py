@@ -72,10 +72,12 @@ def fully_shard(
     _check_options(reshard_after_forward, mp_policy, offload_policy)
     for one in modules:
         check_callable(one, "fully_shard")
+    inner = {below for one in modules for below in one.modules() if below is not one}
+    modules = [one for one in dict.fromkeys(modules) if one not in inner]  # those run with the ones around them
     offload = isinstance(offload_policy, CPUOffloadPolicy)
     mesh = mesh_or_world(mesh)
     axes = axes_of(mesh, offload) if dp_mesh_dims is None else axes_named(mesh, dp_mesh_dims, offload)
-    managed = [m for one in modules for m in adopt(one, axes, set(ignored_params or ()), shard_placement_fn)]
+    managed = adopt(modules, axes, set(ignored_params or ()), "fully_shard", shard_placement_fn)
     buffers = Buffers([sub for one in modules for sub in one.modules()], axes)
     unit = Unit(modules, [Group(managed, axes, mp_policy)], buffers, axes, mp_policy)
     onto_one_mesh(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Communicator, Pending, PerRank, communicator_of
-from ..errors import DTensorError
+from ..errors import DTensorError, UnitError
 from ..layout import Layout
 from ..tensor import wrap
 from .adopt import Axes, Managed
@@ -68,6 +68,21 @@ class Group:
         self.managed = sorted([*self.managed, *managed], key=lambda m: -self.dtype_of(m).itemsize)
         for one in managed:
             one.owner = self
+        self.forget()
+
+    def give_up(self, one: Managed, axes: Axes) -> None:
+        """Let a group over ``axes`` have a parameter of this one.
+
+        Raises:
+            UnitError: its parameters lie otherwise.
+        """
+        if axes != self.axes:
+            raise UnitError(
+                f"a parameter that two modules have in common lies over {self.axes.mesh!r} in the inner unit, and is to lie over "
+                f"{axes.mesh!r} in the outer one; give both the same mesh and offload_policy"
+            )
+        self.managed.remove(one)
+        one.owner = None
         self.forget()
 
     def forget(self) -> None:

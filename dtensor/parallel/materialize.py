@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DTensorError
+from ..replaced import replacing
 from ..tensor import DTensor
 
 _INITIALISERS = ("reset_parameters", "_reset_parameters")  # torch's own modules have one or the other
@@ -56,7 +57,7 @@ def materialize(
         _check_initialisers(module, todo)
     made: dict[int, tuple[Tensor, Tensor]] = {}  # by what stood there, which is kept so that no other takes its id
     device = torch.device(device) if device is not None else _device_of(module)
-    with torch.no_grad():
+    with torch.no_grad(), replacing(todo, "materialize"):
         for inner in todo:
             _allocate(inner, device, made)
             if init is not None:

@@ -122,7 +122,7 @@ def replicate(
     mesh = _dims_of(mesh_or_world(mesh), dp_mesh_dims)
     axes = Axes(mesh, (), tuple(range(mesh.ndim)), isinstance(offload_policy, CPUOffloadPolicy))
     ignored = {p for inner in ignored_modules for p in inner.parameters()} | set(ignored_params or ())
-    managed = adopt(module, axes, ignored)
+    managed = adopt([module], axes, ignored, "replicate")
     onto_one_mesh(managed, mesh)
     groups = [Group(bucket, axes, mp_policy) for bucket in buckets(managed, bucket_cap_mb * _MEBIBYTE)]
     buffers = Buffers(list(module.modules()), axes, broadcast_buffers)

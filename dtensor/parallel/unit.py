@@ -20,7 +20,7 @@ from .group import Group
 from .materialize import check_values
 from .neighbours import Neighbours
 from .policy import MixedPrecisionPolicy
-from .reduction import add, reductions
+from .reduction import add, reductions, to_be_added
 from .schedule import Schedule
 from .watched import watched
 
@@ -129,6 +129,8 @@ class Unit:
             self._watch.close()
             self._watch = None
         self._to_run.discard(module)
+        if self.policy.output_dtype is not None:
+            output = _cast(output, self.policy.output_dtype)
         if schedule.in_backward():  # a forward pass recomputed: backward needs the values next
             return output
         self.buffers.leave(schedule.distributed, module.training)
@@ -139,8 +141,6 @@ class Unit:
                 self._keep_parts(self.neighbours)
             elif not self._keeps():
                 self.free()
-        if self.policy.output_dtype is not None:
-            output = _cast(output, self.policy.output_dtype)
         return output
 
     def _keeps(self) -> bool:
@@ -247,6 +247,8 @@ class Unit:
         schedule.expect_end()
         for i in gradients:
             gradients[i] = add(self._held.pop((k, i), None), gradients[i])
+        if not self.sync or self.defers:
+            gradients = {i: to_be_added(column, self.policy.reduce_dtype) for i, column in gradients.items()}
         if not self.sync:
             self._held.update({(k, i): column for i, column in gradients.items()})
         elif self.in_order:
