@@ -91,8 +91,8 @@ def not_alone(module: nn.Module, name: str, by: str, was: Replacement | None) ->
     owner = "a data-parallel unit has" if was is None else f"{was.by} has taken"
     both = ", or on both: fully_shard([first, second])" if by == "fully_shard" else ""
     return (
-        f"{name!r} of this {type(module).__name__} is a weight of another module too, which {owner} already: they would no longer "
-        f"be one. Call {by} on the module that both are parts of{both}"
+        f"{name!r} of this {type(module).__name__} is a weight of another module too, which {owner} already: they would no "
+        f"longer be one. Call {by} on the module that both are parts of{both}"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gloo import run_gloo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -237,6 +238,73 @@ def test_hooks_on_modules() -> None:
     for ours, theirs in zip(*seen, strict=True):
         torch.testing.assert_close(whole(ours), theirs)
     assert_same(model, alone)
+
+
+def column_then_row(mesh: Any, model: nn.Module) -> None:
+    parallelize_module(model, mesh, {"[01].up": ColwiseParallel(), "[01].down": RowwiseParallel()})
+
+
+def in_units(mesh: Any, model: Any) -> None:
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def in_copies(mesh: Any, model: nn.Module) -> None:
+    replicate(model, mesh)
+
+
+def hooked(model: nn.Module, x: Tensor) -> list[Any]:
+    """What full backward hooks see, and the input's gradient; one of them changes what it sees."""
+    seen: list[Any] = []
+
+    def halved(module: nn.Module, into: Any, out: Any) -> Any:
+        seen.extend((*into, *out))
+        return tuple(grad / 2 for grad in into)
+
+    for module in model.modules():
+        if isinstance(module, (Block, nn.Linear)):
+            module.register_full_backward_hook(halved)
+            module.register_full_backward_pre_hook(lambda _, out: tuple(grad * 3 for grad in out))
+    x.requires_grad_()
+    loss_of(model(x)).backward()
+    return [*seen, x.grad]
+
+
+def _same_seen_by_hooks(make: Any, parts: int) -> None:
+    mesh, model = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), net()
+    make(mesh, model)
+    batch = [part.clone() for part in X.chunk(parts)]
+    ours = hooked(model, dt.map_ranks(lambda at: batch[at[0] % parts].clone(), mesh=mesh))
+    for rank in [mesh.get_local_rank()] if mesh.kind == "process_group" else range(2):
+        for mine, theirs in zip(ours, hooked(net(), batch[rank % parts].clone()), strict=True):
+            mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+            mine = mine.shards[rank] if isinstance(mine, dt.PerRank) else mine
+            cut = mine.shape != theirs.shape  # between columns and rows
+            torch.testing.assert_close(mine, theirs.chunk(2, -1)[rank] if cut else theirs)
+
+
+SEEN = pytest.mark.parametrize(("make", "parts"), [(column_then_row, 1), (in_units, 2), (in_copies, 2)])
+
+
+@SEEN
+def test_full_backward_hooks_see_and_change_what_they_would_alone(make: Any, parts: int) -> None:
+    _same_seen_by_hooks(make, parts)
+
+
+@pytest.mark.gloo
+@SEEN
+def test_full_backward_hooks_on_process_groups(make: Any, parts: int) -> None:
+    run_gloo(_same_seen_by_hooks, 2, make, parts)
+
+
+def test_full_backward_hooks_where_no_input_requires_a_gradient() -> None:
+    model, seen = fully_shard(nn.Linear(2, 3), mesh=dt.init_device_mesh("cpu", (2,))), []
+    model.register_full_backward_hook(lambda _, into, out: seen.append((into, out[0])))
+    with pytest.warns(UserWarning, match="no inputs require gradients"):
+        model(dt.per_rank([torch.ones(1, 2), torch.ones(1, 2)])).sum().backward()
+    assert seen[0][0] == (None,)
+    assert torch.equal(seen[0][1].shards[1], torch.ones(1, 3))
 
 
 def test_optimizer_states_are_laid_out_like_their_parameters() -> None:
