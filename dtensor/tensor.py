@@ -21,6 +21,7 @@ from .autograd import (
     grad_layout,
     keep_grad_layout,
     move_apart,
+    note_layout,
     nothing_of,
     redistributed,
     to_local,
@@ -252,6 +253,7 @@ class DTensor(torch.Tensor):
         given = value if isinstance(value, DTensor) else laid_out_alike(value, self, wrap)
         torch.Tensor.data.__set__(self, given)  # type: ignore[attr-defined]
         self._local, self._layout = given._local, given._layout
+        note_layout(self)
 
     def _uncounted(self) -> DTensor:
         apart: DTensor | None = self.__dict__.get("_apart")
@@ -363,7 +365,7 @@ def _dress(made: DTensor, like: DTensor, memo: dict[int, Any] | None = None) -> 
         made.requires_grad_()
 
 
-_OWN = {"_is_param", "_grad_hook", "_apart", "_origin", "_pending", "_data_parallel"}
+_OWN = {"_is_param", "_grad_layout", "_apart", "_origin", "_pending", "_data_parallel"}
 
 
 def _marks(x: DTensor) -> dict[str, Any]:
