@@ -166,8 +166,8 @@ to_local, redistributed = recorded(ToLocal), recorded(Redistribute)
 def keep_grad_layout(leaf: Any) -> None:
     """Bring what is accumulated in a leaf's gradient to the leaf's layout.
 
-    The hook knows the layout only, which assigning ``.data`` changes (:func:`note_layout`): it must not keep the leaf alive, and a
-    weak reference would keep ``torch.utils.swap_tensors`` from exchanging it.
+    The hook knows the layout only, which assigning ``.data`` changes (:func:`note_layout`): it must not keep the leaf alive,
+    and a weak reference would keep ``torch.utils.swap_tensors`` from exchanging it.
     """
     if "_grad_layout" in leaf.__dict__:
         return

@@ -27,6 +27,7 @@ from dtensor.parallel import (
     register_fsdp_forward_method,
     replicate,
 )
+from dtensor.parallel.offload import Host
 from dtensor.parallel.unit import unit_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
@@ -476,6 +477,32 @@ def test_mixed_dtypes_in_one_unit() -> None:
 
 def test_offload_changes_nothing_on_the_host() -> None:
     train(dp(), ("dp",), offload_policy=CPUOffloadPolicy())
+
+
+@pytest.mark.parametrize("make", [shard, _replicated])
+def test_gradients_on_their_way_to_host_memory_are_waited_for_when_the_next_have_come(make: Any, monkeypatch: Any) -> None:
+    """Copies that arrive when they are waited for, and not before, as from a device."""
+    done: list[tuple[str, int]] = []
+
+    def fetched(host: Host, x: Tensor) -> tuple[Tensor, Callable[[], Any]]:
+        late, number = torch.full_like(x, float("nan")), sum(what == "sent" for what, _ in done)
+        done.append(("sent", number))
+        return late, lambda: (late.copy_(x), done.append(("waited", number)))
+
+    monkeypatch.setattr(Host, "fetched", fetched)
+    mesh, model, alone = dp(), net(), net()
+    make(model, mesh, offload_policy=CPUOffloadPolicy())
+    if make is shard:
+        model.scale.register_post_accumulate_grad_hook(lambda p: done.append(("gradient", int(p.grad.isnan().any()))))
+    for batch in batches(2, 2):
+        loss_of(model(own(batch, mesh))).backward()
+        alone_loss(alone, batch).backward()
+    assert_same_gradients(model, alone)
+    if make is shard:
+        sent = done.index(("sent", 2))
+        assert ("waited", 0) not in done[:sent]  # two members' copies are sent together
+        assert ("waited", 0) in done[: done.index(("sent", 5))]
+        assert ("gradient", 0) in done
 
 
 # --- checkpointing, methods, hooks, copies --------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ def _tuple(found: Any) -> tuple[Any, ...]:
 
 def _grad_fn(x: PerRank, *owner: Any) -> Any:
     nodes = [shard.grad_fn for shard in x.shards]
-    if type(nodes[0]) is _Joint._backward_cls and all(node is nodes[0] for node in nodes):  # type: ignore[attr-defined]  # of torch
+    if type(nodes[0]) is _Joint._backward_cls and all(node is nodes[0] for node in nodes):
         return _Node(nodes[0])
     return agreed(nodes, "grad_fn")
 
@@ -252,4 +252,4 @@ def _each(outputs: Sequence[_Shape], grads: Sequence[Any]) -> list[Any]:
 
 
 _BEFORE.append(watch_functions)
-_JOINT[Tensor.grad_fn.__get__] = _grad_fn  # type: ignore[attr-defined]  # torch's stub has no descriptors
+_JOINT[vars(torch._C.TensorBase)["grad_fn"].__get__] = _grad_fn

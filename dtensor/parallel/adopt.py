@@ -6,8 +6,8 @@ tensor-parallel block stays in one piece when the data-parallel cut is undone. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..comm import PerRank, communicator_of
-from ..errors import MeshError, PlacementError, UnitError, UnsupportedOperationError
+from ..errors import MeshError, PlacementError, UnsupportedOperationError
 from ..layout import Layout
 from ..mesh import DeviceMesh
 from ..placement import Placement, Replicate, Shard
-from ..replaced import not_alone, note_replaced, replacement_of
+from ..replaced import note_replaced
 from ..tensor import DTensor, wrap
+from .offload import Host
+from .ties import around_units, managed_by, shared_with
 
 ShardPlacement = Callable[[nn.Parameter], Shard | None]
 
@@ -95,12 +97,18 @@ class Axes:
         mesh: 1-d or 2-d.
         shard: the mesh dims that cut parameters.
         replicate: the mesh dims that copy them.
+        host: where they are kept instead of on the device, if so.
     """
 
     mesh: DeviceMesh
     shard: tuple[int, ...]
     replicate: tuple[int, ...]
-    offload: bool = field(default=False)
+    host: Host | None = None
+
+    @property
+    def kept_on(self) -> str:
+        """The type of device that parameters are kept on."""
+        return self.mesh.device_type if self.host is None else "cpu"
 
     @property
     def both(self) -> tuple[int, ...]:
@@ -123,10 +131,10 @@ def adopt(
     skipped = {id(p) for p in ignored}
     within = list(dict.fromkeys(submodule for module in modules for submodule in module.modules()))
     below = {id(m.parameter): m for submodule in within for m in managed_by(submodule)}
-    around = _around_units(modules)
+    around = around_units(modules)
     settled = {(id(at), name) for m in below.values() for at, name in m.places if at not in around}
     asked = [
-        (at, name, parameter, _shared(parameter, below, at, name, by))
+        (at, name, parameter, shared_with(parameter, below, at, name, by))
         for at in within
         for name, parameter in at._parameters.items()
         if parameter is not None and id(parameter) not in skipped and (id(at), name) not in settled
@@ -146,42 +154,6 @@ def adopt(
     return list(dict.fromkeys(taken.values()))
 
 
-def _around_units(modules: Sequence[nn.Module]) -> set[nn.Module]:
-    """What runs while no unit below does: what is reached without going through one."""
-    found: set[nn.Module] = set()
-    todo = list(modules)
-    while todo:
-        module = todo.pop()
-        if module not in found:
-            found.add(module)
-            todo += [child for child in module.children() if "_data_parallel_unit" not in child.__dict__]
-    return found
-
-
-def managed_by(module: nn.Module) -> list[Managed]:
-    """What the unit whose module this is manages."""
-    unit: Any = module.__dict__.get("_data_parallel_unit")
-    managed: list[Managed] = [] if unit is None else [m for group in unit.groups for m in group.managed]
-    for m in managed:
-        m.refresh()
-    return managed
-
-
-def _shared(parameter: nn.Parameter, below: Mapping[int, Managed], module: nn.Module, name: str, by: str) -> Managed | None:
-    """A parameter that a unit below has already.
-
-    Raises:
-        UnitError: it is distributed already, but not there.
-    """
-    was = replacement_of(parameter)
-    known = below.get(id(parameter)) if was is None else was.what
-    if known is not None and below.get(id(known.parameter)) is known:
-        return known
-    if was is None and not getattr(parameter, "_data_parallel", False):
-        return None
-    raise UnitError(not_alone(module, name, by, was))
-
-
 def _take(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> Managed:
     held = shards_in(parameter)
     if any(is_traceable_wrapper_subclass(x) for x in held):
@@ -199,7 +171,7 @@ def _take(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> 
     layout = whole if cut is None else whole.replace(placements=_cut(whole, cut, dp_dims))
     local = _own_part(parameter, axes, whole, layout)
     made = nn.Parameter(wrap(local, layout), requires_grad=parameter.requires_grad)
-    made._data_parallel = True  # type: ignore[attr-defined]  # a mark that survives in the parameter
+    made._data_parallel = axes.kept_on  # type: ignore[attr-defined]  # a mark that survives in the parameter
     return Managed([], made, layout, whole, inside, cut)
 
 
@@ -246,7 +218,7 @@ def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout) -> Any:
         for dim, size in enumerate(layout.local_shape(mesh.coordinates[member])):
             full = full.narrow(dim, min(at[dim] - origin[dim], full.shape[dim]), size)
         part = full.detach().clone(memory_format=torch.contiguous_format)
-        return part.cpu() if axes.offload else part
+        return part if axes.host is None else part.cpu()
 
     return comm.map(block, local)
 
@@ -273,7 +245,7 @@ def _relocate(m: Managed, mesh: DeviceMesh) -> None:
         local = communicator_of(mesh).broadcast(local, further)
     m.layout, m.whole = _on(mesh, m.layout), _on(mesh, m.whole)
     m.parameter = nn.Parameter(wrap(local, m.layout), requires_grad=old.requires_grad)
-    m.parameter._data_parallel = True  # type: ignore[attr-defined]  # as _take does
+    m.parameter._data_parallel = old._data_parallel  # type: ignore[attr-defined]  # as _take does
     m.put(m.parameter)
     note_replaced(old, "fully_shard", m)
     if m.owner is not None:

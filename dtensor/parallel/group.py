@@ -8,7 +8,7 @@ saved of them is right again once the buffer is filled again in backward (Zhao e
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -163,7 +163,7 @@ class Group:
     @property
     def borrows(self) -> bool:
         """The parameters are whole and in the right dtype as they are: nothing to gather or copy."""
-        return not self.axes.offload and all(m.cut is None and self.dtype_of(m) == m.layout.dtype for m in self.managed)
+        return self.axes.host is None and all(m.cut is None and self.dtype_of(m) == m.layout.dtype for m in self.managed)
 
     def stamp(self) -> list[Any]:
         """Changes whenever a parameter's value does: written to as a DTensor or as its local, or replaced."""
@@ -195,7 +195,8 @@ class Group:
             neighbours, parts = self._kept
             self._pending = neighbours.gather(parts, lambda member: sizes[member if len(sizes) > 1 else 0])
         elif self.axes.shard:
-            row = self.comm.map(lambda member, own: self.recipe(member).pack(own, self.axes.mesh.device_type), locals_)
+            join: Callable[[list[Tensor]], Tensor] = torch.cat if self.axes.host is None else self.axes.host.joined
+            row = self.comm.map(lambda member, own: self.recipe(member).pack(own, self.axes.mesh.device_type, join), locals_)
             self._pending = self._gathering(row)
         else:
             self._pending = Pending.of([])
@@ -215,12 +216,19 @@ class Group:
         with torch.no_grad():
             rows = self._pending.wait()
             self._allocate()
-            locals_ = [m.parameter._local for m in self.managed]  # type: ignore[attr-defined]  # DTensors
             if self._kept is not None:
                 self._kept[0].fill(rows, self._buffer)
             else:
+                locals_ = [self._beside(m) for m in self.managed]
                 self.comm.map(lambda member, *a: self.recipe(member).unpack(*a), rows, locals_, self._targets)
         self._pending, self._kept, self.gathered = None, None, True
+
+    def _beside(self, m: Managed) -> Any:
+        """A parameter's local where it is copied from, if it is whole: on the device."""
+        local, host = m.parameter._local, self.axes.host  # type: ignore[attr-defined]  # a DTensor
+        if host is None or m.cut is not None:
+            return local
+        return self.comm.map(lambda member, x: host.sent(x, self.axes.mesh.device_type), local)
 
     def _allocate(self) -> None:
         if self._buffer is None:
@@ -286,5 +294,5 @@ def _alias(full: Any) -> Any:
 def _copied(m: Managed, memo: dict[int, Any]) -> Managed:
     places = [(copy.deepcopy(module, memo), name) for module, name in m.places]
     made = memo[id(m)] = Managed(places, copy.deepcopy(m.parameter, memo), m.layout, m.whole, m.inside, m.cut)
-    made.parameter._data_parallel = True  # type: ignore[attr-defined]
+    made.parameter._data_parallel = m.parameter._data_parallel  # type: ignore[attr-defined]
     return made

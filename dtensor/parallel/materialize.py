@@ -132,12 +132,17 @@ def _device_of(module: nn.Module) -> torch.device:
     return torch.device(next((mesh.device_type for mesh in meshes), "cpu"))
 
 
+def _kept_on(x: Tensor, device: torch.device) -> str | torch.device:
+    """Where the pieces of ``x`` belong: not with the mesh if they are offloaded."""
+    return x.__dict__.get("_data_parallel", x.device_mesh.device_type) if isinstance(x, DTensor) else device
+
+
 def _allocate(module: nn.Module, device: torch.device, made: dict[int, tuple[Tensor, Tensor]]) -> None:
     for held, name, x in _tensors(module):
         if not x.is_meta:
             continue
         if id(x) not in made:
-            value: Tensor = torch.empty_like(x, device=x.device_mesh.device_type if isinstance(x, DTensor) else device)
+            value: Tensor = torch.empty_like(x, device=_kept_on(x, device))
             if isinstance(x, nn.Parameter):
                 value = nn.Parameter(value, requires_grad=x.requires_grad)
             value.__dict__.update(x.__dict__)  # marks of those who distributed it
