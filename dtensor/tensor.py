@@ -31,6 +31,7 @@ from .comm import PerRank
 from .dispatch import dispatch, install, wrap_local
 from .errors import DTensorError, LayoutError, UnsupportedOperationError
 from .layout import Layout, restore_layout
+from .local_functions import refuse_transforms
 from .local_layout import layout_of_locals
 from .mesh import DeviceMesh, as_mesh, restore_mesh
 from .placement import Partial, Placement, Replicate, Shard
@@ -131,6 +132,7 @@ class DTensor(torch.Tensor):
                 "from_local takes this rank's plain tensor, got a DTensor; use x.redistribute(...) or x.to_local() first"
             )
         strided(local_tensor, "from_local")
+        refuse_transforms("from_local (or a module with a parallel style)")
         layout = layout_of_locals(local_tensor, mesh, placements, shape, stride, check=run_check)
         backward = grad_layout(layout, grad_placements)
         if mesh.kind == "in_process":

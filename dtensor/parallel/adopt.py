@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..comm import PerRank, communicator_of
@@ -60,6 +61,12 @@ class Managed:
         if found is self.parameter or found is self.placed:
             self._follow_dtype()
             return
+        if found is not None and torch.is_grad_enabled() and not isinstance(found, nn.Parameter) and _followed(found):
+            raise UnsupportedOperationError(
+                f"{name!r} of {type(module).__name__} is a parameter under data parallelism, whose gradient arrives in its .grad: "
+                "torch.func.functional_call cannot give it a value that gradients or tangents are recorded of; give it "
+                "x.detach(), or use the module before fully_shard or replicate"
+            )
         if not isinstance(found, DTensor) or found.placements != self.layout.placements:
             raise MeshError(
                 f"parameter {name!r} of {type(module).__name__} was replaced by a {type(found).__name__}; it was {self.layout!r}"
@@ -173,6 +180,11 @@ def _take(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> 
     made = nn.Parameter(wrap(local, layout), requires_grad=parameter.requires_grad)
     made._data_parallel = axes.kept_on  # type: ignore[attr-defined]  # a mark that survives in the parameter
     return Managed([], made, layout, whole, inside, cut)
+
+
+def _followed(x: Tensor) -> bool:
+    """Whether autograd records what becomes of ``x``, in one mode or the other."""
+    return x.requires_grad or forward_ad.unpack_dual(x).tangent is not None
 
 
 def shards_in(parameter: Tensor) -> tuple[Tensor, ...]:

@@ -279,10 +279,12 @@ class Group:
         Raises:
             DTensorError: a parameter was written to in between.
         """
+        for m in self.managed:
+            m.refresh()
         if stamp != self.stamp():
             raise DTensorError(
-                "backward needs parameters as they were in forward, but one was written to in between (by an optimizer step?); "
-                "call backward() before step(), or recompute the forward pass"
+                "backward needs parameters as they were in forward, but one was written to in between (by an optimizer step?), or "
+                "replaced (by torch.func.functional_call?); call backward() before step(), or recompute the forward pass"
             )
 
 

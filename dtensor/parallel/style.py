@@ -12,6 +12,7 @@ from torch import nn
 from ..comm import PerRank
 from ..distribute import distribute_tensor
 from ..errors import MeshError, PlacementError
+from ..local_functions import refuse_transforms
 from ..mesh import DeviceMesh
 from ..placement import Placement, Replicate
 from ..tensor import DTensor
@@ -87,6 +88,7 @@ def placed(x: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     Raises:
         MeshError: the mesh of ``x`` does not have that dim.
     """
+    refuse_transforms("a module with a parallel style")
     own = x.device_mesh
     if own is mesh or own == mesh:
         wanted: tuple[Placement, ...] = (placement,)

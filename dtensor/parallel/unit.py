@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..comm import PerRank
+from ..local_functions import refuse_transforms
 from ..tensor import DTensor
 from .adopt import Axes, same_root
 from .buffers import Buffers
@@ -95,12 +96,14 @@ class Unit:
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Parameters whole and in place; inputs cast."""
         schedule = self._scheduled()
-        if schedule.depth == 0 and not schedule.in_backward():
+        outermost = schedule.depth == 0 and not schedule.in_backward()
+        schedule.depth += 1  # first of all: :meth:`after_forward` is called whatever raises here
+        refuse_transforms("a data-parallel module")
+        if outermost:
             schedule.begin(any(self._spans(x) for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)))
             if self.awaited is not None:
                 event, self.awaited = self.awaited, None
                 event.wait()
-        schedule.depth += 1
         if not self._to_run:
             self._to_run = set(self.modules)
         if not schedule.in_backward():
