@@ -81,8 +81,8 @@ def refuse_transforms(what: str) -> None:
     """Raises UnsupportedOperationError inside a transform of ``torch.func``: it hides DTensors behind tensors of its own."""
     if torch._C._are_functorch_transforms_active():
         raise UnsupportedOperationError(
-            f"{what} inside torch.func.grad, vjp, jvp or vmap is not supported: they hide what is distributed. Operators on DTensors "
-            "do run there, so a module without styles or units does (see distribute_module); otherwise differentiate by "
+            f"{what} inside torch.func.grad, vjp, jvp or vmap is not supported: they hide what is distributed. Operators on "
+            "DTensors do run there, so a module without styles or units does (see distribute_module); otherwise differentiate by "
             "torch.autograd.grad, torch.autograd.functional or torch.autograd.forward_ad"
         )
 

@@ -584,6 +584,117 @@ def test_activation_checkpointing_around_a_unit_that_casts_its_output(reentrant:
         torch.testing.assert_close(whole(ours.weight.grad), theirs.weight.grad, rtol=0.05, atol=0.02)
 
 
+class Parts(nn.Module):
+    """Two layers, the first of which is computed again in backward, and the second's weights used inside that too."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 4), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = checkpoint(lambda y: self.second(torch.tanh(self.first(y))), x, use_reentrant=self.reentrant)
+        return self.first(torch.tanh(self.second(torch.tanh(inner))))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # torch, of the pass without gradients
+@pytest.mark.parametrize("make", [_copied, _replicated])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, None), (0,)], ids=str)
+def test_parts_computed_again_after_other_passes(make: Any, reentrant: bool, order: tuple[int | None, ...]) -> None:
+    """Two passes, then backward of each; or a pass without gradients (None) before backward."""
+    torch.manual_seed(0)
+    mesh, alone = dp(), nn.Sequential(nn.Linear(4, 4), Parts(reentrant), nn.Linear(4, 3)).double()
+    model = copy.deepcopy(alone)
+    if make is _copied:
+        fully_shard(model[1], mesh=mesh)
+    make(model, mesh)
+    data = torch.randn(2, 2, 2, 4, dtype=torch.float64)
+    passes = [k for k in order if k is not None]
+    for m, given in ((model, lambda k: own(list(data[k]), mesh)), (alone, lambda k: data[k].flatten(0, 1))):
+        losses = {k: loss_of(m(given(k))) for k in sorted(passes)}
+        if None in order:
+            with torch.no_grad():
+                m(given(1))
+        for k in passes:
+            losses[k].backward()
+    assert_same_gradients(model, alone)
+
+
+@pytest.mark.parametrize("make", [_copied, _replicated])
+def test_reentrant_checkpoints_inside_reentrant_ones(make: Any) -> None:
+    """A unit computed again as a whole, and a part of it in that; as the outermost unit, whose input has no gradient."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start, self.inner = nn.Linear(4, 4), Parts(reentrant=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.start(checkpoint(self.inner, self.start(x), use_reentrant=True))
+
+    torch.manual_seed(0)
+    mesh, alone = dp(), Outer().double()
+    model = copy.deepcopy(alone)
+    if make is _copied:
+        fully_shard(model.inner, mesh=mesh)
+    make(model, mesh)
+    for data in torch.randn(2, 2, 3, 4, dtype=torch.float64):
+        loss_of(model(own(list(data), mesh))).backward()
+        loss_of(alone(data.flatten(0, 1))).backward()
+        assert_same_gradients(model, alone)
+
+
+def _reentrant_on_processes() -> None:
+    test_reentrant_checkpoints_inside_reentrant_ones(_copied)
+    test_parts_computed_again_after_other_passes(_copied, True, (1, 0))
+
+
+@pytest.mark.gloo
+def test_reentrant_checkpoints_of_parts_on_process_groups() -> None:
+    run_gloo(_reentrant_on_processes, 2)
+
+
+class Crossing(nn.Module):
+    """Takes two inputs, the second of which other modules take too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, encoded: Tensor) -> Tensor:
+        return torch.tanh(self.own(x) + self.other(encoded))
+
+
+def test_units_that_share_an_input_are_freed_one_by_one() -> None:
+    mesh, seen = dp(), []
+    start, blocks = nn.Linear(4, 4), [Crossing() for _ in range(4)]
+    for module in (start, *blocks):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    x = encoded = start(own([torch.ones(2, 4)] * 2, mesh))
+    for block in blocks:
+        x = block(x * 1, encoded=encoded)
+        x.register_hook(lambda _: seen.append(sum(unit_of(b).groups[0].gathered for b in blocks)))
+    loss_of(x).backward()
+    assert max(seen) <= 2
+    assert not any(unit_of(b).groups[0].gathered for b in blocks)
+
+
+def test_a_copy_made_after_a_pass_trains_by_itself() -> None:
+    mesh, model, alone = dp(), net(), net()
+    shard(model, mesh)
+    batch = batches(2)[0]
+    with torch.no_grad():
+        model(own(batch, mesh))
+    kept = model(own(batch, mesh))  # its backward has not come yet
+    copied = copy.deepcopy(model)
+    loss_of(copied(own(batch, mesh))).backward()
+    alone_loss(alone, batch).backward()
+    assert_same_gradients(copied, alone)
+    assert all(p.grad is None for p in model.parameters())
+    loss_of(kept).backward()
+    assert_same_gradients(model, alone)
+
+
 def test_unshard_and_reshard_by_hand() -> None:
     mesh = dp()
     model = fully_shard(nn.Linear(3, 4), mesh=mesh)

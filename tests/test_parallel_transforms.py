@@ -1,4 +1,4 @@
-"""Transforms of ``torch.func`` and forward-mode derivatives through distributed modules: right, or refused and nothing changed."""
+"""``torch.func`` and forward-mode derivatives through distributed modules: right, or refused and nothing changed."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ TRANSFORMS = {
     "vjp": lambda model, x: torch.func.vjp(model, x),
     "grad": lambda model, x: torch.func.grad(lambda y: model(y).sum())(x),
     "vmap": lambda model, x: torch.func.vmap(model)(x),
-    "grad of parameters": lambda model, x: torch.func.grad(
-        lambda values: torch.func.functional_call(model, values, (x,)).sum()
-    )(dict(model.named_parameters())),
+    "grad of parameters": lambda model, x: torch.func.grad(lambda values: torch.func.functional_call(model, values, (x,)).sum())(
+        dict(model.named_parameters())
+    ),
 }
 
 
@@ -83,7 +83,7 @@ TRANSFORMS = {
 def test_transforms_are_refused_and_leave_the_module_as_it_was(way: Any, given: Any, transform: str) -> None:
     model, alone = made(way)
     for _ in range(2):
-        with pytest.raises(UnsupportedOperationError, match="inside torch.func"):
+        with pytest.raises(UnsupportedOperationError, match=r"inside torch\.func"):
             TRANSFORMS[transform](model, given())
         if given is not GIVEN[2]:
             trains(model, alone, given())

@@ -63,7 +63,7 @@ class Managed:
             return
         if found is not None and torch.is_grad_enabled() and not isinstance(found, nn.Parameter) and _followed(found):
             raise UnsupportedOperationError(
-                f"{name!r} of {type(module).__name__} is a parameter under data parallelism, whose gradient arrives in its .grad: "
+                f"{name!r} of {type(module).__name__} is a parameter under data parallelism, its gradient arrives in its .grad: "
                 "torch.func.functional_call cannot give it a value that gradients or tangents are recorded of; give it "
                 "x.detach(), or use the module before fully_shard or replicate"
             )

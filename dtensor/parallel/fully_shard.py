@@ -41,7 +41,7 @@ def fully_shard(
     data-parallel mesh gives the global loss and its gradient, as on one device.
 
     Args:
-        module: a module, or several that make up one unit.
+        module: a module, or several that make up one unit; weights that they have in common stay one.
         mesh: 1-d: parameters are cut over it. 2-d: cut over its second dim, copied over its first (HSDP). Tensor-parallel
             parameters live on ``mesh["tp"]`` of the same mesh; what it cuts along the same tensor dim it cuts first. Default
             the mesh entered by ``with mesh:``, else all ranks.
@@ -55,7 +55,7 @@ def fully_shard(
 
     Raises:
         MeshError: more than two data-parallel dims, or a parameter on a mesh that is not of the same root.
-        UnitError: ``module`` is a container that nobody calls.
+        UnitError: ``module`` is a container that nobody calls, or has a weight in common with one that is distributed elsewhere.
         DTensorError: it is a unit already.
 
     Cost: per unit and pass two all-gathers of its parameters and one reduce-scatter of its gradients.

@@ -36,7 +36,8 @@ class Group:
     Attributes:
         managed: the parameters, wider dtypes first, so that every block is aligned.
         gathered: the buffer is filled.
-        live: forward passes whose backward has begun and still needs the gathered values.
+        live: uses whose backward has begun and still needs the gathered values, and the autograd pass that it is: a
+            reentrant checkpoint runs passes of its own inside.
         settings: how its collectives run.
         scattered: reduce-scattered gradients that wait to be summed over replicas.
     """
@@ -45,7 +46,7 @@ class Group:
         self.axes, self.policy = axes, policy
         self.managed: list[Managed] = []
         self.gathered = False
-        self.live: set[int] = set()
+        self.live: dict[Any, int] = {}
         self.settings = Settings()
         self.scattered: dict[Any, Any] = {}
         self._stamp: list[Any] = []
@@ -283,8 +284,8 @@ class Group:
             m.refresh()
         if stamp != self.stamp():
             raise DTensorError(
-                "backward needs parameters as they were in forward, but one was written to in between (by an optimizer step?), or "
-                "replaced (by torch.func.functional_call?); call backward() before step(), or recompute the forward pass"
+                "backward needs parameters as they were in forward, but one was written to in between (by an optimizer step?), "
+                "or replaced (by torch.func.functional_call?); call backward() before step(), or recompute the forward pass"
             )
 
 

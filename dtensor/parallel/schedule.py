@@ -63,7 +63,12 @@ class Schedule:
 
     # --- backward ------------------------------------------------------------------------------------------------
     def in_backward(self) -> bool:
-        return torch._C._current_graph_task_id() != -1
+        return self.backward_pass() != -1
+
+    @staticmethod
+    def backward_pass() -> int:
+        """Which pass of autograd's runs here; -1: none does."""
+        return torch._C._current_graph_task_id()
 
     def expect_end(self) -> None:
         """Have :meth:`end` run when the backward pass under way has ended."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from ..comm import PerRank
 from ..local_functions import refuse_transforms
 from ..tensor import DTensor
 from .adopt import Axes, same_root
@@ -20,9 +18,10 @@ from .gathered import Column, Gathered
 from .group import Group
 from .materialize import check_values
 from .neighbours import Neighbours
-from .policy import MixedPrecisionPolicy
+from .policy import MixedPrecisionPolicy, cast
 from .reduction import add, reductions, to_be_added
 from .schedule import Schedule
+from .uses import Pass, Use
 from .watched import watched
 
 _AT_ONCE = 2**62  # autograd runs later nodes first; this one as soon as its gradients are there, as it does with leaves
@@ -32,15 +31,6 @@ _ATTRIBUTE = "_data_parallel_unit"
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit whose module this is."""
     return module.__dict__.get(_ATTRIBUTE)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Use:
-    """One recorded use of a group's gathered values: by which node of the graph, and the values' stamp then."""
-
-    group: Group
-    token: int
-    stamp: list[Any]
 
 
 class Unit:
@@ -78,9 +68,9 @@ class Unit:
         self.before_in_forward: list[Unit] | None = None  # explicit prefetching
         self.before_in_backward: list[Unit] | None = None
         self._to_run: set[nn.Module] = set()
-        self._expected: set[int] = set()  # uses of this pass whose gradients have not come
-        self._views: dict[int, tuple[_Use | None, list[Any]]] = {}  # group -> gathered parameters of this pass
-        self._count = 0
+        self._pass = Pass()
+        self._expected: set[Use] = set()  # of this pass, whose gradients have not come
+        self._views: dict[int, tuple[Use | None, list[Any]]] = {}  # group -> gathered parameters of this pass
         self._took_part = False  # gathered values were recorded in this pass
         self._deferred: dict[int, Column] = {}  # parameter -> gradients to be reduced when backward has ended
         self._held: dict[tuple[int, int], Column] = {}  # (group, parameter) -> gradients not reduced yet
@@ -116,11 +106,14 @@ class Unit:
         for unit in following:
             unit.start_gather()
         self.put_values(schedule.distributed)
+        if torch.is_grad_enabled():
+            then = functools.partial(self._release_all, list(self._expected))
+            args, kwargs = self._pass.expect_inputs((args, kwargs), then)
         self.buffers.enter(schedule.distributed)
         if not self.gathers_in_backward and self._watch is None:
             self._watch = watched(self.groups)
         dtype = self.policy.param_dtype
-        return (args, kwargs) if dtype is None or not self.policy.cast_forward_inputs else _cast((args, kwargs), dtype)
+        return (args, kwargs) if dtype is None or not self.policy.cast_forward_inputs else cast((args, kwargs), dtype)
 
     def after_forward(self, module: nn.Module, output: Any) -> Any:
         """Sharded parameters in place again; gathered ones freed, to be gathered again when the gradient comes."""
@@ -128,12 +121,10 @@ class Unit:
         if schedule is None:  # forward was refused
             return output
         schedule.depth -= 1
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        self._end_watch()
         self._to_run.discard(module)
         if self.policy.output_dtype is not None:
-            output = _cast(output, self.policy.output_dtype)
+            output = cast(output, self.policy.output_dtype)
         if schedule.in_backward():  # a forward pass recomputed: backward needs the values next
             return output
         self.buffers.leave(schedule.distributed, module.training)
@@ -145,6 +136,11 @@ class Unit:
             elif not self._keeps():
                 self.free()
         return output
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def _keeps(self) -> bool:
         if self.defers and torch.is_grad_enabled():
@@ -210,15 +206,15 @@ class Unit:
             for m, value in zip(group.managed, found[1], strict=True):
                 m.put(value)
 
-    def _applied(self, group: Group, distributed: bool) -> tuple[_Use | None, list[Any]]:
+    def _applied(self, group: Group, distributed: bool) -> tuple[Use | None, list[Any]]:
         if not torch.is_grad_enabled() or not any(m.parameter.requires_grad for m in group.managed):
             return None, group.regrouped(group.values(distributed), distributed)
-        self._count += 1
+        use = Use(group, group.seen, self._pass)
         self._took_part = True
-        self._expected.add(self._count)
-        flat = Gathered.apply(self._anchor, group, self, self._count, distributed)
+        self._expected.add(use)
+        flat = Gathered.apply(self._anchor, group, self, use, distributed)
         next(x.grad_fn for x in flat if x.grad_fn is not None)._set_sequence_nr(_AT_ONCE)
-        return _Use(group, self._count, group.seen), group.regrouped(flat, distributed)
+        return use, group.regrouped(flat, distributed)
 
     def put_parameters(self) -> None:
         """Sharded parameters where the module has them."""
@@ -226,16 +222,17 @@ class Unit:
             group.put_parameters()
 
     # --- backward ------------------------------------------------------------------------------------------------
-    def before_backward(self, uses: Sequence[_Use]) -> None:
+    def before_backward(self, uses: Sequence[Use]) -> None:
         """A gradient of this unit's output has arrived: the values that forward saw are needed."""
         schedule = self._scheduled()
         schedule.expect_end()
         for use in uses:
             use.group.check_unchanged(use.stamp)
-            use.group.live.add(use.token)
+            use.group.live.setdefault(use, schedule.backward_pass())
         if self.gathers_in_backward:
             self.gather()
-            self.put_values(schedule.distributed)  # parts of the forward pass may be run again, see torch.utils.checkpoint
+            with torch.enable_grad():  # parts of the forward pass may be run again, see torch.utils.checkpoint
+                self.put_values(schedule.distributed)
         self.buffers.enter(schedule.distributed)
         following = self.before_in_backward
         if following is None:
@@ -244,7 +241,7 @@ class Unit:
         for unit in following:
             unit.start_gather()
 
-    def receive(self, group: Group, token: int, gradients: dict[int, Column], distributed: bool) -> None:
+    def receive(self, group: Group, use: Use, gradients: dict[int, Column], distributed: bool) -> None:
         """Local gradients of a group (see ``gathered.Receiver``): reduced, or held for a later backward; the group freed."""
         schedule, k = self._scheduled(), self.groups.index(group)
         schedule.expect_end()
@@ -261,8 +258,20 @@ class Unit:
             self._deferred = {i: add(self._deferred.get(i), column) for i, column in gradients.items()}
         else:
             schedule.reducing(reductions(group, gradients, not distributed))
-        group.live.discard(token)
-        self._expected.discard(token)
+        use.through = group.live.get(use, schedule.backward_pass()) == schedule.backward_pass()
+        self._expected.discard(use)
+        self._release(use)
+
+    def _release_all(self, uses: Sequence[Use]) -> None:
+        for use in uses:
+            self._release(use)
+
+    def _release(self, use: Use) -> None:
+        """Give the group's values back if neither the graph nor what may be computed again needs them."""
+        group = use.group
+        if not use.through or use.of.inputs:
+            return
+        group.live.pop(use, None)
         if not group.live:
             group.put_parameters()
             if not self.keep_after_backward:
@@ -300,7 +309,7 @@ class Unit:
     # --- iterations ----------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """A forward pass starts: new graph, new gathered tensors."""
-        self._views, self._expected, self._took_part = {}, set(), False
+        self._views, self._expected, self._pass, self._took_part = {}, set(), Pass(), False
 
     def end(self) -> None:
         """Backward has ended."""
@@ -312,11 +321,14 @@ class Unit:
             if not self.keep_after_backward:
                 group.free()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy starts between passes: what a pass has gathered and recorded stays with the original."""
+        none = dict.fromkeys(("_watch", "schedule", "awaited"))
+        return self.__dict__ | none | {"_views": {}, "_to_run": set(), "_expected": set(), "_pass": Pass()}
+
     def reset(self) -> None:
         """After a pass that raised: sharded parameters in place, nothing held, nothing awaited."""
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        self._end_watch()
         self.buffers.leave(self._scheduled().distributed, False)
         self._held, self._deferred, self._ready, self._turn, self._expected = {}, {}, [[] for _ in self.groups], 0, set()
         for group in self.groups:
@@ -335,12 +347,5 @@ def _after(module: nn.Module, args: Any, output: Any) -> Any:
     return output if unit is None else unit.after_forward(module, output)
 
 
-def _before_backward(unit: Unit, uses: Sequence[_Use], grad: Tensor) -> None:
+def _before_backward(unit: Unit, uses: Sequence[Use], grad: Tensor) -> None:
     unit.before_backward(uses)
-
-
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    def one(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.dtype.is_floating_point and x.dtype != dtype else x
-
-    return tree_map(one, values, is_leaf=lambda x: isinstance(x, PerRank))
