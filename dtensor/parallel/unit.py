@@ -8,20 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ..local_functions import refuse_transforms
 from ..tensor import DTensor
 from .adopt import Axes, same_root
 from .buffers import Buffers
 from .gathered import Column, Gathered
-from .group import Group
+from .group import Group, shards_of
 from .materialize import check_values
 from .neighbours import Neighbours
 from .policy import MixedPrecisionPolicy, cast
 from .reduction import add, reductions, to_be_added
 from .schedule import Schedule
-from .uses import Pass, Use
+from .uses import Pass, Use, tensors_in
 from .watched import watched
 
 _AT_ONCE = 2**62  # autograd runs later nodes first; this one as soon as its gradients are there, as it does with leaves
@@ -90,7 +89,7 @@ class Unit:
         schedule.depth += 1  # first of all: :meth:`after_forward` is called whatever raises here
         refuse_transforms("a data-parallel module")
         if outermost:
-            schedule.begin(any(self._spans(x) for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)))
+            schedule.begin(any(self._spans(x) for x in tensors_in((args, kwargs)) if isinstance(x, DTensor)))
             if self.awaited is not None:
                 event, self.awaited = self.awaited, None
                 event.wait()
@@ -152,9 +151,9 @@ class Unit:
     def _expect_gradients(self, output: Any) -> bool:
         """Gather again as soon as a gradient of ``output`` arrives. False: nothing would tell us."""
         uses = [use for use, _ in self._views.values() if use is not None]
-        tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-        for x in tensors:
-            x.register_hook(functools.partial(_before_backward, self, uses))
+        tensors = [x for x in tensors_in(output) if x.requires_grad]
+        for piece in (piece for x in tensors for piece in shards_of(x)):
+            piece.register_hook(functools.partial(_before_backward, self, uses))
         return bool(tensors) or not uses
 
     def places(self) -> list[tuple[nn.Module, str]]:

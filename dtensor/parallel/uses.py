@@ -7,11 +7,29 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..comm import PerRank
+from ..nested import leaves
 from .group import Group, shards_of
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of what a module is given or gives; torch's walk, which takes longer, where lists and dicts are not all."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    for x in leaves(value):
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif type(x) not in _WITHOUT:
+            found += (y for y in tree_leaves(x) if isinstance(y, Tensor))
+    return found
+
+
+_WITHOUT = (type(None), bool, int, float, str, torch.dtype)
 
 
 @dataclass(eq=False, slots=True)
@@ -30,12 +48,13 @@ class Pass:
 
         Further inputs (an encoder's result, say) may be other units' too, and their gradients late: ours are aliases of our own.
         """
-        found = {id(x): x for x in tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad}
+        found = {id(x): x for x in tensors_in(given) if x.requires_grad}
         own = {name: x.view_as(x) for name, x in list(found.items())[1:]}
-        tensors = list((found | own).values())
-        self.inputs += sum(len(shards_of(x)) for x in tensors) or 1
-        for x in tensors:
-            x.register_hook(partial(self._came, then))
+        pieces = [piece for x in (found | own).values() for piece in shards_of(x)]
+        self.inputs += len(pieces) or 1
+        hook = partial(self._came, then)
+        for piece in pieces:
+            piece.register_hook(hook)
         return tree_map(lambda x: own.get(id(x), x), given, is_leaf=lambda x: isinstance(x, PerRank)) if own else given
 
     def _came(self, then: Callable[[], None], grad: Tensor) -> None:
