@@ -166,29 +166,40 @@ to_local, redistributed = recorded(ToLocal), recorded(Redistribute)
 
 
 def keep_grad_layout(leaf: Any) -> None:
-    """Bring what is accumulated in a leaf's gradient to the leaf's layout."""
-    if "_grad_hook" in leaf.__dict__:
+    """Bring what is accumulated in a leaf's gradient to the leaf's layout.
+
+    The hook knows the layout only, which assigning ``.data`` changes (:func:`note_layout`): it must not keep the leaf alive,
+    and a weak reference would keep ``torch.utils.swap_tensors`` from exchanging it.
+    """
+    if "_grad_layout" in leaf.__dict__:
         return
-    owner = weakref.ref(leaf)
+    kind, current = type(leaf), [leaf._layout]
 
     def to_leaf_layout(grad: Any) -> Any:
-        target = owner()
-        if target is None or grad is None:
+        layout = current[0]
+        if grad is None:
             return None
-        if type(grad) is type(target) and grad._layout is target._layout is _without_partials(target._layout):  # most often
+        if type(grad) is kind and grad._layout is layout is _without_partials(layout):  # most often
             return None
         if is_wrapped(grad):
             return None
-        wanted, mesh = grad_placements_of(target), target._layout.mesh
+        wanted, mesh = grad_layout(layout, None).placements, layout.mesh
         if not hasattr(grad, "_layout"):  # what the user gave to backward()
-            return distributed(grad, target._layout).redistribute(placements=wanted)
+            return distributed(grad, layout).redistribute(placements=wanted)
         if grad._layout.mesh != mesh:  # the leaf was a number in a program on another mesh
             return grad.redistribute(mesh, wanted)
         if grad._layout.placements == wanted:
             return None
         return grad.redistribute(placements=wanted)
 
-    leaf.__dict__["_grad_hook"] = leaf.register_hook(to_leaf_layout)
+    leaf.register_hook(to_leaf_layout)
+    leaf.__dict__["_grad_layout"] = current
+
+
+def note_layout(leaf: Any) -> None:
+    """A tensor's layout has changed."""
+    if (current := leaf.__dict__.get("_grad_layout")) is not None:
+        current[0] = leaf._layout
 
 
 def grad_placements_of(leaf: Any) -> tuple[Placement, ...]:

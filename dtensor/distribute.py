@@ -19,6 +19,7 @@ from .mesh import DeviceMesh, as_mesh
 from .placement import Placement, Replicate
 from .random import block_of
 from .redistribute import redistribute_local
+from .replaced import replacing
 from .tensor import DTensor, wrap
 
 M = TypeVar("M", bound=nn.Module)
@@ -179,10 +180,11 @@ def distribute_module(
     for given, what in ((partition_fn, "partition_fn"), (input_fn, "input_fn"), (output_fn, "output_fn")):
         if given is not None and not callable(given):
             raise ArgumentError(f"distribute_module: {what} takes a function, got {given!r}")
-    for name, submodule in list(module.named_modules()):
-        if partition_fn is not None:
-            partition_fn(name, submodule, mesh)
-        _replicate_rest(submodule, mesh)
+    with replacing(module.modules(), "distribute_module"):
+        for name, submodule in list(module.named_modules()):
+            if partition_fn is not None:
+                partition_fn(name, submodule, mesh)
+            _replicate_rest(submodule, mesh)
     if input_fn is not None:
         prepare = _with_module(input_fn, "input_fn")
         module.register_forward_pre_hook(lambda mod, inputs: prepare(mod, inputs, mesh))

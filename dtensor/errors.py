@@ -34,7 +34,7 @@ class LayoutError(DTensorError, ValueError):
 
 
 class UnitError(DTensorError, ValueError):
-    """A module cannot be a unit of data parallelism."""
+    """A module cannot be a unit of data parallelism, or cannot be distributed without another one that shares its weight."""
 
 
 class RuleError(DTensorError):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .errors import UnsupportedOperationError
 from .remembered import remembered
 
 # Their Python signatures differ from the schema (argument order, packed lists, defaults), or they mean something else.
@@ -66,13 +67,24 @@ def _sliced(dim: int, start: int | None, end: int | None, step: int) -> tuple[sl
 
 def recorded(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply`` for arguments that are DTensors: without a search for what a functorch transform left behind, which
-    wraps plain tensors only. Inside a transform the whole ``apply`` is called, which says what it cannot do."""
-    whole, alone = function.apply, super(torch.autograd.Function, function).apply  # type: ignore[misc]  # the C++ one
+    wraps plain tensors only. Inside a transform it is refused."""
+    alone = super(torch.autograd.Function, function).apply  # type: ignore[misc]  # the C++ one
 
     def apply(*args: Any) -> Any:
-        return (whole if torch._C._are_functorch_transforms_active() else alone)(*args)
+        refuse_transforms("redistributing a DTensor or taking its pieces")
+        return alone(*args)
 
     return apply
+
+
+def refuse_transforms(what: str) -> None:
+    """Raises UnsupportedOperationError inside a transform of ``torch.func``: it hides DTensors behind tensors of its own."""
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedOperationError(
+            f"{what} inside torch.func.grad, vjp, jvp or vmap is not supported: they hide what is distributed. Operators on "
+            "DTensors do run there, so a module without styles or units does (see distribute_module); otherwise differentiate by "
+            "torch.autograd.grad, torch.autograd.functional or torch.autograd.forward_ad"
+        )
 
 
 def is_wrapped(x: torch.Tensor) -> bool:

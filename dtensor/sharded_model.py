@@ -18,6 +18,7 @@ from .parallel.materialize import check_initialisers
 from .parallel.materialize import materialize as give_values
 from .placement import Placement, Replicate
 from .places import Place, device_type_of, members_of
+from .replaced import replacing
 from .sharding_spec import Composite, Spec, Whole, as_spec
 from .tensor import DTensor
 
@@ -69,8 +70,9 @@ def shard_model(
         check_initialisers(module)
     unset = {id(sub) for sub in module.modules() if any(x is not None and x.is_meta for x in _own(sub))}
     shared: dict[int, Any] = {}
-    for name, sub in module.named_modules():
-        _shard(sub, asked[name], meshes[id(sub)], src_rank, shared)
+    with replacing(module.modules(), "shard_model"):
+        for name, sub in module.named_modules():
+            _shard(sub, asked[name], meshes[id(sub)], src_rank, shared)
     if materialize:
         init = None if init_fn is None else lambda sub: init_fn(sub) if id(sub) in unset else None
         give_values(module, init=init)

@@ -22,6 +22,7 @@ from .autograd import (
     grad_layout,
     keep_grad_layout,
     move_apart,
+    note_layout,
     nothing_of,
     redistributed,
     to_local,
@@ -31,6 +32,7 @@ from .comm import PerRank
 from .dispatch import dispatch, install, wrap_local
 from .errors import DTensorError, LayoutError, UnsupportedOperationError
 from .layout import Layout, restore_layout
+from .local_functions import refuse_transforms
 from .local_layout import layout_of_locals
 from .mesh import DeviceMesh, as_mesh, restore_mesh
 from .placement import Partial, Placement, Replicate, Shard
@@ -131,6 +133,7 @@ class DTensor(torch.Tensor):
                 "from_local takes this rank's plain tensor, got a DTensor; use x.redistribute(...) or x.to_local() first"
             )
         strided(local_tensor, "from_local")
+        refuse_transforms("from_local (or a module with a parallel style)")
         layout = layout_of_locals(local_tensor, mesh, placements, shape, stride, check=run_check)
         backward = grad_layout(layout, grad_placements)
         if mesh.kind == "in_process":
@@ -258,6 +261,7 @@ class DTensor(torch.Tensor):
         """Be the memory that ``other`` is, in its shape; the version counter stays."""
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         other._share(self)
+        note_layout(self)
 
     def _share(self, target: DTensor) -> None:
         """Make ``target`` this memory."""
@@ -376,7 +380,7 @@ def _dress(made: DTensor, like: DTensor) -> None:
         made.requires_grad_()
 
 
-_OWN = {"_is_param", "_grad_hook", "_apart", "_counted", "_origin", "_place", "_shared", "_pending", "_data_parallel"}
+_OWN = {"_is_param", "_grad_layout", "_apart", "_counted", "_origin", "_place", "_shared", "_pending", "_data_parallel"}
 
 
 def _marks(x: DTensor) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from dtensor.parallel import (
     register_fsdp_forward_method,
     replicate,
 )
+from dtensor.parallel.offload import Host
 from dtensor.parallel.unit import unit_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
@@ -411,6 +412,54 @@ def test_mixed_precision() -> None:
     torch.testing.assert_close(whole(model.weight.grad), torch.full((3, 4), 2.0))
 
 
+def _replicated(module: nn.Module, mesh: Any, **options: Any) -> Any:
+    return replicate(module, mesh["inside"] if mesh.ndim == 2 else mesh, **options)
+
+
+def _copied(module: nn.Module, mesh: Any, **options: Any) -> Any:
+    return fully_shard(module, mesh=mesh, **options)
+
+
+def _held_in_float32(make: Callable[..., Any], shape: tuple[int, ...], held_by: str) -> None:
+    """64 passes whose gradients are held: bfloat16 would lose a hundredth of their sum, float32 nothing to speak of."""
+    mesh = dt.init_device_mesh("cpu", shape, mesh_dim_names=("copies", "inside")[-len(shape) :])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    alone = nn.Linear(7, 5, bias=False)
+    model = make(copy.deepcopy(alone), mesh, mp_policy=policy)
+    alone = alone.bfloat16()
+    expected = torch.zeros(5, 7)
+    for last in [False] * 63 + [True]:
+        getattr(model, held_by)(last)
+        x = torch.randn(3, 7, generator=generator)
+        loss_of(model(own([x] * mesh.size(), mesh))).backward()
+        expected += torch.autograd.grad(loss_of(alone(x.bfloat16())), alone.weight)[0]
+    torch.testing.assert_close(whole(model.weight.grad), expected, rtol=1e-5, atol=1e-6)
+
+
+HOLDERS = [(_copied, (2,), "set_requires_gradient_sync"), (_copied, (2, 2), "set_requires_gradient_sync")]
+HOLDERS += [(_copied, (2, 2), "set_requires_all_reduce"), (_replicated, (2,), "set_requires_gradient_sync")]
+
+
+@pytest.mark.parametrize(("make", "shape", "held_by"), HOLDERS)
+def test_gradients_are_held_in_the_dtype_they_are_reduced_in(make: Any, shape: tuple[int, ...], held_by: str) -> None:
+    _held_in_float32(make, shape, held_by)
+
+
+@pytest.mark.gloo
+def test_gradients_are_held_in_the_dtype_they_are_reduced_in_on_process_groups() -> None:
+    run_gloo(_held_in_float32, 2, _copied, (2,), "set_requires_gradient_sync")
+
+
+def test_gradients_that_wait_for_the_end_of_backward_are_added_in_the_dtype_they_are_reduced_in() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = fully_shard(nn.Linear(3, 1, bias=False), mesh=dp(), mp_policy=policy)
+    model.set_reduce_scatter_unused_params(True)
+    parts = [torch.full((1, 3), 256.0), torch.ones(1, 3)]  # bfloat16 has no 257
+    sum(model(own([x] * 2, dp())).sum() for x in parts).backward()
+    assert whole(model.weight.grad).tolist() == [[257.0] * 3]
+
+
 def test_mixed_dtypes_in_one_unit() -> None:
     mesh = dp()
     model = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float32))
@@ -428,6 +477,32 @@ def test_mixed_dtypes_in_one_unit() -> None:
 
 def test_offload_changes_nothing_on_the_host() -> None:
     train(dp(), ("dp",), offload_policy=CPUOffloadPolicy())
+
+
+@pytest.mark.parametrize("make", [shard, _replicated])
+def test_gradients_on_their_way_to_host_memory_are_waited_for_when_the_next_have_come(make: Any, monkeypatch: Any) -> None:
+    """Copies that arrive when they are waited for, and not before, as from a device."""
+    done: list[tuple[str, int]] = []
+
+    def fetched(host: Host, x: Tensor) -> tuple[Tensor, Callable[[], Any]]:
+        late, number = torch.full_like(x, float("nan")), sum(what == "sent" for what, _ in done)
+        done.append(("sent", number))
+        return late, lambda: (late.copy_(x), done.append(("waited", number)))
+
+    monkeypatch.setattr(Host, "fetched", fetched)
+    mesh, model, alone = dp(), net(), net()
+    make(model, mesh, offload_policy=CPUOffloadPolicy())
+    if make is shard:
+        model.scale.register_post_accumulate_grad_hook(lambda p: done.append(("gradient", int(p.grad.isnan().any()))))
+    for batch in batches(2, 2):
+        loss_of(model(own(batch, mesh))).backward()
+        alone_loss(alone, batch).backward()
+    assert_same_gradients(model, alone)
+    if make is shard:
+        sent = done.index(("sent", 2))
+        assert ("waited", 0) not in done[:sent]  # two members' copies are sent together
+        assert ("waited", 0) in done[: done.index(("sent", 5))]
+        assert ("gradient", 0) in done
 
 
 # --- checkpointing, methods, hooks, copies --------------------------------------------------------------------------------
@@ -479,6 +554,145 @@ def test_activation_checkpointing_by_function(reentrant: bool) -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_on_process_groups(reentrant: bool) -> None:
     run_gloo(_checkpointed, 2, reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("output_dtype", [torch.float32, torch.float64])
+def test_activation_checkpointing_around_a_unit_that_casts_its_output(reentrant: bool, output_dtype: torch.dtype) -> None:
+    """What is computed again has the dtypes that it had before."""
+    mesh, body, head = dp(), nn.Linear(4, 4), nn.Linear(4, 3)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype)
+    plain = [copy.deepcopy(module) for module in (body, head)]
+    for module in (body, head):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    seen: list[torch.dtype] = []
+
+    def forward(inner: nn.Module, last: nn.Module, x: Tensor) -> Tensor:
+        def run(y: Tensor) -> Tensor:
+            z = inner(y)
+            seen.append(z.dtype)
+            return torch.tanh(z) * z
+
+        return last(checkpoint(run, x, use_reentrant=reentrant))
+
+    batch = [torch.randn(2, 4, requires_grad=True) for _ in range(2)]
+    loss_of(forward(body, head, own(batch, mesh))).backward()
+    assert set(seen) == {output_dtype}
+    assert len(seen) == 2
+    torch.stack([loss_of(forward(*plain, part)) for part in batch]).mean().backward()
+    for ours, theirs in zip((body, head), plain, strict=True):
+        torch.testing.assert_close(whole(ours.weight.grad), theirs.weight.grad, rtol=0.05, atol=0.02)
+
+
+class Parts(nn.Module):
+    """Two layers, the first of which is computed again in backward, and the second's weights used inside that too."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 4), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = checkpoint(lambda y: self.second(torch.tanh(self.first(y))), x, use_reentrant=self.reentrant)
+        return self.first(torch.tanh(self.second(torch.tanh(inner))))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # torch, of the pass without gradients
+@pytest.mark.parametrize("make", [_copied, _replicated])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, None), (0,)], ids=str)
+def test_parts_computed_again_after_other_passes(make: Any, reentrant: bool, order: tuple[int | None, ...]) -> None:
+    """Two passes, then backward of each; or a pass without gradients (None) before backward."""
+    torch.manual_seed(0)
+    mesh, alone = dp(), nn.Sequential(nn.Linear(4, 4), Parts(reentrant), nn.Linear(4, 3)).double()
+    model = copy.deepcopy(alone)
+    if make is _copied:
+        fully_shard(model[1], mesh=mesh)
+    make(model, mesh)
+    data = torch.randn(2, 2, 2, 4, dtype=torch.float64)
+    passes = [k for k in order if k is not None]
+    for m, given in ((model, lambda k: own(list(data[k]), mesh)), (alone, lambda k: data[k].flatten(0, 1))):
+        losses = {k: loss_of(m(given(k))) for k in sorted(passes)}
+        if None in order:
+            with torch.no_grad():
+                m(given(1))
+        for k in passes:
+            losses[k].backward()
+    assert_same_gradients(model, alone)
+
+
+@pytest.mark.parametrize("make", [_copied, _replicated])
+def test_reentrant_checkpoints_inside_reentrant_ones(make: Any) -> None:
+    """A unit computed again as a whole, and a part of it in that; as the outermost unit, whose input has no gradient."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start, self.inner = nn.Linear(4, 4), Parts(reentrant=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.start(checkpoint(self.inner, self.start(x), use_reentrant=True))
+
+    torch.manual_seed(0)
+    mesh, alone = dp(), Outer().double()
+    model = copy.deepcopy(alone)
+    if make is _copied:
+        fully_shard(model.inner, mesh=mesh)
+    make(model, mesh)
+    for data in torch.randn(2, 2, 3, 4, dtype=torch.float64):
+        loss_of(model(own(list(data), mesh))).backward()
+        loss_of(alone(data.flatten(0, 1))).backward()
+        assert_same_gradients(model, alone)
+
+
+def _reentrant_on_processes() -> None:
+    test_reentrant_checkpoints_inside_reentrant_ones(_copied)
+    test_parts_computed_again_after_other_passes(_copied, True, (1, 0))
+
+
+@pytest.mark.gloo
+def test_reentrant_checkpoints_of_parts_on_process_groups() -> None:
+    run_gloo(_reentrant_on_processes, 2)
+
+
+class Crossing(nn.Module):
+    """Takes two inputs, the second of which other modules take too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, encoded: Tensor) -> Tensor:
+        return torch.tanh(self.own(x) + self.other(encoded))
+
+
+def test_units_that_share_an_input_are_freed_one_by_one() -> None:
+    mesh, seen = dp(), []
+    start, blocks = nn.Linear(4, 4), [Crossing() for _ in range(4)]
+    for module in (start, *blocks):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    x = encoded = start(own([torch.ones(2, 4)] * 2, mesh))
+    for block in blocks:
+        x = block(x * 1, encoded=encoded)
+        x.register_hook(lambda _: seen.append(sum(unit_of(b).groups[0].gathered for b in blocks)))
+    loss_of(x).backward()
+    assert max(seen) <= 2
+    assert not any(unit_of(b).groups[0].gathered for b in blocks)
+
+
+def test_a_copy_made_after_a_pass_trains_by_itself() -> None:
+    mesh, model, alone = dp(), net(), net()
+    shard(model, mesh)
+    batch = batches(2)[0]
+    with torch.no_grad():
+        model(own(batch, mesh))
+    kept = model(own(batch, mesh))  # its backward has not come yet
+    copied = copy.deepcopy(model)
+    loss_of(copied(own(batch, mesh))).backward()
+    alone_loss(alone, batch).backward()
+    assert_same_gradients(copied, alone)
+    assert all(p.grad is None for p in model.parameters())
+    loss_of(kept).backward()
+    assert_same_gradients(model, alone)
 
 
 def test_unshard_and_reshard_by_hand() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gloo import run_gloo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -93,12 +94,12 @@ def whole(x: Any) -> Tensor:
     return full.shards[0] if isinstance(full, dt.PerRank) else full
 
 
-def assert_same(model: nn.Module, alone: nn.Module) -> None:
+def assert_same(model: nn.Module, alone: nn.Module, **close: float) -> None:
     for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours), theirs.detach(), msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(whole(ours), theirs.detach(), msg=lambda text, name=name: f"{name}: {text}", **close)
         if theirs.grad is not None:
             assert ours.grad.placements == ours.placements, name
-            torch.testing.assert_close(whole(ours.grad), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(whole(ours.grad), theirs.grad, msg=lambda text, name=name: f"{name}: {text}", **close)
 
 
 @ANY
@@ -237,6 +238,120 @@ def test_hooks_on_modules() -> None:
     for ours, theirs in zip(*seen, strict=True):
         torch.testing.assert_close(whole(ours), theirs)
     assert_same(model, alone)
+
+
+def column_then_row(mesh: Any, model: nn.Module) -> None:
+    parallelize_module(model, mesh, {"[01].up": ColwiseParallel(), "[01].down": RowwiseParallel()})
+
+
+def in_units(mesh: Any, model: Any) -> None:
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def in_copies(mesh: Any, model: nn.Module) -> None:
+    replicate(model, mesh)
+
+
+def hooked(model: nn.Module, x: Tensor) -> list[Any]:
+    """What full backward hooks see, and the input's gradient; one of them changes what it sees."""
+    seen: list[Any] = []
+
+    def halved(module: nn.Module, into: Any, out: Any) -> Any:
+        seen.extend((*into, *out))
+        return tuple(grad / 2 for grad in into)
+
+    for module in model.modules():
+        if isinstance(module, (Block, nn.Linear)):
+            module.register_full_backward_hook(halved)
+            module.register_full_backward_pre_hook(lambda _, out: tuple(grad * 3 for grad in out))
+    x.requires_grad_()
+    loss_of(model(x)).backward()
+    return [*seen, x.grad]
+
+
+def _same_seen_by_hooks(make: Any, parts: int) -> None:
+    mesh, model = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), net()
+    make(mesh, model)
+    batch = [part.clone() for part in X.chunk(parts)]
+    ours = hooked(model, dt.map_ranks(lambda at: batch[at[0] % parts].clone(), mesh=mesh))
+    for rank in [mesh.get_local_rank()] if mesh.kind == "process_group" else range(2):
+        for mine, theirs in zip(ours, hooked(net(), batch[rank % parts].clone()), strict=True):
+            mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+            mine = mine.shards[rank] if isinstance(mine, dt.PerRank) else mine
+            cut = mine.shape != theirs.shape  # between columns and rows
+            torch.testing.assert_close(mine, theirs.chunk(2, -1)[rank] if cut else theirs)
+
+
+SEEN = pytest.mark.parametrize(("make", "parts"), [(column_then_row, 1), (in_units, 2), (in_copies, 2)])
+
+
+@SEEN
+def test_full_backward_hooks_see_and_change_what_they_would_alone(make: Any, parts: int) -> None:
+    _same_seen_by_hooks(make, parts)
+
+
+@pytest.mark.gloo
+@SEEN
+def test_full_backward_hooks_on_process_groups(make: Any, parts: int) -> None:
+    run_gloo(_same_seen_by_hooks, 2, make, parts)
+
+
+def test_full_backward_hooks_where_no_input_requires_a_gradient() -> None:
+    model, seen = fully_shard(nn.Linear(2, 3), mesh=dt.init_device_mesh("cpu", (2,))), []
+    model.register_full_backward_hook(lambda _, into, out: seen.append((into, out[0])))
+    with pytest.warns(UserWarning, match="no inputs require gradients"):
+        model(dt.per_rank([torch.ones(1, 2), torch.ones(1, 2)])).sum().backward()
+    assert seen[0][0] == (None,)
+    assert torch.equal(seen[0][1].shards[1], torch.ones(1, 3))
+
+
+@ANY
+@pytest.mark.parametrize("swap", [False, True], ids=["replaced", "swapped"])
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_a_change_of_dtype_between_steps(make: Any, swap: bool, with_gradients: bool) -> None:
+    """By torch's present way and by the one to come, which exchanges tensors and so leaves optimizers what they hold."""
+    model, alone, given = make()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
+    loss_of(model(given(X))).backward()
+    loss_of(alone(X)).backward()
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        for m, optimizer in zip((model, alone), optimizers, strict=True):
+            if not with_gradients:
+                optimizer.zero_grad()
+            before = [id(p) for p in m.parameters()]
+            m.float()
+            if swap:
+                assert [id(p) for p in m.parameters()] == before
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    for m in (model, alone):
+        assert {p.dtype for p in m.parameters()} == {torch.float32}
+    for _ in range(2):
+        loss_of(model(given(X.float()))).backward()
+        loss_of(alone(X.float())).backward()
+        assert_same(model, alone, rtol=1e-5, atol=1e-4)
+        for optimizer in optimizers if swap else [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model, alone, rtol=1e-5, atol=1e-4)
+
+
+def test_an_outer_unit_leaves_what_was_swapped_to_the_inner_one() -> None:
+    mesh, model = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), net()
+    alone = copy.deepcopy(model).float()
+    fully_shard(model[0], mesh=mesh)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    fully_shard(model, mesh=mesh)
+    loss_of(model(dt.map_ranks(lambda at: X.float().chunk(2)[at[0]].clone(), mesh=mesh))).backward()
+    loss_of(alone(X.float())).backward()
+    assert_same(model, alone, rtol=1e-5, atol=1e-4)
 
 
 def test_optimizer_states_are_laid_out_like_their_parameters() -> None:

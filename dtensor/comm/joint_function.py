@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .joint import flat
-from .per_rank import _BEFORE, PerRank
+from .per_rank import _BEFORE, _JOINT, PerRank
+from .rank_values import agreed
 
 _PLAIN_APPLY: Callable[..., Any] = Function.__dict__["apply"].__func__
 
@@ -88,6 +89,17 @@ class _Call:
                 flat += own
             else:  # one tensor that all ranks used
                 flat.append(sum(own[1:], own[0]))
+        return tuple(flat)
+
+    def grouped(self, shapes: Sequence[_Shape], grads: Sequence[Any]) -> tuple[Any, ...]:
+        """The gradients of arguments or of results, all ranks' together."""
+        return tuple(_grouped([shape for shape in shapes if shape.count], grads))
+
+    def apart(self, shapes: Sequence[_Shape], grads: Sequence[Any]) -> tuple[Any, ...]:
+        """As the node has them; a plain one is every rank's."""
+        flat: list[Any] = []
+        for shape, grad in zip((shape for shape in shapes if shape.count), grads, strict=True):
+            flat += grad.shards if isinstance(grad, PerRank) else [grad] * shape.count
         return tuple(flat)
 
 
@@ -189,6 +201,50 @@ class _Joint(Function):
         return None, *call.gradients(found)
 
 
+class _Node:
+    """What ``grad_fn`` gives for the function's results: its node, whose hooks get the gradients of all ranks together."""
+
+    def __init__(self, node: Any) -> None:
+        self._node, self._call = node, node.call
+
+    def name(self) -> str:
+        return f"{self._call.function.__name__}Backward"
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        """``hook(gradients of arguments, gradients of results)``, after the node has run; it may give others for the first."""
+        into, out = self._call.args, self._call.outputs
+
+        def over_flat(grads: Any, outer: Any) -> Any:
+            found = hook(self._call.grouped(into, grads), self._call.grouped(out, outer))
+            return None if found is None else self._call.apart(into, _tuple(found))
+
+        return self._node.register_hook(over_flat)
+
+    def register_prehook(self, hook: Callable[..., Any]) -> Any:
+        """``hook(gradients of results)``, before the node runs; it may give others."""
+        out = self._call.outputs
+
+        def over_flat(grads: Any) -> Any:
+            found = hook(self._call.grouped(out, grads))
+            return None if found is None else self._call.apart(out, _tuple(found))
+
+        return self._node.register_prehook(over_flat)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+
+def _tuple(found: Any) -> tuple[Any, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _grad_fn(x: PerRank, *owner: Any) -> Any:
+    nodes = [shard.grad_fn for shard in x.shards]
+    if type(nodes[0]) is _Joint._backward_cls and all(node is nodes[0] for node in nodes):
+        return _Node(nodes[0])
+    return agreed(nodes, "grad_fn")
+
+
 def _each(outputs: Sequence[_Shape], grads: Sequence[Any]) -> list[Any]:
     """One gradient per output: None for what is no tensor."""
     items = iter(grads)
@@ -196,3 +252,4 @@ def _each(outputs: Sequence[_Shape], grads: Sequence[Any]) -> list[Any]:
 
 
 _BEFORE.append(watch_functions)
+_JOINT[vars(torch._C.TensorBase)["grad_fn"].__get__] = _grad_fn

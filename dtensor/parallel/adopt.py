@@ -7,20 +7,23 @@ tensor-parallel block stays in one piece when the data-parallel cut is undone. T
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm import PerRank, communicator_of
 from ..errors import MeshError, PlacementError, UnsupportedOperationError
 from ..layout import Layout
 from ..mesh import DeviceMesh
 from ..placement import Placement, Replicate, Shard
+from ..replaced import note_replaced
 from ..tensor import DTensor, wrap
+from .offload import Host
+from .ties import around_units, managed_by, shared_with
 
 ShardPlacement = Callable[[nn.Parameter], Shard | None]
 
@@ -58,6 +61,12 @@ class Managed:
         if found is self.parameter or found is self.placed:
             self._follow_dtype()
             return
+        if found is not None and torch.is_grad_enabled() and not isinstance(found, nn.Parameter) and _followed(found):
+            raise UnsupportedOperationError(
+                f"{name!r} of {type(module).__name__} is a parameter under data parallelism, its gradient arrives in its .grad: "
+                "torch.func.functional_call cannot give it a value that gradients or tangents are recorded of; give it "
+                "x.detach(), or use the module before fully_shard or replicate"
+            )
         if not isinstance(found, DTensor) or found.placements != self.layout.placements:
             raise MeshError(
                 f"parameter {name!r} of {type(module).__name__} was replaced by a {type(found).__name__}; it was {self.layout!r}"
@@ -87,9 +96,6 @@ class Managed:
                 attributes["_flat_weights"] = [module._parameters.get(name) for name in attributes["_flat_weights_names"]]
 
 
-_MANAGED: Any = WeakTensorKeyDictionary()  # parameters as they were -> Managed: finds ties across units
-
-
 @dataclass(frozen=True, slots=True)
 class Axes:
     """The data-parallel mesh and what its dims do.
@@ -98,42 +104,61 @@ class Axes:
         mesh: 1-d or 2-d.
         shard: the mesh dims that cut parameters.
         replicate: the mesh dims that copy them.
+        host: where they are kept instead of on the device, if so.
     """
 
     mesh: DeviceMesh
     shard: tuple[int, ...]
     replicate: tuple[int, ...]
-    offload: bool = field(default=False)
+    host: Host | None = None
+
+    @property
+    def kept_on(self) -> str:
+        """The type of device that parameters are kept on."""
+        return self.mesh.device_type if self.host is None else "cpu"
 
     @property
     def both(self) -> tuple[int, ...]:
         return tuple(range(self.mesh.ndim))
 
 
-def adopt(module: nn.Module, axes: Axes, ignored: set[nn.Parameter], where: ShardPlacement | None = None) -> list[Managed]:
-    """The parameters of ``module`` that nobody manages yet, taken over; and those that it shares with a unit below, which
-    gives them up: what several units use must be gathered while any of them runs.
+def adopt(
+    modules: Sequence[nn.Module], axes: Axes, ignored: set[nn.Parameter], by: str, where: ShardPlacement | None = None
+) -> list[Managed]:
+    """The parameters of ``modules`` that nobody manages yet, taken over; and those that they share with a unit below, which gives
+    them up: what several units use must be gathered while any of them runs.
+
+    Args:
+        by: the function that takes them, for messages.
 
     Raises:
         MeshError: a DTensor parameter whose mesh is not of the same root as the data-parallel mesh.
+        UnitError: one that a module elsewhere has in common with these, and that is distributed there already.
     """
+    skipped = {id(p) for p in ignored}
+    within = list(dict.fromkeys(submodule for module in modules for submodule in module.modules()))
+    below = {id(m.parameter): m for submodule in within for m in managed_by(submodule)}
+    around = around_units(modules)
+    settled = {(id(at), name) for m in below.values() for at, name in m.places if at not in around}
+    asked = [
+        (at, name, parameter, shared_with(parameter, below, at, name, by))
+        for at in within
+        for name, parameter in at._parameters.items()
+        if parameter is not None and id(parameter) not in skipped and (id(at), name) not in settled
+    ]
     taken: dict[int, Managed] = {}
-    skipped, below = {id(p) for p in ignored}, set(module.modules())
-    for submodule in module.modules():
-        for name, parameter in submodule._parameters.items():
-            if parameter is None or id(parameter) in skipped or getattr(parameter, "_data_parallel", False):
-                continue
-            known = taken.get(id(parameter))
-            if known is None:
-                known = _MANAGED.get(parameter)
-                if known is None or known.places[0][0] not in below:
-                    known = _take(parameter, axes, where)
-                elif known.owner is not None:
-                    known.owner.managed.remove(known)
-                _MANAGED[parameter] = taken[id(parameter)] = known
-            known.places.append((submodule, name))
-            submodule._parameters[name] = known.parameter
-    return list(taken.values())
+    for at, name, parameter, shared in asked:
+        known = taken.get(id(parameter), shared)
+        if known is None:
+            known = _take(parameter, axes, where)
+            note_replaced(parameter, by, known)
+        elif known.owner is not None:
+            known.owner.give_up(known, axes)
+        taken[id(parameter)] = known
+        if (at, name) not in known.places:
+            known.places.append((at, name))
+        at._parameters[name] = known.parameter
+    return list(dict.fromkeys(taken.values()))
 
 
 def _take(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> Managed:
@@ -153,8 +178,13 @@ def _take(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> 
     layout = whole if cut is None else whole.replace(placements=_cut(whole, cut, dp_dims))
     local = _own_part(parameter, axes, whole, layout)
     made = nn.Parameter(wrap(local, layout), requires_grad=parameter.requires_grad)
-    made._data_parallel = True  # type: ignore[attr-defined]  # a mark that survives in the parameter
+    made._data_parallel = axes.kept_on  # type: ignore[attr-defined]  # a mark that survives in the parameter
     return Managed([], made, layout, whole, inside, cut)
+
+
+def _followed(x: Tensor) -> bool:
+    """Whether autograd records what becomes of ``x``, in one mode or the other."""
+    return x.requires_grad or forward_ad.unpack_dual(x).tangent is not None
 
 
 def shards_in(parameter: Tensor) -> tuple[Tensor, ...]:
@@ -200,7 +230,7 @@ def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout) -> Any:
         for dim, size in enumerate(layout.local_shape(mesh.coordinates[member])):
             full = full.narrow(dim, min(at[dim] - origin[dim], full.shape[dim]), size)
         part = full.detach().clone(memory_format=torch.contiguous_format)
-        return part.cpu() if axes.offload else part
+        return part if axes.host is None else part.cpu()
 
     return comm.map(block, local)
 
@@ -227,8 +257,9 @@ def _relocate(m: Managed, mesh: DeviceMesh) -> None:
         local = communicator_of(mesh).broadcast(local, further)
     m.layout, m.whole = _on(mesh, m.layout), _on(mesh, m.whole)
     m.parameter = nn.Parameter(wrap(local, m.layout), requires_grad=old.requires_grad)
-    m.parameter._data_parallel = True  # type: ignore[attr-defined]  # as _take does
+    m.parameter._data_parallel = old._data_parallel  # type: ignore[attr-defined]  # as _take does
     m.put(m.parameter)
+    note_replaced(old, "fully_shard", m)
     if m.owner is not None:
         m.owner.forget()
 

@@ -86,7 +86,7 @@ def _replicated(buffer: Tensor, axes: Axes, inside: Layout | None) -> DTensor:
     if not local.is_meta:
         local = local.to(axes.mesh.device_type)
     made = wrap(comm.map(lambda member, x: x.detach().clone(memory_format=torch.contiguous_format), local), whole)
-    made._data_parallel = True  # type: ignore[attr-defined]  # a mark: taken over already
+    made._data_parallel = axes.mesh.device_type  # type: ignore[attr-defined]  # a mark: taken over already
     return made
 
 

@@ -76,7 +76,9 @@ class FSDPModule:
 
     # --- when it communicates ----------------------------------------------------------------------------------------
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. If not they are held, unsharded, and join those of the next backward that does."""
+        """Whether backward reduces gradients. If not they are held, unsharded, in the wider of ``reduce_dtype`` and the
+        dtype they come in, and join those of the next backward that does.
+        """
         for unit in units_of(self, recurse):
             unit.sync = requires_gradient_sync
 

@@ -14,7 +14,8 @@ from .adopt import Axes, ShardPlacement, adopt, onto_one_mesh
 from .buffers import Buffers
 from .fsdp_module import FSDPModule, neighbours_of, units_of
 from .group import Group
-from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .offload import Host
+from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .unit import Unit, unit_of
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -41,8 +42,8 @@ def fully_shard(
     data-parallel mesh gives the global loss and its gradient, as on one device.
 
     Args:
-        module: a module, or several that make up one unit. It comes back with the methods of ``FSDPModule`` as well; a type
-            checker learns of them by ``isinstance(model, FSDPModule)``.
+        module: a module, or several that make up one unit, whose common weights stay one. It comes back with the methods of
+            ``FSDPModule`` as well; a type checker learns of them by ``isinstance(model, FSDPModule)``.
         mesh: 1-d: parameters are cut over it. 2-d: cut over its second dim, copied over its first (HSDP). Tensor-parallel
             parameters live on ``mesh["tp"]`` of the same mesh; what it cuts along the same tensor dim it cuts first. Default
             the mesh entered by ``with mesh:``, else all ranks.
@@ -56,7 +57,7 @@ def fully_shard(
 
     Raises:
         MeshError: more than two data-parallel dims, or a parameter on a mesh that is not of the same root.
-        UnitError: ``module`` is a container that nobody calls.
+        UnitError: ``module`` is a container that nobody calls, or has a weight in common with one that is distributed elsewhere.
         DTensorError: it is a unit already.
 
     Cost: per unit and pass two all-gathers of its parameters and one reduce-scatter of its gradients.
@@ -74,10 +75,12 @@ def fully_shard(
     _check_options(reshard_after_forward, mp_policy, offload_policy)
     for one in modules:
         check_callable(one, "fully_shard")
-    offload = isinstance(offload_policy, CPUOffloadPolicy)
+    inner = {below for one in modules for below in one.modules() if below is not one}
+    modules = [one for one in dict.fromkeys(modules) if one not in inner]  # those run with the ones around them
     mesh = mesh_or_world(mesh)
-    axes = axes_of(mesh, offload) if dp_mesh_dims is None else axes_named(mesh, dp_mesh_dims, offload)
-    managed = [m for one in modules for m in adopt(one, axes, set(ignored_params or ()), shard_placement_fn)]
+    host = Host.of(offload_policy, mesh.device_type)
+    axes = axes_of(mesh, host) if dp_mesh_dims is None else axes_named(mesh, dp_mesh_dims, host)
+    managed = adopt(modules, axes, set(ignored_params or ()), "fully_shard", shard_placement_fn)
     buffers = Buffers([sub for one in modules for sub in one.modules()], axes)
     unit = Unit(modules, [Group(managed, axes, mp_policy)], buffers, axes, mp_policy)
     onto_one_mesh(
@@ -130,17 +133,17 @@ def check_callable(module: Any, name: str) -> None:
         )
 
 
-def axes_named(mesh: DeviceMesh, dims: DataParallelMeshDims, offload: bool = False) -> Axes:
+def axes_named(mesh: DeviceMesh, dims: DataParallelMeshDims, host: Host | None = None) -> Axes:
     """The roles of the named dims of a mesh that has others too."""
     shard, replicate = ((x,) if isinstance(x, str) else tuple(x or ()) for x in (dims.shard, dims.replicate))
     if not shard:
         raise MeshError(f"dp_mesh_dims of fully_shard needs shard=, the mesh dims to cut over, got {dims}; see replicate()")
     part = mesh[(*replicate, *shard)]
     both = range(len(replicate) + len(shard))
-    return Axes(part, tuple(both[len(replicate) :]), tuple(both[: len(replicate)]), offload)
+    return Axes(part, tuple(both[len(replicate) :]), tuple(both[: len(replicate)]), host)
 
 
-def axes_of(mesh: DeviceMesh, offload: bool = False) -> Axes:
+def axes_of(mesh: DeviceMesh, host: Host | None = None) -> Axes:
     """The roles of the dims of a data-parallel mesh.
 
     Raises:
@@ -150,7 +153,7 @@ def axes_of(mesh: DeviceMesh, offload: bool = False) -> Axes:
         raise MeshError(
             f"data parallelism takes a mesh of one dim, or of two (copied over the first, cut over the second), got {mesh!r}"
         )
-    return Axes(mesh, (mesh.ndim - 1,), tuple(range(mesh.ndim - 1)), offload)
+    return Axes(mesh, (mesh.ndim - 1,), tuple(range(mesh.ndim - 1)), host)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

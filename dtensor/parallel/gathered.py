@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import move
+from ..errors import DTensorError
 from ..placement import Partial
 from ..tensor import DTensor
 from .adopt import Managed
@@ -20,7 +21,7 @@ Column = tuple[Tensor | None, ...]  # one parameter's gradient: per member held 
 class Receiver(Protocol):
     """Who takes the gradients of a group's gathered parameters."""
 
-    def receive(self, group: Group, token: int, gradients: dict[int, Column], distributed: bool) -> None:
+    def receive(self, group: Group, use: Any, gradients: dict[int, Column], distributed: bool) -> None:
         """Local gradients by parameter; ``distributed``: terms of one global sum, not each rank's own."""
 
 
@@ -32,8 +33,8 @@ class Gathered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, group: Group, receiver: Receiver, token: int, distributed: bool) -> tuple[Tensor, ...]:
-        ctx.group, ctx.receiver, ctx.token, ctx.distributed = group, receiver, token, distributed
+    def forward(ctx: Any, anchor: Tensor, group: Group, receiver: Receiver, use: Any, distributed: bool) -> tuple[Tensor, ...]:
+        ctx.group, ctx.receiver, ctx.use, ctx.distributed = group, receiver, use, distributed
         ctx.set_materialize_grads(False)
         ctx.trainable = [m.parameter.requires_grad for m in group.managed]
         flat, owners = group.values(distributed), group.owners(distributed)
@@ -49,7 +50,7 @@ class Gathered(torch.autograd.Function):
             columns[i].append(grad)
         needed = [i for i, trainable in enumerate(ctx.trainable) if trainable]
         gradients = {i: _column(group, group.managed[i], columns[i], ctx.distributed) for i in needed}
-        ctx.receiver.receive(group, ctx.token, gradients, ctx.distributed)
+        ctx.receiver.receive(group, ctx.use, gradients, ctx.distributed)
         return None, None, None, None, None
 
 
@@ -62,7 +63,11 @@ def _column(group: Group, m: Managed, grads: Sequence[Tensor | None], distribute
         dp = {group.axes.mesh._dims[i] for i in group.axes.both}
         where = [Partial() if dims in dp else p for p, dims in zip(m.whole.placements, m.whole.mesh._dims, strict=True)]
     else:
-        assert m.inside is not None
+        if m.inside is None:
+            raise DTensorError(
+                "a data-parallel parameter was used when its unit was through: call the modules that the unit was made of, not "
+                "parts of them by themselves"
+            )
         where = list(m.inside.placements)
     target = grad._layout.replace(placements=where)
     return shards_of((grad if target is grad._layout else move(grad, target))._local)

@@ -8,14 +8,14 @@ saved of them is right again once the buffer is filled again in backward (Zhao e
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm import Communicator, Pending, PerRank, communicator_of
-from ..errors import DTensorError
+from ..errors import DTensorError, UnitError
 from ..layout import Layout
 from ..tensor import wrap
 from .adopt import Axes, Managed
@@ -36,7 +36,8 @@ class Group:
     Attributes:
         managed: the parameters, wider dtypes first, so that every block is aligned.
         gathered: the buffer is filled.
-        live: forward passes whose backward has begun and still needs the gathered values.
+        live: uses whose backward has begun and still needs the gathered values, and the autograd pass that it is: a
+            reentrant checkpoint runs passes of its own inside.
         settings: how its collectives run.
         scattered: reduce-scattered gradients that wait to be summed over replicas.
     """
@@ -45,7 +46,7 @@ class Group:
         self.axes, self.policy = axes, policy
         self.managed: list[Managed] = []
         self.gathered = False
-        self.live: set[int] = set()
+        self.live: dict[Any, int] = {}
         self.settings = Settings()
         self.scattered: dict[Any, Any] = {}
         self._stamp: list[Any] = []
@@ -68,6 +69,21 @@ class Group:
         self.managed = sorted([*self.managed, *managed], key=lambda m: -self.dtype_of(m).itemsize)
         for one in managed:
             one.owner = self
+        self.forget()
+
+    def give_up(self, one: Managed, axes: Axes) -> None:
+        """Let a group over ``axes`` have a parameter of this one.
+
+        Raises:
+            UnitError: its parameters lie otherwise.
+        """
+        if axes != self.axes:
+            raise UnitError(
+                f"a parameter that two modules have in common lies over {self.axes.mesh!r} in the inner unit, and is to lie over "
+                f"{axes.mesh!r} in the outer one; give both the same mesh and offload_policy"
+            )
+        self.managed.remove(one)
+        one.owner = None
         self.forget()
 
     def forget(self) -> None:
@@ -148,7 +164,7 @@ class Group:
     @property
     def borrows(self) -> bool:
         """The parameters are whole and in the right dtype as they are: nothing to gather or copy."""
-        return not self.axes.offload and all(m.cut is None and self.dtype_of(m) == m.layout.dtype for m in self.managed)
+        return self.axes.host is None and all(m.cut is None and self.dtype_of(m) == m.layout.dtype for m in self.managed)
 
     def stamp(self) -> list[Any]:
         """Changes whenever a parameter's value does: written to as a DTensor or as its local, or replaced."""
@@ -180,7 +196,8 @@ class Group:
             neighbours, parts = self._kept
             self._pending = neighbours.gather(parts, lambda member: sizes[member if len(sizes) > 1 else 0])
         elif self.axes.shard:
-            row = self.comm.map(lambda member, own: self.recipe(member).pack(own, self.axes.mesh.device_type), locals_)
+            join: Callable[[list[Tensor]], Tensor] = torch.cat if self.axes.host is None else self.axes.host.joined
+            row = self.comm.map(lambda member, own: self.recipe(member).pack(own, self.axes.mesh.device_type, join), locals_)
             self._pending = self._gathering(row)
         else:
             self._pending = Pending.of([])
@@ -200,12 +217,19 @@ class Group:
         with torch.no_grad():
             rows = self._pending.wait()
             self._allocate()
-            locals_ = [m.parameter._local for m in self.managed]  # type: ignore[attr-defined]  # DTensors
             if self._kept is not None:
                 self._kept[0].fill(rows, self._buffer)
             else:
+                locals_ = [self._beside(m) for m in self.managed]
                 self.comm.map(lambda member, *a: self.recipe(member).unpack(*a), rows, locals_, self._targets)
         self._pending, self._kept, self.gathered = None, None, True
+
+    def _beside(self, m: Managed) -> Any:
+        """A parameter's local where it is copied from, if it is whole: on the device."""
+        local, host = m.parameter._local, self.axes.host  # type: ignore[attr-defined]  # a DTensor
+        if host is None or m.cut is not None:
+            return local
+        return self.comm.map(lambda member, x: host.sent(x, self.axes.mesh.device_type), local)
 
     def _allocate(self) -> None:
         if self._buffer is None:
@@ -256,10 +280,12 @@ class Group:
         Raises:
             DTensorError: a parameter was written to in between.
         """
+        for m in self.managed:
+            m.refresh()
         if stamp != self.stamp():
             raise DTensorError(
-                "backward needs parameters as they were in forward, but one was written to in between (by an optimizer step?); "
-                "call backward() before step(), or recompute the forward pass"
+                "backward needs parameters as they were in forward, but one was written to in between (by an optimizer step?), "
+                "or replaced (by torch.func.functional_call?); call backward() before step(), or recompute the forward pass"
             )
 
 
@@ -271,5 +297,5 @@ def _alias(full: Any) -> Any:
 def _copied(m: Managed, memo: dict[int, Any]) -> Managed:
     places = [(copy.deepcopy(module, memo), name) for module, name in m.places]
     made = memo[id(m)] = Managed(places, copy.deepcopy(m.parameter, memo), m.layout, m.whole, m.inside, m.cut)
-    made.parameter._data_parallel = True  # type: ignore[attr-defined]
+    made.parameter._data_parallel = m.parameter._data_parallel  # type: ignore[attr-defined]
     return made

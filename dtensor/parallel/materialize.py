@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..distribute import distribute_tensor
 from ..errors import DTensorError
+from ..replaced import replacing
 from ..tensor import DTensor
 
 M = TypeVar("M", bound=nn.Module)
@@ -59,7 +60,7 @@ def materialize(module: M, *, init: Callable[[nn.Module], object] | None = None,
     places = [(held, name, x) for inner in module.modules() for held, name, x in _tensors(inner)]
     made: dict[int, tuple[Tensor, Any]] = {}  # by what stood there, which is kept so that no other takes its id
     device = torch.device(device) if device is not None else _device_of(module)
-    with torch.no_grad():
+    with torch.no_grad(), replacing(module.modules(), "materialize"):
         for inner in _unfinished(module):
             _allocate(inner, device, made)
             if init is not None:
@@ -187,12 +188,17 @@ def _device_of(module: nn.Module) -> torch.device:
     return torch.device(next((mesh.device_type for mesh in meshes), "cpu"))
 
 
+def _kept_on(x: Tensor, device: torch.device) -> str | torch.device:
+    """Where the pieces of ``x`` belong: not with the mesh if they are offloaded."""
+    return x.__dict__.get("_data_parallel", x.device_mesh.device_type) if isinstance(x, DTensor) else device
+
+
 def _allocate(module: nn.Module, device: torch.device, made: dict[int, tuple[Tensor, Any]]) -> None:
     for held, name, x in _tensors(module):
         if not x.is_meta:
             continue
         if id(x) not in made:
-            value: Tensor = torch.empty_like(x, device=x.device_mesh.device_type if isinstance(x, DTensor) else device)
+            value: Tensor = torch.empty_like(x, device=_kept_on(x, device))
             if isinstance(x, nn.Parameter):
                 value = nn.Parameter(value, requires_grad=x.requires_grad)
             value.__dict__.update(x.__dict__)  # marks of those who distributed it

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from ..mesh import DeviceMesh, as_mesh
-from ..tensor import DTensor
+from ..replaced import replacing
 from .style import ParallelStyle
 
 Plan = ParallelStyle | Mapping[str, Any]
@@ -41,7 +40,7 @@ def parallelize_module(
     if parallelize_plan is None:
         warnings.warn("parallelize_module without a parallelize_plan does nothing; name modules and their styles", stacklevel=2)
         return module
-    with _ties_kept(module):
+    with replacing(module.modules(), "parallelize_module"):
         return _apply(module, mesh, parallelize_plan, src_data_rank)
 
 
@@ -70,21 +69,3 @@ def submodules_at(module: nn.Module, path: str) -> list[nn.Module]:
     for token in path.split(".") if path else ():
         found = [child for parent in found for name, child in parent.named_children() if fnmatchcase(name, token)]
     return found
-
-
-@contextmanager
-def _ties_kept(module: nn.Module) -> Any:
-    """Parameters that stand in several places stand there afterwards too, as laid out first."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for submodule in module.modules():
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((submodule, name))
-    shared = [where for where in places.values() if len(where) > 1]
-    before = [submodule._parameters[name] for (submodule, name), *_ in shared]
-    yield
-    for where, original in zip(shared, before, strict=True):
-        now = [submodule._parameters[name] for submodule, name in where]
-        laid_out = next((p for p in now if p is not original and isinstance(p, DTensor)), original)
-        for submodule, name in where:
-            submodule._parameters[name] = laid_out

@@ -1,10 +1,15 @@
-"""How fully sharded modules compute and where their shards stay: plain values."""
+"""How fully sharded modules compute and where their shards stay."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ..comm import PerRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,13 @@ class OffloadPolicy:
 
 @dataclass(frozen=True, slots=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Sharded parameters, gradients and so optimizer states stay in host memory; ``pin_memory`` lets copies overlap compute."""
+    """Sharded parameters, gradients and so optimizer states stay in host memory.
+
+    Attributes:
+        pin_memory: where the mesh's device is an accelerator, what travels goes through pinned memory and does not block: a
+            unit's row of bytes to the device, its gradients back, for which the host waits when the next unit's have come.
+            Otherwise copies block.
+    """
 
     pin_memory: bool = True
 
@@ -47,3 +58,12 @@ class DataParallelMeshDims:
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
+
+
+def cast(values: Any, dtype: torch.dtype) -> Any:
+    """``values`` with their floating-point tensors in ``dtype``."""
+
+    def one(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.dtype.is_floating_point and x.dtype != dtype else x
+
+    return tree_map(one, values, is_leaf=lambda x: isinstance(x, PerRank))

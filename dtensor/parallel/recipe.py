@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,8 +50,13 @@ class Recipe:
         return Recipe(cuts, dtypes, shapes, blocks, numels, _padded(_sections(cuts, dtypes, blocks[list(group).index(member)])))
 
     # --- parameters ----------------------------------------------------------------------------------------------
-    def pack(self, locals_: Sequence[Tensor], device: str | torch.device) -> Tensor:
-        """This member's row of bytes."""
+    def pack(
+        self,
+        locals_: Sequence[Tensor],
+        device: str | torch.device,
+        join: Callable[[list[Tensor]], Tensor] = torch.cat,
+    ) -> Tensor:
+        """This member's row of bytes. ``join`` puts blocks behind one another, in memory that nobody writes to later."""
         parts = [
             flat_bytes(local.detach().to(dtype))
             for local, cut, dtype in zip(locals_, self.cuts, self.dtypes, strict=True)
@@ -60,7 +65,7 @@ class Recipe:
         filled = sum(part.numel() for part in parts)
         if filled < self.nbytes:
             parts.append(torch.zeros(self.nbytes - filled, dtype=torch.uint8, device=locals_[0].device))
-        return torch.cat(parts).to(device) if parts else torch.zeros(0, dtype=torch.uint8, device=device)
+        return join(parts).to(device, non_blocking=True) if parts else torch.zeros(0, dtype=torch.uint8, device=device)
 
     def buffer(self, device: str) -> list[Tensor]:
         """A buffer of bytes, then each parameter as a view of it."""
@@ -101,7 +106,10 @@ class Recipe:
 
         What no rank cuts stands in every chunk, so every rank gets its reduction.
         """
-        used = torch.tensor([float(grad is not None) for grad in grads], dtype=dtype, device=device)
+        used = torch.ones(len(grads), dtype=dtype, device=device)
+        for k, grad in enumerate(grads):
+            if grad is None:
+                used[k] = 0
         result = []
         for position, blocks in enumerate(self.blocks):
             parts = []

@@ -9,7 +9,7 @@ them; what no rank used keeps its ``.grad`` as it was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..tensor import wrap
 from .comm_hook import Reducer
 from .gathered import Column
 from .group import Group, shards_of
+from .offload import Host
 from .transport import scatter_chunks
 
 
@@ -43,6 +44,8 @@ class Reduction:
             int, list[Tensor]
         ] = {}  # of whole gradients: they serve again, as fresh pages cost more than the copy
         self._dtype = dtype
+        self._flat: Any = None  # what has arrived
+        self._waits: list[Callable[[], Any]] = []  # for copies to host memory
         self._pending = self._issue([gradients[i] for i in self.chosen], dtype)
 
     def _issue(self, columns: Sequence[Column], dtype: torch.dtype) -> Pending[Tensor]:
@@ -75,9 +78,9 @@ class Reduction:
         return tuple(self.chosen), dtype
 
     @torch.no_grad()
-    def deliver(self) -> None:
-        """Wait for it, and add its results to the parameters' gradients."""
-        group, comm, axes = self.group, self.group.comm, self.group.axes
+    def arrive(self) -> None:
+        """Wait for it; its results are here, or on their way to host memory."""
+        group, axes = self.group, self.group.axes
         flat = self._pending.wait()
         if self._buckets:
             group.buckets[self._key(self._dtype)] = self._buckets
@@ -85,8 +88,20 @@ class Reduction:
             flat = self._over_replicas(flat)
             if flat is None:
                 return
-        flat = self._finished(flat)
-        *blocks, flags = comm.map(self._blocks, flat)
+        self._flat = self._finished(flat)
+        if axes.host is not None:
+            self._flat = group.comm.map(self._fetched, self._flat, axes.host)
+
+    @torch.no_grad()
+    def deliver(self) -> None:
+        """Add its results, which have arrived, to the parameters' gradients."""
+        if self._flat is None:
+            return
+        for wait in self._waits:
+            wait()
+        group = self.group
+        *blocks, flags = group.comm.map(self._blocks, self._flat)
+        self._flat = None
         used = {}
         if self.missing:
             rows = [shard.tolist() for shard in shards_of(flags)]
@@ -95,6 +110,11 @@ class Reduction:
             if i not in self.missing or used[i]:
                 m = group.managed[i]
                 accumulate(m.parameter, wrap(block, m.layout))
+
+    def _fetched(self, member: int, flat: Tensor, host: Host) -> Tensor:
+        copied, wait = host.fetched(flat)
+        self._waits.append(wait)
+        return copied
 
     def _finished(self, flat: Any) -> Any:
         """Divided, and seen by the user's hook: before the division if collectives are to sum only, as its own does then."""
@@ -122,8 +142,6 @@ class Reduction:
         group = self.group
         position = group.axes.mesh.members_of(group.axes.shard, member).index(member)
         *blocks, flags = group.recipe(member).split(self.chosen, position, flat)
-        if group.axes.offload:
-            blocks = [block.cpu() for block in blocks]
         dtypes = [group.managed[i].layout.dtype for i in self.chosen]
         if any(dtype is not flat.dtype for dtype in dtypes):
             blocks = [block.to(dtype) for block, dtype in zip(blocks, dtypes, strict=True)]
@@ -173,3 +191,12 @@ def add(held: Column | None, new: Column) -> Column:
     if held is None:
         return new
     return tuple(b if a is None else a if b is None else a + b for a, b in zip(held, new, strict=True))
+
+
+def to_be_added(column: Column, dtype: torch.dtype | None) -> Column:
+    """Gradients that more will join: not in less than the dtype that they are reduced in, where small terms would vanish."""
+    return column if dtype is None else tuple(_widened(grad, dtype) for grad in column)
+
+
+def _widened(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if grad is None else grad.to(torch.promote_types(grad.dtype, dtype))

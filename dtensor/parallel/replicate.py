@@ -17,7 +17,8 @@ from .comm_hook import CommHook, Reducer
 from .fsdp_module import FSDPModule, units_of
 from .fully_shard import add_methods, check_callable, check_offload, check_policy
 from .group import Group
-from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .offload import Host
+from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .transport import AllGather, ReduceScatter
 from .unit import Unit
 
@@ -121,9 +122,9 @@ def replicate(
     if process_group is not None:
         mesh = DeviceMesh.from_group(process_group, next((p.device.type for p in module.parameters()), "cpu"))
     mesh = _dims_of(mesh_or_world(mesh), dp_mesh_dims)
-    axes = Axes(mesh, (), tuple(range(mesh.ndim)), isinstance(offload_policy, CPUOffloadPolicy))
+    axes = Axes(mesh, (), tuple(range(mesh.ndim)), Host.of(offload_policy, mesh.device_type))
     ignored = {p for inner in ignored_modules for p in inner.parameters()} | set(ignored_params or ())
-    managed = adopt(module, axes, ignored)
+    managed = adopt([module], axes, ignored, "replicate")
     onto_one_mesh(managed, mesh)
     groups = [Group(bucket, axes, mp_policy) for bucket in buckets(managed, bucket_cap_mb * _MEBIBYTE)]
     buffers = Buffers(list(module.modules()), axes, broadcast_buffers)

@@ -31,6 +31,7 @@ class Schedule:
         self.order: list[Unit] = []
         self.last: list[Unit] = []
         self._reductions: list[list[Reduction]] = []  # under way, a unit's together
+        self._arriving: list[Reduction] = []  # their results copied to host memory meanwhile
         self._queued = False
 
     def begin(self, distributed: bool) -> None:
@@ -62,7 +63,12 @@ class Schedule:
 
     # --- backward ------------------------------------------------------------------------------------------------
     def in_backward(self) -> bool:
-        return torch._C._current_graph_task_id() != -1
+        return self.backward_pass() != -1
+
+    @staticmethod
+    def backward_pass() -> int:
+        """Which pass of autograd's runs here; -1: none does."""
+        return torch._C._current_graph_task_id()
 
     def expect_end(self) -> None:
         """Have :meth:`end` run when the backward pass under way has ended."""
@@ -77,8 +83,19 @@ class Schedule:
 
     def _deliver(self, but: int = 0) -> None:
         while len(self._reductions) > but:
-            for reduction in self._reductions.pop(0):
-                reduction.deliver()
+            arriving = self._reductions.pop(0)
+            for reduction in arriving:
+                reduction.arrive()
+            self._take()
+            self._arriving = arriving
+            if not any(reduction.group.axes.host for reduction in arriving):
+                self._take()
+
+    def _take(self) -> None:
+        """What has arrived becomes gradients."""
+        for reduction in self._arriving:
+            reduction.deliver()
+        self._arriving = []
 
     def end(self) -> None:
         """The backward pass has ended: all gradients arrive, in the order they were sent."""
@@ -86,11 +103,12 @@ class Schedule:
         for unit in self.units:
             unit.flush()
         self._deliver()
+        self._take()
         for unit in self.units:
             unit.end()
 
     def reset(self) -> None:
         """After a pass that raised: nothing is under way any more."""
-        self.depth, self._queued, self._reductions = 0, False, []
+        self.depth, self._queued, self._reductions, self._arriving = 0, False, [], []
         for unit in self.units:
             unit.reset()

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..comm import PerRank
 from ..distribute import distribute_tensor
 from ..errors import MeshError, PlacementError
+from ..local_functions import refuse_transforms
 from ..mesh import DeviceMesh
 from ..placement import Placement, Replicate, Shard
 from ..tensor import DTensor
@@ -140,6 +141,7 @@ def placed(x: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     Raises:
         MeshError: the mesh of ``x`` does not have that dim.
     """
+    refuse_transforms("a module with a parallel style")
     own = x.device_mesh
     if own is mesh or own == mesh:
         wanted: tuple[Placement, ...] = (placement,)

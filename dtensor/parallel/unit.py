@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-from ..comm import PerRank
+from ..local_functions import refuse_transforms
 from ..tensor import DTensor
 from .adopt import Axes, same_root
 from .buffers import Buffers
 from .gathered import Column, Gathered
-from .group import Group
+from .group import Group, shards_of
 from .materialize import check_values
 from .neighbours import Neighbours
-from .policy import MixedPrecisionPolicy
-from .reduction import add, reductions
+from .policy import MixedPrecisionPolicy, cast
+from .reduction import add, reductions, to_be_added
 from .schedule import Schedule
+from .uses import Pass, Use, tensors_in
 from .watched import watched
 
 _AT_ONCE = 2**62  # autograd runs later nodes first; this one as soon as its gradients are there, as it does with leaves
@@ -31,15 +30,6 @@ _ATTRIBUTE = "_data_parallel_unit"
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit whose module this is."""
     return module.__dict__.get(_ATTRIBUTE)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Use:
-    """One recorded use of a group's gathered values: by which node of the graph, and the values' stamp then."""
-
-    group: Group
-    token: int
-    stamp: list[Any]
 
 
 class Unit:
@@ -77,9 +67,9 @@ class Unit:
         self.before_in_forward: list[Unit] | None = None  # explicit prefetching
         self.before_in_backward: list[Unit] | None = None
         self._to_run: set[nn.Module] = set()
-        self._expected: set[int] = set()  # uses of this pass whose gradients have not come
-        self._views: dict[int, tuple[_Use | None, list[Any]]] = {}  # group -> gathered parameters of this pass
-        self._count = 0
+        self._pass = Pass()
+        self._expected: set[Use] = set()  # of this pass, whose gradients have not come
+        self._views: dict[int, tuple[Use | None, list[Any]]] = {}  # group -> gathered parameters of this pass
         self._took_part = False  # gathered values were recorded in this pass
         self._deferred: dict[int, Column] = {}  # parameter -> gradients to be reduced when backward has ended
         self._held: dict[tuple[int, int], Column] = {}  # (group, parameter) -> gradients not reduced yet
@@ -95,12 +85,14 @@ class Unit:
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Parameters whole and in place; inputs cast."""
         schedule = self._scheduled()
-        if schedule.depth == 0 and not schedule.in_backward():
-            schedule.begin(any(self._spans(x) for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)))
+        outermost = schedule.depth == 0 and not schedule.in_backward()
+        schedule.depth += 1  # first of all: :meth:`after_forward` is called whatever raises here
+        refuse_transforms("a data-parallel module")
+        if outermost:
+            schedule.begin(any(self._spans(x) for x in tensors_in((args, kwargs)) if isinstance(x, DTensor)))
             if self.awaited is not None:
                 event, self.awaited = self.awaited, None
                 event.wait()
-        schedule.depth += 1
         if not self._to_run:
             self._to_run = set(self.modules)
         if not schedule.in_backward():
@@ -113,11 +105,14 @@ class Unit:
         for unit in following:
             unit.start_gather()
         self.put_values(schedule.distributed)
+        if torch.is_grad_enabled():
+            then = functools.partial(self._release_all, list(self._expected))
+            args, kwargs = self._pass.expect_inputs((args, kwargs), then)
         self.buffers.enter(schedule.distributed)
         if not self.gathers_in_backward and self._watch is None:
             self._watch = watched(self.groups)
         dtype = self.policy.param_dtype
-        return (args, kwargs) if dtype is None or not self.policy.cast_forward_inputs else _cast((args, kwargs), dtype)
+        return (args, kwargs) if dtype is None or not self.policy.cast_forward_inputs else cast((args, kwargs), dtype)
 
     def after_forward(self, module: nn.Module, output: Any) -> Any:
         """Sharded parameters in place again; gathered ones freed, to be gathered again when the gradient comes."""
@@ -125,10 +120,10 @@ class Unit:
         if schedule is None:  # forward was refused
             return output
         schedule.depth -= 1
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        self._end_watch()
         self._to_run.discard(module)
+        if self.policy.output_dtype is not None:
+            output = cast(output, self.policy.output_dtype)
         if schedule.in_backward():  # a forward pass recomputed: backward needs the values next
             return output
         self.buffers.leave(schedule.distributed, module.training)
@@ -139,9 +134,12 @@ class Unit:
                 self._keep_parts(self.neighbours)
             elif not self._keeps():
                 self.free()
-        if self.policy.output_dtype is not None:
-            output = _cast(output, self.policy.output_dtype)
         return output
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def _keeps(self) -> bool:
         if self.defers and torch.is_grad_enabled():
@@ -153,9 +151,9 @@ class Unit:
     def _expect_gradients(self, output: Any) -> bool:
         """Gather again as soon as a gradient of ``output`` arrives. False: nothing would tell us."""
         uses = [use for use, _ in self._views.values() if use is not None]
-        tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-        for x in tensors:
-            x.register_hook(functools.partial(_before_backward, self, uses))
+        tensors = [x for x in tensors_in(output) if x.requires_grad]
+        for piece in (piece for x in tensors for piece in shards_of(x)):
+            piece.register_hook(functools.partial(_before_backward, self, uses))
         return bool(tensors) or not uses
 
     def places(self) -> list[tuple[nn.Module, str]]:
@@ -207,15 +205,15 @@ class Unit:
             for m, value in zip(group.managed, found[1], strict=True):
                 m.put(value)
 
-    def _applied(self, group: Group, distributed: bool) -> tuple[_Use | None, list[Any]]:
+    def _applied(self, group: Group, distributed: bool) -> tuple[Use | None, list[Any]]:
         if not torch.is_grad_enabled() or not any(m.parameter.requires_grad for m in group.managed):
             return None, group.regrouped(group.values(distributed), distributed)
-        self._count += 1
+        use = Use(group, group.seen, self._pass)
         self._took_part = True
-        self._expected.add(self._count)
-        flat = Gathered.apply(self._anchor, group, self, self._count, distributed)
+        self._expected.add(use)
+        flat = Gathered.apply(self._anchor, group, self, use, distributed)
         next(x.grad_fn for x in flat if x.grad_fn is not None)._set_sequence_nr(_AT_ONCE)
-        return _Use(group, self._count, group.seen), group.regrouped(flat, distributed)
+        return use, group.regrouped(flat, distributed)
 
     def put_parameters(self) -> None:
         """Sharded parameters where the module has them."""
@@ -223,16 +221,17 @@ class Unit:
             group.put_parameters()
 
     # --- backward ------------------------------------------------------------------------------------------------
-    def before_backward(self, uses: Sequence[_Use]) -> None:
+    def before_backward(self, uses: Sequence[Use]) -> None:
         """A gradient of this unit's output has arrived: the values that forward saw are needed."""
         schedule = self._scheduled()
         schedule.expect_end()
         for use in uses:
             use.group.check_unchanged(use.stamp)
-            use.group.live.add(use.token)
+            use.group.live.setdefault(use, schedule.backward_pass())
         if self.gathers_in_backward:
             self.gather()
-            self.put_values(schedule.distributed)  # parts of the forward pass may be run again, see torch.utils.checkpoint
+            with torch.enable_grad():  # parts of the forward pass may be run again, see torch.utils.checkpoint
+                self.put_values(schedule.distributed)
         self.buffers.enter(schedule.distributed)
         following = self.before_in_backward
         if following is None:
@@ -241,12 +240,14 @@ class Unit:
         for unit in following:
             unit.start_gather()
 
-    def receive(self, group: Group, token: int, gradients: dict[int, Column], distributed: bool) -> None:
+    def receive(self, group: Group, use: Use, gradients: dict[int, Column], distributed: bool) -> None:
         """Local gradients of a group (see ``gathered.Receiver``): reduced, or held for a later backward; the group freed."""
         schedule, k = self._scheduled(), self.groups.index(group)
         schedule.expect_end()
         for i in gradients:
             gradients[i] = add(self._held.pop((k, i), None), gradients[i])
+        if not self.sync or self.defers:
+            gradients = {i: to_be_added(column, self.policy.reduce_dtype) for i, column in gradients.items()}
         if not self.sync:
             self._held.update({(k, i): column for i, column in gradients.items()})
         elif self.in_order:
@@ -256,8 +257,20 @@ class Unit:
             self._deferred = {i: add(self._deferred.get(i), column) for i, column in gradients.items()}
         else:
             schedule.reducing(reductions(group, gradients, not distributed))
-        group.live.discard(token)
-        self._expected.discard(token)
+        use.through = group.live.get(use, schedule.backward_pass()) == schedule.backward_pass()
+        self._expected.discard(use)
+        self._release(use)
+
+    def _release_all(self, uses: Sequence[Use]) -> None:
+        for use in uses:
+            self._release(use)
+
+    def _release(self, use: Use) -> None:
+        """Give the group's values back if neither the graph nor what may be computed again needs them."""
+        group = use.group
+        if not use.through or use.of.inputs:
+            return
+        group.live.pop(use, None)
         if not group.live:
             group.put_parameters()
             if not self.keep_after_backward:
@@ -295,7 +308,7 @@ class Unit:
     # --- iterations ----------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """A forward pass starts: new graph, new gathered tensors."""
-        self._views, self._expected, self._took_part = {}, set(), False
+        self._views, self._expected, self._pass, self._took_part = {}, set(), Pass(), False
 
     def end(self) -> None:
         """Backward has ended."""
@@ -307,11 +320,14 @@ class Unit:
             if not self.keep_after_backward:
                 group.free()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy starts between passes: what a pass has gathered and recorded stays with the original."""
+        none = dict.fromkeys(("_watch", "schedule", "awaited"))
+        return self.__dict__ | none | {"_views": {}, "_to_run": set(), "_expected": set(), "_pass": Pass()}
+
     def reset(self) -> None:
         """After a pass that raised: sharded parameters in place, nothing held, nothing awaited."""
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        self._end_watch()
         self.buffers.leave(self._scheduled().distributed, False)
         self._held, self._deferred, self._ready, self._turn, self._expected = {}, {}, [[] for _ in self.groups], 0, set()
         for group in self.groups:
@@ -330,12 +346,5 @@ def _after(module: nn.Module, args: Any, output: Any) -> Any:
     return output if unit is None else unit.after_forward(module, output)
 
 
-def _before_backward(unit: Unit, uses: Sequence[_Use], grad: Tensor) -> None:
+def _before_backward(unit: Unit, uses: Sequence[Use], grad: Tensor) -> None:
     unit.before_backward(uses)
-
-
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    def one(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.dtype.is_floating_point and x.dtype != dtype else x
-
-    return tree_map(one, values, is_leaf=lambda x: isinstance(x, PerRank))

@@ -1,0 +1,111 @@
+"""What offloading moves between the host and a device that only pretends to compute: where it lies, and which copies may block.
+
+    python tests/offload_device.py
+
+A program of its own, as ``other_device.py`` is. Backward is not run, since errors of torch's engine on such a device end the
+process: the reduction gets gradients made here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+import dtensor as dt
+from dtensor.parallel import CPUOffloadPolicy, fully_shard, materialize, replicate
+from dtensor.parallel.reduction import reductions
+from dtensor.parallel.unit import unit_of
+
+DEVICE = "pretended"
+
+
+class Copies(TorchDispatchMode):
+    """Copies between devices: (from, to, whether it may block)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, str, bool]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("_to_copy", "copy_"):
+            source, target = args[-1 if name == "copy_" and len(args) == 2 else 0], result
+            if name == "copy_":
+                target, source = args[0], args[1]
+            if source.device.type != target.device.type:
+                free = bool((kwargs or {}).get("non_blocking", args[2] if name == "copy_" and len(args) > 2 else False))
+                self.seen.add((source.device.type, target.device.type, free))
+        elif name == "_foreach_copy_":
+            for target, source in zip(args[0], args[1], strict=True):
+                assert target.device == source.device
+        return result
+
+
+class Event:
+    """Such a device has none."""
+
+    waited = 0
+
+    def __init__(self, device: Any) -> None:
+        assert torch.device(device).type == DEVICE
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        Event.waited += 1
+
+
+def watched(make: Any, pin: bool, meta: bool) -> tuple[set[tuple[str, str, bool]], int]:
+    mesh = dt.init_device_mesh(DEVICE, (2,))
+    seen: list[str] = []
+
+    class Seen(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(self.weight.device.type)
+            return super().forward(x)
+
+    model = make(Seen(5, 3, device="meta" if meta else "cpu"), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=pin))
+    if meta:
+        materialize(model)
+    assert {shard.device.type for p in model.parameters() for shard in p._local.shards} == {"cpu"}
+    Event.waited = 0
+    with Copies() as copies, torch.no_grad():
+        model(dt.per_rank([torch.ones(2, 5, device=DEVICE)] * 2))
+        assert seen == [DEVICE]
+        (group,) = unit_of(model).groups
+        column = {k: tuple(torch.ones(m.whole.shape, device=DEVICE) for _ in range(2)) for k, m in enumerate(group.managed)}
+        (reduction,) = reductions(group, column, True)
+        reduction.arrive()
+        early = Event.waited
+        assert all(p.grad is None for p in model.parameters())
+        reduction.deliver()
+    assert not early
+    assert {shard.device.type for p in model.parameters() for shard in p.grad._local.shards} == {"cpu"}
+    return copies.seen, Event.waited
+
+
+def main() -> None:
+    _setup_privateuseone_for_python_backend(DEVICE)
+    torch.Event = Event
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for make in (fully_shard, replicate):
+            for meta in (False, True):
+                moved, waits = watched(make, True, meta)
+                assert moved == {("cpu", DEVICE, True), (DEVICE, "cpu", True)}, moved
+                assert waits == 2, waits  # a copy for each member
+                moved, waits = watched(make, False, meta)
+                assert (DEVICE, "cpu", True) not in moved, moved
+                assert (DEVICE, "cpu", False) in moved, moved
+                assert not waits
+
+
+if __name__ == "__main__":
+    main()
+    print("all as it should be")
