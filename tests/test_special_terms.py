@@ -75,7 +75,13 @@ def same_outcome(call: Callable[..., Any], args: Any, kwargs: Any, written: bool
         return None
     torch.manual_seed(0)
     got = call(*args, **kwargs)
-    pairs = list(zip(tensors((got, args, kwargs) if written else got), tensors((expected, plain_args, plain_kwargs) if written else expected), strict=True))
+    pairs = list(
+        zip(
+            tensors((got, args, kwargs) if written else got),
+            tensors((expected, plain_args, plain_kwargs) if written else expected),
+            strict=True,
+        )
+    )
     for mine, right in pairs:
         value = mine.full_tensor() if isinstance(mine, DTensor) else mine
         if not close(value, right):
