@@ -24,6 +24,7 @@ from .autograd import (
     nothing_of,
     redistributed,
     to_local,
+    whole_piece,
 )
 from .autograd import grad_placements_of as grad_placements_of  # of a leaf
 from .comm import PerRank
@@ -107,11 +108,11 @@ class DTensor(torch.Tensor):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """The DTensor whose piece on this rank is ``local_tensor``; differentiable.
+        """The DTensor whose piece on this rank is ``local_tensor``, and stays it: they share memory; differentiable.
 
         Args:
             local_tensor: this rank's piece; with all ranks in one process a ``per_rank([...])`` (a plain tensor counts as
-                the piece of every rank). Of a rank outside the mesh it is not taken: that rank holds nothing, and gets zeros as
+                the piece of every rank, each of which gets a copy). Of a rank outside the mesh it is not taken: that rank holds nothing, and gets zeros as
                 the gradient.
             device_mesh: defaults to the mesh entered by ``with mesh:``.
             placements: default ``Replicate()`` on every mesh dim.
@@ -143,6 +144,8 @@ class DTensor(torch.Tensor):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece (all ranks' as a ``per_rank`` tensor when they live in this process); differentiable, no cost.
 
+        It is a view: what is written to it is written to the DTensor. Where the piece is replicated, all ranks must write the same.
+
         Args:
             grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial
                 replaced by Replicate. Give ``[Partial()]`` where each rank uses a replicated piece differently.
@@ -150,12 +153,12 @@ class DTensor(torch.Tensor):
         if not _recorded(self):
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
-            return self._local
+            return self._local.detach()  # what is said of it (`requires_grad_`) is not said of this tensor
         made = to_local(self, grad_layout(self._layout, grad_placements))
         return PerRank(made) if type(made) is tuple else made
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The global value as a plain tensor on every rank; differentiable.
+        """The global value as a plain tensor on every rank, with memory of its own; differentiable.
 
         On a submesh in one process, whose copies may hold different values, a ``per_rank`` tensor. Costs the redistribution
         to ``Replicate``.
@@ -163,10 +166,14 @@ class DTensor(torch.Tensor):
         mesh = self._layout.mesh
         if grad_placements is not None:
             grad_layout(self._layout, grad_placements)  # wrong ones raise before anything is moved
-        whole = self.redistribute(placements=Layout.replicated(mesh, self.shape, None, self.dtype).placements)
-        if mesh.kind != "in_process" or not mesh.spans_root:
-            return whole.to_local(grad_placements=grad_placements)
-        return FullTensor.apply(whole, grad_layout(whole._layout, grad_placements))
+        is_whole = all(isinstance(placement, Replicate) for placement in self.placements)
+        whole = self if is_whole else self.redistribute()
+        if mesh.kind == "in_process" and not mesh.spans_root:
+            made = whole.to_local(grad_placements=grad_placements)
+            return made.clone() if is_whole else made
+        if _recorded(whole):
+            return FullTensor.apply(whole, grad_layout(whole._layout, grad_placements), is_whole)
+        return whole_piece(whole, is_whole)
 
     def redistribute(
         self,
@@ -177,7 +184,8 @@ class DTensor(torch.Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same global value under other placements, or on another mesh; differentiable.
+        """The same global value under other placements, or on another mesh; differentiable. The result has memory of its own, also
+        where ``x`` lies so already: what is written to it in place does not depend on how ``x`` was placed.
 
         Args:
             device_mesh: default the tensor's own. All ranks of both meshes make the call, each with its ``x``; a rank outside
@@ -191,7 +199,7 @@ class DTensor(torch.Tensor):
                 element_type(dtype)
         source: Any = self if forward_dtype is None or forward_dtype == self.dtype else self.to(forward_dtype)
         target = _target(source._layout, device_mesh, placements)
-        if target is source._layout and backward_dtype is None:
+        if target is source._layout and source is not self and backward_dtype is None:
             return source
         if not _recorded(source):
             return move_apart(source, target, async_op)
