@@ -111,7 +111,7 @@ def whole_piece(x: Any, shared: bool) -> torch.Tensor:
 
 
 class FullTensor(torch.autograd.Function):
-    """A replicated DTensor -> one plain tensor, also where all ranks live in this process. ``shared``: x is somebody else's too."""
+    """A replicated DTensor -> one plain tensor, also where all ranks live in this process; see :func:`whole_piece`."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, backward: Layout, shared: bool) -> Any:

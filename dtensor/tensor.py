@@ -111,8 +111,8 @@ class DTensor(torch.Tensor):
         """The DTensor whose piece on this rank is ``local_tensor``, and stays it: they share memory; differentiable.
 
         Args:
-            local_tensor: this rank's piece; with all ranks in one process a ``per_rank([...])`` (a plain tensor counts as
-                the piece of every rank, each of which gets a copy). Of a rank outside the mesh it is not taken: that rank holds nothing, and gets zeros as
+            local_tensor: this rank's piece; with all ranks in one process a ``per_rank([...])`` (of a plain tensor every rank
+                gets a copy as its piece). Of a rank outside the mesh it is not taken: that rank holds nothing, and gets zeros as
                 the gradient.
             device_mesh: defaults to the mesh entered by ``with mesh:``.
             placements: default ``Replicate()`` on every mesh dim.
@@ -144,7 +144,7 @@ class DTensor(torch.Tensor):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece (all ranks' as a ``per_rank`` tensor when they live in this process); differentiable, no cost.
 
-        It is a view: what is written to it is written to the DTensor. Where the piece is replicated, all ranks must write the same.
+        It is a view: what is written to it is written to the DTensor. To a replicated piece all ranks must write the same.
 
         Args:
             grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial
@@ -184,8 +184,10 @@ class DTensor(torch.Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same global value under other placements, or on another mesh; differentiable. The result has memory of its own, also
-        where ``x`` lies so already: what is written to it in place does not depend on how ``x`` was placed.
+        """The same global value under other placements, or on another mesh; differentiable.
+
+        The result has memory of its own, also where the tensor is placed so already (that is a copy): whether a write to it shows
+        elsewhere does not depend on placements.
 
         Args:
             device_mesh: default the tensor's own. All ranks of both meshes make the call, each with its ``x``; a rank outside
