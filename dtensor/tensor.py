@@ -36,6 +36,7 @@ from .mesh import DeviceMesh, as_mesh, restore_mesh
 from .placement import Partial, Placement, Replicate, Shard
 from .plain_writes import laid_out_alike
 from .printed import pieces
+from .recording import ACTIVE
 from .redistribute import Plan as MovePlan
 from .redistribute import Transit, plan, plan_between
 
@@ -153,7 +154,8 @@ class DTensor(torch.Tensor):
         if not _recorded(self):
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
-            return self._local.detach()  # what is said of it (`requires_grad_`) is not said of this tensor
+            # a tensor of its own: `requires_grad_` is not said of the DTensor's. (A recorder knows the piece by its identity.)
+            return self._local if ACTIVE else self._local.detach()
         made = to_local(self, grad_layout(self._layout, grad_placements))
         return PerRank(made) if type(made) is tuple else made
 

@@ -1,5 +1,5 @@
-"""The law of partial rows: terms that meet zeros, infinities and NaN, in terms, other operands and numbers, give NaN and infinities
-where one device does. Whatever row is free is taken, so that every row of every rule is tried."""
+"""The law of partial rows: terms that meet zeros, infinities and NaN, in terms, other operands and numbers, give what one device
+gives. Whatever row is free is taken, so that every row of every rule is tried."""
 
 from __future__ import annotations
 
