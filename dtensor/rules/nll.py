@@ -113,7 +113,7 @@ def weight_of(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: i
         return counts.sum().to(dtype)
     if not weight.numel():
         return weight.new_zeros((), dtype=dtype)
-    return (weight.to(dtype)[target.masked_fill(~counts, 0)] * counts).sum()
+    return weight.to(dtype)[target.masked_fill(~counts, 0)].masked_fill(~counts, 0).sum()
 
 
 def nll_factors(call: Call) -> Factors:
