@@ -102,26 +102,32 @@ class ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         layout = ctx.target
-        return FromLocal.apply(layout, grad_layout(layout, None), False, *grads), None
+        return FromLocal.apply(layout, grad_layout(layout, None), False, *map(plain, grads)), None
+
+
+def whole_piece(x: Any, shared: bool) -> torch.Tensor:
+    """The value of a replicated DTensor; a copy if that is ``shared``."""
+    first: torch.Tensor = x._local.shards[0] if isinstance(x._local, PerRank) else x._local
+    return first.clone() if shared else first.detach()
 
 
 class FullTensor(torch.autograd.Function):
-    """A replicated DTensor -> one plain tensor, when all ranks live in this process."""
+    """A replicated DTensor -> one plain tensor, also where all ranks live in this process; see :func:`whole_piece`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, backward: Layout) -> Any:
+    def forward(ctx: Any, x: Any, backward: Layout, shared: bool) -> Any:
         ctx.target = backward
-        first = x._local.shards[0]
-        return first.view_as(first)
+        return whole_piece(x, shared)
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Any, _: Any) -> Any:
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
         return tangent.full_tensor()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        layout = ctx.target
-        return FromLocal.apply(layout, grad_layout(layout, None), True, *everywhere(grad, layout)), None
+        layout, copied = ctx.target, ctx.target.mesh.kind == "in_process"
+        pieces = everywhere(plain(grad), layout) if copied else [plain(grad)]
+        return FromLocal.apply(layout, grad_layout(layout, None), copied, *pieces), None, None
 
 
 def move_apart(x: Any, target: Layout, async_op: bool = False) -> Any:
@@ -205,6 +211,11 @@ def note_layout(leaf: Any) -> None:
 def grad_placements_of(leaf: Any) -> tuple[Placement, ...]:
     """The placements of a leaf's gradient: its own, a partial leaf's replicated."""
     return grad_layout(leaf._layout, None).placements
+
+
+def plain(grad: Any) -> Any:
+    """A gradient of a plain tensor, which a DTensor may have given (a number times a DTensor): all ranks hold the number."""
+    return grad.full_tensor() if hasattr(grad, "_layout") else grad
 
 
 def distributed(grad: Any, like: Layout) -> Any:

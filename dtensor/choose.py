@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .layout import Layout, Split, chunk_sizes
 from .mesh import DeviceMesh
 from .placement import Partial
 from .prices import Table, free_rows, idle, ranked, table_of
-from .rules.call import Call, Meta
+from .rules.call import Call, Kind, Meta
 from .rules.compound import NotBlocks, composed, cut_in
 from .rules.rule import Choice, Dims, Factors, Row, Rule, Spec, stands
 from .rules.windows import covering, windowed
@@ -21,11 +21,12 @@ _TRIES = 256
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A choice with the layouts that follow from it."""
+    """A choice with the layouts that follow from it. ``by_numbers``: for other kinds of numbers it may be another one."""
 
     choice: Choice
     operands: tuple[Layout, ...]
     results: tuple[Layout | None, ...]
+    by_numbers: bool = False
 
     @property
     def kernel_row(self) -> Row | None:
@@ -50,6 +51,17 @@ def choose(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) ->
         kept: result -> operand that the result is written into (in place): its placement must come back.
     """
     table = declared(rule, factors, call)
+    chosen = _cheapest(rule, table, factors, call, kept)
+    return replace(chosen, by_numbers=True) if chosen is not None and table.by_numbers and _may_differ(call, chosen) else chosen
+
+
+def _may_differ(call: Call, chosen: Chosen) -> bool:
+    """Where nothing is in terms, and numbers are usual ones, no other row would be better with other numbers."""
+    partial = any(op is not None for layout in (*call.operands, *chosen.results) if layout is not None for op in layout.partials)
+    return partial or any(kind is Kind.ANY for _, kind in call.kinds)
+
+
+def _cheapest(rule: Rule, table: Table, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
     free = free_rows(table, factors, call, kept)
     if free is not None:  # what the search below would come to first
         chosen = realized(rule, free, factors, call, kept)

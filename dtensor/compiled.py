@@ -24,6 +24,7 @@ from .modes import EXPLICIT
 from .operators import Operator
 from .propagate import Plan
 from .redistribute import execute as run_move
+from .rules.call import kind_of
 
 Args = tuple[Any, ...]
 Runner = Callable[[Args, dict[str, Any], list[Any], dict[str, Any]], Any]  # user's args, kwargs, then local ones
@@ -69,6 +70,32 @@ def under_default_dtype(runner: Runner, again: Runner) -> Runner:
         return (runner if torch.get_default_dtype() is planned else again)(args, kwargs, local_args, local_kwargs)
 
     return run
+
+
+def by_kinds(runner: Runner, args: Args, kwargs: dict[str, Any], plan: Callable[[Args, dict[str, Any]], Runner]) -> Runner:
+    """``runner`` for numbers of the kinds that these arguments have, for others what ``plan`` makes of them, once."""
+    runners = {_kinds(args, kwargs): runner}
+
+    def run(args: Args, kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        kinds = _kinds(args, kwargs)
+        found = runners.get(kinds)
+        if found is None:
+            if len(runners) >= 64:  # long lists of numbers
+                runners.clear()
+            found = runners[kinds] = plan(args, kwargs)
+        return found(args, kwargs, local_args, local_kwargs)
+
+    return run
+
+
+def _kinds(args: Args, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple([_kind(value) for value in (*args, *kwargs.values())])
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple([_kind(item) for item in value])
+    return kind_of(value) if isinstance(value, (int, float, complex)) else None
 
 
 def _counted(runner: Runner, operator: Operator) -> Runner:

@@ -61,7 +61,7 @@ def _filled(
     layout, reduced, requires_grad = _prepare(size, placements, device_mesh, options, fill)
     mesh, device = layout.mesh, torch.device(layout.mesh.device_type)
     if mesh.current_member() is None:  # a rank outside the mesh holds no elements
-        local = fill(layout.local_shape(None), dtype=layout.dtype, device=device)
+        local = torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=device)
     else:
         local = communicator_of(mesh).map(
             lambda member: fill(layout.local_shape(mesh.coordinates[member]), dtype=layout.dtype, device=device)

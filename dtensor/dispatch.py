@@ -16,7 +16,7 @@ import torch
 from torch._library.simple_registry import find_torch_dispatch_rule
 
 from .choose import Chooser, choose
-from .compiled import Runner, compile_plan, floats_by_default, runner_of, under_default_dtype
+from .compiled import Runner, by_kinds, compile_plan, floats_by_default, runner_of, under_default_dtype
 from .errors import MeshError, MixedTensorError, UnsupportedOperationError
 from .layout import Layout
 from .local_functions import local_function
@@ -290,16 +290,23 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         name = entry.operator.name
         declared = (Origin.TARGET not in origins or "nll_loss" in name) and Origin.USER not in origins
         admitted = declared or MODES.implicit_replication or name == "aten::is_same_size"  # which reads shapes alone
-        plan = plan_for(entry.operator, args, kwargs, mixed=admitted)
-        found = compile_plan(plan, entry.operator, wrap_local)
-        if entry.operator.is_view or entry.operator.reshapes:
-            found = _VIEWING(plan, entry.operator, found)
+        plan, found = _planned(entry, admitted, args, kwargs)
+        if plan.by_numbers:
+            again = lambda *given: runner_of(_planned(entry, admitted, *given)[1], entry.operator, wrap_local)  # noqa: E731
+            found = by_kinds(runner_of(found, entry.operator, wrap_local), args, kwargs, again)
         if floats_by_default(plan):
             found = under_default_dtype(runner_of(found, entry.operator, wrap_local), partial(_anew, entry, signature))
     if torchs and not MODES.implicit_replication:
         mesh = next(iter(meshes_of((*args, *kwargs.values()))))
         found = _agreeing(entry, found, mesh) if mesh.kind == "process_group" else found
     return _kept(entry, signature, found)
+
+
+def _planned(entry: Entry, admitted: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Layout | Runner]:
+    plan = plan_for(entry.operator, args, kwargs, mixed=admitted)
+    found = compile_plan(plan, entry.operator, wrap_local)
+    views = entry.operator.is_view or entry.operator.reshapes
+    return plan, _VIEWING(plan, entry.operator, found) if views else found
 
 
 def _kept(entry: Entry, signature: tuple[Any, ...], found: Layout | Runner) -> Layout | Runner:

@@ -234,9 +234,13 @@ class Layout:
 
     # --- pure integer maths: the single source of truth for who holds what ------------------------------------
     def local_shape(self, coordinate: Sequence[int] | None) -> tuple[int, ...]:
-        """Shape of the block at a mesh coordinate (None, a rank outside the mesh: no elements)."""
+        """Shape of the block at a mesh coordinate.
+
+        None, a rank outside the mesh: that of an empty block of dim 0, with which a program that works on pieces runs there too.
+        A number has no empty block; it is zero there.
+        """
         if coordinate is None:
-            return (0,)
+            return tuple(0 if dim == 0 else size for dim, size in enumerate(self.shape))
         return tuple(
             size if split is None else split.sizes[self._leaf(split, coordinate)]
             for size, split in zip(self.shape, self.splits, strict=True)
@@ -248,7 +252,7 @@ class Layout:
 
     def local_stride(self, coordinate: Sequence[int] | None) -> Stride:
         """Dense strides of the block, its dims ordered in memory as in the global tensor."""
-        return stride_like(self.local_shape(coordinate), self.stride) if coordinate is not None else (1,)
+        return stride_like(self.local_shape(coordinate), self.stride)
 
     def _leaf(self, split: Split, coordinate: Sequence[int]) -> int:
         index = 0

@@ -18,7 +18,7 @@ from .layout import Layout
 from .placement import Monoid, Partial, Placement, Replicate, Shard
 from .redistribute.cost import link_of
 from .remembered import watched
-from .rules.call import Call
+from .rules.call import Call, Kind
 from .rules.rule import ANY_PARTIAL, Along, Dims, Factors, Partials, R, Row, Spec, candidates, stands
 
 LOCAL_STEP = 1e-7  # seconds: a local slice or zero costs next to nothing
@@ -49,10 +49,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """All rows, and by what they want the same."""
+    """All rows, and by what they want the same. ``by_numbers``: with other kinds of numbers there may be other rows."""
 
     lines: tuple[Line, ...]
     wanting: Mapping[tuple[Where | None, ...], tuple[Line, ...]]
+    by_numbers: bool = False
 
 
 def _word(where: Where) -> str:
@@ -81,6 +82,7 @@ def table_of(factors: Factors, partials: Partials, call: Call) -> Table:
         fixed,
         tuple([layout.dtype for layout in call.operands]),
         dtypes,
+        call.kinds,
     )
     found = _TABLES.get(key)
     if found is None:
@@ -92,9 +94,13 @@ def table_of(factors: Factors, partials: Partials, call: Call) -> Table:
 
 def _table(factors: Factors, partials: Partials, call: Call, fixed: frozenset[int], dtypes: tuple[torch.dtype, ...]) -> Table:
     lines: list[Line] = []
+    by_numbers = False
     wanting: dict[tuple[Where | None, ...], list[Line]] = {}
     for row in candidates(factors, partials):
         if not all(isinstance(row.operands[i], Replicate) for i in fixed) or not _sound_dtypes(row, call, dtypes):
+            continue
+        by_numbers = by_numbers or _asks_for_numbers(row, call)
+        if not _holds_for(row, call, dtypes):
             continue
         own = row.kernel is not None and row.kernel is factors.kernels.get(row.factor or "")
         if own:
@@ -106,7 +112,7 @@ def _table(factors: Factors, partials: Partials, call: Call, fixed: frozenset[in
         results = tuple(_where(spec, dims) for spec, dims in zip(row.results, factors.results, strict=False))
         lines.append(Line(len(lines), row, operands, results, own))
         wanting.setdefault(operands, []).append(lines[-1])
-    return Table(tuple(lines), {operands: tuple(alike) for operands, alike in wanting.items()})
+    return Table(tuple(lines), {operands: tuple(alike) for operands, alike in wanting.items()}, by_numbers)
 
 
 def _monoid_rows(factors: Factors, monoids: tuple[Monoid, ...], partials: Partials) -> Iterator[Row]:
@@ -135,6 +141,32 @@ def _sound_dtypes(row: Row, call: Call, results: tuple[torch.dtype, ...]) -> boo
             if not all(dtype == source or _converts(spec.reduce_op, source, dtype) for dtype in dtypes):
                 return False
     return True
+
+
+def _asks_for_numbers(row: Row, call: Call) -> bool:
+    """Whether :func:`_holds_for` looks at numbers."""
+    of_operands = any(where == i for where, _ in call.kinds for i, _ in row.needs)
+    return of_operands or (_adds_up(row) and any(isinstance(where, str) for where, _ in call.kinds))
+
+
+def _holds_for(row: Row, call: Call, results: tuple[torch.dtype, ...]) -> bool:
+    """Whether what multiplies or divides terms is known to be finite, or not to be zero.
+
+    Numbers that are no operands scale what is added up (``alpha``) or do no harm: they must be finite in all dtypes at hand.
+    """
+    enough = Kind.HALF if torch.float16 in results else Kind.WIDE
+    kinds = dict(call.kinds)
+    for i, what in row.needs:
+        kind, dtype = kinds.get(i), call.operands[i].dtype
+        if kind is None and (what == "nonzero" or dtype.is_floating_point or dtype.is_complex):
+            return False
+        if kind is not None and (kind > enough or (what == "nonzero" and kind is Kind.ZERO)):
+            return False
+    return not _adds_up(row) or all(kind <= enough for where, kind in kinds.items() if isinstance(where, str))
+
+
+def _adds_up(row: Row) -> bool:
+    return any(isinstance(spec, Partial) and spec.reduce_op in ("sum", "avg") for spec in row.results)
 
 
 def _converts(op: Any, source: torch.dtype, target: torch.dtype) -> bool:

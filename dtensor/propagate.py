@@ -41,6 +41,7 @@ class Plan:
         write_back: return value -> the move that brings it to the layout of the argument that it is written into.
         rule, chosen: what the rule said; None unless ``how == "rule"`` on a single call.
         answer: the value itself, for ``"answer"``.
+        by_numbers: the plan holds for numbers of the same :class:`Kind` only.
     """
 
     how: Literal["rule", "answer", "decompose", "gather"]
@@ -52,6 +53,7 @@ class Plan:
     rule: Rule | None = None
     chosen: Chosen | None = None
     answer: Any = None
+    by_numbers: bool = False
 
     @property
     def communicates(self) -> bool:
@@ -85,7 +87,9 @@ def make_call(
                     fixed.add(len(slots))
                 operands.append(item)
                 slots.append((name, index))
-    call = Call(operator.func, mesh, bound, tuple(operands), tuple(name for name, _ in slots), plain=frozenset(fixed))
+    names = tuple(name for name, _ in slots)
+    scalars = operator.scalars.difference(names)
+    call = Call(operator.func, mesh, bound, tuple(operands), names, plain=frozenset(fixed), scalars=scalars)
     return call, tuple(slots)
 
 
@@ -160,7 +164,7 @@ def _by_rule(
     results = _like(metas, chosen.results)
     moved = {slot[0] for slot, _ in moves}
     back = _write_back(operator, call, results, moved, reshapes) + _written_aside(operator, rule, call, slots, chosen.operands)
-    return Plan("rule", call, moves, chosen.operands, results, back, rule=rule, chosen=chosen)
+    return Plan("rule", call, moves, chosen.operands, results, back, rule=rule, chosen=chosen, by_numbers=chosen.by_numbers)
 
 
 def _kept(operator: Operator, call: Call, slots: tuple[Slot, ...]) -> dict[int, int]:
@@ -226,6 +230,7 @@ def _per_element(
     placed: dict[Slot, Layout] = {(name, None): _whole(value) for name, value in arguments.items() if isinstance(value, Layout)}
     results: list[list[Layout | None]] = [[] for _ in metas]
     back: list[tuple[Slot, Move]] = []
+    by_numbers = False
     for i in range(length):
         bound = {name: _element(operator, name, value, i) for name, value in call.arguments.items()}
         element, own = make_call(operator, call.mesh, bound)
@@ -241,6 +246,7 @@ def _per_element(
         chosen = choose(rule, factors, element, dict(enumerate(written[:1])))
         if chosen is None:
             return None
+        by_numbers = by_numbers or chosen.by_numbers
         placed.update(zip(where, chosen.operands, strict=True))
         for k in written:
             after = chosen.results[0] if k == written[0] else chosen.operands[k]
@@ -256,7 +262,7 @@ def _per_element(
         if not have.same_data(need)
     )
     listed = tuple(made if isinstance(meta, list) else None for made, meta in zip(results, metas, strict=True))
-    return Plan("rule", call, moves, operands, listed, tuple(back), rule=rule)
+    return Plan("rule", call, moves, operands, listed, tuple(back), rule=rule, by_numbers=by_numbers)
 
 
 def _cast(layout: Layout, like: Layout) -> Layout:

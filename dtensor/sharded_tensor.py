@@ -136,8 +136,7 @@ def reshard(x: Any, sharding_spec: Any) -> Any:
     layout = spec.layout(value.shape, value.dtype)
     if layout is None:
         return ScatteredTensor.of(value.redistribute(whole_mesh(spec)), spec)
-    moved = value.redistribute(layout.mesh, layout.placements)
-    return _noted(moved.view_as(moved) if moved is x else moved, spec)
+    return _noted(value.redistribute(layout.mesh, layout.placements), spec)
 
 
 def sharding_metadata(x: DTensor) -> ShardedTensorMetadata:

@@ -26,6 +26,7 @@ from .autograd import (
     nothing_of,
     redistributed,
     to_local,
+    whole_piece,
 )
 from .autograd import grad_placements_of as grad_placements_of  # of a leaf
 from .comm import PerRank
@@ -38,6 +39,7 @@ from .mesh import DeviceMesh, as_mesh, restore_mesh
 from .placement import Partial, Placement, Replicate, Shard
 from .plain_writes import laid_out_alike
 from .printed import pieces
+from .recording import ACTIVE
 from .redistribute import Plan as MovePlan
 from .redistribute import Transit, plan, plan_between
 
@@ -110,11 +112,11 @@ class DTensor(torch.Tensor):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """The DTensor whose piece on this rank is ``local_tensor``; differentiable.
+        """The DTensor whose piece on this rank is ``local_tensor``, and stays it: they share memory; differentiable.
 
         Args:
-            local_tensor: this rank's piece; with all ranks in one process a ``per_rank([...])`` (a plain tensor counts as
-                the piece of every rank). Of a rank outside the mesh it is not taken: that rank holds nothing, and gets zeros as
+            local_tensor: this rank's piece; with all ranks in one process a ``per_rank([...])`` (of a plain tensor every rank
+                gets a copy as its piece). Of a rank outside the mesh it is not taken: that rank holds nothing, and gets zeros as
                 the gradient.
             device_mesh: defaults to the mesh entered by ``with mesh:``.
             placements: default ``Replicate()`` on every mesh dim.
@@ -147,6 +149,8 @@ class DTensor(torch.Tensor):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece (all ranks' as a ``per_rank`` tensor when they live in this process); differentiable, no cost.
 
+        It is a view: what is written to it is written to the DTensor. To a replicated piece all ranks must write the same.
+
         Args:
             grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial
                 replaced by Replicate. Give ``[Partial()]`` where each rank uses a replicated piece differently.
@@ -154,12 +158,13 @@ class DTensor(torch.Tensor):
         if not _recorded(self):
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
-            return self._local
+            # a tensor of its own: `requires_grad_` is not said of the DTensor's. (A recorder knows the piece by its identity.)
+            return self._local if ACTIVE else self._local.detach()
         made = to_local(self, grad_layout(self._layout, grad_placements))
         return PerRank(made) if type(made) is tuple else made
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The global value as a plain tensor on every rank; differentiable.
+        """The global value as a plain tensor on every rank, with memory of its own; differentiable.
 
         On a submesh in one process, whose copies may hold different values, a ``per_rank`` tensor. Costs the redistribution
         to ``Replicate``.
@@ -167,10 +172,14 @@ class DTensor(torch.Tensor):
         mesh = self._layout.mesh
         if grad_placements is not None:
             grad_layout(self._layout, grad_placements)  # wrong ones raise before anything is moved
-        whole = self.redistribute(placements=Layout.replicated(mesh, self.shape, None, self.dtype).placements)
-        if mesh.kind != "in_process" or not mesh.spans_root:
-            return whole.to_local(grad_placements=grad_placements)
-        return FullTensor.apply(whole, grad_layout(whole._layout, grad_placements))
+        is_whole = all(isinstance(placement, Replicate) for placement in self.placements)
+        whole = self if is_whole else self.redistribute()
+        if mesh.kind == "in_process" and not mesh.spans_root:
+            made = whole.to_local(grad_placements=grad_placements)
+            return made.clone() if is_whole else made
+        if _recorded(whole):
+            return FullTensor.apply(whole, grad_layout(whole._layout, grad_placements), is_whole)
+        return whole_piece(whole, is_whole)
 
     def redistribute(
         self,
@@ -182,6 +191,9 @@ class DTensor(torch.Tensor):
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
         """The same global value under other placements, or on another mesh; differentiable.
+
+        The result has memory of its own, also where the tensor is placed so already (that is a copy): whether a write to it shows
+        elsewhere does not depend on placements.
 
         Args:
             device_mesh: default the tensor's own. All ranks of both meshes make the call, each with its ``x``; a rank outside
@@ -195,7 +207,7 @@ class DTensor(torch.Tensor):
                 element_type(dtype)
         source: Any = self if forward_dtype is None or forward_dtype == self.dtype else self.to(forward_dtype)
         target = _target(source._layout, device_mesh, placements)
-        if target is source._layout and backward_dtype is None:
+        if target is source._layout and source is not self and backward_dtype is None:
             return source
         if not _recorded(source):
             return move_apart(source, target, async_op)

@@ -385,13 +385,46 @@ def a_rank_outside_a_mesh_holds_nothing_whatever_it_gives() -> None:
     total.backward()
     assert local.grad is not None
     if dist.is_initialized() and dist.get_rank() in (1, 3):
-        assert all(part.to_local().shape == (0,) for part in parts)
-        assert total.to_local().shape == (0,)
+        assert [tuple(part.to_local().shape) for part in parts] == [(0, 4), (0, 4), (0, 4), (0, 2), (0, 2)]
+        assert total.to_local().shape == ()
+        assert total.to_local() == 0
         assert local.grad.tolist() == torch.zeros(3, 4).tolist()
     else:
         assert total.shape == ()
         equal(total.detach(), torch.tensor(72.0))
         assert local.grad.unique().tolist() == [1.0 if dist.is_initialized() else 2.0]
+
+
+@case
+def a_rank_outside_a_mesh_trains_along() -> None:
+    """Forward, backward, clipping and steps: the same calls, shapes and dtypes on every rank; pieces outside are empty blocks."""
+    mesh, outside = dt.DeviceMesh("cpu", [0, 2]), dist.is_initialized() and dist.get_rank() in (1, 3)
+    w = nn.Parameter(dt.distribute_tensor(value(6, 5), mesh, [Shard(0)]))
+    b = nn.Parameter(dt.distribute_tensor(value(6), mesh, [R]))
+    optimizer = torch.optim.AdamW([w, b], lr=0.1)
+    for _ in range(2):
+        x = dt.distribute_tensor(value(4, 5), mesh, [R])
+        loss = nn.functional.mse_loss(nn.functional.linear(x, w, b), dt.distribute_tensor(value(4, 6), mesh, [R]))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_([w, b], 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    numbers = {"loss": loss, "norm": norm, "count": (x > 0).sum(), "any": x.any(), "first": x[0, 0], "index": x.argmax()}
+    for name, number in numbers.items():
+        own = number.to_local()
+        pieces = getattr(own, "shards", (own,))
+        assert all(piece.shape == () and piece.dtype == number.dtype for piece in pieces), name
+        assert number.numel() == 1
+        assert number.full_tensor().shape == ()
+        assert not outside or not own.detach(), name
+        assert repr(number)
+    for tensor in (x, w.detach(), w.grad, x.sum(0), x.t(), x[1:3], x.unsqueeze(0)):
+        assert tensor.numel() == tensor.shape.numel()
+        if outside:
+            assert tensor.to_local().shape == (0, *tensor.shape[1:])
+            assert tensor.full_tensor().shape == (0, *tensor.shape[1:])
+            assert tensor.to_local().sum(-1).ndim == tensor.ndim - 1
+    assert torch.isfinite(w.detach().to_local()).all()
 
 
 @case

@@ -137,3 +137,19 @@ def test_losses_of_two_dtypes_have_torchs(fn: Any, reduction: str) -> None:
     for x, y in ((X.float(), Y), (X, Y.float()), (X.half(), Y)):
         for where in (Shard(0), Replicate()):
             check(fn, x, y, mesh=mesh, placements=[[where]] * 2, kwargs={"reduction": reduction}, gradients=False)
+
+
+def test_what_is_ignored_has_no_weight_even_an_infinite_one() -> None:
+    weight = torch.tensor([float("inf"), 2.0, 3.0, 1.0, 1.0], dtype=torch.float64)
+    for scores, target in ((floats(4, 5), torch.tensor([-100, 1, -100, 2])), (floats(5), torch.tensor(-100))):
+        for where in [Replicate(), *(Shard(d) for d in range(scores.ndim))]:
+            for reduction in ("mean", "sum"):
+                check(
+                    lambda x, t, w, how=reduction: F.nll_loss(x, t, w, reduction=how),
+                    scores,
+                    target,
+                    weight,
+                    mesh=init_device_mesh("cpu", (3,)),
+                    placements=[[where], [Replicate()], [Replicate()]],
+                    gradients=False,
+                )

@@ -73,8 +73,8 @@ def test_nothing_is_communicated(name: str) -> None:
     assert all(layout.placements == (Shard(0), Shard(1)) for layout in outcome.layouts)
 
 
-def test_dropout_keeps_terms() -> None:
-    outcome = run(lambda x: F.dropout(x, 0.3), [X], (3,), [[Partial()]])
+def test_dropout_by_a_mask_keeps_terms() -> None:
+    outcome = run(lambda x: torch.native_dropout(x, 0.3, True)[0], [X], (3,), [[Partial()]])
     assert outcome.layouts[0].placements == (Partial(),)
     assert not outcome.events
 

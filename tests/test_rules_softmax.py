@@ -57,7 +57,7 @@ def test_the_gradient_needs_one_number_a_row() -> None:
         assert received(outcome) < grad.nbytes // 100
 
 
-def test_partial_gradients_stay_partial() -> None:
+def test_partial_gradients_are_reduced_before_they_are_multiplied() -> None:
     grad, y = floats(5, 6), floats(5, 6, seed=1)
     outcome = run(
         lambda g, y: torch.ops.aten._softmax_backward_data(g, y, 1, torch.float64),
@@ -66,5 +66,5 @@ def test_partial_gradients_stay_partial() -> None:
         [[Partial()], [Replicate()]],
         gradients=False,
     )
-    assert outcome.layouts[0].placements == (Partial(),)
-    assert not outcome.events
+    assert outcome.layouts[0].placements == (Replicate(),)
+    assert kinds(outcome) == ["all_reduce"]

@@ -254,7 +254,7 @@ class Program:
             case Given():
                 return sources[result[0]][result[1]]
             case LocalOf(given):
-                return sources[given[0]][given[1]]._local
+                return sources[given[0]][given[1]]._local.detach()
             case Joined(numbers):
                 return PerRank([bases[number] for number in numbers])
             case View(root, chain):

@@ -80,7 +80,7 @@ class Crossing:
 
     @cached_property
     def _routes(self) -> list[Route]:
-        count, outside = len(self.ranks), (0,)
+        count = len(self.ranks)
         sends: list[list[Box | None]] = [[None] * count for _ in range(count)]
         receives: list[list[Box | None]] = [[None] * count for _ in range(count)]
         kept: list[tuple[Box, Box] | None] = [None] * count
@@ -89,7 +89,7 @@ class Crossing:
                 kept[sender] = old, new
             else:
                 sends[sender][receiver], receives[receiver][sender] = old, new
-        shapes = [_shapes(layout, self.ranks, outside) for layout in (self.before, self.after)]
+        shapes = [_shapes(layout, self.ranks) for layout in (self.before, self.after)]
         rows = zip(*shapes, map(tuple, sends), map(tuple, receives), kept, strict=True)
         return [Route(*row) for row in rows]
 
@@ -111,10 +111,10 @@ class Crossing:
                 yield sender, receiver, old, Box(tuple((start[k] - new_lo[member]).tolist()), part)
 
 
-def _shapes(layout: Layout, ranks: tuple[int, ...], outside: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _shapes(layout: Layout, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
     sizes = blocks(layout)[1].tolist()
     shapes = {rank: tuple(size) for rank, size in zip(layout.mesh.ranks, sizes, strict=True)}
-    return [shapes.get(rank, outside) for rank in ranks]
+    return [shapes.get(rank, layout.local_shape(None)) for rank in ranks]
 
 
 def _distinct(layout: Layout, ranks: tuple[int, ...]) -> tuple[Table, list[list[int]]]:
@@ -193,7 +193,7 @@ def _without_terms(layout: Layout) -> Layout:
 def move_between(local: Local, src: Layout, dst: Layout, async_op: bool = False) -> Local:
     """``local``, a local value under ``src``, as one under ``dst`` on another mesh; with ``async_op`` a ``Pending``.
 
-    A rank outside the mesh of ``src`` gives an empty tensor, one outside that of ``dst`` gets one.
+    A rank outside the mesh of ``src`` gives an empty tensor (a number: any), one outside that of ``dst`` gets one (zero).
     """
     transit = plan_between(src, dst)
     leaving = execute(transit.leaving, local)
@@ -204,4 +204,6 @@ def move_between(local: Local, src: Layout, dst: Layout, async_op: bool = False)
 
 
 def _arrived(transit: Transit, local: Local) -> Local:
+    if transit.dst.mesh.current_member() is None:
+        return local.new_zeros(transit.dst.local_shape(None))
     return execute(transit.entering, local)

@@ -15,7 +15,7 @@ import torch
 from ..layout import Layout
 from ..placement import Partial
 from .attention_blocks import attention_block, attention_gradients, attention_of_rows, attention_over_keys, gradients_of_blocks
-from .blockwise import in_first, plain_op
+from .blockwise import plain_op
 from .call import Call
 from .registry import register
 from .ring_attention import ranks_in_ring, ring_attention, ring_gradients
@@ -141,7 +141,6 @@ register(
     "_scaled_dot_product_flash_attention_for_cpu_backward",
     Rule(
         backward_factors,
-        in_first,
         local=attention_gradients,
         floats_matter=True,
         as_laid_out=True,
@@ -192,7 +191,7 @@ def cuda_backward_factors(call: Call) -> Factors | None:
 
 for name in ("flash", "efficient", "cudnn"):
     forward = Rule(cuda_forward_factors, floats_matter=True, kind="einsum", source=f"{SOURCE} -> b (h g) l [v], b (h g) l, ...")
-    backward = Rule(cuda_backward_factors, in_first, floats_matter=True, kind="einsum", source="as the forward pass")
+    backward = Rule(cuda_backward_factors, floats_matter=True, kind="einsum", source="as the forward pass")
     register(f"_scaled_dot_product_{name}_attention", forward)
     register(f"_scaled_dot_product_{name}_attention_backward", backward)
 

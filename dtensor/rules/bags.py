@@ -53,12 +53,11 @@ def bag_weight_gradients(call: Call) -> Factors:
 
 
 def bags_partials(call: Call) -> tuple[str, ...]:
-    """Linear in the table, and in the weights of indices; the largest is not."""
+    """Linear in the table, unless weights of indices multiply it; the largest is not."""
     if call["mode"] == MAX:
         return ()
-    weighed = ("R,R,R,sum -> sum,R,R,R", "R,R,R,avg -> avg,R,R,R") if len(call.operands) == 4 else ()
-    rest = ",R" * (len(call.operands) - 1)
-    return (f"sum{rest} -> sum,R,R,R", f"avg{rest} -> avg,R,R,R", *weighed)
+    rest = ",finite" * (len(call.operands) - 1)
+    return f"sum{rest} -> sum,R,R,R", f"avg{rest} -> avg,R,R,R"
 
 
 kernel_rule("_embedding_bag _embedding_bag_forward_only", bags, partials=bags_partials)

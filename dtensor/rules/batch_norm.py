@@ -197,14 +197,6 @@ def backward_factors(call: Call) -> Factors:
     return Factors(operands, kept, sizes, kernels=dict.fromkeys(reduced, kernel))
 
 
-def linear_in_gradient(call: Call) -> tuple[str, ...]:
-    """Linear in the gradient, the other operands fixed."""
-    position = call.names.index("grad_out" if "grad_out" in call.names else "grad_output")
-    left = lambda op: ",".join(op if i == position else "R" for i in range(len(call.operands)))  # noqa: E731  a row's text
-    count = sum(meta is not None for meta in call.results)
-    return tuple(f"{left(op)} -> {','.join([op] * count)}" for op in ("sum", "avg"))
-
-
 @on_each_rank
 def batch_norm_backward_block(
     grad: Tensor, x: Tensor, weight: Any, mean: Any, var: Any, saved: Any, rstd: Any, train: bool, eps: float, mask: Any
@@ -225,7 +217,7 @@ for name in ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_nor
 register("_native_batch_norm_legit_no_training", Rule(forward_factors, kind="kernel", source=SOURCE))
 register(
     "native_batch_norm_backward",
-    Rule(backward_factors, linear_in_gradient, local=batch_norm_backward_block, kind="kernel", source="as native_batch_norm"),
+    Rule(backward_factors, local=batch_norm_backward_block, kind="kernel", source="as native_batch_norm"),
 )
 
 
@@ -257,5 +249,5 @@ def cudnn_backward_block(
 register("cudnn_batch_norm", Rule(forward_factors, local=cudnn_block, writes=written, kind="kernel", source=SOURCE))
 register(
     "cudnn_batch_norm_backward",
-    Rule(backward_factors, linear_in_gradient, local=cudnn_backward_block, kind="kernel", source="as cudnn_batch_norm"),
+    Rule(backward_factors, local=cudnn_backward_block, kind="kernel", source="as cudnn_batch_norm"),
 )

@@ -84,30 +84,15 @@ def asked_for(call: Call, results: Sequence[Dims]) -> tuple[Dims, ...]:
 
 
 # --- partial rows that depend on how many operands and results there are --------------------------------------------
-def linear_terms(*positions: int) -> Callable[[Call], tuple[str, ...]]:
-    """Linear in each of these operands, the others fixed."""
-    return lambda call: tuple(_row([i], op, len(call.operands), 1) for i in positions for op in ("sum", "avg"))
-
-
-def linear_in(position: int) -> Callable[[Call], tuple[str, ...]]:
-    """Linear in one operand, the others fixed; all results are."""
-
-    def rows(call: Call) -> tuple[str, ...]:
-        count = sum(meta is not None for meta in call.results)
-        return tuple(_row([position], op, len(call.operands), count) for op in ("sum", "avg"))
-
-    return rows
-
-
-in_first = linear_in(0)
+def in_first(call: Call) -> tuple[str, ...]:
+    """Linear in the first operand; whatever the others hold, they multiply it by nothing infinite."""
+    rest = ",R" * (len(call.operands) - 1)
+    return f"sum{rest} -> sum", f"avg{rest} -> avg"
 
 
 def multilinear(call: Call) -> tuple[str, ...]:
-    """Linear in each operand, the others fixed."""
+    """Linear in each operand, the others fixed and finite."""
     count = len(call.operands)
-    return tuple(_row([i], op, count, 1) for i in range(count) for op in ("sum", "avg"))
-
-
-def _row(positions: list[int], op: str, operands: int, results: int) -> str:
-    left = ",".join(op if i in positions else "R" for i in range(operands))
-    return f"{left} -> {','.join([op] * results)}"
+    return tuple(
+        f"{','.join(op if i == k else 'finite' for k in range(count))} -> {op}" for i in range(count) for op in ("sum", "avg")
+    )

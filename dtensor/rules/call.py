@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -21,6 +22,31 @@ class Meta:
     dtype: torch.dtype
 
 
+class Kind(IntEnum):
+    """What is known of a number while planning, beside its type: plans depend on no more of it."""
+
+    ZERO = 0
+    HALF = 1  # neither zero nor infinite in any floating dtype
+    WIDE = 2  # nor in single precision
+    ANY = 3
+
+
+def kind_of(number: complex) -> Kind:
+    """The kind of a number: of a complex one that of the part which is known less.
+
+    >>> kind_of(0.5), kind_of(1e30), kind_of(float("nan"))
+    (<Kind.HALF: 1>, <Kind.WIDE: 2>, <Kind.ANY: 3>)
+    """
+    if isinstance(number, complex):
+        return max(kind_of(number.real), kind_of(number.imag))
+    size = abs(number)
+    if size == 0:
+        return Kind.ZERO
+    if 1e-4 <= size <= 6e4:
+        return Kind.HALF
+    return Kind.WIDE if 1e-37 <= size <= 1e38 else Kind.ANY
+
+
 @dataclass(slots=True)
 class Call:
     """What rules look at. Nothing in it depends on the rank.
@@ -33,6 +59,7 @@ class Call:
         names: for each operand the name of the argument that it belongs to.
         results: metadata of each result tensor, flattened; None for a result that is not a tensor.
         plain: positions of operands that are plain tensors or numbers rather than DTensors.
+        scalars: names of the arguments that are numbers and no operands (a step size).
     """
 
     func: Any
@@ -42,11 +69,24 @@ class Call:
     names: tuple[str, ...]
     results: tuple[Meta | None, ...] = ()
     plain: frozenset[int] = field(default_factory=frozenset)
+    scalars: frozenset[str] = frozenset()
 
     @property
     def fixed(self) -> frozenset[int]:
         """Positions of operands that stay as they are: numbers and 0-d plain tensors. Plain tensors with dims can be cut."""
         return frozenset(i for i in self.plain if not self.operands[i].shape) if self.plain else self.plain
+
+    @property
+    def kinds(self) -> tuple[tuple[int | str, Kind], ...]:
+        """The kind of each number, by its position among the operands or its name."""
+        found: list[tuple[int | str, Kind]] = []
+        for i in sorted(self.plain):
+            if isinstance(number := self.arguments[self.names[i]], (int, float, complex)):
+                found.append((i, kind_of(number)))
+        for name in sorted(self.scalars):
+            if isinstance(number := self.arguments.get(name), (int, float, complex)):
+                found.append((name, kind_of(number)))
+        return tuple(found)
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..pattern import parse
-from .blockwise import asked_for, blockwise, in_first, linear_in, multilinear, on_each_rank
+from .blockwise import asked_for, blockwise, multilinear, on_each_rank
 from .call import Call
 from .context import KernelContext
 from .registry import register
@@ -48,10 +48,11 @@ def no_empty_block_of_a_number(choice: Choice) -> bool:
 einsum("addmv", "+m, m k, k -> m", when=no_empty_block_of_a_number)
 blockwise("_addmm_activation", "+m n, m [k], [k] n -> m n")  # the activation needs the whole sum
 
-WITHOUT_BIAS = ("sum,R -> sum", "R,sum -> sum", "avg,R -> avg", "R,avg -> avg")
-
-
-WITH_BIAS = ("R,R,avg -> avg", "avg,R,avg -> avg", "R,avg,avg -> avg", "R,R,max -> max", "R,R,min -> min")
+WITH_BIAS = tuple(
+    row
+    for bias in ("R", "avg")
+    for row in ("sum,finite,sum -> sum", "finite,sum,sum -> sum", f"avg,finite,{bias} -> avg", f"finite,avg,{bias} -> avg")
+)
 
 
 def linear_factors(call: Call) -> Factors:
@@ -70,7 +71,7 @@ register(
     "linear",
     Rule(
         linear_factors,
-        (*WITHOUT_BIAS, "sum,R,sum -> sum", "R,sum,sum -> sum", "avg,R,R -> avg", "R,avg,R -> avg", *WITH_BIAS),
+        lambda call: multilinear(call) if len(call.operands) == 2 else (*WITH_BIAS, "R,R,avg -> avg"),
         kind="einsum",
         source="... k, n k, +n -> ... n",
     ),
@@ -102,7 +103,6 @@ register(
     "linear_backward",
     Rule(
         linear_backward_factors,
-        linear_in(1),
         local=on_each_rank(linear_gradients),
         kind="einsum",
         source="... k, ... n, n k -> ... k, n k, n",
@@ -167,7 +167,7 @@ def _of_letters(letters: tuple[list[list[str]], list[str]], shapes: Sequence[tup
     return Factors(dims, (tuple((name,) for name in result),), sizes, reduced=dict.fromkeys(sizes, "sum"))
 
 
-kernel_rule("matmul", matmul_factors, partials=WITHOUT_BIAS)
+kernel_rule("matmul", matmul_factors, partials=multilinear)
 register("einsum", Rule(einsum_factors, multilinear, kind="einsum", source="the equation"))
 
 
@@ -221,9 +221,9 @@ def distance_factors(call: Call) -> Factors | None:
 kernel_rule("_cdist_forward", distance_factors, local_args=same_method, floats_matter=True)
 blockwise("_euclidean_dist", "... p [m], ... r [m] -> ... p r")
 # with the distances given, the gradient of one coordinate needs only that coordinate
-blockwise("_cdist_backward", "... p r, ... p m, ... r m, ... p r -> ... p m", sums="r", partials=in_first)
+blockwise("_cdist_backward", "... p r, ... p m, ... r m, ... p r -> ... p m", sums="r")
 blockwise("_pdist_forward", "[p] [m] -> [p]", as_laid_out=True)
-blockwise("_pdist_backward", "[p], [p] m, [p] -> [p] m", partials=in_first, local=pdist_gradient)
+blockwise("_pdist_backward", "[p], [p] m, [p] -> [p] m", local=pdist_gradient)
 
 
 # --- low precision --------------------------------------------------------------------------------------------------

@@ -11,16 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .blockwise import asked_for, linear_in
+from .blockwise import asked_for
 from .call import Call
 from .context import At, KernelContext
 from .registry import register
 from .rule import Choice, Dims, Factors, Kernel, LocalView, Rule
-
-BIAS_ROWS = {
-    2: ("sum,R -> sum", "R,sum -> sum", "avg,R -> avg", "R,avg -> avg"),
-    3: ("sum,R,sum -> sum", "R,sum,sum -> sum", "avg,R,R -> avg", "R,avg,R -> avg", "R,R,avg -> avg"),
-}
 
 
 def dims_and_sizes(call: Call) -> tuple[dict[str, Dims], dict[str, int]]:
@@ -51,11 +46,6 @@ def forward_factors(call: Call) -> Factors | None:
     table, sizes = dims_and_sizes(call)
     operands = tuple(table[name] for name in call.names)
     return Factors(operands, (table["output"],), sizes, reduced={"i": "sum"}, additive=frozenset((2,)))
-
-
-def partial_rows(call: Call) -> tuple[str, ...]:
-    """Linear in input and in weight; the bias is one more term."""
-    return BIAS_ROWS[len(call.operands)]
 
 
 def local_groups(call: Call, view: LocalView) -> dict[str, Any]:
@@ -110,13 +100,12 @@ def local_backward(call: Call, view: LocalView) -> dict[str, Any]:
 SOURCE = "n (g i) [s], (g o) i [k], +(g o) -> n (g o) [s]"
 register(
     "convolution",
-    Rule(forward_factors, partial_rows, when=channels_everywhere, local_args=local_groups, kind="einsum", source=SOURCE),
+    Rule(forward_factors, ("R,R,avg -> avg",), when=channels_everywhere, local_args=local_groups, kind="einsum", source=SOURCE),
 )
 register(
     "convolution_backward",
     Rule(
         backward_factors,
-        linear_in(0),
         when=channels_everywhere,
         local_args=local_backward,
         kind="einsum",

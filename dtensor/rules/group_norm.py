@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..placement import Partial
-from .blockwise import asked_for, in_first, on_each_rank
+from .blockwise import asked_for, on_each_rank
 from .call import Call
 from .context import KernelContext
 from .moments import block_moments, centred_gradient, combined, counts, dims_of, scale_and_shift, statistics_bytes, wide
@@ -170,7 +170,6 @@ register(
     "native_group_norm_backward",
     Rule(
         group_norm_backward_factors,
-        in_first,
         local_args=local_sizes,
         local=group_norm_backward,
         kind="kernel",

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blockwise import linear_terms
 from .call import Call, Meta
 from .context import At, KernelContext
 from .rule import Dims, Factors
@@ -98,4 +97,4 @@ def grouped(at: KernelContext, a: Any, b: Any, offs: Any = None, bias: Any = Non
     return at.map(product, a, b, offs)
 
 
-kernel_rule("_grouped_mm", grouped_factors, partials=linear_terms(0, 1), run=grouped, metas=grouped_metas)
+kernel_rule("_grouped_mm", grouped_factors, run=grouped, metas=grouped_metas)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..memory_order import contiguous_stride, dense_in
 from ..pattern import parse
-from .blockwise import blockwise, linear_in, multilinear, plain_op
+from .blockwise import blockwise, multilinear, plain_op
 from .call import Call, Meta
 from .context import At, KernelContext
 from .registry import register
@@ -75,7 +75,7 @@ def solver(names: str, pattern: str, right: int) -> None:
     def factors(call: Call) -> Factors | None:
         return bind(parsed[bool(call.get("left", True))], call, None)
 
-    register(names, Rule(factors, linear_in(right), kind="linalg", source=pattern))
+    register(names, Rule(factors, kind="linalg", source=pattern))
 
 
 solver("cholesky_solve", "... [j] k, ... [i] [j] -> ... [j] k", 0)
@@ -87,7 +87,6 @@ blockwise(
     "triangular_solve",
     "... [j] k, ... [i] [j] -> ... [j] k, ... [i] [j]",
     kernels={"k": Kernel(plain_op)},  # the second result is the matrix itself
-    partials=("sum,R -> sum,R", "avg,R -> avg,R"),
 )
 
 
@@ -106,8 +105,7 @@ def solve_factors(call: Call) -> Factors | None:
     return replace(factors, kernels=dict.fromkeys(lacked, Kernel(ordered, joint=True)))
 
 
-SOLVE_ROWS = ("R,sum -> sum,R,R,R", "R,avg -> avg,R,R,R")
-kernel_rule("_linalg_solve_ex", solve_factors, partials=SOLVE_ROWS, run=ordered)
+kernel_rule("_linalg_solve_ex", solve_factors, run=ordered)
 
 
 def cross_factors(call: Call) -> Factors:

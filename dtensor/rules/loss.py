@@ -67,7 +67,7 @@ kernel_rule(
 )
 
 
-# --- backward: linear in the incoming gradient, which is operand 0 -----------------------------------------------------------
+# --- backward ---------------------------------------------------------------------------------------------------------------
 def mean_gradient(at: KernelContext, grad: Any, *args: Any, **kwargs: Any) -> Any:
     """The local op would divide by the number of local elements."""
     op, count = functional(at.call), elements(at.call, *range(1, len(at.operands)))
@@ -85,13 +85,7 @@ def loss_gradient_factors(call: Call) -> Factors:
     return Factors(operands, results, sizes, kernels=kernels)
 
 
-def in_gradient(call: Call) -> tuple[str, ...]:
-    rest = ",R" * (len(call.operands) - 1)
-    return f"sum{rest} -> sum", f"avg{rest} -> avg"
-
-
 kernel_rule(
     "mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward",
     loss_gradient_factors,
-    partials=in_gradient,
 )

@@ -68,23 +68,8 @@ def gradient_of_samples(at: KernelContext, grad: Any, *args: Any, **kwargs: Any)
     return at.map(lambda _, g, *locals_: op(g / samples, *locals_, **kwargs), *args)
 
 
-def in_weight(call: Call) -> tuple[str, ...]:
-    """Linear in the weights of classes."""
-    return ("R,R,sum -> sum", "R,R,avg -> avg") if len(call.operands) == 3 and len(call.results) == 1 else ()
-
-
-def in_gradient_or_weight(call: Call) -> tuple[str, ...]:
-    return (*in_gradient(call), *(("R,R,R,sum -> sum", "R,R,R,avg -> avg") if len(call.operands) == 4 else ()))
-
-
-def in_gradient(call: Call) -> tuple[str, ...]:
-    rest = ",R" * (len(call.operands) - 1)
-    return f"sum{rest} -> sum", f"avg{rest} -> avg"
-
-
-kernel_rule("multi_margin_loss multilabel_margin_loss_forward", margin_factors, partials=in_weight)
-kernel_rule("multi_margin_loss_backward", margin_gradient_factors, partials=in_gradient_or_weight)
-kernel_rule("multilabel_margin_loss_backward", margin_gradient_factors, partials=in_gradient)
+kernel_rule("multi_margin_loss multilabel_margin_loss_forward", margin_factors)
+kernel_rule("multi_margin_loss_backward multilabel_margin_loss_backward", margin_gradient_factors)
 
 
 # --- gates ---
@@ -97,7 +82,4 @@ def gated(call: Call) -> Factors:
     return Factors((dims,) * len(call.operands), (dims,), {f"d{k}": size for k, size in enumerate(shape)})
 
 
-kernel_rule("glu", gated)
-kernel_rule("glu_backward", gated, partials=in_gradient)
-kernel_rule("glu_jvp", gated, partials=("R,R,sum -> sum", "R,R,avg -> avg"))
-kernel_rule("glu_backward_jvp", gated)
+kernel_rule("glu glu_backward glu_jvp glu_backward_jvp", gated)

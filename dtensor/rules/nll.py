@@ -114,7 +114,7 @@ def weight_of(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: i
         return counts.sum().to(dtype)
     if not weight.numel():
         return weight.new_zeros((), dtype=dtype)
-    return (weight.to(dtype)[target.masked_fill(~counts, 0)] * counts).sum()
+    return weight.to(dtype)[target.masked_fill(~counts, 0)].masked_fill(~counts, 0).sum()
 
 
 def nll_factors(call: Call) -> Factors:
@@ -175,15 +175,16 @@ def nll_gradient_factors(call: Call) -> Factors:
 
 
 def nll_gradient_rows(call: Call) -> Partials:
-    """Linear in the gradient; and without a mean the total weight is not looked at, so its terms may stay."""
-    rest = len(call.operands) - 2
-    rows: list[str | Row] = [f"{op}{',R' * rest},R -> {op}" for op in ("sum", "avg")]
-    if call["reduction"] != MEAN:
-        dims = nll_gradient_factors(call)
-        for name in dims.sizes:
-            if name != "c":
-                operands = [Along(name) if any(name in dim for dim in d) else R for d in dims.operands[:-1]]
-                rows.append(Row((*operands, Partial("sum")), (Along(name),), name))
+    """Without a mean the total weight, which may be zero, is not looked at: linear in the gradient, and its terms may stay."""
+    if call["reduction"] == MEAN:
+        return ()
+    weights = ",finite" * (len(call.operands) - 4)
+    rows: list[str | Row] = [f"{op},R,R{weights},R -> {op}" for op in ("sum", "avg")]
+    dims = nll_gradient_factors(call)
+    for name in dims.sizes:
+        if name != "c":
+            operands = [Along(name) if any(name in dim for dim in d) else R for d in dims.operands[:-1]]
+            rows.append(Row((*operands, Partial("sum")), (Along(name),), name))
     return tuple(rows)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blockwise import asked_for, in_first, on_each_rank
+from .blockwise import asked_for, on_each_rank
 from .call import Call
 from .context import KernelContext
 from .moments import centred_gradient, dims_of, moments, scale_and_shift, statistics_bytes, statistics_dtype, wide
@@ -135,7 +135,7 @@ register(
 )
 register(
     "native_layer_norm_backward",
-    Rule(layer_norm_backward_factors, in_first, local=layer_norm_backward, kind="kernel", source="as native_layer_norm"),
+    Rule(layer_norm_backward_factors, local=layer_norm_backward, kind="kernel", source="as native_layer_norm"),
 )
 
 
@@ -219,7 +219,7 @@ def rms_norm_backward_factors(call: Call) -> Factors:
 register("_fused_rms_norm", Rule(rms_norm_factors, kind="kernel", source="... [n], [n] -> ... [n], ..."))
 register(
     "_fused_rms_norm_backward",
-    Rule(rms_norm_backward_factors, in_first, local=rms_norm_backward, kind="kernel", source="as _fused_rms_norm"),
+    Rule(rms_norm_backward_factors, local=rms_norm_backward, kind="kernel", source="as _fused_rms_norm"),
 )
 
 
@@ -258,5 +258,5 @@ register(
 )
 register(
     "_weight_norm_interface_backward",
-    Rule(weight_norm_factors, in_first, local=weight_norm_backward, kind="along", source="as _weight_norm_interface"),
+    Rule(weight_norm_factors, local=weight_norm_backward, kind="along", source="as _weight_norm_interface"),
 )

@@ -1,9 +1,10 @@
 """Operations that act element by element, and how partial values pass through them.
 
-A row such as ``"sum,R -> sum"`` holds for all values, or it is not here: ``f(sum of terms) = sum of f(term)`` for linear ``f``,
-``f(max(a, b)) = max(f(a), f(b))`` for non-decreasing ``f`` that keeps NaN. (``add`` has no ``"sum,R -> sum"``: the
-replicated operand would be counted once per rank. Propagation turns it into a partial sum first, which costs
-nothing.) Rows hold where the dtype keeps the algebra: see ``choose.sound_dtypes``.
+A row holds for all values, or it is not here: ``f(sum of terms) = sum of f(term)`` for linear ``f``,
+``f(max(a, b)) = max(f(a), f(b))`` for non-decreasing ``f`` that keeps NaN. A product is linear in terms as long as the other
+factor is finite, ``0 * inf`` being NaN, and a quotient as long as the divisor is not zero (``"sum,finite -> sum"``).
+(``add`` has no ``"sum,R -> sum"``: the replicated operand would be counted once per rank. Propagation turns it into a partial
+sum first, which costs nothing.) Rows hold where the dtype keeps the algebra: see ``prices``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .verbs import pointwise
 
 MONOTONE = ("max -> max", "min -> min")
 LINEAR_IN_FIRST = ("sum,R -> sum", "avg,R -> avg")
-BILINEAR = (*LINEAR_IN_FIRST, "R,sum -> sum", "R,avg -> avg")
+BILINEAR = ("sum,finite -> sum", "avg,finite -> avg", "finite,sum -> sum", "finite,avg -> avg")
 SHIFT = ("sum,sum -> sum", "avg,avg -> avg", "avg,R -> avg", "R,avg -> avg")  # the mean of equal constants is the constant
 
 # no partial value passes
@@ -54,11 +55,12 @@ pointwise("clamp", partials=("max,R,R -> max", "min,R,R -> min", "max,R -> max",
 pointwise("clamp_min maximum", partials=("max,max -> max", "max,R -> max", "R,max -> max", "min,R -> min"))
 pointwise("clamp_max minimum", partials=("min,min -> min", "min,R -> min", "R,min -> min", "max,R -> max"))
 
-# linear. A shift keeps the order of floats; integers wrap around, and a step other than 1 may turn the order about.
+# linear. A finite shift keeps the order of floats (an infinite one makes NaN of the terms that are infinite the other way);
+# integers wrap around, and a step other than 1 may turn the order about.
 ORDERED = {
-    "add": ("max,R -> max", "R,max -> max", "min,R -> min", "R,min -> min"),
-    "sub": ("max,R -> max", "min,R -> min", "R,max -> min", "R,min -> max"),
-    "rsub": ("R,max -> max", "R,min -> min", "max,R -> min", "min,R -> max"),
+    "add": ("max,finite -> max", "finite,max -> max", "min,finite -> min", "finite,min -> min"),
+    "sub": ("max,finite -> max", "min,finite -> min", "finite,max -> min", "finite,min -> max"),
+    "rsub": ("finite,max -> max", "finite,min -> min", "max,finite -> min", "min,finite -> max"),
     "neg": ("max -> min", "min -> max"),
 }
 
@@ -81,28 +83,28 @@ pointwise("conj_physical _conj_physical _conj", partials=LINEAR_PARTIAL)
 # a lazily negated local would be read without its sign below __torch_dispatch__
 pointwise("_neg_view", partials=LINEAR_PARTIAL, local=torch.neg)
 pointwise("complex", partials=SHIFT)
-pointwise("polar", partials=LINEAR_IN_FIRST)
+pointwise("polar", partials=LINEAR_IN_FIRST)  # sines of infinity are NaN
 # a product with a power of two, modulo that of the dtype
 pointwise("bitwise_left_shift __lshift__ __ilshift__", partials=("sum,R -> sum",))
-pointwise("lerp", partials=("sum,sum,R -> sum", "avg,avg,R -> avg", "avg,R,R -> avg", "R,avg,R -> avg"))
+pointwise("lerp", partials=("sum,sum,finite -> sum", "avg,avg,finite -> avg", "avg,R,finite -> avg", "R,avg,finite -> avg"))
 pointwise(
     "addcmul",
     partials=(
-        "sum,sum,R -> sum",
-        "sum,R,sum -> sum",
-        "avg,avg,R -> avg",
-        "avg,R,avg -> avg",
+        "sum,sum,finite -> sum",
+        "sum,finite,sum -> sum",
+        "avg,avg,finite -> avg",
+        "avg,finite,avg -> avg",
         "avg,R,R -> avg",
-        "R,avg,R -> avg",
-        "R,R,avg -> avg",
+        "R,avg,finite -> avg",
+        "R,finite,avg -> avg",
     ),
 )
-pointwise("addcdiv", partials=("sum,sum,R -> sum", "avg,avg,R -> avg", "avg,R,R -> avg", "R,avg,R -> avg"))
+pointwise("addcdiv", partials=("avg,R,R -> avg",))
 
 
 def division(call: Call) -> tuple[str, ...]:
     """Linear in the numerator, unless it rounds."""
-    return LINEAR_IN_FIRST if call.get("rounding_mode") is None else ()
+    return ("sum,nonzero -> sum", "avg,nonzero -> avg") if call.get("rounding_mode") is None else ()
 
 
 pointwise("div", partials=division)
@@ -122,17 +124,18 @@ pointwise("fill", partials=tuple(f"{op},R -> R" for op in REDUCE_OPS))
 pointwise("zero", partials=ANY_PARTIAL)
 pointwise("zeros_like ones_like empty_like full_like", partials=tuple(f"{op} -> R" for op in REDUCE_OPS))
 
-# gradients: linear in the incoming gradient, which is operand 0
+# gradients: linear in the incoming gradient, which is operand 0, where the derivative is never infinite
 pointwise(
-    "sigmoid_backward tanh_backward gelu_backward silu_backward threshold_backward native_dropout_backward leaky_relu_backward "
-    "elu_backward hardtanh_backward hardsigmoid_backward hardswish_backward hardshrink_backward softshrink_backward "
-    "softplus_backward "
-    "mish_backward logit_backward",
+    "gelu_backward silu_backward threshold_backward leaky_relu_backward hardtanh_backward hardsigmoid_backward "
+    "hardswish_backward hardshrink_backward softshrink_backward softplus_backward mish_backward",
     partials=LINEAR_IN_FIRST,
 )
-pointwise("log_sigmoid_backward", partials=("sum,R,R -> sum", "avg,R,R -> avg"))
-pointwise("rrelu_with_noise_backward", partials=("sum,R,R -> sum", "avg,R,R -> avg"))
-pointwise("_prelu_kernel_backward", partials=("sum,R,R -> sum,sum", "avg,R,R -> avg,avg"))
+pointwise("native_dropout_backward", partials=("sum,finite -> sum", "avg,finite -> avg"))
+# products with operands that may hold anything
+pointwise(
+    "sigmoid_backward tanh_backward elu_backward logit_backward log_sigmoid_backward rrelu_with_noise_backward "
+    "_prelu_kernel_backward"
+)
 
 # optimizer steps over lists: every element by itself
 pointwise("_fused_adam _fused_adamw _fused_sgd _fused_adagrad")

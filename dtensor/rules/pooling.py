@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .blockwise import Partials, blockwise, in_first, linear_in
+from .blockwise import Partials, blockwise, in_first
 from .call import Call
 from .registry import register
 from .rule import ANY_PARTIAL, Choice, Dims, Factors, LocalView, Rule
@@ -108,7 +108,6 @@ for _count, (_image, _grid) in GRIDS.items():
         f"grid_sampler_{_count}d_backward",
         f"n c {_grid}, n c {_image}, n {_grid} [t] -> n c {_image}, n {_grid} [t]",
         sums=f"c {_grid}",
-        partials=in_first,
     )
 
 
@@ -155,5 +154,5 @@ def col2im_factors(call: Call) -> Factors:
     return columns(call, len(call.shape(0)) + 1, call.shape(0)[-2] // (kernel[0] * kernel[-1]))
 
 
-register("im2col", Rule(im2col_factors, linear_in(0), no_empty_channels, kind="positions", source="n c [h] [w] -> n (c k) [p]"))
-register("col2im", Rule(col2im_factors, linear_in(0), no_empty_channels, kind="positions", source="n (c k) [p] -> n c [h] [w]"))
+register("im2col", Rule(im2col_factors, in_first, no_empty_channels, kind="positions", source="n c [h] [w] -> n (c k) [p]"))
+register("col2im", Rule(col2im_factors, in_first, no_empty_channels, kind="positions", source="n (c k) [p] -> n c [h] [w]"))

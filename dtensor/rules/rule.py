@@ -90,6 +90,7 @@ class Row:
     results: tuple[Spec, ...]
     factor: str | None = None
     kernel: Kernel | None = None
+    needs: tuple[tuple[int, str], ...] = ()  # operands that must be "finite", or "nonzero"
 
 
 Partials = tuple[str | Row, ...]
@@ -228,6 +229,10 @@ def _row_of(factors: Factors, name: str) -> Row | None:
 def parse_partial(text: str, operand_count: int, result_count: int) -> Row | None:
     """The row that ``"sum,R -> sum"`` denotes; ``"sum... -> sum"`` repeats for all operands; None if the counts do not fit.
 
+    ``finite`` and ``nonzero`` are ``R`` for operands that are known to be so, whatever their values: integers and bools are
+    finite, numbers are looked at. ``0 * inf`` is NaN and so is ``inf - inf``: terms do not pass a factor that may be infinite,
+    nor a divisor that may be zero.
+
     >>> parse_partial("sum... -> sum", 3, 1).operands
     (Partial(sum), Partial(sum), Partial(sum))
     """
@@ -236,7 +241,10 @@ def parse_partial(text: str, operand_count: int, result_count: int) -> Row | Non
         raise RuleError(f'partial row {text!r} has no "->"; write for example "sum,R -> sum"')
     operands = _specs(left, operand_count)
     results = _specs(right, result_count)
-    return None if operands is None or results is None else Row(operands, results)
+    if operands is None or results is None:
+        return None
+    needs = [(i, word) for i, word in enumerate(map(str.strip, left.split(","))) if word in KNOWN]
+    return Row(operands, results, needs=tuple(needs))
 
 
 def _specs(text: str, count: int) -> tuple[Spec, ...] | None:
@@ -245,8 +253,9 @@ def _specs(text: str, count: int) -> tuple[Spec, ...] | None:
         words = [words[0].removesuffix("...")] * count
     if len(words) != count:
         return None
-    return tuple(R if word == "R" else Partial(word) for word in words)
+    return tuple(R if word == "R" or word in KNOWN else Partial(word) for word in words)
 
 
+KNOWN = ("finite", "nonzero")
 ANY_PARTIAL = tuple(f"{op}... -> {op}..." for op in REDUCE_OPS)
 LINEAR_PARTIAL = ("sum... -> sum...", "avg... -> avg...")

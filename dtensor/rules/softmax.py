@@ -122,9 +122,8 @@ def sum_bytes(call: Call) -> int:
     return row_bytes(call, 1)
 
 
-_IN_GRADIENT = ("sum,R -> sum", "avg,R -> avg")
-along("_softmax_backward_data", kernel=Kernel(_softmax_backward, collectives=1, nbytes=sum_bytes), partials=_IN_GRADIENT)
-along("_log_softmax_backward_data", kernel=Kernel(_log_softmax_backward, collectives=1, nbytes=sum_bytes), partials=_IN_GRADIENT)
+along("_softmax_backward_data", kernel=Kernel(_softmax_backward, collectives=1, nbytes=sum_bytes))
+along("_log_softmax_backward_data", kernel=Kernel(_log_softmax_backward, collectives=1, nbytes=sum_bytes))
 
 
 # --- logsumexp ----------------------------------------------------------------------------------------------------------------

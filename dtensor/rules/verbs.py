@@ -25,7 +25,8 @@ MakeKernel = Callable[[Call], Kernel | None]
 
 
 def einsum(names: str, pattern: str, *, linear: bool = True, partials: tuple[str, ...] = (), **options: Any) -> Rule:
-    """A rule by pattern. ``linear``: linear in each operand, so a letter absent on the right is summed and partial sums pass."""
+    """A rule by pattern. ``linear``: linear in each operand, so a letter absent on the right is summed, and partial sums pass
+    beside factors that are known to be finite."""
     parsed = parse(pattern)
     rows = partials + (_multilinear(parsed) if linear else ())
 
@@ -110,14 +111,14 @@ def _bind_term(term: Term, shape: tuple[int, ...], rest: int, sizes: dict[str, i
 
 
 def _multilinear(pattern: Pattern) -> tuple[str, ...]:
-    """Linear in each factor operand, the others fixed; an added operand is one more term of the sum (or of the mean)."""
+    """Linear in each factor operand, the others fixed and finite; an added one is one more term of the sum (or of the mean)."""
     rows = []
     results = len(pattern.results)
     added = [term.additive for term in pattern.operands]
     for i, additive in enumerate(added):
         if not additive:
             for op, bias in (("sum", "sum"), ("avg", "R"), *([("avg", "avg")] if any(added) else [])):
-                left = [op if j == i else bias if added[j] else "R" for j in range(len(added))]
+                left = [op if j == i else bias if added[j] else "finite" for j in range(len(added))]
                 rows.append(f"{','.join(left)} -> {','.join([op] * results)}")
     if any(added):
         rows.append(f"{','.join('avg' if a else 'R' for a in added)} -> {','.join(['avg'] * results)}")

@@ -42,7 +42,8 @@ The notation is that of [rules.md](rules.md), for one sample of the operator: a 
 and `[]` must be whole; `1` is a dim of size one; `(a b)` is one dim of two factors, `{{a, b}}` one read in several ways.
 *Sharded*: letters that may be sharded while the operator communicates nothing. *Reduced*: letters whose shards leave a partial
 result. *Kernels*: letters that cost collectives of the operator's own. *Partial operands* that pass: `operands→results`, `R` is
-whole. Overloads, in-place, `out=` and `_foreach_` forms go with their operator.
+whole, `finite` and `nonzero` are whole operands known to be so (integers, numbers). Overloads, in-place, `out=` and `_foreach_`
+forms go with their operator.
 """
 
 
@@ -292,7 +293,9 @@ def _passing(row: Row) -> str:
     """``sum,R→sum``; nothing for the row that is whole."""
     if not any(isinstance(spec, Partial) for spec in (*row.operands, *row.results)):
         return ""
-    return f"{','.join(map(_spec, row.operands))}→{','.join(map(_spec, row.results))}"
+    needs = dict(row.needs)
+    left = [needs.get(i) or _spec(spec) for i, spec in enumerate(row.operands)]
+    return f"{','.join(left)}→{','.join(map(_spec, row.results))}"
 
 
 def _spec(spec: Spec) -> str:

@@ -1,0 +1,112 @@
+"""What shares memory and what does not: the pieces are the DTensor, whole values and redistributed ones are copies, whatever the
+placements were. In one process and on process groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gloo import run_gloo
+
+import dtensor as dt
+from dtensor import DTensor, Partial, Replicate, Shard
+
+VALUE = torch.arange(15.0).view(5, 3)
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+
+
+def mesh_of() -> dt.DeviceMesh:
+    return dt.init_device_mesh("cpu", (2,))
+
+
+def made(placement: Any, requires_grad: bool = False) -> DTensor:
+    x = dt.distribute_tensor(VALUE, mesh_of(), [R if placement == P else placement])
+    return (x.redistribute(placements=[P]) if placement == P else x).requires_grad_(requires_grad)
+
+
+def unchanged(x: DTensor) -> bool:
+    return torch.equal(x.detach().full_tensor(), VALUE)
+
+
+def copies_are_apart() -> None:
+    """Whole and redistributed values are written to without a trace in their source, for every pair of placements."""
+    for source in (R, S0, S1, P):
+        for requires_grad in (False, True):
+            x = made(source, requires_grad)
+            for target in (R, S0, S1, P):
+                y = x.redistribute(placements=[target])
+                assert y is not x
+                y.mul_(2)
+                assert torch.equal(y.full_tensor(), VALUE * 2)
+                assert unchanged(x)
+            again = dt.distribute_tensor(x.detach(), x.device_mesh, [source])
+            again.mul_(3)
+            whole = x.full_tensor()
+            whole.add_(1)
+            with torch.no_grad():
+                x.full_tensor().add_(1)
+                x.redistribute(placements=[source]).zero_()
+            assert unchanged(x)
+
+
+def plain_sources_are_apart() -> None:
+    for placement in (R, S0, P):
+        for source in (0, None):
+            given = VALUE.clone()
+            x = dt.distribute_tensor(given, mesh_of(), [placement], src_data_rank=source)
+            given.zero_()
+            assert unchanged(x)
+            x.mul_(2)
+            assert not given.any()
+
+
+def pieces_are_shared() -> None:
+    for placement in (R, S0, P):
+        for requires_grad in (False, True):
+            x = made(placement, requires_grad)
+            with torch.no_grad():
+                x.to_local().mul_(2)
+            assert torch.equal(x.detach().full_tensor(), VALUE * 2)
+        piece = made(placement).to_local().clone()
+        x = DTensor.from_local(piece, mesh_of(), [placement])
+        piece.mul_(2)
+        assert torch.equal(x.full_tensor(), VALUE * 2)
+        x.mul_(2)
+        assert torch.equal(x.to_local(), piece)
+
+
+def a_piece_is_a_tensor_of_its_own() -> None:
+    x = made(S0)
+    for _ in range(2):  # a gradient does not pile up in the DTensor
+        piece = x.to_local().requires_grad_()
+        (piece * 3).sum().backward()
+        assert piece.grad is not None
+        assert torch.equal(piece.grad, torch.full_like(piece, 3.0))
+    assert not x.to_local().requires_grad
+
+
+def gradients_pass_where_nothing_moves() -> None:
+    for source in (R, S0, P):
+        x = made(source, requires_grad=True)
+        (x.redistribute(placements=[source]) * x.full_tensor().sum()).sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad.full_tensor(), torch.full_like(VALUE, 2 * VALUE.sum().item()))
+
+
+CASES = [copies_are_apart, plain_sources_are_apart, pieces_are_shared, a_piece_is_a_tensor_of_its_own]
+
+
+@pytest.mark.parametrize("case", [*CASES, gradients_pass_where_nothing_moves], ids=lambda case: case.__name__)
+def test_in_one_process(case: Any) -> None:
+    case()
+
+
+def everything() -> None:
+    for case in CASES:
+        case()
+
+
+@pytest.mark.gloo
+def test_on_process_groups() -> None:
+    run_gloo(everything, 2)
