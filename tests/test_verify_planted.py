@@ -12,9 +12,10 @@ import torch
 
 import dtensor as dt
 from dtensor.placement import Partial, Replicate, Shard
-from dtensor.rules import unregister
+from dtensor.rules import rules, unregister
 from dtensor.rules.call import Call
 from dtensor.rules.context import KernelContext
+from dtensor.rules.registry import lookup
 from dtensor.rules.rule import Choice, Factors, Kernel, Row
 from dtensor.rules.verbs import einsum, kernel_rule, pointwise, reduction_factors, view
 from dtensor.testing import Report, Sample, check, forced, verify_rule
@@ -268,3 +269,16 @@ def test_special_values_are_planted() -> None:
 def test_a_row_holds_for_blocks_that_are_slices_of_what_is_whole(name: str, args: tuple[Tensor, ...], row: str) -> None:
     mesh = dt.init_device_mesh("cpu", (3,))
     check(forced(getattr(torch.ops.aten, name), row), *args, mesh=mesh, placements=[[Replicate()]] * len(args), gradients=False)
+
+
+def test_an_overload_with_out_follows_the_rule_of_the_one_without() -> None:
+    """``max.out`` is ``max.other`` with ``out=``, not the reduction."""
+    strayed = []
+    for name in (name.removeprefix("aten::").split(".")[0] for name in rules() if name.startswith("aten::")):
+        packet = getattr(torch.ops.aten, name)
+        overloads = [getattr(packet, overload) for overload in packet.overloads()]
+        for written in (o for o in overloads if any(a.is_out for a in o._schema.arguments)):
+            taken = [str(a.type) for a in written._schema.arguments if not a.is_out]
+            same = [o for o in overloads if o is not written and [str(a.type) for a in o._schema.arguments] == taken]
+            strayed += [str(written) for plain in same if lookup(plain) is not lookup(written)]
+    assert strayed == []

@@ -38,7 +38,7 @@ def test_rule_gives_what_plain_torch_gives(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_rule_gives_what_plain_torch_gives_under_all_placements(name: str) -> None:
-    report = verify_rule(name, budget=400, limit=60, seed=SEED + 1, look_for_missing=True, stop_after=3)
+    report = verify_rule(name, budget=400, limit=60, seed=SEED + 1, look_for_missing=["sum"], stop_after=3)
     assert not report.wrong, str(report)
     assert not report.missing, (
         f"{report}\nmake the rule allow it, or accept it with a reason in dtensor/testing/accepted_gaps.txt"

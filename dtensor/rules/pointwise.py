@@ -25,7 +25,7 @@ SHIFT = ("sum,sum -> sum", "avg,avg -> avg", "avg,R -> avg", "R,avg -> avg")  # 
 
 # no partial value passes
 pointwise(
-    "abs acos acosh angle asin atanh atan2 bitwise_not bitwise_right_shift bitwise_xor celu copysign cos cosh "
+    "abs acos acosh angle asin atanh atan2 bitwise_not bitwise_xor celu copysign cos cosh "
     "digamma elu eq erfinv float_power floor_divide fmax fmin fmod frac frexp gcd ge gelu gt hardshrink hardsigmoid "
     "hardswish "
     "heaviside hypot i0 igamma igammac isfinite isinf isnan isneginf isposinf lcm ldexp le leaky_relu lgamma log log10 log1p "
@@ -33,7 +33,7 @@ pointwise(
     "log_sigmoid_forward logaddexp logaddexp2 logical_not logical_xor logit lt mish mvlgamma nan_to_num ne nextafter "
     "polygamma "
     "pow _prelu_kernel reciprocal remainder rsqrt selu sgn sign signbit silu sin sinc softplus softshrink sqrt square "
-    "tan threshold true_divide xlogy __irshift__ __ixor__ __rshift__ __xor__ logical_and logical_or "
+    "tan threshold true_divide xlogy __ixor__ __xor__ logical_and logical_or "
     "bitwise_and bitwise_or __and__ __or__ __iand__ __ior__ max.other min.other clip "
     "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t "
     "special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_entr special_erfcx "
@@ -84,6 +84,7 @@ pointwise("conj_physical _conj_physical _conj", partials=LINEAR_PARTIAL)
 pointwise("_neg_view", partials=LINEAR_PARTIAL, local=torch.neg)
 pointwise("complex", partials=SHIFT)
 pointwise("polar", partials=LINEAR_IN_FIRST)  # sines of infinity are NaN
+pointwise("bitwise_right_shift __rshift__ __irshift__", partials=("max,R -> max", "min,R -> min"))  # a quotient, rounded down
 # a product with a power of two, modulo that of the dtype
 pointwise("bitwise_left_shift __lshift__ __ilshift__", partials=("sum,R -> sum",))
 pointwise("lerp", partials=("sum,sum,finite -> sum", "avg,avg,finite -> avg", "avg,R,finite -> avg", "R,avg,finite -> avg"))

@@ -90,14 +90,15 @@ def local_input_size(call: Call, at: LocalView) -> dict[str, Any]:
 
 
 _MODES = {
-    1: "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d",
-    2: "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d "
-    "_upsample_bicubic2d_aa",
-    3: "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d",
+    1: "upsample_linear1d",
+    2: "upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa",
+    3: "upsample_trilinear3d",
 }
 for _count, _names in _MODES.items():
+    _copies = f"upsample_nearest{_count}d _upsample_nearest_exact{_count}d"
     on_positions(_names, _count, partials=weighted, floats_matter=True)
-    _backward = " ".join(f"{name}_backward" for name in _names.split())
+    on_positions(_copies, _count, partials=ANY_PARTIAL, floats_matter=True)
+    _backward = " ".join(f"{name}_backward" for name in f"{_names} {_copies}".split())
     on_positions(_backward, _count, partials=LINEAR, local_args=local_input_size, floats_matter=True)
 
 # an output position takes its own grid entry from the whole image

@@ -50,17 +50,20 @@ class Gap:
         return f"{self.name} | {', '.join(self.operands)} -> {', '.join(self.results)}"
 
 
-def gaps_of(name: str, samples: Sequence[Sample], limit: int, rng: random.Random) -> list[Gap]:
-    """The gaps that all samples show alike, on meshes of 2, 3 and 4 ranks: what holds for one sample only is chance."""
+def gaps_of(name: str, samples: Sequence[Sample], limit: int, rng: random.Random, ops: Sequence[str] = REDUCE_OPS) -> list[Gap]:
+    """The gaps that all samples show alike, on meshes of 2, 3 and 4 ranks: what holds for one sample only is chance.
+
+    ``ops``: the reductions whose terms are tried as operands.
+    """
     if is_accepted(Gap(name, ("*",), ("*",))):
         return []  # whatever would be found is accepted
-    return sheltered(lambda: _search(name, samples, limit, rng), [])
+    return sheltered(lambda: _search(name, samples, limit, rng, ops), [])
 
 
-def _search(name: str, samples: Sequence[Sample], limit: int, rng: random.Random) -> list[Gap]:
+def _search(name: str, samples: Sequence[Sample], limit: int, rng: random.Random, ops: Sequence[str]) -> list[Gap]:
     found: dict[tuple[str, ...], set[tuple[Placement, ...]]] = {}
     for sample in samples:
-        for operands, results in _shown(Variant(name.replace("::", "."), sample, False), limit, rng):
+        for operands, results in _shown(Variant(name.replace("::", "."), sample, False), limit, rng, ops):
             found[operands] = found[operands] & results if operands in found else results
     return [Gap(name, operands, _best(results)) for operands, results in found.items() if results]
 
@@ -69,13 +72,15 @@ def _best(results: set[tuple[Placement, ...]]) -> tuple[str, ...]:
     return tuple(map(str, min(results, key=lambda row: [not isinstance(p, Shard) for p in row])))
 
 
-def _shown(variant: Variant, limit: int, rng: random.Random) -> Iterator[tuple[tuple[str, ...], set[tuple[Placement, ...]]]]:
+def _shown(
+    variant: Variant, limit: int, rng: random.Random, ops: Sequence[str]
+) -> Iterator[tuple[tuple[str, ...], set[tuple[Placement, ...]]]]:
     """Operands whose rule communicates, and all results that local blocks give by themselves."""
     xs = tensors((variant.sample.args, variant.sample.kwargs))
     if not variant.sample.values or not any(x.numel() > 1 for x in xs):
         return
     meshes = [mesh_of((ranks,)) for ranks in _RANKS]
-    for placements in combinations(xs, (2,), REDUCE_OPS, limit, rng, ragged=False):
+    for placements in combinations(xs, (2,), ops, limit, rng, ragged=False):
         if _has_partial_indices(xs, placements):
             continue
         found: set[tuple[Placement, ...]] | None = None

@@ -74,7 +74,7 @@ def verify_rule(
     limit: int = 200,
     budget: int | None = None,
     seed: int = 0,
-    look_for_missing: bool = False,
+    look_for_missing: bool | Sequence[str] = False,
     stop_after: int = 5,
     plant: Sequence[float] = (),
     rows_only: bool = False,
@@ -87,7 +87,8 @@ def verify_rule(
         meshes: shapes of the meshes.
         limit: cases of either net per sample, variant (in place, ``out=``, foreach) and mesh; all where there are fewer.
         budget: cases in all, a random part of them that ``seed`` determines, one half by either net.
-        look_for_missing: also report placements that the rule could take without communication.
+        look_for_missing: also report placements that the rule could take without communication, terms of these reductions
+            among them (True: of all).
         stop_after: faults after which to stop.
         rows_only: force the rows, and leave out what dispatch chooses.
         plant: special values (``0.0``, ``inf``, ``nan``) to put into some places of floating operands.
@@ -110,7 +111,8 @@ def verify_rule(
         if len(report.wrong) >= stop_after:
             break
     if look_for_missing:
-        report.missing = sorted((gap for gap in gaps_of(name, given, limit, rng) if not is_accepted(gap)), key=str)
+        ops = REDUCE_OPS if look_for_missing is True else look_for_missing
+        report.missing = sorted((gap for gap in gaps_of(name, given, limit, rng, ops) if not is_accepted(gap)), key=str)
     return report
 
 
