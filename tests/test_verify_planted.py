@@ -277,8 +277,9 @@ def test_an_overload_with_out_follows_the_rule_of_the_one_without() -> None:
     for name in (name.removeprefix("aten::").split(".")[0] for name in rules() if name.startswith("aten::")):
         packet = getattr(torch.ops.aten, name)
         overloads = [getattr(packet, overload) for overload in packet.overloads()]
-        for written in (o for o in overloads if any(a.is_out for a in o._schema.arguments)):
+        outs = [o for o in overloads if any(a.is_out for a in o._schema.arguments)]
+        for written in outs:
             taken = [str(a.type) for a in written._schema.arguments if not a.is_out]
-            same = [o for o in overloads if o is not written and [str(a.type) for a in o._schema.arguments] == taken]
+            same = [o for o in overloads if o not in outs and [str(a.type) for a in o._schema.arguments] == taken]
             strayed += [str(written) for plain in same if lookup(plain) is not lookup(written)]
     assert strayed == []
