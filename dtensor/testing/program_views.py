@@ -180,7 +180,7 @@ def seen_anew(s: Scope) -> str | None:
         forms += [f"{x}.as_strided_({list(value.shape)}, {list(value.stride())})"]
     y = s.like(x, lambda a, b: b is not a and not b.is_conj() and not b.is_neg())  # the bits stay behind
     if y:
-        forms += [f"{x}.resize_as_({y})"] * (s.values[y].numel() == value.numel()) + [f"{x}.set_({y})"]
+        forms += [f"{x}.resize_as_({y})"] * (value.is_contiguous() and s.values[y].numel() == value.numel()) + [f"{x}.set_({y})"]
         if s.rng.random() < 0.3:
             return f"{x}.data = {y}"
     return f"_ = {s.rng.choice(forms)}"
