@@ -265,3 +265,13 @@ def test_an_initialiser_that_the_constructor_does_not_call_draws_no_numbers() ->
     materialize(module)
     for name, value in built(make).state_dict().items():
         assert torch.equal(module.state_dict()[name], value), name
+
+
+def test_gradients_follow_a_layout_that_changes_after_materialize() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    with torch.device("meta"):
+        linear = nn.Linear(4, 4)
+    linear = materialize(parallelize_module(linear, mesh, ColwiseParallel(use_local_output=False)))
+    linear.weight.data = linear.weight.detach().redistribute(placements=[dt.Replicate()])
+    linear(torch.ones(2, 4)).sum().backward()
+    assert linear.weight.grad.placements == linear.weight.placements == (dt.Replicate(),)

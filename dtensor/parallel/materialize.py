@@ -179,7 +179,7 @@ def _keep_layout(held: dict[str, Any], name: str, made: DTensor) -> None:
     value: Tensor = distribute_tensor(now.detach(), made.device_mesh, made.placements)
     if isinstance(now, nn.Parameter):
         value = nn.Parameter(value, requires_grad=now.requires_grad)
-    value.__dict__.update(made.__dict__)
+    value.__dict__.update(made.__dict__ | value.__dict__)
     held[name] = value
 
 
@@ -201,7 +201,7 @@ def _allocate(module: nn.Module, device: torch.device, made: dict[int, tuple[Ten
             value: Tensor = torch.empty_like(x, device=_kept_on(x, device))
             if isinstance(x, nn.Parameter):
                 value = nn.Parameter(value, requires_grad=x.requires_grad)
-            value.__dict__.update(x.__dict__)  # marks of those who distributed it
+            value.__dict__.update(x.__dict__ | value.__dict__)  # marks of those who distributed it
             made[id(x)] = x, value
         held[name] = made[id(x)][1]
     weights = module.__dict__.get("_flat_weights_names")
