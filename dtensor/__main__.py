@@ -1,4 +1,4 @@
-"""``python -m dtensor verify [module] [pattern]`` verifies sharding rules, ``calibrate`` measures collectives, ``ops`` lists operators."""
+"""``python -m dtensor verify [module] [pattern]`` verifies rules, ``calibrate`` measures collectives, ``ops`` lists operators."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def rule_name(op: Any) -> str:
     if not isinstance(op, str):
         return _of_operator(op)
     known = rules()
-    spelled = [full_name(op), op.replace(".", "::", 1)]
+    spelled = [full_name(op)] + [op.replace(".", "::", 1)] * ("::" not in op and "." in op)
     for name in spelled:
         if name in known or f"{name}.default" in known:
             return name if name in known else f"{name}.default"
