@@ -169,14 +169,10 @@ class Layout:
     def _interned(mesh: Any, placements: Any, splits: Any, shape: Any, stride: Any, dtype: Any) -> Layout:
         key = (mesh, placements, shape, stride, dtype)
         found = _LAYOUTS.get(key)
-        return Layout._made(key, splits) if found is None else found
-
-    @staticmethod
-    def _made(key: tuple[Any, ...], splits: Any) -> Layout:
-        mesh, placements, shape, stride, dtype = key
+        if found is not None:
+            return found
         with _MAKING:  # two threads that want the same one get the same one
-            found = _LAYOUTS.get(key)
-            if found is not None:
+            if (found := _LAYOUTS.get(key)) is not None:
                 return found
             if not len(splits) == len(stride) == len(shape):  # it would be everybody's layout from now on
                 raise LayoutError(f"{len(splits)} splits and strides {stride} do not fit the shape {tuple(shape)}")

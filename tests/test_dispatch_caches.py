@@ -72,9 +72,10 @@ def test_changing_shapes_keep_the_plans_of_all_operators_together_bounded(monkey
             operator(x)
         info = dt.cache_info()
         assert sum(cache.kept for cache in info.values() if cache.made is not None) <= info["plans"].kept <= 64
-        gc.collect()
-        alive.append(info["layouts"].kept)
-    assert max(alive[30:]) <= max(alive[:30]) + 5, alive
+        if size % 10 == 9:
+            gc.collect()
+            alive.append(dt.cache_info()["layouts"].kept)
+    assert max(alive[3:]) <= max(alive[:3]) + 5, alive
     assert dt.Layout.of(MESH, [dt.Shard(0)], (77,)) is held._layout is twin._layout is held.cos()._layout
     assert (held + twin).placements == (dt.Shard(0),)
 

@@ -24,6 +24,7 @@ from ..nested import replace as replace_tensors
 from ..nested import tensors
 from ..placement import REDUCE_OPS, Partial
 from ..rules import rules
+from .asked import rule_name
 from .cases import combinations, partial_ops
 from .faults import Trial, Wrong, undeclared
 from .gaps import Gap, gaps_of, is_accepted
@@ -100,7 +101,7 @@ def verify_rule(
     >>> report.cases >= 20, report.wrong, sorted(report.rows.forced)[:2]
     (True, [], ['R,R -> R', 'R,S(1) -> S(1)'])
     """
-    name = full_name(op if isinstance(op, str) else _name_of(op))
+    name = rule_name(op)
     given = [_own(sample, plant) for sample in _samples(name, samples)]
     report, rng = Report(name), random.Random(zlib.crc32(name.encode()) + seed)
     part = budget if budget is None or rows_only else max(1, budget // 2)
@@ -216,12 +217,6 @@ def placed(
                         return
                     left -= 1
                 yield Case(variant, shape, placements)
-
-
-def _name_of(op: Any) -> str:
-    if hasattr(op, "_schema"):
-        return str(op._schema.name) + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
-    return str(op._qualified_op_name)
 
 
 def _try(report: Report, case: Case, seed: int) -> None:

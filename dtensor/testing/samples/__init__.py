@@ -37,6 +37,8 @@ def samples_of(name: str) -> list[Sample]:
 
 def _find(name: str) -> Iterator[Sample]:
     registered = rules()
+    for given in registered[name].samples if name in registered else ():
+        yield given if isinstance(given, Sample) else given() if callable(given) else Sample(tuple(given))
     for known, builders in _by_name().items():
         base, _, overload = known.partition("::")[2].partition(".")
         own = known == name or (f"{known.partition('::')[0]}::{base}" == name and overload and known not in registered)
