@@ -22,7 +22,7 @@ import timing
 import torch
 
 from dtensor import DeviceMesh, Partial, Replicate, Shard
-from dtensor.layout import Layout
+from dtensor.layout.layout import Layout
 from dtensor.redistribute import plan
 
 MESHES = ((2, 2, 2), (4, 4, 4), (8, 8, 8), (16, 16, 16), (2,) * 6, (4,) * 6)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import torch
 
-from dtensor.layout import Layout
-from dtensor.mesh import DeviceMesh
+from dtensor.layout.layout import Layout
+from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Shard
-from dtensor.rules.counter import SAMPLERS, sample
-from dtensor.rules.draw import block_of
+from dtensor.random.distributions import SAMPLERS, sample
+from dtensor.random.draw import block_of
 
 SHAPE = (2048, 2048)
 

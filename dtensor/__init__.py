@@ -3,30 +3,30 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from . import recomposed as _recomposed
-from . import sequences as _sequences
-from . import sparse_results as _sparse_results
-from . import write_through as _write_through
-from .caches import CacheInfo, cache_info
+from .tensor.composites import recomposed as _recomposed
+from .tensor.composites import sequences as _sequences
+from .tensor.composites import sparse as _sparse_results
+from .tensor.views import write_through as _write_through
+from .dispatch.cache_info import CacheInfo, cache_info
 from .capture import Captured, CaptureInfo, capture
 from .comm import PerRank, map_ranks, per_rank
-from .create import empty, full, ones, rand, randn, zeros
-from .custom import register_sharding
-from .distribute import distribute_module, distribute_tensor
-from .explaining import Explanation, explain
-from .layout import Layout
-from .local_mapping import local_map
-from .many import redistribute_many
-from .mesh import DeviceMesh, init_device_mesh
-from .modes import explicit, implicit_replication
+from .tensor.create import empty, full, ones, rand, randn, zeros
+from .dispatch.register_sharding import register_sharding
+from .tensor.distribute import distribute_module, distribute_tensor
+from .debug.explain import Explanation, explain
+from .layout.layout import Layout
+from .tensor.local_map import local_map
+from .tensor.redistribute_many import redistribute_many
+from .mesh.device_mesh import DeviceMesh, init_device_mesh
+from .base.modes import explicit, implicit_replication
 from .placement import Monoid, Partial, Placement, Replicate, Shard
-from .random import manual_seed, random_mode
-from .state_dicts import teach_state_dicts as _teach_state_dicts
-from .tensor import DTensor
-from .untraced import keep_from_inlining as _keep_from_inlining
-from .untraced import leave_untraced as _leave_untraced
-from .untraced import no_opaque_type as _no_opaque_type
-from .untraced import written_in_python as _written_in_python
+from .random.seed import manual_seed, random_mode
+from .interop.state_dicts import teach_state_dicts as _teach_state_dicts
+from .tensor.dtensor import DTensor
+from .interop.dynamo import keep_from_inlining as _keep_from_inlining
+from .interop.dynamo import leave_untraced as _leave_untraced
+from .interop.dynamo import no_opaque_type as _no_opaque_type
+from .interop.dynamo import written_in_python as _written_in_python
 
 __all__ = [
     "CacheInfo",
@@ -82,8 +82,8 @@ if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ wo
     from . import sharded_tensor as sharded_tensor
     from . import sharding_spec as sharding_spec
     from . import testing as testing
-    from .sharded_model import collect_state_dict as collect_state_dict
-    from .sharded_model import shard_model as shard_model
+    from .sharding_spec.shard_model import collect_state_dict as collect_state_dict
+    from .sharding_spec.shard_model import shard_model as shard_model
 else:
 
     def __getattr__(name: str) -> object:

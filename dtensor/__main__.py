@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from . import calibrate
+from .redistribute import calibrate
 from .errors import RuleError
 from .rules import rules
 from .testing.asked import rules_asked

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .arguments import index_of
+from .base.validation import index_of
 from .errors import PlacementError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dtensor.debug import CommDebugMode
 from dtensor.errors import ImplicitCommunicationError, LayoutError, MixedTensorError
 from dtensor.placement import REDUCE_OPS
 from dtensor.testing import check, scatter
-from dtensor.testing.cases import mesh_of
+from dtensor.testing.placements import mesh_of
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 RAGGED = Shard(0, sizes=(1, 0, 3, 1))

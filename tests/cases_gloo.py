@@ -22,7 +22,7 @@ from dtensor.errors import LayoutError, MeshError, MixedTensorError, PlacementEr
 from dtensor.parallel import fully_shard, replicate
 from dtensor.rules import rules
 from dtensor.testing import check, scatter, verify_rule
-from dtensor.testing.cases import mesh_of
+from dtensor.testing.placements import mesh_of
 from dtensor.testing.programs import compare_program, random_case
 from dtensor.testing.samples import samples_of
 

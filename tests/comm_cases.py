@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dtensor as dt
-from dtensor.comm import Communicator, Pending, backends, communicator_of, events, groups
+from dtensor.comm import Communicator, Pending, backends, communicator_of, events
+from dtensor.mesh import groups
 from dtensor.errors import LayoutError, MeshError, UnsupportedOperationError
-from dtensor.mesh import DeviceMesh
+from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Monoid
 
 Dims = tuple[int, ...]

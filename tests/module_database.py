@@ -19,7 +19,7 @@ from op_database import Setting, draw_placements, exact, rng_of
 from torch import nn
 
 import dtensor as dt
-from dtensor.nested import replace, tensors
+from dtensor.base.nested import replace, tensors
 from dtensor.placement import Partial, Replicate
 from dtensor.testing import scatter
 from dtensor.testing.differences import Options, differences

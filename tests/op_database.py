@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 import dtensor as dt
-from dtensor import dispatch
+from dtensor.dispatch import dispatcher as dispatch
 from dtensor.errors import DTensorError
-from dtensor.nested import leaves, replace, tensors
+from dtensor.base.nested import leaves, replace, tensors
 from dtensor.placement import Partial, Placement, Replicate, Shard
-from dtensor.testing.cases import ragged_sizes
+from dtensor.testing.placements import ragged_sizes
 from dtensor.testing.oracle import TOLERANCE, Outcome, compare
 from dtensor.testing.scatter import can_be_partial
 

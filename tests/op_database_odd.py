@@ -14,7 +14,7 @@ from typing import Any
 import op_database as db
 import torch
 
-from dtensor.nested import replace, tensors
+from dtensor.base.nested import replace, tensors
 from dtensor.placement import Placement, Shard
 from dtensor.testing.differences import close
 

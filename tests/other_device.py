@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import dtensor as dt
-from dtensor.nested import tensors
+from dtensor.base.nested import tensors
 from dtensor.placement import Placement
 from dtensor.rules import rules
-from dtensor.testing.cases import Combination
+from dtensor.testing.placements import Combination
 from dtensor.testing.samples import samples_of
 from dtensor.testing.variants import Variant
 from dtensor.testing.verify import MESHES, placed

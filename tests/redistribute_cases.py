@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from dtensor.layout import Layout
-from dtensor.mesh import DeviceMesh
+from dtensor.layout.layout import Layout
+from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Monoid, Partial, Placement, Replicate, Shard
 
 SHAPES: tuple[tuple[int, ...], ...] = ((5, 7), (6, 1), (3,), (), (0, 4), (2, 3, 4))

@@ -11,7 +11,7 @@ import torch
 
 from dtensor import Placement, init_device_mesh
 from dtensor.testing import Outcome, check
-from dtensor.testing.cases import combinations
+from dtensor.testing.placements import combinations
 
 MESHES = ((2,), (3,), (2, 2))
 

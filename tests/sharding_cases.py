@@ -15,7 +15,7 @@ from torch import nn
 import dtensor as dt
 from dtensor import Replicate, Shard
 from dtensor.errors import DTensorError, MeshError, PlacementError, UnsupportedOperationError
-from dtensor.sharding_spec import composite, from_data, mesh, single_split, spec_of, whole
+from dtensor.sharding_spec.composite import composite, from_data, mesh, single_split, spec_of, whole
 
 CASES: dict[str, Callable[[Path], None]] = {}
 

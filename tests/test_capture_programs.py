@@ -15,7 +15,7 @@ import dtensor as dt
 from dtensor import DTensor
 from dtensor.capture import capture
 from dtensor.errors import CaptureError
-from dtensor.testing.cases import mesh_of
+from dtensor.testing.placements import mesh_of
 from dtensor.testing.programs import Program, random_case
 
 START = int(os.environ.get("DTENSOR_SEED", "0"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import dtensor as dt
 from dtensor.checkpoint import load, save, save_safetensors
-from dtensor.layout import Layout
+from dtensor.layout.layout import Layout
 from dtensor.testing import strategies
 
 

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dtensor.comm import PerRank, RankValues, communicator_of, events, map_ranks, per_rank
 from dtensor.debug import CommDebugMode
 from dtensor.errors import LayoutError, MeshError
-from dtensor.mesh import DeviceMesh
+from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Monoid
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")

@@ -13,7 +13,7 @@ from torch import nn
 import dtensor as dt
 from dtensor import DTensor, Replicate, Shard
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
-from dtensor.testing.cases import mesh_of
+from dtensor.testing.placements import mesh_of
 
 LINE, SQUARE = mesh_of((4,)), mesh_of((2, 2))
 X, W = torch.arange(30.0).reshape(5, 6) / 16, torch.arange(42.0).reshape(6, 7) / 64

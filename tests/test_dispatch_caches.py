@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor import dispatch as dispatching
-from dtensor import infer, layout, prices
+from dtensor.dispatch import dispatcher as dispatching
+from dtensor.propagation import meta as infer, row_costs as prices
+from dtensor.layout import layout
 from dtensor.redistribute import planner
 
 MESH = dt.DeviceMesh("meta", 4)
@@ -39,10 +40,10 @@ def test_numbers_do_not_make_plans() -> None:
 def test_changing_shapes_keep_caches_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dtensor.dispatch.PLANS.each", 20)
     monkeypatch.setattr("dtensor.dispatch.PLANS.together", 70)
-    monkeypatch.setattr("dtensor.layout._LIMIT", 30)
+    monkeypatch.setattr("dtensor.layout.layout._LIMIT", 30)
     monkeypatch.setattr("dtensor.redistribute.planner._LIMIT", 20)
-    monkeypatch.setattr("dtensor.infer._LIMIT", 2)
-    monkeypatch.setattr("dtensor.prices._LIMIT", 2)
+    monkeypatch.setattr("dtensor.propagation.meta._LIMIT", 2)
+    monkeypatch.setattr("dtensor.propagation.row_costs._LIMIT", 2)
     for module in (infer._ANSWERS, prices._TABLES, layout._BY_REQUEST, planner._PLANS):
         module.clear()
     dispatching.clear_plans()  # type: ignore[attr-defined]  # a module
@@ -61,7 +62,7 @@ def test_changing_shapes_keep_the_plans_of_all_operators_together_bounded(monkey
     monkeypatch.setattr("dtensor.dispatch.PLANS.together", 64)
     for name in ("layout._BY_REQUEST", "redistribute.planner._PLANS", "prices._TABLES"):
         monkeypatch.setattr(f"dtensor.{name}", {})
-    monkeypatch.setattr("dtensor.layout._LIMIT", 16)
+    monkeypatch.setattr("dtensor.layout.layout._LIMIT", 16)
     dispatching.clear_plans()  # type: ignore[attr-defined]  # a module
     held = dt.zeros(77, device_mesh=MESH, placements=[dt.Shard(0)])
     twin = held.cos()
@@ -126,7 +127,7 @@ def test_no_cache_without_bound() -> None:
     loose = [
         f"{path.name}: {node.name}"
         for path in package.rglob("*.py")
-        if "testing" not in path.parts and path.name != "remembered.py"
+        if "testing" not in path.parts and path.name != "caches.py"
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef) and node.args.args and _decorators(node) & {"cache", "lru_cache"}
     ]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
-from dtensor.testing.cases import mesh_of
+from dtensor.testing.placements import mesh_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no sharding rule that fits:UserWarning")  # to gather nothing costs nothing
 

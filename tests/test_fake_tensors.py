@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import dtensor as dt
 from dtensor import Shard
 from dtensor.testing import check
-from dtensor.testing.cases import mesh_of
+from dtensor.testing.placements import mesh_of
 
 LINE = mesh_of((4,))
 X = (torch.arange(30.0).reshape(5, 6) - 7) / 4

@@ -12,7 +12,7 @@ from torch import nn
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.testing import scatter
-from dtensor.testing.cases import mesh_of
+from dtensor.testing.placements import mesh_of
 
 LINE = mesh_of((4,))
 X = torch.arange(30.0).reshape(5, 6)

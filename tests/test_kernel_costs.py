@@ -14,14 +14,15 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor import Replicate, Shard, compiled, execute
+from dtensor import Replicate, Shard
+from dtensor.dispatch import compiled, execute
 from dtensor.comm import events
-from dtensor.nested import replace, tensors
-from dtensor.propagate import Plan
+from dtensor.base.nested import replace, tensors
+from dtensor.propagation.propagate import Plan
 from dtensor.rules import rules
 from dtensor.rules.rule import Kernel
 from dtensor.testing import scatter
-from dtensor.testing.cases import mesh_of
+from dtensor.testing.placements import mesh_of
 from dtensor.testing.samples import Sample, samples_of
 from dtensor.testing.variants import Variant, exists
 

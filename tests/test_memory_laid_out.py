@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.testing import scatter
-from dtensor.testing.cases import mesh_of
+from dtensor.testing.placements import mesh_of
 
 aten = torch.ops.aten
 TARGET = torch.randint(0, 5, (4, 6, 3), generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor.nested import replace, tensors
+from dtensor.base.nested import replace, tensors
 
 SEED = int(os.environ.get("OP_DATABASE_SEED", "0"))
 PARTS = 6

@@ -11,12 +11,12 @@ import pytest
 import torch
 from gloo import run_gloo
 
-from dtensor import calibrate
+from dtensor.redistribute import calibrate
 from dtensor.__main__ import main
-from dtensor.comm import profile as profiles
-from dtensor.comm.profile import BUILT_IN, COLLECTIVES, Link, Profile, Rate, profile_path, read_profile
-from dtensor.layout import Layout
-from dtensor.mesh import DeviceMesh
+from dtensor.cost import profile as profiles
+from dtensor.cost.profile import BUILT_IN, COLLECTIVES, Link, Profile, Rate, profile_path, read_profile
+from dtensor.layout.layout import Layout
+from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.redistribute import plan
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtensor.mesh import DeviceMesh
+from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Replicate, Shard
 from dtensor.testing import check, strategies
 from dtensor.testing.programs import Program, failures, minimize, random_program, random_view_program, run

@@ -13,8 +13,8 @@ from gloo import run_gloo
 import dtensor as dt
 from dtensor import Shard
 from dtensor.debug import CommDebugMode
-from dtensor.rules.philox import philox
-from dtensor.testing.cases import mesh_of
+from dtensor.random.philox import philox
+from dtensor.testing.placements import mesh_of
 
 
 @pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")

@@ -17,8 +17,8 @@ import dtensor as dt
 from dtensor.comm import PerRank, backends, per_rank
 from dtensor.debug import CommDebugMode
 from dtensor.errors import MeshError
-from dtensor.layout import Layout
-from dtensor.mesh import DeviceMesh
+from dtensor.layout.layout import Layout
+from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.redistribute import move_between, plan_between
 
 R, S0, S1, P = dt.Replicate(), dt.Shard(0), dt.Shard(1), dt.Partial()

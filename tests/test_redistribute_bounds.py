@@ -18,8 +18,8 @@ from redistribute_cases import local_of, terms_of, value_of, wrong_members
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor.comm import events, per_rank
-from dtensor.layout import Layout
-from dtensor.mesh import DeviceMesh
+from dtensor.layout.layout import Layout
+from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Replicate, Shard
 from dtensor.redistribute import Exchange, execute, plan
 

@@ -14,8 +14,8 @@ import dtensor as dt
 from dtensor.comm import PerRank, per_rank
 from dtensor.debug import CommDebugMode
 from dtensor.errors import LayoutError
-from dtensor.layout import Layout
-from dtensor.mesh import DeviceMesh
+from dtensor.layout.layout import Layout
+from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.redistribute import execute_many, plan
 
 R, S0, S1, P = dt.Replicate(), dt.Shard(0), dt.Shard(1), dt.Partial()

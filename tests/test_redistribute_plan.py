@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from redistribute_cases import LAST, LAST_DOUBLED, SHAPES, all_pairs, layouts, ragged, value_of
 
 from dtensor.errors import LayoutError
-from dtensor.layout import Layout, Split
-from dtensor.mesh import DeviceMesh
+from dtensor.layout.layout import Layout, Split
+from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Replicate, Shard
 from dtensor.redistribute import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, estimate, plan
-from dtensor.redistribute.exchange import Box, routes, sent
-from dtensor.redistribute.reduction import commute, may_enter, may_pad
+from dtensor.redistribute.routes import Box, routes, sent
+from dtensor.redistribute.partials import commute, may_enter, may_pad
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 NAMES = ("dp", "tp", "pp")

@@ -26,8 +26,8 @@ from redistribute_cases import (
 
 from dtensor.comm import backends, events, per_rank
 from dtensor.errors import LayoutError
-from dtensor.layout import Layout
-from dtensor.mesh import DeviceMesh
+from dtensor.layout.layout import Layout
+from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Replicate, Shard
 from dtensor.redistribute import execute, plan, redistribute_local
 

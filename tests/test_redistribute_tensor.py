@@ -19,7 +19,7 @@ from dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard
 from dtensor.comm import backends
 from dtensor.debug import CommDebugMode
 from dtensor.errors import DTensorError
-from dtensor.layout import Layout
+from dtensor.layout.layout import Layout
 from dtensor.redistribute import AllGather, AllReduce, Exchange, Plan, ReduceScatter
 from dtensor.testing import strategies
 from dtensor.testing.scatter import scatter

@@ -11,7 +11,7 @@ import torch
 import dtensor as dt
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.testing import check
-from dtensor.testing.cases import mesh_of
+from dtensor.testing.placements import mesh_of
 
 NAN, INF = float("nan"), float("inf")
 

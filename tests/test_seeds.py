@@ -9,7 +9,7 @@ from torch import nn
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
-from dtensor.current_rank import running_as
+from dtensor.mesh.current_rank import running_as
 
 TP = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("TP",))
 R = Replicate()

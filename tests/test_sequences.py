@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
 from dtensor.testing import check, scatter
-from dtensor.testing.cases import mesh_of
+from dtensor.testing.placements import mesh_of
 
 LINE, SQUARE = mesh_of((4,)), mesh_of((2, 2))
 X = torch.randn(3, 5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -13,7 +13,7 @@ import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.errors import ImplicitCommunicationError, MeshError, MixedTensorError
 from dtensor.testing import scatter
-from dtensor.testing.cases import mesh_of
+from dtensor.testing.placements import mesh_of
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 LINE, SQUARE = mesh_of((4,)), mesh_of((2, 2))

@@ -15,9 +15,9 @@ from torch import Tensor
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate
 from dtensor.comm import per_rank
-from dtensor.nested import replace, tensors
+from dtensor.base.nested import replace, tensors
 from dtensor.rules import rules
-from dtensor.testing.cases import mesh_of
+from dtensor.testing.placements import mesh_of
 from dtensor.testing.differences import close
 from dtensor.testing.samples import samples_of
 from dtensor.testing.variants import Variant, variants

@@ -14,7 +14,7 @@ import dtensor as dt
 from dtensor.placement import Partial, Replicate, Shard
 from dtensor.rules import rules, unregister
 from dtensor.rules.call import Call
-from dtensor.rules.context import KernelContext
+from dtensor.rules.kernels import KernelContext
 from dtensor.rules.registry import lookup
 from dtensor.rules.rule import Choice, Factors, Kernel, Row
 from dtensor.rules.verbs import einsum, kernel_rule, pointwise, reduction_factors, view

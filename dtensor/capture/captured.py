@@ -15,9 +15,9 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..errors import ArgumentError, CaptureError
-from ..recording import current
+from ..base.recording import current
 from .confirm import confirmed
-from .environment import Environment
+from .survey import Environment
 from .program import Program, Sources, sources_of
 from .record import Recording
 from .replay import replayed

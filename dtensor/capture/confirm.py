@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import CaptureError
-from ..nested import leaves
+from ..base.nested import leaves
 from .program import Program
 from .results import Constant
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from ..remembered import remembered
+from ..base.caches import remembered
 
 _WHOLE = frozenset({"globals", "eval", "exec"})  # builtins with which any variable of the module can be read
 _COMPUTED = frozenset({"getattr", "hasattr", "vars", "dir", "attrgetter", "__dict__"})  # and any attribute

@@ -20,8 +20,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
-from ..nested import leaves
-from .tape import Step, Var
+from ..base.nested import leaves
+from .graph import Step, Var
 
 Label = str | int  # of an argument: its keyword, or its place among the floats
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from .tape import Ranks, Step, Tape, Var
+from .graph import Ranks, Step, Tape, Var
 
 
 def optimized(tape: Tape, lasting: frozenset[int]) -> Tape:

@@ -10,18 +10,18 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..comm import PerRank
-from ..dispatch import wrap_local
-from ..layout import Layout
-from ..local_functions import below_autograd
-from ..tensor import DTensor
-from .environment import Environment
-from .leaves import Guarded
+from ..dispatch.dispatcher import wrap_local
+from ..layout.layout import Layout
+from ..dispatch.local_op import below_autograd
+from ..tensor.dtensor import DTensor
+from .survey import Environment
+from .leaf_gradients import Guarded
 from .optimize import optimized, without_unused
 from .results import ENV, Base, Constant, Given, Joined, LocalOf, Made, Result, View, follow
-from .rewrite import with_bound_collectives, without_copies
+from .passes import with_bound_collectives, without_copies
 from .signature import Metadata
-from .source import Source
-from .tape import Step, Tape, Var
+from .codegen import Source
+from .graph import Step, Tape, Var
 
 # By kind of Given: arguments, tensors of the survey, their gradients; then floats by their place in the survey's key
 Sources = tuple[Sequence[Any], Sequence[Any], Any, Any]

@@ -10,18 +10,18 @@ from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
 from ..comm import PerRank
-from ..dispatch import wrap_local
+from ..dispatch.dispatcher import wrap_local
 from ..errors import CaptureError
-from ..tensor import DTensor
-from .environment import Environment
-from .leaves import Leaves, leaves_of, without_hooks
+from ..tensor.dtensor import DTensor
+from .survey import Environment
+from .leaf_gradients import Leaves, leaves_of, without_hooks
 from .numbers import Number, plain
 from .program import Backward, Form, Program, joined, locals_of, sources_of
 from .recorder import Recorder
 from .replay import kind_of, refuse_graph
 from .results import ARG, ENV, GRAD, Given, Sorter
 from .signature import Metadata, Signature
-from .tape import Step, Var
+from .graph import Step, Var
 
 
 class Recording:

@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..comm import Pending, PerRank
 from ..errors import CaptureError
-from ..local_functions import local_function
-from ..origin import references_of_dispatch
-from ..recording import ACTIVE
-from ..tensor import DTensor
+from ..dispatch.local_op import local_function
+from ..dispatch.origin import references_of_dispatch
+from ..base.recording import ACTIVE
+from ..tensor.dtensor import DTensor
 from .numbers import Numbers
 from .reads import Refusing, refuse
-from .tape import Ranks, Step, Var
+from .graph import Ranks, Step, Var
 
 aten = torch.ops.aten
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)

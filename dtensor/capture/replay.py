@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ..errors import CaptureError
-from ..local_functions import below_autograd, recorded
-from ..tensor import DTensor
+from ..dispatch.local_op import below_autograd, recorded
+from ..tensor.dtensor import DTensor
 from .program import Backward, Compiled, Program, Sources, as_recorded, joined, locals_of
 from .signature import described
 

@@ -10,13 +10,13 @@ import torch
 
 from ..comm import PerRank
 from ..errors import CaptureError
-from ..layout import Layout
-from ..remote_view import RemoteView
-from ..tensor import DTensor
+from ..layout.layout import Layout
+from ..tensor.views.remote_view import RemoteView
+from ..tensor.dtensor import DTensor
 from .belonging import VALUES
 from .numbers import Number, plain
 from .recorder import Recorder
-from .tape import Var
+from .graph import Var
 
 ARG, ENV, GRAD = range(3)
 

@@ -11,11 +11,11 @@ from torch.utils import _pytree as pytree
 
 from ..comm import PerRank
 from ..errors import CaptureError
-from ..modes import MODES
-from ..rules.draw import DRAWING
-from ..tensor import DTensor
+from ..base.modes import MODES
+from ..random.draw import DRAWING
+from ..tensor.dtensor import DTensor
 from .belonging import VALUES, ById, value_of
-from .environment import Environment
+from .survey import Environment
 
 _DISTRIBUTED = frozenset((DTensor,))
 _LAYOUT = attrgetter("_layout")

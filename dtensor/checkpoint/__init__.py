@@ -1,6 +1,6 @@
 """Checkpoints that move between meshes: saved by all ranks, loaded under any mesh and layout."""
 
-from .hugging_face import save_safetensors
+from .safetensors import save_safetensors
 from .loading import Loaded, load, read_tensors, read_tree
 from .saving import PendingSave, save
 

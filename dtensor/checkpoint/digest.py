@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..comm.backends import flat_bytes
-from ..remembered import remembered
+from ..base.caches import remembered
 
 Words = NDArray[np.uint64]
 MASK = (1 << 64) - 1

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from ..memory_order import contiguous_stride
-from . import hugging_face, metadata
-from .agreement import Ranks
-from .archive import Files
+from ..layout.memory_order import contiguous_stride
+from . import safetensors as hugging_face, dcp_metadata as metadata
+from .coordinator import Ranks
+from .block_io import Files
 from .digest import MASK, digest
 from .files import present
-from .held import Held, held_here
+from ..tensor.blocks import Held, held_here
 from .manifest import NAME, Block, Entry, Manifest, check_files, read_manifest
 from .match import Matched, match_trees, put_back
 from .memory import check_shared, finish
 from .saving import finish_pending
-from .staging import Target
+from .targets import Target
 from .stateful import expand
 from .tree import decode
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
-from ..memory_order import contiguous_stride
+from ..layout.memory_order import contiguous_stride
 from .files import check_name, open_regular, present, read_regular, replace_file, sha256, strict_json
 from .tree import decode, dtype_of
 

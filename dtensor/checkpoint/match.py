@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..layout import Layout
+from ..layout.layout import Layout
 from .manifest import Manifest
-from .staging import Target
+from .targets import Target
 from .stateful import Expanded, Install, check_groups
 from .tree import Path, decode, name_of
 

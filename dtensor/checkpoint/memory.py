@@ -10,7 +10,7 @@ import torch
 
 from ..comm.backends import flat_bytes
 from ..errors import CheckpointError
-from .staging import Target, pieces
+from .targets import Target, pieces
 
 Read = Mapping[str, dict[int | None, torch.Tensor]]
 _ALIGNED = 16  # bytes: no element is larger

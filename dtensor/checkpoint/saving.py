@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..tensor import DTensor
-from .agreement import Ranks
-from .archive import Stream, append
+from ..tensor.dtensor import DTensor
+from .coordinator import Ranks
+from .block_io import Stream, append
 from .digest import digest
 from .files import present, read_regular, replace_file, sha256, sync_folder
-from .held import held_here, piece_of
+from ..tensor.blocks import held_here, piece_of
 from .manifest import NAME, Block, Entry, Manifest
 from .stateful import expand
 from .tree import encode, named_tensors, tensors_in
@@ -285,7 +285,7 @@ def _written(job: _Job, file: Path) -> list[tuple[str, Block, Stream]]:
 
 def _commit(job: _Job, shares: list[list[tuple[str, Block, Stream]]], token: str) -> None:
     """Make what was written the checkpoint."""
-    from . import metadata  # imports torch.distributed.checkpoint, which takes a second
+    from . import dcp_metadata as metadata  # imports torch.distributed.checkpoint, which takes a second
 
     written = [item for share in shares for item in share]
     blocks: dict[str, list[Block]] = {name: [] for name in job.entries}

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from ..tensor import DTensor
+from ..tensor.dtensor import DTensor
 from .manifest import Entry
-from .staging import Target
+from .targets import Target
 from .tree import Path, name_of
 
 Install = Callable[[Any], None]

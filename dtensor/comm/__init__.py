@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..mesh import DeviceMesh, as_mesh
+from ..mesh.device_mesh import DeviceMesh, as_mesh
 from . import events
 from .dry_run import DryRun
 from .events import Event
 from .in_process import InProcess
-from .per_rank import PerRank, per_rank
+from ..ranks.per_rank import PerRank, per_rank
 from .process_group import ProcessGroups
-from .protocol import Communicator, Local, Pending
-from .rank_values import RankNumber, RankValues
-from .reduction import fold
+from .communicator import Communicator, Local, Pending
+from ..ranks.rank_values import RankNumber, RankValues
+from .fold import fold
 
 __all__ = [
     "Communicator",

@@ -21,9 +21,9 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from ..errors import LayoutError
 from .events import issuing
-from .groups import Group
-from .protocol import Pending, Shape
-from .reduction import Op, dense
+from ..mesh.groups import Group
+from .communicator import Pending, Shape
+from .fold import Op, dense
 
 T = TypeVar("T")
 

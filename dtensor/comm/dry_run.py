@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import MeshError
-from .protocol import Communicator, Local, Pending, Shape
-from .reduction import Op
+from .communicator import Communicator, Local, Pending, Shape
+from .fold import Op
 from .regions import Box, Route
 
 

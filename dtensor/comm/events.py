@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from ..scoped import Scoped
+from ..base.scoped import Scoped
 
 if TYPE_CHECKING:
-    from ..mesh import DeviceMesh
+    from ..mesh.device_mesh import DeviceMesh
     from .regions import Route
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ..current_rank import RUNNING, running_as
+from ..mesh.current_rank import RUNNING, running_as
 from ..errors import LayoutError, MeshError
-from ..mesh import DeviceMesh
-from .joint_function import watch_functions
-from .per_rank import PerRank, count_ranks, merge, parts
-from .protocol import Communicator, Local, Pending, Shape
-from .rank_values import RankValues
-from .reduction import Op, dense, fold
+from ..mesh.device_mesh import DeviceMesh
+from ..ranks.joint_function import watch_functions
+from ..ranks.per_rank import PerRank, count_ranks, merge, parts
+from .communicator import Communicator, Local, Pending, Shape
+from ..ranks.rank_values import RankValues
+from .fold import Op, dense, fold
 from .regions import Box, Route, region
 
 

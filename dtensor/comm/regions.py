@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..memory_order import contiguous_stride
+from ..layout.memory_order import contiguous_stride
 
 
 class Box(NamedTuple):

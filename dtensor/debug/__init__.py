@@ -1,6 +1,6 @@
 """Seeing what happens: communication counts, and where a tensor's blocks lie."""
 
-from ..untraced import leave_untraced as _leave_untraced
+from ..interop.dynamo import leave_untraced as _leave_untraced
 from .comm_mode import CommDebugMode
 from .visualize import visualize_sharding
 

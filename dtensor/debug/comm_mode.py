@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..comm import events
 from ..comm.events import Event
-from ..scoped import Block
+from ..base.scoped import Block
 from . import functional
 from .module_log import ModuleLog
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..comm import events
 from ..comm.events import Event
-from ..nested import tensors
+from ..base.nested import tensors
 
 
 class Kind(NamedTuple):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..comm.events import Event
-from ..tensor import DTensor
+from ..tensor.dtensor import DTensor
 
 _RUNNING: ContextVar[tuple[tuple[Any, str], ...]] = ContextVar("running", default=())  # by log, the modules entered here
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..errors import ArgumentError
-from ..layout import Layout
-from ..tensor import DTensor
+from ..layout.layout import Layout
+from ..tensor.dtensor import DTensor
 
 Block = tuple[tuple[int, int], ...]  # (start, stop) in every tensor dim
 

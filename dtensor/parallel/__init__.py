@@ -1,19 +1,19 @@
 """Whole models: tensor, sequence and data parallelism, built on DTensors and their redistribution."""
 
-from ..untraced import leave_untraced as _leave_untraced
-from .auto_wrap import units_by_size
-from .boundary import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
-from .fully_shard import fully_shard, register_fsdp_forward_method
-from .loss import loss_parallel
-from .materialize import materialize
-from .plan import parallelize_module
-from .policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from .replicate import ReplicatedModule, replicate
-from .style import ParallelStyle
-from .tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
-from .transport import AllGather, Comm, ReduceScatter
-from .zero import ZeroRedundancyOptimizer
+from ..interop.dynamo import leave_untraced as _leave_untraced
+from .data.auto_wrap import units_by_size
+from .tensor.boundary import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from .data.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
+from .data.fully_shard import fully_shard, register_fsdp_forward_method
+from .tensor.loss import loss_parallel
+from ..tensor.materialize import materialize
+from .tensor.parallelize import parallelize_module
+from .data.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .data.replicate import ReplicatedModule, replicate
+from .tensor.style import ParallelStyle
+from .tensor.matrix import ColwiseParallel, RowwiseParallel, SequenceParallel
+from .data.custom_collectives import AllGather, Comm, ReduceScatter
+from .data.zero import ZeroRedundancyOptimizer
 
 __all__ = [
     "AllGather",

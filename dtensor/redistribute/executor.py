@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ..comm import Communicator, Pending, communicator_of
-from ..comm.reduction import divided
+from ..comm.fold import divided
 from ..comm.regions import Box, Route, region
-from ..layout import Layout
-from ..memory_order import outermost_first
+from ..layout.layout import Layout
+from ..layout.memory_order import outermost_first
 from ..placement import Monoid
-from ..remembered import remembered
-from .exchange import gather_traffic, gathered, routes, traffic
+from ..base.caches import remembered
+from .routes import gather_traffic, gathered, routes, traffic
 from .planner import plan as plan_of
-from .reduction import KEEPING, identity
+from .partials import KEEPING, identity
 from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, Step
 
 Local = Any  # a torch.Tensor, or a PerRank of them (docs/design.md)

@@ -18,11 +18,11 @@ import math
 from collections.abc import Iterator
 
 from ..errors import LayoutError
-from ..layout import Layout, Split
+from ..layout.layout import Layout, Split
 from ..placement import Monoid
-from ..remembered import watched
-from .blocks import common_prefix, depth, nested, prefix_sizes
-from .reduction import Changes, Reduction, changes, may_pad
+from ..base.caches import watched
+from .intervals import common_prefix, depth, nested, prefix_sizes
+from .partials import Changes, Reduction, changes, may_pad
 from .step import Plan, Step
 from .transition import move_step, reduce_step, spread_step
 

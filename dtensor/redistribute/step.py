@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from ..layout import Layout
-from .reduction import Op
+from ..layout.layout import Layout
+from .partials import Op
 
 
 @dataclass(frozen=True, slots=True)

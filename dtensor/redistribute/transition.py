@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..layout import Layout
+from ..layout.layout import Layout
 from ..placement import Monoid
-from ..remembered import remembered
-from .blocks import common_prefix, depth, group_size, missing
-from .cost import Collective, collective_seconds, local_seconds
-from .exchange import sent
-from .reduction import Reduction
+from ..base.caches import remembered
+from .intervals import common_prefix, depth, group_size, missing
+from ..cost.link import Collective, collective_seconds, local_seconds
+from .routes import sent
+from .partials import Reduction
 from .step import AllGather, AllReduce, Exchange, ReduceScatter, Slice, Spread, Step
 
 EXACT_PAIRS = 1 << 12  # above this many pairs of ranks, sending is taken to be as balanced as receiving

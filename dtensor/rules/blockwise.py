@@ -12,10 +12,10 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from ..comm.per_rank import count_ranks, over_ranks
-from ..pattern import Pattern, Term, parse
+from ..ranks.per_rank import count_ranks, over_ranks
+from .notation import Pattern, Term, parse
 from .call import Call, Meta
-from .context import KernelContext
+from .kernels import KernelContext
 from .registry import register
 from .rule import Dims, Factors, Kernel, Rule
 from .verbs import bind

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..layout import Layout
-from ..mesh import DeviceMesh
+from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True)

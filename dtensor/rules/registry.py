@@ -10,7 +10,7 @@ from threading import RLock
 from typing import Any
 
 from ..errors import RuleError
-from ..remembered import remembered
+from ..base.caches import remembered
 from .rule import Rule
 
 _RULES: dict[str, Rule] = {}

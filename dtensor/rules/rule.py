@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import RuleError
-from ..layout import Layout, Split
+from ..layout.layout import Layout, Split
 from ..placement import REDUCE_OPS, Monoid, Partial, Replicate
-from ..remembered import remembered
+from ..base.caches import remembered
 from .call import Call, Meta
 
 Dims = tuple[tuple[str, ...], ...]  # per tensor dim its factors, major first; () cannot be sharded

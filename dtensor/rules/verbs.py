@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import RuleError
-from ..pattern import ELLIPSIS, Pattern, Term, parse
+from .notation import ELLIPSIS, Pattern, Term, parse
 from ..placement import Monoid
 from .call import Call, Meta
 from .registry import register

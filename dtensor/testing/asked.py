@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RuleError
-from ..operators import overload_of
+from ..propagation.schema import overload_of
 from ..rules import rules
 from .samples import full_name
 from .variants import exists

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..comm import PerRank, communicator_of
-from ..mesh import DeviceMesh
+from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement
-from ..tensor import DTensor
+from ..tensor.dtensor import DTensor
 from .scatter import piece
 
 # (relative, absolute): what reassociation may change

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..choose import Chooser, Chosen, declared, realized
-from ..dispatch import run_chosen
-from ..nested import tensors
-from ..operators import Operator, operator_of
-from ..prices import Line, Where
-from ..propagate import composite
+from ..propagation.choose import Chooser, Chosen, declared, realized
+from ..dispatch.dispatcher import run_chosen
+from ..base.nested import tensors
+from ..propagation.schema import Operator, operator_of
+from ..propagation.row_costs import Line, Where
+from ..propagation.propagate import composite
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule
-from ..tensor import DTensor
+from ..tensor.dtensor import DTensor
 
 
 class Undeclared(LookupError):

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from ..comm import PerRank
-from ..mesh import DeviceMesh
-from ..nested import replace, tensors
+from ..mesh.device_mesh import DeviceMesh
+from ..base.nested import replace, tensors
 from ..placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
-from .cases import Combination, combinations, mesh_of
+from .placements import Combination, combinations, mesh_of
 from .differences import close
 from .oracle import compare
 from .samples import Sample
 from .scatter import can_be_partial, scatter
 from .shelter import sheltered
-from .source import placement_text
+from .reproduction import placement_text
 from .variants import Variant
 
 _RANKS = (3, 2, 4)

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..dispatch import plan_for
-from ..nested import replace as replaced
-from ..nested import tensors
-from ..operators import operator_of
+from ..dispatch.dispatcher import plan_for
+from ..base.nested import replace as replaced
+from ..base.nested import tensors
+from ..propagation.schema import operator_of
 from ..placement import Partial, Replicate
-from ..propagate import Plan
+from ..propagation.propagate import Plan
 from ..rules import rules
 from ..rules.registry import lookup
 from ..rules.rule import Along, Dims, Factors, Row, Rule, Spec, candidates
-from .cases import mesh_of
+from .placements import mesh_of
 from .samples import samples_of
 from .scatter import scatter
 from .variants import exists, operator_named

@@ -16,11 +16,11 @@ import torch
 
 from ..comm import events
 from ..errors import PlacementError
-from ..layout import Layout
-from ..mesh import DeviceMesh
-from ..nested import leaves, replace, tensors
+from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh
+from ..base.nested import leaves, replace, tensors
 from ..placement import Partial, Placement, Replicate
-from ..tensor import DTensor, grad_placements_of
+from ..tensor.dtensor import DTensor, grad_placements_of
 from .differences import TOLERANCE as TOLERANCE  # for tests that scale it
 from .differences import Options, differences, everybodys
 from .scatter import can_be_partial, scatter

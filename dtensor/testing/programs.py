@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..mesh import DeviceMesh
+from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement, Replicate, Shard
-from .cases import mesh_of, options
+from .placements import mesh_of, options
 from .oracle import Outcome, compare
 from .program_lines import MAKERS, Make, Scope
 from .program_views import VIEW_MAKERS, seen_anew
 from .samples.of_schema import tensor
-from .source import source_of
+from .reproduction import source_of
 
 INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "a": ((5, 6), torch.float64),

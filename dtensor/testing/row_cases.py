@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..layout import chunk_sizes
-from ..mesh import DeviceMesh
-from ..nested import replace, tensors
+from ..layout.layout import chunk_sizes
+from ..mesh.device_mesh import DeviceMesh
+from ..base.nested import replace, tensors
 from ..placement import Partial, Placement, Replicate, Shard
-from ..prices import Where
+from ..propagation.row_costs import Where
 from ..rules.rule import Rule, parse_partial
-from .cases import Combination, mesh_of, ragged_sizes
+from .placements import Combination, mesh_of, ragged_sizes
 from .forcing import Rows, rows_of
 from .scatter import FARTHEST, can_be_partial, scatter
 from .variants import Variant, resolved

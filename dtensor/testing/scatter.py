@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..comm import per_rank
-from ..layout import Layout
-from ..mesh import DeviceMesh
+from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh
 from ..placement import Monoid, Placement
-from ..tensor import DTensor
+from ..tensor.dtensor import DTensor
 
 
 def scatter(

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import torch
 
-from ..layout import chunk_sizes
-from ..nested import replace as replace_tensors
-from ..nested import tensors
+from ..layout.layout import chunk_sizes
+from ..base.nested import replace as replace_tensors
+from ..base.nested import tensors
 from ..placement import Placement, Shard
-from .cases import mesh_of, ragged_sizes
+from .placements import mesh_of, ragged_sizes
 from .faults import Trial, Wrong, culprit, fails, is_backward
 from .oracle import Outcome
 from .row_cases import Case

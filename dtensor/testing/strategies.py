@@ -18,10 +18,10 @@ from collections.abc import Sequence
 import torch
 from hypothesis import strategies as st
 
-from ..layout import Layout
-from ..mesh import DeviceMesh, init_device_mesh
+from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh, init_device_mesh
 from ..placement import Partial, Placement, Replicate, Shard
-from ..tensor import DTensor
+from ..tensor.dtensor import DTensor
 from .samples.of_schema import tensor
 from .scatter import can_be_partial, scatter
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..nested import replace, tensors
+from ..base.nested import replace, tensors
 from .samples import Sample
 
 

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from ..errors import RuleError
-from ..nested import replace as replace_tensors
-from ..nested import tensors
+from ..base.nested import replace as replace_tensors
+from ..base.nested import tensors
 from ..placement import REDUCE_OPS, Partial
 from ..rules import rules
 from .asked import rule_name
-from .cases import combinations, partial_ops
+from .placements import combinations, partial_ops
 from .faults import Trial, Wrong, undeclared
 from .gaps import Gap, gaps_of, is_accepted
 from .row_cases import Case, Coverage, row_cases

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...nested import replace
+from ...base.nested import replace
 from .sample import Sample
 
 Shape = tuple[int, ...]

@@ -1,0 +1,1 @@
+"""What needs no mesh and no tensor: validation, bounded caches, nested values, recording, modes."""

@@ -1,0 +1,73 @@
+"""Arguments of public functions: whole numbers, sizes, tensors. Wrong ones raise before anything is communicated."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError, LayoutError, UnsupportedOperationError
+
+_QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
+def whole(value: Any, what: str) -> int:
+    """``value`` as an int: Python's, numpy's, a 0-d tensor's; no bool, no float, no text.
+
+    >>> whole(3, "dim")
+    3
+    """
+    found = index_of(value)
+    if found is None:
+        raise ArgumentError(f"{what} takes whole numbers, got {value!r}")
+    return found
+
+
+def index_of(value: Any) -> int | None:
+    """What :func:`whole` takes as an int; None for anything else."""
+    if type(value) is int:
+        return value
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def wholes(values: Any, what: str) -> tuple[int, ...]:
+    """A sequence of whole numbers as a tuple."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ArgumentError(f"{what} takes a sequence of whole numbers, got {values!r}")
+    return tuple(whole(value, what) for value in values)
+
+
+def sizes_of(values: Any, what: str) -> tuple[int, ...]:
+    """Whole numbers that are not negative."""
+    given = wholes(values, what)
+    if any(value < 0 for value in given):
+        raise LayoutError(f"{what} must be non-negative, got {given}")
+    return given
+
+
+def element_type(dtype: Any) -> torch.dtype:
+    """``dtype``, if a distributed tensor can have it."""
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"dtype takes a torch.dtype, got {dtype!r}; write torch.float32, for example")
+    if dtype in _QUANTIZED:
+        raise UnsupportedOperationError(f"{dtype} is no dtype of a distributed tensor; distribute x.dequantize() or x.int_repr()")
+    return dtype
+
+
+def strided(tensor: Any, what: str) -> torch.Tensor:
+    """``tensor``, if it is one with sizes and strides: what can be cut into blocks."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"{what} takes a torch.Tensor, got {type(tensor).__name__}; write torch.as_tensor(value)")
+    if tensor.is_quantized:
+        element_type(tensor.dtype)
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise UnsupportedOperationError(
+            f"{what} takes strided tensors, got a {kind} one; give x.to_dense(), or its parts one by one"
+        )
+    return tensor

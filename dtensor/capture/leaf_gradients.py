@@ -1,0 +1,143 @@
+"""``.grad`` of the tensors that a function reads: a whole step finds gradients there, adds to them, takes them away.
+
+What matters of them for a replay is known after the run: nothing, if no Python code looked at ``.grad`` and no backward pass
+accumulated; else whether each leaf has a gradient, of which layout, and who listens to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..base.recording import current
+from ..tensor.dtensor import DTensor
+from .signature import described
+
+_PLACE: Any = torch._C.TensorBase.grad
+# While torch.autograd.grad runs, the mode does not see what hooks look at.
+_LOOKS = frozenset((_PLACE.__get__, _PLACE.__set__, _PLACE.__delete__, torch.autograd.grad))
+
+
+class Guarded(NamedTuple):
+    """Leaves by their numbers in the survey, and what a replay takes for granted of each: its hooks, and its gradient's kind."""
+
+    numbers: tuple[int, ...] = ()
+    hooks: tuple[list[Any], ...] = ()
+    gradients: list[Any] = []  # noqa: RUF012  never written to
+
+    def hold(self, tensors: Sequence[Any]) -> bool:
+        """Whether it is so."""
+        leaves = [tensors[number] for number in self.numbers]
+        return kinds_of(leaves) == self.gradients and hooks_of(leaves) == self.hooks
+
+
+def kinds_of(leaves: Sequence[Any]) -> list[Any]:
+    """For each leaf the layout of its gradient (of a plain one its metadata), or None."""
+    grads = [x.grad for x in leaves]
+    return [None if grad is None else grad._layout if type(grad) is DTensor else described(grad) for grad in grads]
+
+
+def hooks_of(leaves: Sequence[Any]) -> tuple[list[Any], ...]:
+    """The numbers of the hooks on leaves; torch never uses one again."""
+    return [tuple(x._backward_hooks or ()) for x in leaves], [tuple(x._post_accumulate_grad_hooks or ()) for x in leaves]
+
+
+class Leaves:
+    """The leaves of one recorded run.
+
+    Attributes:
+        accumulated: numbers of those that a backward pass inside of the run gave a gradient.
+        touched: whether anything of the run depends on gradients that were there, or changes them.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._leaves = {number: x for number, x in enumerate(tensors) if x.requires_grad and x.is_leaf}
+        leaves = [*self._leaves.values()]
+        self._known = Guarded(tuple(self._leaves), hooks_of(leaves), kinds_of(leaves))
+        self._before = {number: x.grad for number, x in self._leaves.items()}
+        self.accumulated: set[int] = set()
+        self.touched = False
+
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """Those that were there before the run."""
+        return {number: grad for number, grad in self._before.items() if grad is not None}
+
+    def changed(self) -> dict[int, torch.Tensor | None]:
+        """The gradients of leaves that have another one than before, or none."""
+        found = {number: x.grad for number, x in self._leaves.items() if x.grad is not self._before[number]}
+        self.touched |= bool(found)
+        return found
+
+    def guards(self) -> Guarded:
+        """What a replay must find."""
+        return self._known if self.touched or self.accumulated else Guarded()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, it is seen who looks at ``.grad`` and which leaves get gradients."""
+        handles = [x.register_post_accumulate_grad_hook(self._noting(number)) for number, x in self._leaves.items()]
+        self._thread = get_ident()
+        try:
+            with _Looking(self):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _noting(self, number: int) -> Callable[[Any], None]:
+        def note(_: Any) -> None:
+            if current() is not None or get_ident() == self._thread:  # not of another thread's backward pass
+                self.accumulated.add(number)
+
+        return note
+
+
+class _Looking(TorchFunctionMode):
+    """In this thread."""
+
+    def __init__(self, leaves: Leaves) -> None:
+        self._leaves = leaves
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LOOKS:
+            self._leaves.touched = True
+        return func(*args, **(kwargs or {}))
+
+
+def leaves_of(roots: list[torch.Tensor]) -> set[int]:
+    """Addresses of the leaves, and of the nodes, that the history of ``roots`` reaches."""
+    reached: set[int] = set()
+    nodes: list[Any] = [x.grad_fn if x.grad_fn is not None else x for x in roots]
+    alive = []
+    while nodes:
+        node = nodes.pop()
+        if node is None or id(node) in reached:
+            continue
+        reached.add(id(node))
+        alive.append(node)  # addresses are not used again
+        if isinstance(node, torch.Tensor):
+            continue
+        if hasattr(node, "variable"):
+            reached.add(id(node.variable))
+        nodes.extend(following for following, _ in node.next_functions)
+    return reached
+
+
+@contextmanager
+def without_hooks(leaves: list[Any]) -> Iterator[None]:
+    """The users' hooks run when the gradients are accumulated, not when they are computed."""
+    held = [(x, x._backward_hooks) for x in leaves]
+    for x, hooks in held:
+        if hooks is not None:
+            x._backward_hooks = None
+    try:
+        yield
+    finally:
+        for x, hooks in held:
+            if hooks is not None:
+                x._backward_hooks = hooks

@@ -1,0 +1,119 @@
+"""What a load asks for, and what was read for it before anything is changed."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..comm import PerRank
+from ..layout.layout import Layout
+from ..redistribute import redistribute_local
+from ..tensor.dtensor import DTensor, wrap
+from ..tensor.blocks import members_here
+
+
+@dataclass(eq=False, slots=True)
+class Target:
+    """A tensor to be filled.
+
+    Attributes:
+        like: a layout, or the plain tensor's shape.
+        device: where the values are wanted.
+        asked: the tensor that was asked for, if one was; its memory takes the values, unless it is on meta: then a new one does.
+    """
+
+    name: str
+    like: Layout | tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    asked: Any = None
+    result: Any = None
+
+    @staticmethod
+    def of(name: str, tensor: torch.Tensor) -> Target:
+        """The target that ``tensor`` is; one on ``meta`` only says what is wanted."""
+        if isinstance(tensor, DTensor):
+            device = torch.device(tensor._layout.mesh.device_type) if tensor.is_meta else tensor.device
+            return Target(name, tensor._layout, tensor.dtype, device, tensor)
+        device = torch.device("cpu") if tensor.is_meta else tensor.device
+        return Target(name, tuple(tensor.shape), tensor.dtype, device, tensor)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.like.shape) if isinstance(self.like, Layout) else self.like
+
+    def buffers(self) -> dict[int | None, torch.Tensor]:
+        """New memory on the CPU for every piece that this process holds."""
+        if not isinstance(self.like, Layout):
+            return {None: torch.empty(self.like, dtype=self.dtype)}
+        layout = self.like.reduced()
+        coordinates = layout.mesh.coordinates
+        return {m: torch.empty(layout.local_shape(coordinates[m]), dtype=self.dtype) for m in members_here(layout)}
+
+    @property
+    def problem(self) -> str | None:
+        """Why no values can be put there, if none can."""
+        x = self.asked
+        if x is None:
+            return None
+        if x.layout != torch.strided or x.is_quantized:
+            return "is no strided tensor here: load it as such, then convert it"
+        if _meets_itself(x) and (isinstance(x, DTensor) or not x.is_meta):
+            return "has elements that share memory here, as expanded tensors have: load it into x.contiguous()"
+        return None
+
+    def finish(self, read: dict[int | None, torch.Tensor]) -> None:
+        """Hand the values over: into the memory of what was asked, or as a new tensor."""
+        value = self.assembled(read, self.device)
+        if self.asked is None or self.asked.is_meta:
+            self.result = value
+            return
+        self.result = self.asked
+        with torch.no_grad(), torch.inference_mode() if self.asked.is_inference() else contextlib.nullcontext():
+            for old, piece in zip(pieces(self.asked), pieces(value), strict=True):
+                if piece.numel():
+                    old.detach().copy_(piece)
+        if isinstance(self.asked, DTensor) and not self.asked.is_inference():
+            torch.autograd.graph.increment_version(self.asked)
+
+    def assembled(self, read: dict[int | None, torch.Tensor], device: torch.device) -> Any:
+        """What was read, as the tensor that was asked for. A partial one takes its terms, without communication."""
+        if not isinstance(self.like, Layout):
+            return read[None].to(device)
+        layout, reduced = self.like.replace(dtype=self.dtype), self.like.reduced().replace(dtype=self.dtype)
+        mesh = layout.mesh
+        if mesh.kind == "in_process":
+            local: Any = PerRank([_strided(read[m], reduced, m, device) for m in mesh.members])
+        elif read:
+            ((member, piece),) = read.items()
+            local = _strided(piece, reduced, member, device)
+        else:
+            local = torch.zeros(reduced.local_shape(None), dtype=self.dtype, device=device)
+        with torch.no_grad():
+            return wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
+
+
+def _strided(piece: torch.Tensor, layout: Layout, member: int | None, device: torch.device) -> torch.Tensor:
+    stride = layout.local_stride(layout.mesh.coordinates[member or 0])
+    if piece.stride() == stride or piece.numel() < 2:
+        return piece.to(device)
+    return torch.empty_strided(piece.shape, stride, dtype=piece.dtype, device=device).copy_(piece)
+
+
+def pieces(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors in this process that ``x`` is made of."""
+    local: Any = x._local if isinstance(x, DTensor) else x
+    return local.shards if isinstance(local, PerRank) else (local,)
+
+
+def _meets_itself(x: torch.Tensor) -> bool:
+    """Whether two elements may have one place in memory: not if each stride leads beyond what smaller ones reach."""
+    reach = 0
+    for step, count in sorted((step, count) for count, step in zip(x.shape, x.stride(), strict=True) if count > 1):
+        if step <= reach and x.numel():
+            return True
+        reach += step * (count - 1)
+    return False

@@ -1,0 +1,80 @@
+"""What all ranks must say alike, compared before anything follows from it: the arguments of functions that take plain tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from . import communicator_of
+from ..errors import LayoutError
+from ..mesh.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+
+
+_MOST = 64  # whole numbers that a rank can tell besides
+
+
+def alike(
+    mesh: DeviceMesh, what: str, make: Callable[[], T], tell: Callable[[T], tuple[Any, tuple[int, ...]]]
+) -> tuple[T, list[tuple[int, ...]]]:
+    """``make()``, and what each rank of the mesh (by position) tells besides.
+
+    ``tell(made)`` gives what must be alike, as something to be printed, and whole numbers that need not. One exchange of a few
+    bytes on process groups (a second one, of the words, where they differ), nothing in one process.
+
+    Raises:
+        LayoutError: on all ranks with the same words, if what they make differs. The error of ``make``, if all meet the same.
+    """
+    problem: Exception | None = None
+    told: Any = None
+    besides: tuple[int, ...] = ()
+    try:
+        made = make()
+        told, besides = tell(made)
+    except Exception as error:
+        if not _talks(mesh):
+            raise
+        problem = error
+    if not _talks(mesh):
+        return made, [besides]
+    said = repr(told) if problem is None else f"{type(problem).__name__}: {problem}"
+    found, same = told_by_all(mesh, said, besides)
+    if not same:
+        words_compared(mesh, what, said, problem)
+    if problem is not None:
+        raise problem
+    return made, found
+
+
+def told_by_all(mesh: DeviceMesh, said: str, numbers: Sequence[int]) -> tuple[list[tuple[int, ...]], bool]:
+    """Each rank's ``numbers`` (up to 64), by position in the mesh, and whether all say the same: one exchange of a few bytes."""
+    digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "big", signed=True)
+    row = [digest, len(numbers), *numbers, *(0,) * (_MOST - len(numbers))]
+    rows = communicator_of(mesh).all_gather_numbers(row, tuple(range(mesh.ndim)))
+    return [tuple(row[2 : 2 + row[1]]) for row in rows], len({row[0] for row in rows}) == 1
+
+
+def words_compared(mesh: DeviceMesh, what: str, said: str, problem: Exception | None = None) -> None:
+    """:func:`compared`, after an exchange of the words themselves."""
+    compared(mesh, what, communicator_of(mesh).all_gather_object(said, tuple(range(mesh.ndim))), problem)
+
+
+def compared(mesh: DeviceMesh, what: str, said: Sequence[str], problem: Exception | None = None) -> None:
+    """Raises on every rank unless all said the same; ``said`` by position in the mesh."""
+    other = next((position for position, words in enumerate(said) if words != said[0]), None)
+    if other is None:
+        return
+    ranks = [mesh.ranks[member] for member in mesh.members_of(range(mesh.ndim), mesh.current_member() or 0)]
+    raise LayoutError(
+        f"{what}: rank {ranks[other]} holds {said[other]}, rank {ranks[0]} holds {said[0]}; "
+        f"all ranks of {mesh!r} give the same arguments"
+    ) from problem
+
+
+def _talks(mesh: DeviceMesh) -> bool:
+    """Whether there are others to ask."""
+    return mesh.kind == "process_group" and mesh.current_member() is not None and mesh.size() > 1 and dist.get_backend() != "fake"

@@ -1,0 +1,1 @@
+"""What a transfer takes: profiles of links, and seconds by an alpha-beta model."""

@@ -1,0 +1,48 @@
+"""What a step takes: seconds by an alpha-beta model per backend and collective, latency plus bytes over bandwidth.
+
+The constants are those of the :class:`~dtensor.cost.profile.Profile` that all ranks go by, for the mesh dims concerned: a group
+within one host may have a faster link than one that reaches over several.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from ..mesh.groups import backend_of
+from .profile import Link, profile_of
+from ..mesh.device_mesh import DeviceMesh
+from ..base.caches import remembered
+from ..redistribute.intervals import group_size, groups
+
+Collective = Literal["exchange", "all_gather", "reduce_scatter", "all_reduce"]
+
+# One process plans like the process group that the same program would run on; a dry run stands for a cluster of GPUs.
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "meta": "nccl"}
+
+
+@remembered(1024)
+def link_of(mesh: DeviceMesh, mesh_dims: tuple[int, ...] = ()) -> Link:
+    """The constants for groups over ``mesh_dims``, () for all ranks of the mesh together."""
+    profile = profile_of(mesh)
+    backend = _BACKENDS.get(mesh.device_type, "nccl")
+    if mesh.kind == "process_group":
+        actual = backend_of(mesh._root.world, mesh.device_type)
+        backend = actual if actual in profile.links else backend
+    if not profile.ranks_per_host or backend not in profile.between_hosts:
+        return profile.link(backend)
+    ranks = np.asarray(mesh.ranks)[groups(mesh, mesh_dims or tuple(range(mesh.ndim)))]
+    hosts = ranks // profile.ranks_per_host
+    return profile.link(backend, between_hosts=bool((hosts != hosts[:, :1]).any()))
+
+
+def collective_seconds(mesh: DeviceMesh, mesh_dims: tuple[int, ...], kind: Collective, nbytes: int) -> float:
+    """Time of a collective over ``mesh_dims`` of which the busiest rank moves ``nbytes`` one way."""
+    rate = getattr(link_of(mesh, mesh_dims), kind)
+    return float(rate.seconds(group_size(mesh, mesh_dims), nbytes))
+
+
+def local_seconds(mesh: DeviceMesh, nbytes: int) -> float:
+    """Time to write ``nbytes`` of new local memory."""
+    return nbytes / link_of(mesh).memory

@@ -1,0 +1,1 @@
+"""A plan is looked up or made, bound once, and run."""

@@ -1,0 +1,44 @@
+"""Lazy conjugation and negation, carried out while local operators run.
+
+``x.conj()`` only sets a bit, which a dispatch key above the kernels looks at. ``__torch_dispatch__`` runs below that key, and so
+would the local operators of a plan: one that is composed of others (``linalg_pinv``) would lose the bits that its own parts set.
+The keys are switched on again for plans with complex numbers. This is the one module that touches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from ..layout.layout import Layout
+from ..propagation.propagate import Plan
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_KEYS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
+_is_off = torch._C._dispatch_tls_is_dispatch_key_excluded
+_set_off = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+def is_complex(plan: Plan) -> bool:
+    """Whether complex numbers take part."""
+    results = [item for result in plan.results for item in (result if isinstance(result, list) else [result])]
+    return any(isinstance(layout, Layout) and layout.dtype.is_complex for layout in (*plan.call.operands, *results))
+
+
+def carried_out(run: Callable[P, T]) -> Callable[P, T]:
+    """``run`` with lazy conjugations and negations carried out wherever an operator inside needs it."""
+
+    def running(*args: P.args, **kwargs: P.kwargs) -> Any:
+        before = [_is_off(key) for key in _KEYS]
+        for key in _KEYS:
+            _set_off(key, False)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            for key, off in zip(_KEYS, before, strict=True):
+                _set_off(key, off)
+
+    return running

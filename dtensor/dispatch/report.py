@@ -1,0 +1,51 @@
+"""Say what a plan moves: in words for ``explain`` and errors, and as a warning where an operator gathers."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from ..errors import GatherWarning
+from ..propagation.propagate import Plan
+
+_ANNOUNCED: set[str] = set()
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+
+
+def announce(plan: Plan, name: str) -> None:
+    """Warn, once per operator, that it gathers: its layouts and the bytes."""
+    if name in _ANNOUNCED or not plan.moves:
+        return
+    _ANNOUNCED.add(name)
+    moved = sum(move.bytes for _, move in plan.moves)
+    layouts = ", ".join(map(repr, plan.call.operands))
+    warnings.warn(
+        f"{name} has no sharding rule that fits ({layouts}): every rank gathers its operands, receiving {moved} bytes. "
+        "Redistribute to Replicate() yourself, or declare a rule with dtensor.register_sharding.",
+        GatherWarning,
+        stacklevel=_users_frame(),
+    )
+
+
+def _users_frame() -> int:
+    """The stack level of the first caller outside this library and torch."""
+    level = 2
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def describe(plan: Plan) -> str:
+    """The plan in words: what moves, what runs, what comes out."""
+    lines = [f"  {slot[0]}{'' if slot[1] is None else f'[{slot[1]}]'}: {move}" for slot, move in plan.moves]
+    lines += [f"  write {slot[0]} back: {move}" for slot, move in plan.write_back]
+    kernel = None if plan.chosen is None else plan.chosen.kernel_row
+    if kernel is not None and kernel.kernel is not None:
+        lines.append(f"  a kernel over the sharded factor {kernel.factor!r}: {kernel.kernel.collectives} collectives of its own")
+    if plan.how == "gather":
+        lines.append("  no rule fits: computed whole on every rank")
+    return "\n".join(lines)

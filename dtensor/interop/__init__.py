@@ -1,0 +1,1 @@
+"""Everything that torch is told: what, why, and how it is undone."""

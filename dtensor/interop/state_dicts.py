@@ -1,0 +1,142 @@
+"""Torch's own tools for state dicts (``torch.distributed.checkpoint.state_dict``), told about this package's DTensors.
+
+``get_model_state_dict``, ``set_model_state_dict`` and their siblings gather, broadcast and cut by asking whether a value is one
+of torch's DTensors; others count as plain, and are left cut where a full state dict was asked for, or are sent to ranks that
+expect another size. Private torch API: ``torch.distributed._state_dict_utils``, of which four names are replaced once it is
+imported, and two of ``torch.distributed.checkpoint.state_dict``, which asks the process group who is first: with all ranks in
+this process there is none, and it is this process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import PerRank
+from ..tensor.distribute import distribute_tensor
+from ..mesh.device_mesh import DeviceMesh
+from ..tensor.dtensor import DTensor, wrap
+from .when_imported import when_imported
+
+
+def teach_state_dicts() -> None:
+    """Have torch's tools take this package's DTensors, now or when they are imported."""
+    when_imported("torch.distributed._state_dict_utils", _teach)
+    when_imported("torch.distributed.checkpoint.state_dict", _teach_options)
+
+
+def _teach(module: Any) -> None:
+    iterate, broadcast, distribute, theirs = (
+        getattr(module, name, None) for name in ("_iterate_state_dict", "_broadcast_tensors", "distribute_tensor", "DTensor")
+    )
+    if (
+        iterate is None or broadcast is None or distribute is None or theirs is None
+    ):  # a build without distributed, or another torch
+        return
+
+    def iterate_state_dict(value: Any, sharded: Any, dtensor: Any, plain: Any, **options: Any) -> Any:
+        return iterate(value, sharded, _like(dtensor, plain) if isinstance(value, DTensor) else dtensor, plain, **options)
+
+    def broadcast_tensors(full: dict[str, Any], local: dict[str, Any], keys: list[str], *rest: Any) -> None:
+        own = {key: local[key] for key in keys if isinstance(local.get(key), DTensor)}
+        local.update({key: torch.empty(0) for key in own})  # the whole value takes its place
+        broadcast(full, local, keys, *rest)
+        for key, x in own.items():
+            local[key] = _holding(x, local[key])
+
+    def distribute_to(value: Tensor, mesh: Any, placements: Any) -> Any:
+        ours = isinstance(mesh, DeviceMesh)
+        return _cut(value, mesh, placements) if ours else distribute(value, mesh, placements)
+
+    module._iterate_state_dict = iterate_state_dict
+    module._broadcast_tensors = broadcast_tensors
+    module.distribute_tensor = distribute_to
+    module.DTensor = _either(theirs)
+
+
+def _teach_options(module: Any) -> None:
+    verify, load = (getattr(module, name, None) for name in ("_verify_options", "_load_model_state_dict"))
+    if verify is None or load is None:
+        return
+
+    def verify_options(model: Any, *args: Any, **options: Any) -> Any:
+        info = verify(model, *args, **options)
+        if info.broadcast_from_rank0 and _all_here(model):
+            info.broadcast_from_rank0 = False  # this process holds the first rank's values, and all ranks
+        return info
+
+    def load_model(model: nn.Module, state: dict[str, Any], info: Any) -> Any:
+        here = info.full_state_dict and _all_here(model) and all(x.is_meta for x in _tensors(model))
+        return _load_onto_meta(model, state, info.strict) if here else load(model, state, info)
+
+    module._verify_options, module._load_model_state_dict = verify_options, load_model
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _load_onto_meta(model: nn.Module, state: dict[str, Any], strict: bool) -> Any:
+    """Where nothing has a device yet, torch's function asks the process group for one."""
+    asked = model.state_dict()
+    ours = {key: x for key, x in asked.items() if isinstance(x, DTensor) and isinstance(state.get(key), Tensor)}
+    laid = {key: _cut(state[key].to(x.dtype), x.device_mesh, x.placements) for key, x in ours.items()}
+    return model.load_state_dict({**state, **laid}, strict=strict, assign=True)
+
+
+def _all_here(model: nn.Module) -> bool:
+    return any(isinstance(x, DTensor) and x.device_mesh.kind == "in_process" for x in _tensors(model))
+
+
+def _like(dtensor: Any, plain: Any) -> Any:
+    """What is done with torch's DTensors, done with one of ours."""
+    what = getattr(dtensor, "__qualname__", "").split(".")[0]
+    if what == "_gather_state_dict":
+        return lambda x, *_: _whole(x)
+    if what == "_create_cpu_state_dict":
+        return lambda x, *rest: x if x.ndim == 0 else wrap(_each(plain, x._local, rest), x._layout)
+    return dtensor
+
+
+def _each(fn: Any, local: Any, rest: Any) -> Any:
+    return PerRank(fn(shard, *rest) for shard in local.shards) if isinstance(local, PerRank) else fn(local, *rest)
+
+
+def _whole(x: DTensor) -> Tensor:
+    """One plain tensor, also of the copies on a submesh in one process, unless they differ."""
+    with torch.no_grad():
+        found = x.full_tensor()
+    if isinstance(found, PerRank) and all(torch.equal(shard, found.shards[0]) for shard in found.shards[1:]):
+        return found.shards[0]
+    return found
+
+
+def _cut(value: Tensor, mesh: Any, placements: Any) -> DTensor:
+    """Every rank has the whole value."""
+    with torch.no_grad():
+        return distribute_tensor(value, mesh, placements, src_data_rank=None)
+
+
+def _holding(x: DTensor, value: Tensor) -> DTensor:
+    """``x`` with this value, in its own memory where it has any."""
+    made = _cut(value.to(x.dtype), x.device_mesh, x.placements)
+    if x.is_meta:
+        return made
+    with torch.no_grad():
+        x.copy_(made)
+    return x
+
+
+def _either(theirs: Any) -> Any:
+    """A class that both kinds of DTensors are instances of, otherwise torch's."""
+
+    class Meta(type):
+        def __instancecheck__(cls, x: Any) -> bool:
+            return isinstance(x, (theirs, DTensor))
+
+        def __getattr__(cls, name: str) -> Any:
+            return getattr(theirs, name)
+
+    return Meta("DTensor", (), {})

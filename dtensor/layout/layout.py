@@ -1,0 +1,401 @@
+"""``Layout``: a mesh, one placement per mesh dim, and the global shape, strides and dtype.
+
+The canonical form is, for each tensor dim, a :class:`Split`: the mesh dims that split it, outermost first, and the
+sizes of all the blocks they cut, so that nesting order, uneven, empty and user-given shards are one thing and every
+question about them is integer maths on one table. Layouts are immutable and interned: equal layouts are the same
+object, and a cache key hashes an identity.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate, chain
+from threading import RLock
+from typing import Any, NamedTuple
+
+import torch
+
+from ..base.validation import element_type, sizes_of
+from ..errors import LayoutError, PlacementError
+from .memory_order import Stride, contiguous_stride, stride_like
+from ..mesh.device_mesh import DeviceMesh
+from ..placement import Monoid, Partial, Placement, Replicate, Shard, normalize
+from ..base.caches import remembered, watched
+
+
+class Split(NamedTuple):
+    """How one tensor dim is cut: by ``mesh_dims`` (outermost first) into blocks of ``sizes`` (row-major over them)."""
+
+    mesh_dims: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return offsets_of(self.sizes)
+
+    @property
+    def even(self) -> bool:
+        """All blocks have one size."""
+        return len(set(self.sizes)) == 1
+
+
+@remembered(4096)
+def offsets_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Where each block starts."""
+    return tuple(accumulate(sizes[:-1], initial=0)) if sizes else ()
+
+
+@remembered(4096)
+def chunk_sizes(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Leaf block sizes when ``size`` is cut like ``torch.chunk`` by ``counts[0]`` ranks, each block by ``counts[1]``, ...
+
+    >>> chunk_sizes(5, (2, 2)), chunk_sizes(1, (3,))
+    ((2, 1, 1, 1), (1, 0, 0))
+    """
+    blocks = [size]
+    for count in counts:
+        blocks = [max(0, min(-(-block // count), block - k * -(-block // count))) for block in blocks for k in range(count)]
+    return tuple(blocks)
+
+
+class Layout:
+    """Where every element of a distributed tensor is; make one with :meth:`Layout.of`.
+
+    Attributes:
+        mesh, placements: as the user wrote them, in canonical spelling (a user's ``sizes`` equal to the default vanish).
+        shape, stride, dtype: of the global tensor.
+        splits: per tensor dim a :class:`Split` or None. Mesh dims of size 1 do not appear: they never cause work.
+        partials: per mesh dim the reduce op of a ``Partial``, or None (also for mesh dims of size 1).
+        dense: the global strides are those of a row-major tensor.
+        is_complex: what the dtype says.
+        made_with: the arguments that make a tensor of this layout on the CPU, kept by dispatch.
+    """
+
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "dense",
+        "dtype",
+        "is_complex",
+        "made_with",
+        "mesh",
+        "partials",
+        "placements",
+        "shape",
+        "splits",
+        "stride",
+    )
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: Stride
+    dtype: torch.dtype
+    splits: tuple[Split | None, ...]
+    partials: tuple[str | Monoid | None, ...]
+    dense: bool
+    is_complex: bool
+    made_with: tuple[Any, ...] | None
+
+    # --- making ----------------------------------------------------------------------------------------------
+    @staticmethod
+    def of(
+        mesh: DeviceMesh,
+        placements: Any,
+        shape: Sequence[int],
+        stride: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Layout:
+        """The layout of a tensor of global ``shape`` under ``placements`` (validated; one per mesh dim).
+
+        Raises:
+            PlacementError: wrong count, a dim out of range, sizes or levels that do not fit.
+
+        >>> layout = Layout.of(DeviceMesh("cpu", 2), [Shard(0)], (5, 3))
+        >>> layout.local_shape((0,)), layout.local_shape((1,)), layout.local_offset((1,))
+        ((3, 3), (2, 3), (3, 0))
+        """
+        asked = tuple(placements) if isinstance(placements, (list, tuple)) else placements
+        try:
+            key = (mesh, asked, shape, stride, dtype)
+            found = _BY_REQUEST.get(key)
+        except TypeError:  # lists, or sizes that are symbols
+            shape = sizes_of(shape, "a global shape")
+            asked = normalize(placements, mesh.ndim, len(shape))
+            key = (mesh, asked, shape, None if stride is None else sizes_of(stride, "strides"), dtype)
+            found = _BY_REQUEST.get(key)
+        if found is None:
+            shape, dtype = sizes_of(shape, "a global shape"), element_type(dtype)
+            stride = contiguous_stride(shape) if stride is None else sizes_of(stride, "strides")
+            wanted = normalize(asked, mesh.ndim, len(shape))
+            splits = tuple(_split_of(mesh, wanted, d, size) for d, size in enumerate(shape))
+            found = Layout._interned(mesh, _canonical(mesh, wanted, splits, shape), splits, shape, stride, dtype)
+            if len(_BY_REQUEST) >= _LIMIT:
+                _BY_REQUEST.clear()
+            _BY_REQUEST[key] = found
+        return found
+
+    @staticmethod
+    def from_splits(
+        mesh: DeviceMesh,
+        splits: Sequence[Split | None],
+        partials: Sequence[str | Monoid | None],
+        shape: Sequence[int],
+        stride: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        idle: Mapping[int, Placement] | None = None,
+    ) -> Layout:
+        """The layout with this canonical form; mesh dims named nowhere replicate, those of size 1 are spelled as in ``idle``."""
+        shape = tuple(shape)
+        stride = contiguous_stride(shape) if stride is None else tuple(stride)
+        placements: list[Placement] = [Replicate() if op is None else Partial(op) for op in partials]
+        for d, split in enumerate(splits):
+            for mesh_dim in () if split is None else split.mesh_dims:
+                placements[mesh_dim] = Shard(d)
+        for mesh_dim, placement in (idle or {}).items():
+            placements[mesh_dim] = placement
+        splits = tuple(split if split is None or split.mesh_dims else None for split in splits)
+        return Layout._interned(mesh, _canonical(mesh, placements, splits, shape), splits, shape, stride, dtype)
+
+    @staticmethod
+    def replicated(mesh: DeviceMesh, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> Layout:
+        """The layout with ``Replicate`` on every mesh dim."""
+        return Layout.of(mesh, (Replicate(),) * mesh.ndim, shape, stride, dtype)
+
+    @staticmethod
+    def _interned(mesh: Any, placements: Any, splits: Any, shape: Any, stride: Any, dtype: Any) -> Layout:
+        key = (mesh, placements, shape, stride, dtype)
+        found = _LAYOUTS.get(key)
+        if found is not None:
+            return found
+        with _MAKING:  # two threads that want the same one get the same one
+            if (found := _LAYOUTS.get(key)) is not None:
+                return found
+            if not len(splits) == len(stride) == len(shape):  # it would be everybody's layout from now on
+                raise LayoutError(f"{len(splits)} splits and strides {stride} do not fit the shape {tuple(shape)}")
+            found = object.__new__(Layout)
+            found.mesh, found.placements, found.splits = mesh, placements, splits
+            found.shape, found.stride, found.dtype = torch.Size(shape), stride, dtype
+            found.dense = tuple(stride) == contiguous_stride(tuple(shape))
+            found.is_complex, found.made_with = dtype.is_complex, None
+            found.partials = tuple(
+                p.reduce_op if isinstance(p, Partial) and mesh.shape[i] > 1 else None for i, p in enumerate(placements)
+            )
+            _LAYOUTS[key] = found
+            return found
+
+    def replace(
+        self,
+        *,
+        placements: Any = None,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Layout:
+        """This layout with some parts changed (strides become row-major when only the shape changes)."""
+        if shape is None and stride is None and dtype is None:
+            return self if placements is None else self._placed(placements)
+        if stride is None:
+            stride = self.stride if shape is None else None
+        return Layout.of(
+            self.mesh,
+            self.placements if placements is None else placements,
+            self.shape if shape is None else shape,
+            stride,
+            self.dtype if dtype is None else dtype,
+        )
+
+    def reduced(self) -> Layout:
+        """This layout with all terms added up: partial mesh dims replicate."""
+        return self._placed(tuple(Replicate() if isinstance(p, Partial) else p for p in self.placements))
+
+    def _placed(self, placements: Any) -> Layout:
+        """The same tensor under other placements: what is asked most is remembered here."""
+        key = tuple(placements) if isinstance(placements, (list, tuple)) else placements
+        memo: dict[Any, Layout] = self.__dict__.setdefault("_memo", {})
+        try:
+            found = memo.get(key)
+        except TypeError:  # no placements at all, or in something that is no list
+            key = normalize(placements, self.mesh.ndim, self.ndim)
+            found = memo.get(key)
+        if found is None:
+            found = Layout.of(self.mesh, placements, self.shape, self.stride, self.dtype)
+            if len(memo) >= _NEIGHBOURS:
+                memo.clear()
+            memo[key] = found
+        return found
+
+    # --- pure integer maths: the single source of truth for who holds what ------------------------------------
+    def local_shape(self, coordinate: Sequence[int] | None) -> tuple[int, ...]:
+        """Shape of the block at a mesh coordinate.
+
+        None, a rank outside the mesh: that of an empty block of dim 0, with which a program that works on pieces runs there too.
+        A number has no empty block; it is zero there.
+        """
+        if coordinate is None:
+            return tuple(0 if dim == 0 else size for dim, size in enumerate(self.shape))
+        return tuple(
+            size if split is None else split.sizes[self._leaf(split, coordinate)]
+            for size, split in zip(self.shape, self.splits, strict=True)
+        )
+
+    def local_offset(self, coordinate: Sequence[int]) -> tuple[int, ...]:
+        """Global index of the first element of the block at a mesh coordinate."""
+        return tuple(0 if split is None else split.offsets[self._leaf(split, coordinate)] for split in self.splits)
+
+    def local_stride(self, coordinate: Sequence[int] | None) -> Stride:
+        """Dense strides of the block, its dims ordered in memory as in the global tensor."""
+        return stride_like(self.local_shape(coordinate), self.stride)
+
+    def _leaf(self, split: Split, coordinate: Sequence[int]) -> int:
+        index = 0
+        for mesh_dim in split.mesh_dims:
+            index = index * self.mesh.shape[mesh_dim] + coordinate[mesh_dim]
+        return index
+
+    @property
+    def tensor_meta(self) -> Layout:
+        """What has the global shape, stride and dtype: itself (torch's name)."""
+        return self
+
+    # --- questions ---------------------------------------------------------------------------------------------
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global tensor."""
+        return self.numel * self.dtype.itemsize
+
+    @cached_property
+    def max_local_nbytes(self) -> int:
+        """Bytes of the largest block."""
+        sizes = (size if split is None else max(split.sizes) for size, split in zip(self.shape, self.splits, strict=True))
+        return math.prod(sizes) * self.dtype.itemsize
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some mesh dim (of size > 1) holds unreduced terms."""
+        return any(op is not None for op in self.partials)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole value."""
+        return not self.is_partial and all(split is None for split in self.splits)
+
+    def same_data(self, other: Layout) -> bool:
+        """Whether every rank holds the same block under both (they may differ in strides, dtype or spelling)."""
+        return (self.mesh, self.splits, self.partials, self.shape) == (other.mesh, other.splits, other.partials, other.shape)
+
+    def __eq__(self, other: object) -> bool:
+        """Identity; also equal to ``torch.strided``, which code written for plain tensors compares ``x.layout`` with."""
+        return self is other or other is torch.strided
+
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Torch asks this of an argument that is not what it expects: of ``layout=x.layout``, meant as ``torch.strided``."""
+        args = [torch.strided if isinstance(each, Layout) else each for each in args]
+        return func(*args, **{k: torch.strided if isinstance(each, Layout) else each for k, each in (kwargs or {}).items()})
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        names = self.mesh.mesh_dim_names or tuple(str(dim) for dim in range(self.mesh.ndim))
+        where = ", ".join(f"{name}={placement}" for name, placement in zip(names, self.placements, strict=True))
+        return f"{dtype}[{', '.join(map(str, self.shape))}] on ({where})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return restore_layout, (self.mesh, self.placements, tuple(self.shape), self.stride, self.dtype)
+
+
+def restore_layout(mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, dtype: torch.dtype) -> Layout:
+    """The layout that was pickled: a module-level name, which ``torch.load(weights_only=True)`` can be told to trust."""
+    return Layout.of(mesh, placements, shape, stride, dtype)
+
+
+_LAYOUTS: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()  # those in use, and requested lately
+_MAKING = RLock()  # of all tables: the collector may run finalizers here, which make layouts
+_BY_REQUEST: dict[Any, Layout] = {}
+_LIMIT = 8192
+watched("layout.requests", lambda: (len(_BY_REQUEST), _LIMIT))
+_NEIGHBOURS = 64
+
+
+def interned() -> int:
+    """How many layouts are alive."""
+    return len(_LAYOUTS)
+
+
+def _split_of(mesh: DeviceMesh, placements: Sequence[Placement], dim: int, size: int) -> Split | None:
+    shards = [(i, p) for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
+    if not shards:
+        return None
+    ordered = _nested(shards, dim)
+    leaves = _leaf_sizes([(mesh.shape[i], p) for i, p in ordered], dim, size)
+    mesh_dims = tuple(i for i, _ in ordered if mesh.shape[i] > 1)
+    return Split(mesh_dims, leaves) if mesh_dims else None
+
+
+def _nested(shards: list[tuple[int, Shard]], dim: int) -> list[tuple[int, Shard]]:
+    """The mesh dims that split one tensor dim, outermost first."""
+    levels = [shard.level for _, shard in shards]
+    if all(level is None for level in levels):
+        return shards
+    if sorted(level for level in levels if level is not None) != list(range(len(shards))):
+        raise PlacementError(
+            f"{len(shards)} mesh dims split tensor dim {dim}: give each Shard a different level in "
+            f"0..{len(shards) - 1}, or none of them; got levels {levels}"
+        )
+    return sorted(shards, key=lambda item: item[1].level or 0)
+
+
+def _leaf_sizes(levels: list[tuple[int, Shard]], dim: int, size: int) -> tuple[int, ...]:
+    blocks: tuple[int, ...] = (size,)
+    leaf_count = math.prod(count for count, _ in levels)
+    last = levels[-1][1].sizes
+    if last is not None and len(last) == leaf_count:
+        levels, blocks = [], last
+    for count, shard in levels:
+        given = shard.sizes
+        if given is None:
+            cut = {block: chunk_sizes(block, (count,)) for block in set(blocks)}  # few sizes, many blocks
+            blocks = tuple(chain.from_iterable(map(cut.__getitem__, blocks)))
+        elif len(given) == count * len(blocks):
+            blocks = given
+        elif len(given) == count and all(block == sum(given) for block in blocks):
+            blocks = given * len(blocks)
+        else:
+            raise PlacementError(
+                f"Shard({dim}, sizes={given}) does not cut {blocks} over {count} ranks: give {count} sizes that sum to the dim"
+            )
+    if sum(blocks) != size:
+        raise PlacementError(
+            f"the sizes of Shard({dim}) sum to {sum(blocks)}, but tensor dim {dim} has {size} elements: {blocks}"
+        )
+    return blocks
+
+
+def _canonical(
+    mesh: DeviceMesh, placements: Sequence[Placement], splits: Sequence[Split | None], shape: Sequence[int]
+) -> tuple[Placement, ...]:
+    """One spelling per meaning: levels only where not in mesh-dim order, sizes only where not ``torch.chunk``'s."""
+    result = [Shard(p.dim) if isinstance(p, Shard) else p for p in placements]
+    for dim, split in enumerate(splits):
+        if split is None:
+            continue
+        in_order = list(split.mesh_dims) == sorted(split.mesh_dims)
+        default = split.sizes == chunk_sizes(shape[dim], tuple(mesh.shape[i] for i in split.mesh_dims))
+        idle = [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim and i not in split.mesh_dims]
+        for level, i in enumerate((*idle, *split.mesh_dims)):
+            innermost = i == split.mesh_dims[-1]
+            result[i] = Shard(dim, None if default or not innermost else split.sizes, None if in_order else level)
+    return tuple(result)

@@ -1,0 +1,70 @@
+"""Orders of dims in memory, and the dense strides that they give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..base.caches import remembered
+
+Stride = tuple[int, ...]
+
+
+@remembered(4096)
+def contiguous_stride(shape: tuple[int, ...]) -> Stride:
+    """Strides of a row-major tensor."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def outermost_first(stride: Sequence[int], dims: Iterable[int] | None = None) -> list[int]:
+    """All dims, or these, by their steps in memory, the widest first; 0 counts as innermost."""
+    return sorted(range(len(stride)) if dims is None else dims, key=lambda d: -stride[d])
+
+
+def dense_in(shape: Sequence[int], order: Sequence[int]) -> Stride:
+    """Dense strides with the dims in this order in memory, outermost first; () is row-major.
+
+    >>> dense_in((2, 3), (1, 0))
+    (1, 2)
+    """
+    if not order:
+        return contiguous_stride(tuple(shape))
+    stride = [0] * len(shape)
+    for d, step in zip(order, contiguous_stride(tuple([shape[d] for d in order])), strict=True):
+        stride[d] = step
+    return tuple(stride)
+
+
+def stride_like(shape: Sequence[int], like: Sequence[int]) -> Stride:
+    """Dense strides for ``shape`` whose dims are ordered in memory as in ``like`` (0 strides count as innermost)."""
+    return dense_in(shape, outermost_first(like))
+
+
+@remembered(4096)
+def memory_order(shape: tuple[int, ...], stride: Stride) -> tuple[int, ...] | None:
+    """The dims of a dense tensor, outermost in memory first; () if that is their order, None if it is not dense.
+
+    >>> memory_order((2, 3), (3, 1)), memory_order((2, 3), (1, 2)), memory_order((2, 3), (0, 1))
+    ((), (1, 0), None)
+    """
+    if stride == contiguous_stride(shape):
+        return ()
+    order = tuple(outermost_first(stride))
+    return order if dense_in(shape, order) == stride else None
+
+
+def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements may share memory, as those of sliding windows do.
+
+    >>> overlaps((4, 2), (1, 1)), overlaps((2, 3), (1, 2)), overlaps((2, 3), (0, 1))
+    (True, False, True)
+    """
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
+        if step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False

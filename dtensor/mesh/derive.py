@@ -1,0 +1,86 @@
+"""Meshes made of other meshes: slices, dims joined into one, one dim split into several, slices put together again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import MeshDimError, MeshError
+from .device_mesh import DeviceMesh
+
+
+def sliced(mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
+    """See ``DeviceMesh.__getitem__``."""
+    known, root = mesh.mesh_dim_names, mesh._root
+    wanted = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, (tuple, list)) else ()
+    if not wanted or not all(isinstance(name, str) for name in wanted) or len(set(wanted)) != len(wanted):
+        raise MeshError(f"mesh[{names!r}]: name one or several different mesh dims of {known}")
+    dims = []
+    for name in wanted:
+        if known is not None and name in known:
+            dims.append(mesh._dims[known.index(name)])
+        elif name in root.flattened and mesh._is_root:
+            dims.append(root.flattened[name])
+        else:
+            raise MeshDimError(f"Invalid mesh_dim_name: {mesh!r} has no mesh dim {name!r}; its dims are {known}")
+    used = [d for group in dims for d in group]
+    if len(set(used)) != len(used):
+        raise MeshError(f"mesh[{names!r}]: the dims overlap; name each underlying dim once")
+    return mesh._derive(tuple(dims), wanted)
+
+
+def flattened(mesh: DeviceMesh, name: str | None) -> DeviceMesh:
+    """See ``DeviceMesh.flatten``. The root keeps the name."""
+    if not isinstance(name, str | None):
+        raise MeshError(f"flatten(mesh_dim_name) takes a string, got {name!r}")
+    if name is None and mesh.mesh_dim_names is not None:
+        name = "_".join(mesh.mesh_dim_names)
+    root, dims = mesh._root, tuple(d for group in mesh._dims for d in group)
+    if name is None:
+        return mesh._derive((dims,), None)
+    known = root.named.get(name) or root.flattened.setdefault(name, dims)
+    if known != dims:
+        raise MeshError(f"a mesh dim named {name!r} exists already; give flatten() another name")
+    return mesh._derive((dims,), (name,))
+
+
+def unflattened(mesh: DeviceMesh, dim: int | str, sizes: Sequence[int], names: Sequence[str] | None) -> DeviceMesh:
+    """See ``DeviceMesh.unflatten``. The new mesh is a root of its own: the old one has no dims to pick the new ones from."""
+    at, sizes, root = mesh.dim_index(dim), tuple(sizes), mesh._root
+    if math.prod(sizes) != mesh.shape[at] or any(size < 1 for size in sizes):
+        raise MeshError(f"mesh dim {dim!r} of {mesh!r} has {mesh.shape[at]} ranks, which are not split into {sizes}")
+    if (mesh.mesh_dim_names is None) != (names is None) or (names is not None and len(names) != len(sizes)):
+        raise MeshError(f"dims of {mesh!r} are named {mesh.mesh_dim_names}, the {len(sizes)} new ones {names}: name all or none")
+    group = mesh._dims[at]
+    rest = [d for d in range(len(root.shape)) if d not in group]
+    before = len([d for d in rest if d < min(group)])
+    kept = [root.shape[d] for d in rest]
+    ranks = np.asarray(root.ranks).reshape(root.shape).transpose(*rest[:before], *group, *rest[before:])
+    now = {d: k if k < before else k + len(sizes) for k, d in enumerate(rest)}
+    dims = [tuple(now[d] for d in old) for k, old in enumerate(mesh._dims) if k != at]
+    dims[at:at] = [(before + k,) for k in range(len(sizes))]
+    known = None if mesh.mesh_dim_names is None else list(mesh.mesh_dim_names)
+    if known is not None and names is not None:
+        known[at : at + 1] = names
+        if len(set(known)) != len(known):
+            raise MeshError(f"mesh dims need different names, got {tuple(known)}")
+    made = DeviceMesh(mesh.device_type, ranks.reshape(*kept[:before], *sizes, *kept[before:]))
+    if known is not None:
+        made._root.named.update(zip(known, dims, strict=True))
+    return made._derive(tuple(dims), None if known is None else tuple(known))
+
+
+def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """The mesh of all dims of several slices of one mesh, in their order.
+
+    Raises:
+        MeshError: slices of different meshes, or with a dim in common.
+    """
+    dims = tuple(dims for mesh in meshes for dims in mesh._dims)
+    used = [d for group in dims for d in group]
+    if any(mesh._root.key != meshes[0]._root.key for mesh in meshes) or len(set(used)) != len(used):
+        raise MeshError(f"only slices of one mesh without a dim in common can be put together, got {list(meshes)}")
+    named = all(mesh.mesh_dim_names is not None for mesh in meshes)
+    return meshes[0]._derive(dims, tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ()) if named else None)

@@ -1,0 +1,211 @@
+"""The ``torch.distributed`` group of the members along some mesh dims: given, the world, or made here once.
+
+Every member of a mesh asks for the same groups in the same order, since plans do not depend on the rank. But a mesh may
+cover a part of the world, and processes outside it make no call, so a group is made among its own members only. torch
+names such a group after its ranks and *the number of groups that this process has*; where members differ in that number
+(one of them is in two meshes) they would wait for each other under different names, for ever. Hence names of our own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ..errors import MeshError
+from .device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group as a mesh sees it.
+
+    Attributes:
+        handle: the ``torch.distributed`` group.
+        members: in mesh order: a group position is an index here.
+        position: this process's.
+        order: torch's rank in ``handle`` of each group position; None where they are the same.
+        backend: its name, ``"gloo"``, ``"nccl"``, ...
+    """
+
+    handle: Any
+    members: tuple[int, ...]
+    position: int
+    order: tuple[int, ...] | None
+    backend: str
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def torch_rank(self) -> int:
+        """torch's rank of this process."""
+        return self.position if self.order is None else self.order[self.position]
+
+    def to_torch(self, items: Sequence[Any]) -> list[Any]:
+        """Items by group position, put by torch's group rank."""
+        if self.order is None:
+            return list(items)
+        placed: list[Any] = [None] * len(items)
+        for item, rank in zip(items, self.order, strict=True):
+            placed[rank] = item
+        return placed
+
+    def to_mesh(self, items: Sequence[Any]) -> list[Any]:
+        """Items by torch's group rank, put by group position."""
+        return list(items) if self.order is None else [items[rank] for rank in self.order]
+
+
+def group_of(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Group:
+    """The group of the current process over ``mesh_dims``. The first call for some ranks makes their process group."""
+    member = mesh.current_member()
+    if member is None:
+        raise MeshError(f"rank {dist.get_rank()} is not part of {mesh!r}: it has no process group there")
+    members = mesh.members_of(mesh_dims, member)
+    ranks = [mesh.ranks[m] for m in members]
+    handle = _handle(mesh, mesh_dims, ranks)
+    in_torch = dist.get_process_group_ranks(handle)
+    order = tuple(in_torch.index(rank) for rank in ranks)
+    kept = None if order == tuple(range(len(order))) else order
+    return Group(handle, members, members.index(member), kept, backend_of(handle, mesh.device_type))
+
+
+def backend_of(handle: Any, device_type: str) -> str:
+    """The backend that serves tensors of ``device_type`` (a group may have one for each)."""
+    parts = (part.split(":", 1) for part in dist.get_backend_config(handle).split(","))
+    by_device = {part[0]: part[-1] for part in parts}
+    return by_device.get(device_type, next(iter(by_device.values())))
+
+
+# --- finding or making it --------------------------------------------------------------------------------------------
+class _Made(threading.local):
+    """Groups by ranks; every thread has its own, since torch's tests run ranks as threads."""
+
+    def __init__(self) -> None:
+        self.world: Any = None  # that the groups belong to; another one after destroy_process_group
+        self.groups: dict[tuple[int, ...], Any] = {}
+        self.times: Counter[tuple[int, ...]] = Counter()
+        self.name: str | None = None  # of the group that is being made
+
+
+_MADE = _Made()
+
+
+def _handle(mesh: DeviceMesh, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
+    given = mesh._root.groups
+    group_id = mesh.group_id(mesh_dims)
+    if group_id in given:
+        return given[group_id]
+    key = tuple(sorted(d for d in group_id if mesh._root.shape[d] > 1))  # the same ranks, whatever their order
+    if key in given and key:
+        return given[key]
+    world = dist.group.WORLD
+    if sorted(ranks) == list(range(dist.get_world_size())):
+        handle = world
+    else:
+        if _MADE.world is not world:
+            _MADE.groups.clear()
+            _MADE.world = world
+        handle = _MADE.groups.get(tuple(sorted(ranks)))
+        if handle is None:
+            handle = _MADE.groups[tuple(sorted(ranks))] = _new_handle(mesh, mesh_dims, ranks)
+    given[key or group_id] = handle
+    return handle
+
+
+def with_groups_of_its_own(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> DeviceMesh:
+    """The same ranks laid out alike, with a new process group over ``mesh_dims``; every member of the mesh calls it."""
+    member, root = mesh.current_member(), mesh._root
+    made = DeviceMesh(mesh.device_type, torch.tensor(root.ranks).reshape(root.shape))
+    if member is not None and mesh.kind == "process_group":
+        ranks = [mesh.ranks[m] for m in mesh.members_of(mesh_dims, member)]
+        made._root.groups[mesh.group_id(mesh_dims)] = _new_handle(mesh, mesh_dims, ranks)
+    return made._derive(mesh._dims, mesh.mesh_dim_names)
+
+
+def _new_handle(mesh: DeviceMesh, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
+    world = dist.group.WORLD
+    timeout = _timeout_of(world, mesh.device_type)
+    if _splits(world):
+        return _make_among_all(mesh, mesh_dims, ranks, timeout)
+    return _make_among_members(ranks, timeout)
+
+
+def _splits(world: Any) -> bool:
+    """Whether new groups are split off the world's communicator (NCCL bound to a device), which all of the world must join."""
+    return getattr(world, "bound_device_id", None) is not None
+
+
+def _timeout_of(world: Any, device_type: str) -> timedelta | None:
+    """The user's timeout, which a new group does not take over by itself; None, torch's default, if it cannot be read."""
+    try:
+        options = getattr(world._get_backend(torch.device(device_type)), "options", None)  # no public way to read it
+    except RuntimeError:  # a backend written in Python
+        return None
+    return getattr(options, "_timeout", None)
+
+
+def _make_among_members(ranks: list[int], timeout: timedelta | None) -> Any:
+    with _named_for(ranks):
+        return dist.new_group(sorted(ranks), timeout, use_local_synchronization=True)
+
+
+def _make_among_all(mesh: DeviceMesh, mesh_dims: Sequence[int], ranks: list[int], timeout: timedelta | None) -> Any:
+    """Every process of the world makes every group along these mesh dims, in one order."""
+    mine = None
+    for group in dict.fromkeys(mesh.members_of(mesh_dims, member) for member in mesh.members):
+        others = sorted(mesh.ranks[member] for member in group)
+        made = dist.new_group(others, timeout)
+        mine = made if others == sorted(ranks) else mine
+    return mine
+
+
+@contextmanager
+def _named_for(ranks: list[int]) -> Iterator[None]:
+    """Groups made inside are named after their ranks and how often we made one of these ranks: alike on all its members."""
+    key = tuple(sorted(ranks))
+    _MADE.times[key] += 1
+    # Private, because torch has no public way to name a group. Without it (renamed, one day) torch's own name is used.
+    before = getattr(distributed_c10d, "_hash_ranks_to_str", None)
+    if before is not None and not hasattr(before, "of_dtensor"):
+        distributed_c10d._hash_ranks_to_str = _naming(before)  # type: ignore[assignment]
+    _MADE.name = f"dtensor_{'_'.join(map(str, key))}_{_MADE.times[key]}"
+    try:
+        yield
+    finally:
+        _MADE.name = None
+
+
+def _naming(before: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
+    def name_of(ranks: list[int]) -> str:
+        return _MADE.name or before(ranks)
+
+    name_of.of_dtensor = True  # type: ignore[attr-defined]
+    return name_of
+
+
+# --- what all ranks must hold alike, without a collective -------------------------------------------------------------------
+def settled_by_first(world: Any, key: str, value: str) -> str | None:
+    """The ``value`` of the rank that asked first; no rank waits for another, so they may ask at any time, or never.
+
+    None, on all ranks alike, where torch has no store to leave it in.
+    """
+    if dist.get_backend(world) == "fake":
+        return value  # there is no other rank
+    store_of = getattr(distributed_c10d, "_get_default_store", None)  # private: torch has no public way to its store
+    try:
+        store = None if store_of is None else store_of()
+        return None if store is None else store.compare_set(key, "", value).decode()
+    except dist.DistError:  # it is out of reach, for this rank alone perhaps
+        raise
+    except (RuntimeError, NotImplementedError):  # a kind of store that cannot
+        return None

@@ -1,0 +1,130 @@
+"""The root of meshes: all ranks, laid out once, and where they live."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..base.validation import whole, wholes
+from ..errors import ArgumentError, MeshError
+
+if TYPE_CHECKING:
+    from .device_mesh import DeviceMesh  # a name in an annotation
+
+Kind = Literal["process_group", "in_process", "dry_run"]
+
+
+@dataclass(slots=True, eq=False)
+class Root:
+    """All members of a family of meshes, and what they share."""
+
+    device_type: str
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    names: tuple[str, ...] | None
+    kind: Kind
+    world: Any = None  # the torch world group that the ranks belong to, None in one process
+    named: dict[str, tuple[int, ...]] = field(default_factory=dict)  # root dims, for each name that a mesh dim was made with
+    flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)  # and those that came later
+    groups: dict[tuple[int, ...], Any] = field(default_factory=dict)  # root dims -> torch group
+    derived: dict[Any, DeviceMesh] = field(default_factory=dict)
+    communicator: Any = None
+    seeded: set[int] = field(default_factory=set)  # root dims over which ranks draw from the same generator state
+    entered: dict[DeviceMesh, list[Any]] = field(default_factory=dict)  # blocks of `with mesh:`
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.device_type, self.ranks, self.shape, self.kind, id(self.world)
+
+
+def distributed() -> bool:
+    """Whether ranks are processes: a group is initialised, or torchrun started us."""
+    return dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())
+
+
+def ensure_world(device_type: str) -> None:
+    """Initialise the world group where torchrun left that to us."""
+    if not dist.is_initialized():
+        if device_type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+
+
+def device_type_of(device: Any) -> str:
+    """``"cpu"``, ``"cuda"``, ...: a device without an index, that torch knows."""
+    try:
+        known = torch.device(device if isinstance(device, torch.device) else str(device))
+    except RuntimeError:
+        known = None
+    if known is None or not isinstance(device, (str, torch.device)):
+        raise MeshError(f"{device!r} is not a device type; write 'cpu', 'cuda', or 'meta' for a mesh without data")
+    if known.index is not None:
+        raise MeshError(f"Device type with index is not supported: {str(device)!r}; each rank uses its current device")
+    return known.type
+
+
+def mesh_shape_of(shape: Any) -> tuple[int, ...]:
+    """Positive whole numbers; one alone counts as a mesh of one dim."""
+    try:
+        found = wholes(shape if isinstance(shape, Iterable) else (shape,), "mesh_shape")
+    except ArgumentError as wrong:
+        raise MeshError(f"{wrong}; write (2, 4), for example") from None
+    if any(size < 1 for size in found):
+        raise MeshError(f"mesh_shape {found} must have positive sizes")
+    return found
+
+
+def mesh_dim_of(mesh_dim: Any) -> int:
+    """A mesh dim given by its index."""
+    try:
+        return whole(mesh_dim, "a mesh dim")
+    except ArgumentError as wrong:
+        raise MeshError(f"{wrong}; give its index or its name") from None
+
+
+def _ranks(mesh: Any) -> Any:
+    """An array of whole numbers."""
+    if isinstance(mesh, (int, np.integer)):
+        mesh = range(mesh)
+    try:
+        array = np.asarray(mesh.tolist() if isinstance(mesh, torch.Tensor) else mesh)
+    except ValueError:  # rows of different lengths
+        array = np.asarray(None)
+    if array.size and array.dtype.kind not in "iu":
+        raise MeshError(f"a mesh is an array of ranks, all rows alike in length, got {mesh!r}; write [[0, 1], [2, 3]]")
+    return array.astype(int)
+
+
+def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
+    """The root over an n-d array of ranks.
+
+    Raises:
+        MeshError: repeated ranks, wrong number of names, ranks outside the world.
+    """
+    device_type, array = device_type_of(device_type), _ranks(mesh)
+    ranks = tuple(int(rank) for rank in array.reshape(-1))
+    if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
+        raise MeshError(f"mesh ranks must be non-empty and distinct, and count from 0, got {array.tolist()}")
+    if names is not None:
+        names = tuple(names)
+        if not all(isinstance(name, str) for name in names):
+            raise MeshError(f"mesh_dim_names are strings, one per mesh dim, got {names}")
+        if len(names) != array.ndim or len(set(names)) != len(names):
+            raise MeshError(f"{array.ndim} distinct mesh_dim_names are needed for a mesh of shape {array.shape}, got {names}")
+    kind: Kind = "in_process"
+    world = None
+    if device_type == "meta":
+        kind = "dry_run"
+    elif distributed():
+        ensure_world(device_type)
+        kind, world = "process_group", dist.group.WORLD
+        if max(ranks) >= dist.get_world_size():
+            raise MeshError(f"mesh ranks {array.tolist()} exceed the world of {dist.get_world_size()} ranks")
+    named: dict[str, tuple[int, ...]] = {name: (dim,) for dim, name in enumerate(names or ())}
+    return Root(device_type, ranks, tuple(array.shape), names, kind, world, named)

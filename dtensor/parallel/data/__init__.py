@@ -1,0 +1,1 @@
+"""Data parallelism: fully sharded, replicated, hybrid, ZeRO."""

@@ -1,0 +1,109 @@
+"""A module's buffers under data parallelism: replicated DTensors between passes, local tensors while the module runs.
+
+Each rank writes its own (the running statistics of a batch norm differ with the batch); after a training pass that wrote some,
+the first rank's values are everybody's again, so that a replicated DTensor is what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...comm import communicator_of
+from ...comm.backends import flat_bytes, from_bytes
+from ...layout.layout import Layout
+from ...tensor.dtensor import DTensor, wrap
+from .parameters import Axes, _joined, _on
+from .param_group import shards_of
+
+
+class Buffers:
+    """The buffers of some modules; not ``shared``: each rank's own, as plain tensors, for good."""
+
+    def __init__(self, modules: Sequence[nn.Module], axes: Axes, shared: bool = True) -> None:
+        self.axes = axes
+        self.places: list[tuple[nn.Module, str, Layout | None]] = []
+        self._inside: list[tuple[DTensor, Any, tuple[int, ...]]] = []
+        seen: dict[int, Any] = {}
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is None or getattr(buffer, "_data_parallel", False):
+                    continue
+                inside = buffer._layout if isinstance(buffer, DTensor) else None
+                if not shared and inside is None:
+                    module._buffers[name] = seen.setdefault(id(buffer), _replicated(buffer, axes, None)._local)
+                    continue
+                made = seen.get(id(buffer))
+                if made is None:
+                    made = seen[id(buffer)] = _replicated(buffer, axes, inside)
+                module._buffers[name] = made
+                self.places.append((module, name, inside))
+
+    def enter(self, distributed: bool) -> None:
+        """Local tensors in place."""
+        if distributed or self._inside:
+            return
+        for module, name, inside in self.places:
+            outside = module._buffers[name]
+            assert isinstance(outside, DTensor)
+            value = outside._local if inside is None else wrap(outside._local, inside)
+            self._inside.append((outside, value, _versions(outside)))
+            module._buffers[name] = value
+
+    def leave(self, distributed: bool, training: bool) -> None:
+        """DTensors in place again, made equal on all ranks if they were written to."""
+        written: set[nn.Module] = set()  # batch norm does not count up the version of all that it writes, but of one buffer
+        for (module, name, _), (outside, value, versions) in zip(self.places, self._inside, strict=False):
+            now = module._buffers[name]
+            if now is not value and isinstance(now, Tensor):
+                outside._local = torch.empty_like(outside._local).copy_(now._local if isinstance(now, DTensor) else now)
+            if now is not value or _versions(outside) != versions:
+                written.add(module)
+            module._buffers[name] = outside
+        changed = [
+            outside for (module, _, _), (outside, _, _) in zip(self.places, self._inside, strict=False) if module in written
+        ]
+        self._inside = []
+        if changed and training:
+            _first_ranks(changed, self.axes)
+
+
+def _versions(buffer: DTensor) -> tuple[int, ...]:
+    return tuple(shard._version for shard in shards_of(buffer._local))
+
+
+def _replicated(buffer: Tensor, axes: Axes, inside: Layout | None) -> DTensor:
+    comm = communicator_of(axes.mesh)
+    whole = (
+        Layout.of(axes.mesh, None, buffer.shape, None, buffer.dtype)
+        if inside is None
+        else _on(_joined(axes.mesh, inside.mesh), inside)
+    )
+    local = buffer._local if isinstance(buffer, DTensor) else buffer.detach()
+    if not local.is_meta:
+        local = local.to(axes.mesh.device_type)
+    made = wrap(comm.map(lambda member, x: x.detach().clone(memory_format=torch.contiguous_format), local), whole)
+    made._data_parallel = axes.mesh.device_type  # type: ignore[attr-defined]  # a mark: taken over already
+    return made
+
+
+def _first_ranks(written: list[DTensor], axes: Axes) -> None:
+    """The first data-parallel rank's values everywhere: one broadcast of bytes, into new tensors: backward may need the old."""
+    comm = communicator_of(axes.mesh)
+
+    def packed(member: int, locals_: list[Tensor]) -> Tensor:
+        return torch.cat([flat_bytes(x) for x in locals_])
+
+    def unpacked(member: int, row: Tensor, locals_: list[Tensor]) -> list[Tensor]:
+        pieces = row.split([x.numel() * x.dtype.itemsize for x in locals_])
+        return [torch.empty_like(x).copy_(from_bytes(piece, x.shape, x.dtype)) for x, piece in zip(locals_, pieces, strict=True)]
+
+    aligned = sorted({id(x): x for x in written}.values(), key=lambda x: -x.dtype.itemsize)
+    with torch.no_grad():
+        locals_ = [buffer._local for buffer in aligned]
+        made = comm.map(unpacked, comm.broadcast(comm.map(packed, locals_), axes.both), locals_)
+    for buffer, local in zip(aligned, made, strict=True):
+        buffer._local = local

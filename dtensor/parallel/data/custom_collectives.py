@@ -1,0 +1,209 @@
+"""How a group's collectives run: over the mesh's communicator, or by primitives of the user's own.
+
+A user's all-gather or reduce-scatter is called as torch calls it: flat tensors, every rank's part of one length (ours are padded
+to the longest), in the order of the process group's ranks. With all ranks in one process the tensors are :class:`PerRank`
+and the group is None.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...comm import Communicator, Pending, communicator_of
+from ...comm.backends import all_gather_single, reduce_scatter_single
+from ...mesh.groups import group_of
+from .parameters import Axes
+
+
+class Comm(ABC):
+    """A primitive of communication, and where the memory of its buffers comes from."""
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer; called once for each member that is held here."""
+
+
+class AllGather(Comm):
+    """What :meth:`FSDPModule.set_custom_all_gather` takes."""
+
+    @abstractmethod
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
+        """Every rank's ``input_tensor``, one behind the other, into ``output_tensor``."""
+
+
+class ReduceScatter(Comm):
+    """What :meth:`FSDPModule.set_custom_reduce_scatter` takes."""
+
+    @abstractmethod
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """This rank's part of the inputs, reduced by ``op``, into ``output_tensor``."""
+
+
+@dataclass(eq=False, slots=True)
+class Settings:
+    """What may be set of a group's communication between steps.
+
+    Attributes:
+        divisor: of summed gradients; None: the number of ranks.
+        all_reduces: reduce-scattered gradients are summed over replicas too; otherwise they wait.
+        sums_only: collectives sum; the division follows by itself.
+        hook, hook_stream: called with the reduced gradients, flat, before they are accumulated; and on which stream.
+        gathers, scatters: primitives of the user's; None: the communicator's.
+        scatter_comm: over groups of their own, for reductions; None: over the mesh's.
+        reduces: a :class:`.comm_hook.Reducer` for whole gradients; None: all-reduce.
+    """
+
+    divisor: float | None = None
+    all_reduces: bool = True
+    sums_only: bool = False
+    hook: Callable[[Tensor], object] | None = None
+    hook_stream: Any = None
+    gathers: AllGather | None = None
+    scatters: ReduceScatter | None = None
+    scatter_comm: Communicator | None = None
+    reduces: Any = None
+
+    def on_hook_stream(self, device_type: str) -> AbstractContextManager[Any]:
+        """Inside, work goes to the hook's stream, which has waited for this one; who leaves waits for it in turn."""
+        return nullcontext() if self.hook_stream is None else _Aside(self.hook_stream, device_type)
+
+
+class _Aside:
+    """Work on another stream, between what this one did before and does after."""
+
+    def __init__(self, stream: Any, device_type: str) -> None:
+        self._stream, self._device = stream, torch.get_device_module(device_type)
+
+    def __enter__(self) -> None:
+        self._inner = self._device.stream(self._stream)
+        self._stream.wait_stream(self._device.current_stream())
+        self._inner.__enter__()
+
+    def __exit__(self, *reason: Any) -> None:
+        self._inner.__exit__(*reason)
+        self._device.current_stream().wait_stream(self._stream)
+
+
+# --- a user's primitives -----------------------------------------------------------------------------------------------
+def gather_rows(axes: Axes, by: AllGather, row: Any, dtype: torch.dtype, length_of: Callable[[int], int]) -> Pending[list[Any]]:
+    """The rows of all group positions: bytes, which ``by`` sees as ``dtype``. ``length_of(member)``: the bytes of its row."""
+    comm, device = communicator_of(axes.mesh), torch.device(axes.mesh.device_type)
+    handle, order = _torch_group(axes)
+
+    def lengths(member: int) -> list[int]:
+        return [length_of(other) for other in axes.mesh.members_of(axes.shard, member)]
+
+    def sent(member: int, x: Tensor) -> Tensor:
+        most = max(lengths(member))
+        return _filled(
+            by.allocate((most // dtype.itemsize,), dtype=dtype, device=device), [x.view(dtype)], most // dtype.itemsize
+        )
+
+    def room(member: int) -> Tensor:
+        each = lengths(member)
+        return by.allocate((len(each) * max(each) // dtype.itemsize,), dtype=dtype, device=device)
+
+    def rows(member: int, got: Tensor) -> list[Tensor]:
+        each = lengths(member)
+        parts = got.view(torch.uint8).view(-1).split(max(1, max(each)))
+        return [parts[order[k]][:n] if n else got.new_empty(0, dtype=torch.uint8) for k, n in enumerate(each)]
+
+    source, output = comm.map(sent, row), comm.map(room)
+    work = by(output_tensor=output, input_tensor=source, group=handle, async_op=True)
+    return _ended(work, lambda: comm.map(rows, output))
+
+
+def scatter_chunks(axes: Axes, by: ReduceScatter, chunks: Sequence[Any], op: str) -> Pending[Any]:
+    """Position k's ``chunks[k]``, reduced."""
+    comm, device = communicator_of(axes.mesh), torch.device(axes.mesh.device_type)
+    handle, order = _torch_group(axes)
+
+    def sent(member: int, own: list[Tensor]) -> Tensor:
+        most = max(chunk.numel() for chunk in own)
+        placed = [own[order.index(k)] for k in range(len(own))]
+        return _filled(by.allocate((len(own) * most,), dtype=own[0].dtype, device=device), placed, most)
+
+    def room(member: int, own: list[Tensor]) -> Tensor:
+        return by.allocate((max(chunk.numel() for chunk in own),), dtype=own[0].dtype, device=device)
+
+    def mine(member: int, got: Tensor, own: list[Tensor]) -> Tensor:
+        position = axes.mesh.members_of(axes.shard, member).index(member)
+        return got.view(-1)[: own[position].numel()]
+
+    source, output = comm.map(sent, chunks), comm.map(room, chunks)
+    reduction = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
+    work = by(output_tensor=output, input_tensor=source, group=handle, op=reduction, async_op=True)
+    return _ended(work, lambda: comm.map(mine, output, chunks))
+
+
+def _filled(buffer: Tensor, parts: Sequence[Tensor], each: int) -> Tensor:
+    """``buffer`` with ``parts`` at every ``each`` elements, zeros between."""
+    for k, part in enumerate(parts):
+        buffer.view(-1)[k * each : k * each + part.numel()].copy_(part)
+        buffer.view(-1)[k * each + part.numel() : (k + 1) * each].zero_()
+    return buffer
+
+
+def _torch_group(axes: Axes) -> tuple[Any, list[int]]:
+    """The process group that parameters are cut over, None in one process, and torch's rank in it of each group position."""
+    if axes.mesh.kind != "process_group":
+        return None, list(range(axes.mesh.size_of(axes.shard)))
+    group = group_of(axes.mesh, axes.shard)
+    return group.handle, list(range(group.size)) if group.order is None else list(group.order)
+
+
+def _ended(work: Any, finish: Callable[[], Any]) -> Pending[Any]:
+    def wait() -> Any:
+        if work is not None:
+            work.wait()
+        return finish()
+
+    return Pending(wait)
+
+
+# --- memory of the process group's ---------------------------------------------------------------------------------------
+class _GroupMemory:
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made: Tensor = self._backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
+        return made
+
+
+class GroupMemoryAllGather(_GroupMemory, AllGather):
+    """The backend's all-gather in memory that the backend allocates."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class GroupMemoryReduceScatter(_GroupMemory, ReduceScatter):
+    """The backend's reduce-scatter in memory that the backend allocates."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        return reduce_scatter_single(output_tensor, input_tensor, op, group=group, async_op=async_op)
+
+
+def allocating_backend(axes: Axes) -> Any:
+    """The backend of the group that parameters are cut over, if it has memory of its own to give; else None."""
+    handle, _ = _torch_group(axes) if axes.shard else (None, [])
+    if handle is None:
+        return None
+    device = torch.device(axes.mesh.device_type)
+    backend = handle._get_backend(device)  # as torch's own FSDP asks: there is no public way
+    supports = getattr(backend, "supports_tensor_alloc", None)
+    return backend if supports is not None and supports(device) else None

@@ -1,0 +1,182 @@
+"""``fully_shard``: parameters, gradients and optimizer states cut over the data-parallel ranks, whole only while in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ...errors import DTensorError, MeshError, UnitError
+from ...mesh.create import mesh_or_world
+from ...mesh.device_mesh import DeviceMesh
+from .parameters import Axes, ShardPlacement, adopt, onto_one_mesh
+from .buffers import Buffers
+from .fsdp_module import FSDPModule, neighbours_of, units_of
+from .param_group import Group
+from .offload import Host
+from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .module_state import Unit, unit_of
+
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
+_DEFAULT_PRECISION = MixedPrecisionPolicy()
+_DEFAULT_OFFLOAD = OffloadPolicy()
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacement | None = None,
+    mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
+    offload_policy: OffloadPolicy = _DEFAULT_OFFLOAD,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> M:
+    """``module``, in place, with the parameters that no inner unit has cut over the data-parallel mesh.
+
+    Call it on inner modules first, then on the outer one: each call makes a unit, gathered by one all-gather before it runs
+    (while the one before it runs, from the second pass on), freed after, gathered again in backward, its gradients averaged by
+    one reduce-scatter. With all ranks in one process the batch is a ``per_rank([...])``. A batch that is a DTensor over the
+    data-parallel mesh gives the global loss and its gradient, as on one device.
+
+    Args:
+        module: a module, or several that make up one unit, whose common weights stay one. It comes back with the methods of
+            ``FSDPModule`` as well; a type checker learns of them by ``isinstance(model, FSDPModule)``.
+        mesh: 1-d: parameters are cut over it. 2-d: cut over its second dim, copied over its first (HSDP). Tensor-parallel
+            parameters live on ``mesh["tp"]`` of the same mesh; what it cuts along the same tensor dim it cuts first. Default
+            the mesh entered by ``with mesh:``, else all ranks.
+        reshard_after_forward: free after forward; default yes, but for the outermost unit, whose backward comes next. A number
+            n, a divisor of the ranks: keep 1/n, so that backward gathers from n neighbouring ranks only.
+        shard_placement_fn: per parameter the ``Shard(dim)`` to cut by, default (None) ``Shard(0)``.
+        mp_policy: dtypes to compute and to reduce in.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in host memory.
+        ignored_params: left as they are.
+        dp_mesh_dims: the dims of ``mesh`` that are data-parallel, by name, where ``mesh`` has others too; default all.
+
+    Raises:
+        MeshError: more than two data-parallel dims, or a parameter on a mesh that is not of the same root.
+        UnitError: ``module`` is a container that nobody calls, or has a weight in common with one that is distributed elsewhere.
+        DTensorError: it is a unit already.
+
+    Cost: per unit and pass two all-gathers of its parameters and one reduce-scatter of its gradients.
+
+    >>> import dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    >>> model = fully_shard(torch.nn.Linear(3, 4), mesh=mesh)
+    >>> model.weight.placements, [tuple(shard.shape) for shard in model.weight.to_local().shards]
+    ((Shard(dim=0),), [(2, 3), (2, 3)])
+    >>> model(dt.per_rank([torch.ones(1, 3), torch.zeros(1, 3)])).sum().backward()
+    >>> model.bias.grad.placements, model.bias.grad.full_tensor()
+    ((Shard(dim=0),), tensor([1., 1., 1., 1.]))
+    """
+    modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
+    _check_options(reshard_after_forward, mp_policy, offload_policy)
+    for one in modules:
+        check_callable(one, "fully_shard")
+    inner = {below for one in modules for below in one.modules() if below is not one}
+    modules = [one for one in dict.fromkeys(modules) if one not in inner]  # those run with the ones around them
+    mesh = mesh_or_world(mesh)
+    host = Host.of(offload_policy, mesh.device_type)
+    axes = axes_of(mesh, host) if dp_mesh_dims is None else axes_named(mesh, dp_mesh_dims, host)
+    managed = adopt(modules, axes, set(ignored_params or ()), "fully_shard", shard_placement_fn)
+    buffers = Buffers([sub for one in modules for sub in one.modules()], axes)
+    unit = Unit(modules, [Group(managed, axes, mp_policy)], buffers, axes, mp_policy)
+    onto_one_mesh(
+        [m for one in modules for inner in units_of(one, True) for group in inner.groups for m in group.managed], axes.mesh
+    )
+    unit.neighbours = neighbours_of(unit, reshard_after_forward)
+    keeps_all = type(reshard_after_forward) is int and reshard_after_forward == 1
+    unit.keep_after_forward = None if reshard_after_forward is None else keeps_all or not reshard_after_forward
+    for one in modules:
+        add_methods(one, FSDPModule, "FSDP")
+    return module
+
+
+def _check_options(reshard_after_forward: Any, mp_policy: Any, offload_policy: Any) -> None:
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, (bool, int)):
+        raise ValueError(f"reshard_after_forward is True, False, None or a number of ranks, got {reshard_after_forward!r}")
+    check_policy(mp_policy)
+    check_offload(offload_policy)
+
+
+def check_policy(mp_policy: Any) -> None:
+    """Raises TypeError unless it is a policy."""
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy is a MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...), got {mp_policy!r}")
+
+
+def check_offload(offload_policy: Any) -> None:
+    """Raises TypeError unless it is a policy."""
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(f"offload_policy is CPUOffloadPolicy() or OffloadPolicy(), got {offload_policy!r}")
+
+
+def check_callable(module: Any, name: str) -> None:
+    """Whether a unit can be made of ``module``: it runs by being called, and is none yet.
+
+    Raises:
+        TypeError, UnitError, DTensorError: it cannot.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{name} takes a module, got {type(module).__name__}")
+    has_forward = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_forward:
+        raise UnitError(
+            f"{name} of a {type(module).__name__}: nobody calls it, so nothing could gather its parameters; apply it to each of "
+            f"its modules: for block in blocks: {name}(block, mesh=mesh)"
+        )
+    if unit_of(module) is not None:
+        raise DTensorError(
+            f"this {type(module).__name__} is data-parallel already; call {name} once per module, inner ones first"
+        )
+
+
+def axes_named(mesh: DeviceMesh, dims: DataParallelMeshDims, host: Host | None = None) -> Axes:
+    """The roles of the named dims of a mesh that has others too."""
+    shard, replicate = ((x,) if isinstance(x, str) else tuple(x or ()) for x in (dims.shard, dims.replicate))
+    if not shard:
+        raise MeshError(f"dp_mesh_dims of fully_shard needs shard=, the mesh dims to cut over, got {dims}; see replicate()")
+    part = mesh[(*replicate, *shard)]
+    both = range(len(replicate) + len(shard))
+    return Axes(part, tuple(both[len(replicate) :]), tuple(both[: len(replicate)]), host)
+
+
+def axes_of(mesh: DeviceMesh, host: Host | None = None) -> Axes:
+    """The roles of the dims of a data-parallel mesh.
+
+    Raises:
+        MeshError: it has more than two dims.
+    """
+    if mesh.ndim > 2:
+        raise MeshError(
+            f"data parallelism takes a mesh of one dim, or of two (copied over the first, cut over the second), got {mesh!r}"
+        )
+    return Axes(mesh, (mesh.ndim - 1,), tuple(range(mesh.ndim - 1)), host)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Treat a method of a unit's module like ``forward``: parameters are gathered before it and given back after."""
+    method = getattr(module, method_name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        unit = unit_of(module)
+        if unit is None:
+            return method(*args, **kwargs)
+        args, kwargs = unit.before_forward(module, args, kwargs)
+        output = None
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            output = unit.after_forward(module, output)
+        return output
+
+    setattr(module, method_name, wrapped)
+
+
+def add_methods(module: nn.Module, methods: type, prefix: str) -> None:
+    """Make ``module`` an instance of ``methods`` too."""
+    cls = type(module)
+    if not issubclass(cls, methods):
+        module.__class__ = type(f"{prefix}{cls.__name__}", (methods, cls), {"__module__": cls.__module__})

@@ -1,0 +1,73 @@
+"""The autograd function of data parallelism: it stands where gathered parameters come from, and hands their gradients on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...tensor.autograd import move
+from ...errors import DTensorError
+from ...placement import Partial
+from ...tensor.dtensor import DTensor
+from .parameters import Managed
+from .param_group import Group, shards_of
+
+Column = tuple[Tensor | None, ...]  # one parameter's gradient: per member held here its own, where there is one
+
+
+class Receiver(Protocol):
+    """Who takes the gradients of a group's gathered parameters."""
+
+    def receive(self, group: Group, use: Any, gradients: dict[int, Column], distributed: bool) -> None:
+        """Local gradients by parameter; ``distributed``: terms of one global sum, not each rank's own."""
+
+
+class Gathered(torch.autograd.Function):
+    """An anchor -> gathered parameters, as the flat outputs of :meth:`Group.values`.
+
+    Its node runs when the gradients of *all* its outputs are there, however often a module was called: they are reduced once.
+    The sharded parameters are no inputs: their gradients arrive later, so that reductions overlap the rest of backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, group: Group, receiver: Receiver, use: Any, distributed: bool) -> tuple[Tensor, ...]:
+        ctx.group, ctx.receiver, ctx.use, ctx.distributed = group, receiver, use, distributed
+        ctx.set_materialize_grads(False)
+        ctx.trainable = [m.parameter.requires_grad for m in group.managed]
+        flat, owners = group.values(distributed), group.owners(distributed)
+        ctx.mark_non_differentiable(*(x for x, i in zip(flat, owners, strict=True) if not ctx.trainable[i]))
+        return tuple(flat)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        group: Group = ctx.group
+        columns: list[list[Tensor | None]] = [[] for _ in group.managed]
+        for grad, i in zip(grads, group.owners(ctx.distributed), strict=True):
+            columns[i].append(grad)
+        needed = [i for i, trainable in enumerate(ctx.trainable) if trainable]
+        gradients = {i: _column(group, group.managed[i], columns[i], ctx.distributed) for i in needed}
+        ctx.receiver.receive(group, ctx.use, gradients, ctx.distributed)
+        return None, None, None, None, None
+
+
+def _column(group: Group, m: Managed, grads: Sequence[Tensor | None], distributed: bool) -> Column:
+    """The local gradients of one parameter: those of a DTensor as terms of the data-parallel sum."""
+    grad = grads[0]
+    if not isinstance(grad, DTensor):
+        return (None,) * group.pieces if grad is None and len(grads) == 1 else tuple(grads)
+    if distributed:
+        dp = {group.axes.mesh._dims[i] for i in group.axes.both}
+        where = [Partial() if dims in dp else p for p, dims in zip(m.whole.placements, m.whole.mesh._dims, strict=True)]
+    else:
+        if m.inside is None:
+            raise DTensorError(
+                "a data-parallel parameter was used when its unit was through: call the modules that the unit was made of, not "
+                "parts of them by themselves"
+            )
+        where = list(m.inside.placements)
+    target = grad._layout.replace(placements=where)
+    return shards_of((grad if target is grad._layout else move(grad, target))._local)

@@ -1,0 +1,202 @@
+"""Gradients of a flat group reduced over the data-parallel mesh: one reduce-scatter (or all-reduce) for all of them.
+
+Ranks whose computation is local, each with its own batch and loss, average: the loss is the mean of the ranks' losses. Where the
+batch is a DTensor over the data-parallel mesh the loss is one global value, whose gradient is the sum of the ranks' terms.
+
+Behind the gradients go flags that say which of them this rank has. A rank that misses some learns by them whether anybody has
+them; what no rank used keeps its ``.grad`` as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...comm import Pending
+from ...errors import DTensorError
+from ...tensor.dtensor import wrap
+from .comm_hook import Reducer
+from .gradient_node import Column
+from .param_group import Group, shards_of
+from .offload import Host
+from .custom_collectives import scatter_chunks
+
+
+class Reduction:
+    """One reduction under way."""
+
+    def __init__(self, group: Group, gradients: dict[int, Column], dtype: torch.dtype, average: bool) -> None:
+        self.group, self.chosen = group, list(gradients)
+        self.missing = {i for i, column in gradients.items() if any(grad is None for grad in column)}
+        self._divisor = group.settings.divisor if average else None
+        if average and self._divisor is None and group.settings.sums_only:
+            self._divisor = float(group.axes.mesh.size())
+        self._hooked: Reducer | None = group.settings.reduces
+        if self._hooked is not None:
+            self._divisor = None  # it averages by itself
+            if not average:
+                raise DTensorError("a communication hook averages, but the gradients of a DTensor batch's global loss are summed")
+        self._op = "avg" if average and self._divisor is None else "sum"
+        self._buckets: dict[
+            int, list[Tensor]
+        ] = {}  # of whole gradients: they serve again, as fresh pages cost more than the copy
+        self._dtype = dtype
+        self._flat: Any = None  # what has arrived
+        self._waits: list[Callable[[], Any]] = []  # for copies to host memory
+        self._pending = self._issue([gradients[i] for i in self.chosen], dtype)
+
+    def _issue(self, columns: Sequence[Column], dtype: torch.dtype) -> Pending[Tensor]:
+        group, comm, axes = self.group, self.group.comm, self.group.axes
+        device, in_process = torch.device(axes.mesh.device_type), axes.mesh.kind == "in_process"
+
+        self._buckets = {} if axes.shard else group.buckets.pop(self._key(dtype), {})
+
+        def chunks(member: int) -> list[Tensor]:
+            own = [column[member if in_process else 0] for column in columns]
+            if axes.shard:
+                return group.recipe(member).chunks(self.chosen, own, dtype, device)
+            bucket = self._buckets.get(member)
+            if bucket is None:
+                bucket = self._buckets[member] = group.recipe(member).bucket(self.chosen, dtype, device)
+            return [_filled(bucket, own)]
+
+        with torch.no_grad():
+            packed = comm.map(chunks)
+            if axes.shard:
+                by = group.settings.scatters
+                if by is not None:
+                    return scatter_chunks(axes, by, packed, self._op)
+                return (group.settings.scatter_comm or comm).reduce_scatter(packed, axes.shard, self._op, async_op=True)
+            if self._hooked is not None:
+                return self._hooked(comm, axes.replicate, packed[0], [group.managed[i].parameter for i in self.chosen])
+            return comm.all_reduce(packed[0], axes.replicate, self._op, async_op=True)
+
+    def _key(self, dtype: torch.dtype) -> Any:
+        return tuple(self.chosen), dtype
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        """Wait for it; its results are here, or on their way to host memory."""
+        group, axes = self.group, self.group.axes
+        flat = self._pending.wait()
+        if self._buckets:
+            group.buckets[self._key(self._dtype)] = self._buckets
+        if axes.shard and axes.replicate:
+            flat = self._over_replicas(flat)
+            if flat is None:
+                return
+        self._flat = self._finished(flat)
+        if axes.host is not None:
+            self._flat = group.comm.map(self._fetched, self._flat, axes.host)
+
+    @torch.no_grad()
+    def deliver(self) -> None:
+        """Add its results, which have arrived, to the parameters' gradients."""
+        if self._flat is None:
+            return
+        for wait in self._waits:
+            wait()
+        group = self.group
+        *blocks, flags = group.comm.map(self._blocks, self._flat)
+        self._flat = None
+        used = {}
+        if self.missing:
+            rows = [shard.tolist() for shard in shards_of(flags)]
+            used = {i: any(row[k] for row in rows) for k, i in enumerate(self.chosen)}
+        for i, block in zip(self.chosen, blocks, strict=True):
+            if i not in self.missing or used[i]:
+                m = group.managed[i]
+                accumulate(m.parameter, wrap(block, m.layout))
+
+    def _fetched(self, member: int, flat: Tensor, host: Host) -> Tensor:
+        copied, wait = host.fetched(flat)
+        self._waits.append(wait)
+        return copied
+
+    def _finished(self, flat: Any) -> Any:
+        """Divided, and seen by the user's hook: before the division if collectives are to sum only, as its own does then."""
+        settings, divisor = self.group.settings, self._divisor
+        if divisor is not None and not (settings.sums_only and settings.hook is not None):
+            flat, divisor = flat / divisor, None
+        if settings.hook is not None:
+            gradients = self.group.comm.map(lambda member, x: x[: x.numel() - len(self.chosen)], flat)
+            with settings.on_hook_stream(self.group.axes.mesh.device_type):
+                settings.hook(gradients)
+        return flat if divisor is None else flat / divisor
+
+    def _over_replicas(self, flat: Any) -> Any:
+        """This rank's part with those of the passes before that were not summed over replicas; None: it waits with them."""
+        group, key = self.group, (tuple(self.chosen), self._op)
+        before, missing = group.scattered.pop(key, (None, frozenset()))
+        flat = flat if before is None else before + flat
+        self.missing |= missing
+        if not group.settings.all_reduces:
+            group.scattered[key] = (flat, frozenset(self.missing))
+            return None
+        return group.comm.all_reduce(flat, group.axes.replicate, self._op)
+
+    def _blocks(self, member: int, flat: Tensor) -> list[Tensor]:
+        group = self.group
+        position = group.axes.mesh.members_of(group.axes.shard, member).index(member)
+        *blocks, flags = group.recipe(member).split(self.chosen, position, flat)
+        dtypes = [group.managed[i].layout.dtype for i in self.chosen]
+        if any(dtype is not flat.dtype for dtype in dtypes):
+            blocks = [block.to(dtype) for block, dtype in zip(blocks, dtypes, strict=True)]
+        return [*blocks, flags]
+
+
+def _filled(bucket: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
+    """The bucket with gradients and flags in it."""
+    flat, *parts, flags = bucket
+    flags.fill_(1)
+    there = [grad for grad in grads if grad is not None]
+    if len(there) == len(parts):
+        torch._foreach_copy_(parts, there)
+        return flat
+    for k, (part, grad) in enumerate(zip(parts, grads, strict=True)):
+        if grad is None:
+            flags[k] = 0
+            part.zero_()
+        else:
+            part.copy_(grad)
+    return flat
+
+
+def reductions(group: Group, gradients: dict[int, Column], average: bool) -> list[Reduction]:
+    """The reductions of a group's gradients, issued: one for each dtype."""
+    by_dtype: dict[torch.dtype, dict[int, Column]] = {}
+    for i, column in gradients.items():
+        by_dtype.setdefault(group.policy.reduce_dtype or group.dtype_of(group.managed[i]), {})[i] = column
+    return [Reduction(group, columns, dtype, average) for dtype, columns in by_dtype.items()]
+
+
+def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
+    """What autograd does with the gradient of a leaf: its hooks, ``.grad``, and the hooks after that."""
+    for hook in list((parameter._backward_hooks or {}).values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad.add_(grad)
+    for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hook(parameter)
+
+
+def add(held: Column | None, new: Column) -> Column:
+    """Gradients that are not reduced yet, and more of them."""
+    if held is None:
+        return new
+    return tuple(b if a is None else a if b is None else a + b for a, b in zip(held, new, strict=True))
+
+
+def to_be_added(column: Column, dtype: torch.dtype | None) -> Column:
+    """Gradients that more will join: not in less than the dtype that they are reduced in, where small terms would vanish."""
+    return column if dtype is None else tuple(_widened(grad, dtype) for grad in column)
+
+
+def _widened(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if grad is None else grad.to(torch.promote_types(grad.dtype, dtype))

@@ -1,0 +1,350 @@
+"""A unit of data parallelism: a module whose parameters are gathered before it runs and given back after."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...dispatch.local_op import refuse_transforms
+from ...tensor.dtensor import DTensor
+from .parameters import Axes, same_root
+from .buffers import Buffers
+from .gradient_node import Column, Gathered
+from .param_group import Group, shards_of
+from ...tensor.materialize import check_values
+from .neighbours import Neighbours
+from .policy import MixedPrecisionPolicy, cast
+from .gradients import add, reductions, to_be_added
+from .schedule import Schedule
+from .uses import Pass, Use, tensors_in
+from .saved_tensors import watched
+
+_AT_ONCE = 2**62  # autograd runs later nodes first; this one as soon as its gradients are there, as it does with leaves
+_ATTRIBUTE = "_data_parallel_unit"
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit whose module this is."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+class Unit:
+    """One or several modules and the groups of parameters that they need.
+
+    Attributes:
+        modules: what is hooked; parameters are given back after the last of them has run.
+        groups: one for a fully sharded module, one per bucket for a replicated one.
+        keep_after_forward: do not free between forward and backward; None: as the outermost unit, yes, else no.
+        sync: reduce gradients in backward; otherwise they are held, unsharded, for a later backward.
+        in_order: reduce groups in their order, also those that this rank did not use.
+        neighbours: who keep parts between forward and backward instead of freeing all.
+        gathers_in_backward: whether backward needs the gathered values.
+        defers: reduce when backward has ended, also if this rank did not reach the unit.
+        reductions_under_way: how many units' gradients may travel before their results are waited for.
+        awaited: an event that the next forward waits for.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], groups: Sequence[Group], buffers: Buffers, axes: Axes, policy: MixedPrecisionPolicy
+    ) -> None:
+        self.modules, self.groups, self.buffers = list(modules), list(groups), buffers
+        self.axes, self.policy = axes, policy
+        self.keep_after_forward: bool | None = None
+        self.keep_after_backward = False
+        self.sync = True
+        self.in_order = False
+        self.neighbours: Neighbours | None = None
+        self.gathers_in_backward = True
+        self.defers = False
+        self.reductions_under_way = 1
+        self.awaited: Any = None
+        self._watch: Any = None  # over what forward saves, where backward shall not need the gathered values
+        self.schedule: Schedule | None = None
+        self.before_in_forward: list[Unit] | None = None  # explicit prefetching
+        self.before_in_backward: list[Unit] | None = None
+        self._to_run: set[nn.Module] = set()
+        self._pass = Pass()
+        self._expected: set[Use] = set()  # of this pass, whose gradients have not come
+        self._views: dict[int, tuple[Use | None, list[Any]]] = {}  # group -> gathered parameters of this pass
+        self._took_part = False  # gathered values were recorded in this pass
+        self._deferred: dict[int, Column] = {}  # parameter -> gradients to be reduced when backward has ended
+        self._held: dict[tuple[int, int], Column] = {}  # (group, parameter) -> gradients not reduced yet
+        self._ready: list[list[dict[int, Column]]] = [[] for _ in self.groups]  # in order: what waits for groups before it
+        self._turn = 0
+        self._anchor = torch.empty(0, requires_grad=True)
+        for module in self.modules:
+            module.__dict__[_ATTRIBUTE] = self
+            module.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(_after, always_call=True)
+
+    # --- forward -------------------------------------------------------------------------------------------------
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Parameters whole and in place; inputs cast."""
+        schedule = self._scheduled()
+        outermost = schedule.depth == 0 and not schedule.in_backward()
+        schedule.depth += 1  # first of all: :meth:`after_forward` is called whatever raises here
+        refuse_transforms("a data-parallel module")
+        if outermost:
+            schedule.begin(any(self._spans(x) for x in tensors_in((args, kwargs)) if isinstance(x, DTensor)))
+            if self.awaited is not None:
+                event, self.awaited = self.awaited, None
+                event.wait()
+        if not self._to_run:
+            self._to_run = set(self.modules)
+        if not schedule.in_backward():
+            schedule.ran(self)
+        self.gather()
+        following = self.before_in_forward
+        if following is None:
+            after = schedule.next_forward(self) if not schedule.in_backward() else None
+            following = [] if after is None else [after]
+        for unit in following:
+            unit.start_gather()
+        self.put_values(schedule.distributed)
+        if torch.is_grad_enabled():
+            then = functools.partial(self._release_all, list(self._expected))
+            args, kwargs = self._pass.expect_inputs((args, kwargs), then)
+        self.buffers.enter(schedule.distributed)
+        if not self.gathers_in_backward and self._watch is None:
+            self._watch = watched(self.groups)
+        dtype = self.policy.param_dtype
+        return (args, kwargs) if dtype is None or not self.policy.cast_forward_inputs else cast((args, kwargs), dtype)
+
+    def after_forward(self, module: nn.Module, output: Any) -> Any:
+        """Sharded parameters in place again; gathered ones freed, to be gathered again when the gradient comes."""
+        schedule = self.schedule
+        if schedule is None:  # forward was refused
+            return output
+        schedule.depth -= 1
+        self._end_watch()
+        self._to_run.discard(module)
+        if self.policy.output_dtype is not None:
+            output = cast(output, self.policy.output_dtype)
+        if schedule.in_backward():  # a forward pass recomputed: backward needs the values next
+            return output
+        self.buffers.leave(schedule.distributed, module.training)
+        self.put_parameters()
+        returns = self._expect_gradients(output) if torch.is_grad_enabled() else True
+        if not self._to_run and returns:
+            if self.neighbours is not None and not self.defers:
+                self._keep_parts(self.neighbours)
+            elif not self._keeps():
+                self.free()
+        return output
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _keeps(self) -> bool:
+        if self.defers and torch.is_grad_enabled():
+            return True  # ranks may not gather in the same order in backward
+        if self.keep_after_forward is None:
+            return self._scheduled().depth == 0 and torch.is_grad_enabled()
+        return self.keep_after_forward
+
+    def _expect_gradients(self, output: Any) -> bool:
+        """Gather again as soon as a gradient of ``output`` arrives. False: nothing would tell us."""
+        uses = [use for use, _ in self._views.values() if use is not None]
+        tensors = [x for x in tensors_in(output) if x.requires_grad]
+        for piece in (piece for x in tensors for piece in shards_of(x)):
+            piece.register_hook(functools.partial(_before_backward, self, uses))
+        return bool(tensors) or not uses
+
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """The modules and names where this unit's parameters stand."""
+        return [place for group in self.groups for m in group.managed for place in m.places]
+
+    def _spans(self, x: DTensor) -> bool:
+        mesh = x.device_mesh
+        return same_root(mesh, self.axes.mesh) and set(self.axes.mesh._dims) <= set(mesh._dims)
+
+    def _scheduled(self) -> Schedule:
+        """The schedule of the outermost unit that was called first."""
+        if self.schedule is None:
+            below = [unit_of(submodule) for module in self.modules for submodule in module.modules()]
+            units = list(dict.fromkeys(unit for unit in below if unit is not None))
+            managed = {(id(at), name) for u in units if u.axes.mesh.device_type != "meta" for at, name in u.places()}
+            check_values(self.modules, managed)
+            made = Schedule(units)
+            for unit in units:
+                unit.schedule = made
+        assert self.schedule is not None
+        return self.schedule
+
+    # --- gathered and sharded parameters -------------------------------------------------------------------------
+    def start_gather(self) -> None:
+        for group in self.groups:
+            group.start_gather()
+
+    def gather(self) -> None:
+        for group in self.groups:
+            group.gather()
+
+    def free(self) -> None:
+        for group in self.groups:
+            if not group.live:
+                group.free()
+
+    def _keep_parts(self, neighbours: Neighbours) -> None:
+        for group in self.groups:
+            if not group.live:
+                group.keep_part(neighbours)
+
+    def put_values(self, distributed: bool = False) -> None:
+        """Gathered parameters where the module has them."""
+        for k, group in enumerate(self.groups):
+            found = self._views.get(k)
+            if found is None or (torch.is_grad_enabled() and found[0] is None):
+                found = self._views[k] = self._applied(group, distributed)
+            for m, value in zip(group.managed, found[1], strict=True):
+                m.put(value)
+
+    def _applied(self, group: Group, distributed: bool) -> tuple[Use | None, list[Any]]:
+        if not torch.is_grad_enabled() or not any(m.parameter.requires_grad for m in group.managed):
+            return None, group.regrouped(group.values(distributed), distributed)
+        use = Use(group, group.seen, self._pass)
+        self._took_part = True
+        self._expected.add(use)
+        flat = Gathered.apply(self._anchor, group, self, use, distributed)
+        next(x.grad_fn for x in flat if x.grad_fn is not None)._set_sequence_nr(_AT_ONCE)
+        return use, group.regrouped(flat, distributed)
+
+    def put_parameters(self) -> None:
+        """Sharded parameters where the module has them."""
+        for group in self.groups:
+            group.put_parameters()
+
+    # --- backward ------------------------------------------------------------------------------------------------
+    def before_backward(self, uses: Sequence[Use]) -> None:
+        """A gradient of this unit's output has arrived: the values that forward saw are needed."""
+        schedule = self._scheduled()
+        schedule.expect_end()
+        for use in uses:
+            use.group.check_unchanged(use.stamp)
+            use.group.live.setdefault(use, schedule.backward_pass())
+        if self.gathers_in_backward:
+            self.gather()
+            with torch.enable_grad():  # parts of the forward pass may be run again, see torch.utils.checkpoint
+                self.put_values(schedule.distributed)
+        self.buffers.enter(schedule.distributed)
+        following = self.before_in_backward
+        if following is None:
+            after = schedule.next_backward(self)
+            following = [] if after is None or not after._expected or not after.gathers_in_backward else [after]
+        for unit in following:
+            unit.start_gather()
+
+    def receive(self, group: Group, use: Use, gradients: dict[int, Column], distributed: bool) -> None:
+        """Local gradients of a group (see ``gathered.Receiver``): reduced, or held for a later backward; the group freed."""
+        schedule, k = self._scheduled(), self.groups.index(group)
+        schedule.expect_end()
+        for i in gradients:
+            gradients[i] = add(self._held.pop((k, i), None), gradients[i])
+        if not self.sync or self.defers:
+            gradients = {i: to_be_added(column, self.policy.reduce_dtype) for i, column in gradients.items()}
+        if not self.sync:
+            self._held.update({(k, i): column for i, column in gradients.items()})
+        elif self.in_order:
+            self._ready[k].append(gradients)
+            self._send_ready(not distributed)
+        elif self.defers:
+            self._deferred = {i: add(self._deferred.get(i), column) for i, column in gradients.items()}
+        else:
+            schedule.reducing(reductions(group, gradients, not distributed))
+        use.through = group.live.get(use, schedule.backward_pass()) == schedule.backward_pass()
+        self._expected.discard(use)
+        self._release(use)
+
+    def _release_all(self, uses: Sequence[Use]) -> None:
+        for use in uses:
+            self._release(use)
+
+    def _release(self, use: Use) -> None:
+        """Give the group's values back if neither the graph nor what may be computed again needs them."""
+        group = use.group
+        if not use.through or use.of.inputs:
+            return
+        group.live.pop(use, None)
+        if not group.live:
+            group.put_parameters()
+            if not self.keep_after_backward:
+                group.free()
+
+    def _send_ready(self, average: bool) -> None:
+        """Reduce what is ready in the order of groups, which is the same on all ranks, whatever each of them used."""
+        while self._ready[self._turn]:
+            gradients = self._ready[self._turn].pop(0)
+            self._scheduled().reducing(reductions(self.groups[self._turn], gradients, average))
+            self._turn = (self._turn + 1) % len(self.groups)
+
+    def flush(self) -> None:
+        """Backward has ended: groups that this rank did not use take part with nothing, since others may have used them."""
+        if not self.sync:
+            return
+        if self.defers and not self.in_order and self._took_part:
+            for k, group in enumerate(self.groups):  # one
+                found, self._deferred = self._deferred, {}
+                gradients = {i: add(found.get(i), column) for i, column in self._nothing(k).items()}
+                self._scheduled().reducing(reductions(group, gradients, not self._scheduled().distributed))
+        if not self.in_order:
+            return
+        while self._turn or any(self._ready):
+            if not self._ready[self._turn]:
+                self._ready[self._turn].append(self._nothing(self._turn))
+            self._send_ready(not self._scheduled().distributed)
+
+    def _nothing(self, k: int) -> dict[int, Column]:
+        """What this rank has of a group that its backward did not reach: what is held of passes before."""
+        group = self.groups[k]
+        trainable = [i for i, m in enumerate(group.managed) if m.parameter.requires_grad]
+        return {i: add(self._held.pop((k, i), None), (None,) * group.pieces) for i in trainable}
+
+    # --- iterations ----------------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """A forward pass starts: new graph, new gathered tensors."""
+        self._views, self._expected, self._pass, self._took_part = {}, set(), Pass(), False
+
+    def end(self) -> None:
+        """Backward has ended."""
+        self._views, self._to_run = {}, set()
+        self.buffers.leave(self._scheduled().distributed, any(module.training for module in self.modules))
+        for group in self.groups:
+            group.live.clear()
+            group.put_parameters()
+            if not self.keep_after_backward:
+                group.free()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy starts between passes: what a pass has gathered and recorded stays with the original."""
+        none = dict.fromkeys(("_watch", "schedule", "awaited"))
+        return self.__dict__ | none | {"_views": {}, "_to_run": set(), "_expected": set(), "_pass": Pass()}
+
+    def reset(self) -> None:
+        """After a pass that raised: sharded parameters in place, nothing held, nothing awaited."""
+        self._end_watch()
+        self.buffers.leave(self._scheduled().distributed, False)
+        self._held, self._deferred, self._ready, self._turn, self._expected = {}, {}, [[] for _ in self.groups], 0, set()
+        for group in self.groups:
+            group.scattered.clear()
+            group.free()
+        self.end()
+
+
+def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    unit = unit_of(module)
+    return None if unit is None else unit.before_forward(module, args, kwargs)
+
+
+def _after(module: nn.Module, args: Any, output: Any) -> Any:
+    unit = unit_of(module)
+    return output if unit is None else unit.after_forward(module, output)
+
+
+def _before_backward(unit: Unit, uses: Sequence[Use], grad: Tensor) -> None:
+    unit.before_backward(uses)

@@ -1,0 +1,74 @@
+"""Between forward and backward: gathered parameters cut over a few neighbouring ranks (``reshard_after_forward=8``).
+
+Backward then gathers from those neighbours only, say from the ranks of one machine, for 1/8 of the whole parameters' memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm import Pending, PerRank, communicator_of
+from ...errors import UnsupportedOperationError
+from .parameters import Axes
+
+
+class Neighbours:
+    """Groups of ``size`` consecutive ranks along the mesh dim that cuts parameters.
+
+    Raises:
+        ValueError: ``size`` does not divide the ranks of that dim.
+        UnsupportedOperationError: several dims cut parameters.
+    """
+
+    def __init__(self, axes: Axes, size: int) -> None:
+        if len(axes.shard) != 1:
+            raise UnsupportedOperationError(
+                "reshard_after_forward as a number takes one mesh dim to cut over; flatten those that do"
+            )
+        ranks = axes.mesh.shape[axes.shard[0]]
+        if not 1 <= size <= ranks or ranks % size:
+            raise ValueError(
+                f"reshard_after_forward as a number divides the {ranks} ranks that parameters are cut over, got {size}"
+            )
+        self.axes, self.size, self._dim = axes, size, axes.shard[0] + 1
+        unnamed = axes.mesh._derive(axes.mesh._dims, None)
+        self._mesh = unnamed.unflatten(axes.shard[0], (ranks // size, size))
+        self._order = [axes.mesh.ranks.index(rank) for rank in self._mesh.ranks]  # members there, as members of the axes' mesh
+
+    def keep(self, buffer: Any) -> Any:
+        """This rank's part of a buffer of bytes that all of its neighbours hold whole."""
+
+        def part(member: int, whole: Tensor) -> Tensor:
+            start, length = self._bounds(member, whole.numel())
+            return whole[start : start + length].clone()
+
+        with torch.no_grad():
+            return communicator_of(self.axes.mesh).map(part, buffer)
+
+    def gather(self, kept: Any, numel: Any) -> Pending[list[Any]]:
+        """The parts of all neighbours, by position; ``numel(member)``: of the whole buffer."""
+        parts = communicator_of(self._mesh).all_gather(
+            self._there(kept), (self._dim,), lambda k: (self._bounds(self._order[k], numel(self._order[k]))[1],), async_op=True
+        )
+        return Pending(lambda: [self._here(part) for part in parts.wait()])
+
+    def fill(self, parts: list[Any], buffer: Any) -> None:
+        """The buffer whole again; through ``.data``, which leaves the version counters alone that autograd checks."""
+        communicator_of(self.axes.mesh).map(lambda member, own, whole: torch.cat(own, out=whole.data), parts, buffer)
+
+    def _bounds(self, member: int, numel: int) -> tuple[int, int]:
+        position = self.axes.mesh.coordinates[member][self.axes.shard[0]] % self.size
+        each = -(-numel // self.size)
+        start = min(position * each, numel)
+        return start, min(each, numel - start)
+
+    def _there(self, local: Any) -> Any:
+        return PerRank(local.shards[k] for k in self._order) if isinstance(local, PerRank) else local
+
+    def _here(self, local: Any) -> Any:
+        return (
+            PerRank(local.shards[self._order.index(k)] for k in range(len(self._order))) if isinstance(local, PerRank) else local
+        )

@@ -1,0 +1,301 @@
+"""A flat group: parameters that one collective gathers, and whose gradients one collective reduces.
+
+Rank r's row holds its block of every parameter, one behind the other, as bytes, so that dtypes may differ. Gathered rows are
+copied into one buffer in which each parameter is whole; freeing it gives back the storage but keeps the tensors, so what autograd
+saved of them is right again once the buffer is filled again in backward (Zhao et al., PyTorch FSDP, arXiv:2304.11277).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm import Communicator, Pending, PerRank, communicator_of
+from ...errors import DTensorError, UnitError
+from ...layout.layout import Layout
+from ...tensor.dtensor import wrap
+from .parameters import Axes, Managed
+from .neighbours import Neighbours
+from .policy import MixedPrecisionPolicy
+from .recipe import Recipe
+from .custom_collectives import Settings, gather_rows
+
+
+def shards_of(local: Any) -> tuple[Tensor, ...]:
+    """The tensors of a local, one per member held here."""
+    return local.shards if isinstance(local, PerRank) else (local,)
+
+
+class Group:
+    """Parameters gathered and reduced together.
+
+    Attributes:
+        managed: the parameters, wider dtypes first, so that every block is aligned.
+        gathered: the buffer is filled.
+        live: uses whose backward has begun and still needs the gathered values, and the autograd pass that it is: a
+            reentrant checkpoint runs passes of its own inside.
+        settings: how its collectives run.
+        scattered: reduce-scattered gradients that wait to be summed over replicas.
+    """
+
+    def __init__(self, managed: Sequence[Managed], axes: Axes, policy: MixedPrecisionPolicy) -> None:
+        self.axes, self.policy = axes, policy
+        self.managed: list[Managed] = []
+        self.gathered = False
+        self.live: dict[Any, int] = {}
+        self.settings = Settings()
+        self.scattered: dict[Any, Any] = {}
+        self._stamp: list[Any] = []
+        self._pending: Pending[list[Any]] | None = None
+        self._kept: tuple[Neighbours, Any] | None = None  # parts of the gathered values, between forward and backward
+        self._buffer: Any = None
+        self._full: list[Any] = []
+        self._targets: list[Any] = []
+        self._recipes: dict[int, Recipe] = {}
+        self.add(managed)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        copied = [memo.get(id(m)) or _copied(m, memo) for m in self.managed]
+        made = memo[id(self)] = Group(copied, self.axes, self.policy)
+        made.settings = copy.copy(self.settings)
+        return made
+
+    def add(self, managed: Sequence[Managed]) -> None:
+        """Take over more parameters."""
+        self.managed = sorted([*self.managed, *managed], key=lambda m: -self.dtype_of(m).itemsize)
+        for one in managed:
+            one.owner = self
+        self.forget()
+
+    def give_up(self, one: Managed, axes: Axes) -> None:
+        """Let a group over ``axes`` have a parameter of this one.
+
+        Raises:
+            UnitError: its parameters lie otherwise.
+        """
+        if axes != self.axes:
+            raise UnitError(
+                f"a parameter that two modules have in common lies over {self.axes.mesh!r} in the inner unit, and is to lie over "
+                f"{axes.mesh!r} in the outer one; give both the same mesh and offload_policy"
+            )
+        self.managed.remove(one)
+        one.owner = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the buffer and what was computed from the list of parameters."""
+        self.gathered, self._buffer, self._pending, self._full, self._recipes = False, None, None, [], {}
+        self._kept = None
+        self.buckets: dict[Any, dict[int, list[Tensor]]] = {}  # memory of gradients on their way, see Reduction
+        self._inside: dict[bool, list[Layout | None]] = {}
+        self._owners: dict[bool, list[int]] = {}
+
+    # --- what the computation sees -------------------------------------------------------------------------------
+    def dtype_of(self, m: Managed) -> torch.dtype:
+        """The dtype that a parameter is gathered in."""
+        wanted = self.policy.param_dtype
+        return wanted if wanted is not None and m.layout.dtype.is_floating_point else m.layout.dtype
+
+    def _layout_inside(self, m: Managed, distributed: bool) -> Layout | None:
+        layout = m.whole if distributed else m.inside
+        return None if layout is None else layout.replace(dtype=self.dtype_of(m), stride=None)
+
+    def values(self, distributed: bool) -> list[Tensor]:
+        """The gathered parameters as flat outputs: one DTensor, or one plain tensor per member held here, for each."""
+        flat: list[Tensor] = []
+        for full, layout in zip(self._full, self._layouts_inside(distributed), strict=True):
+            if layout is not None:
+                flat.append(wrap(_alias(full), layout))
+            elif isinstance(full, PerRank):
+                flat.extend(shard.data for shard in full.shards)
+            else:
+                flat.append(full.data)
+        return flat
+
+    def _layouts_inside(self, distributed: bool) -> list[Layout | None]:
+        """Per parameter its layout while the computation sees it; None: a plain tensor."""
+        found = self._inside.get(distributed)
+        if found is None:
+            found = self._inside[distributed] = [self._layout_inside(m, distributed) for m in self.managed]
+        return found
+
+    def owners(self, distributed: bool) -> list[int]:
+        """Which parameter each flat output belongs to."""
+        found = self._owners.get(distributed)
+        if found is None:
+            found = [i for i, m in enumerate(self.managed) for _ in range(self.outputs_of(m, distributed))]
+            self._owners[distributed] = found
+        return found
+
+    def outputs_of(self, m: Managed, distributed: bool) -> int:
+        """How many of the flat outputs belong to a parameter."""
+        return 1 if distributed or m.inside is not None else self.pieces
+
+    def regrouped(self, flat: Sequence[Tensor], distributed: bool) -> list[Any]:
+        """Flat outputs, one item per parameter again."""
+        if self.axes.mesh.kind != "in_process":
+            return list(flat)
+        result, items = [], iter(flat)
+        for m, full, layout in zip(self.managed, self._full, self._layouts_inside(distributed), strict=True):
+            own = [next(items) for _ in range(self.outputs_of(m, distributed))]
+            result.append(PerRank(own) if layout is None and isinstance(full, PerRank) else own[0])
+        return result
+
+    def put_parameters(self) -> None:
+        """The sharded parameters where the modules have them."""
+        for m in self.managed:
+            if m.placed is not m.parameter:
+                m.put(m.parameter)
+
+    # --- gather and free -----------------------------------------------------------------------------------------
+    @property
+    def comm(self) -> Communicator:
+        return communicator_of(self.axes.mesh)
+
+    @property
+    def pieces(self) -> int:
+        """How many members' tensors this process holds."""
+        return len(self.axes.mesh.members) if self.axes.mesh.kind == "in_process" else 1
+
+    @property
+    def borrows(self) -> bool:
+        """The parameters are whole and in the right dtype as they are: nothing to gather or copy."""
+        return self.axes.host is None and all(m.cut is None and self.dtype_of(m) == m.layout.dtype for m in self.managed)
+
+    def stamp(self) -> list[Any]:
+        """Changes whenever a parameter's value does: written to as a DTensor or as its local, or replaced."""
+        now: list[Any] = []
+        for m in self.managed:
+            p: Any = m.parameter
+            now.append(p._version)
+            for shard in shards_of(p._local):
+                now += id(shard), shard._version
+        return now
+
+    def start_gather(self) -> None:
+        """Issue the all-gather, unless what is gathered is still right."""
+        if not self.managed:
+            return
+        for m in self.managed:
+            m.refresh()
+        now = self.stamp()
+        if (self.gathered or self._pending is not None) and self._stamp == now:
+            return
+        if self._stamp != now:
+            self._kept = None
+        self._stamp, self.gathered, self._pending = now, False, None
+        locals_ = [m.parameter._local for m in self.managed]  # type: ignore[attr-defined]  # DTensors
+        if self.borrows:
+            self._full, self.gathered = locals_, True
+        elif self._kept is not None:
+            sizes = [buffer.numel() for buffer in shards_of(self._buffer)]
+            neighbours, parts = self._kept
+            self._pending = neighbours.gather(parts, lambda member: sizes[member if len(sizes) > 1 else 0])
+        elif self.axes.shard:
+            join: Callable[[list[Tensor]], Tensor] = torch.cat if self.axes.host is None else self.axes.host.joined
+            row = self.comm.map(lambda member, own: self.recipe(member).pack(own, self.axes.mesh.device_type, join), locals_)
+            self._pending = self._gathering(row)
+        else:
+            self._pending = Pending.of([])
+
+    def _gathering(self, row: Any) -> Pending[list[Any]]:
+        if (by := self.settings.gathers) is not None:
+            dtypes = {self.dtype_of(m) for m in self.managed if m.cut is not None}
+            seen_as = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+            return gather_rows(self.axes, by, row, seen_as, lambda member: self.recipe(member).nbytes)
+        return self.comm.all_gather(row, self.axes.shard, lambda member: (self.recipe(member).nbytes,), async_op=True)
+
+    def gather(self) -> None:
+        """The parameters, whole, in the buffer."""
+        self.start_gather()
+        if self._pending is None:
+            return
+        with torch.no_grad():
+            rows = self._pending.wait()
+            self._allocate()
+            if self._kept is not None:
+                self._kept[0].fill(rows, self._buffer)
+            else:
+                locals_ = [self._beside(m) for m in self.managed]
+                self.comm.map(lambda member, *a: self.recipe(member).unpack(*a), rows, locals_, self._targets)
+        self._pending, self._kept, self.gathered = None, None, True
+
+    def _beside(self, m: Managed) -> Any:
+        """A parameter's local where it is copied from, if it is whole: on the device."""
+        local, host = m.parameter._local, self.axes.host  # type: ignore[attr-defined]  # a DTensor
+        if host is None or m.cut is not None:
+            return local
+        return self.comm.map(lambda member, x: host.sent(x, self.axes.mesh.device_type), local)
+
+    def _allocate(self) -> None:
+        if self._buffer is None:
+            made = self.comm.map(lambda member: self.recipe(member).buffer(self.axes.mesh.device_type))
+            self._buffer, self._full = made[0], list(made[1:])
+            # writing through .data leaves the version counters alone that autograd checks its saved tensors by
+            self._targets = self.comm.map(lambda member, full: self.recipe(member).targets([x.data for x in full]), self._full)
+        for buffer in shards_of(self._buffer):
+            storage = buffer.untyped_storage()
+            if storage.nbytes() == 0:
+                storage.resize_(buffer.numel())
+
+    def keep_part(self, neighbours: Neighbours) -> None:
+        """Give the gathered values' memory back but for this rank's part, from which neighbours make them whole again."""
+        if self.gathered and not self.borrows:
+            kept = neighbours, neighbours.keep(self._buffer)
+            self.free()
+            self._kept = kept
+
+    def free(self) -> None:
+        """Give the gathered values' memory back."""
+        self._kept = None
+        if self._pending is not None:
+            self._pending.wait()  # all ranks drop it at the same point
+            self._pending = None
+        if self.gathered and not self.borrows:
+            for buffer in shards_of(self._buffer):
+                buffer.untyped_storage().resize_(0)
+        self.gathered = False
+
+    def recipe(self, member: int) -> Recipe:
+        """Where the blocks stand, as one member sees it."""
+        found = self._recipes.get(member)
+        if found is None:
+            group = self.axes.mesh.members_of(self.axes.shard, member)
+            found = Recipe.of([(m.layout, m.whole, m.cut, self.dtype_of(m)) for m in self.managed], member, group)
+            self._recipes[member] = found
+        return found
+
+    @property
+    def seen(self) -> list[Any]:
+        """The stamp of what is gathered."""
+        return self._stamp
+
+    def check_unchanged(self, stamp: Any) -> None:
+        """Backward needs the values that forward saw.
+
+        Raises:
+            DTensorError: a parameter was written to in between.
+        """
+        for m in self.managed:
+            m.refresh()
+        if stamp != self.stamp():
+            raise DTensorError(
+                "backward needs parameters as they were in forward, but one was written to in between (by an optimizer step?), "
+                "or replaced (by torch.func.functional_call?); call backward() before step(), or recompute the forward pass"
+            )
+
+
+def _alias(full: Any) -> Any:
+    """The same memory as a tensor of its own: no view, its own version counter."""
+    return PerRank(s.data for s in full.shards) if isinstance(full, PerRank) else full.data
+
+
+def _copied(m: Managed, memo: dict[int, Any]) -> Managed:
+    places = [(copy.deepcopy(module, memo), name) for module, name in m.places]
+    made = memo[id(m)] = Managed(places, copy.deepcopy(m.parameter, memo), m.layout, m.whole, m.inside, m.cut)
+    made.parameter._data_parallel = m.parameter._data_parallel  # type: ignore[attr-defined]
+    return made

@@ -1,0 +1,331 @@
+"""Parameters taken over by data parallelism: DTensors on the data-parallel mesh, on top of what tensor parallelism made.
+
+A weight that tensor parallelism cuts along the same tensor dim is cut by it first, then by data parallelism: each rank's
+tensor-parallel block stays in one piece when the data-parallel cut is undone. That order is the ``level`` of the placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ...comm import PerRank, communicator_of
+from ...errors import MeshError, PlacementError, UnsupportedOperationError
+from ...layout.layout import Layout
+from ...mesh.device_mesh import DeviceMesh
+from ...placement import Placement, Replicate, Shard
+from ...tensor.replaced import note_replaced
+from ...tensor.dtensor import DTensor, wrap
+from .offload import Host
+from .ties import around_units, managed_by, shared_with
+
+ShardPlacement = Callable[[nn.Parameter], Shard | None]
+
+
+@dataclass(eq=False, slots=True)
+class Managed:
+    """One parameter under data parallelism.
+
+    Attributes:
+        places: the modules and names where it stands.
+        parameter: the DTensor that the optimizer sees.
+        layout: its layout, over the data-parallel and the tensor-parallel mesh dims.
+        whole: the same with the data-parallel cut undone.
+        inside: the layout on the tensor-parallel mesh alone; None where there is none: a plain tensor.
+        cut: the tensor dim that data parallelism cuts; None: every rank holds it all.
+    """
+
+    places: list[tuple[nn.Module, str]]
+    parameter: nn.Parameter
+    layout: Layout
+    whole: Layout
+    inside: Layout | None
+    cut: int | None
+    owner: Any = None  # the group that gathers and reduces it
+    placed: Any = None  # what stands in its places now
+
+    def refresh(self) -> None:
+        """Look the parameter up again: loading and materialising a module may have put another one there.
+
+        Raises:
+            MeshError: what stands there now is laid out otherwise.
+        """
+        module, name = self.places[0]
+        found = module._parameters[name]
+        if found is self.parameter or found is self.placed:
+            self._follow_dtype()
+            return
+        if found is not None and torch.is_grad_enabled() and not isinstance(found, nn.Parameter) and _followed(found):
+            raise UnsupportedOperationError(
+                f"{name!r} of {type(module).__name__} is a parameter under data parallelism, its gradient arrives in its .grad: "
+                "torch.func.functional_call cannot give it a value that gradients or tangents are recorded of; give it "
+                "x.detach(), or use the module before fully_shard or replicate"
+            )
+        if not isinstance(found, DTensor) or found.placements != self.layout.placements:
+            raise MeshError(
+                f"parameter {name!r} of {type(module).__name__} was replaced by a {type(found).__name__}; it was {self.layout!r}"
+            )
+        self.parameter = found
+        for other, name in self.places:
+            other._parameters[name] = found
+        self._follow_dtype()
+
+    def _follow_dtype(self) -> None:
+        """``module.double()`` and the like change parameters in place, or put others there."""
+        dtype = self.parameter._layout.dtype  # type: ignore[attr-defined]  # a DTensor
+        if dtype is not self.layout.dtype:
+            self.layout, self.whole = self.layout.replace(dtype=dtype), self.whole.replace(dtype=dtype)
+            self.inside = None if self.inside is None else self.inside.replace(dtype=dtype)
+            if self.owner is not None:
+                self.owner.free()
+                self.owner.add([])  # whose parameters are ordered by their size
+
+    def put(self, value: Any) -> None:
+        """``value`` where the parameter stands."""
+        self.placed = value
+        for module, name in self.places:
+            module._parameters[name] = value
+            attributes = module.__dict__
+            if "_flat_weights_names" in attributes:  # recurrent modules keep a list of their weights
+                attributes["_flat_weights"] = [module._parameters.get(name) for name in attributes["_flat_weights_names"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """The data-parallel mesh and what its dims do.
+
+    Attributes:
+        mesh: 1-d or 2-d.
+        shard: the mesh dims that cut parameters.
+        replicate: the mesh dims that copy them.
+        host: where they are kept instead of on the device, if so.
+    """
+
+    mesh: DeviceMesh
+    shard: tuple[int, ...]
+    replicate: tuple[int, ...]
+    host: Host | None = None
+
+    @property
+    def kept_on(self) -> str:
+        """The type of device that parameters are kept on."""
+        return self.mesh.device_type if self.host is None else "cpu"
+
+    @property
+    def both(self) -> tuple[int, ...]:
+        return tuple(range(self.mesh.ndim))
+
+
+def adopt(
+    modules: Sequence[nn.Module], axes: Axes, ignored: set[nn.Parameter], by: str, where: ShardPlacement | None = None
+) -> list[Managed]:
+    """The parameters of ``modules`` that nobody manages yet, taken over; and those that they share with a unit below, which gives
+    them up: what several units use must be gathered while any of them runs.
+
+    Args:
+        by: the function that takes them, for messages.
+
+    Raises:
+        MeshError: a DTensor parameter whose mesh is not of the same root as the data-parallel mesh.
+        UnitError: one that a module elsewhere has in common with these, and that is distributed there already.
+    """
+    skipped = {id(p) for p in ignored}
+    within = list(dict.fromkeys(submodule for module in modules for submodule in module.modules()))
+    below = {id(m.parameter): m for submodule in within for m in managed_by(submodule)}
+    around = around_units(modules)
+    settled = {(id(at), name) for m in below.values() for at, name in m.places if at not in around}
+    asked = [
+        (at, name, parameter, shared_with(parameter, below, at, name, by))
+        for at in within
+        for name, parameter in at._parameters.items()
+        if parameter is not None and id(parameter) not in skipped and (id(at), name) not in settled
+    ]
+    taken: dict[int, Managed] = {}
+    for at, name, parameter, shared in asked:
+        known = taken.get(id(parameter), shared)
+        if known is None:
+            known = _take(parameter, axes, where)
+            note_replaced(parameter, by, known)
+        elif known.owner is not None:
+            known.owner.give_up(known, axes)
+        taken[id(parameter)] = known
+        if (at, name) not in known.places:
+            known.places.append((at, name))
+        at._parameters[name] = known.parameter
+    return list(dict.fromkeys(taken.values()))
+
+
+def _take(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> Managed:
+    held = shards_in(parameter)
+    if any(is_traceable_wrapper_subclass(x) for x in held):
+        raise UnsupportedOperationError(
+            f"a parameter is a {type(held[0]).__name__}, a tensor made of several: data parallelism gathers and reduces plain "
+            "tensors, and would lose the rest; keep its parts as parameters or buffers, or name it in ignored_params"
+        )
+    cut = None if not axes.shard or parameter.ndim == 0 else _asked(parameter, where)
+    inside = _beside(parameter._layout, axes.mesh) if isinstance(parameter, DTensor) else None
+    if inside is None:
+        whole = Layout.of(axes.mesh, None, parameter.shape, None, parameter.dtype)
+    else:
+        whole = _on(_joined(axes.mesh, inside.mesh), inside)
+    dp_dims = [_dim(whole.mesh, axes.mesh._dims[i]) for i in axes.shard]
+    layout = whole if cut is None else whole.replace(placements=_cut(whole, cut, dp_dims))
+    local = _own_part(parameter, axes, whole, layout)
+    made = nn.Parameter(wrap(local, layout), requires_grad=parameter.requires_grad)
+    made._data_parallel = axes.kept_on  # type: ignore[attr-defined]  # a mark that survives in the parameter
+    return Managed([], made, layout, whole, inside, cut)
+
+
+def _followed(x: Tensor) -> bool:
+    """Whether autograd records what becomes of ``x``, in one mode or the other."""
+    return x.requires_grad or forward_ad.unpack_dual(x).tangent is not None
+
+
+def shards_in(parameter: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that a parameter, distributed or not, is made of here."""
+    local = parameter._local if isinstance(parameter, DTensor) else parameter
+    return local.shards if isinstance(local, PerRank) else (local,)
+
+
+def _asked(parameter: nn.Parameter, where: ShardPlacement | None) -> int:
+    """The tensor dim to cut.
+
+    Raises:
+        PlacementError: ``where`` gives something else than None or a ``Shard`` of one of the parameter's dims.
+    """
+    asked = None if where is None else where(parameter)
+    if asked is None:
+        return 0
+    if not isinstance(asked, Shard) or not -parameter.ndim <= asked.dim < parameter.ndim:
+        raise PlacementError(
+            f"shard_placement_fn gave {asked!r} for a parameter of shape {tuple(parameter.shape)}; "
+            f"return Shard(dim) with a dim below {parameter.ndim}, or None for Shard(0)"
+        )
+    return asked.dim % parameter.ndim
+
+
+def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout) -> Any:
+    """This rank's block of the value that the first data-parallel rank has."""
+    local = parameter._local if isinstance(parameter, DTensor) else parameter.detach()
+    comm, mesh = communicator_of(axes.mesh), whole.mesh
+    if parameter.is_meta:
+        return comm.map(
+            lambda member: torch.empty(layout.local_shape(mesh.coordinates[member]), dtype=layout.dtype, device="meta")
+        )
+    if mesh.current_member() is None:
+        return local
+    device = axes.mesh.device_type
+    local = local.to(device)
+    if not (mesh.kind == "in_process" and not isinstance(local, PerRank)):
+        local = comm.broadcast(local, axes.both)
+
+    def block(member: int, full: torch.Tensor) -> torch.Tensor:
+        at, origin = (x.local_offset(mesh.coordinates[member]) for x in (layout, whole))
+        for dim, size in enumerate(layout.local_shape(mesh.coordinates[member])):
+            full = full.narrow(dim, min(at[dim] - origin[dim], full.shape[dim]), size)
+        part = full.detach().clone(memory_format=torch.contiguous_format)
+        return part if axes.host is None else part.cpu()
+
+    return comm.map(block, local)
+
+
+def onto_one_mesh(managed: Sequence[Managed], dp: DeviceMesh) -> None:
+    """Plain parameters beside tensor-parallel ones: replicated over the tensor-parallel mesh dims, with the first rank's value.
+
+    All parameters of a model are on one mesh then, so that norms over them, and operations on lists of them, just work.
+    """
+    meshes = dict.fromkeys(m.whole.mesh for m in managed if m.inside is not None and same_root(m.whole.mesh, dp))
+    joined = dp
+    for mesh in meshes:
+        joined = _joined(joined, mesh)
+    for m in managed:
+        if m.inside is None and m.whole.mesh != joined:
+            _relocate(m, joined)
+
+
+def _relocate(m: Managed, mesh: DeviceMesh) -> None:
+    old = m.parameter
+    further = tuple(i for i, dims in enumerate(mesh._dims) if dims not in m.layout.mesh._dims)
+    local = old._local  # type: ignore[attr-defined]  # a DTensor
+    if not old.is_meta and mesh.current_member() is not None:
+        local = communicator_of(mesh).broadcast(local, further)
+    m.layout, m.whole = _on(mesh, m.layout), _on(mesh, m.whole)
+    m.parameter = nn.Parameter(wrap(local, m.layout), requires_grad=old.requires_grad)
+    m.parameter._data_parallel = old._data_parallel  # type: ignore[attr-defined]  # as _take does
+    m.put(m.parameter)
+    note_replaced(old, "fully_shard", m)
+    if m.owner is not None:
+        m.owner.forget()
+
+
+# --- meshes and layouts ------------------------------------------------------------------------------------------------
+def same_root(one: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether both are parts of one mesh."""
+    return one._root is other._root or one._root.key == other._root.key
+
+
+def _joined(dp: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
+    """The mesh over the dims of both, in the order of the mesh that both are parts of."""
+    if not same_root(dp, tp):
+        raise MeshError(
+            f"a parameter lives on {tp!r}, which does not come from the same mesh as {dp!r}; slice both from one: "
+            "mesh = init_device_mesh(device_type, (2, 2), mesh_dim_names=('dp', 'tp')), then mesh['dp'] and mesh['tp']"
+        )
+    dims = dict(zip(dp._dims, dp.mesh_dim_names or [None] * dp.ndim, strict=True))
+    dims |= dict(zip(tp._dims, tp.mesh_dim_names or [None] * tp.ndim, strict=True))
+    ordered = sorted(dims)
+    names = tuple(dims[d] for d in ordered)
+    return dp._derive(tuple(ordered), None if None in names else names)  # type: ignore[arg-type]  # no None in it then
+
+
+def _beside(layout: Layout, dp: DeviceMesh) -> Layout | None:
+    """``layout`` on the mesh dims that are not data-parallel; None if there is no such dim.
+
+    Raises:
+        MeshError: it is not replicated over those that are.
+    """
+    mesh = layout.mesh
+    rest = [i for i, dims in enumerate(mesh._dims) if not (same_root(mesh, dp) and dims in dp._dims)]
+    if any(not placement.is_replicate() for i, placement in enumerate(layout.placements) if i not in rest):
+        raise MeshError(
+            f"a parameter is laid out over the data-parallel mesh {dp!r} already: {layout!r}; parallelize it over another dim"
+        )
+    if len(rest) == mesh.ndim:
+        return layout
+    if not rest:
+        return None
+    names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names[i] for i in rest)
+    smaller = mesh._derive(tuple(mesh._dims[i] for i in rest), names)
+    return Layout.of(smaller, [layout.placements[i] for i in rest], layout.shape, None, layout.dtype)
+
+
+def _dim(mesh: DeviceMesh, root_dims: tuple[int, ...]) -> int:
+    return mesh._dims.index(root_dims)
+
+
+def _on(mesh: DeviceMesh, inside: Layout) -> Layout:
+    """``inside`` spelled on a larger mesh, replicated over the further dims."""
+    where: list[Placement] = [Replicate()] * mesh.ndim
+    for placement, root_dims in zip(inside.placements, inside.mesh._dims, strict=True):
+        where[_dim(mesh, root_dims)] = placement
+    return Layout.of(mesh, where, inside.shape, None, inside.dtype)
+
+
+def _cut(whole: Layout, dim: int, dp_dims: Sequence[int]) -> list[Placement]:
+    """The placements of ``whole`` with ``dim`` cut by data parallelism too, innermost."""
+    split = whole.splits[dim]
+    outer = () if split is None else split.mesh_dims
+    where = list(whole.placements)
+    for level, i in enumerate(outer):
+        old = where[i]
+        assert isinstance(old, Shard)
+        where[i] = Shard(dim, old.sizes, level)
+    for level, i in enumerate(dp_dims, start=len(outer)):
+        where[i] = Shard(dim, None, level if outer else None)
+    return where

@@ -1,0 +1,69 @@
+"""How fully sharded modules compute and where their shards stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ...comm import PerRank
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecisionPolicy:
+    """Dtypes of a module's computation; parameters, gradients and optimizer states keep their own.
+
+    Attributes:
+        param_dtype: of the gathered parameters, and so of the computation and the all-gather.
+        reduce_dtype: in which gradients are reduced; default that of the gathered parameters.
+        output_dtype: to which floating-point outputs are cast.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPolicy:
+    """Sharded parameters and gradients stay on the mesh's device."""
+
+
+@dataclass(frozen=True, slots=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Sharded parameters, gradients and so optimizer states stay in host memory.
+
+    Attributes:
+        pin_memory: where the mesh's device is an accelerator, what travels goes through pinned memory and does not block: a
+            unit's row of bytes to the device, its gradients back, for which the host waits when the next unit's have come.
+            Otherwise copies block.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelMeshDims:
+    """Which dims of a larger mesh are data-parallel, by name.
+
+    Attributes:
+        shard: the dims to cut parameters over.
+        replicate: the dims to copy them over.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+
+def cast(values: Any, dtype: torch.dtype) -> Any:
+    """``values`` with their floating-point tensors in ``dtype``."""
+
+    def one(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.dtype.is_floating_point and x.dtype != dtype else x
+
+    return tree_map(one, values, is_leaf=lambda x: isinstance(x, PerRank))

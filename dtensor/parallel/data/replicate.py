@@ -1,0 +1,163 @@
+"""``replicate``: data parallelism with whole parameters on every rank; gradients are averaged in buckets while backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ...errors import MeshError, UnsupportedOperationError
+from ...mesh.create import mesh_or_world
+from ...mesh.device_mesh import DeviceMesh
+from .parameters import Axes, Managed, adopt, onto_one_mesh
+from .buffers import Buffers
+from .comm_hook import CommHook, Reducer
+from .fsdp_module import FSDPModule, units_of
+from .fully_shard import add_methods, check_callable, check_offload, check_policy
+from .param_group import Group
+from .offload import Host
+from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .custom_collectives import AllGather, ReduceScatter
+from .module_state import Unit
+
+M = TypeVar("M", bound=nn.Module)
+_DEFAULT_PRECISION = MixedPrecisionPolicy()
+_DEFAULT_OFFLOAD = OffloadPolicy()
+_MEBIBYTE = 1024 * 1024
+_FIRST_BUCKET_BYTES = _MEBIBYTE  # the first gradients of backward start to travel early
+
+
+class ReplicatedModule(FSDPModule):
+    """What a replicated module can do besides what it could before: of :class:`FSDPModule`, what concerns gradients."""
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """As :meth:`set_requires_gradient_sync`: nothing is cut, so the all-reduce is all there is."""
+        self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Refused: whole parameters are not gathered."""
+        raise UnsupportedOperationError("a replicated module gathers nothing; leave set_custom_all_gather out")
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Refused: gradients are all-reduced."""
+        raise UnsupportedOperationError("a replicated module's gradients are all-reduced; see register_comm_hook")
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """``hook(state, bucket)`` reduces each bucket's gradients instead of the all-reduce, as in ``DistributedDataParallel``.
+
+        Args:
+            hook: gives a ``torch.futures.Future`` of what ``bucket.buffer()`` becomes, averaged; torch's own
+                (``bf16_compress_hook``, ...) serve. With all ranks in one process ``bucket.buffer()`` is a ``PerRank``.
+        """
+        if not callable(hook):
+            raise TypeError(f"register_comm_hook takes a function of a state and a bucket, got {hook!r}")
+        for unit in units_of(self, False):
+            for k, group in enumerate(unit.groups):
+                group.settings.reduces = Reducer(hook, state, k, k == len(unit.groups) - 1)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward does not average gradients: for all but the last pass of a step that accumulates several."""
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.set_requires_gradient_sync(True)
+
+
+def replicate(
+    module: M,
+    mesh: Any = None,
+    *,
+    mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
+    offload_policy: OffloadPolicy = _DEFAULT_OFFLOAD,
+    bucket_cap_mb: float | None = None,
+    broadcast_buffers: bool = True,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    process_group: Any = None,
+    find_unused_parameters: bool = False,
+    static_graph: bool = False,
+    gradient_as_bucket_view: bool = False,
+) -> M:
+    """``module``, in place, its parameters (and buffers) those of the first rank, everywhere; each rank runs it on its own batch.
+
+    Gradients are averaged over all dims of ``mesh``, one all-reduce per bucket, in an order that does not depend on what a rank
+    used: a parameter that this rank did not use gets the others' average, one that no rank used keeps its ``.grad``. Buffers that
+    forward writes in training are the first rank's afterwards. With all ranks in one process the batch is a ``per_rank([...])``;
+    a batch that is a DTensor over ``mesh`` gives the global loss and its gradient.
+
+    Args:
+        mesh: default the one entered by ``with mesh:``, else all ranks.
+        mp_policy: dtypes to compute and to reduce in.
+        offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer states in host memory.
+        bucket_cap_mb: mebibytes of gradients per bucket, default 25.
+        broadcast_buffers: otherwise buffers stay each rank's own: plain tensors.
+        ignored_modules, ignored_params: left as they are.
+        dp_mesh_dims: the dims of ``mesh`` to average over, by name (``replicate=``), where it has others too.
+        process_group: a group of ``torch.distributed`` instead of a mesh.
+        find_unused_parameters, static_graph, gradient_as_bucket_view: taken for the sake of code written for
+            ``DistributedDataParallel``; unused parameters are found anyway, gradients are views of a bucket's result anyway.
+
+    >>> import dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    >>> model = replicate(torch.nn.Linear(3, 1), mesh)
+    >>> with model.no_sync():
+    ...     model(dt.per_rank([torch.ones(1, 3), torch.zeros(1, 3)])).sum().backward()
+    >>> model.weight.grad is None
+    True
+    >>> model(dt.per_rank([torch.ones(1, 3), torch.zeros(1, 3)])).sum().backward()
+    >>> model.weight.grad.placements, model.weight.grad.full_tensor()
+    ((Replicate(),), tensor([[1., 1., 1.]]))
+    """
+    check_policy(mp_policy)
+    check_callable(module, "replicate")
+    check_offload(offload_policy)
+    bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb is a number of mebibytes above 0, got {bucket_cap_mb!r}")
+    if process_group is not None:
+        mesh = DeviceMesh.from_group(process_group, next((p.device.type for p in module.parameters()), "cpu"))
+    mesh = _dims_of(mesh_or_world(mesh), dp_mesh_dims)
+    axes = Axes(mesh, (), tuple(range(mesh.ndim)), Host.of(offload_policy, mesh.device_type))
+    ignored = {p for inner in ignored_modules for p in inner.parameters()} | set(ignored_params or ())
+    managed = adopt([module], axes, ignored, "replicate")
+    onto_one_mesh(managed, mesh)
+    groups = [Group(bucket, axes, mp_policy) for bucket in buckets(managed, bucket_cap_mb * _MEBIBYTE)]
+    buffers = Buffers(list(module.modules()), axes, broadcast_buffers)
+    unit = Unit([module], groups, buffers, axes, mp_policy)
+    unit.in_order = True
+    unit.keep_after_forward = True
+    add_methods(module, ReplicatedModule, "Replicated")
+    return module
+
+
+def _dims_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DeviceMesh:
+    """The part of ``mesh`` that gradients are averaged over.
+
+    Raises:
+        MeshError: ``dims`` names some to cut over, or none.
+    """
+    if dims is None:
+        return mesh
+    names = (dims.replicate,) if isinstance(dims.replicate, str) else tuple(dims.replicate or ())
+    if dims.shard or not names:
+        raise MeshError(f"dp_mesh_dims of replicate needs replicate= and no shard=, got {dims}; see fully_shard()")
+    return mesh[names]
+
+
+def buckets(managed: list[Managed], limit: float) -> list[list[Managed]]:
+    """Parameters in the order in which backward is expected to reach them, cut where a bucket is full."""
+    result: list[list[Managed]] = []
+    filled, cap = 0.0, min(limit, _FIRST_BUCKET_BYTES)
+    for m in reversed(managed):
+        if not result or filled + m.whole.max_local_nbytes > cap:
+            cap = limit if result else cap
+            result.append([])
+            filled = 0.0
+        result[-1].append(m)
+        filled += m.whole.max_local_nbytes
+    return result

@@ -1,0 +1,114 @@
+"""What the units of one model share: the order they run in, what is under way, and the end of a backward pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd import Variable
+
+from .gradients import Reduction
+
+if TYPE_CHECKING:
+    from .module_state import Unit  # a name in an annotation
+
+
+class Schedule:
+    """Shared by the outermost unit that is called and all units below it.
+
+    All ranks run the same program, so they record the same order, and prefetching by it issues the same collectives everywhere.
+
+    Attributes:
+        depth: units whose forward is running.
+        distributed: this iteration's batch is a DTensor over the data-parallel mesh.
+        order: units in the order of their forward, in this pass; ``last`` in the pass before.
+    """
+
+    def __init__(self, units: list[Unit]) -> None:
+        self.units = units
+        self.depth = 0
+        self.distributed = False
+        self.order: list[Unit] = []
+        self.last: list[Unit] = []
+        self._reductions: list[list[Reduction]] = []  # under way, a unit's together
+        self._arriving: list[Reduction] = []  # their results copied to host memory meanwhile
+        self._queued = False
+
+    def begin(self, distributed: bool) -> None:
+        """A forward pass starts."""
+        self.distributed, self._queued = distributed, False
+        self.last, self.order = self.order, []
+        for unit in self.units:
+            unit.begin()
+
+    def ran(self, unit: Unit) -> None:
+        """A unit's forward starts."""
+        if unit not in self.order:
+            self.order.append(unit)
+
+    def next_forward(self, unit: Unit) -> Unit | None:
+        """The unit that ran after ``unit`` in the pass before."""
+        return self._neighbour(self.last, unit, 1)
+
+    def next_backward(self, unit: Unit) -> Unit | None:
+        """The unit that ran before ``unit`` in this pass: the one whose backward comes next."""
+        return self._neighbour(self.order, unit, -1)
+
+    @staticmethod
+    def _neighbour(order: list[Unit], unit: Unit, step: int) -> Unit | None:
+        if unit not in order:
+            return None
+        at = order.index(unit) + step
+        return order[at] if 0 <= at < len(order) else None
+
+    # --- backward ------------------------------------------------------------------------------------------------
+    def in_backward(self) -> bool:
+        return self.backward_pass() != -1
+
+    @staticmethod
+    def backward_pass() -> int:
+        """Which pass of autograd's runs here; -1: none does."""
+        return torch._C._current_graph_task_id()
+
+    def expect_end(self) -> None:
+        """Have :meth:`end` run when the backward pass under way has ended."""
+        if not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self.end)
+
+    def reducing(self, reductions: list[Reduction]) -> None:
+        """Gradients are under way; of those sent before, most have to arrive first, so that few groups' are held at a time."""
+        self._reductions.append(reductions)
+        self._deliver(max(unit.reductions_under_way for unit in self.units))
+
+    def _deliver(self, but: int = 0) -> None:
+        while len(self._reductions) > but:
+            arriving = self._reductions.pop(0)
+            for reduction in arriving:
+                reduction.arrive()
+            self._take()
+            self._arriving = arriving
+            if not any(reduction.group.axes.host for reduction in arriving):
+                self._take()
+
+    def _take(self) -> None:
+        """What has arrived becomes gradients."""
+        for reduction in self._arriving:
+            reduction.deliver()
+        self._arriving = []
+
+    def end(self) -> None:
+        """The backward pass has ended: all gradients arrive, in the order they were sent."""
+        self._queued = False
+        for unit in self.units:
+            unit.flush()
+        self._deliver()
+        self._take()
+        for unit in self.units:
+            unit.end()
+
+    def reset(self) -> None:
+        """After a pass that raised: nothing is under way any more."""
+        self.depth, self._queued, self._reductions, self._arriving = 0, False, [], []
+        for unit in self.units:
+            unit.reset()

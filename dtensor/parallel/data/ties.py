@@ -1,0 +1,50 @@
+"""Parameters that modules have in common: which of them a unit below has already, and which nobody may have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ...errors import UnitError
+from ...tensor.replaced import not_alone, replacement_of
+
+if TYPE_CHECKING:
+    from .parameters import Managed  # a name in an annotation
+
+
+def around_units(modules: Sequence[nn.Module]) -> set[nn.Module]:
+    """What runs while no unit below does: what is reached without going through one."""
+    found: set[nn.Module] = set()
+    todo = list(modules)
+    while todo:
+        module = todo.pop()
+        if module not in found:
+            found.add(module)
+            todo += [child for child in module.children() if "_data_parallel_unit" not in child.__dict__]
+    return found
+
+
+def managed_by(module: nn.Module) -> list[Managed]:
+    """What the unit whose module this is manages."""
+    unit: Any = module.__dict__.get("_data_parallel_unit")
+    managed: list[Managed] = [] if unit is None else [m for group in unit.groups for m in group.managed]
+    for m in managed:
+        m.refresh()
+    return managed
+
+
+def shared_with(parameter: nn.Parameter, below: Mapping[int, Managed], module: nn.Module, name: str, by: str) -> Managed | None:
+    """A parameter that a unit below has already.
+
+    Raises:
+        UnitError: it is distributed already, but not there.
+    """
+    was = replacement_of(parameter)
+    known = below.get(id(parameter)) if was is None else was.what
+    if known is not None and below.get(id(known.parameter)) is known:
+        return known
+    if was is None and not getattr(parameter, "_data_parallel", False):
+        return None
+    raise UnitError(not_alone(module, name, by, was))

@@ -1,0 +1,79 @@
+"""A unit's forward passes and their uses of gathered values: which of them backward still needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ...comm import PerRank
+from ...base.nested import leaves
+from .param_group import Group, shards_of
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of what a module is given or gives; torch's walk, which takes longer, where lists and dicts are not all."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    for x in leaves(value):
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif type(x) not in _WITHOUT:
+            found += (y for y in tree_leaves(x) if isinstance(y, Tensor))
+    return found
+
+
+_WITHOUT = (type(None), bool, int, float, str, torch.dtype)
+
+
+@dataclass(eq=False, slots=True)
+class Pass:
+    """One forward pass of a unit.
+
+    Attributes:
+        inputs: how many inputs' gradients have not come. Until they have, parts may still be computed again: a reentrant
+            checkpoint does it when all that came after it is through, parameters' gradients among that.
+    """
+
+    inputs: int = 0
+
+    def expect_inputs(self, given: Any, then: Callable[[], None]) -> Any:
+        """``given``, its gradients counted; ``then`` when the last has come. Where there are none, the end of backward tells.
+
+        Further inputs (an encoder's result, say) may be other units' too, and their gradients late: ours are aliases of our own.
+        """
+        found = {id(x): x for x in tensors_in(given) if x.requires_grad}
+        own = {name: x.view_as(x) for name, x in list(found.items())[1:]}
+        pieces = [piece for x in (found | own).values() for piece in shards_of(x)]
+        self.inputs += len(pieces) or 1
+        hook = partial(self._came, then)
+        for piece in pieces:
+            piece.register_hook(hook)
+        return tree_map(lambda x: own.get(id(x), x), given, is_leaf=lambda x: isinstance(x, PerRank)) if own else given
+
+    def _came(self, then: Callable[[], None], grad: Tensor) -> None:
+        self.inputs -= 1
+        if not self.inputs:
+            then()
+
+
+@dataclass(eq=False, slots=True)
+class Use:
+    """One recorded use of a group's gathered values, by a node of the graph.
+
+    Attributes:
+        stamp: of the values.
+        of: the pass that it belongs to.
+        through: the node has run.
+    """
+
+    group: Group
+    stamp: list[Any]
+    of: Pass
+    through: bool = False

@@ -1,0 +1,297 @@
+"""``ZeroRedundancyOptimizer``: each rank keeps the optimizer's state for its part of the parameters only.
+
+In placements (Rajbhandari et al., ZeRO, arXiv:1910.02054): the optimizer works on ``Shard`` where the model has ``Replicate``.
+Gradients are cut, which moves nothing; the updated parts are gathered. Since the parts are DTensors the updates are those of
+the plain optimizer, whatever it computes: norms and other statistics of whole tensors are global.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...comm import PerRank, communicator_of
+from ...errors import MeshError, UnsupportedOperationError
+from ...layout.layout import Layout
+from ...mesh.device_mesh import DeviceMesh, as_mesh
+from ...placement import Placement, Replicate, Shard
+from ...redistribute import redistribute_local
+from ...tensor.dtensor import DTensor, wrap
+from .parameters import same_root
+from .recipe import Recipe
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Part:
+    """A parameter of the model and the part that the optimizer here works on.
+
+    Attributes:
+        part: the DTensor that the inner optimizer has.
+        whole, layout: of the parameter and of the part.
+        cut: the tensor dim that is cut over ``mesh_dims``; None: nothing is.
+    """
+
+    parameter: Tensor
+    part: Any
+    whole: Layout
+    layout: Layout
+    cut: int | None
+    mesh_dims: tuple[int, ...]
+
+
+class ZeroRedundancyOptimizer(torch.optim.Optimizer):
+    """``optimizer_class`` with its state cut over ``mesh``.
+
+    Args:
+        params: parameters or groups of such: replicated DTensors (see :func:`replicate`), or plain ones, equal on all ranks.
+        optimizer_class: for example ``torch.optim.AdamW``.
+        mesh: default that of the first DTensor parameter, else the one entered by ``with mesh:``.
+        process_group: a group of ``torch.distributed`` instead of a mesh; also in the place of ``mesh``, where torch has it.
+        parameters_as_bucket_view: without effect, taken for the sake of code written for torch's.
+        overlap_with_ddp: must be False.
+        defaults: options of ``optimizer_class``.
+
+    Cost: per step one all-gather of all parameters; state memory divided by the number of ranks.
+
+    >>> import dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2,))
+    >>> weight = torch.nn.Parameter(torch.ones(4, 3))
+    >>> optimizer = ZeroRedundancyOptimizer([weight], torch.optim.Adam, mesh=mesh, lr=0.5)
+    >>> weight.sum().backward()
+    >>> optimizer.step()
+    >>> weight[0], optimizer.inner.state_dict()["state"][0]["exp_avg"].layout
+    (tensor([0.5000, 0.5000, 0.5000], grad_fn=<SelectBackward0>), float32[4, 3] on (0=S(0)))
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[torch.optim.Optimizer],
+        mesh: Any = None,
+        *,
+        process_group: Any = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> None:
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+            raise TypeError(f"optimizer_class is a class such as torch.optim.AdamW, got {optimizer_class!r}")
+        if overlap_with_ddp:
+            raise UnsupportedOperationError("overlap_with_ddp=True is not supported: step() is called after backward")
+        groups = _as_groups(params)
+        if isinstance(mesh, dist.ProcessGroup):
+            mesh, process_group = None, mesh
+        if process_group is not None:
+            mesh = DeviceMesh.from_group(process_group, groups[0]["params"][0].device.type)
+        self.mesh = _mesh_of(groups, mesh)
+        self._consolidated: dict[str, Any] | None = None
+        self._parts: list[_Part] = []
+        self._stamps: dict[int, list[Any]] = {}  # by part: the parameter as it was when the part was its
+        self._recipes: dict[Any, Recipe] = {}
+        inner_groups = [{**group, "params": [self._part(p) for p in group["params"]]} for group in groups]
+        self.inner = optimizer_class(inner_groups, **defaults)
+        super().__init__(groups, self.inner.defaults)
+        self._share_options()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if hasattr(self, "state") and len(self.inner.param_groups) < len(self.param_groups):
+            group = self.param_groups[-1]
+            self.inner.add_param_group({**group, "params": [self._part(p) for p in group["params"]]})
+            self._share_options()
+
+    def _share_options(self) -> None:
+        """What schedulers set here counts for the inner optimizer: step sizes and the like."""
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            for name, value in inner.items():
+                if name != "params":
+                    outer.setdefault(name, value)
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """One step of the inner optimizer on the parts, then parameters made whole again."""
+        loss, self._consolidated = None, None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({name: value for name, value in outer.items() if name != "params"})
+        with torch.no_grad():
+            for k, one in enumerate(self._parts):
+                if self._stamps[k] != _stamp(one.parameter):  # loaded, or written to, since
+                    one.part._local.copy_(self._cut(one.parameter.detach(), one.layout))
+                grad = one.parameter.grad
+                one.part.grad = None if grad is None else wrap(self._cut(grad, one.layout), one.layout)
+            self.inner.step()
+            self._make_whole([one for one in self._parts if one.part.grad is not None])
+            for k, one in enumerate(self._parts):
+                one.part.grad = None
+                self._stamps[k] = _stamp(one.parameter)
+        return loss
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+    def _part(self, p: Tensor) -> nn.Parameter:
+        whole = self._whole_layout(p)
+        cut, mesh_dims = self._cut_of(whole)
+        where: list[Placement] = [
+            Shard(cut) if cut is not None and i in mesh_dims else old for i, old in enumerate(whole.placements)
+        ]
+        layout = whole.replace(placements=where)
+        with torch.no_grad():
+            made = nn.Parameter(wrap(self._cut(p.detach(), layout), layout))
+        self._stamps[len(self._parts)] = _stamp(p)
+        self._parts.append(_Part(p, made, whole, layout, cut, mesh_dims))
+        return made
+
+    def _cut_of(self, whole: Layout) -> tuple[int | None, tuple[int, ...]]:
+        """The tensor dim to cut, evenly if one can be, and the mesh dims to cut it over."""
+        free = tuple(i for i, placement in enumerate(whole.placements) if placement.is_replicate() and self._ours(whole.mesh, i))
+        dims = [d for d, split in enumerate(whole.splits) if split is None and whole.shape[d] > 0]
+        if not free or not dims:
+            return None, free
+        ranks = whole.mesh.size_of(free)
+        even = [d for d in dims if whole.shape[d] % ranks == 0]
+        return even[0] if even else max(dims, key=lambda d: whole.shape[d]), free
+
+    def _ours(self, mesh: DeviceMesh, i: int) -> bool:
+        return mesh == self.mesh or (same_root(mesh, self.mesh) and mesh._dims[i] in self.mesh._dims)
+
+    def _whole_layout(self, p: Tensor) -> Layout:
+        if isinstance(p, DTensor):
+            return p._layout
+        shape = p.shards[0].shape if isinstance(p, PerRank) else p.shape
+        return Layout.of(self.mesh, None, shape, None, p.dtype)
+
+    def _cut(self, value: Tensor, layout: Layout) -> Any:
+        """The local part of ``value``, in memory of its own."""
+        whole = self._whole_layout(value)
+        return redistribute_local(self._local(value), whole, layout.replace(dtype=whole.dtype, stride=whole.stride)).clone()
+
+    def _local(self, value: Tensor) -> Any:
+        if isinstance(value, DTensor):
+            return value._local
+        return PerRank([value] * len(self.mesh.members)) if self._shared(value) else value
+
+    def _shared(self, value: Tensor) -> bool:
+        """One plain tensor that stands for all ranks in this process."""
+        return self.mesh.kind == "in_process" and not isinstance(value, (PerRank, DTensor))
+
+    def _make_whole(self, parts: list[_Part]) -> None:
+        """The updated parts gathered into the parameters: one all-gather for all that are cut over the same ranks."""
+        together: dict[Any, list[_Part]] = {}
+        for one in sorted(parts, key=lambda one: -one.layout.dtype.itemsize):
+            together.setdefault((one.whole.mesh, one.mesh_dims), []).append(one)
+        for (mesh, mesh_dims), some in together.items():
+            self._gather(mesh, mesh_dims, some)
+
+    def _gather(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], some: list[_Part]) -> None:
+        comm = communicator_of(mesh)
+        which = tuple(map(id, some))  # of parts that this optimizer keeps
+        parts, whole = [one.part._local for one in some], [self._local(one.parameter) for one in some]
+
+        def recipe(member: int) -> Recipe:
+            found = self._recipes.get((which, member))
+            if found is None:
+                items = [(one.layout, one.whole, one.cut, one.layout.dtype) for one in some]
+                found = self._recipes[which, member] = Recipe.of(items, member, mesh.members_of(mesh_dims, member))
+            return found
+
+        def row(member: int, own: list[Tensor]) -> Tensor:
+            return recipe(member).pack(own, own[0].device)
+
+        def fill(member: int, rows: list[Tensor], own: list[Tensor], full: list[Tensor]) -> None:
+            here = recipe(member)
+            here.unpack(rows, own, here.targets([x.data for x in full]))
+
+        rows = comm.all_gather(comm.map(row, parts), mesh_dims, lambda member: (recipe(member).nbytes,)) if mesh_dims else []
+        comm.map(fill, rows, parts, whole)
+        torch.autograd.graph.increment_version([one.parameter for one in some])
+
+    # --- state -------------------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, its state DTensors: what a distributed checkpoint saves in parts. After
+        :meth:`consolidate_state_dict`, and until the next step, the plain optimizer's.
+        """
+        return self.inner.state_dict() if self._consolidated is None else self._consolidated
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what :meth:`state_dict` or :meth:`consolidated_state_dict` gave, on any mesh."""
+        self.inner.load_state_dict(self._laid_out(state_dict))
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            outer.update({name: value for name, value in inner.items() if name != "params"})
+
+    def consolidated_state_dict(self) -> dict[str, Any]:
+        """The state dict that the plain optimizer would have: whole plain tensors, on every rank."""
+        return _mapped(self.inner.state_dict(), lambda x: x.full_tensor() if isinstance(x, DTensor) else x)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Has :meth:`state_dict` give :meth:`consolidated_state_dict` until the next step, on all ranks, ``to`` among them."""
+        self._consolidated = self.consolidated_state_dict()
+
+    def _laid_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        parts = [part for group in self.inner.param_groups for part in group["params"]]
+        state = {}
+        for k, values in state_dict["state"].items():
+            layout: Layout = parts[k]._layout
+            state[k] = {name: self._placed(value, layout) for name, value in values.items()}
+        return {**state_dict, "state": state}
+
+    def _placed(self, value: Any, layout: Layout) -> Any:
+        if not isinstance(value, Tensor) or tuple(value.shape) != tuple(layout.shape):
+            return value
+        if isinstance(value, DTensor):
+            value = value.full_tensor() if value.device_mesh != layout.mesh else value.redistribute(placements=layout.placements)
+        if isinstance(value, DTensor):
+            return value
+        target = layout.replace(dtype=value.dtype)
+        whole = target.replace(placements=[Replicate()] * layout.mesh.ndim)
+        local = (
+            PerRank([value] * len(layout.mesh.members))
+            if layout.mesh.kind == "in_process" and not isinstance(value, PerRank)
+            else value
+        )
+        return wrap(redistribute_local(local, whole, target).clone(), target)
+
+
+def _stamp(p: Any) -> list[Any]:
+    """Changes whenever the value of a parameter does."""
+    local = p._local if isinstance(p, DTensor) else p
+    shards = local.shards if isinstance(local, PerRank) else (local,)
+    return [p._version, *((id(x), x.data_ptr(), x._version) for x in shards)]
+
+
+def _as_groups(params: Any) -> list[dict[str, Any]]:
+    listed = list(params)
+    if not listed:
+        raise ValueError("ZeroRedundancyOptimizer got no parameters; pass model.parameters()")
+    if isinstance(listed[0], dict):
+        return [{**group, "params": _listed(group["params"])} for group in listed]
+    return [{"params": listed}]
+
+
+def _listed(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _mesh_of(groups: list[dict[str, Any]], mesh: Any) -> DeviceMesh:
+    if mesh is None:
+        for group in groups:
+            for p in group["params"]:
+                if isinstance(p, DTensor):
+                    return p.device_mesh
+    try:
+        return as_mesh(mesh)
+    except MeshError as error:
+        raise MeshError(f"ZeroRedundancyOptimizer needs mesh=, the data-parallel mesh ({error})") from None
+
+
+def _mapped(value: Any, fn: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {name: _mapped(item, fn) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(item, fn) for item in value)
+    return fn(value)

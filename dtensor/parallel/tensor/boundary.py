@@ -1,0 +1,216 @@
+"""Styles that change only what goes into a module and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import PlacementError
+from ...mesh.device_mesh import DeviceMesh
+from ...placement import Placement
+from ...tensor.dtensor import DTensor
+from .style import ParallelStyle, annotated, local_if, one_dim, placed
+from .matrix import positive
+
+Layouts = Placement | Sequence[Any] | Mapping[str, Any] | None  # nested as the values are
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Makes a module's inputs DTensors and redistributes them before it runs.
+
+    Args:
+        input_layouts: per positional argument how a plain tensor lies; None leaves the argument alone. For an argument that is
+            a tuple, list or dict of tensors the entry is one of layouts: ``((Shard(0), None), Replicate())``.
+        desired_input_layouts: per positional argument how it shall lie, in the same structure.
+        input_kwarg_layouts, desired_input_kwarg_layouts: the same for keyword arguments, by name.
+        use_local_output: hand the module this rank's pieces instead of DTensors.
+
+    Raises:
+        PlacementError: numbers of layouts that do not match each other, or the module's arguments.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: dict[str, Any] | None = None,
+        desired_input_kwarg_layouts: dict[str, Any] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self.input_layouts, self.desired_input_layouts = _matched(input_layouts, desired_input_layouts, "input")
+        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
+        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        if not _alike(self.input_kwarg_layouts, self.desired_input_kwarg_layouts):
+            raise PlacementError(
+                f"input_kwarg_layouts names {sorted(self.input_kwarg_layouts)}, desired_input_kwarg_layouts "
+                f"{sorted(self.desired_input_kwarg_layouts)}; give both for the same arguments, nested alike"
+            )
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mesh = one_dim(device_mesh, self)
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            named = {
+                name: _moved(
+                    value,
+                    mesh,
+                    self.input_kwarg_layouts.get(name),
+                    self.desired_input_kwarg_layouts.get(name),
+                    self.use_local_output,
+                )
+                for name, value in kwargs.items()
+            }
+            if self.input_layouts is None or self.desired_input_layouts is None:
+                return args, named
+            _same_number(args, self.input_layouts, f"positional arguments of {type(module).__name__}")
+            pairs = zip(args, self.input_layouts, self.desired_input_layouts, strict=True)
+            return tuple(_moved(x, mesh, given, wanted, self.use_local_output) for x, given, wanted in pairs), named
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        return module
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Makes a module's outputs DTensors and redistributes them.
+
+    Args:
+        output_layouts: per output how a plain tensor lies; None leaves the output alone; nested where the output is.
+        desired_output_layouts: per output how it shall lie, in the same structure.
+        use_local_output: return this rank's pieces instead of DTensors.
+    """
+
+    def __init__(self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True) -> None:
+        given, wanted = _matched(output_layouts, desired_output_layouts, "output")
+        if given is None or wanted is None:
+            raise PlacementError(
+                "PrepareModuleOutput needs output_layouts and desired_output_layouts, one entry per output: "
+                "PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=Replicate())"
+            )
+        self.output_layouts, self.desired_output_layouts = given, wanted
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mesh = one_dim(device_mesh, self)
+
+        def hook(_: nn.Module, args: Any, outputs: Any) -> Any:
+            single = not isinstance(outputs, (tuple, list))
+            values = (outputs,) if single else outputs
+            _same_number(values, self.output_layouts, f"outputs of {type(module).__name__}")
+            pairs = zip(values, self.output_layouts, self.desired_output_layouts, strict=True)
+            moved = [_moved(x, mesh, given, wanted, self.use_local_output) for x, given, wanted in pairs]
+            return moved[0] if single else _rebuilt(outputs, moved)
+
+        module.register_forward_hook(hook)
+        return module
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` in one; ``use_local_input`` belongs to the former."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: dict[str, Any] | None = None,
+        desired_input_kwarg_layouts: dict[str, Any] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ) -> None:
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts, desired_output_layouts=desired_output_layouts, use_local_output=use_local_output
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.prepare_module_input._apply(module, device_mesh)
+        return self.prepare_module_output._apply(module, device_mesh)
+
+
+# --- layouts, one value's or nested as the value is --------------------------------------------------------------------
+def _moved(x: Any, mesh: DeviceMesh, given: Layouts, wanted: Layouts, use_local: bool) -> Any:
+    """``x`` laid out as ``given`` says, brought to ``wanted``; both are nested as ``x`` is, down to the Placements."""
+    if given is None or x is None:
+        return x
+    if isinstance(given, Mapping):
+        if not isinstance(x, Mapping) or not given.keys() <= x.keys():
+            raise PlacementError(f"layouts for the keys {sorted(given)}, but the argument is {_shown(x)}")
+        named = {key: _moved(value, mesh, given.get(key), _part(wanted, key), use_local) for key, value in x.items()}
+        return named if type(x) is dict else _rebuilt(x, named)
+    if not isinstance(given, Placement):
+        if not isinstance(x, (tuple, list)):
+            raise PlacementError(f"layouts for {len(given)} values, but the argument is {_shown(x)}")
+        _same_number(x, given, f"items of a {type(x).__name__}")
+        moved = [_moved(item, mesh, one, _part(wanted, k), use_local) for k, (item, one) in enumerate(zip(x, given, strict=True))]
+        return _rebuilt(x, moved)
+    if not isinstance(x, torch.Tensor):
+        raise PlacementError(
+            f"the layout {given} is for a tensor, got {_shown(x)}; give None to leave it alone, or nested layouts"
+        )
+    distributed: DTensor = annotated(x, mesh, given)
+    if isinstance(wanted, Placement):
+        distributed = placed(distributed, mesh, positive(wanted, distributed.ndim))
+    return local_if(distributed, use_local)
+
+
+def _part(layouts: Any, key: Any) -> Any:
+    return None if layouts is None else layouts.get(key) if isinstance(layouts, Mapping) else layouts[key]
+
+
+def _rebuilt(x: Any, items: Any) -> Any:
+    """A container of the type of ``x`` with other items."""
+    return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+
+
+def _shown(x: Any) -> str:
+    return f"a dict with the keys {sorted(x)}" if isinstance(x, dict) else f"a {type(x).__name__}"
+
+
+def _matched(given: Layouts, wanted: Layouts, what: str) -> tuple[tuple[Layouts, ...] | None, tuple[Layouts, ...] | None]:
+    one, other = _as_tuple(given), _as_tuple(wanted)
+    same = (one is None) == (other is None)
+    if not same or (one is not None and other is not None and not (len(one) == len(other) and _alike(one, other))):
+        raise PlacementError(
+            f"{what}_layouts {given} and desired_{what}_layouts {wanted} must have the same length: one entry per {what}, "
+            "a Placement, None, or for a nested value a tuple or dict of such"
+        )
+    return one, other
+
+
+def _as_tuple(layouts: Layouts) -> tuple[Layouts, ...] | None:
+    return None if layouts is None else tuple(layouts) if isinstance(layouts, (tuple, list)) else (layouts,)
+
+
+def _alike(given: Any, wanted: Any) -> bool:
+    """Whether ``wanted`` is nested as ``given`` is, down to Placements; None anywhere: leave it alone."""
+    if given is None or wanted is None:
+        return True
+    if isinstance(given, Mapping):
+        return isinstance(wanted, Mapping) and given.keys() == wanted.keys() and all(_alike(given[k], wanted[k]) for k in given)
+    if isinstance(given, (tuple, list)):
+        pairs = isinstance(wanted, (tuple, list)) and len(given) == len(wanted)
+        return pairs and all(_alike(one, other) for one, other in zip(given, wanted, strict=True))
+    for layout in (given, wanted):
+        if not isinstance(layout, Placement):
+            raise PlacementError(f"a layout is a Placement such as Shard(0) or Replicate(), got {layout!r}")
+    return True
+
+
+def _same_number(values: Sequence[Any], layouts: Sequence[Any], what: str) -> None:
+    if len(values) != len(layouts):
+        raise PlacementError(
+            f"{len(values)} {what}, but {len(layouts)} layouts; give one for each, None for those to leave alone"
+        )

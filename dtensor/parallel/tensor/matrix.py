@@ -1,0 +1,173 @@
+"""Tensor and sequence parallelism of one module.
+
+``ColwiseParallel`` and ``RowwiseParallel`` are the two ways to cut a matrix (Shoeybi et al., Megatron-LM, arXiv:1909.08053):
+by outputs, each rank computing some of them, or by inputs, each rank computing one term of every output's sum.
+``SequenceParallel`` runs what works on each position alone on a part of the positions (Korthikanti et al., arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import nn
+
+from ...mesh.device_mesh import DeviceMesh
+from ...placement import Placement, Replicate, Shard
+from ...tensor.dtensor import DTensor
+from .style import ParallelStyle, after_forward, annotated, before_forward, behind, checked, lay_out, local_if, one_dim, placed, replicate_rest, tensor_of
+
+Family = Literal["linear", "transposed linear", "embedding"]
+
+
+def family_of(module: nn.Module) -> Family:
+    """What the weight of ``module`` means: (out, in), (in, out), or (row, feature) of a table.
+
+    Raises:
+        TypeError: ``module`` has no two-dimensional weight, nor computes one.
+    """
+    weight = tensor_of(module, "weight")
+    if weight is None or weight.ndim != 2:
+        raise TypeError(
+            f"{type(module).__name__} has no parameter `weight` of two dims, so there are no columns or rows to cut; "
+            "parallelize its submodules, or define a ParallelStyle of your own"
+        )
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) or hasattr(module, "num_embeddings"):
+        return "embedding"
+    if hasattr(module, "nf") and any(
+        kind.__name__ == "Conv1D" for kind in type(module).__mro__
+    ):  # GPT-2's linear layer in Hugging Face models
+        return "transposed linear"
+    return "linear"
+
+
+class _MatrixParallel(ParallelStyle):
+    """What both cuts share. A subclass says where the weight is cut and how inputs must lie."""
+
+    _default_input: Placement
+    _default_output: Placement
+
+    def __init__(
+        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None, use_local_output: bool = True
+    ) -> None:
+        self.input_layouts = (checked(input_layouts, self._default_input, "input_layouts", self),)
+        self.output_layouts = (checked(output_layouts, self._default_output, "output_layouts", self),)
+        self.use_local_output = use_local_output
+
+    def _weight_dim(self, family: Family) -> int:
+        raise NotImplementedError
+
+    def _bias(self) -> Placement:
+        raise NotImplementedError
+
+    def _wanted_input(self, family: Family) -> Placement:
+        raise NotImplementedError
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mesh, family = one_dim(device_mesh, self), family_of(module)
+        features = _input_features(module, family)
+        lay_out(module, "weight", mesh, Shard(self._weight_dim(family)), self.src_data_rank)
+        if behind(module, "bias"):
+            lay_out(module, "bias", mesh, self._bias(), self.src_data_rank)
+        replicate_rest(module, mesh, self.src_data_rank)
+        given, wanted, output = self.input_layouts[0], self._wanted_input(family), self.output_layouts[0]
+
+        def prepare_input(x: Any) -> Any:
+            last = isinstance(given, Shard) and given.dim in (-1, x.ndim - 1)
+            return placed(annotated(x, mesh, given, features if last else None), mesh, positive(wanted, x.ndim))
+
+        def prepare_output(x: Any) -> Any:
+            return local_if(placed(x, mesh, positive(output, x.ndim)), self.use_local_output)
+
+        before_forward(module, prepare_input)
+        after_forward(module, prepare_output)
+        return module
+
+
+class ColwiseParallel(_MatrixParallel):
+    """Cuts a ``Linear`` (or any module with such a weight) by outputs, an ``Embedding`` by features.
+
+    Args:
+        input_layouts: how a plain input lies, default ``Replicate()``.
+        output_layouts: how the output shall lie, default ``Shard(-1)``: no communication in forward.
+        use_local_output: return this rank's piece instead of a DTensor.
+
+    >>> import dtensor as dt
+    >>> from dtensor.parallel import parallelize_module
+    >>> mesh = dt.init_device_mesh("cpu", (2,))
+    >>> linear = parallelize_module(torch.nn.Linear(3, 4), mesh, ColwiseParallel(use_local_output=False))
+    >>> linear.weight.placements, linear(torch.ones(5, 3)).layout
+    ((Shard(dim=0),), float32[5, 4] on (0=S(1)))
+    """
+
+    _default_input = Replicate()
+    _default_output = Shard(-1)
+
+    def _weight_dim(self, family: Family) -> int:
+        return 0 if family == "linear" else 1
+
+    def _bias(self) -> Placement:
+        return Shard(0)
+
+    def _wanted_input(self, family: Family) -> Placement:
+        return Replicate()
+
+
+class RowwiseParallel(_MatrixParallel):
+    """Cuts a ``Linear`` (or any module with such a weight) by inputs, an ``Embedding`` by rows of the table.
+
+    Args:
+        input_layouts: how a plain input lies, default ``Shard(-1)`` (give ``Replicate()`` for the tokens of an embedding).
+        output_layouts: how the output shall lie, default ``Replicate()`` (one all-reduce); ``Shard(d)`` is one reduce-scatter.
+        use_local_output: return this rank's piece instead of a DTensor.
+    """
+
+    _default_input = Shard(-1)
+    _default_output = Replicate()
+
+    def _weight_dim(self, family: Family) -> int:
+        return 1 if family == "linear" else 0
+
+    def _bias(self) -> Placement:
+        return Replicate()
+
+    def _wanted_input(self, family: Family) -> Placement:
+        return Replicate() if family == "embedding" else Shard(-1)
+
+
+class SequenceParallel(ParallelStyle):
+    """Runs a norm or dropout on a part of the sequence; its parameters are replicated.
+
+    A plain input counts as this rank's part; a DTensor is brought to ``Shard(sequence_dim)``, which is how the output lies.
+
+    Args:
+        sequence_dim: the tensor dim that is cut.
+        use_local_output: return this rank's piece instead of a DTensor.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.sequence_sharding = (Shard(sequence_dim),)
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mesh, cut = one_dim(device_mesh, self), self.sequence_sharding[0]
+        replicate_rest(module, mesh, self.src_data_rank)
+
+        def cut_sequence(x: Any) -> DTensor:
+            return placed(annotated(x, mesh, cut), mesh, positive(cut, x.ndim))
+
+        before_forward(module, cut_sequence)
+        after_forward(module, lambda x: local_if(cut_sequence(x), self.use_local_output))
+        return module
+
+
+def _input_features(module: nn.Module, family: Family) -> int | None:
+    weight = tensor_of(module, "weight")
+    assert weight is not None
+    return {"linear": int(weight.shape[1]), "transposed linear": int(weight.shape[0])}.get(family)
+
+
+def positive(placement: Placement, ndim: int) -> Placement:
+    """As layouts spell it, so that equal placements compare equal."""
+    if isinstance(placement, Shard) and placement.dim < 0:
+        return Shard(placement.dim + ndim, placement.sizes, placement.level)
+    return placement

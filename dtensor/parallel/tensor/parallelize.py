@@ -1,0 +1,71 @@
+"""``parallelize_module``: styles applied to the modules that a plan names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from ...mesh.device_mesh import DeviceMesh, as_mesh
+from ...tensor.replaced import replacing
+from .style import ParallelStyle
+
+Plan = ParallelStyle | Mapping[str, Any]
+
+
+def parallelize_module(
+    module: nn.Module, device_mesh: Any = None, parallelize_plan: Plan | None = None, *, src_data_rank: int | None = 0
+) -> nn.Module:
+    """``module`` with the styles of a plan applied, in place.
+
+    Args:
+        device_mesh: the mesh dim to be parallel over, for example ``mesh["tp"]``; default the mesh entered by ``with mesh:``.
+        parallelize_plan: a style for ``module`` itself, or a mapping from names of submodules (``"layers.*.attention.wq"``, each
+            part a glob, ``""`` the module itself) to a style or, again, a plan.
+        src_data_rank: whose parameters count, see :func:`distribute_tensor`.
+
+    A parameter that several modules share stays shared: the first style that lays it out decides.
+
+    >>> import dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2,))
+    >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4))
+    >>> mlp = parallelize_module(mlp, mesh, {"0": dt.parallel.ColwiseParallel(), "2": dt.parallel.RowwiseParallel()})
+    >>> [tuple(p.placements) for p in mlp.parameters()]
+    [(Shard(dim=0),), (Shard(dim=0),), (Shard(dim=1),), (Replicate(),)]
+    """
+    mesh = as_mesh(device_mesh)
+    if parallelize_plan is None:
+        warnings.warn("parallelize_module without a parallelize_plan does nothing; name modules and their styles", stacklevel=2)
+        return module
+    with replacing(module.modules(), "parallelize_module"):
+        return _apply(module, mesh, parallelize_plan, src_data_rank)
+
+
+def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None) -> nn.Module:
+    if isinstance(plan, ParallelStyle):
+        plan.src_data_rank = source
+        return plan._apply(module, mesh)
+    if not isinstance(plan, Mapping):
+        given = f"the class {plan.__name__}, not an instance: write {plan.__name__}()" if isinstance(plan, type) else repr(plan)
+        raise TypeError(f"a parallelize_plan is a ParallelStyle or a mapping from names to such, got {given}")
+    for path, inner in plan.items():
+        found = submodules_at(module, path)
+        if not found:
+            warnings.warn(
+                f"the plan names {path!r}, but {type(module).__name__} has no such submodule: nothing is done for it",
+                stacklevel=3,
+            )
+        for submodule in found:
+            _apply(submodule, mesh, inner, source)
+    return module
+
+
+def submodules_at(module: nn.Module, path: str) -> list[nn.Module]:
+    """The submodules that a dotted path of globs names; ``module`` itself for the empty path."""
+    found = [module]
+    for token in path.split(".") if path else ():
+        found = [child for parent in found for name, child in parent.named_children() if fnmatchcase(name, token)]
+    return found

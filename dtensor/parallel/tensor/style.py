@@ -1,0 +1,209 @@
+"""What a parallel style is, and the steps that styles are made of: lay a parameter out, place a value, hook a module."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from ...comm import PerRank
+from ...tensor.distribute import distribute_tensor
+from ...errors import MeshError, PlacementError
+from ...dispatch.local_op import refuse_transforms
+from ...mesh.device_mesh import DeviceMesh
+from ...placement import Placement, Replicate, Shard
+from ...tensor.dtensor import DTensor
+
+
+class ParallelStyle(ABC):
+    """How one module is made parallel. Subclass it and define ``_apply`` for styles of your own.
+
+    Attributes:
+        src_data_rank: set by :func:`parallelize_module`: whose parameters count, see :func:`distribute_tensor`.
+    """
+
+    src_data_rank: int | None = 0
+
+    @abstractmethod
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """``module`` made parallel over ``device_mesh``, in place."""
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={value!r}" for name, value in vars(self).items() if name != "src_data_rank")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def one_dim(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
+    """``mesh``, which must have one dim.
+
+    Raises:
+        MeshError: it has several.
+    """
+    if mesh.ndim != 1:
+        name = (mesh.mesh_dim_names or ("tp",))[-1]
+        raise MeshError(f"{type(style).__name__} works over one mesh dim, got {mesh!r}; pass one of its dims: mesh[{name!r}]")
+    return mesh
+
+
+def checked(given: Placement | None, default: Placement, name: str, style: ParallelStyle) -> Placement:
+    """``given``, or ``default`` for None.
+
+    Raises:
+        PlacementError: it is no placement.
+    """
+    if given is not None and not isinstance(given, Placement):
+        raise PlacementError(f"{type(style).__name__} takes {name}=Shard(dim) or Replicate(), one placement, got {given!r}")
+    return default if given is None else given
+
+
+def lay_out(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None) -> None:
+    """Replace the parameter ``name`` of ``module`` by the same value under ``placement``.
+
+    Where it is computed from others (weight norm and the like), those that have the dim to be cut are cut like it, and the rest
+    is replicated: what is computed from them is then laid out as its own rules say.
+    """
+    whole = tensor_of(module, name)
+    for owner, key in behind(module, name):
+        parameter = owner._parameters[key]
+        assert parameter is not None
+        where = placement if parameter is whole or _has_dim(parameter, whole, placement) else Replicate()
+        if isinstance(parameter, DTensor) and parameter.placements == (where,):
+            continue
+        value = distribute_tensor(parameter.detach(), mesh, [where], src_data_rank=source)
+        owner._parameters[key] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+
+def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
+    """The parameter ``name`` of ``module``, or what it computes and calls so; None if it has neither."""
+    found: Any = module._parameters.get(name)
+    if found is None and is_parametrized(module, name):
+        found = _computed(module, name)
+    elif found is None and behind(module, name):
+        found = getattr(module, name, None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _computed(module: nn.Module, name: str) -> Any:
+    """What a parametrization computes, as it does in evaluation: in training, a spectral norm goes on with its iteration."""
+    parts = [part for part in _originals(module, name).modules() if part.training]
+    for part in parts:
+        part.training = False
+    try:
+        with torch.no_grad():
+            return getattr(module, name)
+    finally:
+        for part in parts:
+            part.training = True
+
+
+def _originals(module: nn.Module, name: str) -> nn.Module:
+    return module.parametrizations[name]  # type: ignore[index,return-value]  # a dict of modules
+
+
+def behind(module: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
+    """The parameter ``name`` of ``module`` and where it stands; or those from which a parametrization computes it."""
+    if module._parameters.get(name) is not None:
+        return [(module, name)]
+    if is_parametrized(module, name):
+        originals = _originals(module, name)
+        return [(originals, key) for key, x in originals._parameters.items() if x is not None]
+    # of weight_norm and spectral_norm in torch.nn.utils, which came before parametrizations: weight_g, weight_v, weight_orig
+    return [(module, key) for key, x in module._parameters.items() if x is not None and key.startswith(f"{name}_")]
+
+
+def _has_dim(part: torch.Tensor, whole: torch.Tensor | None, placement: Placement) -> bool:
+    if whole is None or not isinstance(placement, Shard):
+        return True
+    return part.ndim == whole.ndim and part.shape[placement.dim] == whole.shape[placement.dim]
+
+
+def replicate_rest(module: nn.Module, mesh: DeviceMesh, source: int | None) -> None:
+    """Replicate what is still plain: parameters and buffers of ``module`` and all its submodules."""
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                lay_out(submodule, name, mesh, Replicate(), source)
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None and not isinstance(buffer, DTensor):
+                submodule._buffers[name] = distribute_tensor(buffer, mesh, [Replicate()], src_data_rank=source)
+
+
+# --- values that cross a module's boundary -------------------------------------------------------------------------
+def placed(x: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """``x`` under ``placement`` along the dim of ``mesh``; along the other dims of its own mesh it stays as it is.
+
+    So a style over ``mesh["tp"]`` takes tensors that live on ``mesh["dp", "tp"]`` too.
+
+    Raises:
+        MeshError: the mesh of ``x`` does not have that dim.
+    """
+    refuse_transforms("a module with a parallel style")
+    own = x.device_mesh
+    if own is mesh or own == mesh:
+        wanted: tuple[Placement, ...] = (placement,)
+    else:
+        wanted = tuple(placement if i == dim_of(own, mesh) else p for i, p in enumerate(x.placements))
+    return x if x.placements == wanted else x.redistribute(placements=wanted)
+
+
+def dim_of(mesh: DeviceMesh, part: DeviceMesh) -> int:
+    """Which dim of ``mesh`` is the one dim of ``part``."""
+    if mesh._root is part._root or mesh._root.key == part._root.key:
+        for i, root_dims in enumerate(mesh._dims):
+            if root_dims == part._dims[0]:
+                return i
+    raise MeshError(f"a tensor on {mesh!r} came to a module that is parallel over {part!r}, which is no dim of that mesh")
+
+
+def annotated(x: Any, mesh: DeviceMesh, placement: Placement, whole: int | None = None) -> DTensor:
+    """``x`` itself if distributed, else the DTensor whose pieces are ``x``.
+
+    Args:
+        whole: the global size of the dim that ``placement`` shards, where known; otherwise ranks exchange their sizes.
+    """
+    if isinstance(x, DTensor):
+        return x
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"expected a tensor at the boundary of a parallel module, got {type(x).__name__}")
+    shape = None
+    dim = getattr(placement, "dim", None)
+    if whole is not None and dim is not None:
+        shape = list((x.shards[0] if isinstance(x, PerRank) else x).shape)
+        shape[dim] = whole
+    return DTensor.from_local(x, mesh, [placement], shape=shape)
+
+
+def local_if(x: Any, use_local: bool) -> Any:
+    """The pieces of a distributed ``x`` where ``use_local`` asks for them."""
+    return x.to_local() if use_local and isinstance(x, DTensor) else x
+
+
+# --- hooks -----------------------------------------------------------------------------------------------------------
+def before_forward(module: nn.Module, prepare: Callable[[Any], Any]) -> None:
+    """Have ``prepare`` change the first tensor that ``module`` is called with, positional or by keyword."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (prepare(args[0]), *args[1:]), kwargs
+        for name, value in kwargs.items():
+            if isinstance(value, torch.Tensor):
+                return args, {**kwargs, name: prepare(value)}
+        return args, kwargs
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def after_forward(module: nn.Module, prepare: Callable[[Any], Any]) -> None:
+    """Have ``prepare`` change what ``module`` returns: the tensor, or the first item of a tuple."""
+
+    def hook(_: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple) and output:
+            rest = (prepare(output[0]), *output[1:])
+            return type(output)(*rest) if hasattr(output, "_fields") else rest
+        return prepare(output)
+
+    module.register_forward_hook(hook)

@@ -1,0 +1,226 @@
+"""Choose, for each mesh dim, the row of a rule that costs least. Pure: a function of global facts only."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..layout.layout import Layout, Split, chunk_sizes
+from ..mesh.device_mesh import DeviceMesh
+from ..placement import Partial
+from .row_costs import Table, free_rows, idle, ranked, table_of
+from ..rules.call import Call, Kind, Meta
+from ..rules.compound import NotBlocks, composed, cut_in
+from ..rules.rule import Choice, Dims, Factors, Row, Rule, Spec, stands
+from ..rules.windows import covering, windowed
+
+_TRIES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A choice with the layouts that follow from it. ``by_numbers``: for other kinds of numbers it may be another one."""
+
+    choice: Choice
+    operands: tuple[Layout, ...]
+    results: tuple[Layout | None, ...]
+    by_numbers: bool = False
+
+    @property
+    def kernel_row(self) -> Row | None:
+        """The row whose kernel runs (one of them, if a joint kernel has several factors)."""
+        return next((row for row in self.choice.rows if row.kernel is not None and row.factor in self.choice.splits), None)
+
+    @property
+    def kernel_splits(self) -> dict[str, Split]:
+        """How the kernel's factors are cut."""
+        names = {row.factor for row in self.choice.rows if row.kernel is not None}
+        return {name: split for name, split in self.choice.splits.items() if name in names}
+
+
+# How a row is chosen on each mesh dim: ``choose``, or (in ``dtensor.testing``) rows that are asked for.
+Chooser = Callable[[Rule, Factors, Call, Mapping[int, int]], Chosen | None]
+
+
+def choose(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
+    """The cheapest valid choice; None if the rule allows none.
+
+    Args:
+        kept: result -> operand that the result is written into (in place): its placement must come back.
+    """
+    table = declared(rule, factors, call)
+    chosen = _cheapest(rule, table, factors, call, kept)
+    return replace(chosen, by_numbers=True) if chosen is not None and table.by_numbers and _may_differ(call, chosen) else chosen
+
+
+def _may_differ(call: Call, chosen: Chosen) -> bool:
+    """Where nothing is in terms, and numbers are usual ones, no other row would be better with other numbers."""
+    partial = any(op is not None for layout in (*call.operands, *chosen.results) if layout is not None for op in layout.partials)
+    return partial or any(kind is Kind.ANY for _, kind in call.kinds)
+
+
+def _cheapest(rule: Rule, table: Table, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
+    free = free_rows(table, factors, call, kept)
+    if free is not None:  # what the search below would come to first
+        chosen = realized(rule, free, factors, call, kept)
+        if chosen is not None and not _moved(call, chosen):
+            return chosen
+    priced = [ranked(table, factors, call, kept, mesh_dim) for mesh_dim in range(call.mesh.ndim)]
+    best: tuple[tuple[float, ...], int, Chosen] | None = None
+    for price, picked in _best_first(priced):
+        if best is not None and price[:2] > best[0]:
+            break
+        chosen = realized(rule, picked, factors, call, kept)
+        if chosen is None:
+            continue
+        moved = _moved(call, chosen)
+        if moved == 0:
+            return chosen
+        if best is None or moved < best[1]:  # of equal prices, which do not see uneven blocks, the one that moves less
+            best = price[:2], moved, chosen
+    return None if best is None else best[2]
+
+
+def declared(rule: Rule, factors: Factors, call: Call) -> Table:
+    """All rows that the rule has for this call."""
+    partials = tuple(rule.partials(call) if callable(rule.partials) else rule.partials)
+    return table_of(factors, partials, call)
+
+
+def realized(rule: Rule, rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
+    """The choice of one row per mesh dim; None if they contradict each other, or the rule does not allow them here."""
+    try:
+        chosen = _realize(rows, factors, call, kept)
+    except NotBlocks:
+        return None
+    return chosen if chosen is not None and (rule.when is None or rule.when(chosen.choice)) else None
+
+
+def _moved(call: Call, chosen: Chosen) -> int:
+    """How many operands change."""
+    return sum([have is not need and not have.same_data(need) for have, need in zip(call.operands, chosen.operands, strict=True)])
+
+
+def _best_first(ranked: list[list[tuple[Any, Row]]]) -> Iterator[tuple[tuple[float, ...], tuple[Row, ...]]]:
+    """Combinations of one row per mesh dim in order of summed price, a bounded number of them."""
+    if not all(ranked):
+        return
+    start = (0,) * len(ranked)
+    heap, seen = [(_total(ranked, start), start)], {start}
+    for _ in range(_TRIES):
+        if not heap:
+            return
+        price, at = heapq.heappop(heap)
+        yield price, tuple(ranked[i][k][1] for i, k in enumerate(at))
+        for i in range(len(at)):
+            following = (*at[:i], at[i] + 1, *at[i + 1 :])
+            if following[i] < len(ranked[i]) and following not in seen:
+                seen.add(following)
+                heapq.heappush(heap, (_total(ranked, following), following))
+    last = tuple(len(column) - 1 for column in ranked)
+    yield _total(ranked, last), tuple(column[-1][1] for column in ranked)
+
+
+def _total(ranked: list[list[tuple[Any, Row]]], at: tuple[int, ...]) -> tuple[float, ...]:
+    prices = [ranked[i][k][0] for i, k in enumerate(at)]
+    return tuple(map(sum, zip(*prices, strict=True)))
+
+
+def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
+    """The layouts that follow from one row per mesh dim; None if they contradict each other."""
+    kernels = {
+        row.factor: row.kernel for row, size in zip(rows, call.mesh.shape, strict=True) if row.kernel is not None and size > 1
+    }
+    if len(kernels) > 1 and (
+        len({kernel.run for kernel in kernels.values()}) > 1 or not all(kernel.joint for kernel in kernels.values())
+    ):
+        return None
+    used: dict[str, list[int]] = {}
+    for mesh_dim, row in enumerate(rows):
+        if row.factor is not None and call.mesh.shape[mesh_dim] > 1:
+            used.setdefault(row.factor, []).append(mesh_dim)
+    splits = {name: _split(name, mesh_dims, factors, call, kept) for name, mesh_dims in used.items()}
+
+    def splits_of(side: str, i: int) -> Mapping[str, Split]:
+        cut = {name: factors.windows[side, i, name] for name in splits if (side, i, name) in factors.windows}
+        return (
+            {**splits, **{n: Split(splits[n].mesh_dims, windowed(splits[n].sizes, window)) for n, window in cut.items()}}
+            if cut
+            else splits
+        )
+
+    fixed, mesh, sizes = call.fixed, call.mesh, factors.sizes
+    operands = []
+    for i, layout in enumerate(call.operands):
+        if i not in fixed:
+            specs = [row.operands[i] for row in rows]
+            layout = _place(mesh, factors.operands[i], specs, splits_of("operand", i), sizes, layout, (layout,))
+        operands.append(layout)
+    results: list[Layout | None] = []
+    tensors = iter(range(len(factors.results)))
+    for meta in call.results:
+        if meta is None:
+            results.append(None)
+            continue
+        r = next(tensors)
+        specs = [row.results[r] for row in rows]
+        results.append(_place(mesh, factors.results[r], specs, splits_of("result", r), sizes, meta, call.operands))
+    return Chosen(Choice(call, factors, rows, splits), tuple(operands), tuple(results))
+
+
+def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: Mapping[int, int]) -> Split:
+    """How ``name`` is cut by ``mesh_dims``: as in the operand that already is (written ones first, then the largest)."""
+    wanted, size = set(mesh_dims), factors.sizes[name]
+    cut: list[tuple[int, int, Split]] = []  # operand, its dim, how that is cut
+    for i, dims in enumerate(factors.operands):
+        d = stands(dims, name)
+        current = None if d is None else call.operands[i].splits[d]
+        if d is not None and current is not None:
+            cut.append((i, d, current))
+    if len(cut) > 1:
+        written = set(kept.values())
+        cut.sort(key=lambda item: (item[0] not in written, -call.operands[item[0]].numel, item[0]))
+    pieces: list[tuple[tuple[int, ...], tuple[int, ...], range]] = []
+    for i, d, current in cut:
+        window = factors.windows.get(("operand", i, name))
+        sizes = factors.sizes if window is None else {**factors.sizes, name: len(window)}
+        found = cut_in(factors.operands[i][d], name, current, wanted, sizes, call.mesh.shape)
+        if found is not None and window is None:
+            return found
+        if found is not None and window is not None:
+            pieces.append((*found, window))
+    ordered = pieces[0][0] if pieces else tuple(sorted(mesh_dims))
+    default = chunk_sizes(size, tuple(call.mesh.shape[i] for i in ordered))
+    return Split(ordered, covering(default, [(blocks, window) for nesting, blocks, window in pieces if nesting == ordered]))
+
+
+def _place(
+    mesh: DeviceMesh,
+    dims: Dims,
+    specs: Sequence[Spec],
+    splits: Mapping[str, Split],
+    sizes: Mapping[str, int],
+    meta: Meta | Layout,
+    known: Sequence[Layout],
+) -> Layout:
+    """The layout of a tensor with these factors when each mesh dim follows its spec; ``known``: what it may turn out to be."""
+    shape = mesh.shape
+    tensor_splits = tuple([composed(names, splits, sizes) for names in dims])
+    partials = tuple(
+        [spec.reduce_op if isinstance(spec, Partial) and n > 1 else None for spec, n in zip(specs, shape, strict=True)]
+    )
+    if 1 in shape:  # those mesh dims are spelled as the rule says
+        spelled = {i: idle(spec, dims) for i, spec in enumerate(specs) if shape[i] == 1}
+        return Layout.from_splits(mesh, tensor_splits, partials, meta.shape, meta.stride, meta.dtype, spelled)
+    for layout in known:
+        if (
+            layout.splits == tensor_splits
+            and layout.partials == partials
+            and layout.shape == meta.shape
+            and layout.stride == meta.stride
+            and layout.dtype is meta.dtype
+        ):
+            return layout
+    return Layout.from_splits(mesh, tensor_splits, partials, meta.shape, meta.stride, meta.dtype)

@@ -1,0 +1,286 @@
+"""Global shapes, strides and dtypes of results.
+
+Found by running the operator without data, on the meta device; operators whose results look different from device to device run
+on fake tensors of the mesh's device instead. Where a rule says how the shapes of results follow from those of dense operands, the
+operator is asked once for all sizes: dtypes, and the order of dims in memory, do not depend on sizes that are neither 0 nor 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
+
+from ..layout.layout import Layout
+from ..layout.memory_order import dense_in, memory_order
+from .schema import Operator
+from ..base.caches import watched
+from ..rules.call import Call, Meta
+from ..rules.rule import Rule, Shapes
+from .meta_strides import as_computed
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+# Strides or auxiliary shapes follow the library that computes: LAPACK, MKL or cuSOLVER, cuFFT, oneDNN or cuDNN.
+DEVICE_DEPENDENT = frozenset(
+    "aten::" + name
+    for name in [
+        "_linalg_svd",
+        "linalg_eig",
+        "_fft_c2c",
+        "_fft_r2c",
+        "_fft_c2r",
+        "convolution",
+        "convolution_backward",
+        "nonzero_static",
+        "_embedding_bag",
+        "_embedding_bag_forward_only",
+    ]
+)
+# Gradients without a meta kernel: contiguous, in the shape and dtype of this argument.
+LIKE = {
+    "aten::multi_margin_loss_backward": "self",
+    "aten::multilabel_margin_loss_backward": "self",
+    "aten::fractional_max_pool3d_backward": "self",
+    "aten::_ctc_loss_backward": "log_probs",
+    "aten::glu_jvp": "glu",
+    "aten::glu_backward_jvp": "grad_x",
+}
+
+# Where the meta kernel is not to be asked as it is.
+ASKED: dict[str, Callable[[Operator, dict[str, Any]], Any]] = {
+    # it copies what cannot be viewed, its meta kernel does not
+    "aten::view_copy": lambda operator, given: given["self"].clone(memory_format=torch.contiguous_format).view(given["size"]),
+    # torch 2.11 fails on dims out of order; only the last one changes sizes, and strides have a law of their own
+    **dict.fromkeys(
+        ["aten::_fft_c2c", "aten::_fft_r2c", "aten::_fft_c2r"],
+        lambda operator, given: operator.call(given | {"self": given["self"].contiguous(), "dim": given["dim"][-1:]}),
+    ),
+    # results of the kernels have the dtype of the input
+    **dict.fromkeys(
+        ["aten::soft_margin_loss", "aten::huber_loss"],
+        lambda operator, given: operator.call(given | {"target": given["target"].to(given["self"].dtype)}),
+    ),
+    # torch 2.11 takes sums of float64 for float32
+    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda operator, given: [
+        x.to(torch.promote_types(x.dtype, given["query"].dtype)) for x in operator.call(given)
+    ],
+}
+
+
+# the kernels shift by bools, the meta kernels of these do not
+_SHIFTS = {
+    f"aten::__{written}{side}shift__": getattr(torch.ops.aten, f"bitwise_{name}_shift{'_' if written else ''}")
+    for written in ("", "i")
+    for side, name in (("l", "left"), ("r", "right"))
+}
+
+
+class NotInferable(Exception):
+    """The shape of a result depends on data, or the operator has no meta kernel."""
+
+
+Answer = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # dtype and memory order of each result
+_ANSWERS: dict[Any, Answer | None] = {}  # None: the results do not look as the rule says
+_LIMIT = 4096
+watched("infer.answers", lambda: (len(_ANSWERS), _LIMIT))
+
+
+def results_of(operator: Operator, rule: Rule | None, call: Call) -> tuple[Any, ...]:
+    """As :func:`infer`, without asking the operator where its rule and what is known of it tell.
+
+    Raises:
+        NotInferable: see :func:`infer`.
+    """
+    shapes = None if rule is None or rule.shapes is None else _lawful(operator, rule, call)
+    key = None if shapes is None else _beside_sizes(operator, call)
+    if shapes is None or key is None:
+        return infer(operator, call.arguments)
+    known = _ANSWERS.get(key, ())
+    if known:
+        return tuple([Meta(shape, dense_in(shape, order), dtype) for shape, (dtype, order) in zip(shapes, known, strict=True)])
+    metas = infer(operator, call.arguments)
+    if known is not None:
+        if len(_ANSWERS) >= _LIMIT:
+            _ANSWERS.clear()
+        _ANSWERS[key] = _as_told(metas, shapes)
+    return metas
+
+
+def _as_told(metas: tuple[Any, ...], shapes: Shapes) -> Answer | None:
+    if len(metas) != len(shapes) or any(not isinstance(meta, Meta) for meta in metas):
+        return None
+    orders = [memory_order(meta.shape, meta.stride) for meta in metas]
+    if any(order is None or meta.shape != shape for meta, order, shape in zip(metas, orders, shapes, strict=True)):
+        return None
+    return tuple([(meta.dtype, order) for meta, order in zip(metas, orders, strict=True) if order is not None])
+
+
+def _lawful(operator: Operator, rule: Rule, call: Call) -> Any:
+    """The shapes that the rule tells, for operands that the law speaks of."""
+    assert rule.shapes is not None
+    if operator.per_element or operator.outs or operator.func._schema.name in DEVICE_DEPENDENT:
+        return None
+    for layout in call.operands:
+        if (
+            0 in layout.shape
+            or 1 in layout.shape
+            or (not layout.dense and memory_order(tuple(layout.shape), layout.stride) is None)
+        ):
+            return None
+    return rule.shapes(call)
+
+
+def _beside_sizes(operator: Operator, call: Call) -> Any:
+    """What dtypes follow from: all arguments but the sizes of tensors; None where that is not told."""
+    key: list[Any] = [operator.name, torch.get_default_dtype()]
+    for value in call.arguments.values():
+        kind = type(value)
+        if kind is Layout:
+            key.append(_in_memory(value))
+        elif kind is float or kind is complex:
+            key.append(kind)
+        elif kind is list or kind is tuple:
+            kinds = set(map(type, value))
+            if not kinds <= {int} and kinds != {Layout}:
+                return None
+            key.append(tuple(map(_in_memory, value)) if kinds == {Layout} else tuple(value))
+        elif value is None or kind in _PLAIN:
+            key.append((kind, value))
+        else:
+            return None
+    return tuple(key)
+
+
+def _in_memory(layout: Layout) -> Any:
+    return layout.dtype, layout.ndim, () if layout.dense else memory_order(tuple(layout.shape), layout.stride)
+
+
+_PLAIN = frozenset((bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format))
+
+
+def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """Per return value of the operator its :class:`Meta` (a list of them for a list, None for what is no tensor).
+
+    Raises:
+        NotInferable: see there. Errors that plain torch raises for wrong arguments pass through.
+    """
+    if operator.per_element and not operator.returns:
+        return ()  # some optimizer steps have no meta kernel, and nothing is to be found out
+    if operator.returns and not operator.gives_tensors:
+        return (None,) * len(operator.returns)  # a Python value: it depends on data
+    if (like := LIKE.get(operator.func._schema.name)) is not None:
+        return (_meta_of(torch.empty(arguments[like].shape, dtype=arguments[like].dtype, device=META)),)
+    if operator.name == "aten::cat" and any(not x.shape for x in arguments["tensors"] if isinstance(x, Layout)):
+        raise RuntimeError("zero-dimensional tensors cannot be concatenated")  # its meta kernel takes dims for granted
+    if operator.func._schema.name in DEVICE_DEPENDENT:
+        with _fake_mode():
+            bound = {name: _to_meta(value, None) for name, value in arguments.items()}
+            return _run(operator, bound)
+    bound = {name: _to_meta(value) for name, value in arguments.items()}
+    if "nll_loss" in operator.name and bound["target"].dtype is torch.uint8:
+        bound["target"] = bound["target"].long()  # the operator takes labels of one byte, its meta kernel does not
+    if "_scaled_mm" in operator.name and all(x.mesh.device_type == "cpu" for x in arguments.values() if isinstance(x, Layout)):
+        rows, columns = bound["self"], bound["mat2"]  # the CPU takes any order and sizes, the meta kernel what a GPU takes
+        return (_meta_of(torch.empty(rows.shape[0], columns.shape[1], dtype=bound.get("out_dtype") or rows.dtype, device=META)),)
+    if bound.get("device") is not None:
+        bound["device"] = META
+    if bound.get("pin_memory"):
+        bound["pin_memory"] = False
+    if not _without_elements(operator, arguments):
+        return _run(operator, bound)
+    try:
+        metas = _run(operator, bound)
+    except (RuntimeError, TypeError, IndexError, ValueError):
+        metas = ()
+    if sum(math.prod(meta.shape) for meta in metas if isinstance(meta, Meta)) > _SMALL:
+        return metas
+    try:
+        return _run(operator, {name: _to_meta(value, CPU) for name, value in arguments.items()})
+    except NotInferable:
+        return metas or _run(operator, bound)
+
+
+def _without_elements(operator: Operator, arguments: dict[str, Any]) -> bool:
+    """Whether it costs nothing to ask the operator itself, which of tensors without elements often says something else than its
+    meta kernel: what one refuses the other takes, or they use other words."""
+    given = [value for value in arguments.values() if isinstance(value, Layout)]
+    known = operator.func.namespace == "aten" and not operator.seeded and not operator.mutated
+    return known and bool(given) and not any(layout.numel for layout in given)
+
+
+_SMALL = 1 << 16  # elements of results that are made of nothing, as by new_zeros
+
+
+@cache
+def _fake_mode() -> FakeTensorMode:
+    return FakeTensorMode()
+
+
+def _run(operator: Operator, bound: dict[str, Any]) -> tuple[Any, ...]:
+    sizes = {name: bound[name].shape for name in operator.outs if isinstance(bound.get(name), torch.Tensor)}
+    try:
+        result = _result_of(operator, bound)
+    except (NotImplementedError, UnsupportedFakeTensorException, ZeroDivisionError) as error:
+        raise NotInferable(str(error)) from error  # divisions: torch's own decompositions of means over no elements
+    except (AssertionError, KeyError) as error:
+        raise RuntimeError(f"{operator.name}: {error}") from error  # what the kernels raise
+    except RuntimeError as error:
+        if "meta" in str(error).lower():
+            raise NotInferable(str(error)) from error
+        if "zero-size dimension" in str(error) and bound.get("dim") not in (None, [], ()):
+            raise IndexError(f"{operator.name}: {error}") from error  # what the kernels raise
+        raise
+    if result is None:
+        return ()
+    values = (result,) if len(operator.returns) == 1 else result
+    metas = as_computed(operator.name, tuple(_meta_of(value) for value in values), bound)
+    pairs = zip(operator.returns, metas, strict=False)
+    resized = [isinstance(meta, Meta) and sizes.get(str(out), meta.shape) != meta.shape for out, meta in pairs]
+    return _as_new(operator, bound, metas, resized) if any(resized) else metas
+
+
+def _as_new(operator: Operator, bound: dict[str, Any], metas: tuple[Any, ...], resized: list[bool]) -> tuple[Any, ...]:
+    """With the strides of new results where an ``out=`` tensor takes another shape: kernels lay it out as they would those."""
+    try:
+        made = operator.call(bound, operator.func.overloadpacket)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return metas
+    new = as_computed(operator.name, tuple(_meta_of(value) for value in ((made,) if len(metas) == 1 else made)), bound)
+    return tuple(
+        Meta(meta.shape, own.stride, meta.dtype) if laid_out and isinstance(own, Meta) and own.shape == meta.shape else meta
+        for meta, own, laid_out in zip(metas, new, resized, strict=True)
+    )
+
+
+def _result_of(operator: Operator, bound: dict[str, Any]) -> Any:
+    try:
+        if (shift := _SHIFTS.get(operator.func._schema.name)) is not None:
+            return operator.call(bound, shift)
+        return ASKED.get(operator.name, Operator.call)(operator, bound)
+    except TypeError as error:
+        if len(operator.outs) != 1 or "'out'" not in str(error):
+            raise
+    # Some of torch's meta functions in Python are registered for overloads with out= and do not take it.
+    return operator.call(bound, operator.func.overloadpacket).to(bound[operator.outs[0]].dtype)
+
+
+def _to_meta(value: Any, device: torch.device | None = META) -> Any:
+    """Layouts as tensors without data, on ``device`` (None: where their mesh is)."""
+    if isinstance(value, Layout):
+        where = device or torch.device("cpu" if value.mesh.device_type == "meta" else value.mesh.device_type)
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=where)
+    if type(value) in (list, tuple):
+        return [_to_meta(item, device) for item in value]
+    return value
+
+
+def _meta_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Meta(tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return [_meta_of(item) for item in value]
+    return None

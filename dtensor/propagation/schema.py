@@ -1,0 +1,160 @@
+"""What the schema of an aten operator says: argument names, what it mutates, what it returns. Read once per overload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+
+from ..base.caches import remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """The schema facts of one overload.
+
+    Attributes:
+        names: all argument names, ``positional`` of them positional.
+        tensors: names of arguments that hold tensors or lists of them.
+        scalars: positions of number arguments (``Scalar`` or ``float``), whose value no plan depends on.
+        number_operands: names of number arguments that stand for a tensor in another overload (``mul.Scalar``'s ``other``): rules
+            see them as one more replicated operand.
+        mutated: names of the arguments written to; ``outs`` those of them that are ``out=`` results and come back.
+        fills_lists: it writes its results into a list of tensors and returns nothing.
+        returns: per return value the name of the argument that it is, or None for a new one.
+        gives_tensors: some return value is a tensor or a list of them.
+        is_view: some result aliases an argument without writing to it.
+        reshapes: the argument written to is the same memory seen in another way (``unsqueeze_``).
+        seeded: it draws random numbers.
+        per_element: it works on lists, on each element by itself.
+        numbered, sized: what follows the first argument, a tensor: nothing but ints, bools and strings; a list of ints.
+        flat: and reads its operands as flat memory, in the strides of the first list.
+    """
+
+    func: Any
+    name: str
+    names: tuple[str, ...]
+    positional: int
+    defaults: dict[str, Any]
+    tensors: frozenset[str]
+    scalars: frozenset[str]
+    number_operands: frozenset[str]
+    mutated: frozenset[str]
+    outs: tuple[str, ...]
+    fills_lists: bool
+    returns: tuple[str | None, ...]
+    gives_tensors: bool
+    is_view: bool
+    reshapes: bool
+    seeded: bool
+    per_element: bool
+    numbered: bool
+    sized: bool
+    flat: bool
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Argument values by name, defaults filled in."""
+        bound = dict(self.defaults)
+        bound.update(zip(self.names, args, strict=False))
+        bound.update(kwargs)
+        return bound
+
+    @property
+    def out_of_place(self) -> Any:
+        """The overload that gives what this one, which ends on ``_``, makes of its first argument."""
+        packet = getattr(torch.ops.aten, self.func._schema.name.removeprefix("aten::").removesuffix("_"))
+        for overload in packet.overloads():
+            found = getattr(packet, overload)
+            if tuple(a.name for a in found._schema.arguments) == self.names and _kinds(found) == _kinds(self.func):
+                return found
+        raise NotImplementedError(f"{self.name} has no form that gives a new tensor")
+
+    def call(self, bound: dict[str, Any], func: Any = None) -> Any:
+        """Call the overload (or ``func``, a function with its signature but for ``out=``) with arguments by name."""
+        positional = [bound[name] for name in self.names[: self.positional]]
+        given = (name for name in self.names[self.positional :] if func is None or name not in self.outs)
+        keywords = {name: bound[name] for name in given if name in bound}
+        return (func or self.func)(*positional, **keywords)
+
+
+@remembered(8192)
+def operator_of(func: Any) -> Operator:
+    """The operator facts of an overload."""
+    schema = func._schema
+    arguments = schema.arguments
+    kinds = {argument.name: str(argument.type) for argument in arguments}
+    written = frozenset(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    owners = {
+        name: argument.name
+        for argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for name in argument.alias_info.before_set
+    }
+    returns = tuple(
+        next((owners[name] for name in r.alias_info.before_set if name in owners), None) if r.alias_info is not None else None
+        for r in schema.returns
+    )
+    base = schema.name.partition("::")[2]
+    first, *rest = [kinds[a.name] for a in arguments if not a.kwarg_only] or [""]
+    return Operator(
+        func=func,
+        name=schema.name + (f".{schema.overload_name}" if schema.overload_name else ""),
+        names=tuple(a.name for a in arguments),
+        positional=sum(not a.kwarg_only for a in arguments),
+        defaults={a.name: a.default_value for a in arguments if a.has_default_value()},
+        tensors=frozenset(name for name, kind in kinds.items() if "Tensor" in kind),
+        scalars=frozenset(name for name, kind in kinds.items() if kind in _NUMBERS),
+        number_operands=_number_operands(func, kinds),
+        mutated=written,
+        outs=tuple(a.name for a in arguments if a.is_out and a.name in returns),
+        fills_lists=any(a.is_out and a.name not in returns and kinds[a.name].startswith("List") for a in arguments),
+        returns=returns,
+        gives_tensors=any("Tensor" in str(r.type) for r in schema.returns),
+        seeded=torch.Tag.nondeterministic_seeded in func.tags,
+        reshapes=torch.Tag.inplace_view in func.tags,
+        # composites write through `_unsafe_view` into `out=`, although its schema says that it is no view
+        is_view=(schema.name == "aten::_unsafe_view" and not written)
+        or any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
+        numbered=first == "Tensor" and all(kind in ("int", "Optional[int]", "bool", "str") for kind in rest),
+        sized=first == "Tensor" and rest[:1] == ["List[int]"],
+        flat=base.startswith("_fused_") and any(kind == "List[Tensor]" for kind in kinds.values()),
+        per_element=base.startswith(_LIST_FAMILIES) and any(kind == "List[Tensor]" for kind in kinds.values()),
+    )
+
+
+def _kinds(func: Any) -> list[str]:
+    return [str(a.type) for a in func._schema.arguments]
+
+
+_LIST_FAMILIES = ("_foreach_", "_fused_", "_amp_foreach_")
+_NUMBERS = frozenset(("number", "Optional[number]", "float", "Optional[float]", "List[number]", "List[float]"))
+
+
+def _number_operands(func: Any, kinds: dict[str, str]) -> frozenset[str]:
+    packet = getattr(func, "overloadpacket", None)
+    tensors = {"scalar", "scalars"}
+    for overload in packet.overloads() if packet is not None else ():
+        arguments = getattr(packet, overload)._schema.arguments
+        tensors |= {a.name for a in arguments if "Tensor" in str(a.type)}
+    return frozenset(name for name, kind in kinds.items() if kind in _NUMBERS and name in tensors)
+
+
+def arguments_given(overload: Any) -> list[Any]:
+    """The schema's arguments but for ``out=`` results."""
+    outs = operator_of(overload).outs
+    return [argument for argument in overload._schema.arguments if argument.name not in outs]
+
+
+def overload_of(op: Any) -> Any:
+    """The overload that is meant: itself, the one that ``torch.library.custom_op`` made, or an operator's where all take the same
+    arguments (``out=`` aside); None: it is no operator, or which is not said."""
+    if isinstance(op, torch._ops.OpOverload):
+        return op
+    op = op._opoverload.overloadpacket if isinstance(op, CustomOpDef) else op
+    if not isinstance(op, torch._ops.OpOverloadPacket):
+        return None
+    overloads = [getattr(op, name) for name in op.overloads()]
+    signatures = {tuple((a.name, str(a.type)) for a in arguments_given(overload)) for overload in overloads}
+    return overloads[0] if len(signatures) == 1 else None

@@ -1,0 +1,152 @@
+"""Blocks of one global draw of random numbers, in one of two modes.
+
+``"exact"``: every rank draws the whole tensor from the default generator and keeps its block: the values that one device gives
+for the same seed, for every generator, at the cost of the whole tensor's time and transient memory on each rank.
+
+``"counter"``: the generator gives one 64-bit key a call, and an element's value is a function of the key and its global index. A
+rank draws its block only. Since the key comes from the generator, whatever saves, restores or replaces its state
+(checkpointing, ``fork_rng``, ``generator=``) keeps working.
+
+All ranks must draw alike, so on process groups the first draw on a mesh takes over the generator state of its first rank, and
+ranks outside of the mesh that run the op draw too: their next draw is then that of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..comm import communicator_of
+from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh
+from ..base.recording import aside, site
+from ..base.scoped import Scoped
+from .distributions import Arguments, Sampler, sample
+
+MODES = ("exact", "counter")
+
+
+class Drawing:
+    """The mode: of the innermost block of ``random_mode``, else of the process, as the generators are.
+
+    Attributes:
+        whole: of the process.
+        blocks: of ``random_mode``.
+    """
+
+    def __init__(self) -> None:
+        self.whole = MODES[0]
+        self.blocks: Scoped[str] = Scoped("random_mode")
+
+    @property
+    def mode(self) -> str:
+        return self.blocks.last(self.whole) if self.blocks.held else self.whole
+
+    def from_now_on(self, mode: str) -> None:
+        """Until the innermost block ends; outside of blocks for the whole process."""
+        if not self.blocks.assign(mode):
+            self.whole = mode
+
+
+DRAWING = Drawing()
+
+
+def draw(layout: Layout, whole: Callable[[torch.device], torch.Tensor]) -> Any:
+    """The local blocks of one global draw: ``whole(device)`` gives the whole tensor."""
+    mesh = layout.mesh
+    device = torch.device(mesh.device_type)
+    synchronize(mesh)
+    if mesh.kind == "dry_run":
+        return torch.empty(layout.local_shape(mesh.coordinates[0]), dtype=layout.dtype, device=device)
+    drawn = whole(device)
+    if mesh.current_member() is None:
+        return block_of(drawn, layout, None)
+    return communicator_of(mesh).map(lambda member: block_of(drawn, layout, member))
+
+
+@site
+def draw_counted(layout: Layout, sampler: Sampler, given: Arguments, generator: torch.Generator | None = None) -> Any:
+    """The local blocks of one global draw, each made by itself."""
+    mesh = layout.mesh
+    device = torch.device(mesh.device_type)
+    synchronize(mesh)
+    if mesh.kind == "dry_run":
+        return torch.empty(layout.local_shape(mesh.coordinates[0]), dtype=layout.dtype, device=device)
+    key = next_key(default_generator(mesh) if generator is None else generator)
+
+    def one(member: int | None) -> torch.Tensor:
+        coordinate = None if member is None else mesh.coordinates[member]
+        if coordinate is None:
+            return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=device)
+        size = layout.local_shape(coordinate)
+        made = sample(sampler, given, key, layout.shape, layout.local_offset(coordinate), size, (layout.dtype, device))
+        return (
+            made
+            if layout.dense
+            else torch.empty_strided(size, layout.local_stride(coordinate), dtype=layout.dtype, device=device).copy_(made)
+        )
+
+    return one(None) if mesh.current_member() is None else communicator_of(mesh).map(one)
+
+
+def next_key(generator: torch.Generator) -> int:
+    """64 bits that are a function of the generator's state, which advances. On CUDA from seed and offset, without waiting."""
+    if generator.device.type == "cpu":
+        drawn = torch.randint(-(2**63), 2**63 - 1, (), generator=generator)
+        return int(drawn) & (2**64 - 1)
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4)
+    return (generator.initial_seed() * 0x9E3779B97F4A7C15 + offset) & (2**64 - 1)
+
+
+def block_of(whole: torch.Tensor, layout: Layout, member: int | None) -> torch.Tensor:
+    """One member's block of a whole tensor, as its own memory."""
+    coordinate = None if member is None else layout.mesh.coordinates[member]
+    if coordinate is None:
+        return whole.new_zeros(layout.local_shape(None))
+    return place_in(whole, layout, coordinate).clone()
+
+
+def place_in(whole: torch.Tensor, layout: Layout, coordinate: tuple[int, ...]) -> torch.Tensor:
+    """Where one member's block stands in a whole tensor: a view."""
+    for d, (offset, size) in enumerate(zip(layout.local_offset(coordinate), layout.local_shape(coordinate), strict=True)):
+        if size != whole.shape[d]:
+            whole = whole.narrow(d, offset, size)
+    return whole
+
+
+@aside
+def synchronize(mesh: DeviceMesh) -> None:
+    """On process groups, once for all ranks that share a draw: they take over the first one's generator state."""
+    root, dims = mesh._root, mesh.group_id(range(mesh.ndim))
+    if root.kind != "process_group" or root.seeded.issuperset(dims):
+        return
+    root.seeded.update(dims)
+    if mesh.current_member() is None:
+        return
+    generator = default_generator(mesh)
+    state = generator.get_state()
+    comm = communicator_of(mesh)
+    received = comm.broadcast(state.to(mesh.device_type), tuple(range(mesh.ndim)), 0)
+    generator.set_state(received.cpu())
+
+
+@site
+def state_of(generator: torch.Generator) -> torch.Tensor:
+    """Where the generator is."""
+    return generator.get_state()
+
+
+@site
+def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    """Bring the generator to a state."""
+    generator.set_state(state)
+
+
+def default_generator(mesh: DeviceMesh) -> torch.Generator:
+    """The generator that ops without ``generator=`` draw from on the mesh's device."""
+    if mesh.device_type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device()]
+    return torch.default_generator

@@ -1,0 +1,1 @@
+"""All ranks in one process: their local tensors as one value, and autograd over them."""

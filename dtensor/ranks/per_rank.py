@@ -1,0 +1,297 @@
+"""``PerRank``: the local tensors of all ranks of an in-process mesh, as one ``torch.Tensor``.
+
+Every torch function runs once per rank on that rank's own tensor, so shapes may be ragged and each rank has its own
+autograd graph. This happens in ``__torch_function__``, above autograd. Where torch has that switched off (inside
+another subclass's ``__torch_dispatch__``) the same mapping happens in ``__torch_dispatch__``; the wrapper itself has
+neither storage nor sizes, so nothing can read it instead of the ranks' tensors.
+
+One thing torch keeps from us: ``torch.autograd.Function.apply`` is no torch function; see ``joint_function.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import LayoutError, MeshError, PlacementError
+from .rank_values import RankNumber, RankValues, agreed
+from .shared_reads import UsedByRanks
+from .shared_writes import write_back, written_tensors
+
+
+class PerRank(Tensor):
+    """One tensor per rank of an in-process mesh, in ``.shards``; make it with :func:`per_rank`.
+
+    Functions map over ranks; other arguments are shared. Tensors come back as ``PerRank``; a Python value (``.shape``,
+    ``.item()``, ``bool()``) is the common one.
+
+    Raises:
+        LayoutError: a Python value that differs between ranks (``.shape`` of ragged shards, ``.item()`` of unequal ones).
+
+    >>> x = per_rank([torch.ones(2, 3), torch.zeros(1, 3)])
+    >>> (x + 1).sum(0).shards
+    (tensor([4., 4., 4.]), tensor([1., 1., 1.]))
+    """
+
+    shards: tuple[Tensor, ...]
+
+    @staticmethod
+    def __new__(cls, shards: Iterable[Tensor]) -> PerRank:
+        shards = tuple(shards)
+        if not shards or any(not isinstance(shard, Tensor) or isinstance(shard, PerRank) for shard in shards):
+            raise PlacementError("per_rank takes one plain tensor per rank: per_rank([tensor_of_rank_0, tensor_of_rank_1, ...])")
+        return _holding(shards)
+
+    def __init__(self, shards: Iterable[Tensor]) -> None:
+        pass
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]  # asked at each operation: not through all ranks
+        return self.shards[0].is_cpu
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        joint = _JOINT.get(func)
+        return over_ranks(func, args, kwargs or {}) if joint is None else joint(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub declares the disabled one
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return over_ranks(func, args, kwargs or {})
+
+    def backward(
+        self, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
+        """Gradients of the sum over ranks: every rank's tensor is a root of one joint backward pass."""
+        _JOINT[torch.autograd.backward](
+            [self], None if gradient is None else [gradient], retain_graph, create_graph, inputs=inputs
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's own takes tensor_contents, for its printing only
+        return "PerRank(" + "".join(f"\n  rank {rank}: {_indented(shard)}" for rank, shard in enumerate(self.shards)) + "\n)"
+
+    def __format__(self, spec: str) -> str:
+        texts = [format(shard, spec) for shard in self.shards]
+        return (
+            texts[0] if len(set(texts)) == 1 else "[" + ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts)) + "]"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PerRank:
+        made = PerRank(copy.deepcopy(shard, memo) for shard in self.shards)
+        if getattr(self, "_is_param", False):
+            made._is_param = True  # what isinstance(x, nn.Parameter) looks at
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return PerRank, (list(self.shards),)
+
+
+def per_rank(tensors: Sequence[Tensor]) -> PerRank:
+    """A :class:`PerRank` of ``tensors``, one for each member of the mesh's root in order; shapes may differ."""
+    for prepare in _BEFORE:
+        prepare()
+    return PerRank(tensors)
+
+
+def _indented(shard: Tensor) -> str:
+    return repr(shard).replace("\n", "\n          ")
+
+
+# --- mapping over ranks ----------------------------------------------------------------------------------------------
+def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``func`` on each rank's part of the arguments; an argument written in place comes back as itself."""
+    rows = None if kwargs else _rows(args)
+    if rows is not None:
+        results = [func(*own) for own in rows]
+        if type(results[0]) is Tensor and results[0] is not args[0].shards[0] and all(type(x) is Tensor for x in results):
+            return _holding(tuple(results))
+    else:
+        count = count_ranks((args, kwargs))
+        targets = [(x, _copies(x, count)) for x in written_tensors(func, args, kwargs)]
+        if targets:
+            args, kwargs = _replaced(args, targets), _replaced(kwargs, targets)
+        args, kwargs = _each_its_own(args, count), {name: _its_own(value, count) for name, value in kwargs.items()}
+        results = [func(*own, **named) for own, named in parts(args, kwargs, count)]
+        if targets:
+            return _written_back(results, targets)
+    if isinstance(results[0], Tensor):
+        for arg in (*args[:1], *kwargs.values()):
+            if isinstance(arg, PerRank) and results[0] is arg.shards[0] and all(map(_is, results, arg.shards)):
+                return arg
+    return merge(results, lambda values: agreed(values, _name_of(func)), ragged=False)
+
+
+def _rows(args: Sequence[Any]) -> Iterable[tuple[Any, ...]] | None:
+    """For each rank its arguments, where the first is a ``PerRank`` and the others are that too or the same for all ranks."""
+    if not args or type(args[0]) is not PerRank:
+        return None
+    count, columns = len(args[0].shards), []
+    for arg in args:
+        if type(arg) is PerRank and len(arg.shards) == count:
+            columns.append(arg.shards)
+        elif type(arg) in _SHARED or (type(arg) is list and all(type(item) is int for item in arg)):
+            columns.append((arg,) * count)
+        else:
+            return None
+    return zip(*columns, strict=True)
+
+
+def _each_its_own(values: Sequence[Any], count: int) -> list[Any]:
+    return [_its_own(value, count) for value in values]
+
+
+def _its_own(value: Any, count: int) -> Any:
+    """A plain tensor that all ranks use, as each rank's own where gradients are recorded: see ``UsedByRanks``."""
+    kind = type(value)
+    if (kind is Tensor or kind is nn.Parameter) and value.requires_grad and torch.is_grad_enabled():
+        return PerRank(UsedByRanks.apply(value, count))
+    return kind(_each_its_own(value, count)) if kind is list or kind is tuple else value
+
+
+def _copies(x: Tensor, count: int) -> PerRank:
+    own = _its_own(x, count)
+    return PerRank(shard.clone() for shard in (own.shards if isinstance(own, PerRank) else (x,) * count))
+
+
+def _replaced(value: Any, targets: Sequence[tuple[Any, Any]]) -> Any:
+    """``value`` with the second of each pair for the first."""
+    for old, new in targets:
+        if value is old:
+            return new
+    if isinstance(value, dict):
+        return {name: _replaced(item, targets) for name, item in value.items()}
+    return _like(value, [_replaced(item, targets) for item in value]) if isinstance(value, (list, tuple)) else value
+
+
+def _written_back(results: list[Any], targets: Sequence[tuple[Tensor, PerRank]]) -> Any:
+    """What the ranks have written into copies, put into the plain tensors themselves: they are the result."""
+    for x, copies in targets:
+        write_back(x, copies.shards)
+    return _replaced(results[0], [(copies.shards[0], x) for x, copies in targets])
+
+
+_SHARED = frozenset((int, float, bool, complex, type(None), torch.dtype))
+
+
+def _holding(shards: tuple[Tensor, ...]) -> PerRank:
+    made: PerRank = Tensor._make_wrapper_subclass(
+        PerRank, (), dtype=shards[0].dtype, device=shards[0].device, dispatch_sizes_strides_policy="sizes"
+    )
+    made.shards = shards
+    return made
+
+
+def parts(args: Sequence[Any], kwargs: dict[str, Any], count: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """For each of ``count`` ranks its arguments."""
+    rows = zip(*[_column(arg, count) for arg in args], strict=True) if args else repeat((), count)
+    if not kwargs:
+        return zip(rows, repeat({}, count), strict=True)
+    columns = [_column(value, count) for value in kwargs.values()]
+    named = (dict(zip(kwargs, row, strict=True)) for row in zip(*columns, strict=True))
+    return zip(rows, named, strict=True)
+
+
+def _column(value: Any, count: int) -> Iterable[Any]:
+    """``value`` as each of ``count`` ranks has it."""
+    if isinstance(value, PerRank):
+        return value.shards
+    return [pick(value, rank) for rank in range(count)] if isinstance(value, _HOLDERS) else repeat(value, count)
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":  # of a property such as Tensor.shape
+        name = getattr(getattr(func, "__self__", None), "__name__", "an attribute")
+    return f"`{name}` of a PerRank tensor"
+
+
+def count_ranks(value: Any, expected: int = 0) -> int:
+    """How many ranks the values of each rank inside ``value`` have (``expected``, or 0, if there are none).
+
+    Raises:
+        MeshError: not all the same number.
+    """
+    if isinstance(value, (PerRank, RankValues, RankNumber)):
+        count = len(value if isinstance(value, RankValues) else value.values if isinstance(value, RankNumber) else value.shards)
+        if expected not in (0, count):
+            raise MeshError(f"values of {count} ranks do not go together with {expected} ranks: they belong to different meshes")
+        return count
+    for item in _items(value):
+        if isinstance(item, (PerRank, *_HOLDERS)):
+            expected = count_ranks(item, expected)
+    return expected
+
+
+_HOLDERS = (list, tuple, dict, slice, RankNumber)  # RankValues is a tuple
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    return (value.start, value.stop, value.step) if isinstance(value, slice) else ()
+
+
+def pick(value: Any, rank: int) -> Any:
+    """``value`` with one rank's part of every value of each rank in it; itself where there is none."""
+    if isinstance(value, PerRank):
+        return value.shards[rank]
+    if isinstance(value, RankValues):
+        return value[rank]
+    if not isinstance(value, _HOLDERS):
+        return value
+    if isinstance(value, RankNumber):
+        return value.values[rank]
+    items = list(_items(value))
+    picked = [pick(item, rank) for item in items]
+    if all(map(_is, items, picked)):
+        return value
+    if isinstance(value, dict):
+        return dict(zip(value, picked, strict=True))
+    return slice(*picked) if isinstance(value, slice) else _like(value, picked)
+
+
+def merge(results: list[Any], leaf: Callable[[list[Any]], Any], ragged: bool = True) -> Any:
+    """One value for the ranks' ``results``: tensors become ``PerRank``, sequences holding tensors are transposed.
+
+    What is neither goes through ``leaf``; sequences of different lengths too, where they may be ``ragged``.
+    """
+    first = results[0]
+    if first is None and all(result is None for result in results):
+        return None
+    if isinstance(first, Tensor) and all(isinstance(result, Tensor) for result in results):
+        return PerRank(results)
+    if isinstance(first, (list, tuple)) and any(_holds_tensor(result) for result in results):
+        if len({(type(result), len(result)) for result in results}) == 1:
+            columns = zip(*results, strict=True)
+            return _like(first, [merge(list(column), leaf, ragged) for column in columns])
+        if not ragged:
+            raise LayoutError(
+                f"the ranks' results have {[len(result) for result in results]} items: they cannot be one sequence; "
+                "run per-rank code with dtensor.map_ranks(lambda coordinate, x: ..., x, mesh=mesh)"
+            )
+    return first if isinstance(first, (list, tuple)) and not first and not any(results) else leaf(results)
+
+
+def _holds_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_holds_tensor, value)))
+
+
+def _like(sequence: Any, items: list[Any]) -> Any:
+    """``items`` as the same kind of sequence; named tuples take them one by one."""
+    return type(sequence)(*items) if hasattr(sequence, "_fields") else type(sequence)(items)
+
+
+_JOINT: dict[Any, Callable[..., Any]] = {}  # what does not simply run once per rank; see ``joint.py``
+_BEFORE: list[Callable[[], None]] = []  # what has to be set up before users meet such tensors; see ``joint_function.py``

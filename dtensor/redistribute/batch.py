@@ -1,0 +1,198 @@
+"""Several redistributions at once: what their plans have to send at the same time goes in one collective per group.
+
+Plans advance in rounds: local steps up to the next collective of each, then these collectives, merged where kind, mesh dims and
+(for reductions) op and dtype agree. All of a round are issued before any is waited for.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import Communicator, Pending, communicator_of
+from ..comm.backends import flat_bytes
+from ..comm.fold import divided
+from ..comm.regions import region
+from ..placement import Monoid
+from .executor import Local, bound_of, inside, route
+from .step import AllGather, AllReduce, Plan, ReduceScatter, Step
+
+Merged = Pending[list[Local]]
+
+
+def execute_many(plans: Sequence[Plan], locals_: Sequence[Local], async_op: bool = False) -> Any:
+    """The local values after ``plans``, a list; with ``async_op`` a ``Pending`` of it. As :func:`execute` for each."""
+    run = _Run(list(plans), list(locals_))
+    pending = run.issue()
+    if not async_op:
+        return run.finish(pending)
+    return Pending(lambda: run.finish(pending))
+
+
+class _Run:
+    """How far each plan has come."""
+
+    def __init__(self, plans: list[Plan], values: list[Local]) -> None:
+        self.plans, self.values = plans, values
+        self.bound = [bound_of(plan) for plan in plans]  # empty outside a plan's mesh
+        self.at = [0] * len(plans)
+
+    def issue(self) -> list[tuple[list[int], Merged]]:
+        """Starts the next round; empty if there is none."""
+        groups: dict[Hashable, list[int]] = {}
+        for i, bound in enumerate(self.bound):
+            while self.at[i] < len(bound) and bound[self.at[i]].start is None:
+                self.values[i] = bound[self.at[i]].run(self.values[i])
+                self.at[i] += 1
+            if self.at[i] < len(bound):
+                groups.setdefault(_kind(self.plans[i].steps[self.at[i]], i), []).append(i)
+        return [(group, self._start(group)) for group in groups.values()]
+
+    def _start(self, group: list[int]) -> Merged:
+        if len(group) == 1:
+            start = self.bound[group[0]][self.at[group[0]]].start
+            assert start is not None
+            single = start(self.values[group[0]])
+            return Pending(lambda: [single.wait()])
+        steps = [self.plans[i].steps[self.at[i]] for i in group]
+        return _merged(communicator_of(steps[0].before.mesh), steps, [self.values[i] for i in group])
+
+    def finish(self, pending: list[tuple[list[int], Merged]]) -> list[Local]:
+        while pending:
+            for group, merged in pending:
+                for i, value in zip(group, merged.wait(), strict=True):
+                    self.values[i] = value
+                    self.at[i] += 1
+            pending = self.issue()
+        return self.values
+
+
+def _kind(step: Step, index: int) -> Hashable:
+    """Steps of one kind go in one collective; terms of a monoid stay whole, so each of them alone."""
+    over = (step.before.mesh, step.mesh_dims)
+    match step:
+        case AllReduce(op=Monoid()):
+            return index
+        case AllReduce(op=op, divisor=divisor) | ReduceScatter(op=op, divisor=divisor):
+            return (type(step), *over, op, divisor, step.before.dtype)
+        case _:
+            return over
+
+
+def _merged(comm: Communicator, steps: list[Any], values: list[Local]) -> Merged:
+    match steps[0]:
+        case AllReduce():
+            return _all_reduce(comm, steps, values)
+        case ReduceScatter():
+            return _reduce_scatter(comm, steps, values)
+        case _ if all(isinstance(step, AllGather) for step in steps):
+            return _all_gather(comm, steps, values)
+        case _:
+            return _exchange(comm, steps, values)
+
+
+# --- reductions: the elements of all tensors in one row -------------------------------------------------------------------
+def _all_reduce(comm: Communicator, steps: list[AllReduce], values: list[Local]) -> Merged:
+    row = comm.map(lambda _, *parts: torch.cat([part.reshape(-1) for part in parts]), *values)
+    pending = comm.all_reduce(row, steps[0].mesh_dims, steps[0].op, async_op=True)
+
+    def apart(member: int, reduced: Tensor, *parts: Tensor) -> list[Tensor]:
+        reduced = divided(reduced, steps[0].divisor) if steps[0].divisor > 1 else reduced
+        rows = reduced.split([part.numel() for part in parts])
+        return [row.view(part.shape) for row, part in zip(rows, parts, strict=True)]
+
+    return Pending(lambda: comm.map(apart, pending.wait(), *values))
+
+
+def _reduce_scatter(comm: Communicator, steps: list[ReduceScatter], values: list[Local]) -> Merged:
+    mesh, mesh_dims = steps[0].before.mesh, steps[0].mesh_dims
+
+    def chunks(member: int, *parts: Tensor) -> list[Tensor]:
+        return [
+            torch.cat(
+                [
+                    region(part, inside(step.before, member, step.after, other)).reshape(-1)
+                    for step, part in zip(steps, parts, strict=True)
+                ]
+            )
+            for other in mesh.members_of(mesh_dims, member)
+        ]
+
+    pending = comm.reduce_scatter(comm.map(chunks, *values), mesh_dims, steps[0].op, async_op=True)
+
+    def apart(member: int, reduced: Tensor) -> list[Tensor]:
+        reduced = divided(reduced, steps[0].divisor) if steps[0].divisor > 1 else reduced
+        boxes = [inside(step.before, member, step.after, member) for step in steps]
+        return [row.view(box.size) for row, box in zip(reduced.split([box.numel for box in boxes]), boxes, strict=True)]
+
+    return Pending(lambda: comm.map(apart, pending.wait()))
+
+
+# --- transfers: the bytes of all tensors in one row per rank, so dtypes may differ ----------------------------------------
+def _all_gather(comm: Communicator, steps: list[AllGather], values: list[Local]) -> Merged:
+    row = comm.map(lambda _, *parts: torch.cat([flat_bytes(part) for part in parts]), *values)
+
+    def shape_of(member: int) -> tuple[int, ...]:
+        return (sum(math.prod(route(step, member).old) * step.before.dtype.itemsize for step in steps),)
+
+    pending = comm.all_gather(row, steps[0].mesh_dims, shape_of, async_op=True)
+    return Pending(lambda: comm.map(_place, pending.wait(), steps, *values))
+
+
+def _exchange(comm: Communicator, steps: list[Any], values: list[Local]) -> Merged:
+    mesh, mesh_dims = steps[0].before.mesh, steps[0].mesh_dims
+
+    def rows(member: int, *parts: Tensor) -> list[Tensor]:
+        sent = [route(step, member).sends for step in steps]
+        empty = parts[0].new_empty(0, dtype=torch.uint8)
+        return [
+            torch.cat(
+                [empty, *(flat_bytes(region(part, box)) for part, box in zip(parts, boxes, strict=True) if box is not None)]
+            )
+            for boxes in zip(*sent, strict=True)
+        ]
+
+    @functools.cache
+    def lengths(member: int, side: str) -> list[int]:
+        boxes = zip(*(getattr(route(step, member), side) for step in steps), strict=True)
+        sizes = [step.before.dtype.itemsize for step in steps]
+        return [sum(box.numel * size for box, size in zip(row, sizes, strict=True) if box is not None) for row in boxes]
+
+    def shape_of(source: int, target: int) -> tuple[int, ...]:
+        if target == mesh.current_member():  # one's own part tells what comes, too
+            return (lengths(target, "receives")[mesh.members_of(mesh_dims, target).index(source)],)
+        return (lengths(source, "sends")[mesh.members_of(mesh_dims, source).index(target)],)
+
+    pending = comm.all_to_all(comm.map(rows, *values), mesh_dims, shape_of, async_op=True)
+    return Pending(lambda: comm.map(_place, pending.wait(), steps, *values))
+
+
+def _place(member: int, arrived: list[Tensor], steps: list[Any], *parts: Tensor) -> list[Tensor]:
+    """The new blocks, from one row per group position that holds what it has for each tensor, in order."""
+    offsets = [0] * len(arrived)
+    results = []
+    mine = steps[0].before.mesh.members_of(steps[0].mesh_dims, member).index(member)
+    for step, part in zip(steps, parts, strict=True):
+        own = route(step, member)
+        result = part.new_empty(own.new)
+        if own.kept is not None:
+            old, new = own.kept
+            region(result, new).copy_(region(part.detach(), old))
+        for k, box in enumerate(own.receives):
+            if box is not None and k != mine:
+                length = box.numel * result.itemsize
+                row = arrived[k][offsets[k] : offsets[k] + length]
+                region(result, box).copy_(_aligned(row, result.itemsize).view(result.dtype).view(box.size))
+                offsets[k] += length
+        results.append(result)
+    return results
+
+
+def _aligned(row: Tensor, itemsize: int) -> Tensor:
+    """Bytes of other dtypes may stand before these."""
+    return row.clone() if row.storage_offset() % itemsize else row

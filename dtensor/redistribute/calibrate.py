@@ -1,0 +1,216 @@
+"""``python -m dtensor calibrate``: measures collectives on this machine and fits the constants that plans are made by.
+
+Every collective runs through the engine's own executor, so what is measured is the algorithm that will be used. The model,
+``latency + per_peer * other ranks + bytes / bandwidth``, is fitted to relative errors: small tensors count as much as large ones.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from ..mesh.groups import backend_of
+from ..cost.profile import COLLECTIVES, Link, Profile, Rate, profile_path
+from ..errors import MeshError
+from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh
+from ..placement import Partial, Placement, Replicate, Shard
+from . import execute, plan
+
+_PAIRS: dict[str, tuple[Placement, Placement]] = {
+    "exchange": (Shard(0), Shard(1)),
+    "all_gather": (Shard(0), Replicate()),
+    "reduce_scatter": (Partial(), Shard(0)),
+    "all_reduce": (Partial(), Replicate()),
+}
+assert tuple(_PAIRS) == COLLECTIVES
+_SIDES = (32, 128, 512, 2048)  # of square float32 tensors: 4 KB to 16 MB
+
+
+class Sample(NamedTuple):
+    """One measurement: a collective among ``size`` ranks that brings ``nbytes`` to each took ``seconds``."""
+
+    kind: str
+    size: int
+    nbytes: int
+    seconds: float
+
+
+def fit(samples: Sequence[Sample]) -> Rate:
+    """The rate with the least squares of relative errors; no constant is negative.
+
+    >>> made = Rate(1e-4, 2e-5, 1e9)
+    >>> found = fit([Sample("exchange", n, b, made.seconds(n, b)) for n in (2, 4) for b in (1 << 10, 1 << 20)])
+    >>> round(found.latency * 1e6), round(found.per_peer * 1e6), round(found.bandwidth / 1e6)
+    (100, 20, 1000)
+    """
+    seconds = np.asarray([sample.seconds for sample in samples])
+    columns = np.asarray([(1.0, sample.size - 1, sample.nbytes) for sample in samples]) / seconds[:, None]
+    scale = np.abs(columns).max(axis=0)  # columns of one size: bytes and ones differ by millions
+    used = [0, 2] if len({sample.size for sample in samples}) == 1 else [0, 1, 2]
+    found = np.zeros(3)
+    while used:
+        part = np.linalg.lstsq(columns[:, used] / scale[used], np.ones(len(samples)), rcond=None)[0]
+        if (part >= 0).all():
+            found[used] = part / scale[used]
+            break
+        used.remove(used[int(part.argmin())])
+    return Rate(float(found[0]), float(found[1]), float(1 / max(found[2], 1e-15)))
+
+
+def measure(device_type: str, seconds: float = 0.05) -> Profile:
+    """The constants of the world's backend, on all its ranks alike; all of them must call it.
+
+    Args:
+        seconds: how long each of about fifty measurements lasts.
+    """
+    ranks, world = range(dist.get_world_size()), dist.get_world_size()
+    if world < 2:
+        raise MeshError("calibration needs at least two ranks; start it with `python -m dtensor calibrate --ranks 4`")
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    backend = backend_of(dist.group.WORLD, device_type)
+    links: dict[str, Link] = {}
+    between: dict[str, Link] = {}
+    sizes = sorted({n for n in (2, 4, 8, per_host) if 1 < n <= min(per_host, world)})
+    if sizes:
+        links[backend] = _link([ranks[:n] for n in sizes], device_type, seconds)
+    if per_host < world:
+        heads = ranks[::per_host]
+        groups = [heads[:n] for n in sorted({2, len(heads)}) if len(heads) >= n]
+        between[backend] = _link([*groups, ranks], device_type, seconds)
+    return Profile(links, between, per_host if per_host < world else 0)
+
+
+def _link(groups: Sequence[Sequence[int]], device_type: str, seconds: float) -> Link:
+    memory = _copied(device_type, seconds)
+    samples = [
+        sample
+        for group in groups
+        for kind in COLLECTIVES
+        for side in _SIDES
+        if (sample := _sample(kind, group, side, device_type, memory, seconds)) is not None
+    ]
+    rates = {kind: fit([sample for sample in samples if sample.kind == kind]) for kind in COLLECTIVES}
+    return Link(**rates, memory=memory)
+
+
+def _copied(device_type: str, seconds: float) -> float:
+    """Bytes per second of local copies while all ranks copy."""
+    x = torch.ones(_SIDES[-1], _SIDES[-1], device=device_type)
+    return x.nbytes / _slowest(x.clone, device_type, seconds, ())
+
+
+def _sample(kind: str, group: Sequence[int], side: int, device_type: str, memory: float, seconds: float) -> Sample | None:
+    """One measurement; what the local part takes by the model is taken off. None where another rank's cannot be."""
+    mesh = DeviceMesh(device_type, list(group))
+    src, dst = (Layout.of(mesh, [placement], (side, side)) for placement in _PAIRS[kind])
+    steps = plan(src, dst).steps
+    assert len(steps) == 1, f"{kind} is one collective, not {steps}"
+    local = torch.ones(src.local_shape(mesh.get_coordinate()), device=device_type)
+    taken = _slowest(lambda: execute(plan(src, dst), local), device_type, seconds, () if mesh.current_member() is None else group)
+    nbytes = steps[0].bytes
+    copied = {"all_reduce": 0, "reduce_scatter": nbytes}.get(kind, dst.max_local_nbytes)
+    return Sample(kind, len(group), nbytes, max(taken - copied / memory, taken / 4))
+
+
+def _slowest(run: Callable[[], Any], device_type: str, seconds: float, group: Sequence[int]) -> float:
+    """Median time of one call on the slowest of the ranks that take part; () stands for all or, outside a group, for none."""
+
+    def timed(count: int) -> float:
+        dist.barrier()
+        start = perf_counter()
+        for _ in range(count):
+            run()
+        if device_type == "cuda":
+            torch.cuda.synchronize()
+        return (perf_counter() - start) / count
+
+    def everybodys(value: float) -> float:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+        return max(found[rank] for rank in group or range(len(found)))
+
+    timed(2)
+    count = int(max(1, min(500, seconds / 5 / max(1e-6, everybodys(timed(2))))))
+    return sorted(everybodys(timed(count)) for _ in range(5))[2]
+
+
+# --- processes ------------------------------------------------------------------------------------------------------------
+def run(ranks: int, device_type: str, path: Path | None, seconds: float) -> tuple[Path, Profile]:
+    """Measures and writes the profile; starts ``ranks`` processes of its own, unless torchrun has.
+
+    Returns:
+        Where the profile was written (on each host, under torchrun), and the profile.
+    """
+    path = path or profile_path()
+    if path is None:
+        raise MeshError("DTENSOR_PROFILE is off: give a path, `python -m dtensor calibrate --output FILE`")
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        if device_type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        os.environ["DTENSOR_PROFILE"] = "off"  # measured under built-in plans, whatever was there before
+        try:
+            found = measure(device_type, seconds)
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                _write(path, found)
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
+        return path, found
+    with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
+        made = Path(folder) / "profile.json"
+        spawn(_rank, (ranks, device_type, folder, str(made), seconds), nprocs=ranks)
+        found = Profile.loads(made.read_text())
+    _write(path, found)
+    return path, found
+
+
+def _write(path: Path, profile: Profile) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f"{path.name}.{os.getpid()}")
+    half.write_text(profile.dumps())
+    half.replace(path)  # a reader sees the old one or the new one
+
+
+def _rank(rank: int, ranks: int, device_type: str, folder: str, made: str, seconds: float) -> None:
+    torch.set_num_threads(1)
+    os.environ["DTENSOR_PROFILE"] = "off"
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
+    )
+    try:
+        profile = measure(device_type, seconds)
+        if rank == 0:
+            Path(made).write_text(profile.dumps())
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def table(profile: Profile, backend: str) -> str:
+    """The constants of one backend as a person reads them."""
+    lines = [f"{'':16} {'latency':>10} {'per peer':>10} {'bandwidth':>10}"]
+    for where, links in (("", profile.links), (" between hosts", profile.between_hosts)):
+        link = links.get(backend)
+        if link is not None:
+            lines += [f"{backend}{where}, local copies {link.memory / 1e9:.2f} GB/s"]
+            lines += [
+                f"  {kind:14} {rate.latency * 1e6:7.1f} us {rate.per_peer * 1e6:7.1f} us {rate.bandwidth / 1e9:5.2f} GB/s"
+                for kind in COLLECTIVES
+                for rate in [getattr(link, kind)]
+            ]
+    return "\n".join(lines)

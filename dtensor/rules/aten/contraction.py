@@ -1,0 +1,257 @@
+"""Contractions: products of matrices, their sums with a bias, and operations that are sums of products in disguise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..notation import parse
+from ..blockwise import asked_for, blockwise, multilinear, on_each_rank
+from ..call import Call
+from ..kernels import KernelContext
+from ..registry import register
+from ..rule import Choice, Dims, Factors, Kernel, LocalView, Rule
+from ..verbs import bind, einsum, kernel_rule
+
+einsum("mm", "m k, k n -> m n")
+einsum("bmm", "b m k, b k n -> b m n")
+einsum("mv", "m k, k -> m")
+einsum("dot vdot", "k, k ->")
+einsum("ger outer", "m, n -> m n")
+
+
+def no_empty_block_beside_a_fraction(choice: Choice) -> bool:
+    """torch cuts a fraction that scales integers to an integer, and refuses it where there is nothing to sum."""
+    call = choice.call
+    result = call.results[0]
+    exact = result is None or result.dtype.is_floating_point or result.dtype.is_complex
+    fraction = any(type(call.get(name, 1)) is float for name in ("beta", "alpha"))
+    return exact or not fraction or all(0 not in choice.sizes(name) for name in choice.splits)
+
+
+einsum("addmm", "+m n, m k, k n -> m n", when=no_empty_block_beside_a_fraction)
+einsum("baddbmm", "+b m n, b m k, b k n -> b m n", when=no_empty_block_beside_a_fraction)
+einsum("addbmm", "+m n, b m k, b k n -> m n", when=no_empty_block_beside_a_fraction)
+einsum("addr", "+m n, m, n -> m n")
+
+
+def no_empty_block_of_a_number(choice: Choice) -> bool:
+    """``addmv`` of an empty matrix returns its first operand as it is, not expanded to the shape of the result."""
+    result = choice.call.results[0]
+    return min(*choice.sizes("m"), *choice.sizes("k")) > 0 or (result is not None and choice.call.shape(0) == result.shape)
+
+
+einsum("addmv", "+m, m k, k -> m", when=no_empty_block_of_a_number)
+blockwise("_addmm_activation", "+m n, m [k], [k] n -> m n")  # the activation needs the whole sum
+
+WITH_BIAS = tuple(
+    row
+    for bias in ("R", "avg")
+    for row in ("sum,finite,sum -> sum", "finite,sum,sum -> sum", f"avg,finite,{bias} -> avg", f"finite,avg,{bias} -> avg")
+)
+
+
+def linear_factors(call: Call) -> Factors:
+    """``x @ w.T + b``: dims of x but the last pass through; a weight of one dim gives no output dim."""
+    x, w = call.shape(0), call.shape(1)
+    rows = tuple((f"b{d}",) for d in range(len(x) - 1))
+    out: Dims = (("n",),) if len(w) == 2 else ()
+    sizes = {f"b{d}": size for d, size in enumerate(x[:-1])} | {"k": x[-1], "n": w[0] if out else 1}
+    bias = tuple(out[-len(layout.shape) :] if len(layout.shape) else () for layout in call.operands[2:])
+    return Factors(
+        ((*rows, ("k",)), (*out, ("k",)), *bias), ((*rows, *out),), sizes, reduced={"k": "sum"}, additive=frozenset((2,))
+    )
+
+
+register(
+    "linear",
+    Rule(
+        linear_factors,
+        lambda call: multilinear(call) if len(call.operands) == 2 else (*WITH_BIAS, "R,R,avg -> avg"),
+        kind="einsum",
+        source="... k, n k, +n -> ... n",
+    ),
+)
+
+
+# --- the backward of linear: reduced factors differ between results, so k has a kernel for the bias, which does not k
+def linear_gradients(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, output_mask: Sequence[bool]) -> tuple[Any, ...]:
+    """Gradients of input, weight and bias (only mkldnn and MPS have the operator itself)."""
+    flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    return (
+        grad @ weight if output_mask[0] else None,
+        flat.t() @ rows if output_mask[1] else None,
+        flat.sum(0) if output_mask[2] else None,
+    )
+
+
+def linear_backward_factors(call: Call) -> Factors:
+    rows = tuple((f"b{d}",) for d in range(len(call.shape(0)) - 1))
+    sizes = {f"b{d}": size for d, size in enumerate(call.shape(0)[:-1])} | {"n": call.shape(2)[0], "k": call.shape(2)[1]}
+    results: tuple[Dims, ...] = ((*rows, ("k",)), (("n",), ("k",)), (("n",),))
+    kept = asked_for(call, results)
+    summed = {name: "sum" for name in sizes if name != "k"}
+    k = Kernel(lambda at, *args, **kwargs: at.map(lambda _, *own: linear_gradients(*own), *args))
+    return Factors(((*rows, ("k",)), (*rows, ("n",)), (("n",), ("k",))), kept, sizes, reduced=summed, kernels={"k": k})
+
+
+register(
+    "linear_backward",
+    Rule(
+        linear_backward_factors,
+        local=on_each_rank(linear_gradients),
+        kind="einsum",
+        source="... k, ... n, n k -> ... k, n k, n",
+    ),
+)
+
+
+# --- matmul and einsum arrive whole in inference mode ---------------------------------------------------------------
+def matmul_factors(call: Call) -> Factors:
+    """Matrices, vectors, and stacks of matrices whose batch dims broadcast."""
+    a, b = call.shape(0), call.shape(1)
+    return _of_letters(_matmul_letters(a, b), (a, b))
+
+
+def _matmul_letters(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[list[list[str]], list[str]]:
+    batch = max(len(a), len(b), 2) - 2
+    names = [f"b{d}" for d in range(batch)]
+    left = names[batch - (len(a) - 2) :] + ["m", "k"] if len(a) > 1 else ["k"]
+    right = names[batch - (len(b) - 2) :] + ["k", "n"] if len(b) > 1 else ["k"]
+    return [left, right], names + ["m"] * (len(a) > 1) + ["n"] * (len(b) > 1)
+
+
+def einsum_factors(call: Call) -> Factors | None:
+    """Every letter of the equation is a factor; a letter twice in one operand (a diagonal) decomposes."""
+    read = _letters_of(call["equation"], [len(layout.shape) for layout in call.operands])
+    if read is None or any(len(set(names)) != len(names) for names in read[0]):
+        return None
+    return _of_letters(read, [call.shape(i) for i in range(len(call.operands))])
+
+
+def _letters_of(equation: str, ndims: Sequence[int]) -> tuple[list[list[str]], list[str]] | None:
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(ndims):
+        return None
+    rest = max((n - len(t) + 3 for t, n in zip(terms, ndims, strict=True) if "..." in t), default=0)
+    if not arrow:
+        letters = [c for c in left if c.isalpha()]
+        right = ("..." if rest else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    spread = [_spread(t, n - len(t) + 3 if "..." in t else 0, rest) for t, n in zip(terms, ndims, strict=True)]
+    if any(len(names) != n for names, n in zip(spread, ndims, strict=True)):
+        return None
+    return spread, _spread(right, rest, rest)
+
+
+def _spread(term: str, own: int, rest: int) -> list[str]:
+    before, dots, after = term.partition("...")
+    return [*before, *(f".{rest - own + i}" for i in range(own if dots else 0)), *after]
+
+
+def _of_letters(letters: tuple[list[list[str]], list[str]], shapes: Sequence[tuple[int, ...]]) -> Factors:
+    """One factor a letter, none where a dim of size one is broadcast."""
+    operands, result = letters
+    sizes: dict[str, int] = {}
+    for names, shape in zip(operands, shapes, strict=True):
+        for name, size in zip(names, shape, strict=True):
+            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
+    dims = tuple(
+        tuple((name,) if sizes[name] == size else () for name, size in zip(names, shape, strict=True))
+        for names, shape in zip(operands, shapes, strict=True)
+    )
+    return Factors(dims, (tuple((name,) for name in result),), sizes, reduced=dict.fromkeys(sizes, "sum"))
+
+
+kernel_rule("matmul", matmul_factors, partials=multilinear)
+register("einsum", Rule(einsum_factors, multilinear, kind="einsum", source="the equation"))
+
+
+def trilinear_factors(call: Call) -> Factors:
+    """Three operands with dims of size one put in at ``expand``, multiplied, summed over ``sumdim``."""
+    ndim = len(call.shape(0)) + len(call["expand1"])
+    names = [[f"d{d}" for d in range(ndim) if d not in call[f"expand{i}"]] for i in (1, 2, 3)]
+    kept = [f"d{d}" for d in range(ndim) if d not in call["sumdim"]]
+    return _of_letters((names, kept), [call.shape(i) for i in range(3)])
+
+
+register("_trilinear", Rule(trilinear_factors, multilinear, kind="einsum", source="three operands, dims put in and summed"))
+
+
+# --- distances: every pair of rows by itself ------------------------------------------------------------------------
+def same_method(call: Call, view: LocalView) -> dict[str, Any]:
+    """The way to compute Euclidean distances that the whole matrices would take (matrix products from 26 rows on)."""
+    if call["compute_mode"] not in (None, 0):
+        return {}
+    return {"compute_mode": 1 if max(call.shape(0)[-2], call.shape(1)[-2]) > 25 else 2}
+
+
+def pdist_gradient(grad: torch.Tensor, x: torch.Tensor, p: float, distances: torch.Tensor, **out: torch.Tensor) -> Any:
+    """The operator asks for contiguous operands, which blocks of coordinates are not."""
+    return torch.ops.aten._pdist_backward(grad.contiguous(), x.contiguous(), p, distances.contiguous(), **out)
+
+
+def distances_of_coordinates(at: KernelContext, x: Any, y: Any, p: float, mode: Any = None) -> Any:
+    """The p-th powers of distances along some coordinates add up."""
+
+    def power(_: Any, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._cdist_forward(own, other, p, 2).pow(p)
+
+    return at.all_reduce(at.map(power, x, y), "sum").pow(1 / p)
+
+
+def distance_factors(call: Call) -> Factors | None:
+    """Distances along blocks of coordinates: their sum (p = 1, and counts of differences, p = 0), the largest (p = inf)."""
+    factors, p = bind(parse("... p m, ... r m -> ... p r"), call, None), call["p"]
+    if factors is None:
+        return None
+    if p in (0, 1):
+        return replace(factors, reduced={"m": "sum"})
+    if p == math.inf:
+        return replace(factors, reduced={"m": "max"})
+    result = call.results[0]
+    nbytes = 0 if result is None else math.prod(result.shape) * result.dtype.itemsize
+    return replace(factors, kernels={"m": Kernel(distances_of_coordinates, collectives=1, nbytes=lambda call: nbytes)})
+
+
+kernel_rule("_cdist_forward", distance_factors, local_args=same_method, floats_matter=True)
+blockwise("_euclidean_dist", "... p [m], ... r [m] -> ... p r")
+# with the distances given, the gradient of one coordinate needs only that coordinate
+blockwise("_cdist_backward", "... p r, ... p m, ... r m, ... p r -> ... p m", sums="r")
+blockwise("_pdist_forward", "[p] [m] -> [p]", as_laid_out=True)
+blockwise("_pdist_backward", "[p], [p] m, [p] -> [p] m", local=pdist_gradient)
+
+
+# --- low precision --------------------------------------------------------------------------------------------------
+def blocks_of_eight(choice: Choice) -> bool:
+    """What the CUDA kernels of 8-bit products ask of every block."""
+    if choice.call.mesh.device_type != "cuda":
+        return True
+    return all(size % 8 == 0 and size > 16 for name in choice.splits for size in choice.sizes(name))
+
+
+einsum("_int_mm", "m k, k n -> m n", when=blocks_of_eight)  # int32 sums of int8 products are exact in any order
+
+
+def scaled_factors(call: Call) -> Factors | None:
+    """Scales are one number, or one per row and one per column; k is whole, so that sums are rounded once."""
+    (m, k), (_, n) = call.shape(0), call.shape(1)
+    sizes = {"m": m, "k": k, "n": n}
+    own = {"self": ("m", "k"), "mat2": ("k", "n"), "scale_a": ("m", ""), "scale_b": ("", "n"), "bias": ("n",), "scale_result": ()}
+    operands: list[Dims] = []
+    for name, layout in zip(call.names, call.operands, strict=True):
+        shape = tuple(layout.shape)
+        if layout.numel == 1:
+            operands.append(((),) * len(shape))
+        elif len(shape) == len(own[name]) and all(size == sizes.get(d, 1) for d, size in zip(own[name], shape, strict=True)):
+            operands.append(tuple((d,) if d else () for d in own[name]))
+        else:
+            return None  # scales by blocks
+    return Factors(tuple(operands), ((("m",), ("n",)),), sizes, whole=frozenset("k"))
+
+
+kernel_rule("_scaled_mm", scaled_factors, when=blocks_of_eight)

@@ -1,0 +1,96 @@
+"""``ctc_loss``: sequences are factors; time steps, classes and labels are whole.
+
+The table of label positions is as wide as the longest target of *all* sequences, which a rank's own need not have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..call import Call
+from ..kernels import At, KernelContext
+from ..rule import Dims, Factors, Kernel
+from ..verbs import composed, kernel_rule
+
+aten = torch.ops.aten
+
+
+def sequences(call: Call) -> tuple[Dims, Dims]:
+    """Factors of the log probabilities and of the targets (one after another where they have one dim)."""
+    targets = call.shape(call.names.index("targets"))
+    return ((), ("n",), ()), (("n",), ()) if len(targets) == 2 else ((),)
+
+
+def loss_factors(call: Call) -> Factors | None:
+    if len(call.shape(0)) != 3:
+        return Factors(
+            (((), ()), ((),) * len(call.shape(1))), tuple(((),) * len(m.shape) for m in call.results if m is not None), {}
+        )
+    probabilities, targets = sequences(call)
+    sizes = {"n": call.shape(0)[1]}
+    return Factors((probabilities, targets), ((("n",),), (("n",), (), ())), sizes, kernels={"n": Kernel(own_losses)})
+
+
+def own(here: At, call: Call, targets: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Targets and lengths of the sequences of one rank's block."""
+    block = slice(here.offset, here.offset + here.size)
+    lengths = list(call["target_lengths"])
+    if targets.ndim == 1:
+        targets = targets.narrow(0, sum(lengths[: here.offset]), sum(lengths[block]))
+    return targets, list(call["input_lengths"])[block], lengths[block]
+
+
+def own_losses(at: KernelContext, log_probs: Any, targets: Any, *lengths: Any, **options: Any) -> Any:
+    table = at.results[1]
+    assert table is not None
+    rest = lengths[2:]
+
+    def one(here: At, block: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        labels, inputs, outputs = own(here, at.call, labels)
+        if not here.size:
+            return block.new_empty((0,)), block.new_empty((0, *table.shape[1:]))
+        loss, alpha = aten._ctc_loss.default(block, labels, inputs, outputs, *rest)
+        wide = alpha.new_full((here.size, *table.shape[1:]), -torch.inf)
+        wide[..., : alpha.shape[2]] = alpha
+        return loss, wide
+
+    return at.map(one, log_probs, targets)
+
+
+def gradient_factors(call: Call) -> Factors | None:
+    if len(call.shape(1)) != 3:
+        return Factors(tuple(((),) * len(call.shape(i)) for i in range(len(call.operands))), (((), ()),), {})
+    probabilities, targets = sequences(call)
+    losses: Dims = (("n",),)
+    operands = (losses, probabilities, targets, losses, (("n",), (), ()))
+    return Factors(operands, (probabilities,), {"n": call.shape(1)[1]}, kernels={"n": Kernel(own_gradients)})
+
+
+def own_gradients(at: KernelContext, grad: Any, log_probs: Any, targets: Any, inputs: Any, outputs: Any, *rest: Any) -> Any:
+    losses, table, *options = rest
+
+    def one(here: At, g: torch.Tensor, block: torch.Tensor, labels: torch.Tensor, loss: Any, alpha: Any) -> torch.Tensor:
+        labels, own_inputs, own_outputs = own(here, at.call, labels)
+        if not here.size:
+            return torch.zeros_like(block)
+        width = 2 * max(own_outputs) + 1
+        return aten._ctc_loss_backward.default(
+            g, block, labels, own_inputs, own_outputs, loss, alpha[..., :width].contiguous(), *options
+        )
+
+    return at.map(one, grad, log_probs, targets, losses, table)
+
+
+def by_lists(name: str) -> Any:
+    """Lengths that are tensors are read once by all ranks."""
+    op = getattr(aten, name).default
+    first = 2 if name == "_ctc_loss" else 3
+    return lambda *args: op(*args[:first], args[first].tolist(), args[first + 1].tolist(), *args[first + 2 :])
+
+
+kernel_rule("_ctc_loss", loss_factors)
+kernel_rule("_ctc_loss_backward", gradient_factors)
+composed("_ctc_loss.Tensor", by_lists("_ctc_loss"), "_ctc_loss with lengths as numbers")
+composed("_ctc_loss_backward.Tensor", by_lists("_ctc_loss_backward"), "_ctc_loss_backward with lengths as numbers")

@@ -1,0 +1,100 @@
+"""Products of groups of rows, each with its own matrix: the experts of a mixture.
+
+``offs`` says where each group ends along the dim that is cut into groups (the ragged one): rows of the first operand, columns of
+the second, or, for the gradient of the matrices, the dim that is summed. A rank that holds a block of the ragged dim has a part
+of every group, one that holds some of the matrices has the rows of theirs and zeros elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import Call, Meta
+from ..kernels import At, KernelContext
+from ..rule import Dims, Factors
+from ..verbs import kernel_rule
+
+# by the number of dims of both operands: what their dims are, and the result's ("r" is ragged, "g" counts groups)
+_KINDS: dict[tuple[int, int], tuple[str, str, str]] = {
+    (2, 3): ("rk", "gkn", "rn"),
+    (3, 2): ("gmk", "kr", "mr"),
+    (2, 2): ("mr", "rn", "gmn"),
+    (3, 3): ("gmk", "gkn", "gmn"),
+}
+
+
+def _kind(call: Call) -> tuple[str, str, str]:
+    return _KINDS[len(call.shape(0)), len(call.shape(1))]
+
+
+def grouped_factors(call: Call) -> Factors:
+    left, right, result = _kind(call)
+    sizes = {name: size for i, names in enumerate((left, right)) for name, size in zip(names, call.shape(i), strict=True)}
+    sizes.setdefault("g", _groups(call))
+    ends: tuple[Dims, ...] = (((),),) * (len(call.operands) - 2)  # every rank needs all ends
+    own: Dims = tuple((name,) for name in result)
+    whole = frozenset("g" if {left, right} == {"mr", "rn"} else "")
+    operands = (tuple((name,) for name in left), tuple((name,) for name in right), *ends)
+    return Factors(operands, (own,), sizes, whole, reduced=dict.fromkeys(set(left + right) - set(result), "sum"))
+
+
+def _groups(call: Call) -> int:
+    return 1 if call.get("offs") is None else int(call["offs"].shape[0])
+
+
+def grouped_metas(call: Call) -> tuple[Meta, ...]:
+    """What the operator gives: rows that begin at multiples of 16 bytes, which it asks of its operands too."""
+    left, right, result = _kind(call)
+    sizes = dict(zip(left + right, call.shape(0) + call.shape(1), strict=True)) | {"g": _groups(call)}
+    if "g" in left + right:
+        sizes["g"] = (call.shape(0) if left[0] == "g" else call.shape(1))[0]
+    dtype = call.operands[0].dtype
+    if any(min(layout.stride[-2:]) != 1 or _odd(layout.stride[-2:], dtype.itemsize) for layout in call.operands[:2]):
+        raise RuntimeError("strides should be multiple of 16 bytes")
+    shape = tuple(sizes[name] for name in result)
+    step = 16 // dtype.itemsize
+    row = math.ceil(shape[-1] / step) * step
+    stride = (shape[-2] * row, row, 1)[-len(shape) :]
+    return (Meta(shape, stride, call["out_dtype"] or dtype),)
+
+
+def _odd(stride: tuple[int, ...], itemsize: int) -> bool:
+    return max(stride) * itemsize % 16 != 0
+
+
+def grouped(at: KernelContext, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None) -> Any:
+    left, right, result = _kind(at.call)
+    made = at.results[0]
+    assert made is not None
+
+    def product(here: At, a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+        if offs is None:
+            return torch.bmm(a, b)
+        coordinate = at.call.mesh.coordinates[here.member]
+        offsets = {
+            name: offset
+            for i, names in enumerate((left, right))
+            for name, offset in zip(names, at.operands[i].local_offset(coordinate), strict=True)
+        }
+        sizes = dict(zip(left + right, (*a.shape, *b.shape), strict=True))
+        ends = [min(max(end - offsets["r"], 0), sizes["r"]) for end in (0, *offs.tolist())]
+        first = offsets.get("g", 0)
+        out = a.new_zeros(made.local_shape(coordinate))
+        for group in range(sizes.get("g", len(ends) - 1)):
+            rows = slice(ends[first + group], ends[first + group + 1])
+            if result == "rn":
+                out[rows] = a[rows] @ b[group]
+            elif result == "mr":
+                out[:, rows] = a[group] @ b[:, rows]
+            else:
+                out[group] = a[:, rows] @ b[rows]
+        return out
+
+    return at.map(product, a, b, offs)
+
+
+kernel_rule("_grouped_mm", grouped_factors, run=grouped, metas=grouped_metas)

@@ -1,0 +1,161 @@
+"""Values that occur: ``unique`` of everything, along a dim, and of neighbours.
+
+The unique values of a whole are those of the unique values of its blocks, so that only these travel. Where each element's place
+among them is asked for, it is looked up block by block and stays sharded as the elements are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...placement import Replicate
+from ..call import Call
+from ..kernels import At, KernelContext
+from .nonzeros import gathered_rows, nothing_cut
+from ..rule import Dims, Factors, Kernel
+from ..verbs import kernel_rule
+from .views import own_factors
+
+aten = torch.ops.aten
+
+
+def is_cut(call: Call) -> bool:
+    return any(split is not None for split in call.operands[0].splits)
+
+
+# --- of all elements ---
+def unique_of_blocks(at: KernelContext, x: Any, sorted: bool = True, inverse: bool = False, counts: bool = False) -> Any:
+    """Values and, where asked for, how often each occurs."""
+
+    def own(_: Any, block: Tensor) -> list[Tensor]:
+        values, _, counted = aten._unique2(block, True, False, counts)
+        return [values, counted]
+
+    def merged(_: Any, parts: list[Tensor], counted: list[Tensor] | None) -> list[Tensor]:
+        values, places, _ = aten._unique2(torch.cat(parts), True, counts, False)
+        return [values, places.new_empty(0), _added(values.shape[0], places, counted)]
+
+    rows, counted = at.map(own, x)
+    return at.map(merged, gathered_rows(at, rows), gathered_rows(at, counted) if counts else None)
+
+
+def _added(length: int, places: Tensor, counted: list[Tensor] | None) -> Tensor:
+    """The counts of the parts by their places in the whole."""
+    if counted is None:
+        return places.new_empty(0)
+    return places.new_zeros(length).index_add_(0, places, torch.cat(counted))
+
+
+def unique_only(at: KernelContext, x: Any, sorted: bool = True, inverse: bool = False) -> Any:
+    return unique_of_blocks(at, x, sorted)[:2]
+
+
+def everywhere(x: Any) -> Tensor:
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+
+
+_SEARCHED = {torch.bool: torch.uint8, torch.float16: torch.float32, torch.bfloat16: torch.float32}  # what has an order to search
+
+
+def unique_with_places(x: Tensor, sorted: bool = True, inverse: bool = False, counts: bool = False) -> Any:
+    """Each NaN is a value of its own. Which is whose is as torch's sort leaves them: several are looked at where they are all."""
+    values, _, counted = aten._unique2(x, True, False, counts)
+    if x.dtype.is_floating_point and values.isnan().sum().item() > 1:  # the same on all ranks: the values are whole
+        return aten._unique2(everywhere(x), True, True, counts)
+    wide = _SEARCHED.get(x.dtype, x.dtype)
+    places = torch.searchsorted(values.to(wide), x.to(wide).contiguous())
+    if x.dtype.is_floating_point:
+        unordered = x.isnan()
+        places = torch.where(unordered, values.shape[0] - 1, places)
+    return values, places.contiguous(), counted
+
+
+def with_places(call: Call) -> bool:
+    return bool(call["return_inverse"]) and is_cut(call)
+
+
+def of_all(name: str, kernel: Any, results: int) -> None:
+    def factors(call: Call) -> Factors | None:
+        dims, sizes = own_factors(call)
+        if call["return_inverse"]:
+            return None if is_cut(call) else nothing_cut(call)
+        return Factors((dims,), (), sizes, kernels=dict.fromkeys(sizes, Kernel(kernel, collectives=2, joint=True)))
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        return unique_with_places(*args, **kwargs)[:results]
+
+    kernel_rule(name, factors, measured=True, decompose=decomposed, decomposes=with_places)
+
+
+of_all("_unique2", unique_of_blocks, 3)
+of_all("_unique", unique_only, 2)
+
+
+# --- along a dim ---
+def unique_slices(at: KernelContext, x: Any, dim: int, sorted: bool = True, inverse: bool = False, counts: bool = False) -> Any:
+    """Slices of each block that differ, as rows; then those of all of them. A place is one in the block's, then in the whole.
+
+    Places and counts are given, asked for or not, as torch does.
+    """
+    dim %= len(at.call.shape(0))
+
+    def own(_: Any, block: Tensor) -> list[Tensor]:
+        nothing = block.new_empty(0, dtype=torch.int64)
+        if not block.shape[dim]:
+            return [block.movedim(dim, 0).contiguous(), nothing, nothing]
+        values, places, counted = aten.unique_dim(block, dim, True, True, True)
+        return [values.movedim(dim, 0).contiguous(), counted, places]
+
+    def merged(here: At, parts: list[Tensor], counted: list[Tensor], places: Tensor) -> list[Tensor]:
+        values, of_parts, _ = aten.unique_dim(torch.cat(parts).movedim(0, dim), dim, True, True, False)
+        before = sum(part.shape[0] for part in parts[: here.index])
+        return [values, _added(values.shape[dim], of_parts, counted), of_parts[before:][places]]
+
+    rows, counted, places = at.map(own, x)
+    values, counted, places = at.map(merged, gathered_rows(at, rows), gathered_rows(at, counted), places)
+    return values, at.map(lambda _, parts: torch.cat(parts), gathered_rows(at, places)), counted
+
+
+def slices(call: Call) -> Factors | None:
+    shape = call.shape(0)
+    if not shape or 0 in shape:
+        return None  # torch has rules of its own for nothing
+    dims: Dims = tuple(("n",) if d == call["dim"] % len(shape) else () for d in range(len(shape)))
+    return Factors((dims,), (), {"n": shape[call["dim"]]}, kernels={"n": Kernel(unique_slices, collectives=2)})
+
+
+kernel_rule("unique_dim", slices, measured=True)
+
+
+# --- of neighbours ---
+def neighbours(x: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None) -> Any:
+    """What differs from the one before it begins a run."""
+    along = 0 if dim is None else dim % x.ndim
+    inverse, counts = inverse or dim is not None, counts or dim is not None  # along a dim torch gives all three, asked or not
+    rows = x.reshape(-1) if dim is None else x.movedim(along, 0)
+    total = rows.shape[0]
+    differs = rows.narrow(0, 1, total - 1) != rows.narrow(0, 0, total - 1)
+    if differs.ndim > 1:
+        differs = differs.flatten(1).any(1)
+    begins = torch.cat([differs.new_ones(1), differs])
+    places = begins.nonzero().select(1, 0)
+    values = rows.contiguous().index_select(0, places).movedim(0, along)
+    runs = begins.cumsum(0) - 1
+    nothing = places.new_empty(0)
+    lengths = torch.cat([places[1:], places.new_full((1,), total)]) - places if counts else nothing
+    return values, (runs.view(x.shape) if dim is None else runs) if inverse else nothing, lengths
+
+
+def consecutive(x: Tensor, dim: int, inverse: bool = False, counts: bool = False) -> Any:
+    return neighbours(x, inverse, counts, dim)
+
+
+def several(call: Call) -> bool:
+    return is_cut(call) and call.operands[0].numel > 0
+
+
+kernel_rule("unique_consecutive", nothing_cut, measured=True, decompose=neighbours, decomposes=several)
+kernel_rule("unique_dim_consecutive", nothing_cut, measured=True, decompose=consecutive, decomposes=several)

@@ -1,0 +1,34 @@
+"""Sharding specs: how tensors and models are cut, by device names.
+
+See :mod:`.composite` for the functions that make specs, :mod:`dtensor.sharded_tensor` for tensors made from them.
+"""
+
+from .composite import (
+    Composite,
+    MeshSplit,
+    SingleSplit,
+    Spec,
+    Whole,
+    as_spec,
+    composite,
+    from_data,
+    mesh,
+    single_split,
+    spec_of,
+    whole,
+)
+
+__all__ = [
+    "Composite",
+    "MeshSplit",
+    "SingleSplit",
+    "Spec",
+    "Whole",
+    "as_spec",
+    "composite",
+    "from_data",
+    "mesh",
+    "single_split",
+    "spec_of",
+    "whole",
+]

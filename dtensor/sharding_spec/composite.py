@@ -1,0 +1,222 @@
+"""Sharding specs: how a tensor or a model is cut and on which devices the parts lie, said with device names alone.
+
+A spec is another spelling of a mesh and placements: a grid of blocks with the place (or, with ``"rank:0|rank:1"``, the replicas)
+of each. It validates itself, prints as the call that makes it, and goes into and out of plain data for YAML or JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from ..errors import PlacementError
+from ..layout.layout import Layout, chunk_sizes
+from .rank_device import Place
+from .specs import MeshSplit, SingleSplit, Spec, Whole, replicas_of
+
+__all__ = [
+    "Composite",
+    "MeshSplit",
+    "SingleSplit",
+    "Spec",
+    "Whole",
+    "as_spec",
+    "composite",
+    "from_data",
+    "mesh",
+    "single_split",
+    "spec_of",
+    "whole",
+]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Composite:
+    """Specs by the names of parameters and submodules; names are dotted paths of globs."""
+
+    specs: tuple[tuple[str, Spec | Composite], ...]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Every place that holds something, in order of appearance."""
+        return tuple(dict.fromkeys(place for _, spec in self.specs for place in spec.places))
+
+    def find(self, name: str) -> Spec | None:
+        """The spec of the parameter ``name``; a spec given for a submodule holds for all below it, and exact names before globs.
+
+        >>> composite({"net*": "rank:0"}, net2=composite(weight=single_split(0, [0, 1]))).find("net2.weight")
+        single_split(0, ['rank:0', 'rank:1'])
+        """
+        found = self._find(tuple(name.split(".")))
+        return found[1] if found else None
+
+    def names_itself(self, name: str) -> bool:
+        """Whether the spec of the parameter ``name`` is given for itself, and not for a submodule that it is in."""
+        found = self._find(tuple(name.split(".")))
+        return found is not None and found[2]
+
+    def names_that_fit(self, name: str) -> set[str]:
+        """The keys that say something of the parameter ``name``."""
+        path = name.split(".")
+        return {key for key, _ in self.specs if _fits(key.split("."), path)}
+
+    def _find(self, path: tuple[str, ...]) -> tuple[int, Spec, bool] | None:
+        """How well a key fits, its spec, and whether it names the whole path."""
+        best: tuple[int, Spec, bool] | None = None
+        for key, spec in self.specs:
+            tokens = key.split(".") if key else []
+            if not _fits(tokens, path):
+                continue
+            inner = spec._find(path[len(tokens) :]) if isinstance(spec, Composite) else (0, spec, len(tokens) == len(path))
+            if inner is not None:
+                rank = inner[0] + sum(2 if token == part else 1 for token, part in zip(tokens, path, strict=False))
+                best = (rank, *inner[1:]) if best is None or rank > best[0] else best
+        return best
+
+    def to_data(self) -> Any:
+        """The spec as dicts, lists, strings and numbers."""
+        return {"composite": {name: spec.to_data() for name, spec in self.specs}}
+
+    def __repr__(self) -> str:
+        plain = all(name.isidentifier() for name, _ in self.specs)
+        items = ", ".join(f"{name}={spec!r}" if plain else f"{name!r}: {spec!r}" for name, spec in self.specs)
+        return f"composite({items})" if plain else f"composite({{{items}}})"
+
+
+def _fits(tokens: Sequence[str], path: Sequence[str]) -> bool:
+    return len(tokens) <= len(path) and all(fnmatchcase(part, token) for token, part in zip(tokens, path, strict=False))
+
+
+# --- making ----------------------------------------------------------------------------------------------------------------
+def single_split(dim: int, placements: Sequence[Any], shard_sizes: Sequence[int] | None = None) -> SingleSplit:
+    """Tensor dim ``dim`` is split over ``placements``, in order.
+
+    Args:
+        placements: places ("rank:0/cuda:0", "rank:1/cpu", ranks, torch devices), repeated where one holds several shards.
+        shard_sizes: of each shard; default as ``torch.chunk``.
+
+    Raises:
+        PlacementError, MeshError: no places, or not as many sizes.
+    """
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise PlacementError(f"single_split: the split dim is an int, got {dim!r}")
+    if isinstance(placements, str) or not len(placements):
+        raise PlacementError(f"single_split: give a list of places, one for each shard, got {placements!r}")
+    sizes = None if shard_sizes is None else tuple(int(size) for size in shard_sizes)
+    if sizes is not None and (len(sizes) != len(placements) or min(sizes) < 0):
+        raise PlacementError(f"single_split: {len(sizes)} shard_sizes {list(sizes)} for {len(placements)} shards")
+    return SingleSplit(dim, tuple(replicas_of(each) for each in placements), sizes)
+
+
+def mesh(placements: Any, shard_sizes: Sequence[Sequence[int] | None] | None = None) -> MeshSplit:
+    """The tensor is cut into a grid of blocks, one for each entry of an array with as many dims as the tensor has.
+
+    Args:
+        placements: a nested list or array of places; an entry may repeat.
+        shard_sizes: for each tensor dim the sizes of its blocks, or None for ``torch.chunk``'s.
+
+    Raises:
+        PlacementError, MeshError: ragged or empty, or sizes that do not fit.
+
+    >>> mesh([[0, 1], [2, 3]]).mesh_and_placements((4, 8))
+    (DeviceMesh('cpu', [[0, 1], [2, 3]]), (Shard(dim=0), Shard(dim=1)))
+    """
+    try:
+        array = np.asarray(placements.tolist() if hasattr(placements, "tolist") else placements, dtype=object)
+    except ValueError as error:
+        raise PlacementError(f"mesh: the array of places is ragged: {placements!r}") from error
+    if array.size == 0 or array.ndim == 0 or any(isinstance(each, (list, tuple)) for each in array.reshape(-1)):
+        raise PlacementError(f"mesh: give an n-d array of places, all rows of one length, got {placements!r}")
+    sizes = None if shard_sizes is None else tuple(None if s is None else tuple(int(n) for n in s) for s in shard_sizes)
+    if sizes is not None:
+        fits = len(sizes) == array.ndim and all(s is None or len(s) == n for s, n in zip(sizes, array.shape, strict=True))
+        if not fits:
+            raise PlacementError(f"mesh: shard_sizes {shard_sizes!r} do not fit an array of shape {array.shape}")
+    return MeshSplit(tuple(array.shape), tuple(replicas_of(each) for each in array.reshape(-1)), sizes)
+
+
+def whole(*placements: Any) -> Whole:
+    """The whole tensor on one place, or a copy on each of several."""
+    if not placements:
+        raise PlacementError("whole: give one or several places")
+    return Whole(tuple(place for each in placements for place in replicas_of(each)))
+
+
+def composite(specs: Mapping[str, Any] | None = None, **named: Any) -> Composite:
+    """Specs for a module: names of parameters or submodules (dotted paths of globs) to specs, composites, or single places.
+
+    >>> composite(net1="rank:0", net2=composite(weight=single_split(0, [0, 1])))
+    composite(net1=whole('rank:0'), net2=composite(weight=single_split(0, ['rank:0', 'rank:1'])))
+    """
+    items = {**(specs or {}), **named}
+    if not items:
+        raise PlacementError("composite: name at least one parameter or submodule")
+    return Composite(tuple((name, as_spec(spec)) for name, spec in items.items()))
+
+
+def as_spec(said: Any) -> Any:
+    """``said`` as a spec: itself, a place as the whole tensor there, a mapping as a composite.
+
+    Raises:
+        MeshError: it is neither.
+    """
+    if isinstance(said, (Spec, Composite)):
+        return said
+    return composite(said) if isinstance(said, Mapping) else Whole(replicas_of(said))
+
+
+def spec_of(layout: Layout) -> Spec:
+    """The spec that says what a layout says; places are ranks.
+
+    Raises:
+        PlacementError: the layout is partial.
+
+    >>> from dtensor import DeviceMesh, Layout, Shard
+    >>> spec_of(Layout.of(DeviceMesh("cpu", [[0, 1], [2, 3]]), [Shard(1), Shard(1)], (2, 5)))
+    single_split(1, ['rank:0', 'rank:1', 'rank:2', 'rank:3'], [2, 1, 1, 1])
+    """
+    if layout.is_partial:
+        raise PlacementError(f"{layout!r} is not reduced: no spec says where a value is that no place has")
+    counts = [1 if split is None else len(split.sizes) for split in layout.splits]
+    shards: dict[tuple[int, ...], list[Place]] = {}
+    for member, rank in enumerate(layout.mesh.ranks):
+        at = layout.mesh.coordinates[member]
+        index = tuple(0 if split is None else layout._leaf(split, at) for split in layout.splits)
+        shards.setdefault(index, []).append(Place(rank))
+    ordered = tuple(tuple(shards[index]) for index in np.ndindex(*counts))
+    cut = [d for d, split in enumerate(layout.splits) if split is not None]
+    sizes = {d: layout.splits[d].sizes for d in cut}  # type: ignore[union-attr]  # those that are cut
+    uneven = {d: s for d, s in sizes.items() if s != chunk_sizes(layout.shape[d], (len(s),))}
+    match cut:
+        case []:
+            return Whole(ordered[0])
+        case [d]:
+            return SingleSplit(d, ordered, uneven.get(d))
+    return MeshSplit(tuple(counts), ordered, tuple(uneven.get(d) for d in range(layout.ndim)) if uneven else None)
+
+
+def from_data(data: Any) -> Any:
+    """The spec that :meth:`to_data` wrote: what ``yaml.safe_load`` or ``json.load`` gives.
+
+    Raises:
+        PlacementError, MeshError: it says no spec.
+
+    >>> from_data({"composite": {"net1": "rank:0", "net2": {"single_split": {"dim": 0, "placements": [0, 1]}}}})
+    composite(net1=whole('rank:0'), net2=single_split(0, ['rank:0', 'rank:1']))
+    """
+    match data:
+        case {"single_split": {"dim": dim, "placements": placements, **rest}} if rest.keys() <= {"shard_sizes"}:
+            sizes: Any = rest.get("shard_sizes")
+            return single_split(dim, placements, sizes)
+        case {"mesh": {"placements": placements, **rest}} if rest.keys() <= {"shard_sizes"}:
+            sizes = rest.get("shard_sizes")
+            return mesh(placements, sizes)
+        case {"composite": dict(named)}:
+            return composite({name: from_data(item) for name, item in named.items()})
+        case str() | int():
+            return Whole(replicas_of(data))
+    raise PlacementError(f"{data!r} is no spec: write a place, or one of single_split, mesh, composite with their arguments")

@@ -1,0 +1,99 @@
+"""Places: where a shard is put, as a rank and a device, in the notation ``"rank:0/cuda:1"``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import MeshError
+from ..mesh.root import distributed
+
+_TEXT = re.compile(r"rank:(?P<rank>\d+)(/(?P<device>[a-z]+(:\d+)?))?|(?P<alone>[a-z]+(:\d+)?)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """A device of a rank; a device alone is that of the rank with its index, as ``torchrun`` numbers them on one machine.
+
+    >>> Place.of("rank:1/cuda:3"), Place.of(2), Place.of("cuda:1"), Place.of(torch.device("cpu"))
+    (rank:1/cuda:3, rank:2, rank:1/cuda:1, rank:0/cpu)
+    """
+
+    rank: int
+    device: str | None = None
+
+    @staticmethod
+    def of(said: Any) -> Place:
+        """The place that a string, rank or torch device says.
+
+        Raises:
+            MeshError: it says none.
+        """
+        if isinstance(said, Place):
+            return said
+        if isinstance(said, torch.device):
+            said = str(said)
+        if isinstance(said, int) and not isinstance(said, bool) and said >= 0:
+            return Place(said)
+        found = _TEXT.fullmatch(said) if isinstance(said, str) else None
+        device = None if found is None else found["device"] or found["alone"]
+        if found is None or (device is not None and not _is_device(device)):
+            raise MeshError(
+                f'{said!r} is no place; write "rank:0/cuda:0", "rank:1/cpu", "rank:2", "cuda:1", a rank or a torch.device'
+            )
+        if found["rank"] is not None:
+            return Place(int(found["rank"]), device)
+        return Place(torch.device(found["alone"]).index or 0, device)
+
+    def __str__(self) -> str:
+        return f"rank:{self.rank}" + (f"/{self.device}" if self.device else "")
+
+    __repr__ = __str__
+
+
+def _is_device(text: str) -> bool:
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True
+
+
+def device_type_of(places: Iterable[Place]) -> str:
+    """The one device type of the places; without any, that of torch's accelerator where each rank is a process, else the CPU.
+
+    Where all ranks live in this process and it has no such device, the CPU stands for it.
+
+    Raises:
+        MeshError: they have several.
+    """
+    types = sorted({torch.device(place.device).type for place in places if place.device is not None})
+    if len(types) > 1:
+        raise MeshError(f"one tensor's shards live on devices of one type, got {types}")
+    if not types:
+        return "cpu"
+    (found,) = types
+    if found != "cpu" and not distributed() and not torch.get_device_module(found).is_available():
+        return "cpu"
+    return found
+
+
+def members_of(places: Iterable[Place]) -> dict[Place, int]:
+    """The mesh rank that stands for each place.
+
+    With process groups it is the place's rank: a process drives one device, so that all blocks of a rank lie together. With all
+    ranks in this process each device of a rank is a member of its own, numbered in order, as soon as some rank has several.
+    """
+    ordered = sorted(set(places), key=lambda place: (place.rank, _natural(place.device)))
+    if distributed() or len({place.rank for place in ordered}) == len(ordered):
+        return {place: place.rank for place in ordered}
+    return {place: number for number, place in enumerate(ordered)}
+
+
+def _natural(device: str | None) -> tuple[str, int]:
+    kind, _, index = (device or "").partition(":")
+    return kind, int(index or 0)

@@ -1,0 +1,221 @@
+"""Tensors of which a place holds several blocks that are not adjacent, and the metadata of shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..comm import PerRank, communicator_of
+from ..errors import UnsupportedOperationError
+from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh
+from ..placement import Shard
+from .rank_device import device_type_of, members_of
+from .blocks import Cell
+from .composite import Spec
+from ..tensor.dtensor import DTensor, wrap
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMetadata:
+    """One shard: its sizes, where it starts in the tensor, and where it is ("rank:1/cuda:0")."""
+
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    place: str
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Another name of ``sizes``."""
+        return self.sizes
+
+    @property
+    def rank(self) -> int:
+        return int(self.place.partition("/")[0].removeprefix("rank:"))
+
+    @property
+    def device(self) -> str:
+        return self.place
+
+    def __str__(self) -> str:
+        return f"{self.place}: {list(self.sizes)} at {list(self.offsets)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensorMetadata:
+    """All shards of a tensor, replicas included, and its global shape and dtype."""
+
+    shards: tuple[ShardMetadata, ...]
+    size: torch.Size
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.shards))
+
+
+def metadata_of(spec: Spec, shape: Sequence[int], dtype: torch.dtype) -> ShardedTensorMetadata:
+    """Every shard that a spec cuts from a tensor of ``shape``."""
+    shards = [ShardMetadata(cell.shape, cell.offset, str(place)) for cell in spec.cells(shape) for place in cell.places]
+    return ShardedTensorMetadata(tuple(shards), torch.Size(shape), dtype)
+
+
+def whole_mesh(spec: Spec) -> DeviceMesh:
+    """The 1-d mesh of a spec's places, on which a scattered tensor travels."""
+    return DeviceMesh(device_type_of(spec.places), list(dict.fromkeys(members_of(spec.places).values())))
+
+
+class ScatteredTensor:
+    """A tensor whose places hold several blocks each, as ``single_split(0, [0, 1, 0, 1])`` says.
+
+    Underneath is a 1-d DTensor that holds each rank's blocks one after the other. Torch's functions take it, by making the
+    ordinary DTensor of its value first (on all its ranks: an all-gather) and giving an ordinary result; what would change it in
+    place raises.
+
+    >>> import dtensor as dt
+    >>> x = dt.sharded_tensor.shard_tensor(torch.arange(4), dt.sharding_spec.single_split(0, [0, 1, 0, 1]))
+    >>> x.local_shards()[0]
+    [tensor([0]), tensor([2])]
+    >>> (x + 1).full_tensor()
+    tensor([1, 2, 3, 4])
+    """
+
+    def __init__(self, packed: DTensor, shape: torch.Size, spec: Spec) -> None:
+        self.packed, self.shape, self._spec = packed, shape, spec
+        self.dtype, self.device, self.device_mesh = packed.dtype, packed.device, packed.device_mesh
+        self.requires_grad = False
+
+    @staticmethod
+    def of(value: DTensor, spec: Spec) -> ScatteredTensor:
+        """The blocks of ``value``, which every rank of the mesh holds whole; no communication."""
+        mesh, dealt = value.device_mesh, _dealt(spec, value.shape)
+        sizes = tuple(sum(math.prod(cell.shape) for cell in dealt[rank]) for rank in mesh.ranks)
+        layout = Layout.of(mesh, [Shard(0, sizes)], (sum(sizes),), None, value.dtype)
+
+        def pack(member: int, full: torch.Tensor) -> torch.Tensor:
+            parts = [full[_slices(cell)].reshape(-1) for cell in dealt[mesh.ranks[member]]]
+            return torch.cat(parts) if parts else full.new_empty(0)
+
+        local = value.detach()._local  # type: ignore[attr-defined]  # a DTensor
+        if mesh.current_member() is None:
+            return ScatteredTensor(wrap(local.new_empty(0), layout), value.shape, spec)
+        return ScatteredTensor(wrap(communicator_of(mesh).map(pack, local), layout), value.shape, spec)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def sharding_spec(self) -> Spec:
+        """The spec that it was made with."""
+        return self._spec
+
+    def size(self, dim: int | None = None) -> Any:
+        """As of a tensor."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def to_dtensor(self) -> DTensor:
+        """The ordinary DTensor of the value, replicated over the ranks; one all-gather."""
+        mesh, dealt = self.device_mesh, _dealt(self._spec, self.shape)
+        whole: Any = self.packed.redistribute(placements=None)
+        layout = Layout.replicated(mesh, self.shape, None, self.dtype)
+
+        def unpack(member: int, flat: torch.Tensor) -> torch.Tensor:
+            full, start = flat.new_empty(self.shape), 0
+            for rank in mesh.ranks:
+                for cell in dealt[rank]:
+                    count = math.prod(cell.shape)
+                    full[_slices(cell)] = flat[start : start + count].view(cell.shape)
+                    start += count
+            return full
+
+        if mesh.current_member() is None:
+            return wrap(whole._local.new_zeros(layout.local_shape(None)), layout)
+        return wrap(communicator_of(mesh).map(unpack, whole._local), layout)
+
+    def full_tensor(self) -> torch.Tensor:
+        """The global value as a plain tensor on every rank."""
+        return self.to_dtensor().full_tensor()
+
+    def reshard(self, spec: Any) -> Any:
+        """The same value under another spec."""
+        from .. import sharded_tensor  # which makes tensors of this kind too
+
+        return sharded_tensor.shard_tensor(self, spec)  # type: ignore[arg-type]  # no torch.Tensor, and taken all the same
+
+    def local_shard(self) -> list[torch.Tensor]:
+        """This rank's blocks, in the order of the grid (with all ranks in this process, those of the current one)."""
+        member = self.device_mesh.current_member()
+        return [] if member is None else self.local_shards().get(self.device_mesh.ranks[member], [])
+
+    def local_shards(self) -> dict[int, list[torch.Tensor]]:
+        """Rank -> its blocks, for the ranks of this process."""
+        mesh, dealt = self.device_mesh, _dealt(self._spec, self.shape)
+        local: Any = self.packed._local
+        pieces = dict(zip(mesh.ranks, local.shards, strict=True)) if isinstance(local, PerRank) else {mesh.get_rank(): local}
+        found = {}
+        for rank, flat in pieces.items():
+            cells = dealt.get(rank, [])
+            parts = flat.split([math.prod(cell.shape) for cell in cells]) if cells else ()
+            found[rank] = [part.view(cell.shape) for part, cell in zip(parts, cells, strict=True)]
+        return found
+
+    def sharding_metadata(self) -> ShardedTensorMetadata:
+        """Sizes, offsets and place of every block."""
+        return metadata_of(self._spec, self.shape, self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):
+            raise UnsupportedOperationError(
+                f"{name} would change a tensor of scattered blocks in place; reshard it first: x = x.reshard(spec)"
+            )
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, ScatteredTensor):
+                return value.to_dtensor()
+            if isinstance(value, (list, tuple)):
+                return type(value)(plain(item) for item in value)
+            return value
+
+        return func(*plain(args), **{key: plain(value) for key, value in (kwargs or {}).items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"'ScatteredTensor' object has no attribute {name!r}")
+        if name.endswith("_"):
+            return lambda *args, **kwargs: self.__torch_function__(getattr(torch.Tensor, name), (), (self, *args), kwargs)
+        return getattr(self.to_dtensor(), name)
+
+    def __repr__(self) -> str:
+        return f"ScatteredTensor({list(self.shape)}, {self._spec!r})"
+
+
+def _operator(name: str) -> Any:
+    def apply(self: ScatteredTensor, *args: Any) -> Any:
+        plain = [other.to_dtensor() if isinstance(other, ScatteredTensor) else other for other in args]
+        return getattr(self.to_dtensor(), name)(*plain)
+
+    return apply
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg", "getitem"):
+    setattr(ScatteredTensor, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _dealt(spec: Spec, shape: Sequence[int]) -> dict[int, list[Cell]]:
+    """Mesh rank -> its blocks; a block with replicas is dealt to each, and read from the last."""
+    member = members_of(spec.places)
+    dealt: dict[int, list[Cell]] = {rank: [] for rank in member.values()}
+    for cell in spec.cells(shape):
+        for rank in dict.fromkeys(member[place] for place in cell.places):
+            dealt[rank].append(cell)
+    return dealt
+
+
+def _slices(cell: Cell) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(cell.offset, cell.shape, strict=True))

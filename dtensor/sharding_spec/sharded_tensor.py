@@ -1,0 +1,158 @@
+"""Sharded tensors: DTensors made from sharding specs, that say where each of their shards is.
+
+A sharded tensor *is* a DTensor, on the mesh and under the placements that its spec means, so every operation works on it, and any
+DTensor has ``reshard``, ``local_shard`` and ``sharding_metadata``. Blocks of one place that lie side by side are one piece there.
+Where a spec deals a place blocks that are not adjacent, no placements say that: the value is then kept in a
+:class:`ScatteredTensor`, which operations turn into a DTensor first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..tensor import create
+from ..tensor.distribute import distribute_tensor
+from ..errors import PlacementError
+from ..layout.layout import Layout
+from .scattered_tensor import ScatteredTensor, ShardedTensorMetadata, ShardMetadata, metadata_of, whole_mesh
+from .composite import Spec, as_spec, spec_of
+from ..tensor.dtensor import DTensor
+
+__all__ = [
+    "ScatteredTensor",
+    "ShardMetadata",
+    "ShardedTensor",
+    "ShardedTensorMetadata",
+    "empty",
+    "full",
+    "ones",
+    "rand",
+    "randn",
+    "reshard",
+    "shard_tensor",
+    "zeros",
+]
+
+
+ShardedTensor = DTensor
+
+
+def empty(*size: Any, sharding_spec: Any, **options: Any) -> Any:
+    """Uninitialised; options as in ``torch.empty``. Each rank makes its own shard, no communication."""
+    return _made(create.empty, size, sharding_spec, options)
+
+
+def zeros(*size: Any, sharding_spec: Any, **options: Any) -> Any:
+    """Filled with zeros; options as in ``torch.zeros``. Each rank makes its own shard, no communication."""
+    return _made(create.zeros, size, sharding_spec, options)
+
+
+def ones(*size: Any, sharding_spec: Any, **options: Any) -> Any:
+    """Filled with ones; options as in ``torch.ones``. Each rank makes its own shard, no communication.
+
+    >>> import dtensor as dt
+    >>> spec = dt.sharding_spec.single_split(0, ["rank:0/cpu", "rank:1/cpu"], [1, 2])
+    >>> x = dt.sharded_tensor.ones(3, 2, sharding_spec=spec)
+    >>> x.local_shard().shards[1].shape, (x + 1).sum().item()
+    (torch.Size([2, 2]), 12.0)
+    >>> print(x.sharding_metadata())
+    rank:0/cpu: [1, 2] at [0, 0]
+    rank:1/cpu: [2, 2] at [1, 0]
+    """
+    return _made(create.ones, size, sharding_spec, options)
+
+
+def full(size: Sequence[int], fill_value: Any, *, sharding_spec: Any, **options: Any) -> Any:
+    """Filled with ``fill_value``; options as in ``torch.full``. Each rank makes its own shard, no communication."""
+    return _made(lambda *shape, **rest: create.full(shape, fill_value, **rest), (size,), sharding_spec, options)
+
+
+def rand(*size: Any, sharding_spec: Any, **options: Any) -> Any:
+    """Uniform on [0, 1): what ``torch.rand`` gives on one device for the same seed, whatever the spec."""
+    return _made(create.rand, size, sharding_spec, options)
+
+
+def randn(*size: Any, sharding_spec: Any, **options: Any) -> Any:
+    """Standard normal: what ``torch.randn`` gives on one device for the same seed, whatever the spec."""
+    return _made(create.randn, size, sharding_spec, options)
+
+
+def shard_tensor(tensor: torch.Tensor, sharding_spec: Any, src_rank: int | None = 0) -> Any:
+    """``tensor`` cut as the spec says; a parameter gives a leaf that requires grad.
+
+    Args:
+        tensor: the global tensor; a DTensor is resharded.
+        src_rank: the one of the spec's ranks, by its place in their order, whose value counts: it sends each other its shard.
+            None: every rank cuts its own copy, no communication.
+
+    >>> import dtensor as dt
+    >>> dt.sharded_tensor.shard_tensor(torch.arange(6).view(2, 3), dt.sharding_spec.single_split(1, [0, 1]))
+    DTensor(int64[2, 3] on (0=S(1))
+      rank 0: [[0, 1],
+               [3, 4]]
+      rank 1: [[2],
+               [5]])
+    """
+    spec = _spec(sharding_spec)
+    if isinstance(tensor, (DTensor, ScatteredTensor)):
+        return reshard(tensor, spec)
+    layout = spec.layout(tensor.shape, tensor.dtype)
+    if layout is None:
+        return ScatteredTensor.of(distribute_tensor(tensor, whole_mesh(spec), None, src_data_rank=src_rank), spec)
+    if src_rank:
+        src_rank = _along_each_dim(layout, src_rank)
+    return _noted(distribute_tensor(tensor, layout.mesh, layout.placements, src_data_rank=src_rank), spec)
+
+
+def _along_each_dim(layout: Layout, source: int) -> int:
+    """The index along every mesh dim that the rank at ``source`` has.
+
+    Raises:
+        PlacementError: it has different ones.
+    """
+    coordinate = layout.mesh.coordinates[source] if source < len(layout.mesh.coordinates) else ()
+    if len(set(coordinate)) != 1:
+        raise PlacementError(f"src_rank={source}: give 0, or a rank that has one index along all dims of {layout.mesh!r}")
+    return coordinate[0]
+
+
+def _made(factory: Callable[..., DTensor], size: Any, sharding_spec: Any, options: dict[str, Any]) -> Any:
+    spec = _spec(sharding_spec)
+    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)) else tuple(size)
+    options.pop("pin_memory", None)
+    layout = spec.layout(shape)
+    if layout is None:
+        return ScatteredTensor.of(factory(*shape, device_mesh=whole_mesh(spec), **options), spec)
+    return _noted(factory(*shape, device_mesh=layout.mesh, placements=layout.placements, **options), spec)
+
+
+def reshard(x: Any, sharding_spec: Any) -> Any:
+    """See ``DTensor.reshard``."""
+    spec = _spec(sharding_spec)
+    value: Any = x.to_dtensor() if isinstance(x, ScatteredTensor) else x
+    layout = spec.layout(value.shape, value.dtype)
+    if layout is None:
+        return ScatteredTensor.of(value.redistribute(whole_mesh(spec)), spec)
+    return _noted(value.redistribute(layout.mesh, layout.placements), spec)
+
+
+def sharding_metadata(x: DTensor) -> ShardedTensorMetadata:
+    """See ``DTensor.sharding_metadata``."""
+    spec = getattr(x, "_sharding_spec", None)
+    return metadata_of(spec_of(x._layout) if spec is None else spec, x.shape, x.dtype)
+
+
+def _spec(said: Any) -> Spec:
+    spec = spec_of(said) if isinstance(said, Layout) else as_spec(said)
+    if not isinstance(spec, Spec):
+        raise PlacementError(f"{spec!r} is for modules, one tensor takes single_split, mesh or a place; see dtensor.shard_model")
+    return spec
+
+
+def _noted(x: DTensor, spec: Spec) -> DTensor:
+    """``x``, which remembers its spec: the names of devices, and blocks that lie side by side in one piece."""
+    x._sharding_spec = spec  # type: ignore[attr-defined]  # in the instance's dictionary; what is made from x does not have it
+    return x

@@ -1,0 +1,218 @@
+"""The specs of one tensor: a grid of blocks, and the places of each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import MeshError, PlacementError
+from ..layout.layout import Layout, Split, chunk_sizes, offsets_of
+from ..mesh.device_mesh import DeviceMesh
+from ..placement import Placement
+from .rank_device import Place, device_type_of, members_of
+from .blocks import Cell, collapse, layout_of_boxes
+
+Replicas = tuple[Place, ...]
+
+
+class Spec:
+    """Base of the specs of one tensor."""
+
+    __slots__ = ()
+
+    def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
+        """The blocks' places as an array with one dim per tensor dim, and the sizes of blocks along each where given."""
+        raise NotImplementedError
+
+    def to_data(self) -> Any:
+        """The spec as dicts, lists, strings and numbers."""
+        raise NotImplementedError
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Every place that holds something, in order of appearance."""
+        raise NotImplementedError
+
+    def cells(self, shape: Sequence[int]) -> list[Cell]:
+        """Every block of a tensor of ``shape``, row-major: offset, sizes and places.
+
+        Raises:
+            PlacementError: the spec does not fit the shape.
+
+        >>> from dtensor.sharding_spec import single_split
+        >>> [(cell.offset, cell.shape) for cell in single_split(0, [0, 1]).cells((5, 3))]
+        [((0, 0), (3, 3)), ((3, 0), (2, 3))]
+        """
+        array, given = self.grid(len(shape))
+        sizes = [_sizes(self, d, n, count, given[d]) for d, (n, count) in enumerate(zip(shape, array.shape, strict=True))]
+        starts = [offsets_of(each) for each in sizes]
+        return [
+            Cell(tuple(starts[d][i] for d, i in enumerate(index)), tuple(sizes[d][i] for d, i in enumerate(index)), array[index])
+            for index in np.ndindex(array.shape)
+        ]
+
+    def layout(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, mesh: DeviceMesh | None = None) -> Layout | None:
+        """The layout of a tensor of ``shape``; None if a place holds blocks that do not make one box.
+
+        Args:
+            mesh: the mesh to spell it on, default one made of the spec's own places.
+
+        Raises:
+            PlacementError: the spec does not fit the shape, or cannot be said on ``mesh``.
+        """
+        cells = self.cells(shape)
+        member = members_of(self.places)
+        if mesh is not None:
+            return layout_of_boxes(mesh, cells, member, shape, dtype, repr(self))
+        array, _ = self.grid(len(shape))
+        ranks = np.empty(array.shape, dtype=object)
+        for index in np.ndindex(array.shape):
+            ranks[index] = tuple(dict.fromkeys(member[place] for place in array[index]))
+        merged, groups = collapse(ranks)
+        replicas = {len(each) for each in merged.reshape(-1)}
+        flat = [rank for each in merged.reshape(-1) for rank in each]
+        if len(replicas) > 1 or len(set(flat)) != len(flat):
+            return None
+        return self._on_own_mesh(merged, groups, replicas.pop(), shape, dtype)
+
+    def _on_own_mesh(self, merged: Any, groups: Any, replicas: int, shape: Sequence[int], dtype: torch.dtype) -> Layout:
+        _, given = self.grid(len(shape))
+        kept = [d for d, count in enumerate(merged.shape) if count > 1]
+        flat = [rank for each in merged.reshape(-1) for rank in each]
+        own = np.asarray(flat).reshape([merged.shape[d] for d in kept] + ([replicas] if replicas > 1 or not kept else []))
+        mesh = DeviceMesh(device_type_of(self.places), own)
+        splits: list[Split | None] = [None] * len(shape)
+        for i, d in enumerate(kept):
+            cut = _sizes(self, d, shape[d], sum(groups[d]), given[d])
+            ends = np.cumsum([0, *groups[d]]).tolist()
+            splits[d] = Split((i,), tuple(sum(cut[a:b]) for a, b in itertools.pairwise(ends)))
+        return Layout.from_splits(mesh, splits, [None] * mesh.ndim, tuple(shape), None, dtype)
+
+    def mesh_and_placements(self, shape: Sequence[int]) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """The mesh and the placements that say the same for a tensor of ``shape``.
+
+        >>> from dtensor.sharding_spec import single_split
+        >>> single_split(0, ["rank:0", "rank:1"], [1, 4]).mesh_and_placements((5, 3))
+        (DeviceMesh('cpu', [0, 1]), (Shard(dim=0, sizes=(1, 4)),))
+        """
+        layout = self.layout(shape)
+        if layout is None:
+            raise PlacementError(f"{self!r} gives a place several blocks that are not adjacent: no placements say that")
+        return layout.mesh, layout.placements
+
+
+def _sizes(spec: Spec, dim: int, size: int, count: int, given: tuple[int, ...] | None) -> tuple[int, ...]:
+    if given is None:
+        return chunk_sizes(size, (count,))
+    if len(given) != count or sum(given) != size:
+        raise PlacementError(f"{spec!r}: shard_sizes {list(given)} do not cut tensor dim {dim} of {size} into {count} blocks")
+    return given
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SingleSplit(Spec):
+    """A split of one tensor dim."""
+
+    dim: int
+    shards: tuple[Replicas, ...]
+    shard_sizes: tuple[int, ...] | None
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return _unique(self.shards)
+
+    def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
+        if not -ndim <= self.dim < ndim:
+            raise PlacementError(f"{self!r} does not fit a tensor of {ndim} dims: it has no dim {self.dim}")
+        dim = self.dim % ndim
+        shape = [len(self.shards) if d == dim else 1 for d in range(ndim)]
+        return _array(self.shards, shape), tuple(self.shard_sizes if d == dim else None for d in range(ndim))
+
+    def to_data(self) -> Any:
+        sizes = {} if self.shard_sizes is None else {"shard_sizes": list(self.shard_sizes)}
+        return {"single_split": {"dim": self.dim, "placements": [text_of(each) for each in self.shards], **sizes}}
+
+    def __repr__(self) -> str:
+        sizes = "" if self.shard_sizes is None else f", {list(self.shard_sizes)}"
+        return f"single_split({self.dim}, {[text_of(each) for each in self.shards]}{sizes})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class MeshSplit(Spec):
+    """A split of all tensor dims: an array of places with as many dims as the tensor."""
+
+    shape: tuple[int, ...]
+    shards: tuple[Replicas, ...]
+    shard_sizes: tuple[tuple[int, ...] | None, ...] | None
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return _unique(self.shards)
+
+    def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
+        if ndim != len(self.shape):
+            raise PlacementError(f"{self!r} is for tensors of {len(self.shape)} dims, got one of {ndim}")
+        return _array(self.shards, self.shape), self.shard_sizes or (None,) * ndim
+
+    def to_data(self) -> Any:
+        sizes = {} if self.shard_sizes is None else {"shard_sizes": [s if s is None else list(s) for s in self.shard_sizes]}
+        return {"mesh": {"placements": self._nested(), **sizes}}
+
+    def _nested(self) -> Any:
+        return np.asarray([text_of(each) for each in self.shards], dtype=object).reshape(self.shape).tolist()
+
+    def __repr__(self) -> str:
+        sizes = "" if self.shard_sizes is None else f", {[s if s is None else list(s) for s in self.shard_sizes]}"
+        return f"mesh({self._nested()}{sizes})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Whole(Spec):
+    """The whole tensor on one place, or a copy on each of several."""
+
+    replicas: Replicas
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return self.replicas
+
+    def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
+        return _array((self.replicas,), (1,) * ndim), (None,) * ndim
+
+    def to_data(self) -> Any:
+        return text_of(self.replicas)
+
+    def __repr__(self) -> str:
+        return f"whole({text_of(self.replicas)!r})"
+
+
+# --- places ------------------------------------------------------------------------------------------------------------
+def replicas_of(said: Any) -> Replicas:
+    """One place, or several joined by "|": copies of one shard."""
+    if isinstance(said, np.generic):
+        said = said.item()
+    parts = said.split("|") if isinstance(said, str) else [said]
+    found = tuple(Place.of(part) for part in parts)
+    if len(set(found)) != len(found):
+        raise MeshError(f"{said!r} names a place twice")
+    return found
+
+
+def text_of(replicas: Replicas) -> str:
+    return "|".join(map(str, replicas))
+
+
+def _unique(shards: Sequence[Replicas]) -> tuple[Place, ...]:
+    return tuple(dict.fromkeys(place for each in shards for place in each))
+
+
+def _array(shards: Sequence[Replicas], shape: Sequence[int]) -> Any:
+    array = np.empty(len(shards), dtype=object)
+    for i, each in enumerate(shards):
+        array[i] = each  # one by one: numpy would unpack tuples
+    return array.reshape(tuple(shape))

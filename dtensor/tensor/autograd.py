@@ -1,0 +1,321 @@
+"""The autograd functions between local and global values, and the law of each.
+
+A gradient of a DTensor is a global value too, so any layout of it is right; the functions only choose a cheap one.
+Local values are different: what the gradient of *one rank's piece* is depends on how the piece makes up the whole.
+
+======================= ==================================================================================
+piece under             gradient of the piece, with G the gradient of the global value
+======================= ==================================================================================
+Shard(d)                the same block of G
+Replicate               G (all ranks hold the same value and compute the same thing)
+Partial(sum)            G, since the value is the sum of the pieces
+Partial(avg)            G / ranks
+Partial(max, min, ...)  refused: redistribute to Replicate() before using the pieces
+======================= ==================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from ..comm import Pending, PerRank
+from ..dispatch.dispatcher import wrap_local, wrap_pending
+from ..errors import DTensorError, UnsupportedOperationError
+from ..layout.layout import Layout
+from ..dispatch.local_op import is_wrapped, recorded
+from ..placement import Partial, Placement, Replicate
+from ..redistribute import execute, move_between, plan
+from ..base.caches import remembered
+
+
+def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
+    """The layout in which a gradient crosses between local and global: as given, else ``layout`` with Partial replicated."""
+    return _without_partials(layout) if placements is None else layout.replace(placements=placements)
+
+
+@remembered(4096)
+def _without_partials(layout: Layout) -> Layout:
+    return layout.reduced()
+
+
+def move(x: Any, target: Layout) -> Any:
+    """``x`` (a DTensor) under another layout of the same shape, no gradient recorded."""
+    local = execute(plan(x._layout, x._layout.replace(placements=target.placements)), x._local)
+    return wrap_local(local, x._layout.replace(placements=target.placements))
+
+
+def nothing_of(piece: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """What a rank outside the mesh holds, whatever it gave."""
+    return piece.detach().new_zeros(layout.local_shape(None))
+
+
+class FromLocal(torch.autograd.Function):
+    """Pieces -> global. One piece per rank held in this process."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, backward: Layout, copied: bool, *pieces: torch.Tensor) -> Any:
+        ctx.layout, ctx.target, ctx.copied = layout, backward, copied
+        if layout.mesh.current_member() is None:
+            ctx.outside = pieces[0].shape, pieces[0].device
+            return wrap_local(nothing_of(pieces[0], layout), layout)
+        if layout.mesh.kind != "in_process":
+            return wrap_local(pieces[0].detach(), layout)
+        return wrap_local(PerRank(piece.detach().clone() if copied else piece.detach() for piece in pieces), layout)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _share(ctx.layout)
+        pieces = everywhere(tangents[3], ctx.layout) if ctx.copied else tangents[3:]
+        return FromLocal.apply(ctx.layout, ctx.target, ctx.copied, *pieces)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if ctx.layout.mesh.current_member() is None:
+            return None, None, None, torch.zeros(ctx.outside[0], dtype=ctx.layout.dtype, device=ctx.outside[1])
+        scale, grad = _share(ctx.layout), distributed(grad, ctx.layout)
+        moved = redistributed(grad, grad._layout.replace(placements=ctx.target.placements), False, None)
+        pieces = to_local(moved if scale == 1 else moved / scale, _differing(moved._layout, ctx.layout, ctx.copied))
+        return None, None, None, *(pieces if type(pieces) is tuple else (pieces,))
+
+
+class ToLocal(torch.autograd.Function):
+    """Global -> this rank's piece; a tuple with one per rank where all ranks are in this process."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, backward: Layout) -> Any:
+        ctx.source, ctx.target = x._layout, backward
+        local = x._local
+        return tuple(piece.view_as(piece) for piece in local.shards) if isinstance(local, PerRank) else local.view_as(local)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, _: Any) -> Any:
+        return ToLocal.apply(
+            redistributed(tangent, tangent._layout.replace(placements=ctx.source.placements), False, None), ctx.target
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        layout = ctx.target
+        return FromLocal.apply(layout, grad_layout(layout, None), False, *map(plain, grads)), None
+
+
+def whole_piece(x: Any, shared: bool) -> torch.Tensor:
+    """The value of a replicated DTensor; a copy if that is ``shared``."""
+    first: torch.Tensor = x._local.shards[0] if isinstance(x._local, PerRank) else x._local
+    return first.clone() if shared else first.detach()
+
+
+class FullTensor(torch.autograd.Function):
+    """A replicated DTensor -> one plain tensor, also where all ranks live in this process; see :func:`whole_piece`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, backward: Layout, shared: bool) -> Any:
+        ctx.target = backward
+        return whole_piece(x, shared)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
+        return tangent.full_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        layout, copied = ctx.target, ctx.target.mesh.kind == "in_process"
+        pieces = everywhere(plain(grad), layout) if copied else [plain(grad)]
+        return FromLocal.apply(layout, grad_layout(layout, None), copied, *pieces), None, None
+
+
+def move_apart(x: Any, target: Layout, async_op: bool = False) -> Any:
+    """``x`` (a DTensor) under another layout, with memory of its own; no gradient recorded."""
+    if x._layout.mesh != target.mesh:
+        arrived = move_between(x._local, x._layout, target, async_op=async_op)
+        return wrap_pending(unwritten(arrived, [x]), target, x._local) if async_op else wrap_local(arrived, target)
+    moves = plan(x._layout, target)
+    arrived = execute(moves, x._local, async_op=async_op and moves.communicates)
+    if isinstance(arrived, Pending):
+        return wrap_pending(unwritten(arrived, [x]), target, x._local)
+    return wrap_local(arrived if moves.communicates else apart(arrived, x._local), target)
+
+
+class Redistribute(torch.autograd.Function):
+    """The same global value under another layout; the gradient comes back in the source's (Partial replicated)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, target: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> Any:
+        ctx.source, ctx.target, ctx.backward_dtype = x._layout, target, backward_dtype
+        return move_apart(x, target, async_op)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
+        return tangent.redistribute(ctx.target.mesh, grad_layout(ctx.target, None).placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        grad = distributed(grad, ctx.target)
+        if ctx.backward_dtype is not None:
+            grad = grad.to(ctx.backward_dtype)
+        layout, back = grad._layout, grad_layout(ctx.source, None)
+        if layout.mesh is back.mesh:
+            target = layout.replace(placements=back.placements)
+        else:
+            target = Layout.of(back.mesh, back.placements, layout.shape, layout.stride, layout.dtype)
+        moved = grad if target is grad._layout else redistributed(grad, target, False, None)
+        return (moved if moved.dtype == ctx.source.dtype else moved.to(ctx.source.dtype)), None, None, None
+
+
+to_local, redistributed = recorded(ToLocal), recorded(Redistribute)
+
+
+def keep_grad_layout(leaf: Any) -> None:
+    """Bring what is accumulated in a leaf's gradient to the leaf's layout.
+
+    The hook knows the layout only, which assigning ``.data`` changes (:func:`note_layout`): it must not keep the leaf alive,
+    and a weak reference would keep ``torch.utils.swap_tensors`` from exchanging it.
+    """
+    if "_grad_layout" in leaf.__dict__:
+        return
+    kind, current = type(leaf), [leaf._layout]
+
+    def to_leaf_layout(grad: Any) -> Any:
+        layout = current[0]
+        if grad is None:
+            return None
+        if type(grad) is kind and grad._layout is layout is _without_partials(layout):  # most often
+            return None
+        if is_wrapped(grad):
+            return None
+        wanted, mesh = grad_layout(layout, None).placements, layout.mesh
+        if not hasattr(grad, "_layout"):  # what the user gave to backward()
+            return distributed(grad, layout).redistribute(placements=wanted)
+        if grad._layout.mesh != mesh:  # the leaf was a number in a program on another mesh
+            return grad.redistribute(mesh, wanted)
+        if grad._layout.placements == wanted:
+            return None
+        return grad.redistribute(placements=wanted)
+
+    leaf.register_hook(to_leaf_layout)
+    leaf.__dict__["_grad_layout"] = current
+
+
+def note_layout(leaf: Any) -> None:
+    """A tensor's layout has changed."""
+    if (current := leaf.__dict__.get("_grad_layout")) is not None:
+        current[0] = leaf._layout
+
+
+def grad_placements_of(leaf: Any) -> tuple[Placement, ...]:
+    """The placements of a leaf's gradient: its own, a partial leaf's replicated."""
+    return grad_layout(leaf._layout, None).placements
+
+
+def plain(grad: Any) -> Any:
+    """A gradient of a plain tensor, which a DTensor may have given (a number times a DTensor): all ranks hold the number."""
+    return grad.full_tensor() if hasattr(grad, "_layout") else grad
+
+
+def distributed(grad: Any, like: Layout) -> Any:
+    """A gradient of a DTensor, which plain torch may have given (``y.backward(torch.ones(3))``): then all ranks hold it."""
+    if hasattr(grad, "_layout"):
+        return grad
+    layout = Layout.replicated(like.mesh, grad.shape, grad.stride(), grad.dtype)
+    pieces = everywhere(grad, layout)
+    return FromLocal.apply(layout, layout, True, *(pieces if layout.mesh.kind == "in_process" else [grad.clone()]))
+
+
+def _differing(grad: Layout, source: Layout, copied: bool) -> Layout:
+    """How second derivatives come back to a whole gradient of pieces: each term was a variable of its own, each replica was not
+    (where one tensor was copied to all, the first alone has a derivative)."""
+    apart = (Partial, Replicate) if copied else (Partial,)
+    again = (
+        Partial() if isinstance(p, Replicate) and isinstance(own, apart) else Replicate() if isinstance(p, Partial) else p
+        for p, own in zip(grad.placements, source.placements, strict=True)
+    )
+    return grad.replace(placements=tuple(again))
+
+
+def everywhere(value: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """One plain tensor as the piece of every member. Replicas are one value: its gradient comes once, from the first."""
+    mesh = layout.mesh
+    again = [i for i, p in enumerate(layout.placements) if isinstance(p, Replicate)]
+    return [value.detach() if any(mesh.coordinates[m][i] for i in again) else value for m in mesh.members]
+
+
+def apart(local: Any, source: Any) -> Any:
+    """``local`` with memory of its own: a slice of a replicated value written to in place would make the replicas differ."""
+    if isinstance(local, PerRank):
+        held = {_memory(shard) for shard in source.shards}  # ranks may share memory too
+        return PerRank(x.clone() if _memory(x) in held else x for x in local.shards)
+    return local.clone() if _memory(local) == _memory(source) else local
+
+
+def _memory(x: torch.Tensor) -> int:
+    """Where its storage begins; 0 where there is none to tell by (fake tensors, meta tensors)."""
+    return x.untyped_storage().data_ptr() if type(x) is torch.Tensor else 0
+
+
+def unwritten(pending: Pending[Any], sources: Sequence[Any]) -> Pending[Any]:
+    """``pending``, refusing its result if one of ``sources`` (DTensors) is written to while messages still read from it."""
+    held = [t for x in sources for t in (x, *getattr(x._local, "shards", (x._local,)))]
+    tracked = [t for t in held if not t.is_inference()]  # those of inference mode have no version
+    versions = [t._version for t in tracked]
+
+    def arrived() -> Any:
+        value = pending.wait()
+        if versions != [t._version for t in tracked]:
+            raise DTensorError(
+                "a tensor was written to in place while redistribute(..., async_op=True) was still sending it: the result may "
+                "hold old values or new ones; use the result before writing, or redistribute a copy: x.clone().redistribute(...)"
+            )
+        return value
+
+    return Pending(arrived)
+
+
+def _share(layout: Layout) -> int:
+    """By what the gradient of a piece is smaller than that of the whole."""
+    for op in layout.partials:
+        if op not in (None, "sum", "avg"):
+            raise UnsupportedOperationError(
+                f"the gradient of the pieces of {layout!r} is not defined by the pieces alone; "
+                "call .redistribute(placements=[Replicate()] * mesh.ndim) before using the value"
+            )
+    return math.prod(layout.mesh.shape[i] for i, op in enumerate(layout.partials) if op == "avg")
+
+
+# --- version counters ---
+_GROUPS = count()
+
+
+def versions_of(x: torch.Tensor) -> tuple[int, ...] | None:
+    """What changes whenever the memory of ``x`` is written to; None where nobody counts.
+
+    Views share their base's version. Tensors that got the same memory otherwise form a group.
+    """
+    root = x if x._base is None else x._base
+    number, refs = root.__dict__.get("_shared", _ALONE)
+    tensors = [root] if refs is None else [member for ref in refs if (member := ref()) is not None]
+    if any(member.is_inference() for member in tensors):
+        return None
+    return (number, *[member._version for member in tensors])
+
+
+_ALONE = (-1, None)
+
+
+def counted_together(x: torch.Tensor, y: torch.Tensor) -> None:
+    """From now on ``x`` and ``y`` are the same memory, and each has its own version (``x.data``, ``x.data = y``, ``x.set_(y)``).
+
+    The group has a number, so that what one of them wrote before it vanished is not forgotten.
+    """
+    roots = [t if t._base is None else t._base for t in (x, y)]
+    if roots[0] is roots[1]:
+        return
+    refs = [ref for root in roots for ref in root.__dict__.get("_shared", (0, [weakref.ref(root)]))[1] if ref() is not None]
+    group = next(_GROUPS), refs
+    for ref in refs:
+        ref().__dict__["_shared"] = group

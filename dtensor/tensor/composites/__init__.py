@@ -1,0 +1,1 @@
+"""Operators of torch that are served above autograd, in words of others."""

@@ -1,0 +1,219 @@
+"""Operators of torch that look into memory or fill plain buffers above ``__torch_dispatch__``, put together in another way.
+
+``tensor_split`` reads its tensor of sections through a pointer, and the chunked linear cross entropy without a reduction adds
+its gradients up in buffers that ``torch.zeros`` made. ``matmul`` with ``out=`` writes a folded product. These happen in or
+above autograd, where no rule reaches; the dispatch key that torch runs first for tensor subclasses is the place to say what
+they are made of. Other subclasses get torch's own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...comm import communicator_of
+from ..dtensor import DTensor
+
+_KEY = "PythonTLSSnapshot"
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
+_LIBRARIES: list[torch.library.Library] = []  # what they declare lasts as long as they do
+
+
+def recomposed(name: str, function: Callable[..., Any]) -> None:
+    """Run ``function`` where a DTensor is among the arguments; else, or where it answers NotImplemented, torch's own way.
+
+    The operator may be defined later, or never (older torch).
+    """
+    namespace, _, full = name.partition("::")
+    packet, _, overload = full.partition(".")
+
+    def run(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(y, DTensor) for x in (*args, *kwargs.values()) for y in (x if isinstance(x, list) else (x,))):
+            result = function(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+        return operator.redispatch(keys & _BELOW, *args, **kwargs)
+
+    library = torch.library.Library(namespace, "IMPL")
+    library.impl(full, run, _KEY, with_keyset=True)
+    _LIBRARIES.append(library)
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+def matmul_into(x: Tensor, y: Tensor, *, out: Tensor) -> Any:
+    """Torch folds batch dims into rows and hands ``out`` to a product of another shape."""
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, out))  # which torch refuses
+    if max(x.ndim, y.ndim) > 2 and not recorded:
+        product = torch.matmul(x, y)
+        if out.shape == product.shape and out.dtype == product.dtype:
+            return out.copy_(product)
+    return NotImplemented
+
+
+def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:
+    """Torch goes through memory from where the storage of the wrapper begins, also in views that begin elsewhere."""
+    if x.ndim < 2 or len(set(x.shape)) > 1 < x.ndim - 1:
+        return NotImplemented  # torch says what is wrong
+    height, width = x.shape[0], x.shape[-1]
+    wrapped = range(width + 1, height, width + 1) if wrap and x.ndim == 2 and x.is_contiguous() else ()
+    for start in (0, *wrapped):
+        line = x[start:] if start else x
+        for _ in range(x.ndim - 1):
+            line = line.diagonal(0, 0, 1)
+        line.fill_(value)
+    if wrap and x.ndim == 2 and not x.is_contiguous() and height > width + 1:  # past the ends of rows, as torch does
+        count = (x.numel() + width) // (width + 1) - width
+        x[width + 1 :].as_strided((count,), (sum(x.stride()),)).fill_(value)
+    return x
+
+
+def located(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Tell the wrapper of a view where in memory it begins: autograd counts from there."""
+    if isinstance(x, DTensor) and (offset := x.storage_offset()) != torch.Tensor.storage_offset(x):
+        told = torch.Tensor._make_wrapper_subclass(type(x), x.shape, x.stride(), offset, dtype=x.dtype, device=x.device)
+        torch.Tensor.data.__set__(x, told)  # type: ignore[attr-defined]  # the wrapper alone
+    return NotImplemented
+
+
+def tensor_split(x: Tensor, sections: Tensor, dim: int = 0) -> Any:
+    """The sections are numbers that all ranks read."""
+    if sections.ndim > 1 or sections.dtype is not torch.int64:
+        expected = "tensor_indices_or_sections to be a zero-dimensional or one-dimensional int64 tensor"
+        raise RuntimeError(f"tensor_split expected {expected}, but got {sections.ndim} dims of {sections.dtype}")
+    return torch.tensor_split(x, sections.tolist(), dim)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    chunk_size: int,
+    policy: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """One loss per sample, computed in the accumulator's dtype; the logits are whole, but each rank holds its shard of them."""
+    logits = F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    scale = None if class_weight is None else class_weight.detach().to(dtype)  # torch gives it no gradient
+    return F.cross_entropy(logits, target, scale, ignore_index=ignore_index, reduction="none").to(x.dtype)
+
+
+def without_terms(x: Any) -> Any:
+    if not isinstance(x, DTensor) or not any(x.layout.partials):
+        return x
+    return x.redistribute(placements=x.layout.reduced().placements)
+
+
+def on_reduced(name: str) -> None:
+    """On reduced operands: where ``r`` comes in terms, ``max(s) * r`` is rounded otherwise, and then compared."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = {key: value if key == "out" else without_terms(value) for key, value in kwargs.items()}
+        whole = [without_terms(value) for value in args]
+        if all(new is old for new, old in zip((*whole, *given.values()), (*args, *kwargs.values()), strict=True)):
+            return NotImplemented
+        packet, _, overload = name.partition(".")
+        return getattr(getattr(torch.ops.aten, packet), overload)(*whole, **given)
+
+    recomposed(f"aten::{name}", run)
+
+
+def rank_into(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+    """Torch forgets ``out`` where the matrix is of a subclass."""
+    count = torch.ops.aten.linalg_matrix_rank(*args, **kwargs)
+    return torch.sum(count.unsqueeze(-1), -1, out=out)
+
+
+def one_hot(x: Any, num_classes: int = -1) -> Any:
+    """Row-major, in whatever order the labels lie. Where they are a subclass torch compares them with a range and no longer looks
+    whether they are inside, which each rank does here with its own.
+    """
+    whole = x._layout.reduced()
+    if not x.is_contiguous() or whole is not x._layout:
+        return F.one_hot(x.contiguous().redistribute(placements=whole.placements), num_classes)
+    if not x.numel() and num_classes <= 0:
+        raise RuntimeError("Can not infer total number of classes from empty tensor.")
+    if x.numel() and whole.mesh.current_member() is not None:
+        communicator_of(whole.mesh).map(_are_classes, x._local, num_classes)
+    return NotImplemented
+
+
+def _are_classes(member: int, labels: Tensor, num_classes: int) -> None:
+    torch._assert_async((labels >= 0).all(), "Class values must be non-negative.")
+    if num_classes != -1:
+        torch._assert_async((labels < num_classes).all(), "Class values must be smaller than num_classes.")
+
+
+class Product(torch.autograd.Function):
+    """The product along ``dim`` (None: of all elements), with the gradient that plain tensors get.
+
+    Where no element is zero that is the product over each element; torch takes products of the others for subclasses, which
+    differ beside NaN and infinity.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+        result = x.prod() if dim is None else x.prod(dim, keepdim)
+        ctx.save_for_backward(x, result)
+        ctx.along = dim, keepdim
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, result = ctx.saved_tensors
+        dim, keepdim = ctx.along
+        if dim is not None and not keepdim and x.ndim:
+            grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
+        if not x.ndim or not x.numel():
+            return grad.expand(x.shape), None, None
+        zeros = (x == 0).sum()
+        over_each = grad * (result / torch.where(zeros == 0, x, 1)).conj()
+        if dim is None:
+            of_others = (grad * others(x.reshape(-1), 0).conj()).view(x.shape)
+            of_others = torch.where(zeros > 1, torch.zeros_like(x), of_others)
+        else:
+            of_others = grad * others(x, dim).conj()
+        return torch.where(zeros == 0, over_each, of_others), None, None
+
+
+def others(x: Tensor, dim: int) -> Tensor:
+    """For each element the product of the others along ``dim``."""
+    size = x.shape[dim]
+    one = torch.ones_like(x.narrow(dim, 0, 1))
+    before = torch.cat([one, x.narrow(dim, 0, size - 1)], dim).cumprod(dim)
+    after = torch.cat([one, x.narrow(dim, 1, size - 1).flip(dim)], dim).cumprod(dim).flip(dim)
+    return before * after
+
+
+def product(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    recorded = torch.is_grad_enabled() and x.requires_grad and torch.autograd.forward_ad._current_level < 0
+    if not recorded:
+        return NotImplemented
+    wanted = x if dtype is None else x.to(dtype)
+    return Product.apply(wanted, dim, keepdim) if wanted.requires_grad else NotImplemented
+
+
+if _version() >= (2, 13):  # before, an operator that is no composite cannot go on from here
+    recomposed("aten::prod", product)
+    recomposed("aten::prod.dim_int", product)
+    recomposed("aten::as_strided", located)
+    recomposed("aten::as_strided_", located)
+recomposed("aten::one_hot", one_hot)
+recomposed("aten::matmul.out", matmul_into)
+recomposed("aten::fill_diagonal_", fill_diagonal)
+recomposed("aten::tensor_split.tensor_indices_or_sections", tensor_split)
+recomposed("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction", linear_cross_entropy)
+for _overload in ("tol_tensor", "atol_rtol_tensor"):
+    on_reduced(f"linalg_matrix_rank.{_overload}")
+for _overload in ("out", "out_tol_tensor", "atol_rtol_tensor_out", "atol_rtol_float_out"):
+    recomposed(f"aten::linalg_matrix_rank.{_overload}", rank_into)

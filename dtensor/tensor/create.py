@@ -1,0 +1,103 @@
+"""Factories: distributed tensors made piece by piece, without a whole one anywhere (random ones: see ``random``).
+
+All take the global shape (as ints or one sequence), ``device_mesh`` (default: the one entered by ``with mesh:``),
+``placements`` (one per mesh dim, default ``Replicate()``), ``dtype`` and ``requires_grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..base.validation import sizes_of
+from ..comm import communicator_of
+from ..errors import ArgumentError, PlacementError
+from ..layout.layout import Layout
+from ..mesh.device_mesh import as_mesh
+from ..placement import Placement
+from ..random.seed import DRAWING, SAMPLERS, draw, draw_counted
+from ..redistribute import redistribute_local
+from .dtensor import DTensor, wrap
+
+
+def zeros(*size: Any, **options: Any) -> DTensor:
+    """Filled with zeros; options as in ``torch.zeros``, no communication."""
+    return _filled(torch.zeros, size, **options)
+
+
+def ones(*size: Any, **options: Any) -> DTensor:
+    """Filled with ones; options as in ``torch.ones``, no communication."""
+    return _filled(torch.ones, size, **options)
+
+
+def empty(*size: Any, **options: Any) -> DTensor:
+    """Uninitialised; options as in ``torch.empty``, no communication."""
+    return _filled(torch.empty, size, **options)
+
+
+def full(size: Sequence[int], fill_value: Any, **options: Any) -> DTensor:
+    """Filled with ``fill_value``; options as in ``torch.full``, no communication."""
+    return _filled(lambda shape, **kwargs: torch.full(shape, fill_value, **kwargs), (size,), **options)
+
+
+def rand(*size: Any, **options: Any) -> DTensor:
+    """Uniform on [0, 1): the values that ``torch.rand`` gives on one device for the same seed, whatever the layout.
+
+    (Those of one device under ``random_mode("counter")`` are other ones, and as independent of the layout.)
+    """
+    return _drawn(torch.rand, size, **options)
+
+
+def randn(*size: Any, **options: Any) -> DTensor:
+    """Standard normal: the values that ``torch.randn`` gives on one device for the same seed, whatever the layout."""
+    return _drawn(torch.randn, size, **options)
+
+
+def _filled(
+    fill: Any, size: Any, *, placements: Sequence[Placement] | None = None, device_mesh: Any = None, **options: Any
+) -> DTensor:
+    layout, reduced, requires_grad = _prepare(size, placements, device_mesh, options, fill)
+    mesh, device = layout.mesh, torch.device(layout.mesh.device_type)
+    if mesh.current_member() is None:  # a rank outside the mesh holds no elements
+        local = torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=device)
+    else:
+        local = communicator_of(mesh).map(
+            lambda member: fill(layout.local_shape(mesh.coordinates[member]), dtype=layout.dtype, device=device)
+        )
+    return _finish(local, layout, reduced, requires_grad)
+
+
+def _drawn(
+    fill: Any, size: Any, *, placements: Sequence[Placement] | None = None, device_mesh: Any = None, **options: Any
+) -> DTensor:
+    layout, reduced, requires_grad = _prepare(size, placements, device_mesh, options, fill)
+    if DRAWING.mode == "counter":
+        local = draw_counted(reduced, SAMPLERS["uniform" if fill is torch.rand else "normal"], {})
+    else:
+        local = draw(reduced, lambda device: fill(tuple(layout.shape), dtype=layout.dtype, device=device))
+    return _finish(local, layout, reduced, requires_grad)
+
+
+def _prepare(size: Any, placements: Any, device_mesh: Any, options: dict[str, Any], fill: Any) -> tuple[Layout, Layout, bool]:
+    mesh = as_mesh(device_mesh)
+    shape = sizes_of(size[0] if len(size) == 1 and isinstance(size[0], Iterable) else size, "the size of a tensor")
+    requires_grad = bool(options.pop("requires_grad", False))
+    if options.pop("layout", torch.strided) != torch.strided:
+        raise PlacementError("distributed tensors are strided; leave layout= out")
+    dtype = options.pop("dtype", None)
+    if options:
+        raise ArgumentError(
+            f"unexpected keyword arguments {sorted(options)}; besides the size there are device_mesh, placements, dtype, "
+            f"requires_grad (the mesh says the device)"
+        )
+    dtype = fill((0,), device="cpu", dtype=dtype).dtype  # torch's own error, where there is no such number
+    layout = Layout.of(mesh, placements, shape, None, dtype)
+    reduced = layout.reduced()
+    return layout, reduced, requires_grad
+
+
+def _finish(local: Any, layout: Layout, reduced: Layout, requires_grad: bool) -> DTensor:
+    made = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
+    return made.requires_grad_() if requires_grad else made

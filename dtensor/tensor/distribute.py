@@ -1,0 +1,217 @@
+"""Make distributed tensors and modules from plain ones."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..comm.agreement import alike
+from ..base.validation import strided, whole
+from ..comm import PerRank, communicator_of
+from ..errors import ArgumentError, LayoutError, MeshError
+from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh, as_mesh
+from ..placement import Placement, Replicate
+from ..random.seed import block_of
+from ..redistribute import redistribute_local
+from .replaced import replacing
+from .dtensor import DTensor, wrap
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """``tensor``, the same global value, laid out over the mesh. A leaf that requires grad gives a leaf that requires grad.
+
+    Args:
+        tensor: the global tensor (a meta tensor gives meta pieces; a DTensor is redistributed).
+        placements: one per mesh dim, default ``Replicate()`` on all.
+        src_data_rank: whose value counts: the rank at this index along every mesh dim sends each rank its block (a broadcast
+            where nothing is sharded, else one scatter), after the ranks have compared their arguments (an exchange of a few
+            bytes). None: every rank cuts its own copy, no communication.
+
+    Raises:
+        PlacementError, MeshError: see :class:`Layout`. LayoutError: a non-leaf that requires grad; on all ranks, where they give
+            different shapes, dtypes or placements.
+
+    >>> import dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2, 2))
+    >>> dt.distribute_tensor(torch.arange(6).reshape(2, 3), mesh, [dt.Shard(0), dt.Shard(1)])
+    DTensor(int64[2, 3] on (0=S(0), 1=S(1))
+      rank 0: [[0, 1]]
+      rank 1: [[2]]
+      rank 2: [[3, 4]]
+      rank 3: [[5]])
+    """
+    mesh = as_mesh(device_mesh)
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh != mesh:
+            raise MeshError(
+                f"distribute_tensor: the DTensor lives on {tensor.device_mesh!r}, not on {mesh!r}; "
+                f"call x.redistribute(mesh, placements)"
+            )
+        return tensor.redistribute(placements=placements)
+    if src_data_rank is None:
+        layout = _layout_of(tensor, mesh, placements)
+    else:
+        layout, strides = alike(
+            mesh,
+            "distribute_tensor",
+            lambda: (_layout_of(tensor, mesh, placements), _position(mesh, src_data_rank))[0],
+            lambda made: ((made, src_data_rank, tensor.requires_grad), made.stride),
+        )
+        if len(strides) > 1:  # another rank may hold something that lies in its memory in another way
+            layout = layout.replace(stride=strides[_position(mesh, src_data_rank)])
+    reduced = layout.reduced()
+    local = _scatter(tensor.detach(), reduced, src_data_rank)
+    made = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
+    return made.requires_grad_() if tensor.requires_grad else made
+
+
+def _layout_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layout:
+    if not strided(tensor, "distribute_tensor").is_leaf:
+        raise LayoutError(
+            "distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, placements)"
+        )
+    return Layout.of(mesh, placements, tensor.shape, _dense_stride(tensor), tensor.dtype)
+
+
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides that a clone would have: the layout describes dense memory."""
+    if isinstance(tensor, PerRank):
+        tensor = tensor.shards[0]
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
+    mesh, comm = layout.mesh, communicator_of(layout.mesh)
+    position = None if source is None else _position(mesh, source)
+    if mesh.device_type in ("cpu", "cuda") and tensor.device.type not in ("meta", mesh.device_type):
+        tensor = tensor.to(mesh.device_type)
+    if tensor.is_meta and mesh.current_member() is None:
+        return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device="meta")
+    if tensor.is_meta or mesh.kind == "dry_run":
+        return comm.map(lambda member: _empty(layout, member, torch.device("meta")))
+    if mesh.current_member() is None:
+        return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=tensor.device)
+    if position is None or (mesh.kind == "in_process" and not isinstance(tensor, PerRank)):
+        return comm.map(lambda member, full: block_of(full, layout, member), tensor)
+    everywhere = tuple(range(mesh.ndim))
+    if all(split is None for split in layout.splits):
+        received = comm.broadcast(tensor, everywhere, position)
+    else:
+        received = _send_blocks(tensor, layout, everywhere, position)
+    return comm.map(lambda member, block: _ordered(block, layout, member), received)
+
+
+def _empty(layout: Layout, member: int, device: torch.device) -> torch.Tensor:
+    coordinate = layout.mesh.coordinates[member]
+    return torch.empty_strided(layout.local_shape(coordinate), layout.local_stride(coordinate), dtype=layout.dtype, device=device)
+
+
+def _ordered(block: torch.Tensor, layout: Layout, member: int) -> torch.Tensor:
+    """The block with its dims in memory as in the layout: collectives give row-major ones, and views are legal by the strides."""
+    if block.stride() == layout.local_stride(layout.mesh.coordinates[member]) or block.numel() < 2:
+        return block
+    return _empty(layout, member, block.device).copy_(block)
+
+
+def _send_blocks(tensor: torch.Tensor, layout: Layout, everywhere: tuple[int, ...], position: int) -> Any:
+    """One all-to-all in which only the source sends: to every rank its block."""
+    mesh, comm = layout.mesh, communicator_of(layout.mesh)
+    empty = (0,) * max(1, layout.ndim)
+
+    def blocks(member: int, full: torch.Tensor) -> list[torch.Tensor]:
+        group = mesh.members_of(everywhere, member)
+        if group[position] != member:
+            return [full.new_empty(empty) for _ in group]
+        return [block_of(full, layout, other) for other in group]
+
+    def shape_of(source: int, destination: int) -> tuple[int, ...]:
+        is_source = mesh.members_of(everywhere, source)[position] == source
+        return layout.local_shape(mesh.coordinates[destination]) if is_source else empty
+
+    received = comm.all_to_all(comm.map(blocks, tensor), everywhere, shape_of)
+    return received[position]
+
+
+def _position(mesh: DeviceMesh, source: int) -> int:
+    """The group position, over all mesh dims, of the rank at index ``source`` along each."""
+    source = whole(source, "src_data_rank")
+    if any(not 0 <= source < size for size in mesh.shape):
+        raise MeshError(
+            f"src_data_rank={source} is not an index along every dim of {mesh!r}; use 0, or None to cut each rank's own copy"
+        )
+    position = 0
+    for size in mesh.shape:
+        position = position * size + source
+    return position
+
+
+def distribute_module(
+    module: M,
+    device_mesh: Any = None,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> M:
+    """``module``, its parameters and buffers made DTensors in place.
+
+    Args:
+        partition_fn: ``(name, submodule, mesh)``, called for every submodule; replaces parameters by DTensors
+            (``submodule.register_parameter(name, nn.Parameter(distribute_tensor(...)))``). What it leaves is replicated.
+        input_fn: ``(module, inputs, mesh) -> inputs``, run before forward.
+        output_fn: ``(module, outputs, mesh) -> outputs``, run after forward.
+    """
+    mesh = as_mesh(device_mesh)
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"distribute_module takes an nn.Module, got {type(module).__name__}; see distribute_tensor")
+    for given, what in ((partition_fn, "partition_fn"), (input_fn, "input_fn"), (output_fn, "output_fn")):
+        if given is not None and not callable(given):
+            raise ArgumentError(f"distribute_module: {what} takes a function, got {given!r}")
+    with replacing(module.modules(), "distribute_module"):
+        for name, submodule in list(module.named_modules()):
+            if partition_fn is not None:
+                partition_fn(name, submodule, mesh)
+            _replicate_rest(submodule, mesh)
+    if input_fn is not None:
+        prepare = _with_module(input_fn, "input_fn")
+        module.register_forward_pre_hook(lambda mod, inputs: prepare(mod, inputs, mesh))
+    if output_fn is not None:
+        finish = _with_module(output_fn, "output_fn")
+        module.register_forward_hook(lambda mod, inputs, outputs: finish(mod, outputs, mesh))
+    return module
+
+
+def _with_module(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """``fn`` as a function of (module, values, mesh); older programs' take (values, mesh)."""
+    try:
+        inspect.signature(fn).bind(None, None, None)
+    except TypeError:
+        warnings.warn(f"Deprecating {name}(values, mesh): let it take (module, values, mesh)", FutureWarning, stacklevel=3)
+        return lambda _, values, mesh: fn(values, mesh)
+    except ValueError:  # no signature to be had
+        pass
+    return fn
+
+
+def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
+    everywhere = [Replicate()] * mesh.ndim
+    for name, parameter in list(module._parameters.items()):
+        if parameter is not None and not isinstance(parameter, DTensor):
+            made = nn.Parameter(distribute_tensor(parameter.detach(), mesh, everywhere), requires_grad=parameter.requires_grad)
+            module.register_parameter(name, made)
+    for name, buffer in list(module._buffers.items()):
+        if buffer is not None and not isinstance(buffer, DTensor):
+            module._buffers[name] = distribute_tensor(buffer, mesh, everywhere)

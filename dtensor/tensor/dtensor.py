@@ -1,0 +1,403 @@
+"""``DTensor``: a ``torch.Tensor`` whose global value lies in pieces over a mesh."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.autograd import forward_ad
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
+
+from . import host
+from ..base.validation import element_type, strided
+from .autograd import FromLocal, FullTensor, counted_together, everywhere, grad_layout, keep_grad_layout, move_apart, note_layout, nothing_of, redistributed, to_local, whole_piece
+from .autograd import grad_placements_of as grad_placements_of  # of a leaf
+from ..comm import PerRank
+from ..dispatch.dispatcher import dispatch, install, wrap_local
+from ..errors import DTensorError, LayoutError, UnsupportedOperationError
+from ..layout.layout import Layout, restore_layout
+from ..dispatch.local_op import refuse_transforms
+from .local_layout import layout_of_locals
+from ..mesh.device_mesh import DeviceMesh, as_mesh, restore_mesh
+from ..placement import Partial, Placement, Replicate, Shard
+from ..dispatch.plain_operands import laid_out_alike
+from .printing import pieces
+from ..base.recording import ACTIVE
+from ..redistribute import Plan as MovePlan
+from ..redistribute import Transit, plan, plan_between
+
+_make = torch.Tensor._make_wrapper_subclass
+
+
+class DTensor(torch.Tensor):
+    """A distributed tensor. To the program it is the global tensor: same shape, dtype, strides, values and gradients.
+
+    Make one with :func:`distribute_tensor`, :meth:`DTensor.from_local` or a factory (``dtensor.zeros``, ...).
+
+    >>> import dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2,))
+    >>> x = dt.distribute_tensor(torch.arange(3.0), mesh, [dt.Shard(0)])
+    >>> x
+    DTensor(float32[3] on (0=S(0))
+      rank 0: [0., 1.]
+      rank 1: [2.])
+    >>> (x * 2).sum().item()
+    6.0
+    """
+
+    _local: Any
+    _layout: Layout
+    __slots__ = ("_layout", "_local")
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # the documented way to say none
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
+        raise DTensorError("make a DTensor with distribute_tensor(), DTensor.from_local() or dtensor.zeros(...)")
+
+    __torch_dispatch__ = classmethod(dispatch)  # type: ignore[assignment]  # one Python frame instead of two
+
+    # --- what it is -------------------------------------------------------------------------------------------
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]  # torch's memory format attribute; a Layout equals torch.strided
+        """The :class:`Layout`: mesh, placements and global shape, strides and dtype (to torch's own code ``torch.strided``)."""
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch":
+            return torch.strided  # type: ignore[return-value]  # it asks for the memory format, and looks it up in sets
+        return self._layout
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh dim."""
+        return self._layout.placements
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that it lives on."""
+        return self._layout.mesh
+
+    @property
+    def _spec(self) -> Layout:
+        """The layout, under torch's name: programs read its ``mesh``, ``placements``, ``tensor_meta`` (shape, stride, dtype)."""
+        return self._layout
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        """This rank's piece, no gradients (all ranks' pieces when they live in this process)."""
+        return self._local
+
+    # --- between local and global -------------------------------------------------------------------------------
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: Any = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> DTensor:
+        """The DTensor whose piece on this rank is ``local_tensor``, and stays it: they share memory; differentiable.
+
+        Args:
+            local_tensor: this rank's piece; with all ranks in one process a ``per_rank([...])`` (of a plain tensor every rank
+                gets a copy as its piece). Of a rank outside the mesh it is not taken: that rank holds nothing, and gets zeros as
+                the gradient.
+            device_mesh: defaults to the mesh entered by ``with mesh:``.
+            placements: default ``Replicate()`` on every mesh dim.
+            run_check: compare shapes, dtypes and (for replicated mesh dims) values across ranks; names the offending rank.
+            shape, stride: of the global tensor. With ``shape`` nothing is communicated. Without it, ranks exchange the sizes of
+                sharded dims (one small all-gather per sharded mesh dim), so that uneven pieces give the right global shape.
+            grad_placements: the placements in which the gradient arrives, default ``placements`` with Partial replaced by
+                Replicate.
+
+        Raises:
+            LayoutError: pieces do not fit together. PlacementError, MeshError: see :class:`Layout`.
+        """
+        mesh = as_mesh(device_mesh)
+        if isinstance(local_tensor, DTensor):
+            raise LayoutError(
+                "from_local takes this rank's plain tensor, got a DTensor; use x.redistribute(...) or x.to_local() first"
+            )
+        strided(local_tensor, "from_local")
+        refuse_transforms("from_local (or a module with a parallel style)")
+        layout = layout_of_locals(local_tensor, mesh, placements, shape, stride, check=run_check)
+        backward = grad_layout(layout, grad_placements)
+        if mesh.kind == "in_process":
+            shards = local_tensor.shards if isinstance(local_tensor, PerRank) else everywhere(local_tensor, layout)
+            copied = not isinstance(local_tensor, PerRank)
+            return FromLocal.apply(layout, backward, copied, *shards)
+        if not _recorded(local_tensor):
+            return wrap(local_tensor.detach() if mesh.current_member() is not None else nothing_of(local_tensor, layout), layout)
+        return FromLocal.apply(layout, backward, False, local_tensor)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's piece (all ranks' as a ``per_rank`` tensor when they live in this process); differentiable, no cost.
+
+        It is a view: what is written to it is written to the DTensor. To a replicated piece all ranks must write the same.
+
+        Args:
+            grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial
+                replaced by Replicate. Give ``[Partial()]`` where each rank uses a replicated piece differently.
+        """
+        if not _recorded(self):
+            if grad_placements is not None:
+                grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
+            # a tensor of its own: `requires_grad_` is not said of the DTensor's. (A recorder knows the piece by its identity.)
+            return self._local if ACTIVE else self._local.detach()
+        made = to_local(self, grad_layout(self._layout, grad_placements))
+        return PerRank(made) if type(made) is tuple else made
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The global value as a plain tensor on every rank, with memory of its own; differentiable.
+
+        On a submesh in one process, whose copies may hold different values, a ``per_rank`` tensor. Costs the redistribution
+        to ``Replicate``.
+        """
+        mesh = self._layout.mesh
+        if grad_placements is not None:
+            grad_layout(self._layout, grad_placements)  # wrong ones raise before anything is moved
+        is_whole = all(isinstance(placement, Replicate) for placement in self.placements)
+        whole = self if is_whole else self.redistribute()
+        if mesh.kind == "in_process" and not mesh.spans_root:
+            made = whole.to_local(grad_placements=grad_placements)
+            return made.clone() if is_whole else made
+        if _recorded(whole):
+            return FullTensor.apply(whole, grad_layout(whole._layout, grad_placements), is_whole)
+        return whole_piece(whole, is_whole)
+
+    def redistribute(
+        self,
+        device_mesh: Any = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same global value under other placements, or on another mesh; differentiable.
+
+        The result has memory of its own, also where the tensor is placed so already (that is a copy): whether a write to it shows
+        elsewhere does not depend on placements.
+
+        Args:
+            device_mesh: default the tensor's own. All ranks of both meshes make the call, each with its ``x``; a rank outside
+                one of them holds nothing there. The copies on a submesh count as one value.
+            placements: one per mesh dim; default all ``Replicate()``.
+            async_op: return at once; the result waits at first use.
+            forward_dtype, backward_dtype: convert to this dtype before moving (forward: result has it; backward: the gradient).
+        """
+        for dtype in (forward_dtype, backward_dtype):
+            if dtype is not None:
+                element_type(dtype)
+        source: Any = self if forward_dtype is None or forward_dtype == self.dtype else self.to(forward_dtype)
+        target = _target(source._layout, device_mesh, placements)
+        if target is source._layout and source is not self and backward_dtype is None:
+            return source
+        if not _recorded(source):
+            return move_apart(source, target, async_op)
+        return redistributed(source, target, async_op, backward_dtype)
+
+    def explain_redistribute(
+        self, placements: Sequence[Placement] | None = None, *, device_mesh: Any = None
+    ) -> MovePlan | Transit:
+        """What ``redistribute(device_mesh, placements)`` would do, to be printed: each step, the ranks that take part, the bytes
+        that one rank receives, peak memory and estimated time. Nothing is moved.
+
+        >>> import dtensor as dt
+        >>> x = dt.zeros(6, 4, device_mesh=dt.init_device_mesh("cpu", (2,), ("tp",)), placements=[dt.Shard(0)])
+        >>> print(x.explain_redistribute([dt.Shard(1)]))
+        float32[6, 4] (tp=S(0)) -> (tp=S(1)): 1 collective, 24 B received per rank, peak ... B, ...
+          1. exchange over tp: (tp=S(0)) -> (tp=S(1)), 24 B/rank, ...
+        """
+        target = _target(self._layout, device_mesh, placements)
+        return plan(self._layout, target) if target.mesh == self._layout.mesh else plan_between(self._layout, target)
+
+    # --- as sharding specs say it: see dtensor.sharded_tensor ---------------------------------------------------
+    def reshard(self, sharding_spec: Any) -> Any:
+        """The same value as a sharding spec cuts it, also on other ranks; differentiable. All ranks of both call it."""
+        from .. import sharded_tensor  # specs are a layer on top of tensors
+
+        return sharded_tensor.reshard(self, sharding_spec)
+
+    def local_shard(self) -> torch.Tensor:
+        """Another name of :meth:`to_local`."""
+        return self.to_local()
+
+    def sharding_metadata(self) -> Any:
+        """Sizes, offsets, rank and device of every shard; no communication."""
+        from .. import sharded_tensor  # as above
+
+        return sharded_tensor.sharding_metadata(self)
+
+    # --- leaves: gradients arrive in the leaf's own layout ------------------------------------------------------
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        """Like ``torch.Tensor.requires_grad_``; a leaf's gradient is reduced to the leaf's layout when accumulated."""
+        super().requires_grad_(requires_grad)
+        if requires_grad and self.is_leaf:
+            keep_grad_layout(self)
+        return self
+
+    def _set_requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]  # torch's stub
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same memory with a version of its own: autograd does not see what is written to it, views of this tensor do."""
+        return self._uncounted().detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        given = value if isinstance(value, DTensor) else laid_out_alike(value, self, wrap)
+        self._become(given)
+        counted_together(self, given)
+
+    def _become(self, other: DTensor) -> None:
+        """Be the memory that ``other`` is, in its shape; the version counter stays."""
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        other._share(self)
+        note_layout(self)
+
+    def _share(self, target: DTensor) -> None:
+        """Make ``target`` this memory."""
+        target._local, target._layout = self._local, self._layout
+
+    def _uncounted(self) -> DTensor:
+        apart: DTensor | None = self.__dict__.get("_apart")
+        if apart is None or apart._local is not self._local:
+            apart = self.__dict__["_apart"] = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # torch's stub
+            counted_together(apart, self)
+        return cast(DTensor, apart)
+
+    # --- copies, files, prints ----------------------------------------------------------------------------------
+    def __copy__(self) -> DTensor:
+        made = cast(DTensor, self.detach())  # the same memory
+        _dress(made, self)
+        made.__dict__.update(_marks(self))
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if not self.is_leaf:
+            raise UnsupportedOperationError("only leaf DTensors can be deep-copied; use x.detach().clone()")
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            made = wrap(self._local.detach().clone(), self._layout)
+        _dress(made, self)
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(_marks(self), memo))
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles this rank's piece and the layout, without process groups; restored where a rank, or all of them, are again."""
+        made = self._local.detach(), self._layout, self.requires_grad, getattr(self, "_is_param", False)
+        return restore_tensor, (*made, marks) if (marks := _marks(self)) else made
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        """For ``torch.distributed.checkpoint``: see :mod:`dtensor.checkpoint.protocol`."""
+        from ..interop import dcp_protocol as protocol  # a layer on top of tensors, and a second to import: only when torch asks
+
+        return protocol.write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from ..interop import dcp_protocol as protocol  # as above
+
+        return protocol.chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        from ..interop import dcp_protocol as protocol  # as above
+
+        return protocol.shard_at(self, index)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # named as in torch's code, not its stub
+        tail = ", requires_grad=True" if self.requires_grad else ""
+        if self.grad_fn is not None:
+            tail = f", grad_fn=<{type(self.grad_fn).__name__}>"
+        return f"DTensor({self._layout!r}{tail}{pieces(self)})"
+
+    tolist, numpy, __array__, __dlpack__, __format__ = host.tolist, host.numpy, host.array, host.dlpack, host.text
+    share_memory_, is_shared, is_pinned, pin_memory = host.share_memory_, host.is_shared, host.is_pinned, host.pin_memory
+    apply_, storage_offset = host.apply_, host.storage_offset
+    __bool__, __int__, __index__, __float__ = host.truth, host.integer, host.index, host.real
+    __complex__, __iter__ = host.complex_number, host.rows
+
+
+def _recorded(x: torch.Tensor) -> bool:
+    """Whether somebody differentiates here, backward or forward."""
+    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
+
+
+def _target(layout: Layout, device_mesh: Any, placements: Sequence[Placement] | None) -> Layout:
+    """``layout`` under other placements, on another mesh where one is given."""
+    mesh = layout.mesh if device_mesh is None else as_mesh(device_mesh)
+    if placements is None:
+        placements = (Replicate(),) * mesh.ndim
+    if mesh is layout.mesh:
+        return layout.replace(placements=placements)
+    return Layout.of(mesh, placements, layout.shape, layout.stride, layout.dtype)
+
+
+class _Awaited(DTensor):
+    """A DTensor whose local is still on its way; it becomes a plain DTensor when the local is first needed."""
+
+    _pending: Any  # in the instance dictionary: the class can change only while slots are alike
+
+    @property
+    def _local(self) -> Any:
+        made: Any = self
+        arrived, layout = made._pending.wait(), made._layout
+        del made._pending
+        made.__class__ = DTensor
+        made._local, made._layout = arrived, layout
+        return arrived
+
+
+def _await(pending: Any, layout: Layout, like: Any) -> DTensor:
+    made = _make(_Awaited, layout.shape, strides=layout.stride, dtype=layout.dtype, device=like.device)
+    made._pending, made._layout = pending, layout
+    return made
+
+
+install(DTensor, _await)
+wrap: Callable[[Any, Layout], DTensor] = wrap_local
+# Lists of DTensors have rules, so torch may take its `_foreach_` ways (clip_grad_norm_) with them as with plain tensors.
+_optimizer_types.append(DTensor)
+_foreach_types.append(DTensor)
+
+
+def _dress(made: DTensor, like: DTensor) -> None:
+    """Give a new leaf the flags of another."""
+    if getattr(like, "_is_param", False):
+        made._is_param = True
+    if like.requires_grad:
+        made.requires_grad_()
+
+
+_OWN = {"_is_param", "_grad_layout", "_apart", "_counted", "_origin", "_place", "_shared", "_pending", "_data_parallel"}
+
+
+def _marks(x: DTensor) -> dict[str, Any]:
+    """What users hung on it, which travels with copies as a plain tensor's does."""
+    return {name: value for name, value in x.__dict__.items() if name not in _OWN}
+
+
+def restore_tensor(local: Any, layout: Layout, requires_grad: bool, is_param: bool, marks: Any = None) -> DTensor:
+    if isinstance(local, PerRank) != (layout.mesh.kind == "in_process"):
+        held = "all ranks' pieces" if isinstance(local, PerRank) else "one rank's piece"
+        where = f"a DTensor with {held}, but {layout.mesh!r} has kind {layout.mesh.kind!r} here"
+        raise DTensorError(f"{where}: restore it in processes like those that sent it, or send x.full_tensor()")
+    made = wrap(local, layout)
+    made.__dict__.update(marks or {})
+    if is_param:
+        made._is_param = True
+    return made.requires_grad_() if requires_grad else made
+
+
+# What a saved DTensor is made of: values only, so that torch.load(weights_only=True) reads it.
+torch.serialization.add_safe_globals([restore_tensor, restore_layout, restore_mesh, PerRank, Shard, Replicate, Partial])

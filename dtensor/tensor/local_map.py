@@ -1,0 +1,147 @@
+"""``local_map``: run a function of local tensors on distributed ones, with the placements stated at its boundary."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..errors import PlacementError
+from ..mesh.device_mesh import DeviceMesh, as_mesh
+from ..placement import Placement, normalize
+from .dtensor import DTensor
+
+Placements = Sequence[Placement] | None
+
+
+def local_map(
+    func: Callable[..., Any] | None = None,
+    out_placements: Any = None,
+    in_placements: tuple[Placements, ...] | None = None,
+    in_grad_placements: tuple[Placements, ...] | None = None,
+    device_mesh: Any = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[..., Any]:
+    """``func``, written for this rank's local tensors, as a function of DTensors; differentiable.
+
+    With all ranks in one process the locals are ``per_rank`` tensors, over which torch functions map.
+
+    Args:
+        out_placements: placements of the result; a tuple with one entry per flattened output if there are several (None for what
+            is no tensor).
+        in_placements: per flattened argument the placements it must have, None for one that is no DTensor; None checks nothing.
+            For a module they are those of all its DTensor parameters and buffers, which are locals while ``func`` runs.
+        in_grad_placements: per flattened argument the placements of its local gradient, see :meth:`DTensor.to_local`.
+        device_mesh: of the results; default that of the first DTensor argument.
+        redistribute_inputs: redistribute arguments that are placed otherwise instead of raising.
+
+    Raises:
+        PlacementError: an argument is not placed as ``in_placements`` says, or is a DTensor where it says None, or the outputs do
+            not match ``out_placements``.
+
+    >>> import torch, dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2,))
+    >>> w = dt.distribute_tensor(torch.ones(2, 4), mesh, [dt.Shard(1)])
+    >>> x = dt.distribute_tensor(torch.ones(4, 3), mesh, [dt.Shard(0)])
+    >>> product = dt.local_map(torch.mm, out_placements=[dt.Partial()], in_placements=([dt.Shard(1)], [dt.Shard(0)]))
+    >>> product(w, x).full_tensor()
+    tensor([[4., 4., 4.],
+            [4., 4., 4.]])
+    """
+    if func is None:
+        return functools.partial(
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+    inner = func
+
+    @functools.wraps(inner)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        flat, tree = tree_flatten(args)
+        for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
+            if given is not None and len(given) != len(flat):
+                raise PlacementError(f"local_map: {len(flat)} flattened arguments, but {name} has {len(given)} entries")
+        mesh: DeviceMesh | None = None if device_mesh is None else as_mesh(device_mesh)
+        meshes, locals_ = [], []
+        with contextlib.ExitStack() as modules:
+            for i, value in enumerate(flat):
+                wanted = None if in_placements is None else in_placements[i]
+                grad = None if in_grad_placements is None else in_grad_placements[i]
+                localize = functools.partial(_localize, position=i, wanted=wanted, grad=grad, redistribute=redistribute_inputs)
+                if isinstance(value, nn.Module) and wanted is not None:
+                    meshes += modules.enter_context(_with_locals(value, localize))
+                elif isinstance(value, DTensor):
+                    meshes.append(value.device_mesh)
+                    if in_placements is not None and wanted is None:
+                        raise PlacementError(
+                            f"local_map expects placements for argument {i}, a DTensor; in_placements has None for it"
+                        )
+                    value = localize(value)
+                locals_.append(value)
+            out = inner(*tree_unflatten(locals_, tree), **kwargs)
+        return _wrap_outputs(out, out_placements, mesh or meshes[0]) if meshes else out
+
+    return wrapped
+
+
+@contextlib.contextmanager
+def _with_locals(module: nn.Module, localize: Callable[[DTensor], Any]) -> Iterator[list[DeviceMesh]]:
+    """The module with locals in the places of its DTensors, whose meshes come back. One in several places has one local."""
+    places: list[tuple[dict[str, Any], str, Any]] = [
+        (held, name, value)
+        for part in module.modules()
+        for held in (part._parameters, part._buffers)
+        for name, value in held.items()
+        if isinstance(value, DTensor)
+    ]
+    distributed = {id(value): value for _, _, value in places}
+    made = {key: localize(value) for key, value in distributed.items()}
+    try:
+        for held, name, value in places:
+            held[name] = made[id(value)]
+        yield [value.device_mesh for value in distributed.values()]
+    finally:
+        for held, name, value in places:
+            held[name] = value
+
+
+def _localize(value: DTensor, position: int, wanted: Placements, grad: Placements, redistribute: bool) -> Any:
+    if wanted is not None:
+        expected = normalize(wanted, value.device_mesh.ndim, value.ndim)
+        if value.placements != expected:
+            if not redistribute:
+                raise PlacementError(
+                    f"local_map: argument {position} is placed {value.placements}, in_placements says {expected}; "
+                    "redistribute it first or pass redistribute_inputs=True"
+                )
+            value = value.redistribute(placements=expected)
+    return value.to_local(grad_placements=grad)
+
+
+def _wrap_outputs(out: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
+    flat, tree = tree_flatten(out)
+    several = isinstance(out_placements, tuple) and (len(flat) != 1 or not all(isinstance(p, Placement) for p in out_placements))
+    wanted = list(out_placements) if several else [out_placements]
+    if len(wanted) != len(flat):
+        raise PlacementError(f"local_map: {len(flat)} flattened outputs, but out_placements has {len(wanted)} entries")
+    wrapped = []
+    for value, placements in zip(flat, wanted, strict=True):
+        if placements is None:
+            wrapped.append(value)
+        elif not isinstance(value, torch.Tensor):
+            raise PlacementError(
+                f"local_map: out_placements has {placements} for an output that is no tensor, {value!r}; write None in its place"
+            )
+        else:
+            wrapped.append(DTensor.from_local(value, mesh, placements))
+    return tree_unflatten(wrapped, tree)

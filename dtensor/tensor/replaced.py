@@ -1,0 +1,115 @@
+"""Parameters in whose places distributing a module has put others.
+
+Who still holds one, an optimizer made before or a module that shared it, works on a weight that the model no longer has: it
+computes, and nothing moves. Modules are asked when they are distributed themselves, optimizers at their step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..errors import DTensorError, UnitError
+
+Place = tuple[nn.Module, str]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Replacement:
+    """What took a parameter's place.
+
+    Attributes:
+        by: the function that put it there.
+        what: that function's record of it, if it keeps any.
+    """
+
+    by: str
+    what: Any = None
+
+
+_REPLACED: Any = WeakTensorKeyDictionary()  # parameters as they were -> Replacement
+_CHECKED: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # what an optimizer was last checked for
+_counts = [0]  # replacements so far; with the first, optimizers are asked
+
+
+def replacement_of(parameter: Tensor) -> Replacement | None:
+    """What took the place of ``parameter``, if anything did."""
+    found: Replacement | None = _REPLACED.get(parameter)
+    return found
+
+
+def note_replaced(parameter: Tensor, by: str, what: Any = None) -> None:
+    """Another parameter stands where ``parameter`` did."""
+    if not _counts[0]:
+        register_optimizer_step_pre_hook(_check)
+    _counts[0] += 1
+    _REPLACED[parameter] = Replacement(by, what)
+
+
+@contextmanager
+def replacing(modules: Iterable[nn.Module], by: str) -> Iterator[None]:
+    """Inside, ``by`` replaces parameters of ``modules``, which are noted. One that stands in several places stands in all of them
+    afterwards too, as replaced first. Others are not kept alive: there may be no room for both.
+
+    Raises:
+        UnitError: one of them has been replaced already, where another module has it.
+    """
+    places: dict[int, list[Place]] = {}
+    for at in dict.fromkeys(modules):
+        for name, parameter in at._parameters.items():
+            if parameter is not None:
+                if (was := replacement_of(parameter)) is not None:
+                    raise UnitError(not_alone(at, name, by, was))
+                places.setdefault(id(parameter), []).append((at, name))
+    old = [(weakref.ref(_at(where[0])), where) for where in places.values()]
+    shared = [_at(where[0]) for where in places.values() if len(where) > 1]
+    yield
+    for reference, where in old:
+        parameter = reference()
+        made = next((p for p in map(_at, where) if p is not None and p is not parameter), None)
+        if parameter is not None and made is not None:
+            note_replaced(parameter, by)
+            for at, name in where:
+                at._parameters[name] = made
+    del shared  # until now: a parameter that is gone could not be told from what took its places
+
+
+def _at(place: Place) -> Any:
+    module, name = place
+    return module._parameters.get(name)
+
+
+def not_alone(module: nn.Module, name: str, by: str, was: Replacement | None) -> str:
+    """Why ``by`` cannot have the parameter ``name`` of ``module``."""
+    owner = "a data-parallel unit has" if was is None else f"{was.by} has taken"
+    both = ", or on both: fully_shard([first, second])" if by == "fully_shard" else ""
+    return (
+        f"{name!r} of this {type(module).__name__} is a weight of another module too, which {owner} already: they would no "
+        f"longer be one. Call {by} on the module that both are parts of{both}"
+    )
+
+
+def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raises DTensorError: the optimizer holds trainable parameters that no model has any more."""
+    asked = _counts[0], sum(len(group["params"]) for group in optimizer.param_groups)
+    if _CHECKED.get(optimizer) == asked:
+        return
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    found = [(p, was) for p in held if p.requires_grad and (was := replacement_of(p)) is not None]
+    if found:
+        shapes = ", ".join(str(tuple(p.shape)) for p, _ in found[:4]) + (", ..." if len(found) > 4 else "")
+        by = " and ".join(dict.fromkeys(was.by for _, was in found))
+        raise DTensorError(
+            f"{len(found)} of the {len(held)} parameters of this {type(optimizer).__name__} (shapes {shapes}) were replaced by "
+            f"{by}, so that its steps would not move the model's. Make the optimizer afterwards, from model.parameters(). If it "
+            "was made afterwards, a module that is not distributed has a weight in common with one that is: distribute both in "
+            "one call, or the module that both are parts of"
+        )
+    _CHECKED[optimizer] = asked

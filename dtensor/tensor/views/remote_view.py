@@ -1,0 +1,306 @@
+"""Views whose elements are not in the base's own local: a row of a sharded dim, a reshape that had to gather.
+
+The law is that of plain tensors: writing through a view changes its base, and a change of the base is seen by the view. A view
+whose local is a view of the base's local keeps it by itself. Any other is a ``RemoteView``, which remembers base and operation.
+It is computed when it is first read, and again when the base has changed since (autograd keeps one version counter for a base
+and all its views). How operations write to it: see ``write_through``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from ..autograd import counted_together, versions_of
+from ...comm import communicator_of
+from ...dispatch.compiled import Runner, runner_of
+from ...dispatch.dispatcher import dispatch, install_views, plan_for
+from ...dispatch.execute import execute
+from ..host import offset_in
+from ...layout.layout import Layout
+from ...propagation.schema import Operator
+from ...propagation.propagate import Plan
+from ...base.caches import watched
+from ...rules.aten.views import check_memory, own_strides
+from ..dtensor import DTensor, wrap
+
+_make: Any = torch.Tensor._make_wrapper_subclass  # the documented way to build wrapper subclasses
+_OPERATE: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # what operations do on such views, installed by write_through.py
+
+
+def install_operations(operate: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Tell what ``__torch_dispatch__`` of a remote view does."""
+    global _OPERATE
+    _OPERATE = operate
+
+
+@dataclass(slots=True, eq=False)
+class Origin:
+    """What a view is a view of; shared by all results of a split.
+
+    A view is one of memory: where its base later comes to be seen in another way (``t_``), or as other memory (``x.data = y``),
+    it shows what it showed.
+
+    Attributes:
+        viewed: the base, whose versions tell of writes; ``memory`` and ``layout`` are what it was when the view was made.
+        versions: of the base, its own base, ... when ``results`` were computed.
+        pinned: a write is in progress: ``results`` are the value.
+    """
+
+    viewed: DTensor
+    operator: Operator
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    plan: Plan
+    memory: Any = field(init=False)
+    layout: Layout = field(init=False)
+    results: list[DTensor] | None = None
+    versions: tuple[int, ...] | None = None
+    pinned: bool = False
+
+    def __post_init__(self) -> None:
+        self.memory, self.layout = _memory(self.viewed), self.viewed._layout
+
+    @property
+    def base(self) -> DTensor:
+        """What the view was made of, as it was then."""
+        if self.layout is self.viewed._layout and self.memory == _memory(self.viewed):
+            return self.viewed
+        if isinstance(self.memory, _Held):
+            base = wrap(self.memory.local, self.layout)
+        else:
+            base = _view(self.memory[0], self.layout, self.memory[1])
+        base.__dict__["_counted"] = self.viewed
+        return base
+
+    def now(self) -> tuple[int, ...] | None:
+        """How often the base and what it is a view of have been written to; None where nobody counts."""
+        own = versions_of(self.viewed.__dict__.get("_counted", self.viewed))
+        if own is None or isinstance(self.memory, _Held):
+            return own
+        rest = self.memory[0].now()
+        return None if rest is None else (*own, *rest)
+
+    def shown(self) -> list[DTensor]:
+        """The views as the base is now."""
+        versions = self.now()
+        if self.results is None or not (self.pinned or (versions is not None and versions == self.versions)):
+            self.results, self.versions = self.computed(self.base), versions
+        return self.results
+
+    def computed(self, base: DTensor) -> list[DTensor]:
+        try:
+            return [wrap(_resolved(view._local), view._layout) for view in self.run(base)]
+        except RuntimeError:
+            if not is_local(self.plan):
+                raise
+            return self.run(dense(base))  # blocks whose strides do not allow the view that the global strides do
+
+    def run(self, base: DTensor) -> list[DTensor]:
+        """The operation on ``base``, which has the layout that the plan was made for."""
+        bound = self.operator.bind((base, *self.args[1:]), self.kwargs)
+        local = _resolved(base._local)  # views of empty blocks are copies, which carry a conjugation out: ranks would differ
+        made = execute(self.plan, self.operator, dict(bound), {**bound, self.operator.names[0]: local}, wrap)
+        return list(made) if isinstance(made, (list, tuple)) else [made]
+
+    @property
+    def name(self) -> str:
+        return str(self.operator.func._schema.name).removeprefix("aten::")
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class _Held:
+    """A local, compared by identity."""
+
+    local: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held) and self.local is other.local
+
+    __hash__ = None  # type: ignore[assignment]  # never a key
+
+
+def _memory(x: DTensor) -> Any:
+    """Where the elements are: in a local, or in what a remote view is a view of."""
+    return (x._origin, x._place) if isinstance(x, RemoteView) else _Held(x._local)
+
+
+class RemoteView(DTensor):
+    """A view that is computed when it is read and writes back what is written to it."""
+
+    _origin: Origin
+    _place: int  # among the results of the operation
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub
+        return _OPERATE(func, args, kwargs or {})
+
+    @property
+    def _local(self) -> Any:
+        return self._origin.shown()[self._place]._local
+
+    @_local.setter
+    def _local(self, value: Any) -> None:
+        del self.__dict__["_origin"]
+        self.__class__ = DTensor  # type: ignore[assignment]  # a plain one from now on
+        self._local = value
+
+    def _uncounted(self) -> DTensor:
+        apart = twin(self)
+        counted_together(apart, self)
+        return apart
+
+    def _share(self, target: Any) -> None:
+        origin, place, layout = self._origin, self._place, self._layout
+        target.__class__ = RemoteView
+        target._layout, target._origin, target._place = layout, origin, place
+
+
+def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | Runner:
+    """How to run the plan of a view operation: ``found`` where locals are views of locals."""
+    if plan.how in ("answer", "decompose"):
+        return found
+    if operator.reshapes:
+        return _seen_anew(operator)
+
+    deferred = remote(operator, plan)
+    if operator.func is _AS_STRIDED:
+        return deferred
+    if not is_local(plan) or (plan.rule is not None and plan.rule.run is not None) or changes(plan):
+        return deferred
+    if str(operator.func._schema.name) not in _NEED_STRIDES:
+        return found
+
+    run = runner_of(found, operator, wrap)
+
+    def guarded(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        try:
+            return run(args, kwargs, local_args, local_kwargs)
+        except RuntimeError:
+            return deferred(args, kwargs, local_args, local_kwargs)
+
+    return guarded
+
+
+def remote(operator: Operator, plan: Plan) -> Runner:
+    """What makes a remote view."""
+    if operator.func is _AS_STRIDED:
+        return _restriding(operator, plan)
+    return lambda args, kwargs, local_args, local_kwargs: views_of(Origin(args[0], operator, args, kwargs, plan))
+
+
+def _seen_anew(operator: Operator) -> Runner:
+    """``t_``, ``squeeze_``: the tensor becomes a view of the memory that it was, which earlier views go on to show.
+
+    The local is left as it is: they, or the user, may hold it.
+    """
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        args[0]._become(dispatch(DTensor, operator.out_of_place, (), args, kwargs))
+        return args[0]
+
+    return run
+
+
+def _restriding(operator: Operator, plan: Plan) -> Runner:
+    """``as_strided`` counts from the start of the memory, which a view shares with the tensor that it is a view of."""
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        bound = operator.bind(args, kwargs)
+        x, size, stride, offset = (bound[name] for name in operator.names)
+        root = x._base
+        own = offset_in(root, x) if isinstance(root, DTensor) else None
+        if own is None:
+            if not own_strides(plan.call):
+                check_memory(plan.call)
+            return views_of(Origin(x, operator, args, kwargs, plan))
+        if root.dtype != x.dtype:
+            root = dispatch(DTensor, torch.ops.aten.view.dtype, (), (root, x.dtype))
+            root.__dict__["_counted"] = x._base
+        args = (root, size, stride, own if offset is None else offset)
+        return views_of(Origin(root, operator, args, {}, plan_of(operator, args, {})))
+
+    return run
+
+
+_AS_STRIDED = torch.ops.aten.as_strided.default
+_NEED_STRIDES = ("aten::view", "aten::_reshape_alias", "aten::view_as_complex", "aten::view_as_real")
+
+install_views(viewing)
+
+
+def is_local(plan: Plan) -> bool:
+    """Whether the plan runs on the base's own local, a function of it alone."""
+    return not plan.moves and (plan.chosen is None or plan.chosen.kernel_row is None)
+
+
+def changes(plan: Plan) -> bool:
+    """Whether the view shows other values than its base (``_neg_view``): its locals are copies."""
+    return plan.rule is not None and plan.rule.kind == "pointwise" and plan.rule.local is not None
+
+
+def twin(view: RemoteView) -> RemoteView:
+    """The same view as another tensor."""
+    return _view(view._origin, view._layout, view._place)
+
+
+def views_of(origin: Origin) -> Any:
+    layouts = origin.plan.results[0]
+    if isinstance(layouts, Layout):
+        return _view(origin, layouts, 0)
+    return [_view(origin, layout, place) for place, layout in enumerate(layouts)]
+
+
+def chain_of(view: RemoteView) -> tuple[DTensor, list[tuple[Origin, int]]]:
+    """The tensor that is no remote view, and the operations from there to ``view``, each with the place of its result."""
+    links: list[tuple[Origin, int]] = []
+    x: DTensor = view
+    while isinstance(x, RemoteView):
+        links.insert(0, (x._origin, x._place))
+        x = x._origin.base
+    return x, links
+
+
+def _view(origin: Origin, layout: Layout, place: int) -> RemoteView:
+    made = _make(RemoteView, layout.shape, strides=layout.stride, dtype=layout.dtype, device=origin.base.device)
+    made._layout, made._origin, made._place = layout, origin, place
+    return cast(RemoteView, made)
+
+
+def dense(x: DTensor) -> DTensor:
+    """A copy whose blocks lie in memory as the layout says."""
+    layout, mesh = x._layout, x._layout.mesh
+
+    def copied(member: int | None, block: torch.Tensor) -> torch.Tensor:
+        stride = layout.local_stride(None if member is None else mesh.coordinates[member])
+        return torch.empty_strided(block.shape, stride, dtype=block.dtype, device=block.device).copy_(block)
+
+    return wrap(communicator_of(mesh).map(copied, x._local), layout)
+
+
+def _resolved(local: Any) -> Any:
+    """Without a lazy conjugation, which the view's wrapper does not show."""
+    return local.resolve_conj() if local.is_complex() else local
+
+
+_PLANS: dict[Any, Plan] = {}
+_LIMIT = 4096
+watched("remote_view.plans", lambda: (len(_PLANS), _LIMIT))
+
+
+def plan_of(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """The plan of a view operation, found again by its arguments."""
+    key = (operator.func, args[0]._layout, _hashable(args[1:]), _hashable(tuple(sorted(kwargs.items()))))
+    found = _PLANS.get(key)
+    if found is None:
+        if len(_PLANS) >= _LIMIT:
+            _PLANS.clear()
+        found = _PLANS[key] = plan_for(operator, args, kwargs)
+    return found
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value

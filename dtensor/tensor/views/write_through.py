@@ -1,0 +1,223 @@
+"""Operations on remote views: what is written to the view arrives in its base.
+
+An operation that acts element by element runs on the base's own elements, so the view is not even read. Any other runs on the
+view's value, which is then written into the base: into the slice that a row is, through a reshape backwards, or, where nothing
+cheaper is known, into the gathered base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import reduce
+from typing import Any
+
+import torch
+
+from ...dispatch.dispatcher import dispatch
+from ...errors import UnsupportedOperationError
+from .folded_rows import on_the_stack
+from ...layout.layout import Layout
+from ...layout.memory_order import overlaps
+from ...propagation.schema import Operator, operator_of
+from ...redistribute import redistribute_local
+from .remote_view import Origin, RemoteView, chain_of, changes, dense, install_operations, is_local, plan_of, remote, twin
+from ...rules import lookup
+from ..dtensor import DTensor, wrap
+
+_aten = torch.ops.aten
+
+Assign = Callable[[DTensor, Callable[[Any], Any]], Any]  # writes to the first argument; the second shapes a value like it
+Region = tuple[DTensor, tuple[int, ...]]  # and which of its dims the view has; the others have one element
+_ROWS = ("select", "unbind", "slice")
+
+
+def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``__torch_dispatch__`` of a remote view."""
+    operator = operator_of(func)
+    written = [x for name in operator.mutated for x in _remote(operator.bind(args, kwargs).get(name))] if operator.mutated else []
+    if (
+        written and operator.reshapes and plan_of(operator, args, kwargs).how != "decompose"
+    ):  # t_: the view is seen in another way
+        args[0]._become(operate(operator.out_of_place, (twin(args[0]), *args[1:]), kwargs))
+        return args[0]
+    if written and all(view._origin.pinned for view in written):  # a part of a write in progress, on the value that will arrive
+        return dispatch(DTensor, func, (), args, kwargs)
+    if written and not operator.reshapes:
+        elementwise = _by_element(operator, args, kwargs)
+        return _write_elements(operator, args, kwargs) if elementwise else _write_value(operator, args, kwargs, written)
+    found = on_the_stack(func, args, kwargs)
+    if found is not NotImplemented:
+        return found
+    if operator.is_view and isinstance(args[0], RemoteView):
+        if torch.is_inference_mode_enabled() and not args[0].is_inference():
+            with torch.inference_mode(False):  # as in dispatch
+                return operate(func, args, kwargs)
+        plan = plan_of(operator, args, kwargs)
+        if plan.how not in ("answer", "decompose"):
+            return remote(operator, plan)(args, kwargs, [], {})
+    return dispatch(DTensor, func, (), args, kwargs)
+
+
+def _remote(value: Any) -> Iterator[RemoteView]:
+    for item in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(item, RemoteView):
+            yield item
+
+
+def _write_value(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[RemoteView]) -> Any:
+    """Any operation: on the view's value, which then goes to the base."""
+    origins = [view._origin for view in written]
+    for origin in origins:
+        origin.shown()
+        origin.pinned = True
+    try:
+        result = dispatch(DTensor, operator.func, (), args, kwargs)
+        for view in written:
+            _put(view, _copying(wrap(view._local, view._layout)))
+    finally:
+        for origin in origins:
+            origin.pinned = False
+            origin.results = None
+    return result
+
+
+def _by_element(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the operation does to each element of its first argument what the others have in its place."""
+    if any(changes(origin.plan) for origin, _ in chain_of(args[0])[1]):
+        return False  # to the base it would be another one
+    rule = lookup(operator.func)
+    if rule is None or rule.kind != "pointwise" or operator.mutated != {operator.names[0]} or operator.outs:
+        return False
+    others = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, torch.Tensor)]
+    return all(isinstance(x, DTensor) or x.ndim == 0 for x in others)
+
+
+def _write_elements(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation element by element, on the base's elements: the view itself need not be read."""
+    view, func, shape = args[0], operator.func, list(args[0].shape)
+    if func is _aten.copy_.default and _same(view, args[1]):
+        return view
+
+    def assign(destination: DTensor, shaped: Callable[[Any], Any]) -> None:
+        def operand(value: Any) -> Any:
+            if not isinstance(value, DTensor) or not value.ndim:
+                return value
+            return shaped(value if list(value.shape) == shape else dispatch(DTensor, _aten.expand.default, (), (value, shape)))
+
+        others = {name: operand(value) for name, value in kwargs.items()}
+        dispatch(DTensor, func, (), (destination, *map(operand, args[1:])), others)
+
+    _put(view, assign)
+    view._origin.results = None
+    return view
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two views show the same elements, as those that ``x[0] += 1`` makes one after the other to read and to write."""
+    if a is b or not (isinstance(a, RemoteView) and isinstance(b, RemoteView)):
+        return a is b
+    one, two = a._origin, b._origin
+    alike = one.operator is two.operator and one.args[1:] == two.args[1:] and one.kwargs == two.kwargs and a._place == b._place
+    return alike and _same(one.base, two.base)
+
+
+def _copying(value: Any) -> Assign:
+    return lambda destination, shaped: dispatch(DTensor, _aten.copy_.default, (), (destination, shaped(value)))
+
+
+# --- writing into the base ---
+def _put(view: RemoteView, assign: Assign) -> None:
+    """Write to the elements of the base that ``view`` shows, and from there to the base's own base."""
+    origin, base = view._origin, view._origin.base
+    region = _region(view)
+    if region is not None:
+        _assign_region(*region, assign)
+    elif not isinstance(base, RemoteView):
+        _assign(origin, view._place, base, assign)
+    elif overlaps(base.shape, base.stride()):  # the value of the base has several places for one element
+        root, links = chain_of(view)
+        _assign_whole(links, root, assign)
+    else:
+        own, before = base._origin, base._origin.pinned
+        value = wrap(base._local, base._layout)
+        own.pinned = True
+        try:
+            _assign(origin, view._place, value, assign)
+            _put(base, _copying(value))
+        finally:
+            own.pinned = before
+
+
+def _region(view: DTensor) -> Region | None:
+    """The elements of a row (or of a slice of one) as a slice of a tensor that is no remote view."""
+    if not isinstance(view, RemoteView):
+        return view, tuple(range(view.ndim))
+    found = _region(view._origin.base) if view._origin.name in _ROWS else None
+    return None if found is None else _narrowed(view._origin, view._place, *found)
+
+
+def _narrowed(origin: Origin, place: int, root: DTensor, dims: tuple[int, ...]) -> Region:
+    """What a row or slice of ``root`` shows; ``dims`` are those of ``root`` that the operation's base has."""
+    bound = origin.operator.bind(origin.args, origin.kwargs)
+    dim = bound["dim"] % len(dims)
+    if origin.name == "slice":
+        bounds = (bound["start"], bound["end"], bound["step"])
+    else:
+        index = bound["index"] % origin.base.shape[dim] if origin.name == "select" else place
+        bounds = (index, index + 1, 1)
+    region = dispatch(DTensor, _aten.slice.Tensor, (), (root, dims[dim], *bounds))
+    return region, dims if origin.name == "slice" else (*dims[:dim], *dims[dim + 1 :])
+
+
+def _assign_region(region: DTensor, kept: tuple[int, ...], assign: Assign) -> None:
+    gone = [d for d in range(region.ndim) if d not in kept]
+    assign(region, lambda value: reduce(lambda x, d: dispatch(DTensor, _aten.unsqueeze.default, (), (x, d)), gone, value))
+
+
+def _assign(origin: Origin, place: int, base: DTensor, assign: Assign) -> None:
+    """Write to the elements of ``base`` that the view shows; the cheapest way that there is."""
+    if changes(origin.plan):  # a negation is its own inverse
+        assign(base, lambda value: dispatch(DTensor, origin.operator.func, (), (value,)))
+    elif is_local(origin.plan):
+        _assign_locally(origin, place, base, assign)
+    elif origin.name in _ROWS:
+        _assign_region(*_narrowed(origin, place, base, tuple(range(base.ndim))), assign)
+    elif origin.name in ("_reshape_alias", "squeeze", "unsqueeze") or origin.operator.func is _aten.view.default:
+        assign(base, lambda value: dispatch(DTensor, _aten.view_copy.default, (), (value, list(base.shape))))
+    else:
+        _assign_whole([(origin, place)], base, assign)
+
+
+def _assign_locally(origin: Origin, place: int, base: DTensor, assign: Assign) -> None:
+    """The operation on the base's local gives a view of it, or of a copy whose strides allow one (and no conjugation is due)."""
+    if not base._local.is_conj() and (origin.plan.rule is None or origin.plan.rule.run is None):
+        try:
+            shown = origin.run(base)[place]
+        except RuntimeError:
+            pass
+        else:
+            assign(shown, lambda value: value)
+            return
+    copied = dense(base)
+    assign(origin.run(copied)[place], lambda value: value)
+    base._local.copy_(copied._local)
+
+
+def _assign_whole(links: list[tuple[Origin, int]], base: DTensor, assign: Assign) -> None:
+    """Gather the base, write to its view there, and cut it back."""
+    layout = base._layout
+    everywhere = Layout.replicated(layout.mesh, layout.shape, layout.stride, layout.dtype)
+    whole = shown = dense(wrap(redistribute_local(base._local, layout, everywhere), everywhere))
+    for origin, place in links:
+        args = (shown, *origin.args[1:])
+        plan = plan_of(origin.operator, args, origin.kwargs)
+        if not is_local(plan) or changes(plan):
+            raise UnsupportedOperationError(
+                f"{origin.operator.name} of {layout!r} cannot be written through; write to view.clone()"
+            )
+        shown = Origin(shown, origin.operator, args, origin.kwargs, plan).run(shown)[place]
+    assign(shown, lambda value: value)
+    dispatch(DTensor, _aten.copy_.default, (), (base, whole))
+
+
+install_operations(operate)

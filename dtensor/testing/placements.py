@@ -1,0 +1,79 @@
+"""The placements that a sample is tried under."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from ..layout.layout import chunk_sizes
+from ..mesh.device_mesh import DeviceMesh, init_device_mesh
+from ..placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
+from ..rules.rule import Rule
+from .scatter import can_be_partial
+
+
+@cache
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """The CPU mesh of this shape, made once: on process groups its groups cost time."""
+    return init_device_mesh("cpu", shape)
+
+
+Combination = tuple[tuple[Placement, ...], ...]  # per tensor its placements, one per mesh dim
+
+
+def options(x: torch.Tensor, ranks: int, ops: Sequence[str], ragged: bool = True) -> list[Placement]:
+    """What one mesh dim of ``ranks`` can be for ``x``: whole, sharded (by chunks and by sizes no chunking gives), partial."""
+    found: list[Placement] = [Replicate()]
+    for dim, size in enumerate(x.shape):
+        found.append(Shard(dim))
+        sizes = ragged_sizes(size, ranks)
+        if ragged and sizes != chunk_sizes(size, (ranks,)):
+            found.append(Shard(dim, sizes=sizes))
+    return found + [Partial(op) for op in ops if can_be_partial(x.dtype, op)]
+
+
+def ragged_sizes(size: int, ranks: int) -> tuple[int, ...]:
+    """One element, nothing, the rest.
+
+    >>> ragged_sizes(5, 3), ragged_sizes(7, 4), ragged_sizes(5, 2)
+    ((1, 0, 4), (1, 0, 3, 3), (1, 4))
+    """
+    if ranks == 1:
+        return (size,)
+    first = [min(1, size), *([0] if ranks > 2 else [])]
+    rest = ranks - len(first)
+    left = size - first[0]
+    return (*first, *(left // rest + (k < left % rest) for k in range(rest)))
+
+
+def partial_ops(rule: Rule | None) -> list[str]:
+    """The reductions to try: the usual ones and those that the rule speaks of."""
+    rows = rule.partials if rule is not None and not callable(rule.partials) else ()
+    texts = [row for row in rows if isinstance(row, str)]
+    declared = {word.strip().removesuffix("...") for text in texts for side in text.split("->") for word in side.split(",")}
+    return ["sum", "avg", "max", *sorted(op for op in declared if op in REDUCE_OPS and op not in ("sum", "avg", "max"))]
+
+
+def combinations(
+    xs: Sequence[torch.Tensor], mesh_shape: Sequence[int], ops: Sequence[str], limit: int, rng: random.Random, ragged: bool = True
+) -> list[Combination]:
+    """All of them if there are at most ``limit``; else each option alone, options shared by all, and random ones."""
+    menus = [[options(x, ranks, ops, ragged and len(mesh_shape) == 1) for ranks in mesh_shape] for x in xs]
+    per_tensor = [list(itertools.product(*menu)) for menu in menus]
+    count = 1
+    for choices in per_tensor:
+        count *= len(choices)
+    if count <= limit:
+        return list(itertools.product(*per_tensor))
+    whole = tuple((Replicate(),) * len(mesh_shape) for _ in xs)
+    alone = [(*whole[:i], choice, *whole[i + 1 :]) for i, choices in enumerate(per_tensor) for choice in choices]
+    shared = [(choice,) * len(xs) for choice in per_tensor[0] if all(choice in choices for choices in per_tensor)]
+    mixed = [tuple(rng.choice(choices) for choices in per_tensor) for _ in range(limit)]
+    rng.shuffle(alone)
+    rng.shuffle(shared)
+    woven = (item for group in itertools.zip_longest(shared, mixed, alone) for item in group if item is not None)
+    return list(dict.fromkeys(woven))[:limit]
