@@ -3,30 +3,31 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .tensor.composites import recomposed as _recomposed
-from .tensor.composites import sequences as _sequences
-from .tensor.composites import sparse as _sparse_results
-from .tensor.views import write_through as _write_through
-from .dispatch.cache_info import CacheInfo, cache_info
+from .base.modes import explicit, implicit_replication
 from .capture import Captured, CaptureInfo, capture
 from .comm import PerRank, map_ranks, per_rank
-from .tensor.create import empty, full, ones, rand, randn, zeros
+from .dispatch.cache_info import CacheInfo, cache_info
 from .dispatch.register_sharding import register_sharding
-from .tensor.distribute import distribute_module, distribute_tensor
-from .debug.explain import Explanation, explain
-from .layout.layout import Layout
-from .tensor.local_map import local_map
-from .tensor.redistribute_many import redistribute_many
-from .mesh.device_mesh import DeviceMesh, init_device_mesh
-from .base.modes import explicit, implicit_replication
-from .placement import Monoid, Partial, Placement, Replicate, Shard
-from .random.seed import manual_seed, random_mode
-from .interop.state_dicts import teach_state_dicts as _teach_state_dicts
-from .tensor.dtensor import DTensor
 from .interop.dynamo import keep_from_inlining as _keep_from_inlining
 from .interop.dynamo import leave_untraced as _leave_untraced
 from .interop.dynamo import no_opaque_type as _no_opaque_type
 from .interop.dynamo import written_in_python as _written_in_python
+from .interop.state_dicts import teach_state_dicts as _teach_state_dicts
+from .layout.layout import Layout
+from .mesh.device_mesh import DeviceMesh, init_device_mesh
+from .placement import Monoid, Partial, Placement, Replicate, Shard
+from .random.seed import manual_seed, random_mode
+from .rules.registry import read_from as _read_from
+from .tensor.composites import recomposed as _recomposed
+from .tensor.composites import sequences as _sequences
+from .tensor.composites import sparse as _sparse_results
+from .tensor.create import empty, full, ones, rand, randn, zeros
+from .tensor.distribute import distribute_module, distribute_tensor
+from .tensor.dtensor import DTensor
+from .tensor.extensions import provided_by as _provided_by
+from .tensor.local_map import local_map
+from .tensor.redistribute_many import redistribute_many
+from .tensor.views import write_through as _write_through
 
 __all__ = [
     "CacheInfo",
@@ -65,15 +66,14 @@ __all__ = [
     "zeros",
 ]
 
-_LAZY = (
-    "checkpoint",
-    "debug",
-    "parallel",
-    "sharded_tensor",
-    "sharding_spec",
-    "testing",
-)  # not everybody needs them, and they take their time
-
+# Not everybody needs these, and they take their time.
+_ROOMS = ("checkpoint", "debug", "parallel", "sharded_tensor", "sharding_spec", "testing")
+_NAMES = {
+    "Explanation": "debug.explain",
+    "explain": "debug.explain",
+    "collect_state_dict": "sharding_spec.shard_model",
+    "shard_model": "sharding_spec.shard_model",
+}
 
 if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ would take any name for one
     from . import checkpoint as checkpoint
@@ -82,18 +82,24 @@ if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ wo
     from . import sharded_tensor as sharded_tensor
     from . import sharding_spec as sharding_spec
     from . import testing as testing
+    from .debug.explain import Explanation as Explanation
+    from .debug.explain import explain as explain
     from .sharding_spec.shard_model import collect_state_dict as collect_state_dict
     from .sharding_spec.shard_model import shard_model as shard_model
 else:
 
     def __getattr__(name: str) -> object:
-        if name in _LAZY:
+        if name in _ROOMS:
             return import_module(f".{name}", __name__)
-        if name in ("shard_model", "collect_state_dict"):
-            return getattr(import_module(".sharded_model", __name__), name)
+        if name in _NAMES:
+            return getattr(import_module(f".{_NAMES[name]}", __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+# The rooms below do not know those above them; they are told here.
+_read_from("dtensor.rules.aten.library")
+_provided_by("dtensor.sharding_spec.scattered_tensor", "reshard", "sharding_metadata")
+_provided_by("dtensor.interop.dcp_protocol", "write_items", "chunks", "shard_at")
 _leave_untraced(__name__)
 _keep_from_inlining()
 _teach_state_dicts()

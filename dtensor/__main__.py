@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from .redistribute import calibrate
 from .errors import RuleError
+from .redistribute import calibrate
 from .rules import rules
 from .testing.asked import rules_asked
 from .testing.operator_page import measured_in, page

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import dtensor as dt
 from dtensor.comm import Communicator, Pending, backends, communicator_of, events
-from dtensor.mesh import groups
 from dtensor.errors import LayoutError, MeshError, UnsupportedOperationError
+from dtensor.mesh import groups
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Monoid
 

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 import dtensor as dt
+from dtensor.base.nested import leaves, replace, tensors
 from dtensor.dispatch import dispatcher as dispatch
 from dtensor.errors import DTensorError
-from dtensor.base.nested import leaves, replace, tensors
 from dtensor.placement import Partial, Placement, Replicate, Shard
-from dtensor.testing.placements import ragged_sizes
 from dtensor.testing.oracle import TOLERANCE, Outcome, compare
+from dtensor.testing.placements import ragged_sizes
 from dtensor.testing.scatter import can_be_partial
 
 MESHES: tuple[tuple[int, ...], ...] = ((4,), (2, 2))

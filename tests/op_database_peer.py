@@ -20,8 +20,8 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor as dt
-from dtensor.layout.layout import Layout
 from dtensor.base.nested import leaves, replace, tensors
+from dtensor.layout.layout import Layout
 from dtensor.placement import Partial, Placement, Shard
 from dtensor.testing.differences import close
 from dtensor.testing.scatter import piece, terms_at, terms_of

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.comm import PerRank, RankNumber
-from dtensor.mesh.current_rank import running_as
 from dtensor.errors import DTensorError, LayoutError, MeshError
+from dtensor.mesh.current_rank import running_as
 from dtensor.mesh.device_mesh import DeviceMesh, as_mesh, init_device_mesh
 
 SQUARE = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -16,8 +16,9 @@ import torch
 
 import dtensor as dt
 from dtensor.dispatch import dispatcher as dispatching
-from dtensor.propagation import meta as infer, row_costs as prices
 from dtensor.layout import layout
+from dtensor.propagation import meta as infer
+from dtensor.propagation import row_costs as prices
 from dtensor.redistribute import planner
 
 MESH = dt.DeviceMesh("meta", 4)

@@ -11,7 +11,16 @@ import torch
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
 from dtensor.comm import events
-from dtensor.errors import ArgumentError, DTensorError, ImplicitCommunicationError, LayoutError, MeshError, MixedTensorError, PlacementError, UnsupportedOperationError
+from dtensor.errors import (
+    ArgumentError,
+    DTensorError,
+    ImplicitCommunicationError,
+    LayoutError,
+    MeshError,
+    MixedTensorError,
+    PlacementError,
+    UnsupportedOperationError,
+)
 from dtensor.testing import check
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning", "ignore:torch.quantize_per_tensor")

@@ -15,9 +15,9 @@ import torch
 
 import dtensor as dt
 from dtensor import Replicate, Shard
-from dtensor.dispatch import compiled, execute
-from dtensor.comm import events
 from dtensor.base.nested import replace, tensors
+from dtensor.comm import events
+from dtensor.dispatch import compiled, execute
 from dtensor.propagation.propagate import Plan
 from dtensor.rules import rules
 from dtensor.rules.rule import Kernel

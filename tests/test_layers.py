@@ -1,11 +1,9 @@
-"""Each module imports only from lower layers, the peer is never imported, and files stay readable in one sitting."""
+"""Folders are layers: a file imports only from its own folder and from those that stand before it. The peer is never imported."""
 
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,67 +12,71 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dtensor"
 MAX_LINES = 400
 
-
-def layers_of(page: str) -> dict[str, int]:
-    """Module -> layer, from the table of a page: ``| 1 | `mesh` `layout` |``. ``dtensor/__init__.py`` is above all."""
-    rows = re.findall(r"^\| (\d+) \|([^|]*)\|", page, re.MULTILINE)
-    layers = {name.rstrip("/"): int(layer) for layer, names in rows for name in re.findall(r"`([\w/]+)`", names)}
-    return layers | {"__init__": 1 + max(layers.values(), default=0)}
-
-
-# The table is the specification: a module that it does not name fails the test. Inside one layer imports are free.
-LAYER_OF = layers_of((ROOT / "docs" / "design.md").read_text().partition("Layers\n")[2])
+# From the ground up. A folder inside another is a layer of its own where it is named here; the longest name that fits counts.
+LAYERS = (
+    "errors",
+    "base",
+    "placement",
+    "mesh",
+    "layout",
+    "ranks",
+    "comm",
+    "cost",
+    "random",
+    "rules",
+    "rules/aten",
+    "redistribute",
+    "propagation",
+    "dispatch",
+    "tensor",
+    "tensor/views",
+    "tensor/composites",
+    "interop",
+    "parallel/tensor",
+    "parallel/data",
+    "parallel",
+    "sharding_spec",
+    "checkpoint",
+    "capture",
+    "debug",
+    "testing",
+    "sharded_tensor",
+    "__init__",
+    "__main__",
+)
 PEER = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._local_tensor")
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-@dataclass(frozen=True, slots=True)
-class Import:
-    """One imported module, absolute, and where it stands."""
-
-    module: str
-    line: int
-    at_module_level: bool
-    reason: str  # the comment on its line
-
-
 def module_name(path: Path) -> str:
     """``dtensor.comm.protocol`` for its file; ``dtensor.comm`` for its ``__init__.py``."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {module_name(path) for path in MODULES}
 
 
 def layer_of(module: str) -> int:
     """The layer of a module of this package."""
-    name = (module.split(".") + ["__init__"])[1]
-    if name not in LAYER_OF:
-        raise LookupError(f"dtensor.{name} is in no layer: name it in the table of layers in docs/design.md")
-    return LAYER_OF[name]
+    name = module.removeprefix("dtensor").removeprefix(".").replace(".", "/") or "__init__"
+    fitting = [layer for layer in LAYERS if name == layer or name.startswith(layer + "/")]
+    if not fitting:
+        raise LookupError(f"{module} is in no layer: put it in a folder of LAYERS")
+    return LAYERS.index(max(fitting, key=len))
 
 
-def imports_of(source: str, module: str, is_package: bool = False) -> Iterator[Import]:
-    """Every import of ``source``, relative ones made absolute with ``module`` as the importer."""
-    lines = source.splitlines()
-
-    def found(name: str, node: ast.stmt, top: bool) -> Import:
-        text = "".join(lines[node.lineno - 1 : node.end_lineno])
-        return Import(name, node.lineno, top, text.partition("#")[2].strip())
-
-    def visit(node: ast.AST, top: bool) -> Iterator[Import]:
-        for child in ast.iter_child_nodes(node):
-            match child:
-                case ast.Import(names):
-                    yield from (found(name.name, child, top) for name in names)
-                case ast.ImportFrom(target, names, level):
-                    base = absolute(module, is_package, target, level)
-                    # `from . import mesh` names modules; `from .mesh import DeviceMesh` names one module's contents
-                    yield from (found(f"{base}.{name.name}", child, top) for name in names)
-                case _:
-                    inner = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or is_type_checking(child)
-                    yield from visit(child, top and not inner)
-
-    return visit(ast.parse(source), True)
+def imports_of(source: str, module: str, is_package: bool = False) -> Iterator[tuple[str, int]]:
+    """Every import of ``source``, wherever it stands, and its line; relative ones absolute with ``module`` as the importer."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names):
+                yield from ((name.name, node.lineno) for name in names)
+            case ast.ImportFrom(target, names, level):
+                base = absolute(module, is_package, target, level)
+                # `from . import mesh` names modules; `from .mesh import DeviceMesh` names one module's contents
+                yield from ((f"{base}.{name.name}", node.lineno) for name in names)
 
 
 def absolute(module: str, is_package: bool, target: str | None, level: int) -> str:
@@ -84,38 +86,48 @@ def absolute(module: str, is_package: bool, target: str | None, level: int) -> s
     return ".".join(parent[:-level] + ([target] if target else []))
 
 
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+def module_of(name: str) -> str:
+    """The module that an imported name is in: ``dtensor.mesh.device_mesh`` of ``dtensor.mesh.device_mesh.DeviceMesh``."""
+    while name not in NAMES:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
     """What the law forbids in ``source``, one line each."""
     result = []
     own = layer_of(module)
-    for found in imports_of(source, module, is_package):
-        where = f"{module}:{found.line} imports {found.module}"
-        if any(found.module == peer or found.module.startswith(peer + ".") for peer in PEER):
+    for imported, line in imports_of(source, module, is_package):
+        where = f"{module}:{line} imports {imported}"
+        if any(imported == peer or imported.startswith(peer + ".") for peer in PEER):
             result.append(f"{where}: the peer is only for tests and benchmarks")
-        elif found.module.partition(".")[0] == "dtensor" and found.module != "dtensor":
-            upward = layer_of(found.module) > own
-            excused = not found.at_module_level and found.reason
-            if upward and not excused:
-                result.append(
-                    f"{where}: layer {own} must not import layer {layer_of(found.module)}; "
-                    "if a function really needs it, import it there, with the reason as a comment on the line"
-                )
+        elif imported.partition(".")[0] == "dtensor" and (other := layer_of(module_of(imported))) > own:
+            result.append(f"{where}: {LAYERS[own]} must not import {LAYERS[other]}, which stands above it")
     return result
+
+
+def arrows() -> dict[str, set[str]]:
+    """Module -> the modules that it imports."""
+    found = {}
+    for path in MODULES:
+        module = module_name(path)
+        names = imports_of(path.read_text(), module, path.name == "__init__.py")
+        found[module] = {module_of(name) for name, _ in names if name.partition(".")[0] == "dtensor"} - {module}
+    return found
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_module_imports_only_lower_layers(path: Path) -> None:
-    found = violations(path.read_text(), module_name(path), path.name == "__init__.py" and path.parent != PACKAGE)
+    found = violations(path.read_text(), module_name(path), path.name == "__init__.py")
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_every_module_has_a_layer(path: Path) -> None:
-    assert layer_of(module_name(path)) >= 0
+def test_no_circle() -> None:
+    """Taking away what imports nothing that is left ends with nothing."""
+    left = arrows()
+    while ground := {module for module, below in left.items() if not below & left.keys()}:
+        left = {module: below for module, below in left.items() if module not in ground}
+    assert not left, "in circles or above one: " + ", ".join(sorted(left))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
@@ -124,14 +136,12 @@ def test_file_is_at_most_400_lines(path: Path) -> None:
     assert lines <= MAX_LINES, f"{path.relative_to(ROOT)} has {lines} lines: split it by concept"
 
 
-def test_the_layers_are_read_from_the_page() -> None:
-    assert layers_of("| layer | modules |\n|---|---|\n| 0 | `errors` `placement` |\n| 1 | `comm/` |\n") == {
-        "errors": 0,
-        "placement": 0,
-        "comm": 1,
-        "__init__": 2,
-    }
-    assert LAYER_OF["errors"] < LAYER_OF["mesh"] < LAYER_OF["rules"] < LAYER_OF["dispatch"] < LAYER_OF["tensor"]
+def test_every_folder_is_a_layer() -> None:
+    """``ls dtensor`` is the architecture: nothing lies at the root but the face."""
+    folders = {module_name(path).replace(".", "/").removeprefix("dtensor/") for path in MODULES if path.name == "__init__.py"}
+    assert {folder.partition("/")[0] for folder in folders} - {"dtensor"} <= set(LAYERS) | {"parallel"}
+    at_root = {path.stem for path in PACKAGE.glob("*.py")}
+    assert at_root == {"__init__", "__main__", "errors", "placement", "sharded_tensor"}
 
 
 def test_lines_per_layer_are_shown() -> None:
@@ -139,33 +149,39 @@ def test_lines_per_layer_are_shown() -> None:
     counted: dict[int, list[tuple[str, int]]] = {}
     for path in MODULES:
         name = module_name(path)
-        counted.setdefault(layer_of(name), []).append((name.removeprefix("dtensor."), len(path.read_text().splitlines())))
+        counted.setdefault(layer_of(name), []).append((path.stem, len(path.read_text().splitlines())))
     print()
     for layer, files in sorted(counted.items()):
         longest = ", ".join(f"{name} {lines}" for name, lines in sorted(files, key=lambda item: -item[1]))
-        print(f"layer {layer}: {sum(lines for _, lines in files):6} lines  {longest}")
+        print(f"{LAYERS[layer]}: {sum(lines for _, lines in files):6} lines  {longest}")
     assert sum(len(files) for files in counted.values()) == len(MODULES)
 
 
 @pytest.mark.parametrize(
     ("line", "module", "allowed"),
     [
-        ("from .placement import Shard", "dtensor.layout", True),
-        ("from .mesh import DeviceMesh", "dtensor.placement", False),
-        ("from . import tensor", "dtensor.dispatch", False),
+        ("from ..placement import Shard", "dtensor.layout.layout", True),
+        ("from .mesh.device_mesh import DeviceMesh", "dtensor.placement", False),
+        ("from ..tensor import dtensor", "dtensor.dispatch.dispatcher", False),
+        ("from ..tensor.dtensor import DTensor", "dtensor.rules.rule", False),
         ("from ..tensor import DTensor", "dtensor.rules.rule", False),
-        ("from dtensor.redistribute.plan import plan", "dtensor.rules.rule", False),
-        ("from ..rules.rule import Rule", "dtensor.redistribute.cost", True),
-        ("def f():\n    from .comm import communicator_of", "dtensor.mesh", False),
-        ("def f():\n    from .comm import communicator_of  # the way back up", "dtensor.mesh", True),
-        ("if TYPE_CHECKING:\n    from .tensor import DTensor  # a name in an annotation", "dtensor.layout", True),
+        ("from .aten.views import own_factors", "dtensor.rules.rule", False),
+        ("from ..rule import Rule", "dtensor.rules.aten.views", True),
+        ("from dtensor.redistribute.planner import plan", "dtensor.rules.rule", False),
+        ("from ..rules.rule import Rule", "dtensor.redistribute.planner", True),
+        ("def f():\n    from ..comm import communicator_of  # the way back up", "dtensor.mesh.device_mesh", False),
+        (
+            "if TYPE_CHECKING:\n    from ..tensor.dtensor import DTensor  # a name in an annotation",
+            "dtensor.layout.layout",
+            False,
+        ),
         ("import torch.distributed.tensor", "dtensor.testing.oracle", False),
         ("import torch.distributed.tensor as peer  # to compare", "dtensor.testing.oracle", False),
-        ("def f():\n    from torch.distributed.tensor import DTensor  # reason", "dtensor.debug", False),
-        ("def f():\n    from torch.distributed import tensor  # reason", "dtensor.debug", False),
+        ("def f():\n    from torch.distributed.tensor import DTensor  # reason", "dtensor.debug.comm_mode", False),
+        ("def f():\n    from torch.distributed import tensor  # reason", "dtensor.debug.comm_mode", False),
         ("from torch.distributed.tensor.placement_types import Shard", "dtensor.placement", False),
         ("from torch.distributed._local_tensor import LocalTensor", "dtensor.comm.in_process", False),
-        ("import torch.distributed as dist", "dtensor.mesh", True),
+        ("import torch.distributed as dist", "dtensor.mesh.device_mesh", True),
     ],
 )
 def test_the_law_catches_what_it_should(line: str, module: str, allowed: bool) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor.mesh.current_rank import running_as
 from dtensor.errors import MeshError
+from dtensor.mesh.current_rank import running_as
 from dtensor.mesh.device_mesh import DeviceMesh, as_mesh, init_device_mesh
 
 CUBE = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("dp", "pp", "tp"))

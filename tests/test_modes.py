@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import dtensor as dt
+from dtensor.base.modes import MODES as SWITCHES
 from dtensor.comm import communicator_of, events
 from dtensor.debug import CommDebugMode
 from dtensor.errors import ArgumentError, ImplicitCommunicationError, MixedTensorError
 from dtensor.mesh.device_mesh import current_mesh
-from dtensor.base.modes import MODES as SWITCHES
 from dtensor.parallel import loss_parallel
 
 MESH = dt.init_device_mesh("cpu", (2,))

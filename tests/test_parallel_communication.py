@@ -17,7 +17,18 @@ import dtensor as dt
 from dtensor import DTensor
 from dtensor.debug import CommDebugMode
 from dtensor.errors import DTensorError, MeshError, UnsupportedOperationError
-from dtensor.parallel import AllGather, CPUOffloadPolicy, DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, ReduceScatter, fully_shard, materialize, replicate, share_comm_ctx
+from dtensor.parallel import (
+    AllGather,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ReduceScatter,
+    fully_shard,
+    materialize,
+    replicate,
+    share_comm_ctx,
+)
 from dtensor.parallel.data.module_state import unit_of
 
 X = torch.randn(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -16,9 +16,19 @@ import dtensor as dt
 from dtensor import DTensor, Replicate, Shard
 from dtensor.debug import CommDebugMode
 from dtensor.errors import DTensorError, MeshError
-from dtensor.parallel import ColwiseParallel, CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, RowwiseParallel, fully_shard, parallelize_module, register_fsdp_forward_method, replicate
-from dtensor.parallel.data.offload import Host
+from dtensor.parallel import (
+    ColwiseParallel,
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    RowwiseParallel,
+    fully_shard,
+    parallelize_module,
+    register_fsdp_forward_method,
+    replicate,
+)
 from dtensor.parallel.data.module_state import unit_of
+from dtensor.parallel.data.offload import Host
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 

@@ -15,7 +15,19 @@ import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
 from dtensor.debug import CommDebugMode
 from dtensor.errors import DTensorError, MeshError, PlacementError
-from dtensor.parallel import ColwiseParallel, DataParallelMeshDims, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, RowwiseParallel, ZeroRedundancyOptimizer, fully_shard, parallelize_module, replicate, units_by_size
+from dtensor.parallel import (
+    ColwiseParallel,
+    DataParallelMeshDims,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    ZeroRedundancyOptimizer,
+    fully_shard,
+    parallelize_module,
+    replicate,
+    units_by_size,
+)
 from dtensor.parallel.data.module_state import unit_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")

@@ -14,7 +14,14 @@ import dtensor as dt
 from dtensor import DTensor, Replicate, Shard
 from dtensor.debug import CommDebugMode
 from dtensor.errors import MeshError
-from dtensor.parallel import ColwiseParallel, MixedPrecisionPolicy, RowwiseParallel, ZeroRedundancyOptimizer, parallelize_module, replicate
+from dtensor.parallel import (
+    ColwiseParallel,
+    MixedPrecisionPolicy,
+    RowwiseParallel,
+    ZeroRedundancyOptimizer,
+    parallelize_module,
+    replicate,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 

@@ -18,7 +18,17 @@ import dtensor as dt
 from dtensor import DTensor, PerRank, Replicate, Shard
 from dtensor.debug import CommDebugMode
 from dtensor.errors import MeshError, MixedTensorError, PlacementError
-from dtensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput, RowwiseParallel, SequenceParallel, loss_parallel, parallelize_module
+from dtensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "examples"))
 from gpt_model import GPT, Config, loss_of

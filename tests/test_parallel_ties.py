@@ -13,7 +13,15 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor import DTensor, Replicate
 from dtensor.errors import DTensorError, UnitError
-from dtensor.parallel import ColwiseParallel, RowwiseParallel, ZeroRedundancyOptimizer, fully_shard, materialize, parallelize_module, replicate
+from dtensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    ZeroRedundancyOptimizer,
+    fully_shard,
+    materialize,
+    parallelize_module,
+    replicate,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 TOKENS = [torch.tensor([[1, 2]]), torch.tensor([[4, 0]])]

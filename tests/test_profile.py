@@ -11,14 +11,13 @@ import pytest
 import torch
 from gloo import run_gloo
 
-from dtensor.redistribute import calibrate
 from dtensor.__main__ import main
 from dtensor.cost import profile as profiles
 from dtensor.cost.profile import BUILT_IN, COLLECTIVES, Link, Profile, Rate, profile_path, read_profile
 from dtensor.layout.layout import Layout
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard
-from dtensor.redistribute import plan
+from dtensor.redistribute import calibrate, plan
 
 SLOW_START = Profile({"gloo": Link.uniform(latency=1.0, per_peer=0.0, bandwidth=1e12, memory=1e12)})
 SLOW_WIRE = Profile({"gloo": Link.uniform(latency=1e-9, per_peer=0.0, bandwidth=1.0, memory=1e12)})

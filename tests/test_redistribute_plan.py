@@ -17,8 +17,8 @@ from dtensor.layout.layout import Layout, Split
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Replicate, Shard
 from dtensor.redistribute import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, estimate, plan
-from dtensor.redistribute.routes import Box, routes, sent
 from dtensor.redistribute.partials import commute, may_enter, may_pad
+from dtensor.redistribute.routes import Box, routes, sent
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 NAMES = ("dp", "tp", "pp")

@@ -14,11 +14,11 @@ from torch import Tensor
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate
-from dtensor.comm import per_rank
 from dtensor.base.nested import replace, tensors
+from dtensor.comm import per_rank
 from dtensor.rules import rules
-from dtensor.testing.placements import mesh_of
 from dtensor.testing.differences import close
+from dtensor.testing.placements import mesh_of
 from dtensor.testing.samples import samples_of
 from dtensor.testing.variants import Variant, variants
 

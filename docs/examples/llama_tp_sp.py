@@ -13,7 +13,14 @@ from one_device import compare, mean, model, text, train
 
 import dtensor as dt
 from dtensor import Replicate, Shard
-from dtensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+from dtensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 PLAN: dict[str, ParallelStyle] = {
     "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),

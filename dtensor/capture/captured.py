@@ -14,14 +14,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ..errors import ArgumentError, CaptureError
 from ..base.recording import current
+from ..errors import ArgumentError, CaptureError
 from .confirm import confirmed
-from .survey import Environment
 from .program import Program, Sources, sources_of
 from .record import Recording
 from .replay import replayed
 from .signature import Signature, modes, sign
+from .survey import Environment
 
 P = ParamSpec("P")
 T = TypeVar("T")

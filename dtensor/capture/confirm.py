@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..errors import CaptureError
 from ..base.nested import leaves
+from ..errors import CaptureError
 from .program import Program
 from .results import Constant
 

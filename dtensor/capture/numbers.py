@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..errors import CaptureError
 from ..base.nested import leaves
+from ..errors import CaptureError
 from .graph import Step, Var
 
 Label = str | int  # of an argument: its keyword, or its place among the floats

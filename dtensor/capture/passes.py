@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import torch
 
 from ..comm import Communicator, Pending
-from .optimize import renamed
 from .graph import Step, Tape, Var
+from .optimize import renamed
 
 Fact: TypeAlias = tuple[Any, ...]  # offset, shape, stride, dtype, lazily conjugated, lazily negated
 _ALL_REDUCE: Any = getattr(Communicator.all_reduce, "__wrapped__")  # noqa: B009  what a recorder keeps of a site

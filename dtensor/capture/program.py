@@ -11,17 +11,17 @@ from torch.autograd.graph import increment_version
 
 from ..comm import PerRank
 from ..dispatch.dispatcher import wrap_local
-from ..layout.layout import Layout
 from ..dispatch.local_op import below_autograd
+from ..layout.layout import Layout
 from ..tensor.dtensor import DTensor
-from .survey import Environment
-from .leaf_gradients import Guarded
-from .optimize import optimized, without_unused
-from .results import ENV, Base, Constant, Given, Joined, LocalOf, Made, Result, View, follow
-from .passes import with_bound_collectives, without_copies
-from .signature import Metadata
 from .codegen import Source
 from .graph import Step, Tape, Var
+from .leaf_gradients import Guarded
+from .optimize import optimized, without_unused
+from .passes import with_bound_collectives, without_copies
+from .results import ENV, Base, Constant, Given, Joined, LocalOf, Made, Result, View, follow
+from .signature import Metadata
+from .survey import Environment
 
 # By kind of Given: arguments, tensors of the survey, their gradients; then floats by their place in the survey's key
 Sources = tuple[Sequence[Any], Sequence[Any], Any, Any]

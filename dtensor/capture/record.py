@@ -13,7 +13,7 @@ from ..comm import PerRank
 from ..dispatch.dispatcher import wrap_local
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
-from .survey import Environment
+from .graph import Step, Var
 from .leaf_gradients import Leaves, leaves_of, without_hooks
 from .numbers import Number, plain
 from .program import Backward, Form, Program, joined, locals_of, sources_of
@@ -21,7 +21,7 @@ from .recorder import Recorder
 from .replay import kind_of, refuse_graph
 from .results import ARG, ENV, GRAD, Given, Sorter
 from .signature import Metadata, Signature
-from .graph import Step, Var
+from .survey import Environment
 
 
 class Recording:

@@ -17,15 +17,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..base.recording import ACTIVE
 from ..comm import Pending, PerRank
-from ..errors import CaptureError
 from ..dispatch.local_op import local_function
 from ..dispatch.origin import references_of_dispatch
-from ..base.recording import ACTIVE
+from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
+from .graph import Ranks, Step, Var
 from .numbers import Numbers
 from .reads import Refusing, refuse
-from .graph import Ranks, Step, Var
 
 aten = torch.ops.aten
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..errors import CaptureError
 from ..dispatch.local_op import below_autograd, recorded
+from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
 from .program import Backward, Compiled, Program, Sources, as_recorded, joined, locals_of
 from .signature import described

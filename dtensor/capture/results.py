@@ -11,12 +11,12 @@ import torch
 from ..comm import PerRank
 from ..errors import CaptureError
 from ..layout.layout import Layout
-from ..tensor.views.remote_view import RemoteView
 from ..tensor.dtensor import DTensor
+from ..tensor.views.remote_view import RemoteView
 from .belonging import VALUES
+from .graph import Var
 from .numbers import Number, plain
 from .recorder import Recorder
-from .graph import Var
 
 ARG, ENV, GRAD = range(3)
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from ..base.modes import MODES
 from ..comm import PerRank
 from ..errors import CaptureError
-from ..base.modes import MODES
 from ..random.draw import DRAWING
 from ..tensor.dtensor import DTensor
 from .belonging import VALUES, ById, value_of

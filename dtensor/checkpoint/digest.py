@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..comm.backends import flat_bytes
 from ..base.caches import remembered
+from ..comm.backends import flat_bytes
 
 Words = NDArray[np.uint64]
 MASK = (1 << 64) - 1

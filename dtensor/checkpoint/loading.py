@@ -11,18 +11,19 @@ import torch
 
 from ..errors import CheckpointError
 from ..layout.memory_order import contiguous_stride
-from . import safetensors as hugging_face, dcp_metadata as metadata
-from .coordinator import Ranks
+from ..tensor.blocks import Held, held_here
+from . import dcp_metadata as metadata
+from . import safetensors as hugging_face
 from .block_io import Files
+from .coordinator import Ranks
 from .digest import MASK, digest
 from .files import present
-from ..tensor.blocks import Held, held_here
 from .manifest import NAME, Block, Entry, Manifest, check_files, read_manifest
 from .match import Matched, match_trees, put_back
 from .memory import check_shared, finish
 from .saving import finish_pending
-from .targets import Target
 from .stateful import expand
+from .targets import Target
 from .tree import decode
 
 Sums = dict[tuple[str, int], int]  # (tensor, number of the stored block) -> what this rank adds to its digest

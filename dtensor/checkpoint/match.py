@@ -12,8 +12,8 @@ import torch
 from ..errors import CheckpointError
 from ..layout.layout import Layout
 from .manifest import Manifest
-from .targets import Target
 from .stateful import Expanded, Install, check_groups
+from .targets import Target
 from .tree import Path, decode, name_of
 
 _MOST = 6  # keys that an error lists

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .coordinator import Ranks
+from ..tensor.blocks import Held, held_here, piece_of
 from .block_io import write_box
+from .coordinator import Ranks
 from .digest import MASK, digest
 from .files import check_name, present, read_regular, replace_file, strict_json, sync_folder
 from .header import NAME_OF, Place, header_of, read_header
-from ..tensor.blocks import Held, held_here, piece_of
 from .manifest import Entry, Manifest, check_entries
 from .saving import fingerprint_of, finish_pending, locked, reduced, same_state, with_values
 from .stateful import expand

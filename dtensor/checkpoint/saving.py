@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..tensor.blocks import held_here, piece_of
 from ..tensor.dtensor import DTensor
-from .coordinator import Ranks
 from .block_io import Stream, append
+from .coordinator import Ranks
 from .digest import digest
 from .files import present, read_regular, replace_file, sha256, sync_folder
-from ..tensor.blocks import held_here, piece_of
 from .manifest import NAME, Block, Entry, Manifest
 from .stateful import expand
 from .tree import encode, named_tensors, tensors_in

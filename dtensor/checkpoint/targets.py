@@ -11,8 +11,8 @@ import torch
 from ..comm import PerRank
 from ..layout.layout import Layout
 from ..redistribute import redistribute_local
-from ..tensor.dtensor import DTensor, wrap
 from ..tensor.blocks import members_here
+from ..tensor.dtensor import DTensor, wrap
 
 
 @dataclass(eq=False, slots=True)

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from ..mesh.device_mesh import DeviceMesh, as_mesh
+from ..ranks.per_rank import PerRank, per_rank
+from ..ranks.rank_values import RankNumber, RankValues
 from . import events
+from .communicator import Communicator, Local, Pending
 from .dry_run import DryRun
 from .events import Event
-from .in_process import InProcess
-from ..ranks.per_rank import PerRank, per_rank
-from .process_group import ProcessGroups
-from .communicator import Communicator, Local, Pending
-from ..ranks.rank_values import RankNumber, RankValues
 from .fold import fold
+from .in_process import InProcess
+from .process_group import ProcessGroups
 
 __all__ = [
     "Communicator",

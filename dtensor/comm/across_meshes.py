@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..mesh.device_mesh import DeviceMesh
 from ..base.recording import site
-from . import events
+from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import Group, backend_of, group_of
 from ..ranks.per_rank import PerRank
+from . import events
 from .communicator import BoundCollective, Local, Pending
 from .regions import Route, region
 from .transfer import bind_direct, bind_transfer

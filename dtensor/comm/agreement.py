@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from . import communicator_of
 from ..errors import LayoutError
 from ..mesh.device_mesh import DeviceMesh
+from . import communicator_of
 
 T = TypeVar("T")
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]  # as torch names it
 
 from ..errors import LayoutError
-from .events import issuing
 from ..mesh.groups import Group
 from .communicator import Pending, Shape
+from .events import issuing
 from .fold import Op, dense
 
 T = TypeVar("T")

@@ -13,9 +13,9 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 
+from ..base.recording import ACTIVE, current, exchange, site
 from ..errors import LayoutError, MeshError
 from ..mesh.device_mesh import DeviceMesh
-from ..base.recording import ACTIVE, current, exchange, site
 from . import events
 from .fold import Op, check_reduction, dense, fold
 from .regions import Box, Route

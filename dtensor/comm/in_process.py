@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..mesh.current_rank import RUNNING, running_as
 from ..errors import LayoutError, MeshError
+from ..mesh.current_rank import RUNNING, running_as
 from ..mesh.device_mesh import DeviceMesh
 from ..ranks.joint_function import watch_functions
 from ..ranks.per_rank import PerRank, count_ranks, merge, parts
-from .communicator import Communicator, Local, Pending, Shape
 from ..ranks.rank_values import RankValues
+from .communicator import Communicator, Local, Pending, Shape
 from .fold import Op, dense, fold
 from .regions import Box, Route, region
 

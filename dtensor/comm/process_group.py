@@ -14,10 +14,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..mesh.device_mesh import DeviceMesh
+from ..mesh.groups import Group, group_of
 from ..placement import Monoid
 from . import events
-from .backends import all_gather_object, all_gather_single, all_reduction, broadcast, directly, exchange, exchange_directly, flat_bytes, from_bytes, native_reduction, reduce_scatter_single, started, traits_of
-from ..mesh.groups import Group, group_of
+from .backends import (
+    all_gather_object,
+    all_gather_single,
+    all_reduction,
+    broadcast,
+    directly,
+    exchange,
+    exchange_directly,
+    flat_bytes,
+    from_bytes,
+    native_reduction,
+    reduce_scatter_single,
+    started,
+    traits_of,
+)
 from .communicator import Communicator, Pending, Shape
 from .fold import Op, check_reduction, dense, fold
 from .regions import Box, Route

@@ -20,9 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..placement import Monoid
-from .backends import all_gather_rows, all_to_all_rows, as_row, native_reduction, post, reduce_scatter_single, row_major, started, traits_of
 from ..mesh.groups import Group
+from ..placement import Monoid
+from .backends import (
+    all_gather_rows,
+    all_to_all_rows,
+    as_row,
+    native_reduction,
+    post,
+    reduce_scatter_single,
+    row_major,
+    started,
+    traits_of,
+)
 from .communicator import Pending
 from .fold import Op, fold, fold_stack
 from .regions import Box, Packing, Route, region, run_of

@@ -10,11 +10,11 @@ from typing import Literal
 
 import numpy as np
 
-from ..mesh.groups import backend_of
-from .profile import Link, profile_of
-from ..mesh.device_mesh import DeviceMesh
 from ..base.caches import remembered
-from ..redistribute.intervals import group_size, groups
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.groups import backend_of
+from ..mesh.positions import groups
+from .profile import Link, profile_of
 
 Collective = Literal["exchange", "all_gather", "reduce_scatter", "all_reduce"]
 
@@ -40,7 +40,7 @@ def link_of(mesh: DeviceMesh, mesh_dims: tuple[int, ...] = ()) -> Link:
 def collective_seconds(mesh: DeviceMesh, mesh_dims: tuple[int, ...], kind: Collective, nbytes: int) -> float:
     """Time of a collective over ``mesh_dims`` of which the busiest rank moves ``nbytes`` one way."""
     rate = getattr(link_of(mesh, mesh_dims), kind)
-    return float(rate.seconds(group_size(mesh, mesh_dims), nbytes))
+    return float(rate.seconds(mesh.size_of(mesh_dims), nbytes))
 
 
 def local_seconds(mesh: DeviceMesh, nbytes: int) -> float:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.scoped import Block
 from ..comm import events
 from ..comm.events import Event
-from ..base.scoped import Block
 from . import functional
 from .module_log import ModuleLog
 

@@ -10,11 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..dispatch.report import describe
 from ..dispatch.dispatcher import plan_for
+from ..dispatch.report import describe
 from ..layout.layout import Layout
-from ..propagation.schema import operator_of
 from ..propagation.propagate import Plan
+from ..propagation.schema import operator_of
 from ..tensor.dtensor import DTensor
 
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
+from ..base.nested import tensors
 from ..comm import events
 from ..comm.events import Event
-from ..base.nested import tensors
 
 
 class Kind(NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .dispatcher import PLANS, plans_of_operators
-from ..layout.layout import interned
 from ..base.caches import fullness
+from ..layout.layout import interned
+from .dispatcher import PLANS, plans_of_operators
 
 
 class CacheInfo(NamedTuple):

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from ..base.modes import EXPLICIT
 from ..comm import communicator_of
+from ..layout.layout import Layout
+from ..layout.memory_order import memory_order
+from ..propagation.propagate import Plan
+from ..propagation.schema import Operator
+from ..redistribute import execute as run_move
+from ..rules.call import kind_of
 from .conjugation import carried_out, is_complex
 from .execute import Wrap, execute, kernel_of, local_view
 from .laid_out import as_laid_out
-from ..layout.layout import Layout
 from .list_numbers import with_numbers_once
 from .local_op import local_function
-from ..layout.memory_order import memory_order
-from ..base.modes import EXPLICIT
-from ..propagation.schema import Operator
-from ..propagation.propagate import Plan
-from ..redistribute import execute as run_move
-from ..rules.call import kind_of
 
 Args = tuple[Any, ...]
 Runner = Callable[[Args, dict[str, Any], list[Any], dict[str, Any]], Any]  # user's args, kwargs, then local ones

@@ -15,20 +15,20 @@ from typing import Any
 import torch
 from torch._library.simple_registry import find_torch_dispatch_rule
 
-from ..propagation.choose import Chooser, choose
-from .compiled import Runner, by_kinds, compile_plan, floats_by_default, runner_of, under_default_dtype
+from ..base.caches import Shared, watched
+from ..base.modes import IMPLICIT_REPLICATION, MODES
 from ..errors import MeshError, MixedTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
-from .local_op import local_function
 from ..mesh.device_mesh import DeviceMesh
-from ..base.modes import IMPLICIT_REPLICATION, MODES
+from ..propagation.choose import Chooser, choose
+from ..propagation.propagate import Plan, Slot, propagate
 from ..propagation.schema import Operator, operator_of
+from ..rules.registry import foreach_base, lookup
+from .compiled import Runner, by_kinds, compile_plan, floats_by_default, runner_of, under_default_dtype
+from .local_op import local_function
+from .mixed_meshes import across_places, meshes_of
 from .origin import Origin, agree, origin_of
 from .plain_operands import plainly_written, through_copies
-from ..propagation.propagate import Plan, Slot, propagate
-from ..base.caches import Shared, watched
-from ..rules.registry import foreach_base, lookup
-from .mixed_meshes import across_places, meshes_of
 
 PLANS: Shared[tuple[Any, ...], Layout | Runner] = Shared(each=1024, together=8192)  # per operator, of all operators
 watched("plans", PLANS.fullness)

@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-from .report import announce, describe
-from ..propagation.choose import Chosen
+from ..base.modes import MODES
 from ..comm import PerRank, communicator_of
 from ..errors import ImplicitCommunicationError, UnsupportedOperationError
 from ..layout.layout import Layout
-from ..base.modes import MODES
-from ..propagation.schema import Operator
+from ..propagation.choose import Chosen
 from ..propagation.propagate import Plan, Slot
+from ..propagation.schema import Operator
+from ..random.draw import default_generator, set_state, state_of, synchronize
 from ..redistribute import execute as run_move
 from ..redistribute import execute_many as run_moves
 from ..redistribute import plan as plan_move
 from ..rules.kernels import KernelContext
-from ..random.draw import default_generator, set_state, state_of, synchronize
 from ..rules.rule import LocalView
+from .report import announce, describe
 
 Wrap = Callable[[Any, Layout], Any]
 

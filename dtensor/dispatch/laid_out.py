@@ -15,8 +15,8 @@ import torch
 from ..comm import PerRank
 from ..layout.layout import Layout
 from ..layout.memory_order import Stride
-from ..propagation.schema import Operator
 from ..propagation.propagate import Plan
+from ..propagation.schema import Operator
 
 Runner = Callable[..., Any]
 

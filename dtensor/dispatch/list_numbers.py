@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..propagation.schema import Operator
-from ..propagation.propagate import Plan
 from ..base.recording import ACTIVE
+from ..propagation.propagate import Plan
+from ..propagation.schema import Operator
 
 _ARITHMETIC = frozenset(
     f"aten::_foreach_{name}.{form}"

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedOperationError
 from ..base.caches import remembered
+from ..errors import UnsupportedOperationError
 
 # Their Python signatures differ from the schema (argument order, packed lists, defaults), or they mean something else.
 _DIFFERENT = frozenset(

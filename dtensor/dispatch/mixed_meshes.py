@@ -22,16 +22,16 @@ from typing import Any
 
 import torch
 
+from ..base.caches import remembered
+from ..base.modes import MODES
+from ..base.recording import aside
 from ..comm import PerRank, communicator_of
 from ..errors import ImplicitCommunicationError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..base.modes import MODES
 from ..propagation.schema import Operator
-from ..base.recording import aside
 from ..redistribute import execute as run_move
 from ..redistribute import plan as plan_move
-from ..base.caches import remembered
 
 Runner = Callable[..., Any]
 Wrap = Callable[[Any, Layout], Any]

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
+from ..base.caches import remembered
+from ..base.modes import MODES
+from ..base.recording import aside
 from ..comm import communicator_of
 from ..comm.backends import flat_bytes
 from ..errors import ImplicitCommunicationError, MixedTensorError
 from ..mesh.device_mesh import DeviceMesh
-from ..base.modes import MODES
-from ..base.recording import aside
-from ..base.caches import remembered
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parents[1])

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
+from ..base.modes import MODES
 from ..comm import PerRank, communicator_of
-from .compiled import Runner
 from ..errors import LayoutError
-from .execute import Wrap
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..base.modes import MODES
 from ..propagation.schema import Operator
+from .compiled import Runner
+from .execute import Wrap
 
 
 def plainly_written(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensor_type: type[Any]) -> tuple[str, ...]:

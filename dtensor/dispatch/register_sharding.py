@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from .dispatcher import clear_plans
 from ..errors import PlacementError, RuleError
 from ..layout.layout import Layout
-from ..propagation.schema import arguments_given, operator_of, overload_of
 from ..placement import Partial, Placement, Replicate, Shard, normalize
+from ..propagation.schema import arguments_given, operator_of, overload_of
 from ..rules.call import Call
 from ..rules.registry import register, unregister
 from ..rules.rule import Along, Factors, Row, Rule, Spec
+from .dispatcher import clear_plans
 
 Placed = Placement | None | Sequence[Placement | None]  # of one argument or result: a tensor, no tensor, a list of tensors
 Sharding = tuple[Placed | Sequence[Placed], Placed | Sequence[Placed]]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import PerRank
-from ..tensor.distribute import distribute_tensor
 from ..mesh.device_mesh import DeviceMesh
+from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor, wrap
 from .when_imported import when_imported
 

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..base.caches import remembered, watched
 from ..base.validation import element_type, sizes_of
 from ..errors import LayoutError, PlacementError
-from .memory_order import Stride, contiguous_stride, stride_like
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Monoid, Partial, Placement, Replicate, Shard, normalize
-from ..base.caches import remembered, watched
+from .memory_order import Stride, contiguous_stride, stride_like
 
 
 class Split(NamedTuple):

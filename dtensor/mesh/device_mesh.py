@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
-from .current_rank import current_coordinate, current_member, current_rank
-from ..errors import MeshDimError, MeshError
 from ..base.scoped import Scoped
+from ..errors import MeshDimError, MeshError
+from .current_rank import current_coordinate, current_member, current_rank
 from .root import Kind, Root, device_type_of, distributed, ensure_world, make_root, mesh_dim_of, mesh_shape_of
 
 

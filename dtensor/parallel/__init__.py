@@ -1,19 +1,19 @@
 """Whole models: tensor, sequence and data parallelism, built on DTensors and their redistribution."""
 
 from ..interop.dynamo import leave_untraced as _leave_untraced
+from ..tensor.materialize import materialize
 from .data.auto_wrap import units_by_size
-from .tensor.boundary import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from .data.custom_collectives import AllGather, Comm, ReduceScatter
 from .data.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .data.fully_shard import fully_shard, register_fsdp_forward_method
-from .tensor.loss import loss_parallel
-from ..tensor.materialize import materialize
-from .tensor.parallelize import parallelize_module
 from .data.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .data.replicate import ReplicatedModule, replicate
-from .tensor.style import ParallelStyle
-from .tensor.matrix import ColwiseParallel, RowwiseParallel, SequenceParallel
-from .data.custom_collectives import AllGather, Comm, ReduceScatter
 from .data.zero import ZeroRedundancyOptimizer
+from .tensor.boundary import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from .tensor.loss import loss_parallel
+from .tensor.matrix import ColwiseParallel, RowwiseParallel, SequenceParallel
+from .tensor.parallelize import parallelize_module
+from .tensor.style import ParallelStyle
 
 __all__ = [
     "AllGather",

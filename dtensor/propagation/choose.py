@@ -10,11 +10,11 @@ from typing import Any
 from ..layout.layout import Layout, Split, chunk_sizes
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial
-from .row_costs import Table, free_rows, idle, ranked, table_of
 from ..rules.call import Call, Kind, Meta
 from ..rules.compound import NotBlocks, composed, cut_in
 from ..rules.rule import Choice, Dims, Factors, Row, Rule, Spec, stands
 from ..rules.windows import covering, windowed
+from .row_costs import Table, free_rows, idle, ranked, table_of
 
 _TRIES = 256
 

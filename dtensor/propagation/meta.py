@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
 
+from ..base.caches import watched
 from ..layout.layout import Layout
 from ..layout.memory_order import dense_in, memory_order
-from .schema import Operator
-from ..base.caches import watched
 from ..rules.call import Call, Meta
 from ..rules.rule import Rule, Shapes
 from .meta_strides import as_computed
+from .schema import Operator
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 # Strides or auxiliary shapes follow the library that computes: LAPACK, MKL or cuSOLVER, cuFFT, oneDNN or cuDNN.

@@ -12,18 +12,18 @@ from typing import Any, Literal
 
 import torch
 
-from .choose import Chooser, Chosen, choose
 from ..errors import LayoutError
-from .meta import NotInferable, results_of
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from .schema import Operator
 from ..redistribute import Plan as Move
 from ..redistribute import plan as plan_move
-from .meta_checks import refuse
 from ..rules.call import Call, Meta
 from ..rules.registry import foreach_base, lookup
 from ..rules.rule import Rule
+from .choose import Chooser, Chosen, choose
+from .meta import NotInferable, results_of
+from .meta_checks import refuse
+from .schema import Operator
 
 Slot = tuple[str, int | None]  # an argument, and the position inside it if it is a list
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from ..base.caches import watched
+from ..cost.link import link_of
 from ..layout.layout import Layout
 from ..placement import Monoid, Partial, Placement, Replicate, Shard
-from ..cost.link import link_of
-from ..base.caches import watched
 from ..rules.call import Call, Kind
 from ..rules.rule import ANY_PARTIAL, Along, Dims, Factors, Partials, R, Row, Spec, candidates, stands
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from ..base.recording import aside, site
+from ..base.scoped import Scoped
 from ..comm import communicator_of
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..base.recording import aside, site
-from ..base.scoped import Scoped
 from .distributions import Arguments, Sampler, sample
 
 MODES = ("exact", "counter")

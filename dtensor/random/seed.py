@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
+from ..base.scoped import entering
 from ..comm import communicator_of
 from ..errors import MeshError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from .distributions import SAMPLERS
 from .draw import DRAWING, MODES, block_of, draw, draw_counted, synchronize
-from ..base.scoped import entering
 
 __all__ = ["DRAWING", "SAMPLERS", "block_of", "draw", "draw_counted", "manual_seed", "random_mode", "synchronize"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import LayoutError, MeshError, MixedTensorError
 from ..base.nested import leaves
+from ..errors import LayoutError, MeshError, MixedTensorError
 
 
 class RankValues(tuple[Any, ...]):

@@ -1,8 +1,8 @@
 """Redistribution: a plan of local steps and collectives between two layouts (pure), and its execution."""
 
 from .across_meshes import Transit, move_between, plan_between
-from .executor import execute, redistribute_local
 from .batch import execute_many
+from .executor import execute, redistribute_local
 from .planner import estimate, plan
 from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, Step
 

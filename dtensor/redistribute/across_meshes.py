@@ -15,16 +15,17 @@ from typing import Any
 
 import numpy as np
 
+from ..base.caches import remembered
 from ..comm import Pending
 from ..comm.across_meshes import bind_between
 from ..comm.regions import Box, Route
+from ..cost.link import link_of, local_seconds
 from ..errors import MeshError
 from ..layout.layout import Layout
+from ..mesh.positions import Table
 from ..placement import Monoid, Partial, Placement, Replicate, Shard
-from ..base.caches import remembered
-from .intervals import Table, blocks
-from ..cost.link import link_of, local_seconds
 from .executor import Local, execute
+from .intervals import blocks
 from .planner import plan
 from .step import Plan, described, place, seconds_of
 

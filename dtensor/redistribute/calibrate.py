@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from ..mesh.groups import backend_of
 from ..cost.profile import COLLECTIVES, Link, Profile, Rate, profile_path
 from ..errors import MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
+from ..mesh.groups import backend_of
 from ..placement import Partial, Placement, Replicate, Shard
 from . import execute, plan
 

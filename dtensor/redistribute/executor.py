@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..base.caches import remembered
 from ..comm import Communicator, Pending, communicator_of
 from ..comm.fold import divided
 from ..comm.regions import Box, Route, region
 from ..layout.layout import Layout
 from ..layout.memory_order import outermost_first
 from ..placement import Monoid
-from ..base.caches import remembered
-from .routes import gather_traffic, gathered, routes, traffic
-from .planner import plan as plan_of
 from .partials import KEEPING, identity
+from .planner import plan as plan_of
+from .routes import gather_traffic, gathered, routes, traffic
 from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, Step
 
 Local = Any  # a torch.Tensor, or a PerRank of them (docs/design.md)

@@ -5,18 +5,17 @@ Everything is interval arithmetic per tensor dim; no element is ever enumerated.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from ..base.caches import remembered
 from ..layout.layout import Layout, Split, chunk_sizes
 from ..mesh.device_mesh import DeviceMesh
-from ..base.caches import remembered
+from ..mesh.positions import Table, leaves
 
-Table = np.ndarray[Any, np.dtype[np.int64]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
@@ -33,33 +32,6 @@ def blocks(layout: Layout) -> tuple[Table, Table]:
             offsets[:, dim] = np.asarray(split.offsets, dtype=np.int64)[leaf]
             sizes[:, dim] = np.asarray(split.sizes, dtype=np.int64)[leaf]
     return offsets, sizes
-
-
-@remembered(1024)
-def leaves(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Table:
-    """Every member's position among the blocks that ``mesh_dims`` cut, first one major."""
-    coordinates = _coordinates(mesh)
-    index = np.zeros(len(coordinates), dtype=np.int64)
-    for mesh_dim in mesh_dims:
-        index = index * mesh.shape[mesh_dim] + coordinates[:, mesh_dim]
-    return index
-
-
-@remembered(64)
-def _coordinates(mesh: DeviceMesh) -> Table:
-    return np.asarray(mesh.coordinates, dtype=np.int64).reshape(len(mesh.members), mesh.ndim)
-
-
-@remembered(256)
-def groups(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Table:
-    """The members of each communication group over ``mesh_dims``, shape (groups, group size), in group order."""
-    firsts = np.flatnonzero(leaves(mesh, mesh_dims) == 0)
-    return np.asarray([mesh.members_of(mesh_dims, int(member)) for member in firsts], dtype=np.int64)
-
-
-def group_size(mesh: DeviceMesh, mesh_dims: Iterable[int]) -> int:
-    """Members that vary over ``mesh_dims``."""
-    return math.prod(mesh.shape[mesh_dim] for mesh_dim in mesh_dims)
 
 
 def volumes(layout: Layout) -> Table:
@@ -90,7 +62,7 @@ def prefix_sizes(mesh: DeviceMesh, split: Split, count: int) -> tuple[int, ...]:
     >>> prefix_sizes(DeviceMesh("cpu", [[0, 1], [2, 3]]), Split((0, 1), (2, 1, 1, 0)), 1)
     (3, 1)
     """
-    inner = group_size(mesh, split.mesh_dims[count:])
+    inner = mesh.size_of(split.mesh_dims[count:])
     return tuple(sum(split.sizes[k : k + inner]) for k in range(0, len(split.sizes), inner))
 
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from ..base.caches import watched
 from ..errors import LayoutError
 from ..layout.layout import Layout, Split
 from ..placement import Monoid
-from ..base.caches import watched
 from .intervals import common_prefix, depth, nested, prefix_sizes
 from .partials import Changes, Reduction, changes, may_pad
 from .step import Plan, Step

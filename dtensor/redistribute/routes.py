@@ -10,11 +10,12 @@ import math
 
 import numpy as np
 
+from ..base.caches import remembered
 from ..comm.regions import Box, Route
 from ..comm.transfer import Traffic
 from ..layout.layout import Layout
-from ..base.caches import remembered
-from .intervals import Mask, Table, blocks, groups, leaves
+from ..mesh.positions import Table, groups, leaves
+from .intervals import Mask, blocks
 
 
 @remembered(4096)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from ..base.caches import remembered
+from ..cost.link import Collective, collective_seconds, local_seconds
 from ..layout.layout import Layout
 from ..placement import Monoid
-from ..base.caches import remembered
-from .intervals import common_prefix, depth, group_size, missing
-from ..cost.link import Collective, collective_seconds, local_seconds
-from .routes import sent
+from .intervals import common_prefix, depth, missing
 from .partials import Reduction
+from .routes import sent
 from .step import AllGather, AllReduce, Exchange, ReduceScatter, Slice, Spread, Step
 
 EXACT_PAIRS = 1 << 12  # above this many pairs of ranks, sending is taken to be as balanced as receiving
@@ -20,7 +20,7 @@ def reduce_step(before: Layout, after: Layout, reduction: Reduction) -> Step:
     mesh, dims = before.mesh, reduction.mesh_dims
     if before.numel == 0:
         return Slice(before, after, (), 0, 0.0)
-    size, divisor = group_size(mesh, dims), group_size(mesh, reduction.averaged)
+    size, divisor = mesh.size_of(dims), mesh.size_of(reduction.averaged)
     if before.splits == after.splits:
         nbytes = -(-2 * (size - 1) * before.max_local_nbytes // size)  # a reduce-scatter and an all-gather, evenly cut
         seconds = collective_seconds(mesh, dims, "all_reduce", nbytes)
@@ -51,10 +51,10 @@ def move_step(before: Layout, after: Layout) -> Step:
         return Slice(before, after, (), 0, 0.0)
     dims = _changed(before, after)
     if gathers:
-        most = max(received, (group_size(before.mesh, dims) - 1) * before.max_local_nbytes)  # uneven: the largest is sent to all
+        most = max(received, (before.mesh.size_of(dims) - 1) * before.max_local_nbytes)  # uneven: the largest is sent to all
         return AllGather(before, after, dims, received, _move_seconds(after, dims, "all_gather", most))
     wider = _with_replicas(before, after, dims)
-    if wider == dims or len(before.mesh.members) * group_size(before.mesh, wider) > EXACT_PAIRS:
+    if wider == dims or len(before.mesh.members) * before.mesh.size_of(wider) > EXACT_PAIRS:
         return Exchange(before, after, dims, received, _move_seconds(after, dims, "exchange", received))
     busiest = [max(received, sent(before, after, group) * itemsize) for group in (dims, wider)]
     choices = [(_move_seconds(after, group, "exchange", most), group) for group, most in zip((dims, wider), busiest, strict=True)]

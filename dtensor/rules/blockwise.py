@@ -13,9 +13,9 @@ from functools import wraps
 from typing import Any
 
 from ..ranks.per_rank import count_ranks, over_ranks
-from .notation import Pattern, Term, parse
 from .call import Call, Meta
 from .kernels import KernelContext
+from .notation import Pattern, Term, parse
 from .registry import register
 from .rule import Dims, Factors, Kernel, Rule
 from .verbs import bind

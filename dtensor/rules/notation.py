@@ -14,8 +14,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..errors import RuleError
 from ..base.caches import remembered
+from ..errors import RuleError
 
 Dim = tuple[str, ...]  # the factors of one tensor dim, major first; () is a dim of size one
 ELLIPSIS: Dim = ("...",)

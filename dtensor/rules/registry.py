@@ -1,6 +1,7 @@
 """Where rules are found: by operator name, for all its overloads, in-place, ``out=`` and ``_foreach_`` variants.
 
-The library's own are read at the first question, not at import: half of the package is declarations.
+Modules of declarations, the library's own among them, are named here and read at the first question, not at import: half of the
+package is declarations.
 """
 
 from __future__ import annotations
@@ -9,22 +10,27 @@ from importlib import import_module
 from threading import RLock
 from typing import Any
 
-from ..errors import RuleError
 from ..base.caches import remembered
+from ..errors import RuleError
 from .rule import Rule
 
 _RULES: dict[str, Rule] = {}
 _reading = RLock()
-_read = False
+_unread: list[str] = []  # modules that declare rules
+
+
+def read_from(module: str) -> None:
+    """Say which module declares rules when it is imported."""
+    _unread.append(module)
 
 
 def _all() -> dict[str, Rule]:
-    """The rules, the library's own among them."""
-    global _read
-    if not _read:
+    """The rules, those of modules that were not read yet among them."""
+    if _unread:
         with _reading:  # who comes meanwhile waits: half of the rules would be another plan
-            import_module(".families", __package__)
-            _read = True
+            for module in tuple(_unread):
+                import_module(module)
+                _unread.remove(module)
     return _RULES
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ..base.caches import remembered
 from ..errors import RuleError
 from ..layout.layout import Layout, Split
 from ..placement import REDUCE_OPS, Monoid, Partial, Replicate
-from ..base.caches import remembered
 from .call import Call, Meta
 
 Dims = tuple[tuple[str, ...], ...]  # per tensor dim its factors, major first; () cannot be sharded

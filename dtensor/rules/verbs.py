@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import RuleError
-from .notation import ELLIPSIS, Pattern, Term, parse
 from ..placement import Monoid
 from .call import Call, Meta
+from .notation import ELLIPSIS, Pattern, Term, parse
 from .registry import register
 from .rule import ANY_PARTIAL, Dims, Factors, Kernel, Partials, Rule, Shapes
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from ..comm import PerRank, communicator_of
-from ..errors import UnsupportedOperationError
+from ..errors import PlacementError, UnsupportedOperationError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Shard
-from .rank_device import device_type_of, members_of
-from .blocks import Cell
-from .composite import Spec
 from ..tensor.dtensor import DTensor, wrap
+from .blocks import Cell
+from .composite import Spec, as_spec, spec_of
+from .rank_device import device_type_of, members_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,3 +219,33 @@ def _dealt(spec: Spec, shape: Sequence[int]) -> dict[int, list[Cell]]:
 
 def _slices(cell: Cell) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(cell.offset, cell.shape, strict=True))
+
+
+def reshard(x: Any, sharding_spec: Any) -> Any:
+    """See ``DTensor.reshard``."""
+    spec = one_spec(sharding_spec)
+    value: Any = x.to_dtensor() if isinstance(x, ScatteredTensor) else x
+    layout = spec.layout(value.shape, value.dtype)
+    if layout is None:
+        return ScatteredTensor.of(value.redistribute(whole_mesh(spec)), spec)
+    return noted(value.redistribute(layout.mesh, layout.placements), spec)
+
+
+def sharding_metadata(x: DTensor) -> ShardedTensorMetadata:
+    """See ``DTensor.sharding_metadata``."""
+    spec = getattr(x, "_sharding_spec", None)
+    return metadata_of(spec_of(x._layout) if spec is None else spec, x.shape, x.dtype)
+
+
+def one_spec(said: Any) -> Spec:
+    """The spec of one tensor that a user said in any spelling."""
+    spec = spec_of(said) if isinstance(said, Layout) else as_spec(said)
+    if not isinstance(spec, Spec):
+        raise PlacementError(f"{spec!r} is for modules, one tensor takes single_split, mesh or a place; see dtensor.shard_model")
+    return spec
+
+
+def noted(x: DTensor, spec: Spec) -> DTensor:
+    """``x``, which remembers its spec: the names of devices, and blocks that lie side by side in one piece."""
+    x._sharding_spec = spec  # type: ignore[attr-defined]  # in the instance's dictionary; what is made from x does not have it
+    return x

@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 from ..comm import PerRank
-from ..tensor.distribute import distribute_tensor
 from ..errors import MeshError, PlacementError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..parallel import ParallelStyle, parallelize_module
+from ..placement import Placement, Replicate
+from ..tensor.distribute import distribute_tensor
+from ..tensor.dtensor import DTensor
 from ..tensor.materialize import check_initialisers
 from ..tensor.materialize import materialize as give_values
-from ..placement import Placement, Replicate
-from .rank_device import Place, device_type_of, members_of
 from ..tensor.replaced import replacing
 from .composite import Composite, Spec, Whole, as_spec
-from ..tensor.dtensor import DTensor
+from .rank_device import Place, device_type_of, members_of
 
 Init = Callable[[nn.Module], None]
 

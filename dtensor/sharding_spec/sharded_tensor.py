@@ -13,13 +13,20 @@ from typing import Any
 
 import torch
 
-from ..tensor import create
-from ..tensor.distribute import distribute_tensor
 from ..errors import PlacementError
 from ..layout.layout import Layout
-from .scattered_tensor import ScatteredTensor, ShardedTensorMetadata, ShardMetadata, metadata_of, whole_mesh
-from .composite import Spec, as_spec, spec_of
+from ..tensor import create
+from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
+from .scattered_tensor import (
+    ScatteredTensor,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    noted,
+    one_spec,
+    reshard,
+    whole_mesh,
+)
 
 __all__ = [
     "ScatteredTensor",
@@ -96,7 +103,7 @@ def shard_tensor(tensor: torch.Tensor, sharding_spec: Any, src_rank: int | None 
       rank 1: [[2],
                [5]])
     """
-    spec = _spec(sharding_spec)
+    spec = one_spec(sharding_spec)
     if isinstance(tensor, (DTensor, ScatteredTensor)):
         return reshard(tensor, spec)
     layout = spec.layout(tensor.shape, tensor.dtype)
@@ -104,7 +111,7 @@ def shard_tensor(tensor: torch.Tensor, sharding_spec: Any, src_rank: int | None 
         return ScatteredTensor.of(distribute_tensor(tensor, whole_mesh(spec), None, src_data_rank=src_rank), spec)
     if src_rank:
         src_rank = _along_each_dim(layout, src_rank)
-    return _noted(distribute_tensor(tensor, layout.mesh, layout.placements, src_data_rank=src_rank), spec)
+    return noted(distribute_tensor(tensor, layout.mesh, layout.placements, src_data_rank=src_rank), spec)
 
 
 def _along_each_dim(layout: Layout, source: int) -> int:
@@ -120,39 +127,10 @@ def _along_each_dim(layout: Layout, source: int) -> int:
 
 
 def _made(factory: Callable[..., DTensor], size: Any, sharding_spec: Any, options: dict[str, Any]) -> Any:
-    spec = _spec(sharding_spec)
+    spec = one_spec(sharding_spec)
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)) else tuple(size)
     options.pop("pin_memory", None)
     layout = spec.layout(shape)
     if layout is None:
         return ScatteredTensor.of(factory(*shape, device_mesh=whole_mesh(spec), **options), spec)
-    return _noted(factory(*shape, device_mesh=layout.mesh, placements=layout.placements, **options), spec)
-
-
-def reshard(x: Any, sharding_spec: Any) -> Any:
-    """See ``DTensor.reshard``."""
-    spec = _spec(sharding_spec)
-    value: Any = x.to_dtensor() if isinstance(x, ScatteredTensor) else x
-    layout = spec.layout(value.shape, value.dtype)
-    if layout is None:
-        return ScatteredTensor.of(value.redistribute(whole_mesh(spec)), spec)
-    return _noted(value.redistribute(layout.mesh, layout.placements), spec)
-
-
-def sharding_metadata(x: DTensor) -> ShardedTensorMetadata:
-    """See ``DTensor.sharding_metadata``."""
-    spec = getattr(x, "_sharding_spec", None)
-    return metadata_of(spec_of(x._layout) if spec is None else spec, x.shape, x.dtype)
-
-
-def _spec(said: Any) -> Spec:
-    spec = spec_of(said) if isinstance(said, Layout) else as_spec(said)
-    if not isinstance(spec, Spec):
-        raise PlacementError(f"{spec!r} is for modules, one tensor takes single_split, mesh or a place; see dtensor.shard_model")
-    return spec
-
-
-def _noted(x: DTensor, spec: Spec) -> DTensor:
-    """``x``, which remembers its spec: the names of devices, and blocks that lie side by side in one piece."""
-    x._sharding_spec = spec  # type: ignore[attr-defined]  # in the instance's dictionary; what is made from x does not have it
-    return x
+    return noted(factory(*shape, device_mesh=layout.mesh, placements=layout.placements, **options), spec)

@@ -14,8 +14,8 @@ from ..errors import MeshError, PlacementError
 from ..layout.layout import Layout, Split, chunk_sizes, offsets_of
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement
-from .rank_device import Place, device_type_of, members_of
 from .blocks import Cell, collapse, layout_of_boxes
+from .rank_device import Place, device_type_of, members_of
 
 Replicas = tuple[Place, ...]
 

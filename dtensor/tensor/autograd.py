@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 
+from ..base.caches import remembered
 from ..comm import Pending, PerRank
 from ..dispatch.dispatcher import wrap_local, wrap_pending
+from ..dispatch.local_op import is_wrapped, recorded
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
-from ..dispatch.local_op import is_wrapped, recorded
 from ..placement import Partial, Placement, Replicate
 from ..redistribute import execute, move_between, plan
-from ..base.caches import remembered
 
 
 def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:

@@ -10,17 +10,17 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..comm.agreement import alike
 from ..base.validation import strided, whole
 from ..comm import PerRank, communicator_of
+from ..comm.agreement import alike
 from ..errors import ArgumentError, LayoutError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Replicate
 from ..random.seed import block_of
 from ..redistribute import redistribute_local
-from .replaced import replacing
 from .dtensor import DTensor, wrap
+from .replaced import replacing
 
 M = TypeVar("M", bound=nn.Module)
 

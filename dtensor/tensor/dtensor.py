@@ -12,23 +12,37 @@ from torch.autograd import forward_ad
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
-from . import host
+from ..base.recording import ACTIVE
 from ..base.validation import element_type, strided
-from .autograd import FromLocal, FullTensor, counted_together, everywhere, grad_layout, keep_grad_layout, move_apart, note_layout, nothing_of, redistributed, to_local, whole_piece
-from .autograd import grad_placements_of as grad_placements_of  # of a leaf
 from ..comm import PerRank
 from ..dispatch.dispatcher import dispatch, install, wrap_local
+from ..dispatch.local_op import refuse_transforms
+from ..dispatch.plain_operands import laid_out_alike
 from ..errors import DTensorError, LayoutError, UnsupportedOperationError
 from ..layout.layout import Layout, restore_layout
-from ..dispatch.local_op import refuse_transforms
-from .local_layout import layout_of_locals
 from ..mesh.device_mesh import DeviceMesh, as_mesh, restore_mesh
 from ..placement import Partial, Placement, Replicate, Shard
-from ..dispatch.plain_operands import laid_out_alike
-from .printing import pieces
-from ..base.recording import ACTIVE
 from ..redistribute import Plan as MovePlan
 from ..redistribute import Transit, plan, plan_between
+from . import host
+from .autograd import (
+    FromLocal,
+    FullTensor,
+    counted_together,
+    everywhere,
+    grad_layout,
+    keep_grad_layout,
+    move_apart,
+    note_layout,
+    nothing_of,
+    redistributed,
+    to_local,
+    whole_piece,
+)
+from .autograd import grad_placements_of as grad_placements_of  # of a leaf
+from .extensions import provided
+from .local_layout import layout_of_locals
+from .printing import pieces
 
 _make = torch.Tensor._make_wrapper_subclass
 
@@ -218,9 +232,7 @@ class DTensor(torch.Tensor):
     # --- as sharding specs say it: see dtensor.sharded_tensor ---------------------------------------------------
     def reshard(self, sharding_spec: Any) -> Any:
         """The same value as a sharding spec cuts it, also on other ranks; differentiable. All ranks of both call it."""
-        from .. import sharded_tensor  # specs are a layer on top of tensors
-
-        return sharded_tensor.reshard(self, sharding_spec)
+        return provided("reshard")(self, sharding_spec)
 
     def local_shard(self) -> torch.Tensor:
         """Another name of :meth:`to_local`."""
@@ -228,9 +240,7 @@ class DTensor(torch.Tensor):
 
     def sharding_metadata(self) -> Any:
         """Sizes, offsets, rank and device of every shard; no communication."""
-        from .. import sharded_tensor  # as above
-
-        return sharded_tensor.sharding_metadata(self)
+        return provided("sharding_metadata")(self)
 
     # --- leaves: gradients arrive in the leaf's own layout ------------------------------------------------------
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
@@ -300,20 +310,14 @@ class DTensor(torch.Tensor):
         return restore_tensor, (*made, marks) if (marks := _marks(self)) else made
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """For ``torch.distributed.checkpoint``: see :mod:`dtensor.checkpoint.protocol`."""
-        from ..interop import dcp_protocol as protocol  # a layer on top of tensors, and a second to import: only when torch asks
-
-        return protocol.write_items(self, fqn)
+        """For ``torch.distributed.checkpoint``: see :mod:`dtensor.interop.dcp_protocol`."""
+        return provided("write_items")(self, fqn)
 
     def __create_chunk_list__(self) -> list[Any]:
-        from ..interop import dcp_protocol as protocol  # as above
-
-        return protocol.chunks(self)
+        return provided("chunks")(self)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        from ..interop import dcp_protocol as protocol  # as above
-
-        return protocol.shard_at(self, index)
+        return provided("shard_at")(self, index)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # named as in torch's code, not its stub
         tail = ", requires_grad=True" if self.requires_grad else ""

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm.agreement import compared, told_by_all, words_compared
+from ..base.caches import watched
+from ..base.recording import exchange
 from ..base.validation import sizes_of
 from ..comm import PerRank, communicator_of
+from ..comm.agreement import compared, told_by_all, words_compared
 from ..comm.backends import flat_bytes
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout, Split
 from ..layout.memory_order import stride_like
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate, Shard, normalize
-from ..base.recording import exchange
-from ..base.caches import watched
 
 
 def layout_of_locals(

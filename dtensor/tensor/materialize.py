@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .distribute import distribute_tensor
 from ..errors import DTensorError
-from .replaced import replacing
+from .distribute import distribute_tensor
 from .dtensor import DTensor
+from .replaced import replacing
 
 M = TypeVar("M", bound=nn.Module)
 _INITIALISERS = ("reset_parameters", "_reset_parameters")  # torch's own modules have one or the other

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from .autograd import apart, distributed, grad_layout, unwritten
 from ..comm import Pending
 from ..dispatch.dispatcher import wrap_local, wrap_pending
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
 from ..placement import Placement
 from ..redistribute import execute_many, plan
+from .autograd import apart, distributed, grad_layout, unwritten
 from .dtensor import DTensor
 
 

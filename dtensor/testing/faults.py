@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..propagation.choose import Chosen, choose, declared
-from ..dispatch.dispatcher import plan_for
-from ..errors import DTensorError
 from ..base.nested import replace as replace_tensors
 from ..base.nested import tensors
-from ..propagation.schema import operator_of
+from ..dispatch.dispatcher import plan_for
+from ..errors import DTensorError
 from ..placement import Placement
+from ..propagation.choose import Chosen, choose, declared
 from ..propagation.propagate import composite
+from ..propagation.schema import operator_of
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule
 from ..tensor.dtensor import DTensor
-from .placements import Combination, mesh_of
 from .differences import Options, differences
 from .forcing import Undeclared, by_text, forced, overload_for
 from .oracle import Outcome, compare
-from .row_cases import Case
+from .placements import Combination, mesh_of
 from .reproduction import oracle_call, placement_text
+from .row_cases import Case
 from .variants import Variant
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..propagation.choose import Chooser, Chosen, declared, realized
-from ..dispatch.dispatcher import run_chosen
 from ..base.nested import tensors
-from ..propagation.schema import Operator, operator_of
-from ..propagation.row_costs import Line, Where
+from ..dispatch.dispatcher import run_chosen
+from ..propagation.choose import Chooser, Chosen, declared, realized
 from ..propagation.propagate import composite
+from ..propagation.row_costs import Line, Where
+from ..propagation.schema import Operator, operator_of
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule
 from ..tensor.dtensor import DTensor

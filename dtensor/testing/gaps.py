@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
+from ..base.nested import replace, tensors
 from ..comm import PerRank
 from ..mesh.device_mesh import DeviceMesh
-from ..base.nested import replace, tensors
 from ..placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
-from .placements import Combination, combinations, mesh_of
 from .differences import close
 from .oracle import compare
+from .placements import Combination, combinations, mesh_of
+from .reproduction import placement_text
 from .samples import Sample
 from .scatter import can_be_partial, scatter
 from .shelter import sheltered
-from .reproduction import placement_text
 from .variants import Variant
 
 _RANKS = (3, 2, 4)

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..dispatch.dispatcher import plan_for
 from ..base.nested import replace as replaced
 from ..base.nested import tensors
-from ..propagation.schema import operator_of
+from ..dispatch.dispatcher import plan_for
 from ..placement import Partial, Replicate
 from ..propagation.propagate import Plan
+from ..propagation.schema import operator_of
 from ..rules import rules
 from ..rules.registry import lookup
 from ..rules.rule import Along, Dims, Factors, Row, Rule, Spec, candidates

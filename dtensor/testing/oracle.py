@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from ..base.nested import leaves, replace, tensors
 from ..comm import events
 from ..errors import PlacementError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..base.nested import leaves, replace, tensors
 from ..placement import Partial, Placement, Replicate
 from ..tensor.dtensor import DTensor, grad_placements_of
 from .differences import TOLERANCE as TOLERANCE  # for tests that scale it

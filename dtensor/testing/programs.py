@@ -17,12 +17,12 @@ import torch.nn.functional as F
 
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement, Replicate, Shard
-from .placements import mesh_of, options
 from .oracle import Outcome, compare
+from .placements import mesh_of, options
 from .program_lines import MAKERS, Make, Scope
 from .program_views import VIEW_MAKERS, seen_anew
-from .samples.of_schema import tensor
 from .reproduction import source_of
+from .samples.of_schema import tensor
 
 INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "a": ((5, 6), torch.float64),

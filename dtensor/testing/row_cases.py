@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..base.nested import replace, tensors
 from ..layout.layout import chunk_sizes
 from ..mesh.device_mesh import DeviceMesh
-from ..base.nested import replace, tensors
 from ..placement import Partial, Placement, Replicate, Shard
 from ..propagation.row_costs import Where
 from ..rules.rule import Rule, parse_partial
-from .placements import Combination, mesh_of, ragged_sizes
 from .forcing import Rows, rows_of
+from .placements import Combination, mesh_of, ragged_sizes
 from .scatter import FARTHEST, can_be_partial, scatter
 from .variants import Variant, resolved
 

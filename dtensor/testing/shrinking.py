@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from ..layout.layout import chunk_sizes
 from ..base.nested import replace as replace_tensors
 from ..base.nested import tensors
+from ..layout.layout import chunk_sizes
 from ..placement import Placement, Shard
-from .placements import mesh_of, ragged_sizes
 from .faults import Trial, Wrong, culprit, fails, is_backward
 from .oracle import Outcome
+from .placements import mesh_of, ragged_sizes
 from .row_cases import Case
 from .variants import Variant
 

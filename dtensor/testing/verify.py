@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 
-from ..errors import RuleError
 from ..base.nested import replace as replace_tensors
 from ..base.nested import tensors
+from ..errors import RuleError
 from ..placement import REDUCE_OPS, Partial
 from ..rules import rules
 from .asked import rule_name
-from .placements import combinations, partial_ops
 from .faults import Trial, Wrong, undeclared
 from .gaps import Gap, gaps_of, is_accepted
+from .placements import combinations, partial_ops
 from .row_cases import Case, Coverage, row_cases
 from .samples import Sample, samples_of
 from .samples import full_name as full_name

@@ -16,8 +16,8 @@ from ...comm import communicator_of
 from ...comm.backends import flat_bytes, from_bytes
 from ...layout.layout import Layout
 from ...tensor.dtensor import DTensor, wrap
-from .parameters import Axes, _joined, _on
 from .param_group import shards_of
+from .parameters import Axes, _joined, _on
 
 
 class Buffers:

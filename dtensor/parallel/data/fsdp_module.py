@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import communicator_of
-from ...mesh.groups import with_groups_of_its_own
 from ...errors import DTensorError, UnsupportedOperationError
-from .neighbours import Neighbours
+from ...mesh.groups import with_groups_of_its_own
 from .custom_collectives import AllGather, GroupMemoryAllGather, GroupMemoryReduceScatter, ReduceScatter, allocating_backend
 from .module_state import Unit, unit_of
+from .neighbours import Neighbours
 
 
 class FSDPModule:

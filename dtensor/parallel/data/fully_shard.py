@@ -10,13 +10,13 @@ from torch import nn
 from ...errors import DTensorError, MeshError, UnitError
 from ...mesh.create import mesh_or_world
 from ...mesh.device_mesh import DeviceMesh
-from .parameters import Axes, ShardPlacement, adopt, onto_one_mesh
 from .buffers import Buffers
 from .fsdp_module import FSDPModule, neighbours_of, units_of
-from .param_group import Group
-from .offload import Host
-from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .module_state import Unit, unit_of
+from .offload import Host
+from .param_group import Group
+from .parameters import Axes, ShardPlacement, adopt, onto_one_mesh
+from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 _DEFAULT_PRECISION = MixedPrecisionPolicy()

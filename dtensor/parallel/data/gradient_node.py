@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...tensor.autograd import move
 from ...errors import DTensorError
 from ...placement import Partial
+from ...tensor.autograd import move
 from ...tensor.dtensor import DTensor
-from .parameters import Managed
 from .param_group import Group, shards_of
+from .parameters import Managed
 
 Column = tuple[Tensor | None, ...]  # one parameter's gradient: per member held here its own, where there is one
 

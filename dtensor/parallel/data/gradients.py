@@ -19,10 +19,10 @@ from ...comm import Pending
 from ...errors import DTensorError
 from ...tensor.dtensor import wrap
 from .comm_hook import Reducer
-from .gradient_node import Column
-from .param_group import Group, shards_of
-from .offload import Host
 from .custom_collectives import scatter_chunks
+from .gradient_node import Column
+from .offload import Host
+from .param_group import Group, shards_of
 
 
 class Reduction:

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from ...dispatch.local_op import refuse_transforms
 from ...tensor.dtensor import DTensor
-from .parameters import Axes, same_root
+from ...tensor.materialize import check_values
 from .buffers import Buffers
 from .gradient_node import Column, Gathered
-from .param_group import Group, shards_of
-from ...tensor.materialize import check_values
-from .neighbours import Neighbours
-from .policy import MixedPrecisionPolicy, cast
 from .gradients import add, reductions, to_be_added
+from .neighbours import Neighbours
+from .param_group import Group, shards_of
+from .parameters import Axes, same_root
+from .policy import MixedPrecisionPolicy, cast
+from .saved_tensors import watched
 from .schedule import Schedule
 from .uses import Pass, Use, tensors_in
-from .saved_tensors import watched
 
 _AT_ONCE = 2**62  # autograd runs later nodes first; this one as soon as its gradients are there, as it does with leaves
 _ATTRIBUTE = "_data_parallel_unit"

@@ -18,11 +18,11 @@ from ...comm import Communicator, Pending, PerRank, communicator_of
 from ...errors import DTensorError, UnitError
 from ...layout.layout import Layout
 from ...tensor.dtensor import wrap
-from .parameters import Axes, Managed
+from .custom_collectives import Settings, gather_rows
 from .neighbours import Neighbours
+from .parameters import Axes, Managed
 from .policy import MixedPrecisionPolicy
 from .recipe import Recipe
-from .custom_collectives import Settings, gather_rows
 
 
 def shards_of(local: Any) -> tuple[Tensor, ...]:

@@ -20,8 +20,8 @@ from ...errors import MeshError, PlacementError, UnsupportedOperationError
 from ...layout.layout import Layout
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Placement, Replicate, Shard
-from ...tensor.replaced import note_replaced
 from ...tensor.dtensor import DTensor, wrap
+from ...tensor.replaced import note_replaced
 from .offload import Host
 from .ties import around_units, managed_by, shared_with
 

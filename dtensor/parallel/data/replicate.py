@@ -11,16 +11,16 @@ from torch import nn
 from ...errors import MeshError, UnsupportedOperationError
 from ...mesh.create import mesh_or_world
 from ...mesh.device_mesh import DeviceMesh
-from .parameters import Axes, Managed, adopt, onto_one_mesh
 from .buffers import Buffers
 from .comm_hook import CommHook, Reducer
+from .custom_collectives import AllGather, ReduceScatter
 from .fsdp_module import FSDPModule, units_of
 from .fully_shard import add_methods, check_callable, check_offload, check_policy
-from .param_group import Group
-from .offload import Host
-from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from .custom_collectives import AllGather, ReduceScatter
 from .module_state import Unit
+from .offload import Host
+from .param_group import Group
+from .parameters import Axes, Managed, adopt, onto_one_mesh
+from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 M = TypeVar("M", bound=nn.Module)
 _DEFAULT_PRECISION = MixedPrecisionPolicy()

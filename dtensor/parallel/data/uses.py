@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...comm import PerRank
 from ...base.nested import leaves
+from ...comm import PerRank
 from .param_group import Group, shards_of
 
 

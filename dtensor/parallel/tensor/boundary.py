@@ -12,8 +12,8 @@ from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Placement
 from ...tensor.dtensor import DTensor
-from .style import ParallelStyle, annotated, local_if, one_dim, placed
 from .matrix import positive
+from .style import ParallelStyle, annotated, local_if, one_dim, placed
 
 Layouts = Placement | Sequence[Any] | Mapping[str, Any] | None  # nested as the values are
 

@@ -14,7 +14,20 @@ from torch import nn
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Placement, Replicate, Shard
 from ...tensor.dtensor import DTensor
-from .style import ParallelStyle, after_forward, annotated, before_forward, behind, checked, lay_out, local_if, one_dim, placed, replicate_rest, tensor_of
+from .style import (
+    ParallelStyle,
+    after_forward,
+    annotated,
+    before_forward,
+    behind,
+    checked,
+    lay_out,
+    local_if,
+    one_dim,
+    placed,
+    replicate_rest,
+    tensor_of,
+)
 
 Family = Literal["linear", "transposed linear", "embedding"]
 

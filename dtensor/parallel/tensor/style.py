@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ...comm import PerRank
-from ...tensor.distribute import distribute_tensor
-from ...errors import MeshError, PlacementError
 from ...dispatch.local_op import refuse_transforms
+from ...errors import MeshError, PlacementError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Placement, Replicate, Shard
+from ...tensor.distribute import distribute_tensor
 from ...tensor.dtensor import DTensor
 
 

@@ -14,12 +14,12 @@ import torch
 
 from ...layout.layout import Layout
 from ...placement import Partial
-from .attention_blocks import attention_block, attention_gradients, attention_of_rows, attention_over_keys, gradients_of_blocks
 from ..blockwise import plain_op
 from ..call import Call
 from ..registry import register
-from .ring_attention import ranks_in_ring, ring_attention, ring_gradients
 from ..rule import Dims, Factors, Kernel, Rule
+from .attention_blocks import attention_block, attention_gradients, attention_of_rows, attention_over_keys, gradients_of_blocks
+from .ring_attention import ranks_in_ring, ring_attention, ring_gradients
 
 SOURCE = "b (h g) l [e], b h s [e], b h s [v]"
 HEAD_DIMS = frozenset(("e", "v"))

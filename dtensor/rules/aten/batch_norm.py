@@ -18,9 +18,19 @@ from ...errors import MixedTensorError
 from ..blockwise import asked_for, on_each_rank, plain_op
 from ..call import Call, Meta
 from ..kernels import KernelContext
-from .moments import block_moments, centred_gradient, combined, dims_of, moments, scale_and_shift, statistics_bytes, statistics_dtype, wide
 from ..registry import register
 from ..rule import Dims, Factors, Kernel, Rule
+from .moments import (
+    block_moments,
+    centred_gradient,
+    combined,
+    dims_of,
+    moments,
+    scale_and_shift,
+    statistics_bytes,
+    statistics_dtype,
+    wide,
+)
 
 NONE: Dims = ((),)
 RUNNING = ("running_mean", "running_var")

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..notation import parse
 from ..blockwise import asked_for, blockwise, multilinear, on_each_rank
 from ..call import Call
 from ..kernels import KernelContext
+from ..notation import parse
 from ..registry import register
 from ..rule import Choice, Dims, Factors, Kernel, LocalView, Rule
 from ..verbs import bind, einsum, kernel_rule

@@ -13,9 +13,9 @@ import torch
 from ...placement import Partial
 from ..call import Call
 from ..kernels import KernelContext
-from .reduction import reduced_dims
 from ..rule import Dims, Factors, Kernel
 from ..verbs import broadcast_factors, kernel_rule, reduction_factors
+from .reduction import reduced_dims
 
 aten = torch.ops.aten
 

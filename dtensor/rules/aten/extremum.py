@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ...placement import Monoid, Partial
 from ...base.caches import remembered
+from ...placement import Monoid, Partial
 from ..call import Call
 from ..kernels import KernelContext
-from .reduction import no_empty_shard
 from ..rule import Along, Choice, Factors, Kernel, Row
 from ..verbs import kernel_rule, reduction_factors
+from .reduction import no_empty_shard
 
 Extreme = str  # "max" or "min"
 

@@ -13,9 +13,9 @@ from ...placement import Partial
 from ..blockwise import asked_for, on_each_rank
 from ..call import Call
 from ..kernels import KernelContext
-from .moments import block_moments, centred_gradient, combined, counts, dims_of, scale_and_shift, statistics_bytes, wide
 from ..registry import register
 from ..rule import Dims, Factors, Kernel, LocalView, Rule
+from .moments import block_moments, centred_gradient, combined, counts, dims_of, scale_and_shift, statistics_bytes, wide
 
 INNER = (2, 3)  # where the elements of one group lie once the channels are split into groups
 

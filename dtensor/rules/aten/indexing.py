@@ -15,8 +15,8 @@ from ..call import Call
 from ..kernels import At, KernelContext
 from ..owned import along_dim, located
 from ..rule import Dims, Factors, Kernel
-from .slices import no_foreign_zeros
 from ..verbs import kernel_rule
+from .slices import no_foreign_zeros
 from .views import own_factors
 
 CHOSEN = tuple(f"{op},R -> {op}" for op in REDUCE_OPS)  # the same elements of every term

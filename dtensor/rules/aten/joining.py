@@ -14,8 +14,8 @@ from ...placement import Partial
 from ..call import Call
 from ..kernels import At, KernelContext
 from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, Kernel, LocalView, Shapes
-from .slices import ZEROS_PASS
 from ..verbs import kernel_rule, view
+from .slices import ZEROS_PASS
 from .views import own_factors
 
 

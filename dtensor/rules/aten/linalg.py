@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ...layout.memory_order import contiguous_stride, dense_in
-from ..notation import parse
 from ..blockwise import blockwise, multilinear, plain_op
 from ..call import Call, Meta
 from ..kernels import At, KernelContext
+from ..notation import parse
 from ..registry import register
 from ..rule import Dims, Factors, Kernel, Rule
 from ..verbs import bind, kernel_rule

@@ -13,9 +13,9 @@ import torch
 from ...placement import Partial
 from ..call import Call
 from ..kernels import KernelContext
-from .reduction import even_average
 from ..rule import Factors, Kernel
 from ..verbs import aligned, broadcast_factors, kernel_rule
+from .reduction import even_average
 
 NONE, MEAN, SUM = 0, 1, 2  # the values of argument ``reduction``
 

@@ -13,9 +13,9 @@ import torch
 from ...placement import Partial
 from ..call import Call
 from ..kernels import KernelContext
-from .loss import MEAN, NONE, SUM, functional, with_reduction
 from ..rule import Dims, Factors, Kernel
 from ..verbs import kernel_rule
+from .loss import MEAN, NONE, SUM, functional, with_reduction
 
 
 def operand_dims(call: Call, first: int) -> tuple[list[Dims], int]:

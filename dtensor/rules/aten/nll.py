@@ -14,10 +14,10 @@ import torch
 from ...placement import Partial
 from ..call import Call
 from ..kernels import KernelContext
-from .loss import MEAN, NONE, SUM, functional
-from .moments import statistics_bytes
 from ..rule import Along, Factors, Kernel, Partials, R, Row, Spec
 from ..verbs import kernel_rule
+from .loss import MEAN, NONE, SUM, functional
+from .moments import statistics_bytes
 
 IGNORED = -100  # what local targets of other ranks become: local targets are never negative
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..blockwise import asked_for, on_each_rank
 from ..call import Call
 from ..kernels import KernelContext
-from .moments import centred_gradient, dims_of, moments, scale_and_shift, statistics_bytes, statistics_dtype, wide
 from ..registry import register
 from ..rule import Dims, Factors, Kernel, Rule, Shapes
+from .moments import centred_gradient, dims_of, moments, scale_and_shift, statistics_bytes, statistics_dtype, wide
 
 
 def rows_and_normalized(call: Call, operand: int) -> tuple[Dims, Dims, dict[str, int]]:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from ...placement import REDUCE_OPS
-from ..call import Call
-from ..kernels import KernelContext
 from ...random.distributions import SAMPLERS, sampler_of
 from ...random.draw import DRAWING, draw, draw_counted
+from ..call import Call
+from ..kernels import KernelContext
 from ..registry import register
 from ..rule import Factors, Rule
 from ..verbs import broadcast_factors

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ...placement import Monoid, Partial
 from ...base.caches import remembered
+from ...placement import Monoid, Partial
 from ..call import Call
 from ..kernels import KernelContext
 from ..rule import LINEAR_PARTIAL, Choice, Factors, Kernel

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention_blocks import attention_block, attention_gradients, row_sums, share, span, sums_dtype, unseen
 from ..call import Call
 from ..kernels import At, KernelContext
+from .attention_blocks import attention_block, attention_gradients, row_sums, share, span, sums_dtype, unseen
 
 
 def ranks_in_ring(call: Call) -> int:

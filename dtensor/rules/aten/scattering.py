@@ -15,10 +15,10 @@ import torch
 from ...placement import REDUCE_OPS
 from ..call import Call
 from ..kernels import At, KernelContext
-from .indexing import aligned_index, by_number, has_masks, index_places, index_shape, indexed_dims, located_flat, located_in_dims
 from ..owned import located, with_scratch
 from ..rule import Choice, Dims, Factors, Kernel
 from ..verbs import kernel_rule
+from .indexing import aligned_index, by_number, has_masks, index_places, index_shape, indexed_dims, located_flat, located_in_dims
 from .views import own_factors
 
 REPLACED = tuple(f"{op},R,{op} -> {op}" for op in REDUCE_OPS) + tuple(

@@ -15,8 +15,8 @@ from ..call import Call
 from ..kernels import At, KernelContext
 from ..rule import LINEAR_PARTIAL, Choice, Factors, Kernel, LocalView
 from ..verbs import kernel_rule, view
-from .views import own_factors
 from ..windows import count_below
+from .views import own_factors
 
 ZEROS_PASS = tuple(f"{op} -> {op}" for op in REDUCE_OPS)  # zeros reduce to zero; by a user's reduction perhaps not
 ONE_OF_TWO = tuple(f"{op},{op} -> {op}" for op in REDUCE_OPS) + tuple(

@@ -14,9 +14,9 @@ import torch
 from ...placement import Monoid
 from ..call import Call
 from ..kernels import KernelContext
-from .reduction import reduced_dims
 from ..rule import Factors, Kernel
 from ..verbs import MakeKernel, along, kernel_rule, reduction_factors
+from .reduction import reduced_dims
 
 
 def _combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,9 @@ from torch import Tensor
 from ...placement import Replicate
 from ..call import Call
 from ..kernels import At, KernelContext
-from .nonzeros import gathered_rows, nothing_cut
 from ..rule import Dims, Factors, Kernel
 from ..verbs import kernel_rule
+from .nonzeros import gathered_rows, nothing_cut
 from .views import own_factors
 
 aten = torch.ops.aten

@@ -16,9 +16,9 @@ import torch
 from ...comm import communicator_of
 from ...layout.layout import Layout
 from ...layout.memory_order import contiguous_stride
+from ...random.draw import block_of, default_generator, place_in, set_state, state_of, synchronize
 from ..call import Call
 from ..kernels import KernelContext
-from ...random.draw import block_of, default_generator, place_in, set_state, state_of, synchronize
 from ..registry import register
 from ..rule import Dims, Factors, Rule
 from ..verbs import broadcast_factors

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..host import whole_of
 from ...dispatch.origin import agree
-from .recomposed import recomposed
 from ..dtensor import DTensor
+from ..host import whole_of
+from .recomposed import recomposed
 
 
 def pad_sequence(

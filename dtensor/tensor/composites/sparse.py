@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import ImplicitCommunicationError
 from ...base.modes import MODES
+from ...errors import ImplicitCommunicationError
 from ...placement import Replicate
-from .recomposed import recomposed
 from ..dtensor import DTensor
+from .recomposed import recomposed
 
 aten = torch.ops.aten
 

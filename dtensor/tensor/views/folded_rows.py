@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ...dispatch.dispatcher import dispatch
-from .remote_view import RemoteView
 from ..dtensor import DTensor
+from .remote_view import RemoteView
 
 _aten = torch.ops.aten
 _VIEWS = ("aten::view", "aten::_unsafe_view", "aten::_reshape_alias")

@@ -14,18 +14,18 @@ from typing import Any, cast
 
 import torch
 
-from ..autograd import counted_together, versions_of
+from ...base.caches import watched
 from ...comm import communicator_of
 from ...dispatch.compiled import Runner, runner_of
 from ...dispatch.dispatcher import dispatch, install_views, plan_for
 from ...dispatch.execute import execute
-from ..host import offset_in
 from ...layout.layout import Layout
-from ...propagation.schema import Operator
 from ...propagation.propagate import Plan
-from ...base.caches import watched
+from ...propagation.schema import Operator
 from ...rules.aten.views import check_memory, own_strides
+from ..autograd import counted_together, versions_of
 from ..dtensor import DTensor, wrap
+from ..host import offset_in
 
 _make: Any = torch.Tensor._make_wrapper_subclass  # the documented way to build wrapper subclasses
 _OPERATE: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # what operations do on such views, installed by write_through.py

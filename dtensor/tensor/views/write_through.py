@@ -15,14 +15,14 @@ import torch
 
 from ...dispatch.dispatcher import dispatch
 from ...errors import UnsupportedOperationError
-from .folded_rows import on_the_stack
 from ...layout.layout import Layout
 from ...layout.memory_order import overlaps
 from ...propagation.schema import Operator, operator_of
 from ...redistribute import redistribute_local
-from .remote_view import Origin, RemoteView, chain_of, changes, dense, install_operations, is_local, plan_of, remote, twin
 from ...rules import lookup
 from ..dtensor import DTensor, wrap
+from .folded_rows import on_the_stack
+from .remote_view import Origin, RemoteView, chain_of, changes, dense, install_operations, is_local, plan_of, remote, twin
 
 _aten = torch.ops.aten
 
