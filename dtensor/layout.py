@@ -230,11 +230,7 @@ class Layout:
 
     # --- pure integer maths: the single source of truth for who holds what ------------------------------------
     def local_shape(self, coordinate: Sequence[int] | None) -> tuple[int, ...]:
-        """Shape of the block at a mesh coordinate.
-
-        None, a rank outside the mesh: that of an empty block of dim 0, with which a program that works on pieces runs there too.
-        A number has no empty block; it is zero there.
-        """
+        """Shape of the block at a mesh coordinate. None, a rank outside the mesh: an empty block of dim 0 (a number: ``()``)."""
         if coordinate is None:
             return tuple(0 if dim == 0 else size for dim, size in enumerate(self.shape))
         return tuple(
