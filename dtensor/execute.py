@@ -12,6 +12,7 @@ from .announce import announce, describe
 from .choose import Chosen
 from .comm import PerRank, communicator_of
 from .errors import ImplicitCommunicationError, UnsupportedOperationError
+from .laid_out import moved_in_order
 from .layout import Layout
 from .modes import MODES
 from .operators import Operator
@@ -44,6 +45,8 @@ def execute(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
     if plan.call.mesh.current_member() is None:
         return _absent(plan, operator, values, local, wrap)
     _move_operands(plan, local)
+    if plan.rule is not None and plan.rule.as_laid_out:
+        moved_in_order(plan, local)
     for name in operator.outs:
         local[name] = _scratch(plan, operator, name, local[name])
     computed = _compute(plan, operator, local)
