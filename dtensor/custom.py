@@ -14,7 +14,7 @@ from .layout import Layout
 from .operators import arguments_given, operator_of, overload_of
 from .placement import Partial, Placement, Replicate, Shard, normalize
 from .rules.call import Call
-from .rules.registry import register, unregister
+from .rules.registry import overload_served, register, unregister
 from .rules.rule import Along, Factors, Row, Rule, Spec
 
 Placed = Placement | None | Sequence[Placement | None]  # of one argument or result: a tensor, no tensor, a list of tensors
@@ -91,7 +91,7 @@ def _overload(op: Any) -> Any:
 
 def _key(overload: Any) -> str:
     """The rule's name in the registry: the operator's where its overloads take the same arguments, else that overload's alone."""
-    name, which = overload._schema.name, overload._schema.overload_name.removesuffix("_out")
+    name, which = overload._schema.name, overload_served(overload)
     if which:
         return f"{name}.{which}"
     return name if overload_of(overload.overloadpacket) is not None else f"{name}.default"

@@ -181,9 +181,8 @@ class Layout:
             found.shape, found.stride, found.dtype = torch.Size(shape), stride, dtype
             found.dense = tuple(stride) == contiguous_stride(tuple(shape))
             found.is_complex, found.made_with = dtype.is_complex, None
-            found.partials = tuple(
-                p.reduce_op if isinstance(p, Partial) and mesh.shape[i] > 1 else None for i, p in enumerate(placements)
-            )
+            ops = (p.reduce_op if isinstance(p, Partial) and mesh.shape[i] > 1 else None for i, p in enumerate(placements))
+            found.partials = tuple(ops)
             _LAYOUTS[key] = found
             return found
 
