@@ -202,6 +202,7 @@ def _plain(plan: Plan, operator: Operator) -> bool:
         and not operator.flat
         and not operator.reshapes
         and not (_is_kernel(plan) and operator.mutated)
+        and not (plan.rule.as_laid_out and plan.moves)
         and plan.call.mesh.current_member() is not None
     )
 

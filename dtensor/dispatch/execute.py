@@ -21,6 +21,7 @@ from ..redistribute import execute_many as run_moves
 from ..redistribute import plan as plan_move
 from ..rules.kernels import KernelContext
 from ..rules.rule import LocalView
+from .laid_out import moved_in_order
 from .report import announce, describe
 
 Wrap = Callable[[Any, Layout], Any]
@@ -44,6 +45,8 @@ def execute(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
     if plan.call.mesh.current_member() is None:
         return _absent(plan, operator, values, local, wrap)
     _move_operands(plan, local)
+    if plan.rule is not None and plan.rule.as_laid_out:
+        moved_in_order(plan, local)
     for name in operator.outs:
         local[name] = _scratch(plan, operator, name, local[name])
     computed = _compute(plan, operator, local)

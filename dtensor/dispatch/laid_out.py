@@ -38,6 +38,13 @@ def as_laid_out(plan: Plan, operator: Operator, runner: Runner) -> Runner:
     return run
 
 
+def moved_in_order(plan: Plan, local: dict[str, Any]) -> None:
+    """What a plan moved, in place of it, in the memory order of the layouts that it was moved to: a slice is a view."""
+    for name, layout in zip(plan.call.names, plan.operands, strict=True):
+        if layout.ndim > 1 and any(slot == (name, None) for slot, _ in plan.moves):
+            local[name] = _ordered(local[name], _strides_of(layout))
+
+
 def _strides_of(layout: Layout) -> list[Stride]:
     """The strides of the blocks held here, by member where all ranks live in this process."""
     mesh = layout.mesh

@@ -13,7 +13,7 @@ from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate, Shard, normalize
 from ..propagation.schema import arguments_given, operator_of, overload_of
 from ..rules.call import Call
-from ..rules.registry import register, unregister
+from ..rules.registry import overload_served, register, unregister
 from ..rules.rule import Along, Factors, Row, Rule, Spec
 from .dispatcher import clear_plans
 
@@ -91,7 +91,7 @@ def _overload(op: Any) -> Any:
 
 def _key(overload: Any) -> str:
     """The rule's name in the registry: the operator's where its overloads take the same arguments, else that overload's alone."""
-    name, which = overload._schema.name, overload._schema.overload_name.removesuffix("_out")
+    name, which = overload._schema.name, overload_served(overload)
     if which:
         return f"{name}.{which}"
     return name if overload_of(overload.overloadpacket) is not None else f"{name}.default"

@@ -181,9 +181,8 @@ class Layout:
             found.shape, found.stride, found.dtype = torch.Size(shape), stride, dtype
             found.dense = tuple(stride) == contiguous_stride(tuple(shape))
             found.is_complex, found.made_with = dtype.is_complex, None
-            found.partials = tuple(
-                p.reduce_op if isinstance(p, Partial) and mesh.shape[i] > 1 else None for i, p in enumerate(placements)
-            )
+            ops = (p.reduce_op if isinstance(p, Partial) and mesh.shape[i] > 1 else None for i, p in enumerate(placements))
+            found.partials = tuple(ops)
             _LAYOUTS[key] = found
             return found
 
@@ -230,11 +229,7 @@ class Layout:
 
     # --- pure integer maths: the single source of truth for who holds what ------------------------------------
     def local_shape(self, coordinate: Sequence[int] | None) -> tuple[int, ...]:
-        """Shape of the block at a mesh coordinate.
-
-        None, a rank outside the mesh: that of an empty block of dim 0, with which a program that works on pieces runs there too.
-        A number has no empty block; it is zero there.
-        """
+        """Shape of the block at a mesh coordinate. None, a rank outside the mesh: an empty block of dim 0 (a number: ``()``)."""
         if coordinate is None:
             return tuple(0 if dim == 0 else size for dim, size in enumerate(self.shape))
         return tuple(

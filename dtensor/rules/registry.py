@@ -62,7 +62,7 @@ def lookup(func: Any) -> Rule | None:
     """The rule for an operator overload: its own, its operator's, or that of the operator it is an in-place variant of."""
     known, schema = _all(), func._schema
     name = schema.name
-    found = known.get(f"{name}.{_overload_of(func) or 'default'}")
+    found = known.get(f"{name}.{overload_served(func) or 'default'}")
     if found is not None:
         return found
     found = known.get(name)
@@ -75,7 +75,7 @@ def lookup(func: Any) -> Rule | None:
 
 
 @remembered(8192)
-def _overload_of(func: Any) -> str:
+def overload_served(func: Any) -> str:
     """The overload's name; that of the one without ``out=`` that takes the same arguments, where it has such a form."""
     name = str(func._schema.overload_name)
     packet = getattr(func, "overloadpacket", None)

@@ -20,9 +20,10 @@ import math
 import weakref
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.autograd import forward_ad
 
 from ..base.caches import remembered
 from ..comm import Pending, PerRank
@@ -169,6 +170,26 @@ class Redistribute(torch.autograd.Function):
 
 
 to_local, redistributed = recorded(ToLocal), recorded(Redistribute)
+
+
+def is_recorded(x: torch.Tensor) -> bool:
+    """Whether somebody differentiates here, backward or forward."""
+    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
+
+
+def to_whole(x: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
+    """The global value of a DTensor as a plain tensor with memory of its own; see ``DTensor.full_tensor``."""
+    mesh = x._layout.mesh
+    if grad_placements is not None:
+        grad_layout(x._layout, grad_placements)  # wrong ones raise before anything is moved
+    is_whole = all(isinstance(placement, Replicate) for placement in x.placements)
+    whole = x if is_whole else x.redistribute()
+    if mesh.kind == "in_process" and not mesh.spans_root:
+        made: torch.Tensor = whole.to_local(grad_placements=grad_placements)
+        return made.clone() if is_whole else made
+    if is_recorded(whole):
+        return cast(torch.Tensor, FullTensor.apply(whole, grad_layout(whole._layout, grad_placements), is_whole))
+    return whole_piece(whole, is_whole)
 
 
 def keep_grad_layout(leaf: Any) -> None:

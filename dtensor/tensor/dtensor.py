@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch.autograd import forward_ad
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
@@ -27,17 +26,17 @@ from ..redistribute import Transit, plan, plan_between
 from . import host
 from .autograd import (
     FromLocal,
-    FullTensor,
     counted_together,
     everywhere,
     grad_layout,
+    is_recorded,
     keep_grad_layout,
     move_apart,
     note_layout,
     nothing_of,
     redistributed,
     to_local,
-    whole_piece,
+    to_whole,
 )
 from .autograd import grad_placements_of as grad_placements_of  # of a leaf
 from .extensions import provided
@@ -143,7 +142,7 @@ class DTensor(torch.Tensor):
             shards = local_tensor.shards if isinstance(local_tensor, PerRank) else everywhere(local_tensor, layout)
             copied = not isinstance(local_tensor, PerRank)
             return FromLocal.apply(layout, backward, copied, *shards)
-        if not _recorded(local_tensor):
+        if not is_recorded(local_tensor):
             return wrap(local_tensor.detach() if mesh.current_member() is not None else nothing_of(local_tensor, layout), layout)
         return FromLocal.apply(layout, backward, False, local_tensor)
 
@@ -156,7 +155,7 @@ class DTensor(torch.Tensor):
             grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial
                 replaced by Replicate. Give ``[Partial()]`` where each rank uses a replicated piece differently.
         """
-        if not _recorded(self):
+        if not is_recorded(self):
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
             # a tensor of its own: `requires_grad_` is not said of the DTensor's. (A recorder knows the piece by its identity.)
@@ -170,17 +169,7 @@ class DTensor(torch.Tensor):
         On a submesh in one process, whose copies may hold different values, a ``per_rank`` tensor. Costs the redistribution
         to ``Replicate``.
         """
-        mesh = self._layout.mesh
-        if grad_placements is not None:
-            grad_layout(self._layout, grad_placements)  # wrong ones raise before anything is moved
-        is_whole = all(isinstance(placement, Replicate) for placement in self.placements)
-        whole = self if is_whole else self.redistribute()
-        if mesh.kind == "in_process" and not mesh.spans_root:
-            made = whole.to_local(grad_placements=grad_placements)
-            return made.clone() if is_whole else made
-        if _recorded(whole):
-            return FullTensor.apply(whole, grad_layout(whole._layout, grad_placements), is_whole)
-        return whole_piece(whole, is_whole)
+        return to_whole(self, grad_placements)
 
     def redistribute(
         self,
@@ -210,7 +199,7 @@ class DTensor(torch.Tensor):
         target = _target(source._layout, device_mesh, placements)
         if target is source._layout and source is not self and backward_dtype is None:
             return source
-        if not _recorded(source):
+        if not is_recorded(source):
             return move_apart(source, target, async_op)
         return redistributed(source, target, async_op, backward_dtype)
 
@@ -330,11 +319,6 @@ class DTensor(torch.Tensor):
     apply_, storage_offset = host.apply_, host.storage_offset
     __bool__, __int__, __index__, __float__ = host.truth, host.integer, host.index, host.real
     __complex__, __iter__ = host.complex_number, host.rows
-
-
-def _recorded(x: torch.Tensor) -> bool:
-    """Whether somebody differentiates here, backward or forward."""
-    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
 
 
 def _target(layout: Layout, device_mesh: Any, placements: Sequence[Placement] | None) -> Layout:

@@ -35,7 +35,8 @@ def ordered(at: KernelContext, matrix: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 # one matrix in
-blockwise("cholesky cholesky_inverse linalg_matrix_exp", "... [m] [n] -> ... [m] [n]", as_laid_out=True)
+blockwise("cholesky cholesky_inverse", "... [m] [n] -> ... [m] [n]")
+blockwise("linalg_matrix_exp", "... [m] [n] -> ... [m] [n]", as_laid_out=True)
 blockwise("linalg_inv_ex linalg_cholesky_ex", "... [m] [n] -> ... [m] [n], ...")
 blockwise("linalg_qr", "... [m] [n] -> ... [m] [n], ... [m] [n]")
 blockwise("_linalg_svd", "... [m] [n] -> ... [m] [n], ... [m], ... [m] [n]")

@@ -45,6 +45,10 @@ SAMPLES: Samples = {
     "item": [Sample((x(),)), Sample((x(1, 1, dtype=torch.int64),))],
     "max.dim_max": [_extremum("max")],
     "min.dim_min": [_extremum("min")],
+    "set_": [
+        Sample((x(5, 7), x(6, seed=1)), {}, "another tensor's memory", gradients=False),
+        Sample((x(5, 7),), {}, "none", gradients=False),
+    ],
     "_foreach_powsum": [
         Sample(([x(5, 7), x(6, seed=1)],), {}, "squares", gradients=False),
         Sample(([x(5, 7), x(6, seed=1)], 3), gradients=False),
