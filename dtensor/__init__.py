@@ -18,6 +18,7 @@ from .mesh.device_mesh import DeviceMesh, init_device_mesh
 from .placement import Monoid, Partial, Placement, Replicate, Shard
 from .random.seed import manual_seed, random_mode
 from .rules.registry import read_from as _read_from
+from .tensor.composites import constants as _constants
 from .tensor.composites import recomposed as _recomposed
 from .tensor.composites import sequences as _sequences
 from .tensor.composites import sparse as _sparse_results

@@ -252,7 +252,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 import dtensor as dt
 from dtensor.comm import events
-from dtensor.modes import MODES
+from dtensor.base.modes import MODES
 _setup_privateuseone_for_python_backend("pretended")
 
 class Seen(torch.autograd.Function):

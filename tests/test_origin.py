@@ -1,4 +1,4 @@
-"""Plain tensors beside DTensors: a user's are refused, what torch makes on the way counts as replicated."""
+"""Plain tensors beside DTensors: what no rule declares is refused, what torch makes on its way is made distributed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from gloo import RankFailed, run_gloo
 
 import dtensor as dt
-from dtensor.errors import ImplicitCommunicationError, MixedTensorError
+from dtensor.debug import CommDebugMode
+from dtensor.errors import MixedTensorError
 
 
 def distributed(x: torch.Tensor, dim: int | None = 0) -> torch.Tensor:
@@ -41,16 +42,46 @@ MIXED: dict[str, Callable[[torch.Tensor], object]] = {
     "a temporary's method": lambda x: torch.ones(4, 5).add(x),
     "a keyword": lambda x: torch.add(x, other=torch.ones(4, 5)),
     "in a list": lambda x: torch.cat([x, torch.ones(4, 5)]),
-    "an index": lambda x: x[torch.tensor([0, 1])],
+    "a temporary of three dims": lambda x: torch.matmul(torch.ones(2, 3, 4), x),
+    "in einsum": lambda x: torch.einsum("ij,jk", x, torch.ones(5, 2)),
+    "in where": lambda x: torch.where(x > 0, x, torch.ones(4, 5)),
+    "in a stack": lambda x: torch.stack([x, torch.ones(4, 5)]),
+    "a plain weight": lambda x: F.linear(x, torch.ones(3, 5)),
+    "a bias": lambda x: F.linear(x, distributed(torch.ones(3, 5), None), torch.ones(3)),
     "the left of an operator": lambda x: PLAIN - x,
     "in place": lambda x: x.add_(torch.ones(4, 5)),
     "an item": lambda x: x.__setitem__(0, torch.ones(5)),
     "of a function in Python": lambda x: F.mse_loss(x, torch.ones(4, 5)),
-    "of a loss module": lambda x: torch.nn.CrossEntropyLoss()(x, torch.tensor([0, 1, 2, 3])),
     "a module's parameters": lambda x: torch.nn.LayerNorm(5)(x),
     "the input of a distributed module": lambda x: linear_with_distributed_weight(torch.ones(4, 5)),
     "indices of an embedding": embedded,
 }
+
+
+@pytest.mark.parametrize("mixed", MIXED.values(), ids=MIXED)
+def test_explain_refuses_what_the_program_does(mixed: Callable[[torch.Tensor], object]) -> None:
+    x = distributed(torch.ones(4, 5))
+    with pytest.raises(MixedTensorError, match="mixes DTensors with a plain tensor"):
+        dt.explain(mixed, x)
+
+
+DECLARED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "an index": lambda x: x[torch.tensor([0, 1])],
+    "a list as an index beside a slice": lambda x: x[:, [4, 0]],
+    "rows": lambda x: x.index_select(0, torch.tensor([3, 1])),
+    "rows written": lambda x: x.index_fill(0, torch.tensor([3, 1]), 7.0),
+    "rows put": lambda x: x.index_put((torch.tensor([3, 1]),), torch.tensor(7.0)),
+    "targets": lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2, 4])),
+    "class weights": lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2, 4]), torch.arange(5.0)),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize("call", DECLARED.values(), ids=DECLARED)
+def test_what_a_rule_declares_may_be_plain(call: Callable[[torch.Tensor], torch.Tensor], dim: int | None) -> None:
+    x = torch.arange(20.0).reshape(4, 5)
+    for _ in range(2):  # planned, then found
+        torch.testing.assert_close(call(distributed(x, dim)).full_tensor(), call(x))  # type: ignore[attr-defined]  # a DTensor
 
 
 @pytest.mark.parametrize("mixed", MIXED.values(), ids=MIXED)
@@ -92,33 +123,42 @@ def test_a_module_may_make_its_first_state() -> None:
     torch.testing.assert_close(got.full_tensor(), expected)
 
 
-# --- copies that torch makes of a user's tensor cannot be told apart, so processes compare them -----------------------------
-def _multiplied(differ: bool) -> list[float]:
-    x = distributed(torch.ones(4, 5))
-    value = 1.0 + (torch.distributed.get_rank() if differ else 0)
-    return torch.matmul(torch.full((2, 3, 4), value), x).full_tensor().reshape(-1).tolist()
+# --- on processes: compared when a call is planned --------------------------------------------------------------------------
+def _picked(rows: list[list[int]]) -> list[float]:
+    x = distributed(torch.arange(4.0))
+    found: list[float] = []
+    for row in rows:
+        found += x[torch.tensor(row)].full_tensor().tolist()  # type: ignore[attr-defined]  # a DTensor
+    return found
 
 
-def _multiplied_explicitly() -> None:
-    with dt.explicit():
-        _multiplied(differ=False)
+def _picked_elsewhere() -> None:
+    _picked([[0, 1 + torch.distributed.get_rank()]])
+
+
+def _exchanges() -> int:
+    x = distributed(torch.arange(4.0), None)
+    _picked([[0, 1]])
+    with CommDebugMode() as comm:
+        x[torch.tensor([2, 3])]
+        x[torch.tensor([2, 3])]
+    return comm.get_total_counts()
 
 
 @pytest.mark.gloo
 def test_equal_values_are_used_on_all_ranks() -> None:
-    assert run_gloo(_multiplied, 2, False) == [[4.0] * 30] * 2
+    assert run_gloo(_picked, 2, [[0, 3], [2, 1], [0, 1, 1]]) == [[0.0, 3.0, 2.0, 1.0, 0.0, 1.0, 1.0]] * 2
 
 
 @pytest.mark.gloo
 def test_different_values_are_an_error_on_all_ranks() -> None:
     with pytest.raises(RankFailed, match=r"MixedTensorError: .* differs between ranks"):
-        run_gloo(_multiplied, 2, True)
+        run_gloo(_picked_elsewhere, 2)
 
 
 @pytest.mark.gloo
-def test_the_comparison_is_communication() -> None:
-    with pytest.raises(RankFailed, match=ImplicitCommunicationError.__name__):
-        run_gloo(_multiplied_explicitly, 2)
+def test_a_call_that_finds_its_plan_exchanges_nothing() -> None:
+    assert run_gloo(_exchanges, 2) == [0, 0]
 
 
 def test_shapes_are_compared_with_plain_tensors() -> None:

@@ -8,7 +8,6 @@ from .scoped import Scoped, entering
 
 IMPLICIT_REPLICATION: Scoped[None] = Scoped("implicit_replication")
 EXPLICIT: Scoped[None] = Scoped("explicit")
-PLAIN_TARGETS: Scoped[None] = Scoped("plain_targets")  # inside loss_parallel()
 
 
 class Modes:
@@ -23,10 +22,6 @@ class Modes:
     @property
     def explicit(self) -> bool:
         return bool(EXPLICIT)
-
-    @property
-    def plain_targets(self) -> bool:
-        return bool(PLAIN_TARGETS)
 
 
 MODES = Modes()

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..base.recording import ACTIVE
 from ..comm import Pending, PerRank
 from ..dispatch.local_op import local_function
-from ..dispatch.origin import references_of_dispatch
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
 from .graph import Ranks, Step, Var
@@ -36,7 +35,6 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        references_of_dispatch()  # measured once, with no mode in the way
         self.steps: list[Step] = []
         self.constants: dict[Var, torch.Tensor] = {}
         self.paused = 0
@@ -76,11 +74,6 @@ class Recorder(TorchDispatchMode):
         if self.paused or not torch._C._len_torch_dispatch_stack():
             return None
         return self.within[-1] if self.within else ""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No wrapper of torch's around :meth:`__torch_dispatch__`: whose a tensor is, is told by frames (see ``origin``)."""
-        return False
 
     # --- what arrives --------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -6,11 +6,14 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from ..errors import LayoutError
+from ..base.recording import aside
+from ..errors import LayoutError, MixedTensorError
 from ..mesh.device_mesh import DeviceMesh
 from . import communicator_of
+from .backends import flat_bytes
 
 T = TypeVar("T")
 
@@ -78,3 +81,22 @@ def compared(mesh: DeviceMesh, what: str, said: Sequence[str], problem: Exceptio
 def _talks(mesh: DeviceMesh) -> bool:
     """Whether there are others to ask."""
     return mesh.kind == "process_group" and mesh.current_member() is not None and mesh.size() > 1 and dist.get_backend() != "fake"
+
+
+@aside
+def same_on_all(mesh: DeviceMesh, value: torch.Tensor, what: str) -> None:
+    """Check that all ranks of ``mesh`` hold the same plain ``value``: one exchange of a few bytes, none in one process.
+
+    Raises:
+        MixedTensorError: on all ranks, if they do not.
+    """
+    if not _talks(mesh) or isinstance(value, torch._subclasses.FakeTensor):
+        return
+    content = flat_bytes(value.detach()).cpu().numpy().tobytes()
+    digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+    _, same = told_by_all(mesh, f"{tuple(value.shape)} {value.dtype} {digest}", ())
+    if not same:
+        raise MixedTensorError(
+            f"{what} mixes DTensors with a plain tensor of shape {tuple(value.shape)} that differs between ranks; "
+            "distribute what it was made from with distribute_tensor(t, mesh, placements)"
+        )

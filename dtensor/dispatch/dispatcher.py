@@ -17,7 +17,7 @@ from torch._library.simple_registry import find_torch_dispatch_rule
 
 from ..base.caches import Shared, watched
 from ..base.modes import IMPLICIT_REPLICATION, MODES
-from ..errors import MeshError, MixedTensorError, UnsupportedOperationError
+from ..errors import MeshError, UnsupportedOperationError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.choose import Chooser, choose
@@ -26,9 +26,8 @@ from ..propagation.schema import Operator, operator_of
 from ..rules.registry import foreach_base, lookup
 from .compiled import Runner, by_kinds, compile_plan, floats_by_default, runner_of, under_default_dtype
 from .local_op import local_function
-from .mixed_meshes import across_places, meshes_of
-from .origin import Origin, agree, origin_of
-from .plain_operands import plainly_written, through_copies
+from .mixed_meshes import across_places
+from .plain_operands import admit, agree_on_declared, in_backward, plainly_written, through_copies
 
 PLANS: Shared[tuple[Any, ...], Layout | Runner] = Shared(each=1024, together=8192)  # per operator, of all operators
 watched("plans", PLANS.fullness)
@@ -129,7 +128,7 @@ def _entered(func: Any) -> Entry:
 
 
 def _dispatch_of(entry: Entry) -> Callable[..., Any]:
-    """What happens at each call of one operator. No names for plain arguments: see origin.py on references."""
+    """What happens at each call of one operator."""
     tensor, is_view, local_op = _TENSOR, entry.operator.is_view, entry.local
     find, by_type, names_by_type = entry.plans.get, entry.scalar_positions, entry.scalar_names
     numbered, sized = entry.operator.numbered, entry.operator.sized
@@ -173,8 +172,7 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
             else:
                 local_args.append(_static(value, key, len(local_args) in by_type))
         local_kwargs = {}
-        for name in kwargs:  # an iterator over items would hold one more reference (see origin.py)
-            value = kwargs[name]
+        for name, value in kwargs.items():
             key.append(name)
             if type(value) in _AS_IT_IS:
                 key.append(value)
@@ -236,7 +234,7 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
             key.append(value._layout)
             return value._local
         strides = value.stride() if value.layout is torch.strided else None
-        key.append((value.shape, strides, value.dtype, Origin.AUTOGRAD if _is_number(value) else origin_of(value)))
+        key.append((value.shape, strides, value.dtype, in_backward()))
         return value
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         value = value.node.maybe_as_int() if isinstance(value, torch.SymInt) else value
@@ -247,11 +245,6 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
         return value
     key.append(value)
     return value
-
-
-def _is_number(value: torch.Tensor) -> bool:
-    """Whether a plain tensor holds one number, expanded or 0-d, or none: it counts as the same on all ranks."""
-    return value.layout is torch.strided and (not any(value.stride()) or value.numel() == 0)
 
 
 def _static_list(value: Any, key: list[Any], by_type: bool) -> Any:
@@ -281,29 +274,22 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
     found: Layout | Runner | None = across_places(entry.operator, args, kwargs, wrap_local)
     if found is not None:
         return _kept(entry, signature, found)
-    origins = {part[-1] for part in signature if type(part) is tuple and part and isinstance(part[-1], Origin)}
-    torchs = Origin.TORCH in origins and Origin.USER not in origins
-    written = plainly_written(entry.operator, args, kwargs, _TENSOR) if MODES.implicit_replication or torchs else ()
+    written = plainly_written(entry.operator, args, kwargs, _TENSOR) if MODES.implicit_replication else ()
     if written:
         found = through_copies(entry.operator, written, _TENSOR, wrap_local)
     else:
-        name = entry.operator.name
-        declared = (Origin.TARGET not in origins or "nll_loss" in name) and Origin.USER not in origins
-        admitted = declared or MODES.implicit_replication or name == "aten::is_same_size"  # which reads shapes alone
-        plan, found = _planned(entry, admitted, args, kwargs)
+        plan, found = _planned(entry, args, kwargs)
+        agree_on_declared(entry.operator, args, kwargs, plan.call.mesh)
         if plan.by_numbers:
-            again = lambda *given: runner_of(_planned(entry, admitted, *given)[1], entry.operator, wrap_local)  # noqa: E731
+            again = lambda *given: runner_of(_planned(entry, *given)[1], entry.operator, wrap_local)  # noqa: E731
             found = by_kinds(runner_of(found, entry.operator, wrap_local), args, kwargs, again)
         if floats_by_default(plan):
             found = under_default_dtype(runner_of(found, entry.operator, wrap_local), partial(_anew, entry, signature))
-    if torchs and not MODES.implicit_replication:
-        mesh = next(iter(meshes_of((*args, *kwargs.values()))))
-        found = _agreeing(entry, found, mesh) if mesh.kind == "process_group" else found
     return _kept(entry, signature, found)
 
 
-def _planned(entry: Entry, admitted: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Layout | Runner]:
-    plan = plan_for(entry.operator, args, kwargs, mixed=admitted)
+def _planned(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Layout | Runner]:
+    plan = plan_for(entry.operator, args, kwargs)
     found = compile_plan(plan, entry.operator, wrap_local)
     views = entry.operator.is_view or entry.operator.reshapes
     return plan, _VIEWING(plan, entry.operator, found) if views else found
@@ -319,21 +305,6 @@ def _anew(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
     return entry.run(_TENSOR, entry.func, (), args, kwargs)
 
 
-def _agreeing(entry: Entry, found: Layout | Runner, mesh: DeviceMesh) -> Runner:
-    """``found``, after a look at whether all ranks hold the same plain tensors."""
-
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        for value in (*args, *(value for name, value in kwargs.items() if name not in entry.operator.outs)):
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, torch.Tensor) and not isinstance(item, _TENSOR) and item.ndim:
-                    agree(item, mesh, entry.operator.name)
-        if not isinstance(found, Layout):
-            return found(args, kwargs, local_args, local_kwargs)
-        return wrap_local(entry.local(*local_args, **local_kwargs), found)
-
-    return run
-
-
 def run_chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser) -> Any:
     """The results of one call whose rows ``choose`` picks. The plan is made anew and not kept."""
     operator = operator_of(func)
@@ -346,10 +317,8 @@ def run_chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose:
     return runner_of(found, operator, wrap_local)(args, kwargs, local_args, local_kwargs)
 
 
-def plan_for(
-    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], mixed: bool = True, choose: Chooser = choose
-) -> Plan:
-    """The plan of a call with these arguments; nothing runs. ``mixed``: plain tensors among them count as replicated."""
+def plan_for(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser = choose) -> Plan:
+    """The plan of a call with these arguments; nothing runs."""
     meshes: dict[DeviceMesh, None] = {}
     plain: set[Slot] = set()
     raw = {name: _layouts(value, meshes) for name, value in operator.bind(args, kwargs).items()}
@@ -359,7 +328,7 @@ def plan_for(
             "bring them to one with x.redistribute(mesh, placements)"
         )
     mesh = next(iter(meshes))
-    bound = {name: _admit(value, name, None, operator, mesh, plain, mixed) for name, value in raw.items()}
+    bound = {name: _beside(value, name, None, operator, mesh, plain) for name, value in raw.items()}
     return propagate(operator, mesh, bound, frozenset(plain), choose)
 
 
@@ -373,24 +342,12 @@ def _layouts(value: Any, meshes: dict[DeviceMesh, None]) -> Any:
     return value
 
 
-def _admit(value: Any, name: str, index: int | None, operator: Operator, mesh: DeviceMesh, plain: set[Slot], mixed: bool) -> Any:
+def _beside(value: Any, name: str, index: int | None, operator: Operator, mesh: DeviceMesh, plain: set[Slot]) -> Any:
     """Plain tensors replaced by a replicated layout where they are allowed."""
     if isinstance(value, list):
-        return [_admit(item, name, i, operator, mesh, plain, mixed) for i, item in enumerate(value)]
+        return [_beside(item, name, i, operator, mesh, plain) for i, item in enumerate(value)]
     if not isinstance(value, torch.Tensor):
         return value
-    # step counts of optimizers are alike on all ranks; buffers that torch itself makes for results may be written
-    if name in operator.mutated and not (operator.per_element and value.ndim == 0) and not (mixed and name in operator.outs):
-        raise MixedTensorError(
-            f"{operator.name} would write a DTensor's value into the plain tensor {name!r}; "
-            "make it distributed first with distribute_tensor(t, mesh, [Replicate()] * mesh.ndim), or, if every rank holds "
-            "the same, use `with dtensor.implicit_replication():`"
-        )
-    if value.numel() != 1 and not _is_number(value) and not mixed:
-        raise MixedTensorError(
-            f"{operator.name} mixes DTensors with a plain tensor of shape {tuple(value.shape)} (argument {name!r}). "
-            f"If every rank holds "
-            "the same value, use `with dtensor.implicit_replication():`, or distribute_tensor(t, mesh, placements)"
-        )
+    admit(value, name, operator)
     plain.add((name, index))
     return Layout.replicated(mesh, value.shape, value.stride(), value.dtype)

@@ -1,7 +1,15 @@
-"""Writes of distributed values into plain tensors, under ``implicit_replication()``.
+"""Plain tensors beside DTensors: which count as replicated, what is asked of the ranks, and writes to them.
 
-A plain tensor counts as the same value on every rank, so after a write it must be the same again: the operation runs on a
-replicated copy, and every rank takes over the whole result. Outside this mode such a write is refused (see ``dispatch``).
+The law, the same in one process and on processes:
+
+- numbers (0-d, one element, one element expanded) and tensors without elements count as the same on every rank;
+- while autograd computes gradients so do all: its formulas make constants from shapes;
+- arguments that the operator's rule declares (``Rule.plain``: tables of indices, class weights) are taken, and compared between
+  ranks when their call is planned, once for each combination of shapes and layouts: one exchange of a few bytes, none on a hit;
+- everything else raises on all ranks, unless ``implicit_replication()`` says that every rank holds the same.
+
+A plain tensor that is *written to* must be the same again afterwards: under ``implicit_replication()`` the operation runs on a
+replicated copy, and every rank takes over the whole result. Elsewhere such a write is refused.
 """
 
 from __future__ import annotations
@@ -13,12 +21,67 @@ import torch
 
 from ..base.modes import MODES
 from ..comm import PerRank, communicator_of
-from ..errors import LayoutError
+from ..comm.agreement import same_on_all
+from ..errors import LayoutError, MixedTensorError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.schema import Operator
+from ..rules.registry import lookup
 from .compiled import Runner
 from .execute import Wrap
+
+
+def in_backward() -> bool:
+    """Whether autograd is computing gradients in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_number(value: torch.Tensor) -> bool:
+    """Whether a plain tensor holds one number, expanded or 0-d, or none: it counts as the same on all ranks."""
+    return value.numel() <= 1 or (value.layout is torch.strided and not any(value.stride()))
+
+
+def declared(operator: Operator) -> tuple[str, ...]:
+    """The arguments of an operator that may be plain by its rule."""
+    rule = lookup(operator.func)
+    return () if rule is None else rule.plain
+
+
+def admit(value: torch.Tensor, name: str, operator: Operator) -> None:
+    """Let a plain tensor stand as argument ``name`` beside DTensors.
+
+    Raises:
+        MixedTensorError: the law above does not allow it.
+    """
+    anything = MODES.implicit_replication or in_backward()
+    # step counts of optimizers are alike on all ranks; results under the mode take the whole value
+    if name in operator.mutated and not (operator.per_element and value.ndim == 0) and not (anything and name in operator.outs):
+        raise MixedTensorError(
+            f"{operator.name} would write a DTensor's value into the plain tensor {name!r}; "
+            "make it distributed first with distribute_tensor(t, mesh, [Replicate()] * mesh.ndim), or, if every rank holds "
+            "the same, use `with dtensor.implicit_replication():`"
+        )
+    if not is_number(value) and not anything and (isinstance(value, PerRank) or name not in declared(operator)):
+        raise MixedTensorError(
+            f"{operator.name} mixes DTensors with a plain tensor of shape {tuple(value.shape)} (argument {name!r}). "
+            f"If every rank holds "
+            "the same value, use `with dtensor.implicit_replication():`, or distribute_tensor(t, mesh, placements)"
+        )
+
+
+def agree_on_declared(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> None:
+    """Compare the plain tensors that stand in a call because its rule declares them between the ranks of ``mesh``.
+
+    Raises:
+        MixedTensorError: on all ranks, if they differ.
+    """
+    names = () if MODES.implicit_replication or in_backward() else declared(operator)
+    bound = operator.bind(args, kwargs) if names else {}
+    for name in names:
+        items = bound.get(name)
+        for item in items if isinstance(items, (list, tuple)) else (items,):
+            if isinstance(item, torch.Tensor) and not hasattr(item, "_layout") and not is_number(item):
+                same_on_all(mesh, item, f"{operator.name} (argument {name!r})")
 
 
 def plainly_written(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensor_type: type[Any]) -> tuple[str, ...]:

@@ -157,6 +157,7 @@ class Rule:
             for the calls that ``decomposes`` picks (default all).
         measured: result shapes depend on data; ``factors`` has none, and what the local op or kernel gives is whole on all ranks.
         writes: arguments that a call writes to though its schema does not say so (running statistics).
+        plain: arguments that may be plain tensors, the same on all ranks, beside DTensors (tables of indices, class weights).
         floats_matter: the plan depends on the value of Python floats (an output size, say): they enter the cache key.
         as_laid_out: the operator chooses, refuses or reads memory by its operands' strides: blocks get the order of the global.
         kind: the verb that made it, for the docs.
@@ -178,6 +179,7 @@ class Rule:
     decomposes: Callable[[Call], bool] | None = None
     measured: bool = False
     writes: Callable[[Call], tuple[str, ...]] | None = None
+    plain: tuple[str, ...] = ()
     floats_matter: bool = False
     as_laid_out: bool = False
     kind: str = "rule"

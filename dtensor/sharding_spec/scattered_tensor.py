@@ -142,9 +142,7 @@ class ScatteredTensor:
 
     def reshard(self, spec: Any) -> Any:
         """The same value under another spec."""
-        from .. import sharded_tensor  # which makes tensors of this kind too
-
-        return sharded_tensor.shard_tensor(self, spec)  # type: ignore[arg-type]  # no torch.Tensor, and taken all the same
+        return reshard(self, spec)
 
     def local_shard(self) -> list[torch.Tensor]:
         """This rank's blocks, in the order of the grid (with all ranks in this process, those of the current one)."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...base.modes import PLAIN_TARGETS
 from ...base.scoped import entering
 
 
 @entering
 def loss_parallel() -> Iterator[None]:
-    """Inside, the targets and class weights of a cross-entropy may be plain tensors, the same on every rank.
+    """What programs for ``torch.distributed.tensor`` say around a loss; nothing here has to be told.
 
-    That is all that it is needed for: cross-entropy of logits that are sharded over the vocabulary is computed in shards anyway.
+    Cross-entropy of logits that are sharded over the vocabulary is computed in shards anyway, and its targets and class weights
+    may be plain tensors, the same on every rank of the logits' mesh (compared when the call is planned).
 
     >>> import torch, dtensor as dt
     >>> logits = dt.zeros(3, 8, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(1)])
@@ -20,5 +20,4 @@ def loss_parallel() -> Iterator[None]:
     ...     torch.nn.functional.cross_entropy(logits, torch.tensor([1, 7, 0])).item()
     2.0794...
     """
-    with PLAIN_TARGETS.entered(None):
-        yield
+    yield

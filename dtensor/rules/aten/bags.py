@@ -60,7 +60,7 @@ def bags_partials(call: Call) -> tuple[str, ...]:
     return f"sum{rest} -> sum,R,R,R", f"avg{rest} -> avg,R,R,R"
 
 
-kernel_rule("_embedding_bag _embedding_bag_forward_only", bags, partials=bags_partials)
+kernel_rule("_embedding_bag _embedding_bag_forward_only", bags, partials=bags_partials, plain=("offsets",))
 kernel_rule(
     "_embedding_bag_backward _embedding_bag_dense_backward", bag_gradients, when=lambda choice: not choice.call.get("sparse")
 )

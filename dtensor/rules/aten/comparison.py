@@ -44,7 +44,14 @@ def unequal_shapes(call: Call) -> Any:
 
 register("equal", Rule(equal_factors, answer=unequal_shapes, absent=True, kind="kernel", source="..., ... ->"))
 register(
-    "is_same_size", Rule(lambda call: None, answer=lambda call: call.shape(0) == call.shape(1), kind="answer", source="shapes")
+    "is_same_size",
+    Rule(
+        lambda call: None,
+        answer=lambda call: call.shape(0) == call.shape(1),
+        kind="answer",
+        plain=("self", "other"),
+        source="shapes",
+    ),
 )
 
 

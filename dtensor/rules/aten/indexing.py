@@ -87,7 +87,7 @@ def select_owned_rows(at: KernelContext, x: Any, dim: int, index: Any) -> Any:
 
 kernel_rule("embedding", embedded, partials=CHOSEN, when=no_foreign_zeros)
 kernel_rule("embedding_dense_backward", embedding_gradient, partials=("sum,R -> sum", "avg,R -> avg"))
-kernel_rule("index_select", rows_selected, partials=CHOSEN, when=no_foreign_zeros)
+kernel_rule("index_select", rows_selected, partials=CHOSEN, when=no_foreign_zeros, plain=("index",))
 
 
 # --- elements: gather, take ---
@@ -260,6 +260,7 @@ for _name in ("index", "_unsafe_index"):
         when=no_foreign_zeros,
         decompose=functools.partial(index_by_number, getattr(torch.ops.aten, _name)),
         decomposes=has_masks,
+        plain=("indices",),
     )
 
 

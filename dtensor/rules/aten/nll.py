@@ -139,7 +139,7 @@ def nll_factors(call: Call) -> Factors:
     return Factors(operands, results, sizes, reduced=reduced, kernels=kernels)
 
 
-kernel_rule("nll_loss_forward nll_loss2d_forward", nll_factors)
+kernel_rule("nll_loss_forward nll_loss2d_forward", nll_factors, plain=("target", "weight"))
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------------

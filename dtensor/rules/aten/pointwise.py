@@ -26,13 +26,13 @@ SHIFT = ("sum,sum -> sum", "avg,avg -> avg", "avg,R -> avg", "R,avg -> avg")  # 
 # no partial value passes
 pointwise(
     "abs acos acosh angle asin atanh atan2 bitwise_not bitwise_xor celu copysign cos cosh "
-    "digamma elu eq erfinv float_power floor_divide fmax fmin fmod frac frexp gcd ge gelu gt hardshrink hardsigmoid "
+    "digamma elu eq erfinv float_power fmax fmin fmod frac frexp gcd ge gelu gt hardshrink hardsigmoid "
     "hardswish "
     "heaviside hypot i0 igamma igammac isfinite isinf isnan isneginf isposinf lcm ldexp le leaky_relu lgamma log log10 log1p "
     "log2 "
     "log_sigmoid_forward logaddexp logaddexp2 logical_not logical_xor logit lt mish mvlgamma nan_to_num ne nextafter "
     "polygamma "
-    "pow _prelu_kernel reciprocal remainder rsqrt selu sgn sign signbit silu sin sinc softplus softshrink sqrt square "
+    "pow _prelu_kernel reciprocal rsqrt selu sgn sign signbit silu sin sinc softplus softshrink sqrt square "
     "tan threshold true_divide xlogy __ixor__ __xor__ logical_and logical_or "
     "bitwise_and bitwise_or __and__ __or__ __iand__ __ior__ max.other min.other clip "
     "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t "
@@ -44,6 +44,7 @@ pointwise(
     "special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v "
     "special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0 special_xlog1py special_zeta"
 )
+pointwise("floor_divide remainder", plain=("other",))  # tables of strides, as unravel_index makes them
 
 # non-decreasing, NaN kept
 pointwise(

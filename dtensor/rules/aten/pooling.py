@@ -75,12 +75,16 @@ for _count in (2, 3):
     for _name in (f"adaptive_max_pool{_count}d_backward", f"fractional_max_pool{_count}d_backward", f"max_unpool{_count}d"):
         on_positions(_name, _count, partials=LINEAR, local=densely(getattr(torch.ops.aten, _name)))
 blockwise(
-    "fractional_max_pool2d", "n c [h] [w], n c [t] -> n c [h] [w], n c [h] [w]", when=lambda choice: min(choice.sizes("c")) > 0
+    "fractional_max_pool2d",
+    "n c [h] [w], n c [t] -> n c [h] [w], n c [h] [w]",
+    when=lambda choice: min(choice.sizes("c")) > 0,
+    plain=("random_samples",),
 )
 blockwise(
     "fractional_max_pool3d",
     "n c [d] [h] [w], n c [t] -> n c [d] [h] [w], n c [d] [h] [w]",
     when=lambda choice: min(choice.sizes("c")) > 0,
+    plain=("random_samples",),
 )
 
 

@@ -131,9 +131,9 @@ def fill_partials(call: Call) -> tuple[str, ...]:
     return tuple(f"{op}{',R' * (len(call.operands) - 1)} -> {op}" for op in ("avg", "max", "min"))
 
 
-kernel_rule("index_add", rows_written, partials=ADDED)
-kernel_rule("index_copy", rows_written, partials=REPLACED)
-kernel_rule("index_fill", rows_written, partials=fill_partials)
+kernel_rule("index_add", rows_written, partials=ADDED, plain=("index",))
+kernel_rule("index_copy", rows_written, partials=REPLACED, plain=("index",))
+kernel_rule("index_fill", rows_written, partials=fill_partials, plain=("index",))
 
 
 def rows_multiply(choice: Choice) -> bool:
@@ -217,6 +217,7 @@ kernel_rule(
     partials=put_partials,
     decompose=put_by_number,
     decomposes=lambda call: has_masks(call) and _masked(call) is None,
+    plain=("indices",),
 )
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...comm import communicator_of
-from ..dtensor import DTensor
+from ...dispatch.plain_operands import replicated
+from ..dtensor import DTensor, wrap
 
 _KEY = "PythonTLSSnapshot"
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
@@ -138,6 +139,8 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
     """Row-major, in whatever order the labels lie. Where they are a subclass torch compares them with a range and no longer looks
     whether they are inside, which each rank does here with its own.
     """
+    if x.dtype is not torch.int64:
+        return NotImplemented
     whole = x._layout.reduced()
     if not x.is_contiguous() or whole is not x._layout:
         return F.one_hot(x.contiguous().redistribute(placements=whole.placements), num_classes)
@@ -145,7 +148,9 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
         raise RuntimeError("Can not infer total number of classes from empty tensor.")
     if x.numel() and whole.mesh.current_member() is not None:
         communicator_of(whole.mesh).map(_are_classes, x._local, num_classes)
-    return NotImplemented
+    count = num_classes if num_classes > 0 else int(x.max()) + 1
+    classes = torch.arange(count, dtype=x.dtype, device=x.device)
+    return (x.unsqueeze(-1) == replicated(classes, whole.mesh, wrap)).long()
 
 
 def _are_classes(member: int, labels: Tensor, num_classes: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...dispatch.origin import agree
+from ...comm.agreement import same_on_all
 from ..dtensor import DTensor
 from ..host import whole_of
 from .recomposed import recomposed
@@ -39,8 +39,8 @@ def pack_padded(x: Tensor, lengths: Tensor, batch_first: bool) -> Any:
     batch, steps = (x.shape[:2] if batch_first else x.shape[1::-1]) if x.ndim > 1 else (0, 0)
     if not isinstance(x, DTensor) or plain.shape != (batch,) or plain.dtype != torch.int64:
         return NotImplemented
-    if plain is lengths and x.device_mesh.kind == "process_group":
-        agree(plain, x.device_mesh, "pack_padded_sequence")
+    if plain is lengths:
+        same_on_all(x.device_mesh, plain, "pack_padded_sequence")
     sizes = plain.tolist()
     if sizes != sorted(sizes, reverse=True) or not 0 < sizes[-1] <= sizes[0] <= steps:
         return NotImplemented

@@ -1,0 +1,122 @@
+"""Functions of torch that make constants on their way, given them distributed.
+
+A mask, a window, a range or a first state that torch fills in below is a plain tensor beside DTensors, and dispatch cannot know
+whose it is. So it is made here, above autograd, as a replicated DTensor: the same value on every rank, no communication.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...base.caches import remembered
+from ...comm.agreement import same_on_all
+from ...dispatch.plain_operands import is_number, replicated
+from ...mesh.device_mesh import DeviceMesh
+from ..dtensor import DTensor, wrap
+from .recomposed import recomposed
+
+aten = torch.ops.aten
+
+
+def constant(value: Tensor, like: Any) -> Any:
+    """``value``, which every rank makes alike, as a DTensor on the mesh of ``like``."""
+    return replicated(value, like._layout.mesh, wrap)
+
+
+def state(value: Any, like: Any, what: str) -> Any:
+    """A state that may be plain: compared between ranks at the first of its shape, then taken as replicated."""
+    if isinstance(value, DTensor) or is_number(value):
+        return value
+    _compared(like._layout.mesh, what, value.shape, value.dtype)(value)
+    return constant(value, like)
+
+
+@remembered(1024)
+def _compared(mesh: DeviceMesh, what: str, shape: torch.Size, dtype: torch.dtype) -> Any:
+    """A comparison that is made once."""
+    left = [True]
+
+    def compare(value: Tensor) -> None:
+        if left:
+            same_on_all(mesh, value, what)
+            left.clear()
+
+    return compare
+
+
+def combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
+    """The rows of ``x`` at the combinations of positions."""
+    if not isinstance(x, DTensor) or x.ndim != 1 or r < 1:
+        return NotImplemented
+    return x[torch.combinations(torch.arange(x.shape[0], device=x.device), r, with_replacement)]
+
+
+def matrix_power(x: Any, n: int) -> Any:
+    """The identity, where torch copies it from a plain one."""
+    if n or not isinstance(x, DTensor) or x.ndim < 2 or x.shape[-1] != x.shape[-2]:
+        return NotImplemented
+    return x.clone().copy_(constant(torch.eye(x.shape[-1], dtype=x.dtype, device=x.device), x))
+
+
+def istft(
+    x: Any,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Any = None,
+    *rest: Any,
+    **options: Any,
+) -> Any:
+    """With the window of ones that stands for none."""
+    if window is not None or not isinstance(x, DTensor) or not x.is_complex() or n_fft < 1:
+        return NotImplemented
+    ones = torch.ones(win_length or n_fft, dtype=x.dtype.to_real(), device=x.device)
+    return aten.istft(x, n_fft, hop_length, win_length, constant(ones, x), *rest, **options)
+
+
+def causal_attention(
+    query: Any, key: Any, value: Any, mask: Any = None, dropout: float = 0.0, is_causal: bool = False, *rest: Any, **options: Any
+) -> Any:
+    """The mask of causal attention is that of the whole sequences."""
+    if not is_causal or mask is not None or not isinstance(query, DTensor) or min(query.ndim, key.ndim) < 2:
+        return NotImplemented
+    hidden = torch.full((query.shape[-2], key.shape[-2]), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
+    return aten._scaled_dot_product_attention_math(query, key, value, constant(hidden, query), dropout, False, *rest, **options)
+
+
+def with_state(name: str) -> None:
+    """A recurrent operator whose first state (argument 1, one tensor or several) may be plain, as modules make it of zeros."""
+
+    def run(x: Any, state_or_states: Any, *rest: Any, **options: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return NotImplemented
+        given = state_or_states if isinstance(state_or_states, (list, tuple)) else [state_or_states]
+        taken = [state(value, x, name) for value in given]
+        if all(new is old for new, old in zip(taken, given, strict=True)):
+            return NotImplemented
+        packet, _, overload = name.partition(".")
+        operator = getattr(getattr(aten, packet), overload or "default")
+        return operator(x, taken if isinstance(state_or_states, (list, tuple)) else taken[0], *rest, **options)
+
+    recomposed(f"aten::{name}", run)
+
+
+recomposed("aten::combinations", combinations)
+recomposed("aten::linalg_matrix_power", matrix_power)
+recomposed("aten::matrix_power", matrix_power)
+recomposed("aten::istft", istft)
+recomposed("aten::_scaled_dot_product_attention_math", causal_attention)
+for _name in (
+    "lstm.input",
+    "gru.input",
+    "rnn_tanh.input",
+    "rnn_relu.input",
+    "lstm_cell",
+    "gru_cell",
+    "rnn_tanh_cell",
+    "rnn_relu_cell",
+):
+    with_state(_name)
