@@ -18,12 +18,10 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor.base.modes import MODES as SWITCHES
 from dtensor.comm import communicator_of, events
 from dtensor.debug import CommDebugMode
 from dtensor.errors import ArgumentError, ImplicitCommunicationError, MixedTensorError
 from dtensor.mesh.device_mesh import current_mesh
-from dtensor.parallel import loss_parallel
 
 MESH = dt.init_device_mesh("cpu", (2,))
 X = dt.distribute_tensor(torch.arange(5.0), MESH, [dt.Shard(0)])
@@ -46,10 +44,6 @@ def _implicit() -> bool:
     return _works(lambda: X + torch.arange(5.0), MixedTensorError)
 
 
-def _targets() -> bool:
-    return SWITCHES.plain_targets
-
-
 def _counted() -> bool:
     return dt.random.DRAWING.mode == "counter"
 
@@ -66,7 +60,6 @@ MODES: list[tuple[Callable[[], AbstractContextManager[Any]], Callable[[], bool]]
     (dt.explicit, _explicit),
     (dt.implicit_replication, _implicit),
     (lambda: dt.random_mode("counter"), _counted),
-    (loss_parallel, _targets),
     (entered_mesh, _in_mesh),
 ]
 

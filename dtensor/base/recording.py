@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from ..base.torch_internals import current_dispatch_modes as _get_current_dispatch_mode_stack
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -19,8 +19,7 @@ from functools import partial, wraps
 from threading import get_ident
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
-import torch
-
+from ..base.torch_internals import graph_task, is_kept_in_thread, keep_in_thread, kept_in_thread
 from ..errors import ArgumentError
 
 T = TypeVar("T")
@@ -119,13 +118,13 @@ class Scoped(Generic[T]):
 
     # --- into autograd's threads (private, as torch has no public way) -------------------------------------------------------
     def _put_aside(self) -> None:
-        torch._C._stash_obj_in_tls(self._carried, (get_ident(), self._blocks.get()))
+        keep_in_thread(self._carried, (get_ident(), self._blocks.get()))
 
     def _brought(self) -> tuple[Block[T], ...]:
         """Blocks of the thread that started the backward pass, if that is another one."""
-        if torch._C._current_graph_task_id() == -1 or not torch._C._is_key_in_tls(self._carried):
+        if graph_task() == -1 or not is_kept_in_thread(self._carried):
             return ()
-        thread, blocks = torch._C._get_obj_in_tls(self._carried)
+        thread, blocks = kept_in_thread(self._carried)
         return () if thread == get_ident() else blocks
 
 

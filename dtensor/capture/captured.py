@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils import _pytree as pytree
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..base.recording import current
+from ..base.torch_internals import DeviceContext, pytree
+from ..base.torch_internals import current_dispatch_modes as _get_current_dispatch_mode_stack
+from ..base.torch_internals import current_function_modes as _get_current_function_mode_stack
 from ..errors import ArgumentError, CaptureError
 from .confirm import confirmed
 from .program import Program, Sources, sources_of

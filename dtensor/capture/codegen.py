@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..base.torch_internals import OpOverload
 from ..comm import PerRank
 from .graph import Ranks, Step, Tape, Var
 
@@ -91,7 +92,7 @@ class Source:
         return f"{self._function(fn)}({', '.join([*args, *named])})"
 
     def _function(self, fn: Any) -> str:
-        if isinstance(fn, torch._ops.OpOverload):
+        if isinstance(fn, OpOverload):
             return self._constant(fn.name().replace("::", "_").replace(".", "_"), fn)
         name: str = fn.__name__
         if isinstance(fn, BuiltinFunctionType) and getattr(torch, name, None) is fn:

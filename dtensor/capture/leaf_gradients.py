@@ -15,10 +15,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..base.recording import current
+from ..base.torch_internals import TensorBase
 from ..tensor.dtensor import DTensor
 from .signature import described
 
-_PLACE: Any = torch._C.TensorBase.grad
+_PLACE: Any = TensorBase.grad
 # While torch.autograd.grad runs, the mode does not see what hooks look at.
 _LOOKS = frozenset((_PLACE.__get__, _PLACE.__set__, _PLACE.__delete__, torch.autograd.grad))
 

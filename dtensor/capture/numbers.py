@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..base.nested import leaves
+from ..base.torch_internals import TensorBase
 from ..errors import CaptureError
 from .graph import Step, Var
 
@@ -102,7 +103,7 @@ class Numbers:
         """``x.item()``."""
         self.reading, self.last = True, None
         try:
-            value = torch._C.TensorBase.item(x)
+            value = TensorBase.item(x)
         finally:
             self.reading = False
         if type(value) is not float or self.last is None:
@@ -191,7 +192,7 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch._C.TensorBase.item:
+        if func is TensorBase.item:
             return self.numbers.read(args[0])
         if func is torch.Tensor.backward:  # seen are, too, the hooks that run in it
             with self:

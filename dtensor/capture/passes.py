@@ -10,13 +10,14 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..base.torch_internals import TensorBase
 from ..comm import Communicator, Pending
 from .graph import Step, Tape, Var
 from .optimize import renamed
 
 Fact: TypeAlias = tuple[Any, ...]  # offset, shape, stride, dtype, lazily conjugated, lazily negated
 _ALL_REDUCE: Any = getattr(Communicator.all_reduce, "__wrapped__")  # noqa: B009  what a recorder keeps of a site
-_COPY, _CLONE = torch._C.TensorBase.copy_, torch.clone
+_COPY, _CLONE = TensorBase.copy_, torch.clone
 
 
 def without_copies(tape: Tape, facts: Mapping[Var, Fact], lasting: frozenset[int]) -> Tape:

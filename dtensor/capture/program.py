@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
+from ..base.torch_internals import TensorBase
 from ..comm import PerRank
 from ..dispatch.dispatcher import wrap_local
 from ..dispatch.local_op import below_autograd
@@ -27,7 +28,7 @@ from .survey import Environment
 Sources = tuple[Sequence[Any], Sequence[Any], Any, Any]
 
 
-_STRIDE: Any = torch._C.TensorBase.stride
+_STRIDE: Any = TensorBase.stride
 
 
 class _Gradients:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.utils import _pytree as pytree
 
+from ..base.torch_internals import pytree
 from ..comm import PerRank
 from ..dispatch.dispatcher import wrap_local
 from ..errors import CaptureError

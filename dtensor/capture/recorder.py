@@ -15,9 +15,9 @@ from typing import Any
 import numpy
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base.recording import ACTIVE
+from ..base.torch_internals import TensorBase, TorchDispatchMode, count_dispatch_modes
 from ..comm import Pending, PerRank
 from ..dispatch.local_op import local_function
 from ..errors import CaptureError
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
 
     def _reading(self) -> str | None:
         """What is at work, for a read of values in this thread."""
-        if self.paused or not torch._C._len_torch_dispatch_stack():
+        if self.paused or not count_dispatch_modes():
             return None
         return self.within[-1] if self.within else ""
 
@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
         within = self.within[-1] if self.within else ""
         if func is aten._local_scalar_dense.default and self.numbers.reading and args[0].is_floating_point():
             self.numbers.last = self.number()
-            self._step(Step(torch._C.TensorBase.item, (self._known(args[0]),), {}, self.numbers.last, within=within))
+            self._step(Step(TensorBase.item, (self._known(args[0]),), {}, self.numbers.last, within=within))
             return func(*args)
         if any(tag in func.tags for tag in _READS) and not _indexed_by_numbers(func, args):
             raise refuse(str(func), within)

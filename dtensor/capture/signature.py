@@ -7,9 +7,9 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..base.modes import MODES
+from ..base.torch_internals import count_function_modes, pytree
 from ..comm import PerRank
 from ..errors import CaptureError
 from ..random.draw import DRAWING
@@ -142,6 +142,6 @@ def modes() -> tuple[Any, ...]:
         MODES.explicit,
         DRAWING.mode,
         torch.get_default_dtype(),
-        torch._C._len_torch_function_stack() and torch.get_default_device(),
+        count_function_modes() and torch.get_default_device(),
         torch.get_deterministic_debug_mode(),
     )

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from ..base.torch_internals import StorageInfo as _StorageInfo
+from ..base.torch_internals import flatten_state_dict
 from ..errors import CheckpointError
 from .block_io import Stream, Window, record_at
 from .files import check_name, open_regular, read_regular
@@ -36,8 +38,6 @@ def encode(values: Any, entries: Mapping[str, Entry], streams: Mapping[tuple[str
         streams: (name, offset) -> where the block lies.
     """
     from torch.distributed.checkpoint import metadata as dcp  # takes a second to import: only where it is needed
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     flat, paths = flatten_state_dict(values if isinstance(values, dict) else {"": values})
     described: dict[str, Any] = {}

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.recording import aside
+from ..base.torch_internals import FakeTensor
 from ..errors import LayoutError, MixedTensorError
 from ..mesh.device_mesh import DeviceMesh
 from . import communicator_of
@@ -90,7 +91,7 @@ def same_on_all(mesh: DeviceMesh, value: torch.Tensor, what: str) -> None:
     Raises:
         MixedTensorError: on all ranks, if they do not.
     """
-    if not _talks(mesh) or isinstance(value, torch._subclasses.FakeTensor):
+    if not _talks(mesh) or isinstance(value, FakeTensor):
         return
     content = flat_bytes(value.detach()).cpu().numpy().tobytes()
     digest = hashlib.blake2b(content, digest_size=16).hexdigest()

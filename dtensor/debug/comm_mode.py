@@ -6,10 +6,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..base.scoped import Block
+from ..base.torch_internals import OpOverloadPacket
 from ..comm import events
 from ..comm.events import Event
 from . import functional
@@ -40,7 +40,7 @@ class Counts(defaultdict[Any, int]):
 def _kind(key: Any) -> Any:
     """The kind that a torch operator stands for; any other key is its own."""
     packet = getattr(key, "overloadpacket", key)
-    return functional.kind_of(packet.__name__) if isinstance(packet, torch._ops.OpOverloadPacket) else key
+    return functional.kind_of(packet.__name__) if isinstance(packet, OpOverloadPacket) else key
 
 
 class CommDebugMode:

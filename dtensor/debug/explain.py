@@ -6,10 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
+from ..base.torch_internals import OpOverload, TorchDispatchMode, tree_leaves
 from ..dispatch.dispatcher import plan_for
 from ..dispatch.report import describe
 from ..layout.layout import Layout
@@ -89,7 +86,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))) and isinstance(func, torch._ops.OpOverload):
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))) and isinstance(func, OpOverload):
             operator = operator_of(func)
             self.lines.append(_line(operator.name, plan_for(operator, args, kwargs)))
         return func(*args, **kwargs)

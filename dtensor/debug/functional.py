@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.nested import tensors
+from ..base.torch_internals import DispatchKey, keys_after, resolve_process_group
 from ..comm import events
 from ..comm.events import Event
 
@@ -64,7 +65,7 @@ _SPACES = {
     "c10d": DIRECT,
 }
 _KEY = "BackendSelect"  # before all devices, in every mode
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+_BELOW = keys_after(DispatchKey.BackendSelect)
 _LOCK = threading.Lock()
 _ENTERED = 0
 _LIBRARIES: list[torch.library.Library] = []
@@ -104,7 +105,7 @@ def _group_in(named: dict[str, Any]) -> Any:
     """The group, which functional collectives name; only private torch knows it by name."""
     if "process_group" in named:
         return dist.ProcessGroup.unbox(named["process_group"])
-    group, resolve = named["group_name"], cast("Any", torch._C._distributed_c10d._resolve_process_group)
+    group, resolve = named["group_name"], cast("Any", resolve_process_group)
     return resolve(group) if isinstance(group, str) else group
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ..base.torch_internals import graph_task
 from ..comm.events import Event
 from ..tensor.dtensor import DTensor
 
@@ -74,7 +74,7 @@ class ModuleLog:
             _RUNNING.set(running[:last] + running[last + 1 :])
 
     def record(self, event: Event) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = graph_task() != -1
         where = ("all modules", "backward") if in_backward else (self._innermost(), "forward")
         self.collectives.setdefault(where, Counter())[event.kind] += 1
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-import torch
-
+from ..base.torch_internals import DispatchKey, is_key_excluded, set_key_excluded
 from ..layout.layout import Layout
 from ..propagation.propagate import Plan
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_KEYS = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
-_is_off = torch._C._dispatch_tls_is_dispatch_key_excluded
-_set_off = torch._C._dispatch_tls_set_dispatch_key_excluded
+_KEYS = (DispatchKey.Conjugate, DispatchKey.Negative)
+_is_off = is_key_excluded
+_set_off = set_key_excluded
 
 
 def is_complex(plan: Plan) -> bool:

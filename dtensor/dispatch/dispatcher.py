@@ -13,10 +13,10 @@ from threading import RLock
 from typing import Any
 
 import torch
-from torch._library.simple_registry import find_torch_dispatch_rule
 
 from ..base.caches import Shared, watched
 from ..base.modes import IMPLICIT_REPLICATION, MODES
+from ..base.torch_internals import find_torch_dispatch_rule, make_wrapper_subclass, set_conj
 from ..errors import MeshError, UnsupportedOperationError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -62,7 +62,7 @@ def _as_found(plan: Any, operator: Any, found: Any) -> Any:
 
 
 _VIEWING: Any = _as_found  # replaced by remote_view.py
-_MAKE = torch.Tensor._make_wrapper_subclass
+_MAKE = make_wrapper_subclass
 _IN_INFERENCE = torch.is_inference_mode_enabled
 _CPU = torch.device("cpu")
 _LIBRARY: torch.library.Library | None = None
@@ -206,7 +206,7 @@ def wrap_local(local: Any, layout: Layout) -> Any:
     if not layout.is_complex:
         layout.made_with = (_TENSOR, layout.shape, *options, _CPU)
     elif local.is_conj():
-        torch._C._set_conj(made, True)  # below __torch_dispatch__ nobody carries out a lazy conjugation: torch must see it above
+        set_conj(made, True)  # below __torch_dispatch__ nobody carries out a lazy conjugation: torch must see it above
     return made
 
 

@@ -14,6 +14,17 @@ from typing import Any
 import torch
 
 from ..base.caches import remembered
+from ..base.torch_internals import (
+    BelowAutograd,
+    TensorBase,
+    fft_functions,
+    functorch_active,
+    is_functorch_wrapped,
+    is_legacy_batched,
+    linalg_functions,
+    nn_functions,
+    special_functions,
+)
 from ..errors import UnsupportedOperationError
 
 # Their Python signatures differ from the schema (argument order, packed lists, defaults), or they mean something else.
@@ -79,7 +90,7 @@ def recorded(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def refuse_transforms(what: str) -> None:
     """Raises UnsupportedOperationError inside a transform of ``torch.func``: it hides DTensors behind tensors of its own."""
-    if torch._C._are_functorch_transforms_active():
+    if functorch_active():
         raise UnsupportedOperationError(
             f"{what} inside torch.func.grad, vjp, jvp or vmap is not supported: they hide what is distributed. Operators on "
             "DTensors do run there, so a module without styles or units does (see distribute_module); otherwise differentiate by "
@@ -89,12 +100,12 @@ def refuse_transforms(what: str) -> None:
 
 def is_wrapped(x: torch.Tensor) -> bool:
     """Whether a transform (``vmap``, also the one of ``gradcheck``) hides what this tensor is."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
+    return is_functorch_wrapped(x) or is_legacy_batched(x)
 
 
-below_autograd = torch._C._AutoDispatchBelowAutograd  # a context in which torch functions record nothing, nor look whether to
+below_autograd = BelowAutograd  # a context in which torch functions record nothing, nor look whether to
 
-_HOMES = (torch, *(getattr(torch._C, module) for module in ("_nn", "_linalg", "_fft", "_special")))
+_HOMES = (torch, nn_functions, linalg_functions, fft_functions, special_functions)
 _SPELLED = {"aten::slice": _slice}
 
 
@@ -108,11 +119,11 @@ def local_function(func: Any) -> Any:
     if namespace != "aten" or name in _DIFFERENT or any(a.is_out or a.name == "reduction" for a in schema.arguments):
         return func  # the functions take a reduction that is left out for "none", the overloads for "mean"
     if name.endswith("_") and not name.startswith("_"):
-        method = getattr(torch._C.TensorBase, name, None)
+        method = getattr(TensorBase, name, None)
         return method if isinstance(method, MethodDescriptorType) else func
     for home in _HOMES:
         function = getattr(home, name, None)
         if isinstance(function, BuiltinFunctionType):
             return function
-    method = getattr(torch._C.TensorBase, name, None)
+    method = getattr(TensorBase, name, None)
     return method if isinstance(method, MethodDescriptorType) and schema.arguments[0].name == "self" else func

@@ -25,6 +25,7 @@ import torch
 from ..base.caches import remembered
 from ..base.modes import MODES
 from ..base.recording import aside
+from ..base.torch_internals import FakeTensor, graph_task
 from ..comm import PerRank, communicator_of
 from ..errors import ImplicitCommunicationError, MeshError
 from ..layout.layout import Layout
@@ -160,7 +161,7 @@ def _extent(layout: Layout) -> int:
 
 
 def _check(name: str, values: Sequence[Any], home: DeviceMesh) -> None:
-    backward = torch._C._current_graph_task_id() != -1
+    backward = graph_task() != -1
     for value in _leaves(values):
         layout = _layout(value)
         if layout is None or layout.mesh == home:
@@ -254,7 +255,7 @@ def _told(local: Any, mesh: DeviceMesh, home: DeviceMesh, name: str) -> Any:
 @aside
 def _alike(rows: Sequence[torch.Tensor], name: str, mesh: DeviceMesh) -> None:
     first = rows[0]
-    if first.is_meta or isinstance(first, torch._subclasses.FakeTensor):
+    if first.is_meta or isinstance(first, FakeTensor):
         return
     rounding = 16 * torch.finfo(first.dtype).eps if first.is_floating_point() or first.is_complex() else 0.0
     for row in rows[1:]:

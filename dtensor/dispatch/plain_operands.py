@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..base.modes import MODES
+from ..base.torch_internals import graph_task
 from ..comm import PerRank, communicator_of
 from ..comm.agreement import same_on_all
 from ..errors import LayoutError, MixedTensorError
@@ -33,7 +34,7 @@ from .execute import Wrap
 
 def in_backward() -> bool:
     """Whether autograd is computing gradients in this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 def is_number(value: torch.Tensor) -> bool:

@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-
+from ..base.torch_internals import OpOverloadPacket
 from ..errors import PlacementError, RuleError
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate, Shard, normalize
@@ -80,7 +79,7 @@ def _overload(op: Any) -> Any:
     found = overload_of(op)
     if found is not None:
         return found
-    if isinstance(op, torch._ops.OpOverloadPacket):
+    if isinstance(op, OpOverloadPacket):
         names = ", ".join(f"torch.ops.{getattr(op, name)}" for name in op.overloads())
         raise RuleError(f"{op} has several signatures, each with rows of its own; register one or a list of {names}")
     raise RuleError(

@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
-from torch._C._dynamo import eval_frame  # torch.compiler.disable would import all of the compiler
-from torch._library import opaque_object
-
+from ..base.torch_internals import eval_frame, opaque_object
 from .when_imported import when_imported
 
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
@@ -34,7 +32,7 @@ def no_opaque_type(kind: type) -> None:
     Torch 2.11 looks at the class itself only.
     """
     if hasattr(opaque_object, "_resolve_opaque_type_info"):
-        opaque_object._OPAQUE_TYPES[kind] = None  # type: ignore[assignment]  # found before the entries of its bases
+        opaque_object._OPAQUE_TYPES[kind] = None  # found before the entries of its bases
 
 
 def written_in_python(kind: type) -> None:

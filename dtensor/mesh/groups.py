@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ..base.torch_internals import NAMES, default_store, hash_ranks
 from ..errors import MeshError
 from .device_mesh import DeviceMesh
 
@@ -87,6 +88,9 @@ def backend_of(handle: Any, device_type: str) -> str:
 
 
 # --- finding or making it --------------------------------------------------------------------------------------------
+HASH_RANKS = NAMES["hash_ranks"].path.rpartition(".")[2]
+
+
 class _Made(threading.local):
     """Groups by ranks; every thread has its own, since torch's tests run ranks as threads."""
 
@@ -174,23 +178,36 @@ def _named_for(ranks: list[int]) -> Iterator[None]:
     """Groups made inside are named after their ranks and how often we made one of these ranks: alike on all its members."""
     key = tuple(sorted(ranks))
     _MADE.times[key] += 1
-    # Private, because torch has no public way to name a group. Without it (renamed, one day) torch's own name is used.
-    before = getattr(distributed_c10d, "_hash_ranks_to_str", None)
-    if before is not None and not hasattr(before, "of_dtensor"):
-        distributed_c10d._hash_ranks_to_str = _naming(before)  # type: ignore[assignment]
     _MADE.name = f"dtensor_{'_'.join(map(str, key))}_{_MADE.times[key]}"
     try:
-        yield
+        with _NAMING:
+            yield
     finally:
         _MADE.name = None
 
 
-def _naming(before: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
-    def name_of(ranks: list[int]) -> str:
-        return _MADE.name or before(ranks)
+class _Naming:
+    """While some thread is inside, torch names groups as that thread says. Torch has no public way to name a group."""
 
-    name_of.of_dtensor = True  # type: ignore[attr-defined]
-    return name_of
+    def __init__(self) -> None:
+        self._lock, self._inside, self._theirs = threading.Lock(), 0, hash_ranks
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            setattr(distributed_c10d, HASH_RANKS, self._name)
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                setattr(distributed_c10d, HASH_RANKS, self._theirs)
+
+    def _name(self, ranks: list[int]) -> str:
+        return _MADE.name or self._theirs(ranks)
+
+
+_NAMING = _Naming()
 
 
 # --- what all ranks must hold alike, without a collective -------------------------------------------------------------------
@@ -201,10 +218,8 @@ def settled_by_first(world: Any, key: str, value: str) -> str | None:
     """
     if dist.get_backend(world) == "fake":
         return value  # there is no other rank
-    store_of = getattr(distributed_c10d, "_get_default_store", None)  # private: torch has no public way to its store
     try:
-        store = None if store_of is None else store_of()
-        return None if store is None else store.compare_set(key, "", value).decode()
+        return default_store().compare_set(key, "", value).decode()
     except dist.DistError:  # it is out of reach, for this rank alone perhaps
         raise
     except (RuntimeError, NotImplementedError):  # a kind of store that cannot

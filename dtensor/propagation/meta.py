@@ -13,9 +13,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
 
 from ..base.caches import watched
+from ..base.torch_internals import FakeTensorMode, UnsupportedFakeTensorException
 from ..layout.layout import Layout
 from ..layout.memory_order import dense_in, memory_order
 from ..rules.call import Call, Meta

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format  # private: Python has no public way to ask
 
+from ..base.torch_internals import suggest_memory_format
 from ..layout.memory_order import dense_in, outermost_first
 from ..rules.call import Meta
 

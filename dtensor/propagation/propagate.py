@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..base.torch_internals import has_kernel
 from ..errors import LayoutError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -142,7 +143,7 @@ def propagate(
 
 def composite(operator: Operator) -> bool:
     """Whether torch has the operator as a composition of others, which autograd sees instead."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.func.name(), "CompositeImplicitAutograd"))
+    return bool(has_kernel(operator.func.name(), "CompositeImplicitAutograd"))
 
 
 def _by_rule(

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._library.custom_ops import CustomOpDef
 
 from ..base.caches import remembered
+from ..base.torch_internals import CustomOpDef, OpOverload, OpOverloadPacket
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +150,10 @@ def arguments_given(overload: Any) -> list[Any]:
 def overload_of(op: Any) -> Any:
     """The overload that is meant: itself, the one that ``torch.library.custom_op`` made, or an operator's where all take the same
     arguments (``out=`` aside); None: it is no operator, or which is not said."""
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, OpOverload):
         return op
     op = op._opoverload.overloadpacket if isinstance(op, CustomOpDef) else op
-    if not isinstance(op, torch._ops.OpOverloadPacket):
+    if not isinstance(op, OpOverloadPacket):
         return None
     overloads = [getattr(op, name) for name in op.overloads()]
     signatures = {tuple((a.name, str(a.type)) for a in arguments_given(overload)) for overload in overloads}

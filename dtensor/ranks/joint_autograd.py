@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.torch_internals import nn_functions
 from .per_rank import _JOINT, PerRank, over_ranks
 
 
@@ -96,7 +97,7 @@ _DRAWING = """
     rand rand_like randint randint_like randn randn_like random_ randperm rnn_relu rnn_tanh rrelu rrelu_
     scaled_dot_product_attention uniform_
 """
-_PLACES = (torch, torch.Tensor, nn.functional, nn.init, torch._C._nn)
+_PLACES = (torch, torch.Tensor, nn.functional, nn.init, nn_functions)
 
 _JOINT.update({torch.autograd.backward: _backward, torch.autograd.grad: _grad})
 _JOINT.update(

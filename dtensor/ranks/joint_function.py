@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import Function
 
+from ..base.torch_internals import TensorBase
 from .joint_autograd import flat
 from .per_rank import _BEFORE, _JOINT, PerRank
 from .rank_values import agreed
@@ -252,4 +253,4 @@ def _each(outputs: Sequence[_Shape], grads: Sequence[Any]) -> list[Any]:
 
 
 _BEFORE.append(watch_functions)
-_JOINT[vars(torch._C.TensorBase)["grad_fn"].__get__] = _grad_fn
+_JOINT[vars(TensorBase)["grad_fn"].__get__] = _grad_fn

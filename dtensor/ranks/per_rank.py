@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.torch_internals import make_wrapper_subclass
 from ..errors import LayoutError, MeshError, PlacementError
 from .rank_values import RankNumber, RankValues, agreed
 from .shared_reads import UsedByRanks
@@ -180,7 +181,7 @@ _SHARED = frozenset((int, float, bool, complex, type(None), torch.dtype))
 
 
 def _holding(shards: tuple[Tensor, ...]) -> PerRank:
-    made: PerRank = Tensor._make_wrapper_subclass(
+    made: PerRank = make_wrapper_subclass(
         PerRank, (), dtype=shards[0].dtype, device=shards[0].device, dispatch_sizes_strides_policy="sizes"
     )
     made.shards = shards

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ..base.torch_internals import assert_async
+
 
 def located(
     index: torch.Tensor, offset: int, size: int, total: int, *, negative: bool, error: type[Exception]
@@ -26,7 +28,7 @@ def _check_range(index: torch.Tensor, total: int, negative: bool, error: type[Ex
         return
     fits = ((index >= (-total if negative else 0)) & (index < total)).all()
     if index.device.type != "cpu" or type(fits) is not torch.Tensor:  # nobody can look into a FakeTensor
-        torch._assert_async(fits)
+        assert_async(fits)
     elif not fits:
         raise error(f"index out of range: found one outside [{-total if negative else 0}, {total - 1}]")
 

@@ -23,9 +23,9 @@ from itertools import count
 from typing import Any, cast
 
 import torch
-from torch.autograd import forward_ad
 
 from ..base.caches import remembered
+from ..base.torch_internals import forward_ad
 from ..comm import Pending, PerRank
 from ..dispatch.dispatcher import wrap_local, wrap_pending
 from ..dispatch.local_op import is_wrapped, recorded

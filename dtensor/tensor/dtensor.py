@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
-from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
 from ..base.recording import ACTIVE
+from ..base.torch_internals import disabled_torch_function, make_wrapper_subclass
+from ..base.torch_internals import foreach_supported_types as _foreach_types
+from ..base.torch_internals import optimizer_supported_types as _optimizer_types
 from ..base.validation import element_type, strided
 from ..comm import PerRank
 from ..dispatch.dispatcher import dispatch, install, wrap_local
@@ -43,7 +44,7 @@ from .extensions import provided
 from .local_layout import layout_of_locals
 from .printing import pieces
 
-_make = torch.Tensor._make_wrapper_subclass
+_make = make_wrapper_subclass
 
 
 class DTensor(torch.Tensor):
@@ -65,7 +66,7 @@ class DTensor(torch.Tensor):
     _local: Any
     _layout: Layout
     __slots__ = ("_layout", "_local")
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # the documented way to say none
+    __torch_function__ = disabled_torch_function  # the documented way to say none
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
         raise DTensorError("make a DTensor with distribute_tensor(), DTensor.from_local() or dtensor.zeros(...)")

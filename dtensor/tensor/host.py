@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.torch_internals import DispatchKey, ForceDispatchKeyGuard, excluded_keys, included_keys, is_key_excluded
+
 
 def whole_of(x: Any) -> Tensor:
     """The global value as a plain tensor outside of autograd."""
@@ -102,9 +104,9 @@ def offset_in(root: Any, view: Any) -> int | None:
 
 
 # --- conversions ------------------------------------------------------------------------------------------------------
-_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-_PYTHON = torch._C.DispatchKey.Python
-_SNAPSHOT = torch._C.DispatchKey.PythonTLSSnapshot  # what takes a subclass to Python looks for the state it keeps
+_excluded = is_key_excluded
+_PYTHON = DispatchKey.Python
+_SNAPSHOT = DispatchKey.PythonTLSSnapshot  # what takes a subclass to Python looks for the state it keeps
 
 
 def subclasses_included(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -118,8 +120,8 @@ def subclasses_included(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def converted(x: Any) -> Any:
         if not _excluded(_PYTHON):
             return convert(x)
-        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        with torch._C._ForceDispatchKeyGuard(included, excluded.remove(_PYTHON).remove(_SNAPSHOT)):
+        included, excluded = included_keys(), excluded_keys()
+        with ForceDispatchKeyGuard(included, excluded.remove(_PYTHON).remove(_SNAPSHOT)):
             return convert(x)
 
     return converted

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..base.torch_internals import tree_flatten, tree_unflatten
 from ..errors import PlacementError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, normalize

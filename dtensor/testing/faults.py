@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base.nested import replace as replace_tensors
 from ..base.nested import tensors
+from ..base.torch_internals import TorchDispatchMode
 from ..dispatch.dispatcher import plan_for
 from ..errors import DTensorError
 from ..placement import Placement

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base.nested import tensors
+from ..base.torch_internals import TorchDispatchMode, resolve_packet
 from ..dispatch.dispatcher import run_chosen
 from ..propagation.choose import Chooser, Chosen, declared, realized
 from ..propagation.propagate import composite
@@ -63,7 +63,7 @@ def overload_for(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The overload that torch calls with these arguments."""
     if hasattr(op, "_schema"):
         return op
-    return getattr(op, torch._C._jit_resolve_packet(op._qualified_op_name, *args, **kwargs))
+    return getattr(op, resolve_packet(op._qualified_op_name, *args, **kwargs))
 
 
 class _Picking(TorchDispatchMode):

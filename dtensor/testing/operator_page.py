@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base.nested import replace as replaced
 from ..base.nested import tensors
+from ..base.torch_internals import TorchDispatchMode, all_schemas, has_kernel
 from ..dispatch.dispatcher import plan_for
 from ..placement import Partial, Replicate
 from ..propagation.propagate import Plan
@@ -125,7 +125,7 @@ def unruled() -> tuple[list[str], list[str]]:
     """Names of aten operators that have no rule: (compositions, the rest that takes tensors)."""
     decomposed: set[str] = set()
     gathered: set[str] = set()
-    for schema in torch._C._jit_get_all_schemas():
+    for schema in all_schemas():
         namespace, _, name = schema.name.partition("::")
         takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
         if namespace != "aten" or not takes or name.startswith(("_foreach_", "_fused_", "_amp_")) or not exists(f"aten.{name}"):
@@ -135,7 +135,7 @@ def unruled() -> tuple[list[str], list[str]]:
         if func is None or lookup(func) is not None or any(argument.is_out for argument in schema.arguments):
             continue
         try:
-            composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+            composite = has_kernel(func.name(), "CompositeImplicitAutograd")
         except RuntimeError:  # TorchScript's own
             continue
         (decomposed if composite else gathered).add(base)

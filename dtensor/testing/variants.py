@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..base.nested import replace, tensors
+from ..base.torch_internals import resolve_packet
 from .samples import Sample
 
 
@@ -38,7 +39,7 @@ def resolved(variant: Variant) -> Variant:
     if hasattr(op, "_schema"):
         return variant
     try:
-        overload = torch._C._jit_resolve_packet(op._qualified_op_name, *variant.sample.args, **variant.sample.kwargs)
+        overload = resolve_packet(op._qualified_op_name, *variant.sample.args, **variant.sample.kwargs)
     except RuntimeError:  # plain torch refuses the call
         return variant
     return replace_fields(variant, name=f"{variant.name}.{overload or 'default'}")

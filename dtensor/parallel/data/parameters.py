@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ...base.torch_internals import forward_ad, is_traceable_wrapper_subclass
 from ...comm import PerRank, communicator_of
 from ...errors import MeshError, PlacementError, UnsupportedOperationError
 from ...layout.layout import Layout

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from ...base.torch_internals import tree_map
 from ...comm import PerRank
 
 

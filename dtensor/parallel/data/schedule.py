@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from torch.autograd import Variable
-
+from ...base.torch_internals import engine, graph_task
 from .gradients import Reduction
 
 if TYPE_CHECKING:
@@ -68,13 +66,13 @@ class Schedule:
     @staticmethod
     def backward_pass() -> int:
         """Which pass of autograd's runs here; -1: none does."""
-        return torch._C._current_graph_task_id()
+        return graph_task()
 
     def expect_end(self) -> None:
         """Have :meth:`end` run when the backward pass under way has ended."""
         if not self._queued:
             self._queued = True
-            Variable._execution_engine.queue_callback(self.end)
+            engine.queue_callback(self.end)
 
     def reducing(self, reductions: list[Reduction]) -> None:
         """Gradients are under way; of those sent before, most have to arrive first, so that few groups' are held at a time."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ...base.nested import leaves
+from ...base.torch_internals import tree_leaves, tree_map
 from ...comm import PerRank
 from .param_group import Group, shards_of
 

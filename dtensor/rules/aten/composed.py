@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...base.torch_internals import assert_async
 from ...layout.memory_order import contiguous_stride, memory_order, outermost_first
 from ..verbs import composed
 
@@ -28,7 +29,7 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """The k-th element picked is the k-th of the source."""
     x, whole = torch.broadcast_tensors(x, mask)
     if source.numel() < whole.numel():
-        torch._assert_async(whole.sum() <= source.numel(), "Number of elements of source < number of ones in mask")
+        assert_async(whole.sum() <= source.numel(), "Number of elements of source < number of ones in mask")
     place = whole.reshape(-1).cumsum(0).sub(1).clamp(min=0).view(whole.shape)
     if not source.numel():
         return x.clone(memory_format=torch.contiguous_format)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...base.torch_internals import assert_async
 from ...placement import Partial
 from ..call import Call
 from ..kernels import KernelContext
@@ -56,7 +57,7 @@ def own_targets(target: torch.Tensor, start: int, size: int, total: int, ignore_
         if not bool(legal.all()):
             raise IndexError(f"Target {int(target[~legal].flatten()[0])} is out of bounds.")
     else:
-        torch._assert_async(legal.all())
+        assert_async(legal.all())
     local = target - start
     return local.masked_fill(~counts | (local < 0) | (local >= size), IGNORED)
 

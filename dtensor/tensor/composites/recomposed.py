@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...base.torch_internals import DispatchKey, DispatchKeySet, assert_async, forward_ad, keys_after, make_wrapper_subclass
 from ...comm import communicator_of
 from ...dispatch.plain_operands import replicated
 from ..dtensor import DTensor, wrap
 
 _KEY = "PythonTLSSnapshot"
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
+_BELOW = keys_after(DispatchKey.PythonTLSSnapshot)
 _LIBRARIES: list[torch.library.Library] = []  # what they declare lasts as long as they do
 
 
@@ -32,7 +33,7 @@ def recomposed(name: str, function: Callable[..., Any]) -> None:
     namespace, _, full = name.partition("::")
     packet, _, overload = full.partition(".")
 
-    def run(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def run(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(y, DTensor) for x in (*args, *kwargs.values()) for y in (x if isinstance(x, list) else (x,))):
             result = function(*args, **kwargs)
             if result is not NotImplemented:
@@ -79,7 +80,7 @@ def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:
 def located(x: Any, *args: Any, **kwargs: Any) -> Any:
     """Tell the wrapper of a view where in memory it begins: autograd counts from there."""
     if isinstance(x, DTensor) and (offset := x.storage_offset()) != torch.Tensor.storage_offset(x):
-        told = torch.Tensor._make_wrapper_subclass(type(x), x.shape, x.stride(), offset, dtype=x.dtype, device=x.device)
+        told = make_wrapper_subclass(type(x), x.shape, x.stride(), offset, dtype=x.dtype, device=x.device)
         torch.Tensor.data.__set__(x, told)  # type: ignore[attr-defined]  # the wrapper alone
     return NotImplemented
 
@@ -154,9 +155,9 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
 
 
 def _are_classes(member: int, labels: Tensor, num_classes: int) -> None:
-    torch._assert_async((labels >= 0).all(), "Class values must be non-negative.")
+    assert_async((labels >= 0).all(), "Class values must be non-negative.")
     if num_classes != -1:
-        torch._assert_async((labels < num_classes).all(), "Class values must be smaller than num_classes.")
+        assert_async((labels < num_classes).all(), "Class values must be smaller than num_classes.")
 
 
 class Product(torch.autograd.Function):
@@ -201,7 +202,7 @@ def others(x: Tensor, dim: int) -> Tensor:
 
 
 def product(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    recorded = torch.is_grad_enabled() and x.requires_grad and torch.autograd.forward_ad._current_level < 0
+    recorded = torch.is_grad_enabled() and x.requires_grad and forward_ad._current_level < 0
     if not recorded:
         return NotImplemented
     wanted = x if dtype is None else x.to(dtype)

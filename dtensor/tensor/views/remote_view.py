@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 
 from ...base.caches import watched
+from ...base.torch_internals import make_wrapper_subclass
 from ...comm import communicator_of
 from ...dispatch.compiled import Runner, runner_of
 from ...dispatch.dispatcher import dispatch, install_views, plan_for
@@ -27,7 +28,7 @@ from ..autograd import counted_together, versions_of
 from ..dtensor import DTensor, wrap
 from ..host import offset_in
 
-_make: Any = torch.Tensor._make_wrapper_subclass  # the documented way to build wrapper subclasses
+_make: Any = make_wrapper_subclass  # the documented way to build wrapper subclasses
 _OPERATE: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # what operations do on such views, installed by write_through.py
 
 

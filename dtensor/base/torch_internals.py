@@ -1,0 +1,138 @@
+"""All that the library takes from torch without a promise of torch's: each name, what it is for, and what would replace it.
+
+A name is resolved when a module of ours imports it from here. On a torch that lacks it that import fails and says what for, so an
+upgrade of torch is this one file. Nothing here changes torch: what is told to torch stands in ``interop``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Internal(NamedTuple):
+    """Where torch has it, what for, and the public way there is or would have to be."""
+
+    path: str
+    use: str
+    instead: str
+
+
+_NONE = "no public way"
+_PYTREE = "torch.utils.pytree, once it is there"
+
+NAMES: dict[str, Internal] = {
+    # --- tensors of a class of our own
+    "make_wrapper_subclass": Internal("torch.Tensor._make_wrapper_subclass", "a tensor without storage of its own", _NONE),
+    "disabled_torch_function": Internal("torch._C._disabled_torch_function_impl", "no __torch_function__ and no cost", _NONE),
+    "set_conj": Internal("torch._C._set_conj", "a lazily conjugated local shows above dispatch", _NONE),
+    "TensorBase": Internal("torch._C.TensorBase", "methods as torch defines them, under those of the subclass", "torch.Tensor"),
+    "nn_functions": Internal("torch._C._nn", "functions of torch.nn.functional written in C++", "torch.nn.functional"),
+    "assert_async": Internal("torch._assert_async", "a check of values that does not wait for the device", _NONE),
+    "OpOverload": Internal("torch._ops.OpOverload", "the type of an operator's overload", _NONE),
+    "OpOverloadPacket": Internal("torch._ops.OpOverloadPacket", "the type of an operator", _NONE),
+    "suggest_memory_format": Internal("torch._prims_common.suggest_memory_format", "the format that strides mean", _NONE),
+    "foreach_supported_types": Internal(
+        "torch.utils._foreach_utils._foreach_supported_types", "optimizers take their list forms for DTensors", _NONE
+    ),
+    "optimizer_supported_types": Internal(
+        "torch.optim.optimizer._foreach_supported_types", "optimizers take their list forms for DTensors", _NONE
+    ),
+    "linalg_functions": Internal("torch._C._linalg", "functions of torch.linalg written in C++", "torch.linalg"),
+    "fft_functions": Internal("torch._C._fft", "functions of torch.fft written in C++", "torch.fft"),
+    "special_functions": Internal("torch._C._special", "functions of torch.special written in C++", "torch.special"),
+    # --- dispatch
+    "TorchDispatchMode": Internal("torch.utils._python_dispatch.TorchDispatchMode", "recorders and explainers", _NONE),
+    "current_dispatch_modes": Internal(
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "which recorder listens in this thread", _NONE
+    ),
+    "count_dispatch_modes": Internal("torch._C._len_torch_dispatch_stack", "whether some mode is in the way", _NONE),
+    "is_traceable_wrapper_subclass": Internal(
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass", "parameters that are made of several tensors", _NONE
+    ),
+    "find_torch_dispatch_rule": Internal(
+        "torch._library.simple_registry.find_torch_dispatch_rule", "whether register_torch_dispatch was called before", _NONE
+    ),
+    "DispatchKey": Internal("torch._C.DispatchKey", "names of dispatch keys", _NONE),
+    "DispatchKeySet": Internal("torch._C.DispatchKeySet", "the keys that a kernel was called with", _NONE),
+    "has_kernel": Internal("torch._C._dispatch_has_kernel_for_dispatch_key", "whether an operator is a composite", _NONE),
+    "keys_after": Internal("torch._C._dispatch_keyset_full_after", "to go on below a kernel of ours", _NONE),
+    "is_key_excluded": Internal("torch._C._dispatch_tls_is_dispatch_key_excluded", "to see lazy conjugation off or on", _NONE),
+    "set_key_excluded": Internal("torch._C._dispatch_tls_set_dispatch_key_excluded", "to turn lazy conjugation off or on", _NONE),
+    "included_keys": Internal("torch._C._dispatch_tls_local_include_set", "to call a kernel as the caller would", _NONE),
+    "excluded_keys": Internal("torch._C._dispatch_tls_local_exclude_set", "to call a kernel as the caller would", _NONE),
+    "ForceDispatchKeyGuard": Internal("torch._C._ForceDispatchKeyGuard", "to call a kernel under given keys", _NONE),
+    "all_schemas": Internal("torch._C._jit_get_all_schemas", "the page of operators lists what has no rule", _NONE),
+    "resolve_packet": Internal("torch._C._jit_resolve_packet", "the overload that a call would take", _NONE),
+    "CustomOpDef": Internal("torch._library.custom_ops.CustomOpDef", "what torch.library.custom_op gave", _NONE),
+    "count_function_modes": Internal("torch._C._len_torch_function_stack", "whether the user has function modes entered", _NONE),
+    "current_function_modes": Internal("torch.overrides._get_current_function_mode_stack", "which they are", _NONE),
+    "DeviceContext": Internal("torch.utils._device.DeviceContext", "the function mode that torch.device enters", _NONE),
+    # --- threads: what autograd carries to its own
+    "keep_in_thread": Internal("torch._C._stash_obj_in_tls", "modes are seen in backward passes", _NONE),
+    "kept_in_thread": Internal("torch._C._get_obj_in_tls", "modes are seen in backward passes", _NONE),
+    "is_kept_in_thread": Internal("torch._C._is_key_in_tls", "modes are seen in backward passes", _NONE),
+    # --- autograd
+    "BelowAutograd": Internal("torch._C._AutoDispatchBelowAutograd", "local operations skip autograd", "torch.no_grad(), slower"),
+    "graph_task": Internal("torch._C._current_graph_task_id", "whether gradients are being computed in this thread", _NONE),
+    "engine": Internal("torch.autograd.Variable._execution_engine", "to act when a backward pass ends", "a hook on every leaf"),
+    "forward_ad": Internal("torch.autograd.forward_ad", "whether forward-mode gradients are computed", _NONE),
+    "functorch_active": Internal("torch._C._are_functorch_transforms_active", "torch.func is in the way of a short cut", _NONE),
+    "is_functorch_wrapped": Internal("torch._C._functorch.is_functorch_wrapped_tensor", "a tensor under torch.func", _NONE),
+    "is_legacy_batched": Internal("torch._C._functorch.is_legacy_batchedtensor", "a tensor under the old vmap", _NONE),
+    # --- fake tensors
+    "FakeTensor": Internal("torch._subclasses.FakeTensor", "values that are not there are not compared", _NONE),
+    "FakeTensorMode": Internal("torch._subclasses.fake_tensor.FakeTensorMode", "shapes of results without data", _NONE),
+    "UnsupportedFakeTensorException": Internal(
+        "torch._subclasses.fake_tensor.UnsupportedFakeTensorException", "operators without a meta kernel", _NONE
+    ),
+    # --- nested values
+    "tree_flatten": Internal("torch.utils._pytree.tree_flatten", "arguments of captured functions", _PYTREE),
+    "tree_leaves": Internal("torch.utils._pytree.tree_leaves", "tensors among arguments", _PYTREE),
+    "tree_map": Internal("torch.utils._pytree.tree_map", "tensors among arguments", _PYTREE),
+    "tree_unflatten": Internal("torch.utils._pytree.tree_unflatten", "results as they were", _PYTREE),
+    "pytree": Internal("torch.utils._pytree", "its type of a structure", _PYTREE),
+    # --- process groups and checkpoints
+    "resolve_process_group": Internal("torch._C._distributed_c10d._resolve_process_group", "the group of a name", _NONE),
+    "hash_ranks": Internal("torch.distributed.distributed_c10d._hash_ranks_to_str", "names of groups that we make", _NONE),
+    "default_store": Internal("torch.distributed.distributed_c10d._get_default_store", "what a rank leaves for others", _NONE),
+    "flatten_state_dict": Internal(
+        "torch.distributed.checkpoint._nested_dict.flatten_state_dict", "names as in torch's checkpoints", _NONE
+    ),
+    "StorageInfo": Internal("torch.distributed.checkpoint.filesystem._StorageInfo", "where a block of theirs lies", _NONE),
+    # --- the compiler
+    "eval_frame": Internal("torch._C._dynamo.eval_frame", "our own frames are not compiled", "torch.compiler.disable"),
+    "opaque_object": Internal("torch._library.opaque_object", "a mesh is no opaque type of torch's", _NONE),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = _resolved(NAMES[name])
+    return found
+
+
+def _resolved(internal: Internal) -> Any:
+    """What stands at the path.
+
+    Raises:
+        ImportError: this torch lacks it.
+    """
+    parts = internal.path.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: Any = import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        try:
+            for part in parts[count:]:
+                found = getattr(found, part)
+        except AttributeError:
+            break
+        return found
+    raise ImportError(
+        f"torch {torch.__version__} has no {internal.path}, which dtensor needs for: {internal.use} ({internal.instead})"
+    )
