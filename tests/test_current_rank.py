@@ -289,7 +289,7 @@ def test_threads_run_for_ranks_of_their_own() -> None:
         return dt.map_ranks(told, mesh=SQUARE)
 
     def shifted() -> Any:
-        with running_as(SQUARE, 3):
+        with running_as(SQUARE._root, 3):
             meet.wait(10)
             own = [SQUARE.get_rank()]
             for _ in range(3):

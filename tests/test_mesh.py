@@ -77,7 +77,7 @@ def test_the_same_slice_is_the_same_object() -> None:
 
 
 def test_each_member_sees_its_own_slice() -> None:
-    with running_as(CUBE, 9):
+    with running_as(CUBE._root, 9):
         assert CUBE["tp"].mesh.tolist() == [8, 9]
         assert CUBE["dp"].mesh.tolist() == [3, 9]
         assert CUBE["tp"].get_local_rank() == 1
@@ -156,9 +156,9 @@ def test_a_flattened_name_is_looked_up_from_every_slice() -> None:
     mesh["tp", "dp"].flatten("turned")
     for asked in (mesh, mesh["tp"], mesh["pp", "dp"], mesh["dp_tp"]):
         assert asked.size("dp_tp") == 4
-        with running_as(mesh, 7):
+        with running_as(mesh._root, 7):
             assert (asked.get_local_rank("dp_tp"), asked.get_local_rank("turned")) == (3, 3)
-        with running_as(mesh, 6):
+        with running_as(mesh._root, 6):
             assert (asked.get_local_rank("dp_tp"), asked.get_local_rank("turned")) == (2, 1)
         with pytest.raises(MeshError, match="process"):
             asked.get_group("dp_tp")

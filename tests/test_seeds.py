@@ -84,7 +84,7 @@ CUBE = dt.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("DDP", "FSDP", "TP"
 def test_slices_of_a_mesh_of_three_dims() -> None:
     assert CUBE["TP"].mesh.tolist() == [0, 1]
     assert CUBE["DDP", "FSDP"].mesh.tolist() == [[0, 2], [4, 6]]
-    with running_as(CUBE, 5):
+    with running_as(CUBE._root, 5):
         assert CUBE["TP"].mesh.tolist() == [4, 5]
 
 

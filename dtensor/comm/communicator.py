@@ -16,6 +16,7 @@ import torch
 from ..base.recording import ACTIVE, current, exchange, site
 from ..errors import LayoutError, MeshError
 from ..mesh.device_mesh import DeviceMesh
+from ..mesh.groups import handle_of
 from . import events
 from .fold import Op, check_reduction, dense, fold
 from .regions import Box, Route
@@ -265,9 +266,9 @@ class Communicator(ABC):
             self._report("all_gather_object", mesh_dims, 0)
         return self._all_gather_numbers(row, mesh_dims)
 
-    @abstractmethod
     def process_group(self, mesh_dims: Sequence[int]) -> Any:
-        """The ``torch.distributed`` group over ``mesh_dims``."""
+        """The ``torch.distributed`` group over ``mesh_dims``. MeshError: the ranks are no processes."""
+        return handle_of(self.mesh, mesh_dims)
 
     # --- a backend's part: groups of two or more, members only -----------------------------------------------------
     @abstractmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import MeshError
 from .communicator import Communicator, Local, Pending, Shape
 from .fold import Op
 from .regions import Box, Route
@@ -16,9 +15,6 @@ class DryRun(Communicator):
 
     def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fn(0, *args, **kwargs)
-
-    def process_group(self, mesh_dims: Sequence[int]) -> Any:
-        raise MeshError(f"{self.mesh!r} is a dry run: it has no process groups; use init_device_mesh('cpu', ...) under torchrun")
 
     def _bind_transfer(
         self, mesh_dims: tuple[int, ...], route_of: Callable[[int], Route], dtype: Any, kind: str, traffic_of: Any = None

@@ -10,14 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from ..base.scoped import Scoped
-
-if TYPE_CHECKING:
-    from ..mesh.device_mesh import DeviceMesh
-    from .regions import Route
-
+from ..mesh.device_mesh import DeviceMesh
+from .regions import Route
 
 P = ParamSpec("P")
 T = TypeVar("T")

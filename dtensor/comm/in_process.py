@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import LayoutError, MeshError
+from ..errors import LayoutError
 from ..mesh.current_rank import RUNNING, running_as
 from ..mesh.device_mesh import DeviceMesh
 from ..ranks.joint_function import watch_functions
@@ -41,12 +41,6 @@ class InProcess(Communicator):
         finally:
             RUNNING.at = before
         return merge(results, RankValues)
-
-    def process_group(self, mesh_dims: Sequence[int]) -> Any:
-        raise MeshError(
-            f"all ranks of {self.mesh!r} live in this process: there is no process group; "
-            "start the program with `torchrun --nproc-per-node N` to have one"
-        )
 
     def _bind_transfer(
         self, mesh_dims: tuple[int, ...], route_of: Callable[[int], Route], dtype: Any, kind: str, traffic_of: Any = None
@@ -144,7 +138,7 @@ class InProcess(Communicator):
 
     def _at(self, group: tuple[int, ...]) -> AbstractContextManager[None]:
         """A user's monoid may ask the mesh where it runs."""
-        return running_as(self.mesh, group[0])
+        return running_as(self.mesh._root, group[0])
 
     def _shards(self, x: Local) -> tuple[Tensor, ...]:
         """One tensor per member; a plain tensor is every member's."""

@@ -58,9 +58,6 @@ class ProcessGroups(Communicator):
             return args[0] if args else None
         return fn(self._member, *args, **kwargs)
 
-    def process_group(self, mesh_dims: Sequence[int]) -> Any:
-        return self._group(tuple(mesh_dims)).handle
-
     def _group(self, mesh_dims: tuple[int, ...]) -> Group:
         found = self._by_dims.get(mesh_dims)
         if found is None:

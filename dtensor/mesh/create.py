@@ -2,59 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
-from ..errors import MeshError
 from .device_mesh import CURRENT, DeviceMesh, as_mesh
+from .groups import new_handle
 from .root import distributed, ensure_world
-
-
-def mesh_of_groups(group: Any, device_type: str, mesh: Any, names: Sequence[str] | None) -> DeviceMesh:
-    """See ``DeviceMesh.from_group``."""
-    if isinstance(group, (list, tuple)):
-        if mesh is None:
-            raise MeshError("from_group with several groups needs mesh=, the ranks as an n-d array")
-        groups = list(group)
-    else:
-        groups = [group]
-        mesh = dist.get_process_group_ranks(group) if mesh is None else mesh
-    made = DeviceMesh(device_type, mesh, mesh_dim_names=names)
-    if len(groups) != made.ndim:
-        raise MeshError(
-            f"{len(groups)} groups for the mesh {made.mesh.tolist()} of {made.ndim} dims; give one group per mesh dim"
-        )
-    if made.ndim == 1 and sorted(made.ranks) != sorted(ranks := dist.get_process_group_ranks(groups[0])):
-        raise MeshError(f"Invalid mesh {made.mesh.tolist()} for a ProcessGroup with ranks {ranks}; leave mesh= out")
-    made._root.groups = {(dim,): group for dim, group in enumerate(groups)}
-    return made
-
-
-def mesh_of_torch(mesh: TorchDeviceMesh) -> DeviceMesh:
-    """See ``DeviceMesh.from_torch``."""
-    made = mesh_of_groups(mesh.get_all_groups(), mesh.device_type, mesh.mesh, mesh.mesh_dim_names)
-    # Private: what torch has flattened it tells by name only, and not which names there are.
-    for name, flat in getattr(mesh, "_flatten_mapping", {}).items():
-        dims = _dims_of_ranks(made, tuple(flat.mesh.tolist()))
-        if dims is not None:
-            made._root.flattened[name] = dims
-            made._root.groups[dims] = flat.get_group()
-    return made
-
-
-def _dims_of_ranks(mesh: DeviceMesh, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The mesh dims, outermost first, over which the current rank meets ``ranks``, in that order."""
-    member = mesh.current_member()
-    if member is None:
-        return None
-    orders = (dims for count in range(1, mesh.ndim + 1) for dims in itertools.permutations(range(mesh.ndim), count))
-    return next((dims for dims in orders if tuple(mesh.ranks[m] for m in mesh.members_of(dims, member)) == ranks), None)
 
 
 class _World(threading.local):
@@ -81,3 +38,13 @@ def mesh_or_world(mesh: Any) -> DeviceMesh:
     if found is None or found._root.world is not dist.group.WORLD or found.device_type != device_type:
         found = _WORLD.mesh = DeviceMesh(device_type, dist.get_world_size())
     return found
+
+
+def with_groups_of_its_own(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> DeviceMesh:
+    """The same ranks laid out alike, with a new process group over ``mesh_dims``; every member of the mesh calls it."""
+    member, root = mesh.current_member(), mesh._root
+    made = DeviceMesh(mesh.device_type, torch.tensor(root.ranks).reshape(root.shape))
+    if member is not None and mesh.kind == "process_group":
+        ranks = [mesh.ranks[m] for m in mesh.members_of(mesh_dims, member)]
+        made._root.groups[mesh.group_id(mesh_dims)] = new_handle(mesh, mesh_dims, ranks)
+    return made._derive(mesh._dims, mesh.mesh_dim_names)

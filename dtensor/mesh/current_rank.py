@@ -9,14 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
+from ..ranks.rank_values import one_or_each, rank_of_all
 from .root import Root
-
-if TYPE_CHECKING:
-    from .device_mesh import DeviceMesh  # a name in an annotation
 
 
 class _Running(threading.local):
@@ -27,9 +25,9 @@ RUNNING = _Running()
 
 
 @contextmanager
-def running_as(mesh: DeviceMesh, member: int) -> Iterator[None]:
+def running_as(root: Root, member: int) -> Iterator[None]:
     """Make ``member`` the current one while a per-rank function runs in this process."""
-    before, RUNNING.at = RUNNING.at, (mesh._root, member)
+    before, RUNNING.at = RUNNING.at, (root, member)
     try:
         yield
     finally:
@@ -59,22 +57,18 @@ def current_rank(root: Root) -> Any:
     at = RUNNING.at
     if at is not None:
         return at[0].ranks[at[1]]
-    from ..ranks.rank_values import rank_of_all  # the way back up: what is one value for all ranks
-
     return rank_of_all(root.ranks)
 
 
-def current_coordinate(mesh: DeviceMesh) -> tuple[Any, ...] | None:
+def current_coordinate(root: Root, coordinates: Sequence[tuple[int, ...]], ndim: int) -> tuple[Any, ...] | None:
     """The current rank's index along each mesh dim, None outside of the mesh; each rank's where none of them runs."""
-    root, at = mesh._root, RUNNING.at
+    at = RUNNING.at
     if root.kind == "in_process" and at is None:
-        from ..ranks.rank_values import one_or_each  # the way back up: what is one value for all ranks
-
-        return tuple(map(one_or_each, _columns(mesh.coordinates, mesh.ndim)))
+        return tuple(map(one_or_each, _columns(coordinates, ndim)))
     if root.kind == "in_process" and at is not None and at[0].ranks[at[1]] not in root.ranks:
         return None
     member = current_member(root)
-    return None if member is None else mesh.coordinates[member]
+    return None if member is None else coordinates[member]
 
 
 def _columns(rows: Sequence[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:

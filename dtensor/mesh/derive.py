@@ -1,17 +1,19 @@
-"""Meshes made of other meshes: slices, dims joined into one, one dim split into several, slices put together again."""
+"""The dims of meshes made of other meshes: slices, dims joined into one, one dim split into several, slices put together."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from ..errors import MeshDimError, MeshError
-from .device_mesh import DeviceMesh
+from .geometry import Dims, Geometry, Names
 
 
-def sliced(mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
+def sliced(mesh: Geometry, names: str | tuple[str, ...]) -> tuple[Dims, Names]:
     """See ``DeviceMesh.__getitem__``."""
     known, root = mesh.mesh_dim_names, mesh._root
     wanted = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, (tuple, list)) else ()
@@ -28,10 +30,10 @@ def sliced(mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
     used = [d for group in dims for d in group]
     if len(set(used)) != len(used):
         raise MeshError(f"mesh[{names!r}]: the dims overlap; name each underlying dim once")
-    return mesh._derive(tuple(dims), wanted)
+    return tuple(dims), wanted
 
 
-def flattened(mesh: DeviceMesh, name: str | None) -> DeviceMesh:
+def flattened(mesh: Geometry, name: str | None) -> tuple[Dims, Names]:
     """See ``DeviceMesh.flatten``. The root keeps the name."""
     if not isinstance(name, str | None):
         raise MeshError(f"flatten(mesh_dim_name) takes a string, got {name!r}")
@@ -39,14 +41,14 @@ def flattened(mesh: DeviceMesh, name: str | None) -> DeviceMesh:
         name = "_".join(mesh.mesh_dim_names)
     root, dims = mesh._root, tuple(d for group in mesh._dims for d in group)
     if name is None:
-        return mesh._derive((dims,), None)
+        return (dims,), None
     known = root.named.get(name) or root.flattened.setdefault(name, dims)
     if known != dims:
         raise MeshError(f"a mesh dim named {name!r} exists already; give flatten() another name")
-    return mesh._derive((dims,), (name,))
+    return (dims,), (name,)
 
 
-def unflattened(mesh: DeviceMesh, dim: int | str, sizes: Sequence[int], names: Sequence[str] | None) -> DeviceMesh:
+def unflattened(mesh: Geometry, dim: int | str, sizes: Sequence[int], names: Sequence[str] | None) -> tuple[Any, Dims, Names]:
     """See ``DeviceMesh.unflatten``. The new mesh is a root of its own: the old one has no dims to pick the new ones from."""
     at, sizes, root = mesh.dim_index(dim), tuple(sizes), mesh._root
     if math.prod(sizes) != mesh.shape[at] or any(size < 1 for size in sizes):
@@ -66,13 +68,10 @@ def unflattened(mesh: DeviceMesh, dim: int | str, sizes: Sequence[int], names: S
         known[at : at + 1] = names
         if len(set(known)) != len(known):
             raise MeshError(f"mesh dims need different names, got {tuple(known)}")
-    made = DeviceMesh(mesh.device_type, ranks.reshape(*kept[:before], *sizes, *kept[before:]))
-    if known is not None:
-        made._root.named.update(zip(known, dims, strict=True))
-    return made._derive(tuple(dims), None if known is None else tuple(known))
+    return ranks.reshape(*kept[:before], *sizes, *kept[before:]), tuple(dims), None if known is None else tuple(known)
 
 
-def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+def concatenated(meshes: Sequence[Geometry]) -> tuple[Dims, Names]:
     """The mesh of all dims of several slices of one mesh, in their order.
 
     Raises:
@@ -83,4 +82,13 @@ def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     if any(mesh._root.key != meshes[0]._root.key for mesh in meshes) or len(set(used)) != len(used):
         raise MeshError(f"only slices of one mesh without a dim in common can be put together, got {list(meshes)}")
     named = all(mesh.mesh_dim_names is not None for mesh in meshes)
-    return meshes[0]._derive(dims, tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ()) if named else None)
+    return dims, tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ()) if named else None
+
+
+def dims_of_ranks(mesh: Geometry, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The mesh dims, outermost first, over which the current rank meets ``ranks``, in that order."""
+    member = mesh.current_member()
+    if member is None:
+        return None
+    orders = (dims for count in range(1, mesh.ndim + 1) for dims in itertools.permutations(range(mesh.ndim), count))
+    return next((dims for dims in orders if tuple(mesh.ranks[m] for m in mesh.members_of(dims, member)) == ranks), None)

@@ -9,8 +9,7 @@ A *member* is a position in the flattened root; ``ranks[member]`` is its rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from ..base.scoped import Scoped
-from ..errors import MeshDimError, MeshError
-from .current_rank import current_coordinate, current_member, current_rank
-from .root import Kind, Root, device_type_of, distributed, ensure_world, make_root, mesh_dim_of, mesh_shape_of
+from ..errors import MeshError
+from .current_rank import current_coordinate, current_rank
+from .derive import concatenated, dims_of_ranks, flattened, sliced, unflattened
+from .geometry import Dims, Geometry, Names
+from .groups import handle_of
+from .root import Kind, Root, device_type_of, distributed, ensure_world, make_root, mesh_shape_of
 
 
-class DeviceMesh(TorchDeviceMesh):
+class DeviceMesh(Geometry, TorchDeviceMesh):
     """An n-d array of ranks.
 
     A ``torch.distributed.device_mesh.DeviceMesh`` as far as torch's functions look: functional collectives and ``DDP`` take it.
@@ -55,7 +57,7 @@ class DeviceMesh(TorchDeviceMesh):
         *,
         mesh_dim_names: Sequence[str] | None = None,
         _root: Root | None = None,
-        _dims: tuple[tuple[int, ...], ...] | None = None,
+        _dims: Dims | None = None,
     ) -> None:
         if _root is None:
             _root = make_root(device_type, mesh, mesh_dim_names)
@@ -66,28 +68,6 @@ class DeviceMesh(TorchDeviceMesh):
         self._dims = _dims
         self._names = None if mesh_dim_names is None else tuple(mesh_dim_names)
         self._hash = hash((_root.key, _dims, self._names))
-
-    # --- what it is -------------------------------------------------------------------------------------------
-    @property
-    def device_type(self) -> str:
-        return self._root.device_type
-
-    @property
-    def kind(self) -> Kind:
-        """``"process_group"``, ``"in_process"`` or ``"dry_run"``."""
-        return self._root.kind
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...] | None:
-        return self._names
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(math.prod(self._root.shape[d] for d in dims) for dims in self._dims)
-
-    @property
-    def ndim(self) -> int:
-        return len(self._dims)
 
     def size(self, mesh_dim: int | str | None = None) -> int:
         """Number of ranks, in all or along one mesh dim or flattened one."""
@@ -103,70 +83,7 @@ class DeviceMesh(TorchDeviceMesh):
         members = self.members_of(range(self.ndim), 0 if member is None else member)
         return torch.tensor([self._root.ranks[m] for m in members], dtype=torch.int).reshape(self.shape)
 
-    def dim_index(self, mesh_dim: int | str) -> int:
-        """The position of a mesh dim given by name or (possibly negative) index."""
-        if isinstance(mesh_dim, str):
-            if self._names is None or mesh_dim not in self._names:
-                raise MeshDimError(f"Invalid mesh_dim_name: {self!r} has no mesh dim {mesh_dim!r}; its dims are {self._names}")
-            return self._names.index(mesh_dim)
-        mesh_dim = mesh_dim_of(mesh_dim)
-        if not -self.ndim <= mesh_dim < self.ndim:
-            raise MeshError(f"mesh dim {mesh_dim} is out of range for {self!r}; use a dim in [{-self.ndim}, {self.ndim - 1}]")
-        return mesh_dim % self.ndim
-
-    # --- members and coordinates: pure integer maths ------------------------------------------------------------
-    @property
-    def members(self) -> range:
-        """Positions of all members of the root: one local value each when all ranks live in this process."""
-        return range(len(self._root.ranks))
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The rank of each member."""
-        return self._root.ranks
-
-    @cached_property
-    def coordinates(self) -> tuple[tuple[int, ...], ...]:
-        """Each member's coordinate, one index per mesh dim."""
-        shape = self._root.shape
-        grid = np.indices(shape).reshape(len(shape), -1) if shape else np.zeros((0, 1), dtype=int)
-        columns = [_ravel([grid[d] for d in dims], [shape[d] for d in dims], len(self._root.ranks)) for dims in self._dims]
-        return tuple(zip(*(column.tolist() for column in columns), strict=True)) if columns else ((),) * len(self.members)
-
-    def members_of(self, mesh_dims: Iterable[int], member: int) -> tuple[int, ...]:
-        """The members that vary over ``mesh_dims`` (first one major) and share all else with ``member``."""
-        root_dims = tuple(d for mesh_dim in mesh_dims for d in self._dims[mesh_dim])
-        cache: dict[Any, Any] = self.__dict__.setdefault("_members", {})
-        found = cache.get((root_dims, member))
-        if found is None:
-            strides = [math.prod(self._root.shape[d + 1 :]) for d in range(len(self._root.shape))]
-            at = np.unravel_index(member, self._root.shape) if self._root.shape else ()
-            base = member - sum(int(at[d]) * strides[d] for d in root_dims)
-            offsets = np.zeros(1, dtype=int)
-            for d in root_dims:
-                offsets = (offsets[:, None] + np.arange(self._root.shape[d])[None, :] * strides[d]).reshape(-1)
-            found = cache[root_dims, member] = tuple(int(base + offset) for offset in offsets)
-        return found
-
-    def group_id(self, mesh_dims: Iterable[int]) -> tuple[int, ...]:
-        """The root dims behind ``mesh_dims``: equal ids mean the same communication group."""
-        return tuple(d for mesh_dim in mesh_dims for d in self._dims[mesh_dim])
-
-    def size_of(self, mesh_dims: Iterable[int]) -> int:
-        """Number of ranks over several mesh dims."""
-        return math.prod(self.shape[mesh_dim] for mesh_dim in mesh_dims)
-
-    @property
-    def spans_root(self) -> bool:
-        """Whether every member sees the same ranks: no root dim of size > 1 is left out."""
-        used = {d for dims in self._dims for d in dims}
-        return all(size == 1 or d in used for d, size in enumerate(self._root.shape))
-
     # --- the current rank -------------------------------------------------------------------------------------
-    def current_member(self) -> int | None:
-        """This process's member; in one process the one that ``map_ranks`` runs for, else the first. None: not in the mesh."""
-        return current_member(self._root)
-
     def get_rank(self) -> Any:
         """The current rank.
 
@@ -177,7 +94,7 @@ class DeviceMesh(TorchDeviceMesh):
 
     def get_coordinate(self) -> tuple[Any, ...] | None:
         """The current rank's index along each mesh dim (see ``get_local_rank``); None if it is not part of the mesh."""
-        return current_coordinate(self)
+        return current_coordinate(self._root, self.coordinates, self.ndim)
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> Any:
         """The current rank's index along one mesh dim or flattened one (may be left out on a 1-d mesh).
@@ -201,10 +118,8 @@ class DeviceMesh(TorchDeviceMesh):
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """The ``torch.distributed`` process group along one mesh dim or flattened one (may be left out on a 1-d mesh)."""
-        from ..comm import communicator_of  # the communicator stands on the mesh; this is the way back up
-
         mesh, dim = self._along(mesh_dim, "get_group")
-        return communicator_of(mesh).process_group((dim,))
+        return handle_of(mesh, (dim,))
 
     def get_all_groups(self) -> list[Any]:
         """``get_group`` of every mesh dim."""
@@ -228,15 +143,11 @@ class DeviceMesh(TorchDeviceMesh):
     # --- derived meshes ---------------------------------------------------------------------------------------
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """The mesh of one or several named dims, in the given order, adjacent or not."""
-        from .derive import sliced  # stands on this module
-
-        return sliced(self, names)
+        return self._derive(*sliced(self, names))
 
     def flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
         """The 1-d mesh over all dims of this one, first dim major; its name defaults to the names joined by "_"."""
-        from .derive import flattened  # stands on this module
-
-        return flattened(self, mesh_dim_name)
+        return self._derive(*flattened(self, mesh_dim_name))
 
     def unflatten(self, dim: int | str, mesh_sizes: Sequence[int], names: Sequence[str] | None = None) -> DeviceMesh:
         """This mesh with one dim split into several, first one major. MeshError: sizes or ``names`` that do not fit.
@@ -244,19 +155,19 @@ class DeviceMesh(TorchDeviceMesh):
         >>> init_device_mesh("cpu", (4,), mesh_dim_names=("world",)).unflatten("world", (2, 2), ("dp", "tp"))
         DeviceMesh('cpu', [[0, 1], [2, 3]], mesh_dim_names=('dp', 'tp'))
         """
-        from .derive import unflattened  # stands on this module
-
-        return unflattened(self, dim, mesh_sizes, names)
+        ranks, dims, known = unflattened(self, dim, tuple(mesh_sizes), names)
+        made = DeviceMesh(self.device_type, ranks)
+        if known is not None:
+            made._root.named.update(zip(known, dims, strict=True))
+        return made._derive(dims, known)
 
     @staticmethod
     def _concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:  # type: ignore[override]  # more than lists
-        from .derive import concatenated  # stands on this module
-
-        return concatenated(meshes)
+        return meshes[0]._derive(*concatenated(meshes))
 
     _flatten, _unflatten = flatten, unflatten  # type: ignore[assignment]  # torch's spelling; its own take a backend as well
 
-    def _derive(self, dims: tuple[tuple[int, ...], ...], names: tuple[str, ...] | None) -> DeviceMesh:
+    def _derive(self, dims: Dims, names: Names) -> DeviceMesh:
         if dims == self._dims and names == self._names:
             return self
         found = self._root.derived.get((dims, names))
@@ -265,24 +176,38 @@ class DeviceMesh(TorchDeviceMesh):
             self._root.derived[dims, names] = found
         return found
 
-    @property
-    def _is_root(self) -> bool:
-        return self._dims == tuple((d,) for d in range(len(self._root.shape)))
-
     # --- from torch -------------------------------------------------------------------------------------------
     @staticmethod
     def from_group(group: Any, device_type: str, mesh: Any = None, *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
         """A mesh over existing process groups: one group, or a list with one group per mesh dim and ``mesh`` given."""
-        from .create import mesh_of_groups  # stands on this module
-
-        return mesh_of_groups(group, device_type, mesh, mesh_dim_names)
+        if isinstance(group, (list, tuple)):
+            if mesh is None:
+                raise MeshError("from_group with several groups needs mesh=, the ranks as an n-d array")
+            groups = list(group)
+        else:
+            groups = [group]
+            mesh = dist.get_process_group_ranks(group) if mesh is None else mesh
+        made = DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names)
+        if len(groups) != made.ndim:
+            raise MeshError(
+                f"{len(groups)} groups for the mesh {made.mesh.tolist()} of {made.ndim} dims; give one group per mesh dim"
+            )
+        if made.ndim == 1 and sorted(made.ranks) != sorted(ranks := dist.get_process_group_ranks(groups[0])):
+            raise MeshError(f"Invalid mesh {made.mesh.tolist()} for a ProcessGroup with ranks {ranks}; leave mesh= out")
+        made._root.groups = {(dim,): group for dim, group in enumerate(groups)}
+        return made
 
     @staticmethod
     def from_torch(mesh: TorchDeviceMesh) -> DeviceMesh:
         """This mesh for a ``torch.distributed.device_mesh.DeviceMesh``, with its process groups and flattened dims."""
-        from .create import mesh_of_torch  # stands on this module
-
-        return mesh_of_torch(mesh)
+        made = DeviceMesh.from_group(mesh.get_all_groups(), mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+        # Private: what torch has flattened it tells by name only, and not which names there are.
+        for name, flat in getattr(mesh, "_flatten_mapping", {}).items():
+            dims = dims_of_ranks(made, tuple(flat.mesh.tolist()))
+            if dims is not None:
+                made._root.flattened[name] = dims
+                made._root.groups[dims] = flat.get_group()
+        return made
 
     # --- value semantics --------------------------------------------------------------------------------------
     def __eq__(self, other: object) -> bool:
@@ -381,10 +306,3 @@ def restore_mesh(
     for ours, theirs in zip((base._root.named, base._root.flattened), known, strict=False):  # older pickles have none
         ours.update(theirs)
     return base._derive(dims, dim_names)
-
-
-def _ravel(columns: list[Any], sizes: list[int], count: int) -> Any:
-    index = np.zeros(count, dtype=int)
-    for column, size in zip(columns, sizes, strict=True):
-        index = index * size + column
-    return index

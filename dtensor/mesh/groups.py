@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from ..base.torch_internals import NAMES, default_store, hash_ranks
 from ..errors import MeshError
-from .device_mesh import DeviceMesh
+from .geometry import Geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Group:
         return list(items) if self.order is None else [items[rank] for rank in self.order]
 
 
-def group_of(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Group:
+def group_of(mesh: Geometry, mesh_dims: Sequence[int]) -> Group:
     """The group of the current process over ``mesh_dims``. The first call for some ranks makes their process group."""
     member = mesh.current_member()
     if member is None:
@@ -78,6 +78,22 @@ def group_of(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Group:
     order = tuple(in_torch.index(rank) for rank in ranks)
     kept = None if order == tuple(range(len(order))) else order
     return Group(handle, members, members.index(member), kept, backend_of(handle, mesh.device_type))
+
+
+def handle_of(mesh: Geometry, mesh_dims: Sequence[int]) -> Any:
+    """The ``torch.distributed`` group over ``mesh_dims``.
+
+    Raises:
+        MeshError: the ranks are no processes.
+    """
+    if mesh.kind == "in_process":
+        raise MeshError(
+            f"all ranks of {mesh!r} live in this process: there is no process group; "
+            "start the program with `torchrun --nproc-per-node N` to have one"
+        )
+    if mesh.kind == "dry_run":
+        raise MeshError(f"{mesh!r} is a dry run: it has no process groups; use init_device_mesh('cpu', ...) under torchrun")
+    return group_of(mesh, mesh_dims).handle
 
 
 def backend_of(handle: Any, device_type: str) -> str:
@@ -104,7 +120,7 @@ class _Made(threading.local):
 _MADE = _Made()
 
 
-def _handle(mesh: DeviceMesh, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
+def _handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
     given = mesh._root.groups
     group_id = mesh.group_id(mesh_dims)
     if group_id in given:
@@ -121,22 +137,12 @@ def _handle(mesh: DeviceMesh, mesh_dims: Sequence[int], ranks: list[int]) -> Any
             _MADE.world = world
         handle = _MADE.groups.get(tuple(sorted(ranks)))
         if handle is None:
-            handle = _MADE.groups[tuple(sorted(ranks))] = _new_handle(mesh, mesh_dims, ranks)
+            handle = _MADE.groups[tuple(sorted(ranks))] = new_handle(mesh, mesh_dims, ranks)
     given[key or group_id] = handle
     return handle
 
 
-def with_groups_of_its_own(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> DeviceMesh:
-    """The same ranks laid out alike, with a new process group over ``mesh_dims``; every member of the mesh calls it."""
-    member, root = mesh.current_member(), mesh._root
-    made = DeviceMesh(mesh.device_type, torch.tensor(root.ranks).reshape(root.shape))
-    if member is not None and mesh.kind == "process_group":
-        ranks = [mesh.ranks[m] for m in mesh.members_of(mesh_dims, member)]
-        made._root.groups[mesh.group_id(mesh_dims)] = _new_handle(mesh, mesh_dims, ranks)
-    return made._derive(mesh._dims, mesh.mesh_dim_names)
-
-
-def _new_handle(mesh: DeviceMesh, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
+def new_handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
     world = dist.group.WORLD
     timeout = _timeout_of(world, mesh.device_type)
     if _splits(world):
@@ -163,7 +169,7 @@ def _make_among_members(ranks: list[int], timeout: timedelta | None) -> Any:
         return dist.new_group(sorted(ranks), timeout, use_local_synchronization=True)
 
 
-def _make_among_all(mesh: DeviceMesh, mesh_dims: Sequence[int], ranks: list[int], timeout: timedelta | None) -> Any:
+def _make_among_all(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int], timeout: timedelta | None) -> Any:
     """Every process of the world makes every group along these mesh dims, in one order."""
     mine = None
     for group in dict.fromkeys(mesh.members_of(mesh_dims, member) for member in mesh.members):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,9 +13,6 @@ import torch.distributed as dist
 
 from ..base.validation import whole, wholes
 from ..errors import ArgumentError, MeshError
-
-if TYPE_CHECKING:
-    from .device_mesh import DeviceMesh  # a name in an annotation
 
 Kind = Literal["process_group", "in_process", "dry_run"]
 
@@ -33,10 +30,10 @@ class Root:
     named: dict[str, tuple[int, ...]] = field(default_factory=dict)  # root dims, for each name that a mesh dim was made with
     flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)  # and those that came later
     groups: dict[tuple[int, ...], Any] = field(default_factory=dict)  # root dims -> torch group
-    derived: dict[Any, DeviceMesh] = field(default_factory=dict)
+    derived: dict[Any, Any] = field(default_factory=dict)
     communicator: Any = None
     seeded: set[int] = field(default_factory=set)  # root dims over which ranks draw from the same generator state
-    entered: dict[DeviceMesh, list[Any]] = field(default_factory=dict)  # blocks of `with mesh:`
+    entered: dict[Any, list[Any]] = field(default_factory=dict)  # blocks of `with mesh:`
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..base.torch_internals import make_wrapper_subclass
 from ..errors import LayoutError, MeshError, PlacementError
-from .rank_values import RankNumber, RankValues, agreed
+from .rank_values import _EACH_RANK, RankNumber, RankValues, agreed
 from .shared_reads import UsedByRanks
 from .shared_writes import write_back, written_tensors
 
@@ -296,3 +296,4 @@ def _like(sequence: Any, items: list[Any]) -> Any:
 
 _JOINT: dict[Any, Callable[..., Any]] = {}  # what does not simply run once per rank; see ``joint.py``
 _BEFORE: list[Callable[[], None]] = []  # what has to be set up before users meet such tensors; see ``joint_function.py``
+_EACH_RANK.append(PerRank.__torch_function__)

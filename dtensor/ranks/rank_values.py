@@ -13,6 +13,8 @@ import torch
 from ..base.nested import leaves
 from ..errors import LayoutError, MeshError, MixedTensorError
 
+_EACH_RANK: list[Callable[..., Any]] = []  # how a torch function runs for each rank; ``per_rank``, which stands on this, says
+
 
 class RankValues(tuple[Any, ...]):
     """One arbitrary Python value per member of the mesh, in member order.
@@ -69,14 +71,12 @@ class RankNumber:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from .per_rank import PerRank  # stands on this module
-
         if any(hasattr(type(value), "device_mesh") for value in leaves((args, kwargs or {}))):
             raise MixedTensorError(
                 "a DTensor is one value for all ranks, a rank's number is every rank's own: use it on local tensors, in "
                 "dtensor.map_ranks or dtensor.local_map, and make a DTensor of them with DTensor.from_local"
             )
-        return PerRank.__torch_function__(func, types, args, kwargs)
+        return _EACH_RANK[0](func, types, args, kwargs)
 
     def __repr__(self) -> str:
         return "RankNumber(" + ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(self.values)) + ")"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...comm import communicator_of
 from ...errors import DTensorError, UnsupportedOperationError
-from ...mesh.groups import with_groups_of_its_own
+from ...mesh.create import with_groups_of_its_own
 from .custom_collectives import AllGather, GroupMemoryAllGather, GroupMemoryReduceScatter, ReduceScatter, allocating_backend
 from .module_state import Unit, unit_of
 from .neighbours import Neighbours

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from ...base.torch_internals import engine, graph_task
 from .gradients import Reduction
 
-if TYPE_CHECKING:
-    from .module_state import Unit  # a name in an annotation
+
+class Unit(Protocol):
+    """What takes part in a schedule.
+
+    Attributes:
+        reductions_under_way: how many units' gradients may travel before their results are waited for.
+    """
+
+    reductions_under_way: int
+
+    def begin(self) -> None:
+        """A forward pass starts."""
+
+    def flush(self) -> None:
+        """A backward pass has ended: what waits is sent."""
+
+    def end(self) -> None:
+        """And everything has arrived."""
+
+    def reset(self) -> None:
+        """After a pass that raised."""
 
 
 class Schedule:
@@ -22,12 +42,12 @@ class Schedule:
         order: units in the order of their forward, in this pass; ``last`` in the pass before.
     """
 
-    def __init__(self, units: list[Unit]) -> None:
-        self.units = units
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = list(units)
         self.depth = 0
         self.distributed = False
-        self.order: list[Unit] = []
-        self.last: list[Unit] = []
+        self.order: list[Any] = []
+        self.last: list[Any] = []
         self._reductions: list[list[Reduction]] = []  # under way, a unit's together
         self._arriving: list[Reduction] = []  # their results copied to host memory meanwhile
         self._queued = False
@@ -39,21 +59,21 @@ class Schedule:
         for unit in self.units:
             unit.begin()
 
-    def ran(self, unit: Unit) -> None:
+    def ran(self, unit: Any) -> None:
         """A unit's forward starts."""
         if unit not in self.order:
             self.order.append(unit)
 
-    def next_forward(self, unit: Unit) -> Unit | None:
+    def next_forward(self, unit: Any) -> Any:
         """The unit that ran after ``unit`` in the pass before."""
         return self._neighbour(self.last, unit, 1)
 
-    def next_backward(self, unit: Unit) -> Unit | None:
+    def next_backward(self, unit: Any) -> Any:
         """The unit that ran before ``unit`` in this pass: the one whose backward comes next."""
         return self._neighbour(self.order, unit, -1)
 
     @staticmethod
-    def _neighbour(order: list[Unit], unit: Unit, step: int) -> Unit | None:
+    def _neighbour(order: list[Any], unit: Any, step: int) -> Any:
         if unit not in order:
             return None
         at = order.index(unit) + step

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
 from ...errors import UnitError
 from ...tensor.replaced import not_alone, replacement_of
 
-if TYPE_CHECKING:
-    from .parameters import Managed  # a name in an annotation
+M = TypeVar("M")  # a managed parameter, see ``parameters.py``, which stands on this module
 
 
 def around_units(modules: Sequence[nn.Module]) -> set[nn.Module]:
@@ -26,25 +25,25 @@ def around_units(modules: Sequence[nn.Module]) -> set[nn.Module]:
     return found
 
 
-def managed_by(module: nn.Module) -> list[Managed]:
+def managed_by(module: nn.Module) -> list[Any]:
     """What the unit whose module this is manages."""
     unit: Any = module.__dict__.get("_data_parallel_unit")
-    managed: list[Managed] = [] if unit is None else [m for group in unit.groups for m in group.managed]
+    managed: list[Any] = [] if unit is None else [m for group in unit.groups for m in group.managed]
     for m in managed:
         m.refresh()
     return managed
 
 
-def shared_with(parameter: nn.Parameter, below: Mapping[int, Managed], module: nn.Module, name: str, by: str) -> Managed | None:
+def shared_with(parameter: nn.Parameter, below: Mapping[int, M], module: nn.Module, name: str, by: str) -> M | None:
     """A parameter that a unit below has already.
 
     Raises:
         UnitError: it is distributed already, but not there.
     """
     was = replacement_of(parameter)
-    known = below.get(id(parameter)) if was is None else was.what
+    known: Any = below.get(id(parameter)) if was is None else was.what
     if known is not None and below.get(id(known.parameter)) is known:
-        return known
+        return cast(M, known)
     if was is None and not getattr(parameter, "_data_parallel", False):
         return None
     raise UnitError(not_alone(module, name, by, was))

@@ -1,0 +1,121 @@
+"""What a mesh is, in whole numbers: root dims, members, coordinates. A mesh with torch's names stands on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..errors import MeshDimError, MeshError
+from .current_rank import current_member
+from .root import Kind, Root, mesh_dim_of
+
+Dims = tuple[tuple[int, ...], ...]  # per mesh dim the root dims that make it up, first one major
+Names = tuple[str, ...] | None
+
+
+class Geometry:
+    """A root and, for each mesh dim, the root dims that make it up."""
+
+    _root: Root
+    _dims: Dims
+    _names: Names
+
+    # --- what it is -------------------------------------------------------------------------------------------
+    @property
+    def device_type(self) -> str:
+        return self._root.device_type
+
+    @property
+    def kind(self) -> Kind:
+        """``"process_group"``, ``"in_process"`` or ``"dry_run"``."""
+        return self._root.kind
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None:
+        return self._names
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(self._root.shape[d] for d in dims) for dims in self._dims)
+
+    @property
+    def ndim(self) -> int:
+        return len(self._dims)
+
+    def dim_index(self, mesh_dim: int | str) -> int:
+        """The position of a mesh dim given by name or (possibly negative) index."""
+        if isinstance(mesh_dim, str):
+            if self._names is None or mesh_dim not in self._names:
+                raise MeshDimError(f"Invalid mesh_dim_name: {self!r} has no mesh dim {mesh_dim!r}; its dims are {self._names}")
+            return self._names.index(mesh_dim)
+        mesh_dim = mesh_dim_of(mesh_dim)
+        if not -self.ndim <= mesh_dim < self.ndim:
+            raise MeshError(f"mesh dim {mesh_dim} is out of range for {self!r}; use a dim in [{-self.ndim}, {self.ndim - 1}]")
+        return mesh_dim % self.ndim
+
+    @property
+    def _is_root(self) -> bool:
+        return self._dims == tuple((d,) for d in range(len(self._root.shape)))
+
+    # --- members and coordinates: pure integer maths ------------------------------------------------------------
+    @property
+    def members(self) -> range:
+        """Positions of all members of the root: one local value each when all ranks live in this process."""
+        return range(len(self._root.ranks))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of each member."""
+        return self._root.ranks
+
+    @cached_property
+    def coordinates(self) -> tuple[tuple[int, ...], ...]:
+        """Each member's coordinate, one index per mesh dim."""
+        shape = self._root.shape
+        grid = np.indices(shape).reshape(len(shape), -1) if shape else np.zeros((0, 1), dtype=int)
+        columns = [_ravel([grid[d] for d in dims], [shape[d] for d in dims], len(self._root.ranks)) for dims in self._dims]
+        return tuple(zip(*(column.tolist() for column in columns), strict=True)) if columns else ((),) * len(self.members)
+
+    def members_of(self, mesh_dims: Iterable[int], member: int) -> tuple[int, ...]:
+        """The members that vary over ``mesh_dims`` (first one major) and share all else with ``member``."""
+        root_dims = tuple(d for mesh_dim in mesh_dims for d in self._dims[mesh_dim])
+        cache: dict[Any, Any] = self.__dict__.setdefault("_members", {})
+        found = cache.get((root_dims, member))
+        if found is None:
+            strides = [math.prod(self._root.shape[d + 1 :]) for d in range(len(self._root.shape))]
+            at = np.unravel_index(member, self._root.shape) if self._root.shape else ()
+            base = member - sum(int(at[d]) * strides[d] for d in root_dims)
+            offsets = np.zeros(1, dtype=int)
+            for d in root_dims:
+                offsets = (offsets[:, None] + np.arange(self._root.shape[d])[None, :] * strides[d]).reshape(-1)
+            found = cache[root_dims, member] = tuple(int(base + offset) for offset in offsets)
+        return found
+
+    def group_id(self, mesh_dims: Iterable[int]) -> tuple[int, ...]:
+        """The root dims behind ``mesh_dims``: equal ids mean the same communication group."""
+        return tuple(d for mesh_dim in mesh_dims for d in self._dims[mesh_dim])
+
+    def size_of(self, mesh_dims: Iterable[int]) -> int:
+        """Number of ranks over several mesh dims."""
+        return math.prod(self.shape[mesh_dim] for mesh_dim in mesh_dims)
+
+    @property
+    def spans_root(self) -> bool:
+        """Whether every member sees the same ranks: no root dim of size > 1 is left out."""
+        used = {d for dims in self._dims for d in dims}
+        return all(size == 1 or d in used for d, size in enumerate(self._root.shape))
+
+    def current_member(self) -> int | None:
+        """This process's member; in one process the one that ``map_ranks`` runs for, else the first. None: not in the mesh."""
+        return current_member(self._root)
+
+
+def _ravel(columns: list[Any], sizes: list[int], count: int) -> Any:
+    index = np.zeros(count, dtype=int)
+    for column, size in zip(columns, sizes, strict=True):
+        index = index * size + column
+    return index
