@@ -65,12 +65,8 @@ class Seen:
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             issued: list[events.Event] = []
-            hear = issued.append
-            events.listeners.append(hear)
-            try:
+            with events.listening(issued.append):
                 result = run(*args, **kwargs)
-            finally:
-                events.listeners.remove(hear)
             self.runs.append((plan, kernel, issued))
             return result
 

@@ -23,7 +23,7 @@ def x(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.T
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(3).to(dtype)
 
 
-@pytest.mark.parametrize("name", sorted({*contraction.SAMPLES, *products.SAMPLES}))
+@pytest.mark.parametrize("name", sorted(name for name, own in (contraction.SAMPLES | products.SAMPLES).items() if own))
 def test_every_placement_gives_what_plain_torch_gives(name: str) -> None:
     report = verify_rule(name, limit=8, budget=40)
     assert not report.wrong, report

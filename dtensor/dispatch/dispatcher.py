@@ -310,7 +310,7 @@ def run_chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose:
     operator = operator_of(func)
     plan = plan_for(operator, args, kwargs, choose=choose)
     found = compile_plan(plan, operator, wrap_local)
-    if operator.is_view:
+    if operator.is_view or operator.reshapes:
         found = _VIEWING(plan, operator, found)
     local_args = [_static(value, [], False) for value in args]
     local_kwargs = {name: _static(value, [], False) for name, value in kwargs.items()}
