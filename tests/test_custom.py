@@ -29,7 +29,7 @@ def only_here() -> Iterator[None]:
             unregister(name)
             if name in before:
                 dt.rules.register(name, before[name])  # type: ignore[attr-defined]  # a module
-    dt.dispatch.clear_plans()  # type: ignore[attr-defined]  # a module
+    dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
 
 
 def define(signature: str, fn: Callable[..., Any]) -> Any:

@@ -39,8 +39,8 @@ def test_numbers_do_not_make_plans() -> None:
 
 
 def test_changing_shapes_keep_caches_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtensor.dispatch.PLANS.each", 20)
-    monkeypatch.setattr("dtensor.dispatch.PLANS.together", 70)
+    monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.each", 20)
+    monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.together", 70)
     monkeypatch.setattr("dtensor.layout.layout._LIMIT", 30)
     monkeypatch.setattr("dtensor.redistribute.planner._LIMIT", 20)
     monkeypatch.setattr("dtensor.propagation.meta._LIMIT", 2)
@@ -60,7 +60,7 @@ OPERATORS = (torch.cos, torch.sin, torch.exp, torch.tanh, torch.relu, torch.abs,
 
 def test_changing_shapes_keep_the_plans_of_all_operators_together_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the operators comes near a bound of its own; what is alive keeps its layout, whatever was forgotten."""
-    monkeypatch.setattr("dtensor.dispatch.PLANS.together", 64)
+    monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.together", 64)
     for name in ("layout._BY_REQUEST", "redistribute.planner._PLANS", "prices._TABLES"):
         monkeypatch.setattr(f"dtensor.{name}", {})
     monkeypatch.setattr("dtensor.layout.layout._LIMIT", 16)
@@ -84,8 +84,8 @@ def test_changing_shapes_keep_the_plans_of_all_operators_together_bounded(monkey
 
 def test_threads_that_meet_operators_and_shapes_first_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One entry per operator, one object per layout, and bounds that hold, however the threads are interleaved."""
-    monkeypatch.setattr("dtensor.dispatch.PLANS.together", 40)
-    monkeypatch.setattr("dtensor.dispatch.PLANS.each", 6)
+    monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.together", 40)
+    monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.each", 6)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -107,7 +107,7 @@ WITH_KERNELS = [name for name, rule in sorted(rules().items()) if rule.kind in K
 
 @pytest.mark.parametrize("samples", [2, pytest.param(100, marks=pytest.mark.slow)])
 def test_kernels_issue_what_they_declare(monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
-    dt.dispatch.clear_plans()  # type: ignore[attr-defined]  # a module
+    dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
     seen, wrong, counted = Seen(monkeypatch), [], set()
     for name in WITH_KERNELS:
         given = samples_of(name)
@@ -118,7 +118,7 @@ def test_kernels_issue_what_they_declare(monkeypatch: pytest.MonkeyPatch, sample
             counted.add(kernel.run)
             wrong += _problems(plan, kernel, issued)
         seen.runs.clear()
-    dt.dispatch.clear_plans()  # type: ignore[attr-defined]  # a module
+    dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
     assert wrong == []
     assert len(counted) > 50, len(counted)
 

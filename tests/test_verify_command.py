@@ -106,7 +106,7 @@ def test_names_in_any_spelling(module: str) -> None:
         assert verify_rule("prod.default", meshes=[(2,)], budget=4)
     finally:
         unregister("prod.default")
-        dt.dispatch.clear_plans()  # type: ignore[attr-defined]  # a module
+        dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
     assert rule_name("mm") == rule_name("aten.mm") == rule_name("aten::mm") == rule_name(torch.ops.aten.mm.default) == "aten::mm"
 
 

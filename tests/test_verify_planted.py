@@ -205,7 +205,7 @@ def test_a_fault_in_the_backward_names_its_operator_and_row() -> None:
         )
     pointwise("planted::size")
     pointwise("planted::slope", partials=lambda call: ("sum,R -> sum", "max,R -> max"))
-    dt.dispatch.clear_plans()  # type: ignore[attr-defined]  # a module
+    dt.dispatch.dispatcher.clear_plans()  # type: ignore[attr-defined]  # a module
     try:
         report = verify_rule("planted::size", [Sample((X.clone().requires_grad_(),))], meshes=[(2,), (3,)])
         (wrong,) = report.wrong
