@@ -53,7 +53,7 @@ class Entry:
 
 _ENTRIES: dict[int, Entry] = {}
 _CHANGING = RLock()  # who adds or drops entries; those who look one up read a dictionary
-_TENSOR: Any = None  # the DTensor class, installed by tensor.py
+_TENSOR: Any = None  # the DTensor class, installed by tensor/dtensor.py
 _PENDING: Any = None
 
 
@@ -61,7 +61,7 @@ def _as_found(plan: Any, operator: Any, found: Any) -> Any:
     return found
 
 
-_VIEWING: Any = _as_found  # replaced by remote_view.py
+_VIEWING: Any = _as_found  # replaced by tensor/views/remote_view.py
 _MAKE = make_wrapper_subclass
 _IN_INFERENCE = torch.is_inference_mode_enabled
 _CPU = torch.device("cpu")

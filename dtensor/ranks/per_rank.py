@@ -294,6 +294,6 @@ def _like(sequence: Any, items: list[Any]) -> Any:
     return type(sequence)(*items) if hasattr(sequence, "_fields") else type(sequence)(items)
 
 
-_JOINT: dict[Any, Callable[..., Any]] = {}  # what does not simply run once per rank; see ``joint.py``
+_JOINT: dict[Any, Callable[..., Any]] = {}  # what does not simply run once per rank; see ``joint_autograd.py``
 _BEFORE: list[Callable[[], None]] = []  # what has to be set up before users meet such tensors; see ``joint_function.py``
 _EACH_RANK.append(PerRank.__torch_function__)
