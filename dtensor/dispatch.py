@@ -290,9 +290,9 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         name = entry.operator.name
         declared = (Origin.TARGET not in origins or "nll_loss" in name) and Origin.USER not in origins
         admitted = declared or MODES.implicit_replication or name == "aten::is_same_size"  # which reads shapes alone
-        plan, found = _planned(entry, admitted, args, kwargs)
+        plan, found = _planned(entry.operator, admitted, args, kwargs)
         if plan.by_numbers:
-            again = lambda *given: runner_of(_planned(entry, admitted, *given)[1], entry.operator, wrap_local)  # noqa: E731
+            again = lambda *given: runner_of(_planned(entry.operator, admitted, *given)[1], entry.operator, wrap_local)  # noqa: E731
             found = by_kinds(runner_of(found, entry.operator, wrap_local), args, kwargs, again)
         if floats_by_default(plan):
             found = under_default_dtype(runner_of(found, entry.operator, wrap_local), partial(_anew, entry, signature))
@@ -302,11 +302,12 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
     return _kept(entry, signature, found)
 
 
-def _planned(entry: Entry, admitted: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Layout | Runner]:
-    plan = plan_for(entry.operator, args, kwargs, mixed=admitted)
-    found = compile_plan(plan, entry.operator, wrap_local)
-    views = entry.operator.is_view or entry.operator.reshapes
-    return plan, _VIEWING(plan, entry.operator, found) if views else found
+def _planned(
+    operator: Operator, admitted: bool, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser = choose
+) -> tuple[Plan, Layout | Runner]:
+    plan = plan_for(operator, args, kwargs, admitted, choose)
+    found = compile_plan(plan, operator, wrap_local)
+    return plan, _VIEWING(plan, operator, found) if operator.is_view or operator.reshapes else found
 
 
 def _kept(entry: Entry, signature: tuple[Any, ...], found: Layout | Runner) -> Layout | Runner:
@@ -337,10 +338,7 @@ def _agreeing(entry: Entry, found: Layout | Runner, mesh: DeviceMesh) -> Runner:
 def run_chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser) -> Any:
     """The results of one call whose rows ``choose`` picks. The plan is made anew and not kept."""
     operator = operator_of(func)
-    plan = plan_for(operator, args, kwargs, choose=choose)
-    found = compile_plan(plan, operator, wrap_local)
-    if operator.is_view or operator.reshapes:
-        found = _VIEWING(plan, operator, found)
+    _, found = _planned(operator, True, args, kwargs, choose)
     local_args = [_static(value, [], False) for value in args]
     local_kwargs = {name: _static(value, [], False) for name, value in kwargs.items()}
     return runner_of(found, operator, wrap_local)(args, kwargs, local_args, local_kwargs)
