@@ -278,21 +278,22 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
     if written:
         found = through_copies(entry.operator, written, _TENSOR, wrap_local)
     else:
-        plan, found = _planned(entry, args, kwargs)
+        plan, found = _planned(entry.operator, args, kwargs)
         agree_on_declared(entry.operator, args, kwargs, plan.call.mesh)
         if plan.by_numbers:
-            again = lambda *given: runner_of(_planned(entry, *given)[1], entry.operator, wrap_local)  # noqa: E731
+            again = lambda *given: runner_of(_planned(entry.operator, *given)[1], entry.operator, wrap_local)  # noqa: E731
             found = by_kinds(runner_of(found, entry.operator, wrap_local), args, kwargs, again)
         if floats_by_default(plan):
             found = under_default_dtype(runner_of(found, entry.operator, wrap_local), partial(_anew, entry, signature))
     return _kept(entry, signature, found)
 
 
-def _planned(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, Layout | Runner]:
-    plan = plan_for(entry.operator, args, kwargs)
-    found = compile_plan(plan, entry.operator, wrap_local)
-    views = entry.operator.is_view or entry.operator.reshapes
-    return plan, _VIEWING(plan, entry.operator, found) if views else found
+def _planned(
+    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser = choose
+) -> tuple[Plan, Layout | Runner]:
+    plan = plan_for(operator, args, kwargs, choose)
+    found = compile_plan(plan, operator, wrap_local)
+    return plan, _VIEWING(plan, operator, found) if operator.is_view or operator.reshapes else found
 
 
 def _kept(entry: Entry, signature: tuple[Any, ...], found: Layout | Runner) -> Layout | Runner:
@@ -308,10 +309,7 @@ def _anew(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
 def run_chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser) -> Any:
     """The results of one call whose rows ``choose`` picks. The plan is made anew and not kept."""
     operator = operator_of(func)
-    plan = plan_for(operator, args, kwargs, choose=choose)
-    found = compile_plan(plan, operator, wrap_local)
-    if operator.is_view or operator.reshapes:
-        found = _VIEWING(plan, operator, found)
+    _, found = _planned(operator, args, kwargs, choose)
     local_args = [_static(value, [], False) for value in args]
     local_kwargs = {name: _static(value, [], False) for name, value in kwargs.items()}
     return runner_of(found, operator, wrap_local)(args, kwargs, local_args, local_kwargs)
