@@ -61,7 +61,7 @@ OPERATORS = (torch.cos, torch.sin, torch.exp, torch.tanh, torch.relu, torch.abs,
 def test_changing_shapes_keep_the_plans_of_all_operators_together_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the operators comes near a bound of its own; what is alive keeps its layout, whatever was forgotten."""
     monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.together", 64)
-    for name in ("layout._BY_REQUEST", "redistribute.planner._PLANS", "prices._TABLES"):
+    for name in ("layout.layout._BY_REQUEST", "redistribute.planner._PLANS", "propagation.row_costs._TABLES"):
         monkeypatch.setattr(f"dtensor.{name}", {})
     monkeypatch.setattr("dtensor.layout.layout._LIMIT", 16)
     dispatching.clear_plans()  # type: ignore[attr-defined]  # a module
@@ -134,11 +134,11 @@ def test_no_cache_without_bound() -> None:
     ]
     assert loose == []
     assert {
-        "layout.chunk_sizes",
+        "layout.layout.chunk_sizes",
         "redistributions",
         "infer.answers",
         "prices.tables",
-        "operators.operator_of",
+        "propagation.schema.operator_of",
     } <= dt.cache_info().keys()
 
 

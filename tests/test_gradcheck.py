@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -40,6 +40,13 @@ FUNCTIONS: list[tuple[Callable[..., Any], tuple[DTensor, ...]]] = [
     (lambda x: x.full_tensor().cos(), (leaf(3, where=[Shard(0), Shard(0)]),)),
     (lambda x: x * x.conj(), (leaf(3, where=[Shard(0), Replicate()], dtype=torch.complex128),)),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _with_constants_of_torchs() -> Iterator[None]:
+    """The checks compare with plain tensors of their own."""
+    with dt.implicit_replication():
+        yield
 
 
 @pytest.mark.parametrize(("function", "inputs"), FUNCTIONS)

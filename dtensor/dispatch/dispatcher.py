@@ -27,7 +27,7 @@ from ..rules.registry import foreach_base, lookup
 from .compiled import Runner, by_kinds, compile_plan, floats_by_default, runner_of, under_default_dtype
 from .local_op import local_function
 from .mixed_meshes import across_places
-from .plain_operands import admit, agree_on_declared, in_backward, plainly_written, through_copies
+from .plain_operands import admit, agree_on_declared, in_autograd, plainly_written, through_copies
 
 PLANS: Shared[tuple[Any, ...], Layout | Runner] = Shared(each=1024, together=8192)  # per operator, of all operators
 watched("plans", PLANS.fullness)
@@ -234,7 +234,7 @@ def _static(value: Any, key: list[Any], by_type: bool) -> Any:
             key.append(value._layout)
             return value._local
         strides = value.stride() if value.layout is torch.strided else None
-        key.append((value.shape, strides, value.dtype, in_backward()))
+        key.append((value.shape, strides, value.dtype, in_autograd()))
         return value
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         value = value.node.maybe_as_int() if isinstance(value, torch.SymInt) else value

@@ -3,7 +3,7 @@
 The law, the same in one process and on processes:
 
 - numbers (0-d, one element, one element expanded) and tensors without elements count as the same on every rank;
-- while autograd computes gradients so do all: its formulas make constants from shapes;
+- while autograd computes gradients, backward or forward, so do all: its formulas make constants from shapes;
 - arguments that the operator's rule declares (``Rule.plain``: tables of indices, class weights) are taken, and compared between
   ranks when their call is planned, once for each combination of shapes and layouts: one exchange of a few bytes, none on a hit;
 - everything else raises on all ranks, unless ``implicit_replication()`` says that every rank holds the same.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..base.modes import MODES
-from ..base.torch_internals import graph_task
+from ..base.torch_internals import forward_ad, graph_task
 from ..comm import PerRank, communicator_of
 from ..comm.agreement import same_on_all
 from ..errors import LayoutError, MixedTensorError
@@ -32,9 +32,9 @@ from .compiled import Runner
 from .execute import Wrap
 
 
-def in_backward() -> bool:
-    """Whether autograd is computing gradients in this thread."""
-    return graph_task() != -1
+def in_autograd() -> bool:
+    """Whether autograd is computing gradients in this thread, backward or forward."""
+    return graph_task() != -1 or forward_ad._current_level >= 0
 
 
 def is_number(value: torch.Tensor) -> bool:
@@ -54,7 +54,7 @@ def admit(value: torch.Tensor, name: str, operator: Operator) -> None:
     Raises:
         MixedTensorError: the law above does not allow it.
     """
-    anything = MODES.implicit_replication or in_backward()
+    anything = MODES.implicit_replication or in_autograd()
     # step counts of optimizers are alike on all ranks; results under the mode take the whole value
     if name in operator.mutated and not (operator.per_element and value.ndim == 0) and not (anything and name in operator.outs):
         raise MixedTensorError(
@@ -76,7 +76,7 @@ def agree_on_declared(operator: Operator, args: tuple[Any, ...], kwargs: dict[st
     Raises:
         MixedTensorError: on all ranks, if they differ.
     """
-    names = () if MODES.implicit_replication or in_backward() else declared(operator)
+    names = () if MODES.implicit_replication or in_autograd() else declared(operator)
     bound = operator.bind(args, kwargs) if names else {}
     for name in names:
         items = bound.get(name)

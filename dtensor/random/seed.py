@@ -10,10 +10,7 @@ from ..base.scoped import entering
 from ..comm import communicator_of
 from ..errors import MeshError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from .distributions import SAMPLERS
-from .draw import DRAWING, MODES, block_of, draw, draw_counted, synchronize
-
-__all__ = ["DRAWING", "SAMPLERS", "block_of", "draw", "draw_counted", "manual_seed", "random_mode", "synchronize"]
+from .draw import DRAWING, MODES
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, mode: str | None = None) -> None:

@@ -17,7 +17,8 @@ from ..errors import ArgumentError, PlacementError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import as_mesh
 from ..placement import Placement
-from ..random.seed import DRAWING, SAMPLERS, draw, draw_counted
+from ..random.distributions import SAMPLERS
+from ..random.draw import DRAWING, draw, draw_counted
 from ..redistribute import redistribute_local
 from .dtensor import DTensor, wrap
 

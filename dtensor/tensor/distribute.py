@@ -17,7 +17,7 @@ from ..errors import ArgumentError, LayoutError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Replicate
-from ..random.seed import block_of
+from ..random.draw import block_of
 from ..redistribute import redistribute_local
 from .dtensor import DTensor, wrap
 from .replaced import replacing

@@ -87,19 +87,34 @@ def causal_attention(
     return aten._scaled_dot_product_attention_math(query, key, value, constant(hidden, query), dropout, False, *rest, **options)
 
 
-def with_state(name: str) -> None:
-    """A recurrent operator whose first state (argument 1, one tensor or several) may be plain, as modules make it of zeros."""
+def ctc_loss(overload: Any) -> Any:
+    """The mean over targets of given lengths, which torch divides by as a plain tensor."""
 
-    def run(x: Any, state_or_states: Any, *rest: Any, **options: Any) -> Any:
-        if not isinstance(x, DTensor):
+    def run(x: Any, targets: Any, lengths: Any, of: Any, blank: int = 0, reduction: int = 1, zero_infinity: bool = False) -> Any:
+        if reduction != 1 or not isinstance(x, DTensor) or isinstance(of, DTensor):
             return NotImplemented
-        given = state_or_states if isinstance(state_or_states, (list, tuple)) else [state_or_states]
+        losses = overload(x, targets, lengths, of, blank, 0, zero_infinity)
+        counts = torch.as_tensor(of, dtype=losses.dtype, device=losses.device).clamp_min(1).reshape(losses.shape)
+        return (losses / state(counts, x, "ctc_loss")).mean()
+
+    return run
+
+
+def with_state(name: str, place: int = 1) -> None:
+    """A recurrent operator whose first state (one tensor or several) may be plain, as modules make it of zeros."""
+
+    def run(x: Any, *rest: Any, **options: Any) -> Any:
+        states = rest[place - 1] if len(rest) >= place else None
+        if not isinstance(x, DTensor) or states is None:
+            return NotImplemented
+        given = states if isinstance(states, (list, tuple)) else [states]
         taken = [state(value, x, name) for value in given]
         if all(new is old for new, old in zip(taken, given, strict=True)):
             return NotImplemented
         packet, _, overload = name.partition(".")
         operator = getattr(getattr(aten, packet), overload or "default")
-        return operator(x, taken if isinstance(state_or_states, (list, tuple)) else taken[0], *rest, **options)
+        new = taken if isinstance(states, (list, tuple)) else taken[0]
+        return operator(x, *rest[: place - 1], new, *rest[place:], **options)
 
     recomposed(f"aten::{name}", run)
 
@@ -120,3 +135,7 @@ for _name in (
     "rnn_relu_cell",
 ):
     with_state(_name)
+for _name in ("lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data"):
+    with_state(_name, 2)
+for _overload in ("IntList", "Tensor"):
+    recomposed(f"aten::ctc_loss.{_overload}", ctc_loss(getattr(aten.ctc_loss, _overload)))
