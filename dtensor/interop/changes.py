@@ -1,0 +1,109 @@
+"""What of torch is not as it was found once this package is imported, and why: everything, in one list.
+
+Code without DTensors sees none of it at work: each entry acts on this package's classes only. ``tests/test_changes.py`` looks
+through torch's modules and classes in fresh processes, at import, with an in-process mesh, after a capture and after debugging,
+and finds nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Change(NamedTuple):
+    """One thing that torch is told.
+
+    Attributes:
+        where: the attribute or registry of torch's.
+        when: ``"import"``, or what brings it about.
+        why: what would not work without it.
+        since: the first torch that it was needed on, of those supported.
+        undone: how.
+    """
+
+    where: str
+    when: str
+    why: str
+    since: str
+    undone: str
+
+
+CHANGES = (
+    Change(
+        "torch.optim.optimizer._foreach_supported_types",
+        "import",
+        "optimizers take their list forms for DTensors",
+        "2.11",
+        "the list's remove(DTensor)",
+    ),
+    Change(
+        "torch.utils._foreach_utils._foreach_supported_types",
+        "import",
+        "clip_grad_norm_ takes its list form for DTensors",
+        "2.11",
+        "the list's remove(DTensor)",
+    ),
+    Change(
+        "torch._weights_only_unpickler._marked_safe_globals_set",
+        "import",
+        "torch.load(weights_only=True) of DTensors",
+        "2.11",
+        "torch.serialization.clear_safe_globals()",
+    ),
+    Change(
+        "torch.distributed._state_dict_utils",
+        "its import",
+        "torch's state-dict tools take DTensors; six of its names, which ask for the class first",
+        "2.11",
+        "the names are kept by interop.state_dicts, which wraps them",
+    ),
+    Change(
+        "sys.meta_path",
+        "import",
+        "the two modules above and below are told when somebody else imports them",
+        "2.11",
+        "at that import",
+    ),
+    Change(
+        "torch._dynamo.trace_rules",
+        "its import",
+        "compiled graphs break at our functions instead of tracing ranks",
+        "2.11",
+        "stays",
+    ),
+    Change(
+        "torch._library.opaque_object._OPAQUE_TYPES",
+        "import",
+        "a mesh of ours is not taken for torch's opaque one",
+        "2.13",
+        "its pop(DeviceMesh)",
+    ),
+    Change(
+        "dispatch key PythonTLSSnapshot",
+        "import",
+        "functions that make plain constants are served above autograd",
+        "2.11",
+        "Library._destroy()",
+    ),
+    Change(
+        "torch.library.register_torch_dispatch",
+        "the first call of an operator",
+        "torch calls the operator's own function for DTensors",
+        "2.11",
+        "dispatch.dispatcher.clear_plans()",
+    ),
+    Change(
+        "torch.autograd.function.Function.apply",
+        "the first in-process mesh",
+        "a user's function over the tensors of all ranks keeps its gradient; torch asks no subclass there",
+        "2.11",
+        "Function.apply = classmethod(ranks.joint_function._PLAIN_APPLY)",
+    ),
+    Change(
+        "torch.optim.optimizer._global_optimizer_pre_hooks",
+        "the first parameter that distributing a module replaces",
+        "an optimizer that holds the replaced one says so (public: register_optimizer_step_pre_hook)",
+        "2.11",
+        "the handle's remove()",
+    ),
+)

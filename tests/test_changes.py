@@ -1,0 +1,92 @@
+"""Torch is left as it was found but for what ``dtensor.interop.changes`` lists: looked for in fresh processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dtensor.interop.changes import CHANGES
+
+LOOK = """
+import math, sys, types, warnings
+import torch, torch.distributed, torch.utils.checkpoint, torch.nn.utils.rnn
+warnings.simplefilter("ignore")
+
+def is_ours(value):
+    value = value.__func__ if isinstance(value, (classmethod, staticmethod, types.MethodType)) else value
+    named = value if isinstance(value, (types.FunctionType, type)) else type(value)
+    return str(getattr(named, "__module__", "")).partition(".")[0] == "dtensor"
+
+def inside(value):
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return list(value) if isinstance(value, (list, set, frozenset)) else []
+
+def ours():
+    found = {"sys.meta_path"} if any(map(is_ours, sys.meta_path)) else set()
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in ("torch", "math", "builtins") or not isinstance(module, types.ModuleType):
+            continue
+        for key, value in list(vars(module).items()):
+            if is_ours(value) or any(map(is_ours, inside(value))):
+                found.add(f"{name}.{key}")
+            if isinstance(value, type) and str(value.__module__).partition(".")[0] == "torch":
+                found |= {
+                    f"{value.__module__}.{value.__qualname__}.{attribute}"
+                    for attribute, held in list(vars(value).items())
+                    if is_ours(held) or any(map(is_ours, inside(held)))
+                }
+    return found
+
+assert not ours()
+import dtensor as dt
+"""
+STAGES = {
+    "import": "",
+    "an in-process mesh": """
+x = dt.distribute_tensor(torch.ones(4, 3), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)])
+(x @ x.t()).sum().item()
+""",
+    "a capture": """
+x = dt.distribute_tensor(torch.ones(4, 3), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)])
+step = dt.capture(lambda x: (x * 2).relu().sum())
+step(x), step(x)
+try:
+    dt.capture(lambda x: 1 / 0)(x)
+except ZeroDivisionError:
+    pass
+""",
+    "debugging": """
+from dtensor.debug import CommDebugMode
+x = dt.distribute_tensor(torch.ones(4, 3), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)])
+with CommDebugMode():
+    x.sum().item()
+dt.explain(lambda: x @ x.t())
+""",
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_torch_is_as_it_was_but_for_the_list(stage: str) -> None:
+    program = LOOK + STAGES[stage] + "\nprint(*sorted(ours()), sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+    )
+    found = set(done.stdout.split())
+    listed = {change.where for change in CHANGES}
+    beyond = {name for name in found if not any(name == known or name.startswith(known + ".") for known in listed)}
+    # torch's own DTensor has other names for the same two lists
+    assert beyond <= {
+        "torch.distributed.tensor._optim_foreach_supported_types",
+        "torch.distributed.tensor._util_foreach_supported_types",
+    }
+    assert {"torch.optim.optimizer._foreach_supported_types", "torch.utils._foreach_utils._foreach_supported_types"} <= found
+    assert ("torch.autograd.function.Function.apply" in found) is (stage != "import")
+
+
+def test_every_change_says_why_and_how_it_is_undone() -> None:
+    assert all(change.why and change.undone and change.since.startswith("2.") for change in CHANGES)
+    assert len({change.where for change in CHANGES}) == len(CHANGES)
