@@ -276,7 +276,7 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         return _kept(entry, signature, found)
     written = plainly_written(entry.operator, args, kwargs, _TENSOR) if MODES.implicit_replication else ()
     if written:
-        found = through_copies(entry.operator, written, _TENSOR, wrap_local)
+        found = through_copies(entry.operator, written, wrap_local)
     else:
         plan, found = _planned(entry.operator, args, kwargs)
         agree_on_declared(entry.operator, args, kwargs, plan.call.mesh)

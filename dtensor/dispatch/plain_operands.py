@@ -14,7 +14,7 @@ replicated copy, and every rank takes over the whole result. Elsewhere such a wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from ..propagation.schema import Operator
 from ..rules.registry import lookup
 from .compiled import Runner
 from .execute import Wrap
+from .mixed_meshes import meshes_of
 
 
 def in_autograd() -> bool:
@@ -94,13 +95,13 @@ def plainly_written(operator: Operator, args: tuple[Any, ...], kwargs: dict[str,
     return tuple(name for name in names if isinstance(bound.get(name), torch.Tensor) and not isinstance(bound[name], tensor_type))
 
 
-def through_copies(operator: Operator, names: tuple[str, ...], tensor_type: type[Any], wrap: Wrap) -> Runner:
+def through_copies(operator: Operator, names: tuple[str, ...], wrap: Wrap) -> Runner:
     """Run the operator on replicated copies of the arguments ``names``, then bring the values back into them."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         bound = operator.bind(args, kwargs)
         given = {name: bound[name] for name in names}
-        mesh = next(_meshes(list(bound.values()), tensor_type))
+        mesh = next(iter(meshes_of(bound.values())))
         bound.update({name: replicated(value, mesh, wrap) for name, value in given.items()})
         result = operator.call(bound)
         for name, value in given.items():
@@ -135,11 +136,3 @@ def laid_out_alike(value: torch.Tensor, x: Any, wrap: Callable[[Any, Layout], An
         )
     with torch.no_grad():
         return replicated(value, x._layout.mesh, wrap).redistribute(placements=x.placements)
-
-
-def _meshes(values: Any, tensor_type: type[Any]) -> Iterator[DeviceMesh]:
-    for value in values:
-        if isinstance(value, tensor_type):
-            yield value._layout.mesh
-        elif isinstance(value, (list, tuple)):
-            yield from _meshes(value, tensor_type)
