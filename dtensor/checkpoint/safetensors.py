@@ -7,10 +7,8 @@ that is not its own.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +24,9 @@ from .digest import MASK, digest
 from .files import check_name, present, read_regular, replace_file, strict_json, sync_folder
 from .header import NAME_OF, Place, header_of, read_header
 from .manifest import Entry, Manifest, check_entries
-from .saving import fingerprint_of, finish_pending, locked, reduced, same_state, with_values
+from .saving import fingerprint_of, finish_pending, reduced, with_values
 from .stateful import expand
+from .transaction import in_two_steps
 from .tree import named_tensors
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -113,54 +112,46 @@ def save_safetensors(
     finish_pending()
     ranks, folder = Ranks(process_group), Path(path)
     what = f"exporting to {folder}"
-    failed: Exception | None = None
     tensors: dict[str, Any] = {}
     files: list[_File] = []
-    fingerprint = ""
+    fingerprint: str | Exception
     try:
         tensors = with_values(_tensors_of(state))
         files = _plan(tensors, max_shard_size)
         fingerprint = fingerprint_of(files, tensors)
     except Exception as error:  # told when the ranks meet
-        failed, tensors = error, {}
-    tensors = reduced(tensors, fingerprint, ranks, what)
-
-    def planned() -> str:
-        if failed is not None:
-            raise failed
-        return fingerprint
-
-    with contextlib.ExitStack() as stack:
-
-        def opened(prints: list[str]) -> str:
-            same_state(prints)
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(folder))
-            if is_model(folder):
-                raise CheckpointError(f"{folder} holds a model already; export into a new folder")
-            for left in folder.glob(".model*.safetensors.*"):  # by an export that was killed
-                left.unlink()
-            token = uuid.uuid4().hex[:12]
-            _allocate(folder, files, token)
-            return token
-
-        token = ranks.together(what, planned, opened)
-        parts = [folder / _part(file, token) for file in files]
-        try:
-            ranks.together(
-                what,
-                lambda: _write(tensors, files, parts, ranks.rank),
-                lambda sums: _publish(folder, files, parts, sums),
-                left=_EITHER,
-            )
-        except CheckpointError:
-            if ranks.coordinates:
-                for part in parts:
-                    part.unlink(missing_ok=True)
-            raise
+        fingerprint = error
+    else:
+        tensors = reduced(tensors, fingerprint, ranks, what)
+    in_two_steps(
+        ranks,
+        folder,
+        what,
+        fingerprint,
+        begin=lambda token: _begin(folder, files, token),
+        write=lambda token: _write(tensors, files, _parts(folder, files, token), ranks.rank),
+        commit=lambda sums, token: _publish(folder, files, _parts(folder, files, token), sums),
+        discard=lambda token: _discard(_parts(folder, files, token), ranks),
+        left="the folder holds a complete model or none",
+    )
 
 
-_EITHER = "the folder holds a complete model or none"
+def _begin(folder: Path, files: list[_File], token: str) -> None:
+    if is_model(folder):
+        raise CheckpointError(f"{folder} holds a model already; export into a new folder")
+    for left in folder.glob(".model*.safetensors.*"):  # by an export that was killed
+        left.unlink()
+    _allocate(_parts(folder, files, token), files)
+
+
+def _parts(folder: Path, files: Iterable[_File], token: str) -> list[Path]:
+    """Where the files are written, aside."""
+    return [folder / f".{file.name}.{token}" for file in files]
+
+
+def _discard(parts: Iterable[Path], ranks: Ranks) -> None:
+    for part in parts if ranks.coordinates else ():
+        part.unlink(missing_ok=True)
 
 
 def _tensors_of(state: Any) -> dict[str, torch.Tensor]:
@@ -211,17 +202,13 @@ def _layout(file: str, tensors: Mapping[str, Any]) -> _File:
     return _File(file, tuple(places), length, length + at)
 
 
-def _part(file: _File, token: str) -> str:
-    return f".{file.name}.{token}"
-
-
-def _allocate(folder: Path, files: Iterable[_File], token: str) -> None:
+def _allocate(parts: list[Path], files: Iterable[_File]) -> None:
     """Files of their full size, so that a full disk is found out before anybody writes."""
     made = []
     try:
-        for file in files:
-            made.append(folder / _part(file, token))
-            with open(made[-1], "xb") as out:
+        for part, file in zip(parts, files, strict=True):
+            made.append(part)
+            with open(part, "xb") as out:
                 os.posix_fallocate(out.fileno(), 0, file.size)
     except OSError:
         for path in made:

@@ -9,13 +9,10 @@ saves removed. Killed anywhere, the folder holds the old checkpoint or the new o
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
-import uuid
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +29,7 @@ from .digest import digest
 from .files import present, read_regular, replace_file, sha256, sync_folder
 from .manifest import NAME, Block, Entry, Manifest
 from .stateful import expand
+from .transaction import in_two_steps, same_state
 from .tree import encode, named_tensors, tensors_in
 
 _OURS = re.compile(r"__\d+_\w+\.distcp")
@@ -118,9 +116,9 @@ def save(state: Any, path: str | os.PathLike[str], *, async_op: bool = False, pr
     ranks = Ranks(process_group, apart=async_op)
     prepared = _prepared(state, Path(path), ranks, copy=async_op)
     if not async_op:
-        _run(prepared, ranks)
+        _run(prepared, Path(path), ranks)
         return None
-    pending = PendingSave(_WORKER.submit(_run, prepared, ranks))
+    pending = PendingSave(_WORKER.submit(_run, prepared, Path(path), ranks))
     _PENDING.append(pending)
     return pending
 
@@ -185,15 +183,6 @@ def reduced(tensors: dict[str, torch.Tensor], fingerprint: str, ranks: Ranks, wh
     return tensors | {name: x.redistribute(placements=x._layout.reduced().placements) for name, x in terms.items()}
 
 
-def same_state(prints: list[str]) -> None:
-    if len(set(prints)) > 1:
-        other = next(rank for rank, told in enumerate(prints) if told != prints[0])
-        raise CheckpointError(
-            f"the state of rank {other} differs from that of rank 0 in its keys, shapes, layouts or plain values; "
-            "what belongs to one rank goes under a key of its own, gathered on all ranks"
-        )
-
-
 def _to_write(piece: torch.Tensor, copy: bool) -> torch.Tensor:
     data = piece.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return data.clone() if copy and data.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr() else data
@@ -216,56 +205,31 @@ def _without_tensors(tree: Any) -> Any:
     return tree
 
 
-def _run(job: _Job | Exception, ranks: Ranks) -> None:
-    with contextlib.ExitStack() as stack:
+def _run(job: _Job | Exception, folder: Path, ranks: Ranks) -> None:
+    def files(token: str) -> tuple[Path, Path]:
+        return folder / f"__{ranks.rank}_{token}.distcp", folder / f"__{ranks.rank}_{token}v.distcp"
 
-        def ready() -> str:
-            if isinstance(job, Exception):
-                raise job
-            return job.fingerprint
-
-        def opened(prints: list[str]) -> str:
-            assert isinstance(job, _Job)
-            same_state(prints)
-            job.folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(job.folder))
-            return uuid.uuid4().hex[:12]
-
-        token = ranks.together(_what(job), ready, opened)
-        assert isinstance(job, _Job)
-        file = job.folder / f"__{ranks.rank}_{token}.distcp"
-        try:
-            ranks.together(
-                _what(job),
-                lambda: _written(job, file),
-                lambda shares: _commit(job, shares, token),
-                left="the folder holds the checkpoint that it held before, or the new one",
-            )
-        except CheckpointError:
-            if not _committed(job.folder, token):
+    def left_over(token: str) -> None:
+        if not _committed(folder, token):
+            for file in files(token):
                 file.unlink(missing_ok=True)
-                (job.folder / f"__{ranks.rank}_{token}v.distcp").unlink(missing_ok=True)
-            raise
+
+    in_two_steps(
+        ranks,
+        folder,
+        f"saving to {folder}",
+        job if isinstance(job, Exception) else job.fingerprint,
+        write=lambda token: _written(_known(job), files(token)[0]),
+        commit=lambda shares, token: _commit(_known(job), shares, token),
+        discard=left_over,
+        left="the folder holds the checkpoint that it held before, or the new one",
+    )
 
 
-def _what(job: _Job | Exception) -> str:
-    return "saving" if isinstance(job, Exception) else f"saving to {job.folder}"
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder against other saves; the system lets go of it when this process ends, however it ends."""
-    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                "another save into this folder is under way; save into another folder, or wait for it"
-            ) from None
-        yield
-    finally:
-        os.close(handle)
+def _known(job: _Job | Exception) -> _Job:
+    """A job that has not failed, as the ranks have agreed by now."""
+    assert isinstance(job, _Job)
+    return job
 
 
 def _written(job: _Job, file: Path) -> list[tuple[str, Block, Stream]]:

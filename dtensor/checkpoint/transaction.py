@@ -1,0 +1,90 @@
+"""All ranks write into one folder, under its lock; then the first one makes what was written count."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import CheckpointError
+from .coordinator import Ranks
+
+T = TypeVar("T")
+
+
+def in_two_steps(
+    ranks: Ranks,
+    folder: Path,
+    what: str,
+    state: str | Exception,
+    *,
+    write: Callable[[str], T],
+    commit: Callable[[list[T], str], None],
+    discard: Callable[[str], None],
+    left: str,
+    begin: Callable[[str], None] = lambda token: None,
+) -> None:
+    """All ranks write into ``folder``, under its lock, and the first one makes what was written count.
+
+    Args:
+        what: what is done, for errors.
+        state: the fingerprint of what this rank brings, or why it cannot bring it.
+        begin, commit: called on the first rank, before any rank writes and after all have written.
+        write: called on every rank; each gets the token that names this save's files.
+        discard: called on every rank where it has gone wrong.
+        left: what holds if the first rank is lost meanwhile.
+
+    Raises:
+        CheckpointError: on all ranks, with the same words.
+    """
+
+    def told() -> str:
+        if isinstance(state, Exception):
+            raise state
+        return state
+
+    with contextlib.ExitStack() as stack:
+
+        def opened(prints: list[str]) -> str:
+            same_state(prints)
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder))
+            token = uuid.uuid4().hex[:12]
+            begin(token)
+            return token
+
+        token = ranks.together(what, told, opened)
+        try:
+            ranks.together(what, lambda: write(token), lambda shares: commit(shares, token), left=left)
+        except CheckpointError:
+            discard(token)
+            raise
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder against other saves; the system lets go of it when this process ends, however it ends."""
+    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                "another save into this folder is under way; save into another folder, or wait for it"
+            ) from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def same_state(prints: list[str]) -> None:
+    if len(set(prints)) > 1:
+        other = next(rank for rank, told in enumerate(prints) if told != prints[0])
+        raise CheckpointError(
+            f"the state of rank {other} differs from that of rank 0 in its keys, shapes, layouts or plain values; "
+            "what belongs to one rank goes under a key of its own, gathered on all ranks"
+        )
