@@ -10,7 +10,9 @@ import os
 
 import op_database as db
 import op_database_odd
+import op_database_plain as plain
 import pytest
+from gloo import run_gloo
 
 import dtensor as dt
 
@@ -58,6 +60,14 @@ def test_changed_samples_are_right() -> None:
     assert_right_if_changed(db.entries(names), db.Setting((2, 2), samples=3, seed=SEED))
 
 
+def test_a_plain_tensor_in_any_place_is_refused_or_right() -> None:
+    cases = [
+        case for entry in db.entries(",".join(COMMON.split())) for case in plain.cases_of(entry, db.Setting((3,), samples=1))
+    ]
+    assert {"pass", "refused"} <= {case.status for case in cases}
+    assert not [str(case) for case in cases if not plain.fits(case)]
+
+
 def test_every_common_operator_is_in_the_database() -> None:
     assert {entry.formatted_name for entry in db.entries()} >= set(COMMON.split())
 
@@ -99,3 +109,17 @@ def test_variants_and_dtypes_are_right(variant: str, dtype: str, part: int) -> N
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_changed_database_is_right(part: int) -> None:
     assert_right_if_changed(db.entries()[part::PARTS], db.Setting(db.MESHES[part % 2], samples=4, seed=SEED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_plain_tensors_in_any_place_of_the_database(part: int) -> None:
+    setting = db.Setting(db.MESHES[part % 2], samples=4, seed=SEED)
+    cases = [case for entry in db.entries()[part::PARTS] for case in plain.cases_of(entry, setting)]
+    assert not [str(case) for case in cases if not plain.fits(case)]
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_all_ranks_refuse_plain_tensors_that_differ() -> None:
+    assert run_gloo(plain.on_processes, 2, "*", 1, timeout_s=600.0) == [[], []]

@@ -114,7 +114,7 @@ def compare(
         )
         outcome = Outcome()
         made = [
-            x if where is None else scatter(x, mesh, where, seed=seed + 7 * i)
+            _plain_leaf(x, where, gradients) if where is None else scatter(x, mesh, where, seed=seed + 7 * i)
             for i, (x, where) in enumerate(zip(inputs, placements, strict=True))
         ]
         for leaf, like in zip(made, plain.leaves, strict=True):
