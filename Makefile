@@ -42,11 +42,11 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 layers: $(VENV)/.test
-	$(PYTEST) -q -s tests/test_layers.py
+	$(PYTEST) -q -s tests/unit/test_layers.py
 
 docs: $(VENV)/.test
 	$(BIN)/python -m dtensor ops > docs/.ops.md && mv docs/.ops.md docs/ops.md
-	$(PYTEST) -q tests/test_docs.py tests/test_operator_page.py
+	$(PYTEST) -q tests/unit/test_docs.py tests/rules/test_operator_page.py
 
 bench: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/dispatch.py

@@ -16,13 +16,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import megatron_gpt
-import timing
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dispatch_cases import SEQUENCE, WIDTH, N, _parameters, block_of
-from sides import WORLD, Plain, all_sides
+from dispatching.cases import SEQUENCE, WIDTH, N, _parameters, block_of
+from measuring import megatron_gpt, timing
+from measuring.sides import WORLD, Plain, all_sides
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

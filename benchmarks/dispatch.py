@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import timing
 import torch
 import torch.distributed as dist
-from cold_cases import BOUND, COLD, ColdCase
-from dispatch_cases import BOUNDS, CASES, Case
-from sides import WORLD, Side, all_sides
+from dispatching.cases import BOUNDS, CASES, Case
+from dispatching.cold import BOUND, COLD, ColdCase
+from measuring import timing
+from measuring.sides import WORLD, Side, all_sides
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 

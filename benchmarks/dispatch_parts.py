@@ -20,9 +20,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import timing
 import torch
 import torch.distributed as dist
+from measuring import timing
 from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -71,7 +71,7 @@ def parse() -> argparse.Namespace:
 # --- the worker -----------------------------------------------------------------------------------------------------------
 def work(options: argparse.Namespace) -> None:
     """Run the entries from ``--skip`` on; a line before each entry and a line for each case."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "databases")]
     import torch
 
     torch.set_num_threads(1)

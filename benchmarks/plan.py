@@ -18,8 +18,8 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
-import timing
 import torch
+from measuring import timing
 
 from dtensor import DeviceMesh, Partial, Replicate, Shard
 from dtensor.layout.layout import Layout

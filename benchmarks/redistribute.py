@@ -21,16 +21,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import redistribute_cases as rc
-import timing
 import torch.multiprocessing as mp
+from measuring import timing
+from redistributing import cases as rc
 
 Row = dict[str, Any]
 
 
 def rows_of(world: int, options: argparse.Namespace) -> Iterator[Row]:
     """One row per case on ``world`` ranks, as they come."""
-    from redistribute_rank import Effort, measure  # it imports the peer, which only the ranks need
+    from redistributing.rank import Effort, measure  # it imports the peer, which only the ranks need
 
     spawner = mp.get_context("spawn")
     options = argparse.Namespace(**vars(options), world=world, effort=Effort.quick() if options.quick else Effort())

@@ -203,7 +203,7 @@ def peer(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
 
 
 def by_hand(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
-    import megatron_gpt
+    from measuring import megatron_gpt
 
     shape = CASES[case][1]
     if case.startswith(PARTS):

@@ -1,8 +1,8 @@
 """What of torch is not as it was found once this package is imported, and why: everything, in one list.
 
-Code without DTensors sees none of it at work: each entry acts on this package's classes only. ``tests/test_changes.py`` looks
-through torch's modules and classes in fresh processes, at import, with an in-process mesh, after a capture and after debugging,
-and finds nothing else.
+Code without DTensors sees none of it at work: each entry acts on this package's classes only. ``tests/unit/test_changes.py``
+looks through torch's modules and classes in fresh processes, at import, with an in-process mesh, after a capture and after
+debugging, and finds nothing else.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Kernel:
         lacking: the spec of the results that do not have the factor, one for all or one for each result.
         collectives: how many collectives ``run`` issues; the usual number where the data decide.
         nbytes: bytes that a rank gives to all of them together (so it receives as many where two ranks share the factor), a
-            function of the call. Both are prices: ``tests/test_kernel_costs.py`` compares them with what is issued.
+            function of the call. Both are prices: ``tests/rules/test_kernel_costs.py`` compares them with what is issued.
         joint: ``run`` also computes with several of its factors sharded, by different mesh dims.
     """
 

@@ -1,4 +1,4 @@
-"""For tests: the oracle, rule verification, random programs; hypothesis strategies in ``dtensor.testing.strategies``."""
+"""For tests: the oracle, rule verification; hypothesis strategies in ``dtensor.testing.strategies``."""
 
 from .forcing import Undeclared, forced
 from .oracle import Mismatch, Outcome, check, compare

@@ -88,4 +88,4 @@ ELSEWHERE: dict[str, str] = dict.fromkeys(
     ),
     "no CPU kernel",
 )
-ELSEWHERE["_amp_foreach_non_finite_check_and_unscale_"] = "writes to a plain tensor: tests/test_parallel_training.py"
+ELSEWHERE["_amp_foreach_non_finite_check_and_unscale_"] = "writes to a plain tensor: tests/parallel/test_parallel_training.py"

@@ -54,7 +54,7 @@ SAMPLES: Samples = {
     ],
     "native_layer_norm_backward": [layer_norm_gradient(ALL), layer_norm_gradient(FIRST), layer_norm_gradient(LAST)],
     "_fused_rms_norm": [Sample((x(5, 3, 7), [7], x(7, seed=1), 1e-5)), Sample((x(5, 3, 7), [3, 7], None, None), {}, "two dims")],
-    "_fused_rms_norm_backward": [],  # no CPU kernel: compared with the composite in tests/test_rules_norm.py
+    "_fused_rms_norm_backward": [],  # no CPU kernel: compared with the composite in tests/rules/test_rules_norm.py
     "native_group_norm": [
         Sample((x(5, 6, 3), x(6, seed=1), x(6, seed=2), 5, 6, 3, 2, 1e-5)),
         Sample((x(5, 6, 2, 3), None, None, 5, 6, 6, 3, 1e-5), {}, "images"),

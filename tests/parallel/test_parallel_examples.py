@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_demo import printed_by
 
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 NAMES = {
     "llama_tp_sp": 4,
     "fsdp_tp_2d": 4,

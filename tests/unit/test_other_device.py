@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).with_name("other_device.py")
+PROGRAM = Path(__file__).parents[1] / "support" / "other_device.py"
 
 
 def outcome(part: int, parts: int, cases: int) -> subprocess.CompletedProcess[str]:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-
-from .program_forms import ALONG, BINARY, REDUCE, UNARY, WHOLE
+from program_forms import ALONG, BINARY, REDUCE, UNARY, WHOLE
 
 Make = Callable[["Scope"], str | None]
 

@@ -1,6 +1,6 @@
 """Every rule on a device that only pretends to compute: a piece, mask or offset made on the CPU meets the device's and raises.
 
-    python tests/other_device.py PART PARTS CASES
+    python tests/support/other_device.py PART PARTS CASES
 
 Forward only, as operators of backward passes are rules too; errors in torch's own engine on such a device end the process.
 Run as a program of its own, since torch registers one more device for the whole process.

@@ -16,7 +16,7 @@ from dtensor import DTensor, Replicate, Shard
 from dtensor.errors import DTensorError
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, materialize, parallelize_module, replicate
 
-sys.path.append(str(Path(__file__).parents[1] / "docs" / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "examples"))
 from gpt_model import GPT, Config, loss_of, rotary_angles  # found by the path above
 
 CONFIG = Config(vocabulary=23, context=6, width=8, heads=2, layers=2)

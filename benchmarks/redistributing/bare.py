@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from redistribute_cases import Block, Case, local
+from redistributing.cases import Block, Case, local
 
 MESSAGE = 1 << 17  # bytes; pieces of this size go one by one
 Bare = Callable[[], torch.Tensor]

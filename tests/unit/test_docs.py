@@ -19,7 +19,7 @@ from gloo import run_gloo
 
 import dtensor
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/**/*.md")])
 # importing a __main__ would run it
 MODULES = ["dtensor"] + [info.name for info in pkgutil.walk_packages(dtensor.__path__, "dtensor.") if "__main__" not in info.name]

@@ -15,12 +15,12 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-import redistribute_cases as rc
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as peer
-from redistribute_bare import bare_of
-from redistribute_cases import Case
+from redistributing import cases as rc
+from redistributing.bare import bare_of
+from redistributing.cases import Case
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 

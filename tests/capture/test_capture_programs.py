@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from capture_cases import assert_same
+from programs import Program, random_case
 
 import dtensor as dt
 from dtensor import DTensor
 from dtensor.capture import capture
 from dtensor.errors import CaptureError
 from dtensor.testing.placements import mesh_of
-from dtensor.testing.programs import Program, random_case
 
 START = int(os.environ.get("DTENSOR_SEED", "0"))
 BLOCK = 12

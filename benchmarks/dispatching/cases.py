@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sides import GRID, WORLD, N
+from measuring.sides import GRID, WORLD, N
 from torch import Tensor, nn
 
 Run = Callable[[], object]

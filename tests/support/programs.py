@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from program_lines import MAKERS, Make, Scope
+from program_views import VIEW_MAKERS, seen_anew
 
-from ..mesh.device_mesh import DeviceMesh
-from ..placement import Placement, Replicate, Shard
-from .oracle import Outcome, compare
-from .placements import mesh_of, options
-from .program_lines import MAKERS, Make, Scope
-from .program_views import VIEW_MAKERS, seen_anew
-from .reproduction import source_of
-from .samples.of_schema import tensor
+from dtensor.mesh.device_mesh import DeviceMesh
+from dtensor.placement import Placement, Replicate, Shard
+from dtensor.testing.oracle import Outcome, compare
+from dtensor.testing.placements import mesh_of, options
+from dtensor.testing.reproduction import source_of
+from dtensor.testing.samples.of_schema import tensor
 
 INPUTS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "a": ((5, 6), torch.float64),
@@ -205,7 +205,7 @@ class Failure:
         made = f"Program({program.inputs!r}, {program.lines!r}, {program.seed}, {program.gradients})"
         return (
             "from dtensor import Partial, Replicate, Shard\n"
-            "from dtensor.testing.programs import Program, compare_program\n"
+            "from programs import Program, compare_program\n"
             f"print(compare_program({made},\n    {self.mesh_shape}, {source_of(list(self.placements))}).problems)"
         )
 

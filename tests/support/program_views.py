@@ -6,9 +6,9 @@ A line that writes binds what it returns, which must be the tensor that it wrote
 from __future__ import annotations
 
 import torch
+from program_lines import Make, Scope, broadcastable
 
-from ..layout.memory_order import overlaps
-from .program_lines import Make, Scope, broadcastable
+from dtensor.layout.memory_order import overlaps
 
 _OTHER_DTYPES = {
     torch.float64: ("int64", "int32", "float32", "complex64", "complex128"),

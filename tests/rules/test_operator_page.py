@@ -11,7 +11,7 @@ import torch
 from dtensor.rules import rules
 from dtensor.testing.operator_page import entry_of, measured_in, page
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "ops.md").read_text()
 SAME_TORCH = f"for torch {torch.__version__.partition('+')[0]};" in PAGE
 

@@ -73,7 +73,7 @@ dt.explain(lambda: x @ x.t())
 def test_torch_is_as_it_was_but_for_the_list(stage: str) -> None:
     program = LOOK + STAGES[stage] + "\nprint(*sorted(ours()), sep='\\n')"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
     found = set(done.stdout.split())
     listed = {change.where for change in CHANGES}

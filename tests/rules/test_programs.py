@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 
+import programs
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import Program, failures, minimize, random_program, random_view_program, run
 
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Replicate, Shard
 from dtensor.testing import check, strategies
-from dtensor.testing.programs import Program, failures, minimize, random_program, random_view_program, run
 
 START = int(os.environ.get("DTENSOR_SEED", "0"))
 BLOCK = 20
@@ -85,6 +87,12 @@ def test_a_failing_program_is_made_small(monkeypatch: pytest.MonkeyPatch) -> Non
     assert failure.program.lines == ("v1 = torch.relu(a)", "v2 = v1.hypot(v1)")
     assert failure.placements == ((Replicate(),), (Replicate(),))
     assert "Program(('a', 'e')" in failure.reproduction
+
+
+def test_their_examples_run() -> None:
+    failed, tried = doctest.testmod(programs)
+    assert tried
+    assert not failed
 
 
 def test_lines_run_in_order() -> None:

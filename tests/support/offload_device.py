@@ -1,6 +1,6 @@
 """What offloading moves between the host and a device that only pretends to compute: where it lies, and which copies may block.
 
-    python tests/offload_device.py
+    python tests/support/offload_device.py
 
 A program of its own, as ``other_device.py`` is. Backward is not run, since errors of torch's engine on such a device end the
 process: the reduction gets gradients made here.

@@ -30,7 +30,7 @@ from dtensor.parallel import (
     parallelize_module,
 )
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "examples"))
 from gpt_model import GPT, Config, loss_of
 
 # Which operators still gather is the operators' business, not that of the modules made of them.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "docs" / "examples" / "train_gpt.py"
 SHORT = ("--steps", "3", "--batch", "4")
 _LOSSES = re.compile(r"^ +(\d+) +(\d+\.\d+) +(\d+\.\d+) +\S+e\S+$", re.MULTILINE)

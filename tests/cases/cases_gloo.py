@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from programs import compare_program, random_case
 from torch import nn
 
 import dtensor as dt
@@ -23,7 +24,6 @@ from dtensor.parallel import fully_shard, replicate
 from dtensor.rules import rules
 from dtensor.testing import check, scatter, verify_rule
 from dtensor.testing.placements import mesh_of
-from dtensor.testing.programs import compare_program, random_case
 from dtensor.testing.samples import samples_of
 
 R = Replicate()

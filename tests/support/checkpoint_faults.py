@@ -1,6 +1,6 @@
 """What may happen to checkpoints: ranks killed at any point, full disks, read-only folders, saves at one time.
 
-python tests/checkpoint_faults.py 100      # 100 kills during save and 100 during load, at random points; says the seed that fails
+python tests/support/checkpoint_faults.py 100  # 100 kills during save and 100 during load at random points; the seed that fails
 """
 
 from __future__ import annotations

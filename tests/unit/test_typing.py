@@ -76,7 +76,7 @@ PROGRAM = HEAD + "".join(f"{line}\n" for line in WRONG)
 
 
 Errors = dict[str, dict[int, str]]  # by the name of the file and the line
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def _mypy(folder: Path) -> Errors:
