@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..layout.memory_order import overlaps
+from ..base.memory_order import overlaps
 from .program_lines import Make, Scope, broadcastable
 
 _OTHER_DTYPES = {
