@@ -80,11 +80,11 @@ if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ wo
     from . import checkpoint as checkpoint
     from . import debug as debug
     from . import parallel as parallel
-    from . import sharded_tensor as sharded_tensor
     from . import sharding_spec as sharding_spec
     from . import testing as testing
     from .debug.explain import Explanation as Explanation
     from .debug.explain import explain as explain
+    from .sharding_spec import sharded_tensor as sharded_tensor
     from .sharding_spec.shard_model import collect_state_dict as collect_state_dict
     from .sharding_spec.shard_model import shard_model as shard_model
 else:

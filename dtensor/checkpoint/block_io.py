@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from ..base.memory_order import contiguous_stride
 from ..comm.backends import flat_bytes
 from ..errors import CheckpointError
-from ..layout.memory_order import contiguous_stride
 from .files import open_regular
 
 _LONG = 512  # bytes: shorter runs are gathered from mapped memory, since a system call each would cost more than they do

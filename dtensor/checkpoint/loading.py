@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..base.memory_order import contiguous_stride
 from ..errors import CheckpointError
-from ..layout.memory_order import contiguous_stride
 from ..tensor.blocks import Held, held_here
 from . import dcp_metadata as metadata
 from . import safetensors as hugging_face

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..base.memory_order import contiguous_stride
 from ..errors import CheckpointError
-from ..layout.memory_order import contiguous_stride
 from .files import check_name, open_regular, present, read_regular, replace_file, sha256, strict_json
 from .tree import decode, dtype_of
 

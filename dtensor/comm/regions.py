@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout.memory_order import contiguous_stride
+from ..base.memory_order import contiguous_stride
 
 
 class Box(NamedTuple):

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from ..base.memory_order import memory_order
 from ..base.modes import EXPLICIT
 from ..comm import communicator_of
 from ..layout.layout import Layout
-from ..layout.memory_order import memory_order
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator
 from ..redistribute import execute as run_move

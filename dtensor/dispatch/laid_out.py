@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from ..base.memory_order import Stride
 from ..comm import PerRank
 from ..layout.layout import Layout
-from ..layout.memory_order import Stride
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator
 

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.caches import remembered, watched
+from ..base.memory_order import Stride, contiguous_stride, stride_like
 from ..base.validation import element_type, sizes_of
 from ..errors import LayoutError, PlacementError
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Monoid, Partial, Placement, Replicate, Shard, normalize
-from .memory_order import Stride, contiguous_stride, stride_like
 
 
 class Split(NamedTuple):

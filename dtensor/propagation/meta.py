@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ..base.caches import watched
+from ..base.memory_order import dense_in, memory_order
 from ..base.torch_internals import FakeTensorMode, UnsupportedFakeTensorException
 from ..layout.layout import Layout
-from ..layout.memory_order import dense_in, memory_order
 from ..rules.call import Call, Meta
 from ..rules.rule import Rule, Shapes
 from .meta_strides import as_computed

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ..base.memory_order import dense_in, outermost_first
 from ..base.torch_internals import suggest_memory_format
-from ..layout.memory_order import dense_in, outermost_first
 from ..rules.call import Meta
 
 Given = dict[str, Any]  # arguments by name, as tensors without data

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.caches import remembered
+from ..base.memory_order import outermost_first
 from ..comm import Communicator, Pending, communicator_of
 from ..comm.fold import divided
 from ..comm.regions import Box, Route, region
 from ..layout.layout import Layout
-from ..layout.memory_order import outermost_first
 from ..placement import Monoid
 from .partials import KEEPING, identity
 from .planner import plan as plan_of

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..base.caches import watched
+from ..base.memory_order import stride_like
 from ..base.recording import exchange
 from ..base.validation import sizes_of
 from ..comm import PerRank, communicator_of
@@ -17,7 +18,6 @@ from ..comm.agreement import compared, told_by_all, words_compared
 from ..comm.backends import flat_bytes
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout, Split
-from ..layout.memory_order import stride_like
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate, Shard, normalize
 

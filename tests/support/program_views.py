@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from program_lines import Make, Scope, broadcastable
 
-from dtensor.layout.memory_order import overlaps
+from dtensor.base.memory_order import overlaps
 
 _OTHER_DTYPES = {
     torch.float64: ("int64", "int32", "float32", "complex64", "complex128"),

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...base.memory_order import contiguous_stride, memory_order, outermost_first
 from ...base.torch_internals import assert_async
-from ...layout.memory_order import contiguous_stride, memory_order, outermost_first
 from ..verbs import composed
 
 aten = torch.ops.aten

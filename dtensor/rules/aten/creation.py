@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...layout.memory_order import stride_like
+from ...base.memory_order import stride_like
 from ...placement import REDUCE_OPS
 from ..call import Call
 from ..kernels import KernelContext

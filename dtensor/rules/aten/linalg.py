@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layout.memory_order import contiguous_stride, dense_in
+from ...base.memory_order import contiguous_stride, dense_in
 from ..blockwise import blockwise, multilinear, plain_op
 from ..call import Call, Meta
 from ..kernels import At, KernelContext

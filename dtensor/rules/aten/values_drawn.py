@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ...base.memory_order import contiguous_stride
 from ...comm import communicator_of
 from ...layout.layout import Layout
-from ...layout.memory_order import contiguous_stride
 from ...random.draw import block_of, default_generator, place_in, set_state, state_of, synchronize
 from ..call import Call
 from ..kernels import KernelContext

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ...base.memory_order import stride_like
 from ...errors import LayoutError, UnsupportedOperationError
 from ...layout.layout import Layout
-from ...layout.memory_order import stride_like
 from ...placement import REDUCE_OPS
 from ..call import Call
 from ..kernels import At, KernelContext

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from ...base.memory_order import overlaps
 from ...dispatch.dispatcher import dispatch
 from ...errors import UnsupportedOperationError
 from ...layout.layout import Layout
-from ...layout.memory_order import overlaps
 from ...propagation.schema import Operator, operator_of
 from ...redistribute import redistribute_local
 from ...rules import lookup

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..base.caches import remembered
+from .caches import remembered
 
 Stride = tuple[int, ...]
 
