@@ -21,7 +21,7 @@ from ..propagation.schema import Operator
 from ..redistribute import execute as run_move
 from ..rules.call import kind_of
 from .conjugation import carried_out, is_complex
-from .execute import Wrap, execute, kernel_of, local_view
+from .execute import Wrap, execute, kernel_of, local_view, served
 from .laid_out import as_laid_out
 from .list_numbers import with_numbers_once
 from .local_op import local_function
@@ -238,7 +238,8 @@ def _rewrites(plan: Plan) -> list[dict[str, Any]]:
         return []
     mesh = plan.call.mesh
     members = mesh.members if mesh.kind == "in_process" else [mesh.current_member()]
-    changed = [rewrite(plan.call, local_view(plan, member)) for member in members if member is not None]
+    call = served(plan)
+    changed = [rewrite(call, local_view(plan, member)) for member in members if member is not None]
     return changed if any(changed) else []
 
 

@@ -19,6 +19,7 @@ from ..random.draw import default_generator, set_state, state_of, synchronize
 from ..redistribute import execute as run_move
 from ..redistribute import execute_many as run_moves
 from ..redistribute import plan as plan_move
+from ..rules.call import Call
 from ..rules.kernels import KernelContext
 from ..rules.rule import LocalView
 from .laid_out import moved_in_order
@@ -168,14 +169,19 @@ def kernel_of(plan: Plan) -> Callable[..., Any]:
     if row is not None and row.kernel is not None:
         return partial(row.kernel.run, _context(plan, plan.chosen))
     assert plan.rule.run is not None
-    return partial(plan.rule.run, KernelContext(plan.call, plan.chosen.operands, plan.chosen.results, (), (1,)))
+    return partial(plan.rule.run, KernelContext(served(plan), plan.chosen.operands, plan.chosen.results, (), (1,)))
+
+
+def served(plan: Plan) -> Call:
+    """The call as all that the plan serves have it."""
+    return plan.call if plan.rule is not None and plan.rule.floats_matter else plan.call.for_all_numbers()
 
 
 def _context(plan: Plan, chosen: Chosen) -> KernelContext:
     splits = chosen.kernel_splits
     mesh_dims = tuple(mesh_dim for split in splits.values() for mesh_dim in split.mesh_dims)
     sizes = next(iter(splits.values())).sizes if len(splits) == 1 else ()
-    return KernelContext(plan.call, chosen.operands, chosen.results, mesh_dims, sizes, splits)
+    return KernelContext(served(plan), chosen.operands, chosen.results, mesh_dims, sizes, splits)
 
 
 def _in_place(operator: Operator, local: dict[str, Any], computed: Any) -> Any:
@@ -192,10 +198,10 @@ def _with_local_args(plan: Plan, operator: Operator, local: dict[str, Any]) -> A
     assert rule is not None
     assert chosen is not None
     assert rule.local_args is not None
-    rewrite = rule.local_args
+    rewrite, call = rule.local_args, served(plan)
 
     def one(member: int, bound: dict[str, Any]) -> Any:
-        values = rewrite(plan.call, local_view(plan, member))
+        values = rewrite(call, local_view(plan, member))
         extra = {name: value for name, value in values.items() if name not in operator.names}
         return operator.call(
             {**bound, **values}, partial(rule.local, **extra) if extra and rule.local is not None else rule.local

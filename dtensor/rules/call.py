@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
 import torch
 
+from ..errors import RuleError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 
@@ -60,6 +61,7 @@ class Call:
         results: metadata of each result tensor, flattened; None for a result that is not a tensor.
         plain: positions of operands that are plain tensors or numbers rather than DTensors.
         scalars: names of the arguments that are numbers and no operands (a step size).
+        stale: names of the numbers that may be another call's, as this one's plan serves all of them.
     """
 
     func: Any
@@ -70,6 +72,7 @@ class Call:
     results: tuple[Meta | None, ...] = ()
     plain: frozenset[int] = field(default_factory=frozenset)
     scalars: frozenset[str] = frozenset()
+    stale: frozenset[str] = frozenset()
 
     @property
     def fixed(self) -> frozenset[int]:
@@ -89,10 +92,20 @@ class Call:
         return tuple(found)
 
     def __getitem__(self, name: str) -> Any:
+        if name in self.stale:
+            raise RuleError(f"{self.func}: {name!r} may be another call's number; take it from the kernel's own arguments")
         return self.arguments[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self.arguments.get(name, default)
+        return self[name] if name in self.arguments else default
+
+    def for_all_numbers(self) -> Call:
+        """The call as kernels see it, which run for others that differ from it in numbers.
+
+        Asked for such a number, it raises ``RuleError``.
+        """
+        names = self.scalars.union([self.names[i] for i in self.plain])
+        return replace(self, stale=frozenset(n for n in names if isinstance(self.arguments.get(n), (int, float, complex))))
 
     def shape(self, operand: int) -> tuple[int, ...]:
         return tuple(self.operands[operand].shape)

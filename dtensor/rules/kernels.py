@@ -1,10 +1,19 @@
-"""What a kernel sees while it runs: its locals' place in the whole, and collectives over the mesh dims that split a factor."""
+"""What a kernel sees while it runs: its locals' place in the whole, and collectives over the mesh dims that split a factor.
+
+A kernel is the straight-line program of one rank. Its locals are tensors, in one process a ``PerRank`` of them, on which
+functions run rank by rank: only what asks for a rank's shape or place needs ``on_each_rank`` or ``at.map``.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..comm import communicator_of
 from ..layout.layout import Layout, Split, offsets_of
@@ -55,12 +64,42 @@ class KernelContext:
         """The reduction of ``x`` over the group, on every rank."""
         return self.comm.all_reduce(x, self.mesh_dims, op)
 
+    def sums(self, *terms: Any) -> tuple[Any, ...]:
+        """The sums over the group of ``terms``, all of one shape and dtype, in one collective."""
+        if not self.mesh_dims:
+            return terms
+        stacked = self.all_reduce(torch.stack(terms), "sum")
+        return tuple(stacked[i] for i in range(len(terms)))
+
     def all_gather(self, x: Any, shape_of: Callable[[int], tuple[int, ...]] | None = None) -> list[Any]:
-        """Every group position's ``x``; ``shape_of(member)`` tells their shapes, ``None`` if all have the shape of ``x``."""
+        """Every group position's ``x``; ``shape_of(member)`` tells their shapes, ``None`` if those of one group are alike."""
         if shape_of is None:
-            shape = tuple(x.shape)
-            shape_of = lambda member: shape  # noqa: E731  a constant function
+            shapes: dict[int, tuple[int, ...]] = {}
+            self.comm.map(lambda member, own: shapes.update({member: tuple(own.shape)}), x)
+            alike = next(iter(shapes.values()))  # where only one rank's is here, the others asked about are of its group
+            shape_of = lambda member: shapes.get(member, alike)  # noqa: E731
         return list(self.comm.all_gather(x, self.mesh_dims, shape_of))
+
+    def counts(self, total: int) -> list[int]:
+        """How many of ``total`` elements, the product of all its factors' sizes and others', each group position has."""
+        shares = [math.prod(sizes) for sizes in product(*(split.sizes for split in self.splits.values()))]
+        return [total * share // max(1, sum(shares)) for share in shares]
+
+    def held(self, name: str, dim: int, member: int) -> range:
+        """The positions along a dim of argument ``name`` that a member's block holds."""
+        layout, coordinate = self.operands[self.call.names.index(name)], self.call.mesh.coordinates[member]
+        start = layout.local_offset(coordinate)[dim]
+        return range(start, start + layout.local_shape(coordinate)[dim])
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The kernel's arguments by name, where overloads have them in different places."""
+        return dict(zip((argument.name for argument in self.call.func._schema.arguments), args, strict=False)) | kwargs
+
+    def dtype(self, result: int) -> torch.dtype:
+        """The dtype of a result that is a tensor."""
+        layout = self.results[result]
+        assert layout is not None
+        return layout.dtype
 
     def map(self, fn: Callable[..., Any], *args: Any) -> Any:
         """``fn(at, *args)`` once per rank held in this process, with that rank's locals."""
@@ -86,3 +125,23 @@ class KernelContext:
         for mesh_dim in self.mesh_dims:
             index = index * self.call.mesh.shape[mesh_dim] + coordinate[mesh_dim]
         return At(member, index, offsets_of(self.sizes)[index], self.sizes[index])
+
+
+# --- what kernels of several families say -------------------------------------------------------------------------------
+def wide(x: Any) -> Any:
+    """``x`` in the dtype that sums are computed in: at least float32."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def statistics_bytes(call: Call, count: int) -> int:
+    """Bytes of that many numbers about the first operand, which are not kept in half precision."""
+    return count * torch.promote_types(call.operands[0].dtype, torch.float32).itemsize
+
+
+def densely(op: Callable[..., Any]) -> Callable[..., Any]:
+    """``op``, which takes its operands for contiguous without a look, on contiguous blocks."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return op(*(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args), **kwargs)
+
+    return run

@@ -18,9 +18,11 @@ from dtensor import Replicate, Shard
 from dtensor.base.nested import replace, tensors
 from dtensor.comm import events
 from dtensor.dispatch import compiled, execute
+from dtensor.errors import RuleError
 from dtensor.propagation.propagate import Plan
-from dtensor.rules import rules
-from dtensor.rules.rule import Kernel
+from dtensor.rules import register, rules, unregister
+from dtensor.rules.kernels import KernelContext
+from dtensor.rules.rule import Factors, Kernel, Rule
 from dtensor.testing import scatter
 from dtensor.testing.placements import mesh_of
 from dtensor.testing.samples import Sample, samples_of
@@ -132,3 +134,27 @@ def _problems(plan: Plan, kernel: Kernel, issued: list[events.Event]) -> Iterato
         yield f"{plan.call}: {kernel.collectives} collectives declared, issued {told}"
     elif math.prod(plan.call.shape(0)) and not of_bytes(declared, received):
         yield f"{plan.call}: {declared} bytes declared, issued {told}"
+
+
+def test_the_call_that_a_kernel_sees_tells_no_number_of_another_call() -> None:
+    """A plan serves calls that differ in their numbers: the kernel's arguments are this call's, ``at.call`` the first one's."""
+
+    @torch.library.custom_op("kernelcosts::scaled", mutates_args=())
+    def scaled(x: torch.Tensor, by: float, rounds: int) -> torch.Tensor:
+        return x * by * rounds
+
+    scaled.register_fake(lambda x, by, rounds: torch.empty_like(x))
+
+    def kernel(at: KernelContext, x: Any, by: float, rounds: int) -> Any:
+        return x * at.call["by"] if rounds == 1 else x * by * at.call["rounds"]
+
+    register("kernelcosts::scaled", Rule(lambda call: Factors(((("n",),),), ((("n",),),), {"n": 4}), run=kernel))
+    mesh = mesh_of((RANKS,))
+    x = scatter(torch.arange(4.0), mesh, [Shard(0)], seed=0)
+    try:
+        for by in (2.0, 3.0):
+            assert scaled(x, by, 2).full_tensor().tolist() == [0.0, 2 * by, 4 * by, 6 * by]
+        with pytest.raises(RuleError, match="'by' may be another call's number"):
+            scaled(x, 2.0, 1)
+    finally:
+        unregister("kernelcosts::scaled")

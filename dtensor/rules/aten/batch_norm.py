@@ -7,7 +7,6 @@ replicated.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,24 +14,14 @@ import torch
 from torch import Tensor
 
 from ...errors import MixedTensorError
-from ..blockwise import asked_for, on_each_rank, plain_op
+from ..blockwise import asked_for, plain_op
 from ..call import Call, Meta
-from ..kernels import KernelContext
+from ..kernels import KernelContext, wide
 from ..registry import register
 from ..rule import Dims, Factors, Kernel, Rule
-from .moments import (
-    block_moments,
-    centred_gradient,
-    combined,
-    dims_of,
-    moments,
-    scale_and_shift,
-    statistics_bytes,
-    statistics_dtype,
-    wide,
-)
+from .norms import Seen, affine, centred_gradient, factors_of, gradient_sums, input_shape, moments, on_cpu, unless_empty
 
-NONE: Dims = ((),)
+aten = torch.ops.aten
 RUNNING = ("running_mean", "running_var")
 
 
@@ -57,81 +46,71 @@ def written(call: Call) -> tuple[str, ...]:
     return RUNNING
 
 
-def table_of(call: Call) -> tuple[dict[str, Dims], dict[str, int], tuple[str, ...]]:
-    """Factors by argument, sizes, and the factors over which statistics run."""
-    shape = call.shape(call.names.index("input"))
-    spatial = tuple(f"s{d}" for d in range(2, len(shape)))
-    own = (("n",), ("c",), *((name,) for name in spatial))
-    per_channel: Dims = (("c",),)
-    channels = ("weight", "bias", *RUNNING, "save_mean", "save_invstd", "save_var")
-    table = dict.fromkeys(channels, per_channel) | {"input": own, "grad_out": own, "grad_output": own, "reserveSpace": NONE}
-    sizes = {"n": shape[0], "c": shape[1]} | dict(zip(spatial, shape[2:], strict=True))
-    return table, sizes, ("n", *spatial)
+def over_samples(call: Call) -> Seen:
+    shape = input_shape(call)
+    sizes = {"n": shape[0], "c": shape[1]} | {f"s{d}": size for d, size in enumerate(shape) if d > 1}
+    own: Dims = tuple((name,) for name in sizes)
+    channels = ("weight", "bias", *RUNNING, "save_mean", "save_invstd", "save_var", "rstd")
+    dims = dict.fromkeys(channels, own[1:2]) | dict.fromkeys(("input", "grad_out", "grad_output"), own) | {"reserveSpace": ((),)}
+    return Seen(dims, sizes, tuple(name for name in sizes if name != "c"))
 
 
-def around_channels(ndim: int) -> tuple[int, ...]:
-    return tuple(d for d in range(ndim) if d != 1)
+def around_channels(x: Any) -> tuple[int, ...]:
+    return tuple(d for d in range(x.ndim) if d != 1)
 
 
-def per_channel(x: Tensor | None, ndim: int) -> Tensor | None:
+def per_channel(parameter: Any, x: Any) -> Any:
     """(c,) so that it broadcasts against a block."""
-    return None if x is None else wide(x).reshape(1, -1, *(1,) * (ndim - 2))
+    return None if parameter is None else wide(parameter).reshape(1, -1, *(1,) * (x.ndim - 2))
 
 
-# --- forward --------------------------------------------------------------------------------------------------------
-def training_result(
-    bound: dict[str, Any], mean: Tensor, variance: Tensor, count: int, dtypes: Sequence[torch.dtype]
-) -> tuple[Tensor, ...]:
-    """The normalized block and the saved statistics; updates the running ones."""
-    x, ndim = bound["input"], bound["input"].ndim
-    eps: float = bound["eps"] if "eps" in bound else bound["epsilon"]
-    momentum: float = bound["momentum"] if "momentum" in bound else bound["exponential_average_factor"]
-    rstd = (variance + eps).rsqrt()
-    weight, bias = (per_channel(bound[name], ndim) for name in ("weight", "bias"))
-    out = scale_and_shift((wide(x) - mean) * rstd, weight, bias).to(x.dtype)
-    if bound.get("running_mean") is not None:
-        bound["running_mean"].mul_(1 - momentum).add_(mean.reshape(-1), alpha=momentum)
-    if bound.get("running_var") is not None:
-        unbiased = variance.reshape(-1) * (count / max(1, count - 1))
-        bound["running_var"].mul_(1 - momentum).add_(unbiased, alpha=momentum)
-    saved = (mean.reshape(-1).to(dtypes[1]), rstd.reshape(-1).to(dtypes[2]))
-    reserve = tuple(x.new_empty(0, dtype=dtype) for dtype in dtypes[3:])
-    return (out, *saved, *reserve)
+def samples(call: Call) -> int:
+    """How many values each channel has."""
+    shape = input_shape(call)
+    return math.prod(shape) // shape[1]
 
 
-def numbers_of_channels(call: Call) -> int:
-    """Bytes of two numbers for each channel."""
-    return statistics_bytes(call, 2 * call.shape(0)[1])
+def batch_norm(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+    own, count = at.named(args, kwargs), samples(at.call)
+    x, block = own["input"], wide(own["input"])
+    mean, variance = moments(at, block, around_channels(x), count)
+    rstd = (variance + own.get("eps", own.get("epsilon"))).rsqrt()
+    out = affine((block - mean) * rstd, *(per_channel(own[name], x) for name in ("weight", "bias"))).to(x.dtype)
+    step: Any = own.get("momentum", own.get("exponential_average_factor"))
+    for name, value in zip(RUNNING, (mean, variance * (count / max(1, count - 1))), strict=True):
+        if own.get(name) is not None:
+            own[name].mul_(1 - step).add_(value.reshape(-1), alpha=step)
+    reserve = (x.new_empty(0, dtype=at.dtype(i)) for i in range(3, len(at.results)))
+    return out, mean.reshape(-1).to(at.dtype(1)), rstd.reshape(-1).to(at.dtype(2)), *reserve
 
 
-def batch_norm_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    names = [argument.name for argument in at.call.func._schema.arguments]
-    bound = dict(zip(names, args, strict=False)) | kwargs
-    dims = around_channels(len(at.call.shape(0)))
-    count = math.prod(at.call.shape(0)[d] for d in dims)
-    dtypes = [layout.dtype for layout in at.results if layout is not None]
-    mean, variance = moments(at, bound["input"], 0, dims)
-    return at.map(lambda _, own, mean, variance: training_result(own, mean, variance, count, dtypes), bound, mean, variance)
+def batch_norm_backward(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+    """Gradients of input, weight and bias; the last two are the sums that the first needs."""
+    own, count = at.named(args, kwargs), samples(at.call)
+    x, weight, dims = own["input"], own["weight"], around_channels(own["input"])
+    grad, rstd = wide(own.get("grad_out", own.get("grad_output"))), per_channel(own.get("save_invstd", own.get("save_var")), x)
+    normalized = (wide(x) - per_channel(own["save_mean"], x)) * rstd
+    sums = gradient_sums(at, grad, normalized, dims)
+    of_input = centred_gradient(grad, normalized, sums, count, affine(rstd, per_channel(weight, x))).to(x.dtype)
+    dtype = (x if weight is None else weight).dtype
+    given = (of_input, *(total.reshape(-1).to(dtype) for total in reversed(sums)))
+    return tuple(value if wanted else None for value, wanted in zip(given, own.get("output_mask", (True,) * 3), strict=True))
 
 
-def forward_factors(call: Call) -> Factors:
-    table, sizes, reduced = table_of(call)
-    own, training = table["input"], is_training(call)
+def batch_norm_factors(call: Call) -> Factors:
+    """In evaluation the empty statistics lack every factor."""
+    seen, training = over_samples(call), is_training(call)
     written(call)
-    call.results = corrected(call, training)
-    saved = [table["weight"] if meta is not None and meta.shape == (sizes["c"],) else NONE for meta in call.results[1:3]]
-    reserve = (NONE,) * (len(call.results) - 3)
-    if training:
-        kernel = Kernel(batch_norm_of_blocks, collectives=1, nbytes=numbers_of_channels, joint=True)
-        kernels = dict.fromkeys(reduced, kernel)
-    else:  # the empty statistics lack every factor
-        kernels = dict.fromkeys(sizes, Kernel(plain_op, joint=True))
-    return Factors(dims_of(call, table, sizes), (own, *saved, *reserve), sizes, kernels=kernels)
+    call.results = saved_on_cpu(call, training)
+    of_channels, (_, *rest) = (seen.sizes["c"],), call.results
+    saved = [seen.dims["rstd"] if i < 2 and meta and meta.shape == of_channels else ((),) for i, meta in enumerate(rest)]
+    factors = factors_of(call, seen, batch_norm, (seen.dims["input"], *saved), 2)
+    return factors if training else replace(factors, kernels=dict.fromkeys(seen.sizes, Kernel(plain_op, joint=True)))
 
 
-def corrected(call: Call, training: bool) -> tuple[Meta | None, ...]:
+def saved_on_cpu(call: Call, training: bool) -> tuple[Meta | None, ...]:
     """What CPU kernels save, which torch's meta kernels do not tell: nothing in evaluation, and the input's dtype."""
-    dtype = statistics_dtype(call)
+    dtype = on_cpu(call)
     if dtype is None:
         return call.results
     first, *rest = call.results
@@ -139,115 +118,38 @@ def corrected(call: Call, training: bool) -> tuple[Meta | None, ...]:
     return (first, *fixed, *rest[2:])
 
 
-def on_blocks(op: Any) -> Any:
-    """``op`` on one block with all its samples; without elements the operator refuses to train."""
-
-    def run(x: Tensor, *args: Any) -> Any:
-        if x.numel():
-            return op(x, *args)
-        return x.clone(), x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
-
-    return on_each_rank(run)
+def batch_norm_backward_factors(call: Call) -> Factors:
+    seen = over_samples(call)
+    made = tuple(seen.dims[name] for name in ("input", "weight", "bias"))
+    made = asked_for(call, made) if "output_mask" in call.arguments else made
+    factors = factors_of(call, seen, batch_norm_backward, made, 2)
+    return factors if is_training(call) else replace(factors, kernels={}, reduced=dict.fromkeys(seen.inner, "sum"))
 
 
-# --- backward -------------------------------------------------------------------------------------------------------
-def batch_norm_gradients_of_blocks(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    names = [argument.name for argument in at.call.func._schema.arguments]
-    bound = dict(zip(names, args, strict=False)) | kwargs
-    reduced = at.all_reduce(at.map(lambda _, own: gradient_sums(own), bound), "sum")
-    return at.map(lambda _, own, sums: training_gradients(own, sums, at.call), bound, reduced)
+def nothing_normalized(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return x.clone(), x.new_zeros(x.shape[1]), x.new_zeros(x.shape[1])
 
 
-def parts(bound: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Upstream gradient, normalized input, and the reciprocal deviation."""
-    x, grad = bound["input"], bound["grad_out"] if "grad_out" in bound else bound["grad_output"]
-    mean = per_channel(bound["save_mean"], x.ndim)
-    rstd = per_channel(bound["save_invstd"] if "save_invstd" in bound else bound["save_var"], x.ndim)
-    assert mean is not None
-    assert rstd is not None
-    return wide(grad), (wide(x) - mean) * rstd, rstd
-
-
-def gradient_sums(bound: dict[str, Any]) -> Tensor:
-    grad, normalized, _ = parts(bound)
-    dims = around_channels(grad.ndim)
-    return torch.stack((grad.sum(dims, keepdim=True), (grad * normalized).sum(dims, keepdim=True)))
-
-
-def training_gradients(bound: dict[str, Any], sums: Tensor, call: Call) -> tuple[Tensor | None, ...]:
-    """Gradients of input, weight and bias; the last two are the sums that the first needs."""
-    x, weight = bound["input"], bound["weight"]
-    grad, normalized, rstd = parts(bound)
-    shape = call.shape(call.names.index("input"))
-    scale = scale_and_shift(rstd, per_channel(weight, x.ndim), None)
-    of_input = centred_gradient(grad, normalized, sums, math.prod(shape) // shape[1], scale).to(x.dtype)
-    mask, dtype = bound.get("output_mask", (True,) * 3), (x if weight is None else weight).dtype
-    given = (of_input, sums[1].reshape(-1).to(dtype), sums[0].reshape(-1).to(dtype))
-    return tuple(value if wanted else None for value, wanted in zip(given, mask, strict=True))
-
-
-def backward_factors(call: Call) -> Factors:
-    table, sizes, reduced = table_of(call)
-    results = (table["input"], table["weight"], table["bias"])
-    kept = asked_for(call, results) if "output_mask" in call.arguments else results
-    operands = dims_of(call, table, sizes)
-    if not is_training(call):
-        return Factors(operands, kept, sizes, reduced=dict.fromkeys(reduced, "sum"))
-    kernel = Kernel(batch_norm_gradients_of_blocks, collectives=1, nbytes=numbers_of_channels, joint=True)
-    return Factors(operands, kept, sizes, kernels=dict.fromkeys(reduced, kernel))
-
-
-@on_each_rank
-def batch_norm_backward_block(
-    grad: Tensor, x: Tensor, weight: Any, mean: Any, var: Any, saved: Any, rstd: Any, train: bool, eps: float, mask: Any
-) -> Any:
-    """``native_batch_norm_backward`` of one block with all its samples; without elements the operator divides by zero."""
-    if x.numel():
-        return torch.ops.aten.native_batch_norm_backward(grad, x, weight, mean, var, saved, rstd, train, eps, mask)
+def no_gradients(grad: Tensor, x: Tensor, weight: Tensor | None, *args: Any) -> tuple[Tensor | None, ...]:
     zeros = x.new_zeros(x.shape[1], dtype=(x if weight is None else weight).dtype)
     return tuple(
-        value if wanted else None for value, wanted in zip((torch.zeros_like(x), zeros, zeros.clone()), mask, strict=True)
+        value if asked else None for value, asked in zip((torch.zeros_like(x), zeros, zeros.clone()), args[-1], strict=True)
     )
 
 
-SOURCE = "[n] c [s], c, c, c, c -> [n] c [s], c, c"
-for name in ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit.no_stats"):
-    overload = getattr(torch.ops.aten, name) if "." not in name else torch.ops.aten._native_batch_norm_legit.no_stats
-    register(name, Rule(forward_factors, local=on_blocks(overload), writes=written, kind="kernel", source=SOURCE))
-register("_native_batch_norm_legit_no_training", Rule(forward_factors, kind="kernel", source=SOURCE))
-register(
-    "native_batch_norm_backward",
-    Rule(backward_factors, local=batch_norm_backward_block, kind="kernel", source="as native_batch_norm"),
-)
+for _name in ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit.no_stats"):
+    _packet, _, _overload = _name.partition(".")
+    _local = unless_empty(getattr(getattr(aten, _packet), _overload or "default"), nothing_normalized)
+    register(_name, Rule(batch_norm_factors, local=_local, writes=written, kind="kernel"))
+register("_native_batch_norm_legit_no_training", Rule(batch_norm_factors, kind="kernel"))
+_local = unless_empty(aten.native_batch_norm_backward, no_gradients, block=1)
+register("native_batch_norm_backward", Rule(batch_norm_backward_factors, local=_local, kind="kernel"))
 
 
-# --- cuDNN: what it keeps for its backward pass cannot be cut, so blocks are computed as above ----------------------
-@on_each_rank
-def cudnn_block(*args: Any) -> Any:
-    if not args[5]:
-        return torch.ops.aten.cudnn_batch_norm(*args)
-    names = ("input", "weight", "bias", *RUNNING, "training", "momentum", "eps")
-    x, dims = args[0], around_channels(args[0].ndim)
-    count = x.numel() // max(1, x.shape[1])
-    mean, variance = combined([count], [torch.stack(block_moments(wide(x), dims))])
-    kept = args[1].dtype
-    return training_result(dict(zip(names, args, strict=True)), mean, variance, count, (x.dtype, kept, kept, torch.uint8))
+def batch_norm_in_training(at: KernelContext, *args: Any) -> Any:
+    """What cuDNN keeps for its backward pass cannot be cut, so blocks are computed as above."""
+    return (batch_norm if is_training(at.call) else plain_op)(at, *args)
 
 
-@on_each_rank
-def cudnn_backward_block(
-    x: Tensor, grad: Tensor, weight: Tensor, mean: Any, var: Any, saved: Tensor, rstd: Tensor, eps: float, reserve: Any
-) -> Any:
-    bound = {"input": x, "grad_out": grad, "weight": weight, "save_mean": saved, "save_invstd": rstd}
-    sums, ndim = gradient_sums(bound), x.ndim
-    upstream, normalized, scale = parts(bound)
-    scaled = scale * per_channel(weight, ndim)  # type: ignore[operator]  # the weight is there
-    of_input = centred_gradient(upstream, normalized, sums, x.numel() // max(1, x.shape[1]), scaled).to(x.dtype)
-    return of_input, sums[1].reshape(-1).to(weight.dtype), sums[0].reshape(-1).to(weight.dtype)
-
-
-register("cudnn_batch_norm", Rule(forward_factors, local=cudnn_block, writes=written, kind="kernel", source=SOURCE))
-register(
-    "cudnn_batch_norm_backward",
-    Rule(backward_factors, local=cudnn_backward_block, kind="kernel", source="as cudnn_batch_norm"),
-)
+register("cudnn_batch_norm", Rule(batch_norm_factors, run=batch_norm_in_training, writes=written, kind="kernel"))
+register("cudnn_batch_norm_backward", Rule(batch_norm_backward_factors, run=batch_norm_backward, kind="kernel"))

@@ -14,11 +14,10 @@ import torch
 from ...base.torch_internals import assert_async
 from ...placement import Partial
 from ..call import Call
-from ..kernels import KernelContext
+from ..kernels import KernelContext, statistics_bytes
 from ..rule import Along, Factors, Kernel, Partials, R, Row, Spec
 from ..verbs import kernel_rule
 from .loss import MEAN, NONE, SUM, functional
-from .moments import statistics_bytes
 
 IGNORED = -100  # what local targets of other ranks become: local targets are never negative
 

@@ -13,10 +13,9 @@ import torch
 
 from ...placement import Monoid
 from ..call import Call
-from ..kernels import KernelContext
+from ..kernels import KernelContext, statistics_bytes
 from ..rule import Factors, Kernel
 from ..verbs import kernel_rule, reduction_factors
-from .moments import statistics_bytes
 
 
 def _combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,319 @@
+"""Layer, RMS, group and weight norm: global programs on blocks, whose one collective is the statistics of the whole.
+
+Each is written once, below, as the mathematics of one rank: ``moments`` and ``at.sums`` are of the whole, and a mean is a sum
+over the global count. It runs where a dim that statistics run over (an *inner* one) is sharded; elsewhere the operator does.
+
+Moments of blocks are combined as (count, mean, sum of squared deviations): two numbers in one collective, and no difference of
+large sums (Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...placement import Partial
+from ..blockwise import asked_for, on_each_rank, plain_op
+from ..call import Call
+from ..kernels import KernelContext, densely, statistics_bytes, wide
+from ..registry import register
+from ..rule import Dims, Factors, Kernel, LocalView, R, Rule, Shapes, Spec
+
+aten = torch.ops.aten
+
+
+# --- what all of them are made of -----------------------------------------------------------------------------------
+def moments(at: KernelContext, x: Any, dims: tuple[int, ...], count: int) -> tuple[Any, Any]:
+    """Mean and biased variance over ``dims`` (kept) of the whole, ``count`` values each, that ``x`` is a block of."""
+    mean = x.mean(dims, keepdim=True)
+    blocks = at.all_gather(torch.stack((mean, (x - mean).square().sum(dims, keepdim=True))))
+    held = [(size, block) for size, block in zip(at.counts(count), blocks, strict=True) if size]  # nothing has no mean
+    zero, total = torch.zeros_like(blocks[0][0]), max(1, count)
+    mean = sum((block[0] * (size / total) for size, block in held), zero)
+    return mean, sum((block[1] + (block[0] - mean).square() * size for size, block in held), zero) / total
+
+
+def affine(x: Any, weight: Any, bias: Any = None) -> Any:
+    """``x * weight + bias``, either of which may be missing."""
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def gradient_sums(at: KernelContext, upstream: Any, normalized: Any, dims: tuple[int, ...]) -> tuple[Any, ...]:
+    return at.sums(upstream.sum(dims, keepdim=True), (upstream * normalized).sum(dims, keepdim=True))
+
+
+def centred_gradient(upstream: Any, normalized: Any, sums: tuple[Any, ...], count: int, rstd: Any) -> Any:
+    """Gradient of ``count`` values that were centred and scaled, with the :func:`gradient_sums` of the whole."""
+    return (upstream - sums[0] / count - normalized * (sums[1] / count)) * rstd
+
+
+def summed(x: Any, dims: tuple[int, ...]) -> Any:
+    """The sum over ``dims``, of which there may be none."""
+    return x.sum(dims) if dims else x
+
+
+# --- which dims are what --------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A norm's call: the factors of its arguments and results by name; those that statistics run over, and those whose sums
+    are gradients of the weights."""
+
+    dims: dict[str, Dims]
+    sizes: dict[str, int]
+    inner: tuple[str, ...]
+    outer: tuple[str, ...] = ()
+    whole: frozenset[str] = frozenset()
+
+    def count(self, name: str) -> int:
+        """How many elements an argument has."""
+        return math.prod(self.sizes[factor] for dim in self.dims[name] for factor in dim)
+
+    def operands(self, call: Call) -> tuple[Dims, ...]:
+        """By argument name; an empty marker in the place of statistics that were left out has no factors."""
+        return tuple(
+            ((),) if tuple(layout.shape) == (0,) and self.count(name) else self.dims[name]
+            for name, layout in zip(call.names, call.operands, strict=True)
+        )
+
+
+def input_shape(call: Call) -> tuple[int, ...]:
+    return call.shape(call.names.index("input"))
+
+
+def factors_of(call: Call, seen: Seen, program: Any, results: Any, numbers: int, lacking: Spec = R) -> Factors:
+    """Where an inner dim is sharded ``program`` runs; it reduces ``numbers`` values for each mean, in one collective."""
+    nbytes = statistics_bytes(call, numbers * seen.count("rstd"))
+    kernel = Kernel(program, lacking, int(numbers > 0), lambda call: nbytes, joint=True)
+    reduced = {} if lacking is R else dict.fromkeys(seen.outer, "sum")
+    return Factors(seen.operands(call), results, seen.sizes, seen.whole, reduced, kernels=dict.fromkeys(seen.inner, kernel))
+
+
+def norm(name: str, see: Callable[[Call], Seen], program: Any, results: str, *, numbers: int = 2, **options: Any) -> None:
+    """Declare a norm. Of a backward pass only the gradient of the input needs statistics; those of the weights are terms."""
+
+    def factors(call: Call) -> Factors:
+        seen, mask = see(call), call.get("output_mask")
+        made = tuple(seen.dims[name] for name in results.split())
+        if mask is None:
+            return factors_of(call, seen, program, made, numbers)
+        return factors_of(call, seen, program, asked_for(call, made), mask[0] * numbers, Partial("sum"))
+
+    register(name, Rule(factors, kind="kernel", **options))
+
+
+def unless_empty(op: Any, instead: Callable[..., Any], block: int = 0) -> Any:
+    """``op``, which refuses blocks without elements (of argument ``block``); for those what ``instead`` gives."""
+    return on_each_rank(lambda *args: op(*args) if args[block].numel() else instead(*args))
+
+
+def on_cpu(call: Call) -> torch.dtype | None:
+    """The dtype in which CPU kernels keep statistics, which torch's meta kernels do not tell; None elsewhere.
+
+    In float16 and bfloat16 they are kept as the input's, unless weights of float32 make the computation mixed.
+    """
+    if call.mesh.device_type != "cpu":
+        return None
+    parameters = {layout.dtype for name, layout in zip(call.names, call.operands, strict=True) if name in ("weight", "bias")}
+    return torch.float32 if torch.float32 in parameters else call.operands[0].dtype
+
+
+# --- layer norm, RMS norm: over the last dims -----------------------------------------------------------------------
+def over_last(call: Call) -> Seen:
+    shape = input_shape(call)
+    count = len(shape) - len(call["normalized_shape"])
+    sizes = {f"{'b' if d < count else 'n'}{d}": size for d, size in enumerate(shape)}
+    own: Dims = tuple((name,) for name in sizes)
+    ones, normalized = (*own[:count], *((),) * (len(shape) - count)), own[count:]
+    dims = {"input": own, "grad_out": own, "mean": ones, "rstd": ones, "weight": normalized, "bias": normalized}
+    return Seen(dims, sizes, inner=tuple(sizes)[count:], outer=tuple(sizes)[:count])
+
+
+def last(normalized_shape: Any) -> tuple[int, ...]:
+    return tuple(range(-len(normalized_shape), 0))
+
+
+def rows_of(x: Any, normalized_shape: Any) -> tuple[int, ...]:
+    return tuple(range(x.ndim - len(normalized_shape)))
+
+
+def layer_norm(at: KernelContext, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+    kept, block = at.dtype(1), wide(x)
+    mean, variance = moments(at, block, last(normalized_shape), math.prod(normalized_shape))
+    rstd = (variance + eps).rsqrt()
+    return affine((block - mean) * rstd, weight, bias).to(x.dtype), mean.to(kept), rstd.to(kept)
+
+
+def layer_norm_backward(
+    at: KernelContext, grad: Any, x: Any, normalized_shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: list[bool]
+) -> Any:
+    rows, dims, total = rows_of(x, normalized_shape), last(normalized_shape), math.prod(normalized_shape)
+    grad, normalized, dtype, of_input = wide(grad), (wide(x) - mean) * rstd, x.dtype, None
+    if mask[0]:
+        upstream = affine(grad, weight)
+        sums = gradient_sums(at, upstream, normalized, dims)
+        of_input = centred_gradient(upstream, normalized, sums, total, rstd).to(dtype)
+    of_weight = summed(grad * normalized, rows).to(dtype if weight is None else weight.dtype) if mask[1] else None
+    return of_input, of_weight, summed(grad, rows).to(dtype if bias is None else bias.dtype) if mask[2] else None
+
+
+def rms_norm(at: KernelContext, x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    block = wide(x)
+    (squares,) = at.sums(block.square().sum(last(normalized_shape), keepdim=True))
+    rstd = (squares / math.prod(normalized_shape) + (torch.finfo(block.dtype).eps if eps is None else eps)).rsqrt()
+    return affine(block * rstd, weight).to(x.dtype), rstd.to(at.dtype(1))
+
+
+def rms_norm_backward(
+    at: KernelContext, grad: Any, x: Any, normalized_shape: Any, rstd: Any, weight: Any, mask: list[bool]
+) -> Any:
+    grad, normalized, of_input, of_weight = wide(grad), wide(x) * rstd, None, None
+    if mask[0]:
+        upstream = affine(grad, weight)
+        (total,) = at.sums((upstream * normalized).sum(last(normalized_shape), keepdim=True))
+        of_input = ((upstream - normalized * (total / math.prod(normalized_shape))) * rstd).to(x.dtype)
+    if mask[1] and weight is not None:
+        of_weight = summed(grad * normalized, rows_of(x, normalized_shape)).to(weight.dtype)
+    return of_input, of_weight
+
+
+def rms_norm_backward_of_rows(at: KernelContext, grad: Any, *args: Any) -> Any:
+    """The operator, which has no CPU kernel."""
+    run = rms_norm_backward if at.call.mesh.device_type == "cpu" else plain_op
+    return run(at, grad, *args)
+
+
+def layer_norm_factors(call: Call) -> Factors:
+    kept = on_cpu(call)
+    if kept is not None:
+        call.results = tuple(meta if i == 0 or meta is None else replace(meta, dtype=kept) for i, meta in enumerate(call.results))
+    seen = over_last(call)
+    return factors_of(call, seen, layer_norm, tuple(seen.dims[name] for name in ("input", "mean", "rstd")), 2)
+
+
+def layer_norm_shapes(call: Call) -> Shapes | None:
+    shape, normalized = call.shape(0), tuple(call["normalized_shape"])
+    rows = len(shape) - len(normalized)
+    if rows < 0 or shape[rows:] != normalized or any(layout.shape != normalized for layout in call.operands[1:]):
+        return None
+    ones = (*shape[:rows], *(1,) * len(normalized))
+    return shape, ones, ones
+
+
+register("native_layer_norm", Rule(layer_norm_factors, shapes=layer_norm_shapes, kind="kernel"))
+norm(
+    "native_layer_norm_backward",
+    over_last,
+    layer_norm_backward,
+    "input weight bias",
+    local=densely(aten.native_layer_norm_backward),  # it reads the statistics as contiguous: blocks cut out of whole ones are not
+)
+norm("_fused_rms_norm", over_last, rms_norm, "input rstd", numbers=1)
+norm("_fused_rms_norm_backward", over_last, rms_norm_backward, "input weight", numbers=1, run=rms_norm_backward_of_rows)
+
+
+# --- group norm: over the channels of a group and positions; of several groups ranks take whole ones ----------------
+INNER = (2, 3)  # where they lie once the channels are split into groups
+
+
+def over_groups(call: Call) -> Seen:
+    """Channels of a single group, and positions, are inner; without channels nothing is worth cutting."""
+    shape, groups = input_shape(call), call["group"]
+    spatial = tuple(f"s{d}" for d in range(2, len(shape)))
+    own: Dims = (("n",), ("g", "c"), *((name,) for name in spatial))
+    dims = {"input": own, "grad_out": own} | dict.fromkeys(("weight", "bias"), own[1:2])
+    dims |= dict.fromkeys(("mean", "rstd"), (("n",), ("g",)))
+    sizes = {"n": shape[0], "g": groups, "c": shape[1] // groups} | dict(zip(spatial, shape[2:], strict=True))
+    whole = frozenset("g" if groups == 1 or not call["C"] else "c")
+    return Seen(dims, sizes, ("c", *spatial) if call["C"] else (), ("n",), whole)
+
+
+@on_each_rank
+def by_groups(x: Tensor | None, channels: int, groups: int) -> Tensor | None:
+    """(n, channels, ...) or (channels,) as (n, groups, channels of a group, positions), of which a block has some."""
+    if x is None:
+        return None
+    n, own, *spatial = x.shape if x.ndim > 1 else (1, *x.shape)
+    split = (1, own) if groups == 1 else (own // (channels // groups), channels // groups)
+    return wide(x).reshape(n, *split, math.prod(spatial))
+
+
+@on_each_rank
+def like(x: Tensor, made: Tensor) -> Tensor:
+    return made.reshape(x.shape).to(x.dtype)
+
+
+def group_norm(at: KernelContext, x: Any, weight: Any, bias: Any, *sizes: Any) -> Any:
+    _, channels, positions, groups, eps = sizes
+    block, weight, bias = (by_groups(value, channels, groups) for value in (x, weight, bias))
+    mean, variance = moments(at, block, INNER, channels // groups * positions)
+    rstd = (variance + eps).rsqrt()
+    out = affine((block - mean) * rstd, weight, bias)
+    return like(x, out), mean[:, :, 0, 0].to(x.dtype), rstd[:, :, 0, 0].to(x.dtype)
+
+
+def group_norm_backward(at: KernelContext, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, *sizes: Any) -> Any:
+    _, channels, positions, groups, mask = sizes
+    grad, block, scale = by_groups(grad, channels, groups), by_groups(x, channels, groups), rstd[:, :, None, None]
+    normalized, of_input = (block - mean[:, :, None, None]) * scale, None
+    if mask[0]:
+        upstream = affine(grad, by_groups(weight, channels, groups))
+        sums = gradient_sums(at, upstream, normalized, INNER)
+        of_input = like(x, centred_gradient(upstream, normalized, sums, channels // groups * positions, scale))
+    dtype = (x if weight is None else weight).dtype
+    terms = (grad * normalized if mask[1] else None, grad if mask[2] else None)
+    return of_input, *(None if term is None else term.sum((0, 3)).reshape(-1).to(dtype) for term in terms)
+
+
+def local_sizes(call: Call, view: LocalView) -> dict[str, Any]:
+    """The sizes of the block, which the operator takes apart from it."""
+    n, channels, *spatial = view.operands[call.names.index("input")]
+    per_group = call["C"] // call["group"]
+    return {"N": n, "C": channels, "HxW": math.prod(spatial), "group": channels // per_group if per_group else call["group"]}
+
+
+@on_each_rank
+def group_norm_of_groups(x: Tensor, weight: Any, bias: Any, n: int, c: int, positions: int, groups: int, eps: float) -> Any:
+    """The operator, which refuses to have no groups, and blocks that are not contiguous."""
+    if groups:
+        return aten.native_group_norm(x.contiguous(), weight, bias, n, c, positions, groups, eps)
+    return x.clone(), x.new_empty(n, 0), x.new_empty(n, 0)
+
+
+norm("native_group_norm", over_groups, group_norm, "input mean rstd", local_args=local_sizes, local=group_norm_of_groups)
+norm(
+    "native_group_norm_backward",
+    over_groups,
+    group_norm_backward,
+    "input weight bias",
+    local_args=local_sizes,
+    local=densely(aten.native_group_norm_backward),
+)
+
+
+# --- weight norm: one norm for each index of dim ``dim`` ------------------------------------------------------------
+def weight_norm_factors(call: Call) -> Factors:
+    """All operands are like ``v`` or like the norms, which have size one in all dims but one."""
+    shape = call.shape(0)
+    sizes = {f"d{d}": size for d, size in enumerate(shape)}
+    shapes = [call.shape(i) for i in range(len(call.operands))], [meta.shape for meta in call.results if meta is not None]
+    operands, results = (
+        tuple(tuple((f"d{d}",) if size == shape[d] else () for d, size in enumerate(own)) for own in group) for group in shapes
+    )
+    kept = call.dims("dim", len(shape))[0]
+    return Factors(operands, results, sizes, frozenset(sizes) - {f"d{kept}"})
+
+
+def unchanged(v: Tensor, g: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return v.clone(), g.clone()
+
+
+_local = unless_empty(densely(aten._weight_norm_interface), unchanged)
+register("_weight_norm_interface", Rule(weight_norm_factors, local=_local, kind="along"))
+_local = unless_empty(densely(aten._weight_norm_interface_backward), lambda grad, *args: unchanged(*args), block=1)
+register("_weight_norm_interface_backward", Rule(weight_norm_factors, local=_local, kind="along"))
