@@ -1,9 +1,9 @@
 """What a whole unchanged model moves and computes, beside the program written by hand: bytes, matrix FLOPs, collectives.
 
-    python benchmarks/program_cost.py [--families llama,gpt2] [--layouts tp,fsdp,dp,tp_dp,styles] [--layers 2] [--width 256]
+    python benchmarks/program_cost.py [--families llama,gpt2] [--layouts tp,fsdp,dp,tp_dp] [--layers 2] [--width 256]
 
-Parameters are placed as said in ``PLACES`` and nothing else is; then one forward and backward runs with all ranks in this
-process. *Bytes* are what one rank receives, over what the hand-written program receives (the formulas below); *FLOPs* are those of
+Parameters are placed as ``FAMILIES`` says and nothing else is; then one forward and backward runs with all ranks in this process.
+*Bytes* are what one rank receives, over what the hand-written program receives (the formulas below); *FLOPs* are those of
 the matrix products of all ranks together, over those of one device; *collectives* beside those by hand.
 
 Needs the extra ``hf``.
@@ -178,16 +178,17 @@ def parameter_bytes(model: nn.Module) -> int:
 def by_hand(layout: str, model: nn.Module, layers: int, width: int, ranks: tuple[int, ...]) -> tuple[float, int]:
     """Bytes and collectives of the hand-written program.
 
-    tp (Megatron): two all-reduces of the residual stream a layer and direction, one for the embedding, one for the gradient of the
-    head's input; the loss is computed on cut logits: a maximum, a sum and the picked logit of every token. fsdp: parameters gathered
-    twice, gradients reduce-scattered. dp: gradients all-reduced once.
+    - tp (Megatron): two all-reduces of the residual stream a layer and direction, one for the embedding, one for the gradient of
+      the head's input; the loss is of cut logits: a maximum, a sum and the picked logit of every token
+    - fsdp: parameters gathered twice, gradients reduce-scattered
+    - dp: gradients all-reduced once
     """
 
     def reduce(nbytes: float, n: int) -> float:
         return 2 * (n - 1) / n * nbytes
 
     weights = parameter_bytes(model)
-    if layout in ("tp", "styles"):
+    if layout == "tp":
         (n,) = ranks
         stream, tokens = BATCH * LENGTH * width * 4, BATCH * LENGTH * 4
         return (4 * layers + 2) * reduce(stream, n) + 3 * reduce(tokens, n), 4 * layers + 2
@@ -238,9 +239,10 @@ def main() -> None:
             found = measure(model, inputs)
             hand, count = by_hand(layout, model, options.layers, options.width, ranks)
             wrong = "" if abs(found.loss - one.loss) < 1e-4 * abs(one.loss) else f"  WRONG: {one.loss}"
+            kinds = str(dict(found.collectives)) if options.kinds else ""
             print(
                 f"{name:10} {layout:7} {found.nbytes:12,} {found.nbytes / hand:9.2f} {found.flops / one.flops:15.2f} "
-                f"{found.count:14} ({count:5})  {found.loss:.5f}{wrong}{' ' + str(dict(found.collectives)) if options.kinds else ''}",
+                f"{found.count:14} ({count:5})  {found.loss:.5f}{wrong} {kinds}",
                 flush=True,
             )
 
