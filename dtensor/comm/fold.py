@@ -189,3 +189,26 @@ def _fold_uint64(terms: Sequence[Tensor], op: str) -> Tensor:
     signed = [term.view(torch.int64) for term in terms]
     total = fold([term ^ _SIGN for term in signed] if flip else signed, op)
     return (total ^ _SIGN if flip else total).view(torch.uint64)
+
+
+def identity(op: Op, like: torch.Tensor) -> torch.Tensor:
+    """A new tensor, in shape, dtype and memory order as ``like``, that changes nothing when it is a term of ``op``."""
+    match op:
+        case Monoid():
+            return op.identity(like)
+        case "product":
+            return torch.ones_like(like)
+        case "max" | "min":
+            return torch.full_like(like, bounds(like.dtype)[op == "min"])
+        case _:
+            return torch.zeros_like(like)
+
+
+def bounds(dtype: torch.dtype) -> tuple[float, float]:
+    """The identities of max and of min."""
+    if dtype is torch.bool:
+        return False, True
+    if dtype.is_floating_point and (dtype.itemsize > 1 or dtype is torch.float8_e5m2):  # the other 8-bit ones have no inf
+        return -torch.inf, torch.inf
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return info.min, info.max

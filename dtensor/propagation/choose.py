@@ -95,7 +95,7 @@ def realized(rule: Rule, rows: tuple[Row, ...], factors: Factors, call: Call, ke
         chosen = _realize(rows, factors, call, kept)
     except NotBlocks:
         return None
-    return chosen if chosen is not None and (rule.when is None or rule.when(chosen.choice)) else None
+    return chosen if chosen is not None and rule.allows(chosen.choice) else None
 
 
 def _moved(call: Call, chosen: Chosen) -> int:

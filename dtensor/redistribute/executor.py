@@ -16,11 +16,11 @@ import torch
 from ..base.caches import remembered
 from ..base.memory_order import outermost_first
 from ..comm import Communicator, Pending, communicator_of
-from ..comm.fold import divided
+from ..comm.fold import divided, identity
 from ..comm.regions import Box, Route, region
 from ..layout.layout import Layout
 from ..placement import Monoid
-from .partials import KEEPING, identity
+from .partials import KEEPING
 from .planner import plan as plan_of
 from .routes import gather_traffic, gathered, routes, traffic
 from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, Step

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from ..errors import LayoutError
 from ..layout.layout import Layout
 from ..placement import Monoid
@@ -63,29 +61,6 @@ def may_pad(op: Op, inner: Sequence[Op]) -> bool:
             return all(other in ("max", "min") for other in inner)  # identities are infinite: other ops make NaN of them
         case _:
             return False
-
-
-def identity(op: Op, like: torch.Tensor) -> torch.Tensor:
-    """A new tensor, in shape, dtype and memory order as ``like``, that changes nothing when it is a term of ``op``."""
-    match op:
-        case Monoid():
-            return op.identity(like)
-        case "product":
-            return torch.ones_like(like)
-        case "max" | "min":
-            return torch.full_like(like, bounds(like.dtype)[op == "min"])
-        case _:
-            return torch.zeros_like(like)
-
-
-def bounds(dtype: torch.dtype) -> tuple[float, float]:
-    """The identities of max and of min."""
-    if dtype is torch.bool:
-        return False, True
-    if dtype.is_floating_point and (dtype.itemsize > 1 or dtype is torch.float8_e5m2):  # the other 8-bit ones have no inf
-        return -torch.inf, torch.inf
-    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    return info.min, info.max
 
 
 @dataclass(frozen=True, slots=True)

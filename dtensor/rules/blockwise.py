@@ -1,69 +1,20 @@
-"""Declarations for operations that work block by block: a pattern says which dims are factors, the caller which are summed.
-
-Unlike ``einsum``, nothing is taken to be linear: a letter absent on the right must be whole unless it is named in ``sums``, and
-partial values pass only where ``partials`` says so. Results that the operator was told to leave out (None, or an empty
-marker of shape ``(0,)``) are left out of the pattern too.
-"""
+"""What rules by pattern share: kernels that are the operator itself, results that were left out, rows for many operands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 from ..ranks.per_rank import count_ranks, over_ranks
-from .call import Call, Meta
-from .kernels import KernelContext
-from .notation import Pattern, Term, parse
-from .registry import register
-from .rule import Dims, Factors, Kernel, Rule
-from .verbs import bind
+from .call import Call
+from .kernels import plain_op
+from .rule import Dims
+from .verbs import blockwise
 
-Partials = tuple[str, ...] | Callable[[Call], tuple[str, ...]]
+Partials = Any  # rows as data, as words, or as a function of the call
 
-
-def blockwise(
-    names: str,
-    pattern: str,
-    *,
-    sums: str = "",
-    kernels: Mapping[str, Kernel] | None = None,
-    partials: Partials = (),
-    **options: Any,
-) -> Rule:
-    """A rule by pattern. ``sums``: letters whose blocks give terms of the results that lack them."""
-    parsed = parse(pattern)
-
-    def factors(call: Call) -> Factors | None:
-        return bound(parsed, call, sums.split(), kernels or {})
-
-    return register(names, Rule(factors, partials, kind="blockwise", source=pattern, **options))
-
-
-def bound(pattern: Pattern, call: Call, sums: list[str], kernels: Mapping[str, Kernel]) -> Factors | None:
-    """The factors of a call under a pattern; None if the number of dims does not fit."""
-    kept = [(term, meta) for term, meta in zip(pattern.results, call.results, strict=True) if meta is not None]
-    made = [(term, meta) for term, meta in kept if not _left_out(term, meta)]
-    asked = replace(pattern, results=tuple(term for term, _ in made))
-    factors = bind(asked, replace(call, results=tuple(meta for _, meta in made)), None)
-    if factors is None:
-        return None
-    following = iter(factors.results)
-    results = tuple(((),) if _left_out(term, meta) else next(following) for term, meta in kept)
-    if len(made) < len(kept):  # the empty markers lack every factor, and are the same on all ranks
-        kernels = {name: Kernel(plain_op) for name in factors.sizes if name not in factors.whole} | dict(kernels)
-    reduced = dict.fromkeys(sums, "sum")
-    return replace(factors, results=results, reduced=reduced, kernels=kernels)
-
-
-def _left_out(term: Term, meta: Meta) -> bool:
-    return meta.shape == (0,) and len(term.dims) != 1
-
-
-def plain_op(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    """The operator itself: a kernel only in that its results without the factor are whole instead of terms."""
-    return at.call.func.overloadpacket(*args, **kwargs)  # the overload without `out=`, which kernels do not get
+__all__ = ["Partials", "asked_for", "blockwise", "in_first", "multilinear", "on_each_rank", "plain_op"]
 
 
 def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:

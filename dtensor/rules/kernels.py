@@ -50,6 +50,7 @@ class KernelContext:
     sizes: tuple[int, ...]
     splits: Mapping[str, Split] = field(default_factory=dict)
     places: dict[int, At] = field(default_factory=dict, compare=False)  # of members, once asked for
+    known: dict[Any, Any] = field(default_factory=dict, compare=False)  # what a kernel works out once
 
     @property
     def comm(self) -> Any:
@@ -145,3 +146,8 @@ def densely(op: Callable[..., Any]) -> Callable[..., Any]:
         return op(*(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args), **kwargs)
 
     return run
+
+
+def plain_op(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+    """The operator itself: a kernel only in that its results without the factor are whole instead of terms."""
+    return at.call.func.overloadpacket(*args, **kwargs)  # the overload without `out=`, which kernels do not get

@@ -1,12 +1,27 @@
 """The factor notation: an operation seen as a map between named factors of its tensor dims.
 
 ``"m k, k n -> m n"`` names the dims of two operands and one result. A letter that stands on both sides passes through, one
-that is absent on the right is reduced. ``[d]`` must be whole on every rank, ``(a b)`` is one dim made of two factors (major
-first), ``...`` stands for the remaining dims, ``1`` for a dim of size one, and ``+`` before an operand says that it is
-added to the result once.
+that is absent on the right is reduced.
+
+======================= =====================================================================================================
+``m``                   a factor, one dim
+``[m]``                 every rank needs it whole, unless the rule has a kernel that computes with its blocks
+``(g i)``               one dim made of two factors, major first
+``s*``, ``[s*]``        any number of dims, in every term that has them the same ones, right-aligned; size one broadcasts
+``...``                 a group too, without a name
+``@dim``, ``[@dim]``    the dims that argument ``dim`` picks, however many; ``a* @dim b*``: those before and those after them.
+                        Absent on the right they are reduced (``keepdim`` leaves a dim of size one); only on the right, new.
+                        None and an empty list pick all dims, of ``@dim!`` none
+``1``, ``[]``           a dim that is no factor: of size one, or made of nothing that could be cut
+``+m n``                an operand that is added to the result once
+``weight: m n``         the operand of this argument; operands that a call lacks are left out
+``each: s*``            every operand, every result
+======================= =====================================================================================================
 
 >>> parse("+m n, m k, k n -> m n").operands[1].dims
 (('m',), ('k',))
+>>> parse("a* [@dim] b* -> a* b*").whole
+frozenset({'@dim'})
 """
 
 from __future__ import annotations
@@ -17,28 +32,47 @@ from dataclasses import dataclass
 from ..base.caches import remembered
 from ..errors import RuleError
 
-Dim = tuple[str, ...]  # the factors of one tensor dim, major first; () is a dim of size one
+Dim = tuple[str, ...]  # the factors of one tensor dim, major first; () is none
 ELLIPSIS: Dim = ("...",)
+EACH = "each"
 
-_TOKEN = re.compile(r"\s*(\.\.\.|\[[a-z]\w*\]|\([a-z\w\s]*\)|[a-z]\w*|1)\s*")
+_WORD = r"\.\.\.|@[a-z]\w*!?|[a-z]\w*\*?"
+_TOKEN = re.compile(rf"\s*({_WORD}|\[(?:{_WORD})?\]|\([a-z\w\s]*\)|1)\s*")
+_NAME = re.compile(r"\s*([A-Za-z_]\w*)\s*:")
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One operand or result: its dims, and whether it is added to the result once."""
+    """One operand or result: its dims, whether it is added to the result once, and which argument it is, where that is said."""
 
     dims: tuple[Dim, ...]
     additive: bool = False
+    name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pattern:
-    """A parsed rule notation."""
+    """A parsed rule notation; each text has one."""
 
     text: str
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
     whole: frozenset[str]
+
+    @property
+    def named(self) -> bool:
+        """Whether operands are told apart by their arguments, not by their places."""
+        return bool(self.operands[0].name)
+
+
+def is_group(dim: Dim) -> bool:
+    """Whether these are any number of dims."""
+    return len(dim) == 1 and dim[0][-1] in "*."
+
+
+def is_picked(dim: Dim) -> bool:
+    """Whether an argument tells which dims these are."""
+    return len(dim) == 1 and dim[0][0] == "@"
 
 
 @remembered(8192)
@@ -54,14 +88,18 @@ def parse(text: str) -> Pattern:
     whole: set[str] = set()
     operands = tuple(_term(part, text, whole) for part in left.split(","))
     results = tuple(_term(part, text, whole) for part in right.split(","))  # nothing on the right is one 0-d result
+    if len({bool(term.name) for term in operands}) > 1:
+        raise RuleError(f"pattern {text!r} names some operands and others not; name all of them")
     known = {name for term in operands for dim in term.dims for name in dim}
-    unknown = {name for term in results for dim in term.dims for name in dim} - known
+    unknown = {name for term in results for dim in term.dims for name in dim if name[0] != "@"} - known
     if unknown:
         raise RuleError(f"pattern {text!r}: {sorted(unknown)} stand only on the right")
     return Pattern(text, operands, results, frozenset(whole))
 
 
 def _term(part: str, text: str, whole: set[str]) -> Term:
+    name = _NAME.match(part)
+    part = part[name.end() :] if name else part
     part = part.strip()
     additive = part.startswith("+")
     rest = part.removeprefix("+")
@@ -71,13 +109,15 @@ def _term(part: str, text: str, whole: set[str]) -> Term:
         if match is None:
             raise RuleError(f"pattern {text!r}: cannot read {rest!r}")
         token, rest = match.group(1), rest[match.end() :]
-        if token == "1":
+        if token in ("1", "[]"):
             dims.append(())
-        elif token == "...":
-            dims.append(ELLIPSIS)
         elif token[0] == "[":
             whole.add(token[1:-1])
             dims.append((token[1:-1],))
+        elif token[0] == "(":
+            dims.append(tuple(token[1:-1].split()))
         else:
-            dims.append(tuple(token.strip("()").split()))
-    return Term(tuple(dims), additive)
+            dims.append((token,))
+    if sum(map(is_picked, dims)) > 1:
+        raise RuleError(f"pattern {text!r}: one argument at most picks dims of a tensor")
+    return Term(tuple(dims), additive, name.group(1) if name else "")

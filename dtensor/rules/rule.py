@@ -22,6 +22,16 @@ Dims = tuple[tuple[str, ...], ...]  # per tensor dim its factors, major first; (
 Shapes = tuple[tuple[int, ...], ...]
 
 
+class Word:
+    """What the language makes of a declaration: called like the function that it stands for."""
+
+    __slots__ = ()
+
+    def own(self) -> tuple[Any, ...]:
+        """Kernels and functions that were handed to it."""
+        return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Along:
     """On this mesh dim the tensor is sharded along a factor."""
@@ -144,6 +154,8 @@ class Rule:
         partials: how partial operands pass through (see :func:`parse_partial`; a :class:`Row` says what a text cannot), or a
             function of the call giving the rows.
         when: a predicate on a full choice, true only where the local ops give the right blocks.
+        nonempty: letters, groups and picked dims of the notation whose blocks must all have elements, ``"*"`` of all of them: the
+            operator refuses to have none.
         local_args: arguments to replace for one member: ``local_args(call, view) -> {name: value}`` (``local`` may take
             further ones).
         local: a function to call instead of the op, same arguments.
@@ -168,6 +180,7 @@ class Rule:
     factors: Callable[[Call], Factors | None]
     partials: Partials | Callable[[Call], Partials] = ()
     when: Callable[[Choice], bool] | None = None
+    nonempty: str = ""
     local_args: Callable[[Call, LocalView], dict[str, Any]] | None = None
     local: Callable[..., Any] | None = None
     run: Callable[..., Any] | None = None
@@ -185,6 +198,24 @@ class Rule:
     kind: str = "rule"
     source: str = ""
     samples: tuple[Any, ...] = ()
+
+    def allows(self, choice: Choice) -> bool:
+        """Whether the local ops give the right blocks: a mean of means is the mean where all blocks have one size."""
+        for name, split in choice.splits.items():
+            if self.nonempty and 0 in split.sizes and (self.nonempty == "*" or name.partition(".")[0] in labels(self.nonempty)):
+                return False
+            if choice.factors.reduced.get(name) == "avg" and not split.even:
+                return False
+        return self.when is None or self.when(choice)
+
+
+def labels(words: str) -> frozenset[str]:
+    """The letters, groups and picked dims that ``words`` name.
+
+    >>> sorted(labels("m s* @dim"))
+    ['dim', 'm', 's']
+    """
+    return frozenset(word.strip("@!*.") for word in words.split())
 
 
 def stands(dims: Dims, factor: str) -> int | None:

@@ -1,113 +1,131 @@
 """The words in which rules are declared. Each makes a :class:`Rule` from a notation and registers it under its names.
 
-========== ============================================================================================
-einsum     contractions and broadcasts, by pattern: ``einsum("mm", "m k, k n -> m n")``
-pointwise  every tensor dim of the (broadcast) result is a factor
-along      results look like the operands, the dims of one argument must be whole (or have a kernel)
-reduce     the dims of one argument vanish, ``op`` says how their shards combine
-view       a function gives the factors: element order is kept, any partial kind passes
-========== ============================================================================================
+=========== =============================================================================================================
+einsum      linear in each operand, by pattern: ``einsum("mm", "m k, k n -> m n")``; letters absent on the right are summed
+blockwise   block by block, by pattern: ``sums=`` names the letters whose blocks give terms, ``kernel=`` computes with blocks
+            of what is in brackets
+reduce      the dims that an argument picks vanish, ``op`` says how their shards combine
+along       results look like the operands, the picked dims must be whole (or have a kernel)
+fold        block -> monoid -> finish: one collective by declaration (``folds.py``)
+pointwise   every tensor dim of the (broadcast) result is a factor
+view        element order is kept, any partial kind passes
+kernel_rule a function of the call gives factors and kernels: for what no notation says
+composed    a function of tensors, made of other operators
+=========== =============================================================================================================
+
+How partial values pass is said in words too (``rows.py``): ``linear("grad")``, ``monotone``, ``one_of("x", "other")``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RuleError
 from ..placement import Monoid
-from .call import Call, Meta
-from .notation import ELLIPSIS, Pattern, Term, parse
+from .binding import Reduction, ShapesOf, Sizes
+from .binding import bind as bind
+from .call import Call
+from .factoring import Notation, Reduce, by
+from .folds import Fold, Taking
+from .notation import Pattern, parse
 from .registry import register
-from .rule import ANY_PARTIAL, Dims, Factors, Kernel, Partials, Rule, Shapes
+from .rows import rows
+from .rule import ANY_PARTIAL, Dims, Factors, Kernel, LocalView, Rule, Shapes, Word, labels
 
 MakeKernel = Callable[[Call], Kernel | None]
 
 
-def einsum(names: str, pattern: str, *, linear: bool = True, partials: tuple[str, ...] = (), **options: Any) -> Rule:
+def _pattern(text: str | by) -> Pattern | by:
+    return parse(text) if isinstance(text, str) else by(text.argument, {value: parse(one) for value, one in text.table.items()})
+
+
+def einsum(
+    names: str, pattern: str, *, linear: bool = True, partials: Any = (), sizes: Sizes | None = None, **options: Any
+) -> Rule:
     """A rule by pattern. ``linear``: linear in each operand, so a letter absent on the right is summed, and partial sums pass
     beside factors that are known to be finite."""
     parsed = parse(pattern)
-    rows = partials + (_multilinear(parsed) if linear else ())
-
-    def factors(call: Call) -> Factors | None:
-        return bind(parsed, call, reduce_op="sum" if linear else None)
-
-    return register(names, Rule(factors, rows, shapes=sizes_of_letters(parsed), kind="einsum", source=pattern, **options))
+    factors = Notation(parsed, "sum" if linear else None, sizes=sizes or {})
+    options.setdefault("shapes", ShapesOf(parsed))
+    passing = rows(partials, _multilinear(parsed) if linear else ())
+    return register(names, Rule(factors, passing, kind="einsum", **options))
 
 
-def sizes_of_letters(pattern: Pattern) -> Callable[[Call], Shapes | None]:
-    """The shapes of a contraction's results, where every letter has one size."""
+def blockwise(
+    names: str,
+    pattern: str | by,
+    *,
+    sums: str = "",
+    reduce: Reduce = "sum",
+    refuses_nothing: bool = False,
+    kernel: Kernel | MakeKernel | None = None,
+    kernels: Mapping[str, Kernel] | None = None,
+    sizes: Sizes | None = None,
+    partials: Any = (),
+    kind: str = "blockwise",
+    **options: Any,
+) -> Rule:
+    """A rule by pattern (or by several, ``by("left", {True: ..., False: ...})``), in which nothing is taken to be linear.
 
-    def shapes(call: Call) -> Shapes | None:
-        sizes: dict[Any, int] = {}
-        if len(call.operands) != len(pattern.operands):
-            return None
-        for term, layout in zip(pattern.operands, call.operands, strict=True):
-            names = term.dims[len(term.dims) - len(layout.shape) :] if term.additive else term.dims
-            if len(names) != len(layout.shape):
-                return None
-            for name, size in zip(names, layout.shape, strict=True):
-                if sizes.setdefault(name, size) != size:
-                    return None
-        results = tuple([tuple([sizes.get(name, 0) for name in term.dims]) for term in pattern.results])
-        return None if any(0 in shape for shape in results) else results
-
-    return shapes
-
-
-def bind(pattern: Pattern, call: Call, reduce_op: str | None = "sum") -> Factors | None:
-    """The factors of a call under a pattern; None if the number of dims does not fit."""
-    shapes = [tuple(layout.shape) for layout in call.operands]
-    if len(shapes) > len(pattern.operands):
-        return None
-    sizes: dict[str, int] = {}
-    terms = pattern.operands[: len(shapes)]
-    rest = max(
-        (len(shape) - len(term.dims) + 1 for term, shape in zip(terms, shapes, strict=True) if ELLIPSIS in term.dims), default=0
-    )
-    for _ in range(2):  # sizes are known once all operands are seen: only then, which dims of size one are broadcast
-        operands = tuple(_bind_term(term, shape, rest, sizes) for term, shape in zip(terms, shapes, strict=True))
-    if any(dims is None for dims in operands):
-        return None
-    results = []
-    for term, meta in zip(pattern.results, call.results, strict=False):
-        dims = _bind_term(term, meta.shape if meta is not None else (), rest, sizes)
-        if dims is None:
-            return None
-        results.append(dims)
-    letters = {name for dims in operands for dim in dims or () for name in dim}
-    reduced = dict.fromkeys(letters, reduce_op) if reduce_op is not None else {}
-    additive = frozenset(i for i, term in enumerate(terms) if term.additive)
-    return Factors(operands, tuple(results), sizes, pattern.whole, reduced, additive)  # type: ignore[arg-type]  # None excluded
-
-
-def _bind_term(term: Term, shape: tuple[int, ...], rest: int, sizes: dict[str, int]) -> Dims | None:
-    """Factors of one operand; ``...`` and added operands, which broadcast, are right-aligned.
-
-    A dim of size one where others are larger is a broadcast and carries no factor.
+    Args:
+        sums: letters, groups and picked dims whose blocks give terms of the results that lack them, which ``reduce`` combines.
+            Other letters absent on the right must be whole.
+        reduce: a reduction, or a word that chooses one for a call: ``by("reduction", {1: "avg", 2: "sum"})``.
+        refuses_nothing: the operator does not reduce blocks without elements.
+        kernel: what computes with blocks of the dims in brackets; ``kernels``: by letter.
+        sizes: letters whose sizes an argument says: ``{"r": "upscale_factor"}``.
     """
-    names: list[tuple[str, ...]] = []
-    dims = (
-        term.dims[-len(shape) :]
-        if term.additive and 0 < len(shape) < len(term.dims)
-        else ()
-        if term.additive and not shape
-        else term.dims
+    given = "*" if sums == "*" else labels(sums)
+    factors = Notation(
+        _pattern(pattern), reduce, None if given == "*" else frozenset(given), refuses_nothing, kernel, kernels or {}, sizes or {}
     )
-    for dim in dims:
-        if dim == ELLIPSIS:
-            own = len(shape) - len(term.dims) + 1
-            names += [(f".{rest - own + i}",) for i in range(own)]
-        else:
-            names.append(dim)
-    if len(names) != len(shape):
-        return None
-    for dim, size in zip(names, shape, strict=True):
-        if len(dim) == 1:
-            known = sizes.get(dim[0], 1)
-            sizes[dim[0]] = size if known == 1 else known
-    return tuple(dim if len(dim) != 1 or sizes[dim[0]] == size else () for dim, size in zip(names, shape, strict=True))
+    return register(names, Rule(factors, rows(partials), kind=kind, **options))
+
+
+def reduce(names: str, op: Reduce, dim: str = "dim", *, kernel: Kernel | MakeKernel | None = None, **options: Any) -> Rule:
+    """A rule for operations that reduce the dims in argument ``dim``; their shards combine by ``op`` (None: must be whole)."""
+    pattern = f"a* {f'@{dim}' if kernel is None and op is not None else f'[@{dim}]'} b* -> each: a* b*"
+    options.setdefault("shapes", ShapesOf(parse(pattern)))
+    return blockwise(names, pattern, sums="*", reduce=op, kernel=kernel, kind="reduce", **options)
+
+
+def along(names: str, dim: str = "dim", *, kernel: Kernel | MakeKernel | None = None, **options: Any) -> Rule:
+    """A rule for operations whose operands and results have one shape and that need the dims in argument ``dim`` whole.
+
+    ``kernel`` computes with such a dim sharded: a :class:`Kernel`, or a word that gives one or None for a call.
+    """
+    pattern = f"each: a* [@{dim}] b* -> each: a* [@{dim}] b*"
+    options.setdefault("shapes", ShapesOf(parse(pattern)))
+    return blockwise(names, pattern, kernel=kernel, kind="along", **options)
+
+
+def fold(
+    names: str,
+    pattern: str | by,
+    *,
+    block: Callable[..., Any],
+    monoid: Reduction | Callable[[Call], Reduction],
+    finish: Callable[..., Any] | None = None,
+    numbers: int = 1,
+    dtype: Any = None,
+    takes: str = "",
+    **options: Any,
+) -> Rule:
+    """A rule whose dims in brackets are folded: what a block gives, combined over the ranks, finished on each.
+
+    Args:
+        block: ``block(part, *blocks)``, a block of each operand, gives the state: dims ``part.dims`` with size one.
+        monoid: how states combine; one collective. Without ``finish`` none: the states are terms of the result.
+        finish: ``finish(part, *blocks, *state)`` gives the results.
+        numbers: how many tensors a state consists of.
+        dtype: of the state, in which floating blocks come; default that of the result, at least float32.
+        takes: ``"floating"``, ``"real"`` or ``"numbers"`` (no bools): other operands must be whole.
+    """
+    made = Fold(_pattern(pattern), block, monoid, finish, numbers, dtype).kernel()
+    options.setdefault("kind", "fold")
+    return blockwise(names, pattern, kernel=Taking(made, takes) if takes else made, **options)
 
 
 def _multilinear(pattern: Pattern) -> tuple[str, ...]:
@@ -125,33 +143,29 @@ def _multilinear(pattern: Pattern) -> tuple[str, ...]:
     return tuple(rows)
 
 
-def pointwise(names: str, *, partials: Partials | Callable[[Call], Partials] = (), **options: Any) -> Rule:
+# --- element by element -------------------------------------------------------------------------------------------------
+def pointwise(names: str, *, partials: Any = (), **options: Any) -> Rule:
     """A rule for operations that act element by element on broadcast operands."""
-    return register(names, Rule(broadcast_factors, partials, shapes=one_shape, kind="pointwise", source="... -> ...", **options))
+    return register(names, Rule(POINTWISE, rows(partials), shapes=ONE_SHAPE, kind="pointwise", **options))
 
 
-def one_shape(call: Call) -> Shapes | None:
-    """The shape of all operands that have dims is that of the results."""
-    found = {tuple(layout.shape) for layout in call.operands if layout.shape} or {()}
-    return None if len(found) > 1 else tuple(found) * _count(call)
-
-
-def _count(call: Call) -> int:
-    return len(call.func._schema.returns)
-
-
-def broadcast_factors(call: Call) -> Factors | None:
+class _Pointwise(Word):
     """Factors of a broadcasting operation: one for each dim of the largest result."""
-    shapes = [tuple(layout.shape) for layout in call.operands]
-    ndim = max(map(len, shapes), default=0)
-    sizes: dict[str, int] = {}
-    for shape in shapes:
-        for d, size in enumerate(shape, ndim - len(shape)):
-            if sizes.get(f"d{d}", 1) == 1:
-                sizes[f"d{d}"] = size
-    operands = tuple(aligned(shape, ndim, sizes) for shape in shapes)
-    results = tuple(aligned(meta.shape, ndim, sizes) for meta in call.results if meta is not None)
-    return Factors(operands, results, sizes)
+
+    def __call__(self, call: Call) -> Factors | None:
+        shapes = [tuple(layout.shape) for layout in call.operands]
+        ndim = max(map(len, shapes), default=0)
+        sizes: dict[str, int] = {}
+        for shape in shapes:
+            for d, size in enumerate(shape, ndim - len(shape)):
+                if sizes.get(f"d{d}", 1) == 1:
+                    sizes[f"d{d}"] = size
+        operands = tuple(aligned(shape, ndim, sizes) for shape in shapes)
+        results = tuple(aligned(meta.shape, ndim, sizes) for meta in call.results if meta is not None)
+        return Factors(operands, results, sizes)
+
+    def __str__(self) -> str:
+        return "each: ... -> each: ..."
 
 
 def aligned(shape: tuple[int, ...], ndim: int, sizes: dict[str, int]) -> Dims:
@@ -160,56 +174,32 @@ def aligned(shape: tuple[int, ...], ndim: int, sizes: dict[str, int]) -> Dims:
     return tuple((f"d{d}",) if sizes[f"d{d}"] == size else () for d, size in enumerate(shape, first))
 
 
-def along(
-    names: str, dim: str = "dim", *, partials: tuple[str, ...] = (), kernel: Kernel | MakeKernel | None = None, **options: Any
-) -> Rule:
-    """A rule for operations whose operands and results have one shape and that need the dims in argument ``dim`` whole.
+class _OneShape(Word):
+    """The shape of all operands that have dims is that of the results."""
 
-    ``kernel`` computes with such a dim sharded: a :class:`Kernel`, or a function of the call giving one or None.
-    """
-
-    def factors(call: Call) -> Factors | None:
-        ndim = len(call.shape(0))
-        if any(len(shape.shape) != ndim for shape in call.operands):
-            return None
-        sizes = {f"d{d}": size for d, size in enumerate(call.shape(0))}
-        operands = tuple(aligned(tuple(layout.shape), ndim, sizes) for layout in call.operands)
-        results = tuple(aligned(meta.shape, ndim, sizes) for meta in call.results if meta is not None)
-        picked = {f"d{d}" for d in call.dims(dim, ndim)}
-        made = kernel(call) if callable(kernel) else kernel
-        if made is not None and len(picked) == 1:
-            return Factors(operands, results, sizes, kernels=dict.fromkeys(picked, made))
-        return Factors(operands, results, sizes, whole=frozenset(picked))
-
-    source = f"... [{dim}] -> ... [{dim}]"
-    return register(names, Rule(factors, partials, shapes=one_shape, kind="along", source=source, **options))
+    def __call__(self, call: Call) -> Shapes | None:
+        found = {tuple(layout.shape) for layout in call.operands if layout.shape} or {()}
+        return None if len(found) > 1 else tuple(found) * len(call.func._schema.returns)
 
 
-def reduce(
-    names: str,
-    op: str | None,
-    dim: str = "dim",
-    *,
-    partials: tuple[str, ...] = (),
-    kernel: Kernel | MakeKernel | None = None,
-    **options: Any,
-) -> Rule:
-    """A rule for operations that reduce the dims in argument ``dim``; their shards combine by ``op`` (None: must be whole)."""
+POINTWISE = broadcast_factors = _Pointwise()
+ONE_SHAPE = one_shape = _OneShape()
 
-    def factors(call: Call) -> Factors | None:
-        made = kernel(call) if callable(kernel) else kernel
-        return reduction_factors(call, call.dims(dim, len(call.shape(0))), op, made)
 
-    def shapes(call: Call) -> Shapes | None:
-        shape = call.shape(0)
-        picked = call.dims(dim, len(shape))
-        if any(not 0 <= d < len(shape) for d in picked):
-            return None
-        kept = [1 if d in picked else size for d, size in enumerate(shape) if call.get("keepdim") or d not in picked]
-        return (tuple(kept),) * _count(call)
+# --- functions of the call ----------------------------------------------------------------------------------------------
+def view(names: str, factors: str | Callable[[Call], Factors | None], **options: Any) -> Rule:
+    """A rule for operations that only rename, split, merge, drop or repeat dims: partial values of any kind pass."""
+    options["partials"] = rows(options.pop("partials", ANY_PARTIAL))
+    sizes = options.pop("sizes", {})
+    made = Notation(parse(factors), sizes=sizes) if isinstance(factors, str) else factors
+    return register(names, Rule(made, kind="view", **options))
 
-    options.setdefault("shapes", shapes)
-    return register(names, Rule(factors, partials, kind="reduce", source=f"... {dim} -> ...", **options))
+
+def kernel_rule(names: str, factors: Callable[[Call], Factors | None], *, partials: Any = (), **options: Any) -> Rule:
+    """A rule whose factors (with their kernels) are given by a function of the call."""
+    if not callable(factors):
+        raise RuleError(f"kernel_rule({names!r}) needs a function of the call")
+    return register(names, Rule(factors, rows(partials), kind="kernel", **options))
 
 
 def reduction_factors(call: Call, dims: tuple[int, ...], op: str | Monoid | None, kernel: Kernel | None = None) -> Factors:
@@ -218,44 +208,39 @@ def reduction_factors(call: Call, dims: tuple[int, ...], op: str | Monoid | None
     sizes = {f"d{d}": size for d, size in enumerate(shape)}
     picked = frozenset(f"d{d}" for d in dims)
     operand: Dims = tuple((f"d{d}",) for d in range(len(shape)))
-    results = tuple(_reduced(meta, operand, picked) for meta in call.results if meta is not None)
-    others = tuple(
-        operand if layout.shape == call.operands[0].shape else ((),) * len(layout.shape) for layout in call.operands[1:]
-    )
+    short = tuple(dim for dim in operand if dim[0] not in picked)
+    kept = tuple(() if dim[0] in picked else dim for dim in operand)
+    results = tuple(kept if len(meta.shape) == len(operand) else short for meta in call.results if meta is not None)
     kernels = dict.fromkeys(picked, kernel) if kernel is not None else {}
     whole = picked if op is None and kernel is None else frozenset()
-    return Factors((operand, *others), results, sizes, whole, {} if op is None else dict.fromkeys(picked, op), kernels=kernels)
+    return Factors((operand,), results, sizes, whole, {} if op is None else dict.fromkeys(picked, op), kernels=kernels)
 
 
-def _reduced(meta: Meta, operand: Dims, picked: frozenset[str]) -> Dims:
-    kept = tuple(() if dim[0] in picked else dim for dim in operand)
-    return kept if len(meta.shape) == len(operand) else tuple(dim for dim in kept if dim)
-
-
-def view(names: str, factors: Callable[[Call], Factors | None], **options: Any) -> Rule:
-    """A rule for operations that only rename, split, merge, drop or repeat dims: partial values of any kind pass."""
-    options.setdefault("partials", ANY_PARTIAL)
-    return register(names, Rule(factors, kind="view", source=factors.__name__, **options))
-
-
-def kernel_rule(
-    names: str, factors: Callable[[Call], Factors | None], *, partials: Partials | Callable[[Call], Partials] = (), **options: Any
-) -> Rule:
-    """A rule whose factors (with their kernels) are given by a function of the call."""
-    if not callable(factors):
-        raise RuleError(f"kernel_rule({names!r}) needs a function of the call")
-    return register(names, Rule(factors, partials, kind="kernel", source=factors.__name__, **options))
-
-
-def composed(names: str, function: Callable[..., Any], parts: str) -> Rule:
+def composed(names: str, function: Callable[..., Any], parts: str = "") -> Rule:
     """Operators that are others put together: ``function``, called with DTensors; ``parts`` names what it is made of."""
-    return register(names, Rule(_no_factors, decompose=function, kind="decomposition", source=parts))
+    return register(names, Rule(NOTHING, decompose=function, kind="decomposition", source=parts))
 
 
-def _no_factors(call: Call) -> Factors | None:
-    return None
+class _Nothing(Word):
+    """No factors: the rule has nothing to place."""
+
+    def __call__(self, call: Call) -> Factors | None:
+        return None
 
 
-def local_size(argument: str) -> Callable[..., dict[str, Any]]:
+NOTHING = _Nothing()
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSize(Word):
     """``local_args`` that replaces a size argument by the local size of result 0."""
-    return lambda call, at: {argument: at.results[0]}
+
+    argument: str
+
+    def __call__(self, call: Call, at: LocalView) -> dict[str, Any]:
+        return {self.argument: at.results[0]}
+
+
+def local_size(argument: str) -> LocalSize:
+    """``local_args`` that replaces a size argument by the local size of result 0."""
+    return LocalSize(argument)

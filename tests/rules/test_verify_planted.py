@@ -71,7 +71,7 @@ def over_total(at: KernelContext, x: Any) -> Any:
 
 
 def below_three(choice: Choice) -> bool:
-    """Too wide: blocks of one size give the mean of means, and these two need not be of one size."""
+    """Too wide: the largest of two sums is not their sum either."""
     return all(len(split.sizes) < 3 for split in choice.splits.values())
 
 
@@ -102,8 +102,12 @@ PLANTED = {
     ),
     "not element by element": unary(lambda x: x.cumsum(0), {"S(0) -> S(0)"}, lambda n: pointwise(n)),
     "the wrong reduction": unary(torch.sum, SUM_AS_MAX, sums("max")),
-    "a mean of uneven blocks": unary(torch.mean, {"S(0) -> avg", "S(1) -> avg"}, sums("avg")),
-    "when is too wide": unary(torch.mean, {"S(0) -> avg", "S(1) -> avg"}, sums("avg", when=below_three)),
+    "a mean of uneven blocks": unary(
+        torch.mean,
+        {"S(0) -> avg", "S(1) -> avg"},
+        own_table(([Partial("avg")], [Shard(0)]), ([Partial("avg")], [Shard(1)])),
+    ),
+    "when is too wide": unary(torch.sum, SUM_AS_MAX, sums("max", when=below_three)),
     "a kernel": unary(torch.sum, {"S(0) -> sum", "S(1) -> sum"}, sums(None, Kernel(twice, lacking=Partial("sum")))),
     "a kernel that is not joint": unary(
         torch.mean, {"S(0) -> R & S(1) -> R"}, sums(None, Kernel(over_total, collectives=1, joint=True))

@@ -1,0 +1,202 @@
+"""Folds: what each rank makes of its block, combined by a monoid in one collective, and finished on every rank.
+
+A fold computes with blocks of the dims that its notation has in brackets. Its parts are mathematics on plain tensors: they know
+of no ranks. What it costs follows from the state: so many numbers for each element of what is left when the dims are reduced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.fold import identity
+from ..layout.layout import Layout
+from ..placement import Monoid, Partial
+from .binding import Reduction, bind
+from .call import Call
+from .factoring import by
+from .kernels import At, KernelContext
+from .notation import Pattern
+from .rule import Kernel, R, Word
+
+
+class Part:
+    """What the parts of a fold are told of the call, beside a block of each tensor.
+
+    Attributes:
+        dims: the tensor dims (of operand 0) that are folded; a state has them with size one.
+        dtype: the dtype of the state, in which floating blocks come.
+    """
+
+    __slots__ = ("_arguments", "_at", "_here", "dims", "dtype")
+
+    def __init__(
+        self, at: KernelContext, here: At, arguments: Mapping[str, Any], dims: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self._at, self._here, self._arguments = at, here, arguments
+        self.dims, self.dtype = dims, dtype
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of an argument in this call."""
+        return self._arguments.get(name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape of operand 0."""
+        return tuple(self._at.operands[0].shape)
+
+    @property
+    def count(self) -> int:
+        """How many elements of the whole are folded into one."""
+        return math.prod(self.shape[d] for d in self.dims)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the block of operand 0 begins."""
+        layout = self._at.operands[0]
+        return layout.local_offset(layout.mesh.coordinates[self._here.member])
+
+
+@dataclass(frozen=True, slots=True)
+class Fold(Word):
+    """A kernel: ``block(part, *blocks)`` makes a state, ``monoid`` combines them, ``finish(part, *blocks, *state)`` ends it.
+
+    Attributes:
+        numbers: how many tensors a state consists of, stacked along a new first dim if there are several.
+        dtype: of the state; None: that of the result, at least float32.
+        size: the number of elements of a state, where it is no reduced operand 0 (a function of the call).
+        nothing: ``block`` makes a state of blocks without elements too; else they count as the identity.
+        needed: for which calls a collective is needed (the state is known otherwise).
+    """
+
+    pattern: Pattern | by
+    block: Callable[..., Any]
+    monoid: Reduction | Callable[[Call], Reduction]
+    finish: Callable[..., Any] | None
+    numbers: int = 1
+    dtype: torch.dtype | None = None
+
+    def __call__(self, at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+        if "fold" not in at.known:
+            at.known["fold"] = _Plan.of(self, at)
+        plan: _Plan = at.known["fold"]
+        arguments = dict(zip(plan.names, args, strict=False)) | kwargs
+        blocks = [arguments[name] for name in plan.tensors]
+
+        def state_of(here: At, *blocks: Tensor) -> Tensor:
+            part = Part(at, here, arguments, plan.dims, plan.dtype)
+            blocks = tuple([plan.wide(block) for block in blocks])
+            return self.state(part, plan, *blocks)
+
+        state = at.map(state_of, *blocks)
+        if self.finish is not None:
+            state = at.all_reduce(state, plan.monoid)
+
+        def finished(here: At, state: Tensor, *blocks: Tensor) -> Any:
+            if self.finish is None:
+                return plan.shaped(here.member, (state,))
+            part = Part(at, here, arguments, plan.dims, plan.dtype)
+            numbers = (state,) if self.numbers == 1 else state.unbind(0)
+            value = self.finish(part, *[plan.wide(block) for block in blocks], *numbers)
+            return plan.shaped(here.member, value if isinstance(value, tuple) else (value,))
+
+        return at.map(finished, state, *blocks)
+
+    def state(self, part: Part, plan: _Plan, *blocks: Tensor) -> Tensor:
+        """A block's part of the state."""
+        first = blocks[0]
+        if first.numel():
+            made = self.block(part, *blocks)
+            return torch.stack([x.to(plan.dtype) for x in made]) if self.numbers > 1 else made
+        kept = [1 if d in part.dims else size for d, size in enumerate(first.shape)]
+        shape = kept if self.numbers == 1 else [self.numbers, *kept]
+        return identity(plan.monoid, first.new_empty(shape, dtype=plan.dtype))
+
+    def own(self) -> tuple[Any, ...]:
+        return ()  # mathematics on plain tensors
+
+    def kernel(self) -> Kernel:
+        """The kernel, with its costs."""
+        if self.finish is None:
+            assert isinstance(self.monoid, (str, Monoid))
+            return Kernel(self, Partial(self.monoid), joint=True)
+        return Kernel(self, R, collectives=1, nbytes=self.nbytes, joint=True)
+
+    def nbytes(self, call: Call) -> int:
+        """Bytes of a state."""
+        shape, dims = call.shape(0), _folded(self.pattern, call)
+        rows = math.prod(size for d, size in enumerate(shape) if d not in dims)
+        return rows * self.numbers * _state_dtype(self, call).itemsize
+
+
+def _state_dtype(fold: Fold, call: Call) -> torch.dtype:
+    if fold.dtype is not None:
+        return fold.dtype
+    result = next((meta for meta in call.results if meta is not None), None)
+    return torch.promote_types(call.operands[0].dtype if result is None else result.dtype, torch.float32)
+
+
+def _folded(pattern: Pattern | by, call: Call) -> tuple[int, ...]:
+    """The dims of operand 0 that the notation has in brackets."""
+    chosen = pattern if isinstance(pattern, Pattern) else pattern(call)
+    factors = bind(chosen, call, None)
+    assert factors is not None  # else the kernel would not run
+    return tuple(d for d, dim in enumerate(factors.operands[0]) if not factors.whole.isdisjoint(dim))
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a fold works out once for all runs of a plan."""
+
+    names: tuple[str, ...]
+    tensors: tuple[str, ...]
+    dims: tuple[int, ...]
+    dtype: torch.dtype
+    monoid: Reduction
+    results: tuple[Layout, ...]
+
+    @classmethod
+    def of(cls, fold: Fold, at: KernelContext) -> _Plan:
+        call = at.call
+        names = tuple(argument.name for argument in call.func._schema.arguments)
+        given = tuple(dict.fromkeys(name for i, name in enumerate(call.names) if i not in call.fixed))
+        monoid = fold.monoid if isinstance(fold.monoid, (str, Monoid)) else fold.monoid(call)
+        results = tuple(layout for layout in at.results if layout is not None)
+        return cls(names, given, _folded(fold.pattern, call), _state_dtype(fold, call), monoid, results)
+
+    def wide(self, block: Tensor) -> Tensor:
+        return block.to(self.dtype) if self.dtype.is_floating_point else block
+
+    def shaped(self, member: int, values: tuple[Tensor, ...]) -> Any:
+        """The results in their dtypes, without the folded dims where they lack them."""
+        made = []
+        for value, layout in zip(values, self.results, strict=True):
+            shape = layout.local_shape(layout.mesh.coordinates[member])
+            made.append((value if value.shape == shape else value.reshape(shape)).to(layout.dtype))
+        return made[0] if len(made) == 1 else tuple(made)
+
+
+@dataclass(frozen=True, slots=True)
+class Taking(Word):
+    """``kernel`` for operands (the first of them) of these dtypes; others the operator itself takes, or refuses."""
+
+    kernel: Kernel
+    takes: str
+
+    def __call__(self, call: Call) -> Kernel | None:
+        return self.kernel if _IS[self.takes](call.operands[0].dtype) else None
+
+    def own(self) -> tuple[Any, ...]:
+        return (self.kernel,)
+
+
+_IS: dict[str, Callable[[torch.dtype], bool]] = {
+    "floating": lambda dtype: dtype.is_floating_point,
+    "real": lambda dtype: not dtype.is_complex,
+    "numbers": lambda dtype: dtype is not torch.bool,
+}

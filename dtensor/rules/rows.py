@@ -1,0 +1,108 @@
+"""How partial values pass, in words. Each names the arguments that it speaks of, and makes rows for a call's operands.
+
+=========================== =======================================================================================
+``linear("grad")``          linear in this argument, whatever the others hold: sums and means of terms pass
+``linear("x", "weight")``   linear in each of these while the others of them are fixed, and finite (``0 * inf`` is NaN)
+``linear()``                linear in all operands together: a sum of terms of each
+``monotone``, ``falling``   ``f(max(a, b)) = max(f(a), f(b))``; a falling one makes the maximum a minimum
+``one_of("x", "other")``    each element of the result is an element of one of these
+``copies``                  each element of the result is an element of the operand, in any order
+``forgets``                 the results do not depend on what this operand holds
+=========================== =======================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..placement import REDUCE_OPS
+from .call import Call
+from .rule import ANY_PARTIAL, Partials, Row, Word
+
+monotone = ("max -> max", "min -> min")
+falling = ("max -> min", "min -> max")
+copies = ANY_PARTIAL
+
+
+@dataclass(frozen=True, slots=True)
+class linear(Word):  # noqa: N801  a word, used like a function
+    """Rows of an operation that is linear in some arguments (see the table above); a list of tensors counts as one argument.
+
+    >>> linear("grad")
+    linear('grad')
+    """
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", names)
+
+    def __call__(self, call: Call) -> tuple[str, ...]:
+        rest = "R" if len(self.names) == 1 else "finite"
+        groups = [{name} for name in self.names] or [set(call.names)]
+        rows = []
+        for here in groups:
+            for op in ("sum", "avg"):
+                left = [op if name in here else rest if name in self.names else "R" for name in call.names]
+                rows += [_row(left, op, call)] if op in left else []
+        return tuple(rows)
+
+    def __repr__(self) -> str:
+        return f"linear({', '.join(map(repr, self.names))})"
+
+
+@dataclass(frozen=True, slots=True)
+class one_of(Word):  # noqa: N801
+    """Rows of a choice: all of the named arguments in terms of one kind, or one of them beside whole ones, which are the mean,
+    the maximum and the minimum of themselves."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", names)
+
+    def __call__(self, call: Call) -> tuple[str, ...]:
+        given = [name for name in self.names if name in call.names]
+        rows = [_row([op if name in given else "R" for name in call.names], op, call) for op in REDUCE_OPS]
+        for op in ("avg", "max", "min"):
+            rows += [_row([op if name == own else "R" for name in call.names], op, call) for own in given if len(given) > 1]
+        return tuple(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Forgets(Word):
+    def __call__(self, call: Call) -> tuple[str, ...]:
+        rest = ["R"] * (len(call.operands) - 1)
+        return tuple(_row([op, *rest], "R", call) for op in REDUCE_OPS)
+
+
+forgets = _Forgets()
+
+
+def _row(left: Iterable[str], right: str, call: Call) -> str:
+    count = sum(meta is not None for meta in call.results)
+    return f"{','.join(left)} -> {','.join([right] * count)}"
+
+
+@dataclass(frozen=True, slots=True)
+class together(Word):  # noqa: N801
+    """The rows of several words and texts."""
+
+    parts: tuple[Any, ...]
+
+    def __call__(self, call: Call) -> tuple[str | Row, ...]:
+        return tuple(row for part in self.parts for row in (part(call) if callable(part) else (part,)))
+
+    def own(self) -> tuple[Any, ...]:
+        return tuple(part for part in self.parts if callable(part) and not isinstance(part, Word))
+
+
+def rows(*parts: Any) -> Any:
+    """Rows given as texts, words and tuples of these: as data where no call is needed, else a word."""
+    flat: list[Any] = []
+    for part in parts:
+        flat += part if isinstance(part, tuple) else [part]
+    made: Partials | Word = together(tuple(flat)) if any(map(callable, flat)) else tuple(flat)
+    return made

@@ -1,0 +1,167 @@
+"""The language of rules: what each word of the notation binds to, and what the words for rows and reductions say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor.errors import RuleError
+from dtensor.propagation.propagate import make_call
+from dtensor.propagation.schema import operator_of
+from dtensor.rules.binding import bind
+from dtensor.rules.call import Call, Meta
+from dtensor.rules.factoring import by
+from dtensor.rules.notation import parse
+from dtensor.rules.rows import copies, forgets, linear, monotone, one_of, rows
+
+aten = torch.ops.aten
+
+
+def call_of(op: Any, results: list[tuple[int, ...]], **arguments: Any) -> Call:
+    """A call on one mesh dim of two ranks, shapes in the place of tensors."""
+    operator, mesh = operator_of(op), dt.init_device_mesh("cpu", (2,))
+
+    def layout(value: Any) -> Any:
+        if isinstance(value, torch.Size):
+            return dt.zeros(*value, device_mesh=mesh, placements=[dt.Replicate()])._layout
+        return [layout(item) for item in value] if isinstance(value, list) else value
+
+    given = {name: layout(value) for name, value in arguments.items()}
+    call, _ = make_call(operator, mesh, operator.defaults | given)
+    call.results = tuple(Meta(shape, (1,) * len(shape), torch.float32) for shape in results)
+    return call
+
+
+def size(*shape: int) -> torch.Size:
+    return torch.Size(shape)
+
+
+def read(text: str, call: Call, **options: Any) -> str:
+    """Factors as text, dims joined by spaces."""
+    factors = bind(parse(text), call, **options)
+    if factors is None:
+        return "none"
+
+    def told(tensors: Any) -> str:
+        return ", ".join(" ".join("".join(dim) or "1" for dim in dims) or "." for dims in tensors)
+
+    whole = f" whole {' '.join(sorted(factors.whole))}" if factors.whole else ""
+    return f"{told(factors.operands)} -> {told(factors.results)}{whole}"
+
+
+REDUCTIONS: dict[str, tuple[Any, Any, Any, str]] = {
+    "one dim": ((5, 6, 7), {"dim": [1]}, (5, 7), "a.0 dim.0 b.0 -> a.0 b.0"),
+    "counted from the end": ((5, 6, 7), {"dim": [-1]}, (5, 6), "a.0 a.1 dim.0 -> a.0 a.1"),
+    "several, others between": ((5, 6, 7), {"dim": [0, 2]}, (6,), "dim.0 b.0 dim.1 -> b.0"),
+    "in any order": ((5, 6, 7), {"dim": [2, 0]}, (6,), "dim.1 b.0 dim.0 -> b.0"),
+    "dims kept": ((5, 6, 7), {"dim": [0, 2], "keepdim": True}, (1, 6, 1), "dim.0 b.0 dim.1 -> 1 b.0 1"),
+    "all": ((5, 6), {"dim": None}, (), "dim.0 dim.1 -> ."),
+    "an empty list is all": ((5, 6), {"dim": []}, (), "dim.0 dim.1 -> ."),
+    "a number": ((), {"dim": [0]}, (), ". -> ."),
+}
+
+
+@pytest.mark.parametrize("what", REDUCTIONS)
+def test_picked_dims_vanish_wherever_they_stand(what: str) -> None:
+    shape, arguments, result, expected = REDUCTIONS[what]
+    call = call_of(aten.sum.dim_IntList, [result], self=size(*shape), **arguments)
+    assert read("a* @dim b* -> each: a* b*", call) == expected
+
+
+def test_an_empty_list_picks_none_where_the_pattern_says_so() -> None:
+    call = call_of(aten.any.dims, [(5, 6)], self=size(5, 6), dim=[])
+    assert read("a* @dim! b* -> a* b*", call) == "a.0 a.1 -> a.0 a.1"
+
+
+PATTERNS = {
+    "along a dim": (
+        "each: a* [@dim] b* -> each: a* [@dim] b*",
+        call_of(aten.sort.default, [(5, 6), (5, 6)], self=size(5, 6), dim=-1),
+        "a.0 dim.0 -> a.0 dim.0, a.0 dim.0 whole dim.0",
+    ),
+    "a new dim": (
+        "a* b* -> a* @dim b*",
+        call_of(aten.unsqueeze.default, [(5, 1, 6)], self=size(5, 6), dim=1),
+        "a.0 b.0 -> a.0 1 b.0",
+    ),
+    "another dim in the place of a picked one": (
+        "self: a* [@dim] b*, index: i -> a* i b*",
+        call_of(aten.index_select.default, [(5, 3, 7)], self=size(5, 6, 7), dim=1, index=size(3)),
+        "a.0 dim.0 b.0, i -> a.0 i b.0 whole dim.0",
+    ),
+    "lists": (
+        "tensors: a* b* -> a* @dim b*",
+        call_of(aten.stack.default, [(5, 2, 6)], tensors=[size(5, 6), size(5, 6)], dim=1),
+        "a.0 b.0, a.0 b.0 -> a.0 1 b.0",
+    ),
+    "groups broadcast": (
+        "each: s* -> each: s*",
+        call_of(aten.mul.Tensor, [(5, 6)], self=size(5, 6), other=size(1, 6)),
+        "s.0 s.1, 1 s.1 -> s.0 s.1",
+    ),
+    "operands by name, some left out": (
+        "input: n (g i), bias: (g o), weight: (g o) i -> n (g o)",
+        call_of(aten.linear.default, [(5, 6)], input=size(5, 4), weight=size(6, 2)),
+        "n gi, go i -> n go",
+    ),
+    "dims that are no factors": (
+        "each: b* [] [] -> each: b* [] []",
+        call_of(aten.avg_pool2d.default, [(5, 3, 3)], self=size(5, 7, 7), kernel_size=[2, 2]),
+        "b.0 1 1 -> b.0 1 1",
+    ),
+    "too few dims": ("m k -> m", call_of(aten.neg.default, [(5,)], self=size(5)), "none"),
+    "a dim out of range": ("a* @dim b* -> a* b*", call_of(aten.sum.dim_IntList, [()], self=size(5), dim=[3]), "none"),
+}
+
+
+@pytest.mark.parametrize("what", PATTERNS)
+def test_a_pattern_binds_to_a_call(what: str) -> None:
+    text, call, expected = PATTERNS[what]
+    sizes = {"g": lambda call: 2} if "(g" in text else None
+    assert read(text, call, sizes=sizes) == expected
+
+
+def test_sizes_inside_of_a_product_come_from_an_argument_or_from_what_is_left() -> None:
+    call = call_of(aten.pixel_shuffle.default, [(5, 6, 8)], self=size(20, 3, 4), upscale_factor=2)
+    factors = bind(parse("(c r s) h w -> c (h r) (w s)"), call, None, {"r": "upscale_factor", "s": "upscale_factor"})
+    assert factors is not None
+    assert dict(factors.sizes) == {"h": 3, "w": 4, "r": 2, "s": 2, "c": 5}
+    odd = call_of(aten.pixel_shuffle.default, [(5, 6, 8)], self=size(21, 3, 4), upscale_factor=2)
+    assert bind(parse("(c r s) h w -> c (h r) (w s)"), odd, None, {"r": "upscale_factor", "s": "upscale_factor"}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("m k, k n", "has no '->'"),
+        ("m -> n", "stand only on the right"),
+        ("m ! -> m", "cannot read"),
+        ("x: m, k -> m", "names some operands"),
+        ("@a s* @b -> s*", "one argument at most"),
+    ],
+)
+def test_what_is_no_pattern_is_refused(text: str, message: str) -> None:
+    with pytest.raises(RuleError, match=message):
+        parse(text)
+
+
+def test_rows_in_words() -> None:
+    call = call_of(aten.addmm.default, [(5, 7)], self=size(7), mat1=size(5, 6), mat2=size(6, 7))
+    assert linear("mat1")(call) == ("R,sum,R -> sum", "R,avg,R -> avg")
+    assert linear("mat1", "mat2")(call)[::2] == ("R,sum,finite -> sum", "R,finite,sum -> sum")
+    assert linear()(call) == ("sum,sum,sum -> sum", "avg,avg,avg -> avg")
+    assert one_of("self", "mat2")(call)[:2] == ("sum,R,sum -> sum", "avg,R,avg -> avg")
+    assert "R,R,max -> max" in one_of("self", "mat2")(call)
+    assert "R,R,sum -> sum" not in one_of("self", "mat2")(call)
+    assert forgets(call)[0] == "sum,R,R -> R"
+    assert rows(monotone, copies, "sum -> R") == (*monotone, *copies, "sum -> R")
+    assert rows(linear("mat1"), monotone)(call) == (*linear("mat1")(call), *monotone)
+
+
+def test_a_table_chooses_by_the_value_of_an_argument() -> None:
+    call = call_of(aten.mse_loss.default, [()], self=size(5), target=size(5), reduction=1)
+    assert by("reduction", {1: "avg", 2: "sum"})(call) == "avg"
+    assert by("reduction", {2: "sum"})(call) is None
