@@ -7,7 +7,7 @@ functions run rank by rank: only what asks for a rank's shape or place needs ``o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -61,9 +61,12 @@ class KernelContext:
         """Global size of the factor."""
         return sum(self.sizes)
 
-    def all_reduce(self, x: Any, op: str | Monoid) -> Any:
-        """The reduction of ``x`` over the group, on every rank."""
-        return self.comm.all_reduce(x, self.mesh_dims, op)
+    def all_reduce(self, x: Any, op: str | Monoid, factors: Iterable[str] | None = None) -> Any:
+        """The reduction of ``x`` over the group, on every rank; of a joint kernel over the ranks that split ``factors``."""
+        if factors is None:
+            return self.comm.all_reduce(x, self.mesh_dims, op)
+        mesh_dims = tuple(mesh_dim for name in factors for mesh_dim in self.splits[name].mesh_dims)
+        return self.comm.all_reduce(x, mesh_dims, op) if mesh_dims else x
 
     def sums(self, *terms: Any) -> tuple[Any, ...]:
         """The sums over the group of ``terms``, all of one shape and dtype, in one collective."""

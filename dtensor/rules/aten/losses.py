@@ -1,0 +1,338 @@
+"""Losses: a mean is a sum over the *global* count, so that uneven and empty blocks weigh what they should.
+
+``reduction="none"`` is element by element (or sample by sample), a sum is ``Partial("sum")``, and of a mean each rank's sum over
+the count of the whole is a term; where all blocks are even, their means have that mean.
+
+Negative log likelihood over a sharded class dim (vocabulary parallelism) moves no score: each rank scores the targets in its own
+range. The count is the weight of the targets, one number to reduce where the batch is sharded; the mean is NaN exactly where the
+plain loss is, when no target counts at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...base.torch_internals import assert_async
+from ...placement import Partial
+from ..blockwise import on_each_rank
+from ..call import Call
+from ..kernels import At, KernelContext, statistics_bytes
+from ..rule import Along, Dims, Factors, Kernel, Partials, R, Row, Spec
+from ..verbs import aligned, broadcast_factors, kernel_rule
+from .reduction import even_average
+
+NONE, MEAN, SUM = 0, 1, 2  # the values of argument ``reduction``
+TERMS = Partial("sum")
+
+
+def functional(call: Call) -> Any:
+    """The overload that returns its result (an ``out=`` argument is filled by the engine)."""
+    return call.func.overloadpacket.default
+
+
+def with_reduction(call: Call, args: tuple[Any, ...], reduction: int) -> tuple[Any, ...]:
+    """Positional arguments with ``reduction`` replaced."""
+    place = [argument.name for argument in call.func._schema.arguments].index("reduction")
+    return (*args[:place], reduction, *args[place + 1 :])
+
+
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """A sum of half precision would overflow where the mean does not."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+# --- a mean is a sum over the count of the whole ----------------------------------------------------------------------------
+Count = Callable[[Call], int]
+
+
+def elements(call: Call) -> int:
+    """How many losses there are of operands that are compared element by element."""
+    shapes = (layout.shape for name, layout in zip(call.names, call.operands, strict=True) if name != "grad_output")
+    return torch.broadcast_shapes(*shapes).numel()
+
+
+def samples(call: Call) -> int:
+    """How many losses there are of samples."""
+    return call.shape(call.names.index("self"))[0]
+
+
+def loss_over(count: Count) -> Any:
+    """The loss of a block: its sum, for a mean over the count of the whole."""
+
+    def program(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+        total, dtype = count(at.call) if at.call["reduction"] == MEAN else 1, at.dtype(0)
+        wide = sums_dtype(dtype)
+        made = functional(at.call)(*with_reduction(at.call, args, SUM if wide is dtype else NONE), **kwargs)
+        loss, *rest = (made,) if isinstance(made, Tensor) else made
+        loss = (of_something(loss.sum(dtype=wide), args[0]) / total).to(dtype)
+        return (loss, *rest) if rest else loss
+
+    return program
+
+
+@on_each_rank
+def of_something(loss: Tensor, x: Tensor) -> Tensor:
+    """A sum; torch leaves the loss of no samples as it found the memory."""
+    return loss if x.numel() else torch.zeros_like(loss)
+
+
+def gradient_over(count: Count) -> Any:
+    """The gradient of a mean: the local operator would divide by the number of local elements."""
+
+    def program(at: KernelContext, grad: Any, *args: Any, **kwargs: Any) -> Any:
+        return functional(at.call)(*with_reduction(at.call, (grad / count(at.call), *args), SUM), **kwargs)
+
+    return program
+
+
+MEAN_OF_ELEMENTS, GRADIENT_OF_ELEMENTS = loss_over(elements), gradient_over(elements)
+LOSS_OF_SAMPLES, GRADIENT_OF_SAMPLES = loss_over(samples), gradient_over(samples)
+
+
+# --- element by element -----------------------------------------------------------------------------------------------------
+def loss_factors(call: Call) -> Factors | None:
+    factors = broadcast_factors(call)
+    if factors is None or call["reduction"] == NONE:
+        return factors
+    results = ((),)
+    if call["reduction"] == SUM:
+        return Factors(factors.operands, results, factors.sizes, reduced=dict.fromkeys(factors.sizes, "sum"))
+    if all(split is None or split.even for layout in call.operands for split in layout.splits):
+        return Factors(factors.operands, results, factors.sizes, reduced=dict.fromkeys(factors.sizes, "avg"))
+    kernel = Kernel(MEAN_OF_ELEMENTS, lacking=TERMS, joint=True)
+    return Factors(factors.operands, results, factors.sizes, kernels=dict.fromkeys(factors.sizes, kernel))
+
+
+kernel_rule(
+    "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",
+    loss_factors,
+    when=even_average,
+)
+
+
+def loss_gradient_factors(call: Call) -> Factors:
+    shapes = [tuple(layout.shape) for layout in call.operands]
+    whole = torch.broadcast_shapes(*shapes[1:])
+    sizes = {f"d{d}": size for d, size in enumerate(whole)}
+    operands = tuple(aligned(shape, len(whole), sizes) for shape in shapes)
+    results = tuple(aligned(meta.shape, len(whole), sizes) for meta in call.results if meta is not None)
+    kernels = dict.fromkeys(sizes, Kernel(GRADIENT_OF_ELEMENTS, joint=True)) if call["reduction"] == MEAN else {}
+    return Factors(operands, results, sizes, kernels=kernels)
+
+
+kernel_rule(
+    "mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward",
+    loss_gradient_factors,
+)
+
+
+# --- margins of classes: samples are factors, classes are whole -------------------------------------------------------------
+def operand_dims(call: Call, first: int) -> tuple[list[Dims], int]:
+    """Dims of operands from ``first`` on (scores, labels, class weights), and the number of samples."""
+    scores = call.shape(first)
+    batched = len(scores) == 2
+    samples = scores[0] if batched else 1
+    dims: list[Dims] = []
+    for i in range(first, len(call.operands)):
+        weight = call.names[i] == "weight"
+        dims.append((("n",), *((),) * (len(call.shape(i)) - 1)) if batched and not weight else ((),) * len(call.shape(i)))
+    return dims, samples
+
+
+def margin_factors(call: Call) -> Factors:
+    dims, samples = operand_dims(call, 0)
+    loss: Dims = (("n",),) if len(call.shape(0)) == 2 and call["reduction"] == NONE else ()
+    results = (loss, dims[1]) if len(call.results) == 2 else (loss,)
+    if not loss:  # the meta kernel gives a single sample's loss a dim
+        call.results = tuple(
+            meta and (replace(meta, shape=(), stride=()) if i == 0 else meta) for i, meta in enumerate(call.results)
+        )
+    kernels = {} if loss else {"n": Kernel(LOSS_OF_SAMPLES, lacking=TERMS)}
+    return Factors(tuple(dims), results, {"n": samples}, kernels=kernels)
+
+
+def margin_gradient_factors(call: Call) -> Factors:
+    dims, samples = operand_dims(call, 1)
+    grad: Dims = (("n",),) if call.shape(0) else ()
+    kernels = {"n": Kernel(GRADIENT_OF_SAMPLES)} if call["reduction"] == MEAN else {}
+    return Factors((grad, *dims), (dims[0],), {"n": samples}, kernels=kernels)
+
+
+kernel_rule("multi_margin_loss multilabel_margin_loss_forward", margin_factors)
+kernel_rule("multi_margin_loss_backward multilabel_margin_loss_backward", margin_gradient_factors)
+
+
+# --- gates ---
+def gated(call: Call) -> Factors:
+    """The dim whose halves meet is whole, in operands and results alike."""
+    ndim = len(call.shape(0))
+    (d,) = call.dims("dim", ndim)
+    shape = call.shape(0)
+    dims: Dims = tuple(() if k == d else (f"d{k}",) for k in range(ndim))
+    return Factors((dims,) * len(call.operands), (dims,), {f"d{k}": size for k, size in enumerate(shape)})
+
+
+kernel_rule("glu glu_backward glu_jvp glu_backward_jvp", gated)
+
+
+# --- negative log likelihood of class indices -------------------------------------------------------------------------------
+IGNORED = -100  # what local targets of other ranks become: local targets are never negative
+
+
+def score_dims(call: Call, operand: int) -> tuple[Dims, Dims]:
+    """Factors of the scores ``(N, C, ...)`` or ``(C,)`` and of the targets ``(N, ...)``."""
+    shape = call.shape(operand)
+    if len(shape) == 1:
+        return (("c",),), ()
+    rest = tuple((f"s{d}",) for d in range(2, len(shape)))
+    return (("n",), ("c",), *rest), (("n",), *rest)
+
+
+def score_sizes(call: Call, operand: int) -> dict[str, int]:
+    dims, _ = score_dims(call, operand)
+    return {dim[0]: size for dim, size in zip(dims, call.shape(operand), strict=True)}
+
+
+def weight_dims(call: Call) -> tuple[Dims, ...]:
+    return () if call.get("weight") is None else (((),),)  # small, and every rank needs all weights for the mean
+
+
+def own_targets(target: Tensor, start: int, size: int, total: int, ignore_index: int) -> Tensor:
+    """Targets counted from ``start``, those that are ignored or belong to other ranks marked ``IGNORED``.
+
+    Raises:
+        IndexError: a target that is no class, as the plain loss does (on CPU; elsewhere asserted on the device).
+    """
+    target = target.long()  # labels of one byte would wrap around
+    counts = target != ignore_index
+    legal = ~counts | ((target >= 0) & (target < total))
+    if target.device.type == "cpu" and type(target) is Tensor:  # nobody can look into a FakeTensor
+        if not bool(legal.all()):
+            raise IndexError(f"Target {int(target[~legal].flatten()[0])} is out of bounds.")
+    else:
+        assert_async(legal.all())
+    local = target - start
+    return local.masked_fill(~counts | (local < 0) | (local >= size), IGNORED)
+
+
+def of_own_classes(at: KernelContext, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
+    """Each rank's targets and weights, of the classes that its block of scores has."""
+    dim = min(1, len(at.call.shape(at.call.names.index("self"))) - 1)
+    total = at.call.shape(at.call.names.index("self"))[dim]
+
+    def own(here: At, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        classes = at.held("self", dim, here.member)
+        local = own_targets(target, classes.start, len(classes), total, ignore_index)
+        return local, None if weight is None else weight.narrow(0, classes.start, len(classes))
+
+    return at.map(own, target, weight)  # type: ignore[no-any-return]  # as own gives
+
+
+def weight_of(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """The total weight of the targets that count."""
+    target = target.long()
+    counts = target != ignore_index
+    if weight is None:
+        return counts.sum().to(dtype)
+    if not weight.numel():
+        return weight.new_zeros((), dtype=dtype)
+    return weight.to(dtype)[target.masked_fill(~counts, 0)].masked_fill(~counts, 0).sum()
+
+
+def nll_loss(at: KernelContext, scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+    op, dtype = functional(at.call), at.dtype(0)
+    wide = sums_dtype(dtype)
+
+    @on_each_rank
+    def both(scores: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        return op(scores, target, weight, SUM, ignore_index) if target.numel() else (scores.sum(), scores.sum())  # type: ignore[no-any-return]
+
+    @on_each_rank
+    def each(scores: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        return op(scores, target, weight, NONE, IGNORED)[0] if scores.numel() else scores.new_zeros(target.shape)
+
+    if "c" not in at.splits and reduction != NONE and dtype is wide:  # the operator gives the two sums of all classes
+        loss, total = both(scores, target, weight)
+    else:
+        loss = each(scores, *of_own_classes(at, target, weight, ignore_index))
+        total = weight_of(target, weight, ignore_index, wide)
+        if reduction == NONE:
+            return loss, torch.zeros_like(total, dtype=dtype)
+        loss = loss.sum(dtype=wide)
+    if reduction == MEAN:
+        total = at.all_reduce(total, "sum", [name for name in at.splits if name != "c"])
+        loss = loss / total
+    return loss.to(dtype), total.to(dtype)
+
+
+def nll_factors(call: Call) -> Factors:
+    scores, target = score_dims(call, 0)
+    sizes = score_sizes(call, 0)
+    none = call["reduction"] == NONE
+    # the operator's own sums over a block of the batch are terms of both results; of half precision they might overflow
+    sums = call["reduction"] == SUM and call.operands[0].dtype in (torch.float32, torch.float64)
+    loss: Spec = Partial("sum")
+    by_class = Kernel(nll_loss, lacking=(loss, R), joint=True)
+    # the weight of the targets of one rank: a term of the total, which a mean has reduced already
+    by_batch = Kernel(
+        nll_loss,
+        lacking=(loss, R if call["reduction"] != SUM else Partial("sum")),
+        collectives=int(call["reduction"] == MEAN),
+        nbytes=lambda call: statistics_bytes(call, call["reduction"] == MEAN),
+        joint=True,
+    )
+    kernels = {name: by_class if name == "c" else by_batch for name in sizes if name == "c" or not sums}
+    operands, results = (scores, target, *weight_dims(call)), (target if none else (), ())
+    reduced = {name: "sum" for name in sizes if name not in kernels}
+    return Factors(operands, results, sizes, reduced=reduced, kernels=kernels)
+
+
+kernel_rule("nll_loss_forward nll_loss2d_forward", nll_factors, plain=("target", "weight"))
+
+
+def nll_gradient(
+    at: KernelContext,
+    grad: Any,
+    scores: Any,
+    target: Any,
+    weight: Any,
+    reduction: int,
+    ignore_index: int,
+    total: Any,
+) -> Any:
+    op = functional(at.call)
+
+    @on_each_rank
+    def gradient(grad: Tensor, scores: Tensor, target: Tensor, weight: Tensor | None, total: Tensor) -> Any:
+        return op(grad, scores, target, weight, reduction, IGNORED, total) if scores.numel() else torch.zeros_like(scores)
+
+    return gradient(grad, scores, *of_own_classes(at, target, weight, ignore_index), total)
+
+
+def nll_gradient_factors(call: Call) -> Factors:
+    scores, target = score_dims(call, 1)
+    grad = target if call["reduction"] == NONE else ()
+    operands = (grad, scores, target, *weight_dims(call), ())
+    return Factors(operands, (scores,), score_sizes(call, 1), kernels={"c": Kernel(nll_gradient)})
+
+
+def nll_gradient_rows(call: Call) -> Partials:
+    """Without a mean the total weight, which may be zero, is not looked at: linear in the gradient, and its terms may stay."""
+    if call["reduction"] == MEAN:
+        return ()
+    weights = ",finite" * (len(call.operands) - 4)
+    rows: list[str | Row] = [f"{op},R,R{weights},R -> {op}" for op in ("sum", "avg")]
+    dims = nll_gradient_factors(call)
+    for name in dims.sizes:
+        if name != "c":
+            operands = [Along(name) if any(name in dim for dim in d) else R for d in dims.operands[:-1]]
+            rows.append(Row((*operands, Partial("sum")), (Along(name),), name))
+    return tuple(rows)
+
+
+kernel_rule("nll_loss_backward nll_loss2d_backward", nll_gradient_factors, partials=nll_gradient_rows, as_laid_out=True)
