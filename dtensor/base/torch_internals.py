@@ -79,8 +79,17 @@ NAMES: dict[str, Internal] = {
     "graph_task": Internal("torch._C._current_graph_task_id", "whether gradients are being computed in this thread", _NONE),
     "engine": Internal("torch.autograd.Variable._execution_engine", "to act when a backward pass ends", "a hook on every leaf"),
     "forward_ad": Internal("torch.autograd.forward_ad", "whether forward-mode gradients are computed", _NONE),
+    "make_dual": Internal("torch._VF._make_dual", "a tangent given to all ranks' tensors", "torch.autograd.forward_ad.make_dual"),
+    "DisableTorchFunctionSubclass": Internal(
+        "torch._C.DisableTorchFunctionSubclass", "a transform of torch.func sees all ranks' tensors as one", _NONE
+    ),
+    "custom_function_call": Internal(
+        "torch._functorch.autograd_function.custom_function_call", "Function.apply inside torch.func", _NONE
+    ),
     "functorch_active": Internal("torch._C._are_functorch_transforms_active", "torch.func is in the way of a short cut", _NONE),
     "is_functorch_wrapped": Internal("torch._C._functorch.is_functorch_wrapped_tensor", "a tensor under torch.func", _NONE),
+    "functorch_unwrapped": Internal("torch._C._functorch.get_unwrapped", "the DTensor that torch.func hides", _NONE),
+    "is_functorch_batched": Internal("torch._C._functorch.is_batchedtensor", "vmap hides a dim of a DTensor", _NONE),
     "is_legacy_batched": Internal("torch._C._functorch.is_legacy_batchedtensor", "a tensor under the old vmap", _NONE),
     # --- fake tensors
     "FakeTensor": Internal("torch._subclasses.FakeTensor", "values that are not there are not compared", _NONE),

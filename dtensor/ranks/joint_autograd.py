@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.torch_internals import nn_functions
-from .per_rank import _JOINT, PerRank, over_ranks
+from ..base.torch_internals import DisableTorchFunctionSubclass, custom_function_call, functorch_active, make_dual, nn_functions
+from .per_rank import _JOINT, EachRank, PerRank, over_ranks
 
 
 # --- autograd runs once for all ranks: their graphs may meet in a collective or in a shared tensor ----------------------
@@ -59,6 +59,19 @@ def _regrouped(x: PerRank, grads: list[Tensor | None]) -> PerRank | None:
     return PerRank(torch.zeros_like(shard) if grad is None else grad for shard, grad in zip(x.shards, grads, strict=True))
 
 
+def _make_dual(x: Any, tangent: Any, *level: Any, **named: Any) -> Any:
+    """With a tangent: under ``torch.func.jvp`` one tensor that hides all ranks', as under ``grad``; ragged ones stay apart."""
+    if functorch_active() and len({shard.shape for value in (x, tangent) for shard in flat([value])}) == 1:
+        with DisableTorchFunctionSubclass():
+            return make_dual(x, tangent, *level, **named)
+    return over_ranks(make_dual, (x, tangent, *level), named)
+
+
+def _custom_function(function: Any, *args: Any) -> Any:
+    """``Function.apply`` inside of a transform: of :class:`EachRank` what is all ranks' tensors as one is apart again."""
+    return args[0].shards if function is EachRank else over_ranks(custom_function_call, (function, *args), {})
+
+
 # --- random numbers: ranks that are processes start alike and draw alike ----------------------------------------------------
 def _drawn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``func`` with each rank drawing from the generator as it is now; it goes on from where the first rank left it."""
@@ -99,7 +112,8 @@ _DRAWING = """
 """
 _PLACES = (torch, torch.Tensor, nn.functional, nn.init, nn_functions)
 
-_JOINT.update({torch.autograd.backward: _backward, torch.autograd.grad: _grad})
+_JOINT.update({torch.autograd.backward: _backward, torch.autograd.grad: _grad, make_dual: _make_dual})
+_JOINT[custom_function_call] = _custom_function
 _JOINT.update(
     {
         getattr(place, name): partial(_drawn, getattr(place, name))

@@ -18,7 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.torch_internals import make_wrapper_subclass
+from ..base.torch_internals import (
+    DispatchKey,
+    ForceDispatchKeyGuard,
+    excluded_keys,
+    functorch_active,
+    functorch_unwrapped,
+    included_keys,
+    is_functorch_wrapped,
+    make_wrapper_subclass,
+)
 from ..errors import LayoutError, MeshError, PlacementError
 from .rank_values import _EACH_RANK, RankNumber, RankValues, agreed
 from .shared_reads import UsedByRanks
@@ -64,6 +73,8 @@ class PerRank(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub declares the disabled one
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if any(type(x) is PerRank and x.shards[0].requires_grad for x in args) and torch.is_grad_enabled():
+            return recorded_again(func, args, kwargs or {})
         return over_ranks(func, args, kwargs or {})
 
     def backward(
@@ -102,6 +113,88 @@ def per_rank(tensors: Sequence[Tensor]) -> PerRank:
 
 def _indented(shard: Tensor) -> str:
     return repr(shard).replace("\n", "\n          ")
+
+
+# --- behind transforms of torch.func -----------------------------------------------------------------------------------
+class EachRank(torch.autograd.Function):
+    """All ranks' tensors, which a transform hides as one -> one per rank, each under the transform."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        return super().apply(*args) if functorch_active() else args[0].shards
+
+    @staticmethod
+    def forward(*given: Tensor) -> Any:
+        raise AssertionError("below all transforms nothing is recorded here: the ranks' tensors have graphs of their own")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Any:
+        return EachRank.apply(tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+        found = EachRank.apply(x)
+        return found, (in_dims[0],) * len(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return AsOne.apply(*grads)
+
+
+class AsOne(torch.autograd.Function):
+    """One tensor per rank, each under a transform -> one that hides them all: the inverse of :class:`EachRank`."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        return super().apply(*args) if functorch_active() else PerRank(args)
+
+    forward, setup_context = EachRank.forward, EachRank.setup_context
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Any:
+        return AsOne.apply(*tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *shards: Tensor) -> Any:
+        whole = next(shard.movedim(dim, 0) for shard, dim in zip(shards, in_dims, strict=True) if dim is not None)
+        moved = [
+            shard.expand(whole.shape) if dim is None else shard.movedim(dim, 0)
+            for shard, dim in zip(shards, in_dims, strict=True)
+        ]
+        return AsOne.apply(*moved), 0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return tuple(EachRank.apply(grad))
+
+
+def recorded_again(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a transform has hidden comes here below autograd, which saw no graph: the ranks' tensors have them."""
+    excluded = excluded_keys()
+    for key in (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with ForceDispatchKeyGuard(included_keys(), excluded):
+        return over_ranks(func, args, kwargs)
+
+
+def each_rank(x: Any) -> Any:
+    """``x``; as a ``PerRank`` where transforms of ``torch.func`` hide that it is one."""
+    found = x
+    while is_functorch_wrapped(found):
+        found = functorch_unwrapped(found)
+    return PerRank(EachRank.apply(x)) if found is not x and isinstance(found, PerRank) else x
+
+
+def as_one(shards: Sequence[Tensor]) -> Tensor:
+    """The ranks' tensors as one, which is what transforms look for in a result; ragged ones cannot be hidden."""
+    if functorch_active() and any(map(is_functorch_wrapped, shards)) and len({shard.shape for shard in shards}) == 1:
+        hidden: Tensor = AsOne.apply(*shards)
+        return hidden
+    return PerRank(shards)
 
 
 # --- mapping over ranks ----------------------------------------------------------------------------------------------
@@ -150,6 +243,8 @@ def _each_its_own(values: Sequence[Any], count: int) -> list[Any]:
 def _its_own(value: Any, count: int) -> Any:
     """A plain tensor that all ranks use, as each rank's own where gradients are recorded: see ``UsedByRanks``."""
     kind = type(value)
+    if kind is Tensor and functorch_active() and isinstance(value := each_rank(value), PerRank):
+        return value
     if (kind is Tensor or kind is nn.Parameter) and value.requires_grad and torch.is_grad_enabled():
         return PerRank(UsedByRanks.apply(value, count))
     return kind(_each_its_own(value, count)) if kind is list or kind is tuple else value

@@ -1,4 +1,4 @@
-"""A plain tensor that the ranks of one process use together, and its gradient."""
+"""Tensors of one rank and of all ranks, one as the other: a plain tensor that all ranks use, and the ranks' tensors behind a transform."""
 
 from __future__ import annotations
 
@@ -7,16 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.torch_internals import functorch_unwrapped, is_functorch_wrapped
 from ..errors import LayoutError
+from .shared_writes import AgreedByRanks
 
 
 class UsedByRanks(torch.autograd.Function):
     """One plain tensor as every rank's: with processes each would have its own, and each a gradient of its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+    def forward(x: Tensor, count: int) -> tuple[Tensor, ...]:
         return tuple(x.view_as(x) for _ in range(count))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.count = inputs[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> tuple[Tensor, ...]:
+        return tuple(tangent.view_as(tangent) for _ in range(ctx.count))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, count: int) -> Any:
+        return UsedByRanks.apply(x, count), (in_dims[0],) * count
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
@@ -26,14 +40,24 @@ class UsedByRanks(torch.autograd.Function):
             LayoutError: they differ, and there is one tensor for all of them.
         """
         found = [grad for grad in grads if grad is not None]
-        for grad in found[1:]:
-            if not torch.allclose(grad, found[0], *_tolerance(found[0]), equal_nan=True):
+        values = [_below_transforms(grad.detach()) for grad in found]
+        for grad in values[1:]:
+            if not torch.allclose(grad, values[0], *_tolerance(values[0]), equal_nan=True):
                 raise LayoutError(
                     f"the gradient of a plain tensor of shape {tuple(grad.shape)} differs between ranks, since they used it with "
                     "values of their own: with processes each rank would have another one. Distribute the tensor "
                     "(dtensor.distribute_tensor, distribute_module, parallel.replicate), or give every rank its own with per_rank"
                 )
-        return (found[0] if found else None), None
+        if not found or not torch.is_grad_enabled():
+            return (found[0] if found else None), None
+        return AgreedByRanks.apply(*found), None
+
+
+def _below_transforms(x: Tensor) -> Tensor:
+    """The numbers, which ``torch.func.vmap`` does not show."""
+    while is_functorch_wrapped(x):
+        x = functorch_unwrapped(x)
+    return x
 
 
 def _tolerance(x: Tensor) -> tuple[float, float]:

@@ -21,9 +21,20 @@ class AgreedByRanks(torch.autograd.Function):
     """Every rank's tensor, all of one value, as one plain tensor; each gets its gradient, as it would from a copy of its own."""
 
     @staticmethod
-    def forward(ctx: Any, *shards: Tensor) -> Tensor:
-        ctx.count = len(shards)
+    def forward(*shards: Tensor) -> Tensor:
         return shards[0].view_as(shards[0])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.count = len(inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return tangents[0].view_as(tangents[0])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *shards: Tensor) -> Any:
+        return AgreedByRanks.apply(*shards), in_dims[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:

@@ -17,21 +17,20 @@ Partial(max, min, ...)  refused: redistribute to Replicate() before using the pi
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
-from itertools import count
 from typing import Any, cast
 
 import torch
 
 from ..base.caches import remembered
-from ..base.torch_internals import forward_ad
+from ..base.torch_internals import forward_ad, functorch_active
 from ..comm import Pending, PerRank
 from ..dispatch.dispatcher import wrap_local, wrap_pending
-from ..dispatch.local_op import is_wrapped, recorded
+from ..dispatch.local_op import Transformed, is_wrapped, recorded, seen
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate
+from ..ranks.per_rank import as_one
 from ..redistribute import execute, move_between, plan
 
 
@@ -56,54 +55,60 @@ def nothing_of(piece: torch.Tensor, layout: Layout) -> torch.Tensor:
     return piece.detach().new_zeros(layout.local_shape(None))
 
 
-class FromLocal(torch.autograd.Function):
+class FromLocal(Transformed):
     """Pieces -> global. One piece per rank held in this process."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, backward: Layout, copied: bool, *pieces: torch.Tensor) -> Any:
-        ctx.layout, ctx.target, ctx.copied = layout, backward, copied
+    def forward(layout: Layout, backward: Layout, copied: bool, *pieces: torch.Tensor) -> Any:
         if layout.mesh.current_member() is None:
-            ctx.outside = pieces[0].shape, pieces[0].device
             return wrap_local(nothing_of(pieces[0], layout), layout)
         if layout.mesh.kind != "in_process":
             return wrap_local(pieces[0].detach(), layout)
         return wrap_local(PerRank(piece.detach().clone() if copied else piece.detach() for piece in pieces), layout)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.layout, ctx.target, ctx.copied = inputs[:3]
+        ctx.outside = inputs[3].shape, inputs[3].device
+
+    @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         _share(ctx.layout)
         pieces = everywhere(tangents[3], ctx.layout) if ctx.copied else tangents[3:]
-        return FromLocal.apply(ctx.layout, ctx.target, ctx.copied, *pieces)
+        return from_pieces(ctx.layout, ctx.target, ctx.copied, *pieces)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if ctx.layout.mesh.current_member() is None:
             return None, None, None, torch.zeros(ctx.outside[0], dtype=ctx.layout.dtype, device=ctx.outside[1])
         scale, grad = _share(ctx.layout), distributed(grad, ctx.layout)
-        moved = redistributed(grad, grad._layout.replace(placements=ctx.target.placements), False, None)
-        pieces = to_local(moved if scale == 1 else moved / scale, _differing(moved._layout, ctx.layout, ctx.copied))
+        target = seen(grad)._layout.replace(placements=ctx.target.placements)
+        moved = redistributed(grad, target, False, None)
+        pieces = to_local(moved if scale == 1 else moved / scale, _differing(target, ctx.layout, ctx.copied))
         return None, None, None, *(pieces if type(pieces) is tuple else (pieces,))
 
 
-class ToLocal(torch.autograd.Function):
+class ToLocal(Transformed):
     """Global -> this rank's piece; a tuple with one per rank where all ranks are in this process."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, backward: Layout) -> Any:
-        ctx.source, ctx.target = x._layout, backward
+    def forward(x: Any, backward: Layout) -> Any:
         local = x._local
         return tuple(piece.view_as(piece) for piece in local.shards) if isinstance(local, PerRank) else local.view_as(local)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.source, ctx.target = seen(inputs[0])._layout, inputs[1]
+
+    @staticmethod
     def jvp(ctx: Any, tangent: Any, _: Any) -> Any:
-        return ToLocal.apply(
-            redistributed(tangent, tangent._layout.replace(placements=ctx.source.placements), False, None), ctx.target
-        )
+        tangent = distributed(tangent, ctx.source)
+        return to_local(laid(tangent, ctx.source.placements), ctx.target)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         layout = ctx.target
-        return FromLocal.apply(layout, grad_layout(layout, None), False, *map(plain, grads)), None
+        return from_pieces(layout, grad_layout(layout, None), False, *map(plain, grads)), None
 
 
 def whole_piece(x: Any, shared: bool) -> torch.Tensor:
@@ -112,23 +117,26 @@ def whole_piece(x: Any, shared: bool) -> torch.Tensor:
     return first.clone() if shared else first.detach()
 
 
-class FullTensor(torch.autograd.Function):
+class FullTensor(Transformed):
     """A replicated DTensor -> one plain tensor, also where all ranks live in this process; see :func:`whole_piece`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, backward: Layout, shared: bool) -> Any:
-        ctx.target = backward
+    def forward(x: Any, backward: Layout, shared: bool) -> Any:
         return whole_piece(x, shared)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.target = inputs[1]
+
+    @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
-        return tangent.full_tensor()
+        return to_whole(tangent, None)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         layout, copied = ctx.target, ctx.target.mesh.kind == "in_process"
         pieces = everywhere(plain(grad), layout) if copied else [plain(grad)]
-        return FromLocal.apply(layout, grad_layout(layout, None), copied, *pieces), None, None
+        return from_pieces(layout, grad_layout(layout, None), copied, *pieces), None, None
 
 
 def move_apart(x: Any, target: Layout, async_op: bool = False) -> Any:
@@ -143,53 +151,76 @@ def move_apart(x: Any, target: Layout, async_op: bool = False) -> Any:
     return wrap_local(arrived if moves.communicates else apart(arrived, x._local), target)
 
 
-class Redistribute(torch.autograd.Function):
+class Redistribute(Transformed):
     """The same global value under another layout; the gradient comes back in the source's (Partial replicated)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, target: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> Any:
-        ctx.source, ctx.target, ctx.backward_dtype = x._layout, target, backward_dtype
+    def forward(x: Any, target: Layout, async_op: bool, backward_dtype: torch.dtype | None) -> Any:
         return move_apart(x, target, async_op)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.source, ctx.target, ctx.backward_dtype = seen(inputs[0])._layout, inputs[1], inputs[3]
+
+    @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
-        return tangent.redistribute(ctx.target.mesh, grad_layout(ctx.target, None).placements)
+        return _on_mesh(distributed(tangent, ctx.source), grad_layout(ctx.target, None))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         grad = distributed(grad, ctx.target)
         if ctx.backward_dtype is not None:
             grad = grad.to(ctx.backward_dtype)
-        layout, back = grad._layout, grad_layout(ctx.source, None)
-        if layout.mesh is back.mesh:
-            target = layout.replace(placements=back.placements)
-        else:
-            target = Layout.of(back.mesh, back.placements, layout.shape, layout.stride, layout.dtype)
-        moved = grad if target is grad._layout else redistributed(grad, target, False, None)
+        moved = _on_mesh(grad, grad_layout(ctx.source, None))
         return (moved if moved.dtype == ctx.source.dtype else moved.to(ctx.source.dtype)), None, None, None
 
 
+def laid(x: Any, placements: Sequence[Placement]) -> Any:
+    """``x`` (a DTensor, also one that ``torch.func`` hides) under other placements; differentiable."""
+    layout = seen(x)._layout
+    target = layout.replace(placements=placements)
+    if target is layout:
+        return x
+    return redistributed(x, target, False, None) if is_recorded(x) else move_apart(x, target)
+
+
+def _on_mesh(x: Any, like: Layout) -> Any:
+    """``x`` where ``like`` is, as that is placed."""
+    layout = seen(x)._layout
+    if layout.mesh is like.mesh:
+        return laid(x, like.placements)
+    return redistributed(x, Layout.of(like.mesh, like.placements, layout.shape, layout.stride, layout.dtype), False, None)
+
+
+from_pieces, whole_of = recorded(FromLocal), recorded(FullTensor)
 to_local, redistributed = recorded(ToLocal), recorded(Redistribute)
 
 
 def is_recorded(x: torch.Tensor) -> bool:
     """Whether somebody differentiates here, backward or forward."""
-    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
+    return (x.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0 or functorch_active()
 
 
 def to_whole(x: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
     """The global value of a DTensor as a plain tensor with memory of its own; see ``DTensor.full_tensor``."""
-    mesh = x._layout.mesh
+    layout = seen(x)._layout
     if grad_placements is not None:
-        grad_layout(x._layout, grad_placements)  # wrong ones raise before anything is moved
-    is_whole = all(isinstance(placement, Replicate) for placement in x.placements)
-    whole = x if is_whole else x.redistribute()
+        grad_layout(layout, grad_placements)  # wrong ones raise before anything is moved
+    mesh, target = layout.mesh, layout.replace(placements=[Replicate()] * layout.mesh.ndim)
+    is_whole = all(isinstance(placement, Replicate) for placement in layout.placements)
+    whole = x if is_whole else laid(x, target.placements)
     if mesh.kind == "in_process" and not mesh.spans_root:
-        made: torch.Tensor = whole.to_local(grad_placements=grad_placements)
+        made = as_local(whole, grad_placements)
         return made.clone() if is_whole else made
     if is_recorded(whole):
-        return cast(torch.Tensor, FullTensor.apply(whole, grad_layout(whole._layout, grad_placements), is_whole))
+        return cast(torch.Tensor, whole_of(whole, grad_layout(target, grad_placements), is_whole))
     return whole_piece(whole, is_whole)
+
+
+def as_local(x: Any, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+    """The pieces of a DTensor, recorded; see ``DTensor.to_local``."""
+    made = to_local(x, grad_layout(seen(x)._layout, grad_placements))
+    return as_one(made) if type(made) is tuple else made
 
 
 def keep_grad_layout(leaf: Any) -> None:
@@ -236,16 +267,16 @@ def grad_placements_of(leaf: Any) -> tuple[Placement, ...]:
 
 def plain(grad: Any) -> Any:
     """A gradient of a plain tensor, which a DTensor may have given (a number times a DTensor): all ranks hold the number."""
-    return grad.full_tensor() if hasattr(grad, "_layout") else grad
+    return to_whole(grad, None) if hasattr(seen(grad), "_layout") else grad
 
 
 def distributed(grad: Any, like: Layout) -> Any:
     """A gradient of a DTensor, which plain torch may have given (``y.backward(torch.ones(3))``): then all ranks hold it."""
-    if hasattr(grad, "_layout"):
+    if hasattr(seen(grad), "_layout"):
         return grad
     layout = Layout.replicated(like.mesh, grad.shape, grad.stride(), grad.dtype)
     pieces = everywhere(grad, layout)
-    return FromLocal.apply(layout, layout, True, *(pieces if layout.mesh.kind == "in_process" else [grad.clone()]))
+    return from_pieces(layout, layout, True, *(pieces if layout.mesh.kind == "in_process" else [grad.clone()]))
 
 
 def _differing(grad: Layout, source: Layout, copied: bool) -> Layout:
@@ -260,10 +291,15 @@ def _differing(grad: Layout, source: Layout, copied: bool) -> Layout:
 
 
 def everywhere(value: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """One plain tensor as the piece of every member. Replicas are one value: its gradient comes once, from the first."""
-    mesh = layout.mesh
+    """One plain tensor as the piece of every member. Replicas are one value, and so are the copies on a submesh: its gradient comes
+    once, from the first."""
+    mesh, firsts = layout.mesh, set()
     again = [i for i, p in enumerate(layout.placements) if isinstance(p, Replicate)]
-    return [value.detach() if any(mesh.coordinates[m][i] for i in again) else value for m in mesh.members]
+    pieces = []
+    for at in mesh.coordinates:
+        pieces.append(value.detach() if at in firsts or any(at[i] for i in again) else value)
+        firsts.add(at)
+    return pieces
 
 
 def apart(local: Any, source: Any) -> Any:
@@ -306,37 +342,3 @@ def _share(layout: Layout) -> int:
                 "call .redistribute(placements=[Replicate()] * mesh.ndim) before using the value"
             )
     return math.prod(layout.mesh.shape[i] for i, op in enumerate(layout.partials) if op == "avg")
-
-
-# --- version counters ---
-_GROUPS = count()
-
-
-def versions_of(x: torch.Tensor) -> tuple[int, ...] | None:
-    """What changes whenever the memory of ``x`` is written to; None where nobody counts.
-
-    Views share their base's version. Tensors that got the same memory otherwise form a group.
-    """
-    root = x if x._base is None else x._base
-    number, refs = root.__dict__.get("_shared", _ALONE)
-    tensors = [root] if refs is None else [member for ref in refs if (member := ref()) is not None]
-    if any(member.is_inference() for member in tensors):
-        return None
-    return (number, *[member._version for member in tensors])
-
-
-_ALONE = (-1, None)
-
-
-def counted_together(x: torch.Tensor, y: torch.Tensor) -> None:
-    """From now on ``x`` and ``y`` are the same memory, and each has its own version (``x.data``, ``x.data = y``, ``x.set_(y)``).
-
-    The group has a number, so that what one of them wrote before it vanished is not forgotten.
-    """
-    roots = [t if t._base is None else t._base for t in (x, y)]
-    if roots[0] is roots[1]:
-        return
-    refs = [ref for root in roots for ref in root.__dict__.get("_shared", (0, [weakref.ref(root)]))[1] if ref() is not None]
-    group = next(_GROUPS), refs
-    for ref in refs:
-        ref().__dict__["_shared"] = group

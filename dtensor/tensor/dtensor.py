@@ -16,19 +16,20 @@ from ..base.torch_internals import optimizer_supported_types as _optimizer_types
 from ..base.validation import element_type, strided
 from ..comm import PerRank
 from ..dispatch.dispatcher import dispatch, install, wrap_local
-from ..dispatch.local_op import refuse_transforms
+from ..dispatch.local_op import seen
 from ..dispatch.plain_operands import laid_out_alike
 from ..errors import DTensorError, LayoutError, UnsupportedOperationError
 from ..layout.layout import Layout, restore_layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh, restore_mesh
 from ..placement import Partial, Placement, Replicate, Shard
+from ..ranks.per_rank import each_rank
 from ..redistribute import Plan as MovePlan
 from ..redistribute import Transit, plan, plan_between
 from . import host
 from .autograd import (
-    FromLocal,
-    counted_together,
+    as_local,
     everywhere,
+    from_pieces,
     grad_layout,
     is_recorded,
     keep_grad_layout,
@@ -36,13 +37,13 @@ from .autograd import (
     note_layout,
     nothing_of,
     redistributed,
-    to_local,
     to_whole,
 )
 from .autograd import grad_placements_of as grad_placements_of  # of a leaf
 from .extensions import provided
 from .local_layout import layout_of_locals
 from .printing import pieces
+from .versions import counted_together
 
 _make = make_wrapper_subclass
 
@@ -131,21 +132,21 @@ class DTensor(torch.Tensor):
             LayoutError: pieces do not fit together. PlacementError, MeshError: see :class:`Layout`.
         """
         mesh = as_mesh(device_mesh)
-        if isinstance(local_tensor, DTensor):
+        if isinstance(seen(local_tensor), DTensor):
             raise LayoutError(
                 "from_local takes this rank's plain tensor, got a DTensor; use x.redistribute(...) or x.to_local() first"
             )
         strided(local_tensor, "from_local")
-        refuse_transforms("from_local (or a module with a parallel style)")
+        local_tensor = each_rank(local_tensor)
         layout = layout_of_locals(local_tensor, mesh, placements, shape, stride, check=run_check)
         backward = grad_layout(layout, grad_placements)
         if mesh.kind == "in_process":
             shards = local_tensor.shards if isinstance(local_tensor, PerRank) else everywhere(local_tensor, layout)
             copied = not isinstance(local_tensor, PerRank)
-            return FromLocal.apply(layout, backward, copied, *shards)
+            return from_pieces(layout, backward, copied, *shards)
         if not is_recorded(local_tensor):
             return wrap(local_tensor.detach() if mesh.current_member() is not None else nothing_of(local_tensor, layout), layout)
-        return FromLocal.apply(layout, backward, False, local_tensor)
+        return from_pieces(layout, backward, False, local_tensor)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece (all ranks' as a ``per_rank`` tensor when they live in this process); differentiable, no cost.
@@ -161,8 +162,7 @@ class DTensor(torch.Tensor):
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
             # a tensor of its own: `requires_grad_` is not said of the DTensor's. (A recorder knows the piece by its identity.)
             return self._local if ACTIVE else self._local.detach()
-        made = to_local(self, grad_layout(self._layout, grad_placements))
-        return PerRank(made) if type(made) is tuple else made
+        return as_local(self, grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The global value as a plain tensor on every rank, with memory of its own; differentiable.

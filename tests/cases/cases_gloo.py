@@ -20,7 +20,7 @@ import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
 from dtensor.debug import CommDebugMode
 from dtensor.errors import LayoutError, MeshError, MixedTensorError, PlacementError
-from dtensor.parallel import fully_shard, replicate
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
 from dtensor.rules import rules
 from dtensor.testing import check, scatter, verify_rule
 from dtensor.testing.placements import mesh_of
@@ -511,6 +511,27 @@ def data_parallelism_takes_all_ranks_where_no_mesh_is_given() -> None:
     assert cut[0].weight.placements == (Shard(0),)
     assert copied.weight.grad.placements == (R,)
     equal(copied.weight.grad, torch.full((4, 3), 3.0))
+
+
+@case
+def transforms_go_through_units_and_styles() -> None:
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    x, t = value(3, 5), value(3, 5, seed=1)
+    wanted = [*torch.func.jvp(alone, (x,), (t,)), *torch.func.vjp(alone, x)[1](x[:, :3]), torch.func.vmap(alone)(x)]
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    ways: list[Callable[[Any], Any]] = [
+        lambda m: fully_shard(m, mesh=square()),
+        lambda m: replicate(m, square()),
+        lambda m: fully_shard(parallelize_module(m, square()["tp"], plan), mesh=square()["dp"]),
+    ]
+    for k, way in enumerate(ways):
+        model = way(copy.deepcopy(alone))
+        given, tangent, cotangent = (by_rank(lambda rank, v=v: v.clone()) for v in (x, t, x[:, :3]))
+        found = [*torch.func.jvp(model, (given,), (tangent,)), *torch.func.vjp(model, given)[1](cotangent)]
+        found += [torch.func.vmap(model)(given)] if k < 2 else []
+        for ours, theirs in zip(found, wanted, strict=False):
+            assert all(torch.allclose(piece, theirs) for piece in held(ours).values())
 
 
 @case

@@ -1,4 +1,4 @@
-"""``torch.func`` and forward-mode derivatives through distributed modules: right, or refused and nothing changed."""
+"""``torch.func`` and forward-mode derivatives through distributed modules: those of one device; what cannot be is refused, and nothing changed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 import dtensor as dt
-from dtensor import DTensor, Replicate
-from dtensor.errors import DTensorError, UnsupportedOperationError
+from dtensor import DTensor, Replicate, Shard
+from dtensor.errors import DTensorError, LayoutError, UnsupportedOperationError
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
@@ -62,31 +63,128 @@ def trains(model: Any, alone: Any, given: Any) -> None:
         torch.testing.assert_close(whole(ours.grad), theirs.grad)
 
 
+def square() -> dt.DeviceMesh:
+    return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def copies_of_shards(model: Any) -> None:
+    fully_shard(model[0], mesh=square())
+    fully_shard(model, mesh=square())
+
+
+def over_styles(model: Any) -> None:
+    parallelize_module(model, square()["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=square()["dp"])
+
+
+WAYS_1D = [units, one_unit, copies, styles]
 GIVEN = [lambda: dt.per_rank([X.clone(), X.clone()]), lambda: dt.distribute_tensor(X, dp(), [Replicate()]), lambda: X.clone()]
-WAYS = pytest.mark.parametrize("way", [units, one_unit, copies, styles])
+WAYS = pytest.mark.parametrize("way", WAYS_1D)
 DATA_PARALLEL = pytest.mark.parametrize("way", [units, one_unit, copies])
 INPUTS = pytest.mark.parametrize("given", GIVEN, ids=["per rank", "distributed", "plain"])
-TRANSFORMS = {
-    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
-    "vjp": lambda model, x: torch.func.vjp(model, x),
-    "grad": lambda model, x: torch.func.grad(lambda y: model(y).sum())(x),
-    "vmap": lambda model, x: torch.func.vmap(model)(x),
-    "grad of parameters": lambda model, x: torch.func.grad(lambda values: torch.func.functional_call(model, values, (x,)).sum())(
-        dict(model.named_parameters())
-    ),
+GIVEN_2D = [
+    lambda: dt.per_rank([X.clone() for _ in range(4)]),
+    lambda: dt.distribute_tensor(X, square(), [Shard(0), Replicate()]),
+    lambda: X.clone(),
+]
+ON_SQUARE = [(copies_of_shards, given) for given in GIVEN_2D] + [(over_styles, GIVEN_2D[0])]
+CASES = [(way, given) for way in WAYS_1D for given in GIVEN] + ON_SQUARE
+
+
+def total(y: Any) -> Any:
+    y = y.square().sum()
+    return y
+
+
+def by_parameters(model: Any, x: Any) -> dict[str, Any]:
+    values = dict(model.named_parameters())
+    return torch.func.grad(lambda given: total(torch.func.functional_call(model, given, (x,))))(values)  # type: ignore[no-any-return]
+
+
+def jvp_then_backward(model: Any, x: Any) -> Any:
+    out, tangent = torch.func.jvp(model, (x,), (x.cos(),))
+    tangent.sum().backward()
+    return out, tangent, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def vjp(model: Any, x: Any) -> Any:
+    out, back = torch.func.vjp(model, x)
+    return out, back(out.detach() * 2)
+
+
+TRANSFORMS: dict[str, Any] = {
+    "jvp": jvp_then_backward,
+    "vjp": vjp,
+    "grad": lambda model, x: torch.func.grad(lambda y: total(model(y)))(x),
+    "jvp of grad": lambda model, x: torch.func.jvp(torch.func.grad(lambda y: total(model(y))), (x,), (x.cos(),)),
+    "vjp of grad": lambda model, x: torch.func.vjp(torch.func.grad(lambda y: total(model(y))), x)[1](x.cos()),
+    "grad of parameters": by_parameters,
 }
 
 
-@WAYS
-@INPUTS
+@pytest.mark.parametrize(("way", "given"), CASES)
 @pytest.mark.parametrize("transform", list(TRANSFORMS))
-def test_transforms_are_refused_and_leave_the_module_as_it_was(way: Any, given: Any, transform: str) -> None:
+def test_transforms_are_those_of_one_device_and_leave_the_module_as_it_was(way: Any, given: Any, transform: str) -> None:
+    model, alone = made(way)
+    before = list(model.parameters())
+    found, wanted = (tree_leaves(TRANSFORMS[transform](m, x)) for m, x in ((model, given()), (alone, X)))
+    assert len(found) == len(wanted)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(whole(ours), whole(theirs))
+    assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
+    if given not in (GIVEN[2], GIVEN_2D[2]):
+        trains(model, alone, given())
+
+
+@pytest.mark.parametrize(("way", "given"), [(way, GIVEN[k]) for way in (units, one_unit, copies) for k in (0, 2)])
+def test_data_parallel_modules_are_mapped(way: Any, given: Any) -> None:
+    model, alone = made(way)
+    torch.testing.assert_close(whole(torch.func.vmap(model)(given())), torch.func.vmap(alone)(X))
+    found = whole(torch.func.vmap(torch.func.grad(lambda y: model(y).square().sum()))(given()))
+    torch.testing.assert_close(found, torch.func.vmap(torch.func.grad(lambda y: alone(y).square().sum()))(X))
+
+
+@pytest.mark.parametrize(("way", "given"), [(styles, given) for given in GIVEN] + [(units, GIVEN[1])])
+def test_vmap_of_what_lies_in_a_layout_is_refused(way: Any, given: Any) -> None:
+    """It hides a dim, and with it what the layout's dims are."""
     model, alone = made(way)
     for _ in range(2):
-        with pytest.raises(UnsupportedOperationError, match=r"inside torch\.func"):
-            TRANSFORMS[transform](model, given())
+        with pytest.raises(UnsupportedOperationError, match=r"torch\.func\.vmap.*Call the module with the batch"):
+            torch.func.vmap(model)(given())
         if given is not GIVEN[2]:
             trains(model, alone, given())
+
+
+def test_ragged_batches_of_ranks_have_tangents_and_no_transforms_that_hide_them() -> None:
+    model, alone = made(units)
+    pieces = list(X.split([2, 1]))
+    _, tangent = torch.func.jvp(model, (dt.per_rank(pieces),), (dt.per_rank([piece.cos() for piece in pieces]),))
+    _, wanted = torch.func.jvp(alone, (X,), (X.cos(),))
+    torch.testing.assert_close(torch.cat([piece.detach().clone() for piece in tangent.shards]), wanted)
+    with pytest.raises(LayoutError, match="differs between ranks"):
+        torch.func.vjp(model, dt.per_rank(pieces))
+
+
+def test_a_plain_input_of_a_style_on_a_slice_has_one_gradient() -> None:
+    """Not one from each copy of the slice."""
+    model, alone = made(lambda m: parallelize_module(m, square()["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}))
+    ours, theirs = X.clone().requires_grad_(), X.clone().requires_grad_()
+    model(ours).square().sum().backward()
+    alone(theirs).square().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_a_graph_below_a_transform_stays_that_of_every_rank() -> None:
+    """What ranks' tensors were computed from is found again behind ``vjp``, which sees one tensor."""
+    weights = [torch.full((3, 5), k + 1.0, dtype=torch.float64, requires_grad=True) for k in range(2)]
+    given = dt.per_rank([w * 2 for w in weights])
+    out, back = torch.func.vjp(lambda y: (y * y).sin(), given)
+    (out.sum() + back(torch.ones_like(out))[0].sum()).backward()
+    for w in weights:
+        other = w.detach().clone().requires_grad_()
+        y = other * 2
+        ((y * y).sin().sum() + ((y * y).cos() * 2 * y).sum()).backward()
+        torch.testing.assert_close(w.grad, other.grad)
 
 
 @WAYS
@@ -141,3 +239,13 @@ def test_functional_call_with_values_to_differentiate_by_is_refused(way: Any, gi
     assert all(p.grad is None for p in own.values())
     if given is not GIVEN[2]:
         trains(model, alone, given())
+
+
+def test_second_derivatives_by_a_plain_tensor_that_ranks_share() -> None:
+    """A rank's own, as with processes: what comes back to its gradient is its own too."""
+    weight = dt.per_rank([torch.full((3,), 2.0, dtype=torch.float64)] * 2)
+    x = torch.arange(3.0, dtype=torch.float64).requires_grad_()
+    (grad,) = torch.autograd.grad((x**3 * weight).sum(), x, create_graph=True)
+    (again,) = torch.autograd.grad(grad.square().sum(), x)
+    torch.testing.assert_close(grad.detach(), 6 * x.detach() ** 2)
+    torch.testing.assert_close(again, 144 * x.detach() ** 3)

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...dispatch.local_op import refuse_transforms
+from ...base.torch_internals import functorch_active, tree_map
+from ...dispatch.local_op import seen
+from ...ranks.per_rank import as_one
+from ...comm import PerRank
 from ...tensor.dtensor import DTensor
 from ...tensor.materialize import check_values
 from .buffers import Buffers
@@ -67,6 +70,7 @@ class Unit:
         self.before_in_forward: list[Unit] | None = None  # explicit prefetching
         self.before_in_backward: list[Unit] | None = None
         self._to_run: set[nn.Module] = set()
+        self._standing: list[tuple[nn.Module, str, Any]] = []
         self._pass = Pass()
         self._expected: set[Use] = set()  # of this pass, whose gradients have not come
         self._views: dict[int, tuple[Use | None, list[Any]]] = {}  # group -> gathered parameters of this pass
@@ -87,12 +91,15 @@ class Unit:
         schedule = self._scheduled()
         outermost = schedule.depth == 0 and not schedule.in_backward()
         schedule.depth += 1  # first of all: :meth:`after_forward` is called whatever raises here
-        refuse_transforms("a data-parallel module")
         if outermost:
-            schedule.begin(any(self._spans(x) for x in tensors_in((args, kwargs)) if isinstance(x, DTensor)))
+            given = map(seen, tensors_in((args, kwargs)))
+            schedule.begin(any(self._spans(x) for x in given if isinstance(x, DTensor)))
             if self.awaited is not None:
                 event, self.awaited = self.awaited, None
                 event.wait()
+        if functorch_active():
+            self._put_differentiable(schedule.distributed)
+            return self._cast_inputs(args, kwargs)
         if not self._to_run:
             self._to_run = set(self.modules)
         if not schedule.in_backward():
@@ -111,8 +118,25 @@ class Unit:
         self.buffers.enter(schedule.distributed)
         if not self.gathers_in_backward and self._watch is None:
             self._watch = watched(self.groups)
+        return self._cast_inputs(args, kwargs)
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         dtype = self.policy.param_dtype
         return (args, kwargs) if dtype is None or not self.policy.cast_forward_inputs else cast((args, kwargs), dtype)
+
+    def _put_differentiable(self, distributed: bool) -> None:
+        """Under a transform of ``torch.func`` nobody is told when gradients come: values are those of plain operations."""
+        values = [group.differentiable(distributed) for group in self.groups]
+        self._standing = [(at, name, at._parameters[name]) for at, name in self.places()]
+        for group, made in zip(self.groups, values, strict=True):
+            for m, value in zip(group.managed, made, strict=True):
+                m.put(value)
+        self.buffers.enter(distributed)
+
+    def _put_standing(self) -> None:
+        for at, name, x in self._standing:
+            at._parameters[name] = x
+        self._standing = []
 
     def after_forward(self, module: nn.Module, output: Any) -> Any:
         """Sharded parameters in place again; gathered ones freed, to be gathered again when the gradient comes."""
@@ -120,6 +144,11 @@ class Unit:
         if schedule is None:  # forward was refused
             return output
         schedule.depth -= 1
+        if functorch_active():
+            self._put_standing()
+            self.buffers.leave(schedule.distributed, module.training)
+            output = output if self.policy.output_dtype is None else cast(output, self.policy.output_dtype)
+            return _hidden(output) if not schedule.depth else output
         self._end_watch()
         self._to_run.discard(module)
         if self.policy.output_dtype is not None:
@@ -334,6 +363,11 @@ class Unit:
             group.scattered.clear()
             group.free()
         self.end()
+
+
+def _hidden(output: Any) -> Any:
+    """What a transform of ``torch.func`` gets: it knows of no ranks."""
+    return tree_map(lambda x: as_one(x.shards) if isinstance(x, PerRank) else x, output, is_leaf=lambda x: isinstance(x, PerRank))
 
 
 def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:

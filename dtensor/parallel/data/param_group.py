@@ -17,6 +17,9 @@ from torch import Tensor
 from ...comm import Communicator, Pending, PerRank, communicator_of
 from ...errors import DTensorError, UnitError
 from ...layout.layout import Layout
+from ...placement import Partial
+from ...ranks.per_rank import each_rank
+from ...tensor.autograd import as_local, from_pieces, laid
 from ...tensor.dtensor import wrap
 from .custom_collectives import Settings, gather_rows
 from .neighbours import Neighbours
@@ -115,6 +118,26 @@ class Group:
             else:
                 flat.append(full.data)
         return flat
+
+    def differentiable(self, distributed: bool) -> list[Any]:
+        """What stands in the modules now, whole, by redistributions that any transform differentiates: each in memory of its own,
+        each with a collective of its own.
+        """
+        return [self._seen_by_all(m, distributed) for m in self.managed]
+
+    def _seen_by_all(self, m: Managed, distributed: bool) -> Any:
+        x = m.standing()
+        if self.axes.host is not None:
+            x = x.to(self.axes.mesh.device_type)
+        whole, dp = laid(x.to(self.dtype_of(m)), m.whole.placements), self.axes.mesh._dims
+        if distributed:
+            return whole
+        where = [Partial("avg") if dims in dp else p for p, dims in zip(m.whole.placements, m.whole.mesh._dims, strict=True)]
+        local = each_rank(as_local(whole, where))
+        if m.inside is None:
+            return local
+        inside = m.inside.replace(dtype=self.dtype_of(m))
+        return from_pieces(inside, inside, False, *shards_of(local))
 
     def _layouts_inside(self, distributed: bool) -> list[Layout | None]:
         """Per parameter its layout while the computation sees it; None: a plain tensor."""

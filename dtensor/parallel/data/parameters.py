@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...base.torch_internals import forward_ad, is_traceable_wrapper_subclass
 from ...comm import PerRank, communicator_of
+from ...dispatch.local_op import seen
 from ...errors import MeshError, PlacementError, UnsupportedOperationError
 from ...layout.layout import Layout
 from ...mesh.device_mesh import DeviceMesh
@@ -74,6 +75,21 @@ class Managed:
         for other, name in self.places:
             other._parameters[name] = found
         self._follow_dtype()
+
+    def standing(self) -> Any:
+        """What stands in the parameter's place, under transforms of ``torch.func``: what they differentiate by, perhaps.
+
+        Raises:
+            MeshError: it is laid out otherwise.
+        """
+        module, name = self.places[0]
+        found = module._parameters[name]
+        own = seen(found)
+        if not isinstance(own, DTensor) or own.placements != self.layout.placements:
+            raise MeshError(
+                f"parameter {name!r} of {type(module).__name__} was replaced by a {type(own).__name__}; it was {self.layout!r}"
+            )
+        return found
 
     def _follow_dtype(self) -> None:
         """``module.double()`` and the like change parameters in place, or put others there."""

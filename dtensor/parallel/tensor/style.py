@@ -11,10 +11,12 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ...comm import PerRank
-from ...dispatch.local_op import refuse_transforms
+from ...dispatch.local_op import seen
 from ...errors import MeshError, PlacementError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Placement, Replicate, Shard
+from ...ranks.per_rank import each_rank
+from ...tensor.autograd import as_local, laid
 from ...tensor.distribute import distribute_tensor
 from ...tensor.dtensor import DTensor
 
@@ -141,13 +143,13 @@ def placed(x: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     Raises:
         MeshError: the mesh of ``x`` does not have that dim.
     """
-    refuse_transforms("a module with a parallel style")
-    own = x.device_mesh
+    layout = seen(x)._layout
+    own = layout.mesh
     if own is mesh or own == mesh:
         wanted: tuple[Placement, ...] = (placement,)
     else:
-        wanted = tuple(placement if i == dim_of(own, mesh) else p for i, p in enumerate(x.placements))
-    return x if x.placements == wanted else x.redistribute(placements=wanted)
+        wanted = tuple(placement if i == dim_of(own, mesh) else p for i, p in enumerate(layout.placements))
+    return laid(x, wanted)
 
 
 def dim_of(mesh: DeviceMesh, part: DeviceMesh) -> int:
@@ -165,13 +167,14 @@ def annotated(x: Any, mesh: DeviceMesh, placement: Placement, whole: int | None 
     Args:
         whole: the global size of the dim that ``placement`` shards, where known; otherwise ranks exchange their sizes.
     """
-    if isinstance(x, DTensor):
-        return x
+    if isinstance(seen(x), DTensor):
+        return x  # type: ignore[no-any-return]  # a transform of torch.func may hide that it is one
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"expected a tensor at the boundary of a parallel module, got {type(x).__name__}")
     shape = None
     dim = getattr(placement, "dim", None)
     if whole is not None and dim is not None:
+        x = each_rank(x)
         shape = list((x.shards[0] if isinstance(x, PerRank) else x).shape)
         shape[dim] = whole
     return DTensor.from_local(x, mesh, [placement], shape=shape)
@@ -179,7 +182,7 @@ def annotated(x: Any, mesh: DeviceMesh, placement: Placement, whole: int | None 
 
 def local_if(x: Any, use_local: bool) -> Any:
     """The pieces of a distributed ``x`` where ``use_local`` asks for them."""
-    return x.to_local() if use_local and isinstance(x, DTensor) else x
+    return as_local(x) if use_local and isinstance(seen(x), DTensor) else x
 
 
 # --- hooks -----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ...layout.layout import Layout
 from ...propagation.propagate import Plan
 from ...propagation.schema import Operator
 from ...rules.aten.views import check_memory, own_strides
-from ..autograd import counted_together, versions_of
+from ..versions import counted_together, versions_of
 from ..dtensor import DTensor, wrap
 from ..host import offset_in
 
