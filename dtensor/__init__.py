@@ -28,6 +28,7 @@ from .tensor.dtensor import DTensor
 from .tensor.extensions import provided_by as _provided_by
 from .tensor.local_map import local_map
 from .tensor.redistribute_many import redistribute_many
+from .tensor.views import seen_anew as _seen_anew
 from .tensor.views import write_through as _write_through
 
 __all__ = [

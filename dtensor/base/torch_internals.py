@@ -86,6 +86,11 @@ NAMES: dict[str, Internal] = {
     "custom_function_call": Internal(
         "torch._functorch.autograd_function.custom_function_call", "Function.apply inside torch.func", _NONE
     ),
+    "swap_impl": Internal(
+        "torch._C._swap_tensor_impl", "x.t_() makes x a view of what it was", "torch.utils.swap_tensors of views"
+    ),
+    "CreationMeta": Internal("torch._C._autograd.CreationMeta", "whether torch lets a view be changed in place", _NONE),
+    "creation_meta": Internal("torch._C._autograd._get_creation_meta", "whether torch lets a view be changed in place", _NONE),
     "functorch_active": Internal("torch._C._are_functorch_transforms_active", "torch.func is in the way of a short cut", _NONE),
     "is_functorch_wrapped": Internal("torch._C._functorch.is_functorch_wrapped_tensor", "a tensor under torch.func", _NONE),
     "functorch_unwrapped": Internal("torch._C._functorch.get_unwrapped", "the DTensor that torch.func hides", _NONE),

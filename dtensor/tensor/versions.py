@@ -38,3 +38,11 @@ def counted_together(x: torch.Tensor, y: torch.Tensor) -> None:
     group = next(_GROUPS), refs
     for ref in refs:
         ref().__dict__["_shared"] = group
+
+
+def pass_version_on(x: torch.Tensor, root: torch.Tensor) -> None:
+    """``root`` is now what ``x`` was: those that got the same memory otherwise count with it."""
+    group = x.__dict__.pop("_shared", None)
+    if group is not None:
+        root.__dict__["_shared"] = group
+        group[1][:] = [weakref.ref(root) if ref() is x else ref for ref in group[1]]

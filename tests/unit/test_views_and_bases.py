@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
-from dtensor.testing import check, scatter
+from dtensor.errors import UnsupportedOperationError
+from dtensor.testing import check, compare, scatter
 
 X = torch.arange(30.0, dtype=torch.float64).reshape(5, 6) - 7
 VIEWS: dict[str, Callable[[Any], Any]] = {
@@ -172,7 +174,7 @@ def test_parameters_are_seen_anew_without_gradients() -> None:
         for w in (weight, plain):
             with torch.no_grad():
                 row = w[2]
-                w.t_()
+                w.data = w.data.t()  # w.t_() is refused: a view taken with gradients would get wrong ones
                 w[0] = 9
                 row.mul_(2)
         assert torch.equal(weight.full_tensor(), plain)
@@ -203,6 +205,103 @@ def test_inference_mode_too(placements: Any) -> None:
             results.append([row * 1, column * 1, t * 1])
     for got, expected in zip(*results, strict=True):
         assert torch.equal(got.full_tensor(), expected)  # type: ignore[attr-defined]
+
+
+# --- gradients of views whose base comes to be seen in another way ----------------------------------------------------
+BASES: dict[str, Callable[[Any], Any]] = {
+    "base": lambda x: x * 1,
+    "rows": lambda x: (x * 1)[1:],
+    "turned": lambda x: (x * 1).t(),
+    "product": lambda x: (x * 1).unsqueeze(1).squeeze(1),
+}
+TAKEN: dict[str, Callable[[Any], Any]] = {
+    "row": lambda y: y[1],
+    "column": lambda y: y[:, 0],
+    "rows": lambda y: y[1:],
+    "flat": lambda y: y.reshape(-1) if y.is_contiguous() else y.t().view(-1),
+    "element": lambda y: y[1, 2],
+    "diagonal": lambda y: y.diagonal(1),
+    "itself": lambda y: y.view_as(y),
+}
+TURNED: dict[str, Callable[[Any], Any]] = {
+    "t_": lambda y: y.t_(),
+    "transpose_": lambda y: y.transpose_(0, 1),
+    "swapaxes_": lambda y: y.swapaxes_(0, -1),
+    "swapdims_": lambda y: y.swapdims_(-1, 0),
+    "unsqueeze_": lambda y: y.unsqueeze_(0),
+    "there and back": lambda y: y.unsqueeze_(1).squeeze_(1).t_(),
+    "as_strided_": lambda y: y.as_strided_(y.shape[::-1], y.stride()[::-1]),
+}
+THEN: dict[str, Callable[[Any, Any], Any]] = {
+    "nothing": lambda y, v: None,
+    "a write": lambda y, v: y.mul_(2),
+    "a write to some": lambda y, v: y[0].mul_(3),
+    "a write through the view": lambda y, v: v.mul_(3),
+    "a write through both": lambda y, v: (v.mul_(3), y[..., 0].mul_(2)),
+    "turned again": lambda y, v: y.transpose_(0, -1).mul_(2),
+    "the view turned": lambda y, v: v.unsqueeze_(0).mul_(2),
+}
+
+
+@pytest.mark.parametrize("then", THEN)
+@pytest.mark.parametrize("turned", TURNED)
+@pytest.mark.parametrize("base", BASES)
+def test_gradients_of_views_taken_before(base: str, turned: str, then: str) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    layouts = itertools.cycle(FLAT)
+    for shape in ((4, 4), (3, 5)):
+        for name, take in TAKEN.items():
+
+            def program(x: Any) -> Any:
+                y = BASES[base](x)
+                v = take(y)  # noqa: B023
+                TURNED[turned](y)
+                after = y[0] * 3
+                THEN[then](y, v)
+                return y * 1, v * 2, after
+
+            x = torch.arange(1.0, shape[0] * shape[1] + 1, dtype=torch.float64).reshape(shape)
+            outcome = compare(program, (x,), mesh, [fitting(next(layouts), shape)])
+            assert not outcome.problems, (shape, name, outcome.problems)
+
+
+def test_what_was_saved_is_told_of_the_change() -> None:
+    def program(x: Any) -> Any:
+        y = x * 1
+        square = y * y
+        y.t_()
+        return square
+
+    mesh = dt.init_device_mesh("cpu", (2,))
+    outcome = compare(program, (X,), mesh, [[Shard(0)]])
+    assert outcome.same_error
+    assert not outcome.problems
+
+
+def test_what_a_tensor_has_stays_when_it_is_seen_in_another_way() -> None:
+    x = scatter(X, dt.init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
+    y: Any = x * 1
+    y.mark = "mine"
+    assert y.t_() is y
+    assert (y.mark, tuple(y.shape), y.is_leaf) == ("mine", (6, 5), False)
+    y.retain_grad()
+    (y * 2).sum().backward()
+    assert torch.equal(y.grad.full_tensor(), torch.full((6, 5), 2.0, dtype=torch.float64))
+
+
+def test_where_earlier_views_would_get_wrong_gradients_it_is_refused() -> None:
+    x = scatter(X, dt.init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
+    y = x * 1
+    y.retain_grad()
+    with pytest.raises(UnsupportedOperationError, match=r"x = x.t\(\)"):
+        y.t_()
+    for t in (x, x * 1):
+        with torch.no_grad(), pytest.raises(UnsupportedOperationError, match=r"x.data = x.data.unsqueeze\(0\)"):
+            t.unsqueeze_(0)
+
+
+def fitting(placements: Any, shape: tuple[int, ...]) -> Any:
+    return [Shard(1, sizes=(shape[1], 0)) if p == Shard(1, sizes=(6, 0)) else p for p in placements]
 
 
 # --- where in memory a view begins -----------------------------------------------------------------------------------
@@ -342,7 +441,7 @@ def test_out_takes_views_that_are_not_local() -> None:
         row, column, flat = x[2], x[:, 3], x.view(-1)
         torch.add(x[0], 1, out=row)
         torch.mul(x[:, 0], 2, out=column)
-        torch.cumsum(flat[:7], 0, out=flat[5:12])
+        torch.cumsum(flat[:7], 0, out=flat[7:14])
         row.swapaxes_(0, 0)
         column.unsqueeze_(0).swapaxes_(0, 1).resize_as_(x.new_zeros(1, 5))
         flat.resize_as_(x.new_zeros(3, 10))
