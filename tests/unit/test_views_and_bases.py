@@ -212,7 +212,6 @@ BASES: dict[str, Callable[[Any], Any]] = {
     "base": lambda x: x * 1,
     "rows": lambda x: (x * 1)[1:],
     "turned": lambda x: (x * 1).t(),
-    "product": lambda x: (x * 1).unsqueeze(1).squeeze(1),
 }
 TAKEN: dict[str, Callable[[Any], Any]] = {
     "row": lambda y: y[1],

@@ -24,9 +24,9 @@ from ...layout.layout import Layout
 from ...propagation.propagate import Plan
 from ...propagation.schema import Operator
 from ...rules.aten.views import check_memory, own_strides
-from ..versions import counted_together, versions_of
 from ..dtensor import DTensor, wrap
 from ..host import offset_in
+from ..versions import counted_together, versions_of
 
 _make: Any = make_wrapper_subclass  # the documented way to build wrapper subclasses
 _OPERATE: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # what operations do on such views, installed by write_through.py
