@@ -182,7 +182,7 @@ def _names_in(word: Any) -> set[str]:
         named = {term.name for pattern in patterns for term in pattern.operands} - {"", "each"}
         picked = {dim[0].strip("@!") for pattern in patterns for term in pattern.operands for dim in term.dims if is_picked(dim)}
         sizes = {size for size in word.sizes.values() if isinstance(size, str)}
-        return named | picked | sizes | (_names_in(word.pattern) | _names_in(word.reduce))
+        return named | picked | sizes | (_names_in(word.pattern).union(*map(_names_in, word.left.values())))
     return set()
 
 
