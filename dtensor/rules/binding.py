@@ -42,7 +42,7 @@ class Recipe:
     products: bool
 
 
-def bind(pattern: Pattern, call: Call, reduce_op: Reduction | None = "sum", sizes: Sizes | None = None) -> Factors | None:
+def bind(pattern: Pattern, call: Call, reduce_op: Any = "sum", sizes: Sizes | None = None) -> Factors | None:
     """The factors of a call under a pattern; None if the number of dims does not fit."""
     made = [meta for meta in call.results if meta is not None]
     terms = operand_terms(pattern, call)
@@ -60,7 +60,8 @@ def bind(pattern: Pattern, call: Call, reduce_op: Reduction | None = "sum", size
         return None
     operands = tuple([_fitted(dims, shape, known) for dims, shape in zip(recipe.operands, shapes, strict=True)])
     results = tuple([_fitted(dims, meta.shape, known) for dims, meta in zip(recipe.results, made, strict=True)])
-    reduced = {} if reduce_op is None else dict.fromkeys(recipe.summed, reduce_op)
+    summed = recipe.summed if results == recipe.results else _lacking(operands, results)
+    reduced = {} if reduce_op is None else dict.fromkeys(summed, reduce_op)
     return Factors(operands, results, known, recipe.whole, reduced, recipe.additive)
 
 
@@ -138,11 +139,8 @@ class _Binder:
         left = tuple([self.named(term, ndim, ()) for term, ndim in operands])
         held = frozenset(name for dims in left for dim in dims for name in dim)
         right = tuple([self.kept(self.named(*self.reducible(term, ndim, operands)), held) for term, ndim in results])
-        letters = dict.fromkeys(name for dims in left for dim in dims for name in dim)
-        summed = tuple(
-            [name for name in letters if any(all(name not in dim for dim in dims) for dims in right)] if right else letters
-        )
-        whole = frozenset(name for name in letters if self.is_whole(name))
+        summed = _lacking(left, right)
+        whole = frozenset(name for name in held if self.is_whole(name))
         additive = frozenset(i for i, (term, _) in enumerate(operands) if term.additive)
         products = any(len(dim) > 1 for dims in (*left, *right) for dim in dims)
         return Recipe(left, right, whole, summed, additive, products)
@@ -157,7 +155,7 @@ class _Binder:
         """The dims that an argument picks of a tensor of ``ndim`` dims; None or an empty list: all."""
         value = self.picked[name]
         if value is None or value == ():
-            return () if name[-1] == "!" else tuple(range(ndim))
+            return () if value == () and name[-1] == "!" else tuple(range(ndim))
         found = tuple(v + ndim if v < 0 else v for v in ((value,) if isinstance(value, int) else value)) if ndim else ()
         if any(not 0 <= v < ndim for v in found):
             raise _Misfit
@@ -250,6 +248,12 @@ class _Binder:
     def kept(self, dims: Dims, held: frozenset[str]) -> Dims:
         """Dims of a result that no operand has are new, and no factors."""
         return tuple(dim if held.issuperset(dim) else () for dim in dims)
+
+
+def _lacking(operands: Sequence[Dims], results: Sequence[Dims]) -> tuple[str, ...]:
+    """The factors of operands that some result lacks."""
+    letters = dict.fromkeys(name for dims in operands for dim in dims for name in dim)
+    return tuple([name for name in letters if not results or any(all(name not in dim for dim in dims) for dims in results)])
 
 
 # --- sizes, for each call ---------------------------------------------------------------------------------------------

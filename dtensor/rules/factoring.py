@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
+from ..base.caches import remembered
 from ..base.nested import tensors
 from ..comm.fold import identity
+from ..layout.layout import Split
 from ..placement import Monoid, Partial
-from .binding import Reduction, Sizes, bind, label_of
+from .binding import Sizes, bind, label_of
 from .call import Call
 from .kernels import At, KernelContext, plain_op
 from .notation import Pattern, Term, is_group
-from .rule import Factors, Kernel, Word
+from .rule import Factors, Kernel, Reduced, Word
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class by(Word):  # noqa: N801  a word, used like a function
         return self.table.get(call.get(self.argument))
 
 
-Reduce = Reduction | Callable[[Call], Reduction | None] | None
+Left = Reduced | Callable[[Call], Reduced | None] | None  # "R": nothing is left, results are whole and the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +41,16 @@ class Notation(Word):
 
     Attributes:
         pattern: one, or what chooses one for a call.
-        reduce: what shards of a factor leave of results that lack it; None: they must be whole. Means of uneven blocks weigh by
-            their shares of the whole.
-        sums: the letters, groups and picked dims that this holds for; None: all.
-        refuses_nothing: the operator does not reduce blocks without elements: they stand for the identity of ``reduce``.
+        left: what shards of a letter (a group, a picked dim; "*": of any) leave of results that lack it; where nothing is said it
+            must be whole. Means of uneven blocks weigh by their shares of the whole.
+        refuses_nothing: the operator does not reduce blocks without elements: they stand for the identity.
         kernel: what computes with blocks of the factors that the notation has in brackets (None for a call: nothing does).
         kernels: kernels of other letters.
         sizes: sizes of letters that are no dim of an operand: the argument that says it, or a function of the call.
     """
 
     pattern: Pattern | by
-    reduce: Reduce = None
-    sums: frozenset[str] | None = None
+    left: Mapping[str, Left] = field(default_factory=dict)
     refuses_nothing: bool = False
     kernel: Kernel | Callable[[Call], Kernel | None] | None = None
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
@@ -58,46 +58,46 @@ class Notation(Word):
 
     def __call__(self, call: Call) -> Factors | None:
         pattern = self.pattern if isinstance(self.pattern, Pattern) else self.pattern(call)
-        op = self.reduce(call) if callable(self.reduce) and not isinstance(self.reduce, Monoid) else self.reduce
         markers = _markers(pattern, call)
         if markers:
             call = replace(call, results=tuple(None if i in markers else meta for i, meta in enumerate(call.results)))
-        factors = None if pattern is None else bind(pattern, call, op, self.sizes)
+        factors = None if pattern is None else bind(pattern, call, "sum", self.sizes)
         if factors is None:
             return None
-        reduced, whole, kernels = dict(factors.reduced), factors.whole, dict[str, Kernel]()
-        if self.sums is not None:
-            reduced = {name: op for name, op in reduced.items() if label_of(name) in self.sums}
-        reduced, whole, kernels = self._reduced(call, factors, reduced, op)
+        reduced, kernels = self._reduced(call, factors) if self.left else ({}, {})
+        whole = factors.whole
         kernel = self.kernel(call) if callable(self.kernel) else self.kernel
         if kernel is not None:
-            kernels.update(dict.fromkeys(sorted(factors.whole), kernel))
-            whole = whole - factors.whole
+            kernels.update(dict.fromkeys(sorted(whole), kernel))
+            whole = frozenset()
         kernels.update({name: kernel for name, kernel in self.kernels.items() if name in factors.sizes})
         if markers:  # they lack every factor, and are the same on all ranks
             kernels = {name: Kernel(plain_op) for name in factors.sizes if name not in whole} | kernels
         results = factors.results if not markers else _with_markers(factors, markers, call)
         return Factors(factors.operands, results, factors.sizes, whole, reduced, factors.additive, kernels)
 
-    def _reduced(
-        self, call: Call, factors: Factors, reduced: dict[str, Reduction], op: Reduction | None
-    ) -> tuple[dict[str, Reduction], frozenset[str], dict[str, Kernel]]:
-        """What is reduced as it stands, what must be whole, and kernels for blocks that the operator does not combine."""
-        if not reduced or op is None or self.kernel is not None:
-            return reduced, factors.whole, {}
-        if self.refuses_nothing and op in ("max", "min"):
-            if any(factors.sizes[name] == 0 for name in reduced):
-                return {}, factors.whole.union(reduced), {}  # the operator itself says that there is none
-            if any(split is not None and 0 in split.sizes for layout in call.operands for split in layout.splits):
-                stand_in = Kernel(IDENTITIES[op], Partial(op), joint=True)
-                return {}, factors.whole, dict.fromkeys(reduced, stand_in)
-        if op == "avg" and _uneven(call, factors, reduced):
-            return {}, factors.whole, dict.fromkeys(reduced, SHARES)
-        return reduced, factors.whole, {}
+    def _reduced(self, call: Call, factors: Factors) -> tuple[dict[str, Reduced], dict[str, Kernel]]:
+        """What shards leave, and kernels for blocks that the operator does not combine."""
+        reduced: dict[str, Reduced] = {}
+        for name in factors.reduced:
+            left = self.left.get(label_of(name), self.left.get("*"))
+            op = left(call) if callable(left) and not isinstance(left, Monoid) else left
+            if op is not None:
+                reduced[name] = op
+        kernels: dict[str, Kernel] = {}
+        if self.refuses_nothing and any(factors.sizes[name] == 0 for name in reduced):
+            return {}, kernels  # the operator itself says that there is nothing
+        empty = self.refuses_nothing and _some_block(call, lambda split: 0 in split.sizes)
+        uneven = "avg" in reduced.values() and _some_block(call, lambda split: not split.even)
+        for name, op in tuple(reduced.items()):
+            if empty or (uneven and op == "avg"):
+                kernels[name] = SHARES if op == "avg" else identity_of_nothing(op)
+                del reduced[name]
+        return reduced, kernels
 
     def own(self) -> tuple[Any, ...]:
-        given = (self.reduce, self.kernel, *self.kernels.values(), *(size for size in self.sizes.values() if callable(size)))
-        return tuple(item for item in given if item is not None and not isinstance(item, (str, Monoid)))
+        given = (*self.left.values(), self.kernel, *self.kernels.values(), *self.sizes.values())
+        return tuple(item for item in given if (callable(item) and not isinstance(item, Monoid)) or isinstance(item, Kernel))
 
     def __str__(self) -> str:
         return (
@@ -124,12 +124,8 @@ def _with_markers(factors: Factors, markers: frozenset[int], call: Call) -> Any:
 
 
 # --- blocks that the operator does not combine by itself ---------------------------------------------------------------
-def _uneven(call: Call, factors: Factors, names: Mapping[str, Any]) -> bool:
-    for dims, layout in zip(factors.operands, call.operands, strict=True):
-        for dim, split in zip(dims, layout.splits, strict=True):
-            if split is not None and not split.even and not names.keys().isdisjoint(dim):
-                return True
-    return False
+def _some_block(call: Call, are: Callable[[Split], bool]) -> bool:
+    return any(split is not None and are(split) for layout in call.operands for split in layout.splits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,26 +169,32 @@ def device_of(args: Any) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class OrIdentity(Word):
-    """The operator on blocks that have elements; the identity of a reduction in the place of others."""
+    """The operator on blocks that have elements; the identities of reductions in the place of its results of others."""
 
-    op: str
+    ops: tuple[Any, ...]
 
     def __call__(self, at: KernelContext, *args: Any, **kwargs: Any) -> Any:
         op = at.call.func.overloadpacket
-        result = at.results[0]
-        assert result is not None
+        layouts = [layout for layout in at.results if layout is not None]
 
-        def one(here: At, args: Any, kwargs: Any) -> torch.Tensor:
-            block = tensors(args)[0]
-            if block.numel():
-                value: torch.Tensor = op(*args, **kwargs)
-                return value
-            return identity(
-                self.op, block.new_empty(result.local_shape(at.call.mesh.coordinates[here.member]), dtype=result.dtype)
-            )
+        def one(here: At, args: Any, kwargs: Any) -> Any:
+            blocks = tensors(args)
+            if all(block.numel() for block in blocks):
+                return op(*args, **kwargs)
+            shapes = [layout.local_shape(layout.mesh.coordinates[here.member]) for layout in layouts]
+            made = [blocks[0].new_empty(shape, dtype=layout.dtype) for shape, layout in zip(shapes, layouts, strict=True)]
+            values = tuple(identity(op, like) for op, like in zip(self.ops, made, strict=True))
+            return values if len(values) > 1 else values[0]
 
         return at.map(one, args, kwargs)
 
 
 SHARES = Kernel(Shares(), Partial("sum"), joint=True)
-IDENTITIES = {"max": OrIdentity("max"), "min": OrIdentity("min")}
+
+
+@remembered(256)
+def identity_of_nothing(op: Reduced) -> Kernel:
+    """The kernel of a reduction whose operator refuses blocks without elements."""
+    ops = op if isinstance(op, tuple) else (op,)
+    lacking = tuple(Partial(each) for each in ops)
+    return Kernel(OrIdentity(ops), lacking if len(lacking) > 1 else lacking[0], joint=True)

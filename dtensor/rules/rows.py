@@ -7,7 +7,8 @@
 ``monotone``, ``falling``   ``f(max(a, b)) = max(f(a), f(b))``; a falling one makes the maximum a minimum
 ``one_of("x", "other")``    each element of the result is an element of one of these
 ``copies``                  each element of the result is an element of the operand, in any order
-``forgets``                 the results do not depend on what this operand holds
+``forgets``                 the results do not depend on what the first operand holds
+``on_floats("max,R -> max")``  rows for floating results, where nothing wraps around
 =========================== =======================================================================================
 """
 
@@ -81,6 +82,21 @@ class _Forgets(Word):
 forgets = _Forgets()
 
 
+@dataclass(frozen=True, slots=True)
+class on_floats(Word):  # noqa: N801
+    """Rows that hold where nothing wraps around: the result is floating, and no step is given (plans do not know its value)."""
+
+    rows: tuple[str, ...]
+
+    def __init__(self, *rows: str) -> None:
+        object.__setattr__(self, "rows", rows)
+
+    def __call__(self, call: Call) -> tuple[str, ...]:
+        alpha, result = call.get("alpha", 1), call.results[0]
+        floating = result is not None and result.dtype.is_floating_point
+        return self.rows if floating and type(alpha) is int and alpha == 1 else ()
+
+
 def _row(left: Iterable[str], right: str, call: Call) -> str:
     count = sum(meta is not None for meta in call.results)
     return f"{','.join(left)} -> {','.join([right] * count)}"
@@ -93,7 +109,7 @@ class together(Word):  # noqa: N801
     parts: tuple[Any, ...]
 
     def __call__(self, call: Call) -> tuple[str | Row, ...]:
-        return tuple(row for part in self.parts for row in (part(call) if callable(part) else (part,)))
+        return tuple(row for part in self.parts for row in ((part(call) or ()) if callable(part) else (part,)))
 
     def own(self) -> tuple[Any, ...]:
         return tuple(part for part in self.parts if callable(part) and not isinstance(part, Word))
@@ -106,3 +122,26 @@ def rows(*parts: Any) -> Any:
         flat += part if isinstance(part, tuple) else [part]
     made: Partials | Word = together(tuple(flat)) if any(map(callable, flat)) else tuple(flat)
     return made
+
+
+# --- what is written, for those who try it ------------------------------------------------------------------------------
+def written(partials: Any) -> tuple[str | Row, ...]:
+    """The rows that stand in a rule as they are, not those that a word or a function makes for a call."""
+    parts = partials.parts if isinstance(partials, together) else () if callable(partials) else partials
+    return tuple(part for part in parts if not callable(part))
+
+
+def reductions(partials: Any) -> frozenset[str]:
+    """The reductions that rows and words speak of (a function's are not known)."""
+    found: set[str] = set()
+    for part in (partials,) if callable(partials) else partials:
+        match part:
+            case str():
+                found.update(word.strip().removesuffix("...") for side in part.split("->") for word in side.split(","))
+            case together(parts=parts) | on_floats(rows=parts):
+                found |= reductions(parts)
+            case one_of() | _Forgets():
+                found.update(REDUCE_OPS)
+            case linear():
+                found.update(("sum", "avg"))
+    return frozenset(found.intersection(REDUCE_OPS))

@@ -64,6 +64,9 @@ class Kernel:
     joint: bool = False
 
 
+Reduced = str | Monoid | tuple[str | Monoid, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Factors:
     """A rule applied to one call.
@@ -72,7 +75,7 @@ class Factors:
         operands, results: the factors of each tensor dim.
         sizes: global size of each factor.
         whole: factors that every rank needs whole.
-        reduced: factor -> reduce op of the results that lack it.
+        reduced: factor -> reduce op of the results that lack it ("R": they are whole, and the same), or one for each result.
         additive: operands that are added once, so they are Partial wherever a factor is summed.
         kernels: factor -> kernel to run instead of the op when this factor is sharded.
         rows: the rows of the factors, where they do not follow from their positions (a user's table of placements).
@@ -85,7 +88,7 @@ class Factors:
     results: tuple[Dims, ...]
     sizes: Mapping[str, int]
     whole: frozenset[str] = frozenset()
-    reduced: Mapping[str, str | Monoid] = field(default_factory=dict)
+    reduced: Mapping[str, Reduced] = field(default_factory=dict)
     additive: frozenset[int] = frozenset()
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
@@ -154,8 +157,8 @@ class Rule:
         partials: how partial operands pass through (see :func:`parse_partial`; a :class:`Row` says what a text cannot), or a
             function of the call giving the rows.
         when: a predicate on a full choice, true only where the local ops give the right blocks.
-        nonempty: letters, groups and picked dims of the notation whose blocks must all have elements, ``"*"`` of all of them: the
-            operator refuses to have none.
+        nonempty: letters, groups and picked dims of the notation whose blocks must all have elements, ``"*"`` of all of them,
+            ``"reduced"`` of what shards are combined of: the operator refuses to have none.
         local_args: arguments to replace for one member: ``local_args(call, view) -> {name: value}`` (``local`` may take
             further ones).
         local: a function to call instead of the op, same arguments.
@@ -201,12 +204,22 @@ class Rule:
 
     def allows(self, choice: Choice) -> bool:
         """Whether the local ops give the right blocks: a mean of means is the mean where all blocks have one size."""
+        reduced = choice.factors.reduced
         for name, split in choice.splits.items():
-            if self.nonempty and 0 in split.sizes and (self.nonempty == "*" or name.partition(".")[0] in labels(self.nonempty)):
+            if self.nonempty and 0 in split.sizes and self._needs_elements(name, reduced):
                 return False
-            if choice.factors.reduced.get(name) == "avg" and not split.even:
+            if reduced.get(name) == "avg" and not split.even:
                 return False
         return self.when is None or self.when(choice)
+
+    def _needs_elements(self, factor: str, reduced: Mapping[str, Any]) -> bool:
+        match self.nonempty:
+            case "*":
+                return True
+            case "reduced":
+                return factor in reduced
+            case _:
+                return factor.partition(".")[0] in labels(self.nonempty)
 
 
 def labels(words: str) -> frozenset[str]:
@@ -215,7 +228,7 @@ def labels(words: str) -> frozenset[str]:
     >>> sorted(labels("m s* @dim"))
     ['dim', 'm', 's']
     """
-    return frozenset(word.strip("@!*.") for word in words.split())
+    return frozenset(word.strip("@!*.") for word in words.split() if word != "*")
 
 
 def stands(dims: Dims, factor: str) -> int | None:
@@ -245,7 +258,7 @@ def _row_of(factors: Factors, name: str) -> Row | None:
         return None  # twice in one operand, as on a diagonal
     kernel = factors.kernels.get(name)
     op = factors.reduced.get(name)
-    lacking: Spec | tuple[Spec, ...] = kernel.lacking if kernel is not None else Partial(op) if op is not None else R
+    lacking: Spec | tuple[Spec, ...] = kernel.lacking if kernel is not None else _left(op)
     if kernel is None and op is None and any(d is None for d in result_dims):
         return None
     summed = all(d is None for d in result_dims)  # elsewhere each block of the result needs the operand whole
@@ -256,6 +269,13 @@ def _row_of(factors: Factors, name: str) -> Row | None:
         return None
     results = tuple(spec if d is None else Along(name) for d, spec in zip(result_dims, each, strict=True))
     return Row(operands, results, name, kernel)
+
+
+def _left(op: Reduced | None) -> Spec | tuple[Spec, ...]:
+    """What shards of a factor leave of results that lack it."""
+    if isinstance(op, tuple):
+        return tuple(R if each == "R" else Partial(each) for each in op)
+    return R if op is None or op == "R" else Partial(op)
 
 
 @remembered(4096)

@@ -27,7 +27,7 @@ from ..placement import Monoid
 from .binding import Reduction, ShapesOf, Sizes
 from .binding import bind as bind
 from .call import Call
-from .factoring import Notation, Reduce, by
+from .factoring import Left, Notation, by
 from .folds import Fold, Taking
 from .notation import Pattern, parse
 from .registry import register
@@ -47,7 +47,7 @@ def einsum(
     """A rule by pattern. ``linear``: linear in each operand, so a letter absent on the right is summed, and partial sums pass
     beside factors that are known to be finite."""
     parsed = parse(pattern)
-    factors = Notation(parsed, "sum" if linear else None, sizes=sizes or {})
+    factors = Notation(parsed, {"*": "sum"} if linear else {}, sizes=sizes or {})
     options.setdefault("shapes", ShapesOf(parsed))
     passing = rows(partials, _multilinear(parsed) if linear else ())
     return register(names, Rule(factors, passing, kind="einsum", **options))
@@ -57,8 +57,8 @@ def blockwise(
     names: str,
     pattern: str | by,
     *,
-    sums: str = "",
-    reduce: Reduce = "sum",
+    sums: str | Mapping[str, Left] = "",
+    reduce: Left = "sum",
     refuses_nothing: bool = False,
     kernel: Kernel | MakeKernel | None = None,
     kernels: Mapping[str, Kernel] | None = None,
@@ -70,25 +70,25 @@ def blockwise(
     """A rule by pattern (or by several, ``by("left", {True: ..., False: ...})``), in which nothing is taken to be linear.
 
     Args:
-        sums: letters, groups and picked dims whose blocks give terms of the results that lack them, which ``reduce`` combines.
-            Other letters absent on the right must be whole.
+        sums: letters, groups and picked dims (``"*"``: all) whose blocks give terms of results that lack them, which ``reduce``
+            combines; or what each leaves, ``{"n": "sum", "k": "R"}``, also one for each result. Others must be whole.
         reduce: a reduction, or a word that chooses one for a call: ``by("reduction", {1: "avg", 2: "sum"})``.
         refuses_nothing: the operator does not reduce blocks without elements.
         kernel: what computes with blocks of the dims in brackets; ``kernels``: by letter.
         sizes: letters whose sizes an argument says: ``{"r": "upscale_factor"}``.
     """
-    given = "*" if sums == "*" else labels(sums)
-    factors = Notation(
-        _pattern(pattern), reduce, None if given == "*" else frozenset(given), refuses_nothing, kernel, kernels or {}, sizes or {}
-    )
+    left = dict.fromkeys(labels(sums) or {"*"}, reduce) if isinstance(sums, str) and sums else dict(sums or {})
+    if refuses_nothing:
+        options.setdefault("nonempty", "reduced")
+    factors = Notation(_pattern(pattern), left, refuses_nothing, kernel, kernels or {}, sizes or {})
     return register(names, Rule(factors, rows(partials), kind=kind, **options))
 
 
-def reduce(names: str, op: Reduce, dim: str = "dim", *, kernel: Kernel | MakeKernel | None = None, **options: Any) -> Rule:
+def reduce(names: str, op: Left, dim: str = "dim", *, kernel: Kernel | MakeKernel | None = None, **options: Any) -> Rule:
     """A rule for operations that reduce the dims in argument ``dim``; their shards combine by ``op`` (None: must be whole)."""
     pattern = f"a* {f'@{dim}' if kernel is None and op is not None else f'[@{dim}]'} b* -> each: a* b*"
     options.setdefault("shapes", ShapesOf(parse(pattern)))
-    return blockwise(names, pattern, sums="*", reduce=op, kernel=kernel, kind="reduce", **options)
+    return blockwise(names, pattern, sums={"*": op}, kernel=kernel, kind="reduce", **options)
 
 
 def along(names: str, dim: str = "dim", *, kernel: Kernel | MakeKernel | None = None, **options: Any) -> Rule:

@@ -11,7 +11,8 @@ import torch
 
 from ..layout.layout import chunk_sizes
 from ..mesh.device_mesh import DeviceMesh, init_device_mesh
-from ..placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
+from ..placement import Partial, Placement, Replicate, Shard
+from ..rules.rows import reductions
 from ..rules.rule import Rule
 from .scatter import can_be_partial
 
@@ -52,10 +53,8 @@ def ragged_sizes(size: int, ranks: int) -> tuple[int, ...]:
 
 def partial_ops(rule: Rule | None) -> list[str]:
     """The reductions to try: the usual ones and those that the rule speaks of."""
-    rows = rule.partials if rule is not None and not callable(rule.partials) else ()
-    texts = [row for row in rows if isinstance(row, str)]
-    declared = {word.strip().removesuffix("...") for text in texts for side in text.split("->") for word in side.split(",")}
-    return ["sum", "avg", "max", *sorted(op for op in declared if op in REDUCE_OPS and op not in ("sum", "avg", "max"))]
+    declared = reductions(() if rule is None else rule.partials)
+    return ["sum", "avg", "max", *sorted(declared.difference(("sum", "avg", "max")))]
 
 
 def combinations(

@@ -14,6 +14,7 @@ from ..layout.layout import chunk_sizes
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate, Shard
 from ..propagation.row_costs import Where
+from ..rules.rows import written
 from ..rules.rule import Rule, parse_partial
 from .forcing import Rows, rows_of
 from .placements import Combination, mesh_of, ragged_sizes
@@ -59,7 +60,7 @@ class Coverage:
         """Rows of terms that are written out in a rule, which no call that was tried has."""
         found = []
         for rule, counts in self.rules.values():
-            for text in () if callable(rule.partials) else rule.partials:
+            for text in written(rule.partials):
                 made = [text if not isinstance(text, str) else parse_partial(text, *count) for count in counts]
                 if not any(row is not None and _text(row) in self.declared for row in made):
                     found.append(str(text))

@@ -11,11 +11,13 @@ import dtensor as dt
 from dtensor.errors import RuleError
 from dtensor.propagation.propagate import make_call
 from dtensor.propagation.schema import operator_of
+from dtensor.rules import rules
 from dtensor.rules.binding import bind
 from dtensor.rules.call import Call, Meta
-from dtensor.rules.factoring import by
-from dtensor.rules.notation import parse
-from dtensor.rules.rows import copies, forgets, linear, monotone, one_of, rows
+from dtensor.rules.factoring import Notation, by
+from dtensor.rules.notation import is_picked, parse
+from dtensor.rules.rows import copies, forgets, linear, monotone, one_of, together
+from dtensor.rules.rows import rows as rows_of
 
 aten = torch.ops.aten
 
@@ -157,11 +159,40 @@ def test_rows_in_words() -> None:
     assert "R,R,max -> max" in one_of("self", "mat2")(call)
     assert "R,R,sum -> sum" not in one_of("self", "mat2")(call)
     assert forgets(call)[0] == "sum,R,R -> R"
-    assert rows(monotone, copies, "sum -> R") == (*monotone, *copies, "sum -> R")
-    assert rows(linear("mat1"), monotone)(call) == (*linear("mat1")(call), *monotone)
+    assert rows_of(monotone, copies, "sum -> R") == (*monotone, *copies, "sum -> R")
+    assert rows_of(linear("mat1"), monotone)(call) == (*linear("mat1")(call), *monotone)
 
 
 def test_a_table_chooses_by_the_value_of_an_argument() -> None:
     call = call_of(aten.mse_loss.default, [()], self=size(5), target=size(5), reduction=1)
     assert by("reduction", {1: "avg", 2: "sum"})(call) == "avg"
     assert by("reduction", {2: "sum"})(call) is None
+
+
+def _names_in(word: Any) -> set[str]:
+    """The arguments that a rule's words name."""
+    if isinstance(word, (linear, one_of)):
+        return set(word.names)
+    if isinstance(word, together):
+        return set().union(*map(_names_in, word.parts))
+    if isinstance(word, by):
+        return {word.argument}.union(*map(_names_in, word.table.values()))
+    if isinstance(word, Notation):
+        patterns = word.pattern.table.values() if isinstance(word.pattern, by) else [word.pattern]
+        named = {term.name for pattern in patterns for term in pattern.operands} - {"", "each"}
+        picked = {dim[0].strip("@!") for pattern in patterns for term in pattern.operands for dim in term.dims if is_picked(dim)}
+        sizes = {size for size in word.sizes.values() if isinstance(size, str)}
+        return named | picked | sizes | (_names_in(word.pattern).union(*map(_names_in, word.left.values())))
+    return set()
+
+
+@pytest.mark.parametrize("name", sorted(rules()))
+def test_words_name_arguments_that_the_operator_has(name: str) -> None:
+    """A word that names none says nothing."""
+    namespace, _, base = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), base.partition(".")[0], None)
+    if packet is None:  # another build of torch
+        return
+    known = {argument.name for overload in packet.overloads() for argument in getattr(packet, overload)._schema.arguments}
+    known.add("dim")  # what an operator lacks picks all: `_is_any_true` has no dims to choose
+    assert _names_in(rules()[name].factors) | _names_in(rules()[name].partials) <= known
