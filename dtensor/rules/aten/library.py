@@ -2,7 +2,6 @@
 
 from . import (
     attention,
-    bags,
     batch_norm,
     comparison,
     composed,
@@ -43,7 +42,6 @@ from . import (
 
 __all__ = [
     "attention",
-    "bags",
     "batch_norm",
     "comparison",
     "composed",
