@@ -1,48 +1,179 @@
-"""Indices into a dim that is sharded: which of them a rank's block holds, and where in it."""
+"""Elements that operands name by index, in dims that are sharded: each rank reads and writes those that its own block holds.
+
+Read: zeros stand for what others hold, so that the ranks' results are terms of a sum. Written: what belongs to others goes to a
+scratch row. No block moves. How an operator names elements is an :class:`Address`; it is declared by ``reads`` and ``writes``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..base.caches import remembered
 from ..base.torch_internals import assert_async
+from ..layout.layout import Layout
+from .call import Call
+from .kernels import At, KernelContext
 
 
-def located(
-    index: torch.Tensor, offset: int, size: int, total: int, *, negative: bool, error: type[Exception]
-) -> tuple[Any, Any]:
-    """(whether the block ``offset .. offset + size`` of ``total`` holds each index, its position there, any valid one elsewhere).
+# --- how elements are named -------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Which elements of operand 0 an index means.
+
+    Attributes:
+        argument: the position of the argument.
+        dims: the dims that are indexed; None where a mask picks, so that the data decide.
+        form: ``"table"``: the dims of the index stand in place of the dim; ``"rows"``: the same, one dim always; ``"elements"``:
+            an index for each element, the other dims go together; ``"places"``: a list, an index for each dim; ``"flat"``: one
+            for all dims, as if they were one.
+        negative: whether negative indices count from the end.
+        error: what the operator raises for an index that is out of range.
+    """
+
+    argument: int
+    dims: Callable[[Call], tuple[int, ...] | None]
+    form: str
+    negative: bool = False
+    error: type[Exception] = IndexError
+
+
+def _of_argument(call: Call) -> tuple[int, ...]:
+    return call.dims("dim", len(call.shape(0)))
+
+
+def masked(call: Call) -> bool:
+    """Whether some index is a mask: then the data decide how many elements are meant."""
+    return any(isinstance(item, Layout) and item.dtype in (torch.bool, torch.uint8) for item in call["indices"])
+
+
+def _of_list(call: Call) -> tuple[int, ...] | None:
+    return None if masked(call) else tuple(d for d, item in enumerate(call["indices"]) if isinstance(item, Layout)) or None
+
+
+TABLE = Address(1, lambda call: (0,), "table")
+ROWS = Address(2, _of_argument, "rows")
+ELEMENTS = Address(2, _of_argument, "elements", error=RuntimeError)
+PLACES = Address(1, _of_list, "places", negative=True)
+FLAT = Address(1, lambda call: tuple(range(len(call.shape(0)))), "flat", negative=True)
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+def read_owned(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
+    """The elements that the block holds, zeros in place of the others."""
+    op = op or _functional(at)
+    dims = address.dims(at.call) or ()
+    lead = lead_of(dims)
+
+    def own(here: At, block: Tensor, *rest: Any) -> Tensor:
+        inside, positions = _located(at, here.member, address, rest[address.argument - 1], dims)
+        found = op(_with_room(block, dims), *_with_index(address, rest, positions, dims, block.ndim), **named)
+        beside = (1,) * (found.ndim - lead - inside.ndim)
+        result: Tensor = found.masked_fill_(~inside.reshape((*inside.shape, *beside)), 0)
+        return result
+
+    return at.map(own, *args)
+
+
+def write_owned(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
+    """What belongs to the block is written there, what belongs to others to a row that is dropped."""
+    op = op or _functional(at)
+    dims = address.dims(at.call) or ()
+
+    def own(here: At, block: Tensor, *rest: Any) -> Tensor:
+        inside, positions = _located(at, here.member, address, rest[address.argument - 1], dims)
+        positions[0] = torch.where(inside, positions[0], block.shape[dims[0]])
+        made = op(_with_room(block, dims, 1), *_with_index(address, rest, positions, dims, block.ndim), **named)
+        for d in dims:
+            made = made.narrow(d, 0, block.shape[d])
+        return made
+
+    return at.map(own, *args)
+
+
+def _functional(at: KernelContext) -> Any:
+    """The operator that gives a new tensor, whatever variant is called."""
+    return getattr(torch.ops.aten, at.call.func._schema.name.removeprefix("aten::").removesuffix("_"))
+
+
+def lead_of(dims: Sequence[int]) -> int:
+    """Where the dims of the indices stand in what is picked: in place of adjacent dims, else in front."""
+    return dims[0] if dims and dims[-1] - dims[0] == len(dims) - 1 else 0
+
+
+def _located(at: KernelContext, member: int, address: Address, given: Any, dims: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+    """Whether the member's block holds each element, and its positions there; where it does not, valid ones.
 
     Raises:
-        error: an index is out of range, as the operator does on plain tensors (on an accelerator a device-side assertion).
+        address.error: an index is out of range, as on plain tensors (on an accelerator a device-side assertion).
     """
+    layout = at.operands[0]
+    extents = _extents(layout, member, dims)
+    if address.form == "flat":
+        indices = _unravelled(_checked(address, given, layout.numel), tuple(layout.shape))
+    else:
+        indices = [index for index in given if index is not None] if address.form == "places" else [given]
+        indices = [_checked(address, index, total) for index, (_, _, total) in zip(indices, extents, strict=True)]
+    inside: Any = True
+    positions = []
+    for index, (offset, size, _) in zip(torch.broadcast_tensors(*indices), extents, strict=True):
+        inside = (index >= offset) & (index < offset + size) & inside
+        positions.append((index - offset).clamp(0, max(0, size - 1)))
+    return inside, positions
+
+
+@remembered(4096)
+def _extents(layout: Layout, member: int, dims: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    """Of each dim where the member's block begins, its size, and that of the whole."""
+    coordinate = layout.mesh.coordinates[member]
+    offset, size = layout.local_offset(coordinate), layout.local_shape(coordinate)
+    return tuple([(offset[d], size[d], layout.shape[d]) for d in dims])
+
+
+def _checked(address: Address, index: Tensor, total: int) -> Tensor:
+    """The index, counted from the front."""
     index = index.long()
-    _check_range(index, total, negative, error)
-    position = (torch.where(index < 0, index + total, index) if negative else index) - offset
-    return (position >= 0) & (position < size), position.clamp(0, max(0, size - 1))
+    least = -total if address.negative else 0
+    if not index.is_meta and index.numel():
+        fits = ((index >= least) & (index < total)).all()
+        if index.device.type != "cpu" or type(fits) is not Tensor:  # nobody can look into a FakeTensor
+            assert_async(fits)
+        elif not fits:
+            raise address.error(f"index out of range: found one outside [{least}, {total - 1}]")
+    return torch.where(index < 0, index + total, index) if least else index
 
 
-def _check_range(index: torch.Tensor, total: int, negative: bool, error: type[Exception]) -> None:
-    if index.is_meta or not index.numel():
-        return
-    fits = ((index >= (-total if negative else 0)) & (index < total)).all()
-    if index.device.type != "cpu" or type(fits) is not torch.Tensor:  # nobody can look into a FakeTensor
-        assert_async(fits)
-    elif not fits:
-        raise error(f"index out of range: found one outside [{-total if negative else 0}, {total - 1}]")
+def _unravelled(index: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+    """An index for each dim, of elements in row-major order."""
+    found = []
+    for size in reversed(shape):
+        found.append(index.remainder(max(1, size)))
+        index = index.div(max(1, size), rounding_mode="floor")
+    return found[::-1]
 
 
-def along_dim(mask: torch.Tensor, dim: int, ndim: int) -> torch.Tensor:
-    """A mask over one dim in a shape that broadcasts with a tensor of ``ndim`` dims."""
-    return mask.reshape([-1 if d == dim else 1 for d in range(ndim)])
+def _with_index(address: Address, rest: Sequence[Any], positions: list[Tensor], dims: Sequence[int], ndim: int) -> list[Any]:
+    """The arguments behind operand 0, positions in the block in place of the index."""
+    by_dim = dict(zip(dims, positions, strict=True))
+    given = [by_dim.get(d) for d in range(ndim)] if address.form in ("places", "flat") else positions[0]
+    return [*rest[: address.argument - 1], given, *rest[address.argument :]]
 
 
-def with_scratch(block: torch.Tensor, dim: int) -> torch.Tensor:
-    """A copy with one more element along ``dim``, for what belongs to other ranks to be written to."""
+def _with_room(block: Tensor, dims: Sequence[int], more: int = 0) -> Tensor:
+    """``block``, or a copy with ``more`` along the first of ``dims`` and at least one element along each: zeros."""
     shape = list(block.shape)
-    shape[dim] += 1
-    made = block.new_empty(shape)
-    made.narrow(dim, 0, block.shape[dim]).copy_(block)
-    made.select(dim, block.shape[dim]).zero_()
+    shape[dims[0]] += more
+    for d in dims:
+        shape[d] = max(1, shape[d])
+    if shape == list(block.shape):
+        return block
+    made = within = block.new_empty(shape)
+    for d in dims:
+        made.narrow(d, block.shape[d], shape[d] - block.shape[d]).zero_()
+        within = within.narrow(d, 0, block.shape[d])
+    within.copy_(block)
     return made

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from ...placement import REDUCE_OPS, Monoid, Partial
+from ...placement import REDUCE_OPS, Partial
 from ..call import Call
+from ..indexed import no_foreign_zeros
 from ..kernels import At, KernelContext
-from ..rule import LINEAR_PARTIAL, Choice, Factors, Kernel, LocalView
+from ..rule import LINEAR_PARTIAL, Factors, Kernel, LocalView
 from ..verbs import kernel_rule, view
 from ..windows import count_below
 from .views import own_factors
@@ -22,13 +23,6 @@ ZEROS_PASS = tuple(f"{op} -> {op}" for op in REDUCE_OPS)  # zeros reduce to zero
 ONE_OF_TWO = tuple(f"{op},{op} -> {op}" for op in REDUCE_OPS) + tuple(
     row for op in ("avg", "max", "min") for row in (f"{op},R -> {op}", f"R,{op} -> {op}")
 )
-
-
-def no_foreign_zeros(choice: Choice) -> bool:
-    """Kernels that fill with zeros do not meet terms of a reduction that zeros may change."""
-    return all(row.kernel is None for row in choice.rows) or not any(
-        isinstance(spec, Partial) and isinstance(spec.reduce_op, Monoid) for row in choice.rows for spec in row.operands
-    )
 
 
 # --- slices ---
