@@ -26,7 +26,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 def attention_block(query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> tuple[Tensor, Tensor]:
     """Rows without keys are zeros."""
     if query.numel() and key.numel():
-        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, *args, **given)  # type: ignore[no-any-return]
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, *args, **given)
     rows = query.shape[:3]
     return query.new_zeros(*rows, value.shape[3]), query.new_zeros(rows, dtype=sums_dtype(query))
 
@@ -34,7 +34,7 @@ def attention_block(query: Tensor, key: Tensor, value: Tensor, *args: Any, **giv
 @on_each_rank
 def attention_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> Gradients:
     if query.numel() and key.numel():
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, query, key, value, *args, **given)  # type: ignore[no-any-return]
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, query, key, value, *args, **given)
     return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
 
 
@@ -89,7 +89,7 @@ def part_gradients(meeting: Meeting, grad: Tensor, query: Tensor, key: Tensor, v
     if seen is None:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     causal = seen.pop("is_causal")
-    return attention_gradients(grad, query, key, value, *rest, 0.0, causal, **seen)  # type: ignore[no-any-return]
+    return attention_gradients(grad, query, key, value, *rest, 0.0, causal, **seen)
 
 
 def share(sums: Tensor, total: Tensor) -> Tensor:
