@@ -230,7 +230,7 @@ def of_own_classes(at: KernelContext, target: Any, weight: Any, ignore_index: in
         local = own_targets(target, classes.start, len(classes), total, ignore_index)
         return local, None if weight is None else weight.narrow(0, classes.start, len(classes))
 
-    return at.map(own, target, weight)  # type: ignore[no-any-return]  # as own gives
+    return at.map(own, target, weight)
 
 
 def weight_of(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
@@ -250,7 +250,7 @@ def nll_loss(at: KernelContext, scores: Any, target: Any, weight: Any, reduction
 
     @on_each_rank
     def both(scores: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        return op(scores, target, weight, SUM, ignore_index) if target.numel() else (scores.sum(), scores.sum())  # type: ignore[no-any-return]
+        return op(scores, target, weight, SUM, ignore_index) if target.numel() else (scores.sum(), scores.sum())
 
     @on_each_rank
     def each(scores: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:

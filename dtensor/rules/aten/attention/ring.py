@@ -2,8 +2,7 @@
 
 Each rank combines the parts of its rows as they come, by the logarithms of the rows' sums (online softmax), so that it never
 holds more than two blocks of keys: its own share of the sequence and the next one, which arrives while it computes. Backward
-sends gradients of keys and values on with their block; the last pass brings them home. A causal mask needs no mask here: a block
-of keys before the rows is seen whole, one behind them not at all, the own one causally (Liu et al. 2023, "Ring attention with
+sends gradients of keys and values on with their block; the last pass brings them home (Liu et al. 2023, "Ring attention with
 blockwise transformers for near-infinite context", arXiv:2310.01889).
 
 Cost: with n ranks n - 1 passes of one block of keys and values, in backward n - 1 more of their gradients: the bytes of an
@@ -20,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Call
-from ..kernels import At, KernelContext
-from .attention_blocks import attention_block, attention_gradients, row_sums, share, span, sums_dtype, unseen
+from ...call import Call
+from ...kernels import At, KernelContext
+from .blocks import Meeting, part, part_gradients, row_sums, share, sums_dtype
 
 
 def ranks_in_ring(call: Call) -> int:
@@ -39,6 +38,7 @@ class Ring:
     """Blocks of keys and values on their way; after ``step`` passes a rank holds the block of the rank ``step`` places before."""
 
     at: KernelContext
+    scale: float | None
 
     @property
     def ranks(self) -> int:
@@ -54,6 +54,11 @@ class Ring:
         coordinate = self.at.call.mesh.coordinates[self.origin(member, step)]
         key, value = (self.at.operands[self.at.call.names.index(name)] for name in ("key", "value"))
         return key.local_shape(coordinate), value.local_shape(coordinate)
+
+    def meeting(self, here: At, step: int, mask: Tensor | None) -> Meeting:
+        """The rows of ``here`` and the keys that came to it."""
+        at, origin = self.at, self.origin(here.member, step)
+        return Meeting(at.held("query", 2, here.member), at.held("key", 2, origin), at.call["is_causal"], self.scale, mask)
 
     def unpacked(self, member: int, step: int, block: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a block."""
@@ -82,91 +87,54 @@ def packed(_: At, key: Tensor, value: Tensor) -> Tensor:
     return torch.cat([key.reshape(-1), value.reshape(-1)])
 
 
-def seen_by(ring: Ring, here: At, step: int, causal: bool, mask: Tensor | None) -> tuple[bool, bool, Tensor | None]:
-    """(whether the rows here see anything of the block, whether causally, the columns of the mask that belong to it)."""
-    origin = ring.origin(here.member, step)
-    columns = span(ring.at, "key", origin)
-    if mask is not None and mask.shape[-1] != 1:
-        mask = mask[..., columns.start : columns.stop]
-    return not causal or columns.start <= here.offset, causal and step == 0, mask
-
-
 def ring_attention(
-    at: KernelContext,
-    query: Any,
-    key: Any,
-    value: Any,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Any = None,
-    scale: Any = None,
+    at: KernelContext, query: Any, key: Any, value: Any, *flags: Any, attn_mask: Any = None, scale: Any = None
 ) -> Any:
     """Output and rows' sums of each rank's queries, as the operator gives them."""
-    ring = Ring(at)
-
-    def start(_: At, query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        rows, dtype = query.shape[:3], sums_dtype(query)
-        return query.new_zeros(*rows, value.shape[3], dtype=dtype), query.new_full(rows, -math.inf, dtype=dtype)
+    ring = Ring(at, scale)
 
     def meet(step: int) -> Callable[..., tuple[Tensor, Tensor]]:
-        def run(here: At, query: Tensor, block: Tensor, mask: Any, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-            seen, causal, mask = seen_by(ring, here, step, is_causal, mask)
-            if not seen:
-                return out, sums
-            key, value = ring.unpacked(here.member, step, block)
-            part, own = attention_block(query, key, value, dropout_p, causal, attn_mask=mask, scale=scale)
-            own = own.masked_fill(unseen(query, key, mask), -math.inf) if mask is not None or not key.numel() else own
-            total = torch.logaddexp(sums, own)
-            return out * share(sums, total) + part * share(own, total), total
+        def run(here: At, mask: Any, query: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+            return part(ring.meeting(here, step, mask), query, *ring.unpacked(here.member, step, block))
 
         return run
 
+    out: Any = None
+    sums: Any = None
     blocks = at.map(packed, key, value)
-    out, sums = at.map(start, query, value)
     for step in range(ring.ranks):
         arriving = ring.passed_on(blocks, step) if step + 1 < ring.ranks else None
-        out, sums = at.map(meet(step), query, blocks, attn_mask, out, sums)
+        own_out, own = at.map(meet(step), attn_mask, query, blocks)
+        if out is None:
+            out, sums = own_out.to(own.dtype), own
+        else:
+            total = torch.logaddexp(sums, own)
+            out, sums = out * share(sums, total) + own_out * share(own, total), total
         if arriving is not None:
             blocks = arriving()
-    return at.map(lambda _, out, query: out.to(query.dtype), out, query), at.map(lambda _, sums: row_sums(sums), sums)
+    return out.to(query.dtype), row_sums(sums)
 
 
 def ring_gradients(
-    at: KernelContext,
-    grad: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    sums: Any,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Any = None,
-    scale: Any = None,
+    at: KernelContext, grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, *flags: Any, **given: Any
 ) -> Any:
     """Gradients of each rank's queries, keys and values."""
-    ring = Ring(at)
+    ring = Ring(at, given.get("scale"))
 
     def meet(step: int) -> Callable[..., tuple[Tensor, Tensor]]:
-        def run(here: At, block: Tensor, mask: Any, total: Tensor, grad: Tensor, query: Tensor, *rest: Tensor) -> Any:
-            seen, causal, mask = seen_by(ring, here, step, is_causal, mask)
-            if not seen:
-                return total, torch.zeros_like(block, dtype=total.dtype)
+        def run(here: At, mask: Any, block: Tensor, grad: Tensor, query: Tensor, *rest: Tensor) -> Any:
             key, value = ring.unpacked(here.member, step, block)
-            dq, dk, dv = attention_gradients(grad, query, key, value, *rest, dropout_p, causal, attn_mask=mask, scale=scale)
-            return total + dq, packed(here, dk, dv).to(total.dtype)
+            dq, dk, dv = part_gradients(ring.meeting(here, step, mask), grad, query, key, value, *rest)
+            return dq, packed(here, dk, dv).to(sums_dtype(query))
 
         return run
 
-    blocks = at.map(packed, key, value)
-    total = at.map(lambda _, query: torch.zeros_like(query, dtype=sums_dtype(query)), query)
-    own, coming = None, None
+    blocks, total, own, coming = at.map(packed, key, value), None, None, None
     for step in range(ring.ranks):
         arriving = ring.passed_on(blocks, step) if step + 1 < ring.ranks else None
-        total, here = at.map(meet(step), blocks, attn_mask, total, grad, query, out, sums)
-        if step == 0:
+        of_rows, here = at.map(meet(step), given.get("attn_mask"), blocks, grad, query, out, sums)
+        total = of_rows.to(here.dtype) if total is None else total + of_rows
+        if own is None:
             own = here
         else:
             coming = ring.passed_on(here if coming is None else here + coming(), step)

@@ -12,14 +12,14 @@ import math
 
 import torch
 
-from ...layout.layout import Layout
-from ...placement import Partial
-from ..blockwise import plain_op
-from ..call import Call
-from ..registry import register
-from ..rule import Dims, Factors, Kernel, Rule
-from .attention_blocks import attention_block, attention_gradients, attention_of_rows, attention_over_keys, gradients_of_blocks
-from .ring_attention import ranks_in_ring, ring_attention, ring_gradients
+from ....layout.layout import Layout
+from ....placement import Partial
+from ...blockwise import plain_op
+from ...call import Call
+from ...registry import register
+from ...rule import Dims, Factors, Kernel, Rule
+from .blocks import attention_block, attention_gradients, attention_of_blocks, gradients_of_blocks
+from .ring import ranks_in_ring, ring_attention, ring_gradients
 
 SOURCE = "b (h g) l [e], b h s [e], b h s [v]"
 HEAD_DIMS = frozenset(("e", "v"))
@@ -78,8 +78,8 @@ def forward_factors(call: Call) -> Factors | None:
     if sizes is None or call["dropout_p"] > 0:
         return None
     table = attention_table(call)
-    rows: dict[str, Kernel] = {"l": Kernel(attention_of_rows)} if call["is_causal"] else {}
-    keys = Kernel(attention_over_keys, collectives=2, nbytes=lambda call: 2 * call.operands[0].nbytes)
+    rows: dict[str, Kernel] = {"l": Kernel(attention_of_blocks)} if call["is_causal"] else {}
+    keys = Kernel(attention_of_blocks, collectives=2, nbytes=lambda call: 2 * call.operands[0].nbytes)
     results = (table["out"], table["logsumexp"])
     made = Factors(placed(call, table, sizes), results, sizes, HEAD_DIMS, kernels=rows | {"s": keys})
     if ranks_in_ring(call) == 1:
