@@ -24,6 +24,9 @@ from .kernels import At, KernelContext
 from .notation import Pattern
 from .rule import Kernel, R, Word
 
+ALONG = "each: a* [@dim] b* -> each: a* [@dim] b*"
+REDUCED = "a* [@dim] b* -> each: a* b*"
+
 
 class Part:
     """What the parts of a fold are told of the call, beside a block of each tensor.
@@ -69,9 +72,6 @@ class Fold(Word):
     Attributes:
         numbers: how many tensors a state consists of, stacked along a new first dim if there are several.
         dtype: of the state; None: that of the result, at least float32.
-        size: the number of elements of a state, where it is no reduced operand 0 (a function of the call).
-        nothing: ``block`` makes a state of blocks without elements too; else they count as the identity.
-        needed: for which calls a collective is needed (the state is known otherwise).
     """
 
     pattern: Pattern | by
@@ -96,6 +96,8 @@ class Fold(Word):
         state = at.map(state_of, *blocks)
         if self.finish is not None:
             state = at.all_reduce(state, plan.monoid)
+        if not plan.results:  # a Python value
+            return state.item()
 
         def finished(here: At, state: Tensor, *blocks: Tensor) -> Any:
             if self.finish is None:
@@ -110,10 +112,10 @@ class Fold(Word):
     def state(self, part: Part, plan: _Plan, *blocks: Tensor) -> Tensor:
         """A block's part of the state."""
         first = blocks[0]
-        if first.numel():
-            made = self.block(part, *blocks)
-            return torch.stack([x.to(plan.dtype) for x in made]) if self.numbers > 1 else made
         kept = [1 if d in part.dims else size for d, size in enumerate(first.shape)]
+        if all(block.numel() for block in blocks):
+            made = self.block(part, *blocks)
+            return torch.stack([x.to(plan.dtype) for x in made]) if self.numbers > 1 else made.reshape(kept)
         shape = kept if self.numbers == 1 else [self.numbers, *kept]
         return identity(plan.monoid, first.new_empty(shape, dtype=plan.dtype))
 

@@ -8,7 +8,7 @@
 ``one_of("x", "other")``    each element of the result is an element of one of these
 ``copies``                  each element of the result is an element of the operand, in any order
 ``forgets``                 the results do not depend on what the first operand holds
-``on_floats("max,R -> max")``  rows for floating results, where nothing wraps around
+``on_floats``, ``on_bools`` rows for floating results, where nothing wraps around; for an operand of bools
 =========================== =======================================================================================
 """
 
@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from ..placement import REDUCE_OPS
 from .call import Call
@@ -83,18 +85,31 @@ forgets = _Forgets()
 
 
 @dataclass(frozen=True, slots=True)
-class on_floats(Word):  # noqa: N801
-    """Rows that hold where nothing wraps around: the result is floating, and no step is given (plans do not know its value)."""
-
+class _Of(Word):
     rows: tuple[str, ...]
 
     def __init__(self, *rows: str) -> None:
         object.__setattr__(self, "rows", rows)
 
+
+class on_floats(_Of):  # noqa: N801
+    """Rows that hold where nothing wraps around: the result is floating, and no step is given (plans do not know its value)."""
+
+    __slots__ = ()
+
     def __call__(self, call: Call) -> tuple[str, ...]:
         alpha, result = call.get("alpha", 1), call.results[0]
         floating = result is not None and result.dtype.is_floating_point
         return self.rows if floating and type(alpha) is int and alpha == 1 else ()
+
+
+class on_bools(_Of):  # noqa: N801
+    """Rows that hold for a first operand of bools."""
+
+    __slots__ = ()
+
+    def __call__(self, call: Call) -> tuple[str, ...]:
+        return self.rows if call.operands[0].dtype is torch.bool else ()
 
 
 def _row(left: Iterable[str], right: str, call: Call) -> str:
@@ -138,7 +153,7 @@ def reductions(partials: Any) -> frozenset[str]:
         match part:
             case str():
                 found.update(word.strip().removesuffix("...") for side in part.split("->") for word in side.split(","))
-            case together(parts=parts) | on_floats(rows=parts):
+            case together(parts=parts) | _Of(rows=parts):
                 found |= reductions(parts)
             case one_of() | _Forgets():
                 found.update(REDUCE_OPS)

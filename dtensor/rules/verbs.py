@@ -37,7 +37,9 @@ from .rule import ANY_PARTIAL, Dims, Factors, Kernel, LocalView, Rule, Shapes, W
 MakeKernel = Callable[[Call], Kernel | None]
 
 
-def _pattern(text: str | by) -> Pattern | by:
+def _pattern(text: str | Pattern | by) -> Pattern | by:
+    if isinstance(text, Pattern):
+        return text
     return parse(text) if isinstance(text, str) else by(text.argument, {value: parse(one) for value, one in text.table.items()})
 
 
@@ -55,7 +57,7 @@ def einsum(
 
 def blockwise(
     names: str,
-    pattern: str | by,
+    pattern: str | Pattern | by,
     *,
     sums: str | Mapping[str, Left] = "",
     reduce: Left = "sum",
@@ -123,9 +125,12 @@ def fold(
         dtype: of the state, in which floating blocks come; default that of the result, at least float32.
         takes: ``"floating"``, ``"real"`` or ``"numbers"`` (no bools): other operands must be whole.
     """
-    made = Fold(_pattern(pattern), block, monoid, finish, numbers, dtype).kernel()
+    parsed = _pattern(pattern)
+    made = Fold(parsed, block, monoid, finish, numbers, dtype).kernel()
+    if isinstance(parsed, Pattern):
+        options.setdefault("shapes", ShapesOf(parsed))
     options.setdefault("kind", "fold")
-    return blockwise(names, pattern, kernel=Taking(made, takes) if takes else made, **options)
+    return blockwise(names, parsed, kernel=Taking(made, takes) if takes else made, **options)
 
 
 def _multilinear(pattern: Pattern) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from ..call import Call
 from ..kernels import KernelContext
 from ..rule import Dims, Factors, Kernel
 from ..verbs import broadcast_factors, kernel_rule, reduction_factors
-from .reduction import reduced_dims
 
 aten = torch.ops.aten
 
@@ -130,7 +129,9 @@ def hash_of_blocks(at: KernelContext, x: Any, dim: Any = (), *, keepdim: bool = 
 
 
 def hash_factors(call: Call) -> Factors:
-    return reduction_factors(call, reduced_dims(call), None, Kernel(hash_of_blocks, collectives=1, nbytes=hash_bytes, joint=True))
+    return reduction_factors(
+        call, call.dims("dim", len(call.shape(0))), None, Kernel(hash_of_blocks, collectives=1, nbytes=hash_bytes, joint=True)
+    )
 
 
 def hash_bytes(call: Call) -> int:

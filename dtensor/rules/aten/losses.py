@@ -24,7 +24,6 @@ from ..call import Call
 from ..kernels import At, KernelContext, statistics_bytes
 from ..rule import Along, Dims, Factors, Kernel, Partials, R, Row, Spec
 from ..verbs import aligned, broadcast_factors, kernel_rule
-from .reduction import even_average
 
 NONE, MEAN, SUM = 0, 1, 2  # the values of argument ``reduction``
 TERMS = Partial("sum")
@@ -111,7 +110,6 @@ def loss_factors(call: Call) -> Factors | None:
 kernel_rule(
     "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",
     loss_factors,
-    when=even_average,
 )
 
 

@@ -1,4 +1,4 @@
-"""Reductions over whole dims whose shards combine by one named reduction: no communication here, the result is ``Partial``.
+"""Reductions over dims: sums, truths, means and norms leave ``Partial``; variances and log-sums are one small collective.
 
 Means divide by the *global* count. Norms combine as norms: ``norm(x) = norm(norm(block) of every block)``, a reduction of its own
 (``p_norm``), so that the norm of many parameters becomes one collective when its value is first needed.
@@ -11,76 +11,57 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...base.caches import remembered
-from ...placement import Monoid, Partial
+from ...placement import Monoid
 from ..call import Call
-from ..kernels import KernelContext
-from ..rule import LINEAR_PARTIAL, Choice, Factors, Kernel
-from ..verbs import broadcast_factors, kernel_rule, reduce, reduction_factors
+from ..folds import REDUCED, Part
+from ..rows import linear, on_bools
+from ..verbs import blockwise, fold, reduce
 
-
-def no_empty_shard(choice: Choice) -> bool:
-    """Every rank has elements to reduce: max and min of nothing do not exist."""
-    return all(min(choice.sizes(name)) > 0 for name in choice.splits if choice.factors.reduced.get(name) in ("max", "min"))
-
-
-def even_average(choice: Choice) -> bool:
-    """A mean of means is the mean where all blocks have one size."""
-    return all(len(set(choice.sizes(name))) == 1 for name in choice.splits if choice.factors.reduced.get(name) == "avg")
-
-
-def reduced_dims(call: Call, name: str = "dim") -> tuple[int, ...]:
-    """The dims that vanish (``any`` and ``all`` take an empty list to mean none of them)."""
-    shape, result = call.shape(0), call.results[0]
-    if isinstance(call.get(name), (list, tuple)) and not call[name] and result is not None and result.shape == shape:
-        return ()
-    return call.dims(name, len(shape))
-
-
-# --- sums and truths ------------------------------------------------------------------------------------------------
-reduce("sum", "sum", partials=LINEAR_PARTIAL)
+reduce("sum", "sum", partials=linear())
 reduce("nansum", "sum")  # where one term is NaN the element counts for nothing, the other terms' part included
 reduce("_foreach_powsum", "sum")
-reduce("prod", "product", partials=("product -> product",))
 reduce("count_nonzero", "sum")
+reduce("prod", "product", partials="product -> product")
+reduce("mean", "avg", partials=linear())
+reduce("any _is_any_true", "max", "dim!", partials=on_bools("max -> max"))  # any(max(-1, 0)) is not any(-1)
+reduce("all _is_all_true", "min", "dim!", partials=on_bools("min -> min"))
 reduce("median mode nanmedian kthvalue", None)
 
 
-def _truth(op: str) -> Any:
-    def factors(call: Call) -> Factors:
-        return reduction_factors(call, reduced_dims(call), op)
-
-    def partials(call: Call) -> tuple[str, ...]:
-        return (f"{op} -> {op}",) if call.operands[0].dtype is torch.bool else ()  # any(max(-1, 0)) is not any(-1)
-
-    return {"factors": factors, "partials": partials}
+# --- variances: (count, mean, sum of squared deviations) of blocks combine as Chan, Golub and LeVeque (1979) have it, which does
+# not cancel as sums of squares do
+def deviations(part: Part, x: Tensor) -> tuple[Tensor, ...]:
+    count = math.prod(x.shape[d] for d in part.dims)
+    variance, mean = torch.var_mean(x, part.dims, correction=0, keepdim=True)
+    return torch.full_like(mean, count), mean, variance * count
 
 
-kernel_rule("any _is_any_true", **_truth("max"))
-kernel_rule("all _is_all_true", **_truth("min"))
+def _combine(a: Tensor, b: Tensor) -> Tensor:
+    count = a[0] + b[0]
+    delta = b[1] - a[1]
+    share = b[0] / count.clamp(min=1)
+    return torch.stack([count, a[1] + delta * share, a[2] + b[2] + delta * delta * a[0] * share])
 
 
-# --- means ------------------------------------------------------------------------------------------------------------
-def mean_of_blocks(at: KernelContext, x: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    """Each rank's sum over the number of elements of the whole: terms of the mean, uneven and empty blocks included."""
-    shape, result = at.call.shape(0), at.results[0]
-    assert result is not None
-    dims = at.call.dims("dim", len(shape))
-    count = math.prod(shape[d] for d in dims)
-    keepdim = bool(at.call.get("keepdim", False))
-    wide = torch.promote_types(result.dtype, torch.float32)  # the sum may overflow where the mean does not
-    return at.map(lambda _, block: (block.sum(dims, keepdim, dtype=wide) / count).to(result.dtype), x)
+MOMENTS = Monoid("moments", _combine, torch.zeros_like)
 
 
-def mean_factors(call: Call) -> Factors:
-    dims = call.dims("dim", len(call.shape(0)))
-    if all(split is None or split.even for d, split in enumerate(call.operands[0].splits) if d in dims):
-        return reduction_factors(call, dims, "avg")
-    return reduction_factors(call, dims, None, Kernel(mean_of_blocks, lacking=Partial("sum"), joint=True))
+def variance(part: Part, squares: Tensor) -> Tensor:
+    correction = part["correction"]
+    return squares / max(0.0, part.count - (1 if correction is None else float(correction)))
 
 
-kernel_rule("mean", mean_factors, partials=LINEAR_PARTIAL, when=even_average)
+SPREADS: dict[str, Any] = {
+    "var": lambda part, x, count, mean, squares: variance(part, squares),
+    "std": lambda part, x, count, mean, squares: variance(part, squares).sqrt(),
+    "var_mean": lambda part, x, count, mean, squares: (variance(part, squares), mean),
+    "std_mean": lambda part, x, count, mean, squares: (variance(part, squares).sqrt(), mean),
+}
+for _name, _finish in SPREADS.items():  # of complex numbers the real and the imaginary part vary together
+    fold(_name, REDUCED, block=deviations, monoid=MOMENTS, numbers=3, finish=_finish, takes="floating")
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
@@ -90,7 +71,7 @@ class _CombineAll:
 
     p: float
 
-    def __call__(self, terms: torch.Tensor) -> torch.Tensor:
+    def __call__(self, terms: Tensor) -> Tensor:
         wide = torch.promote_types(terms.dtype, torch.float32)
         norm = torch.linalg.vector_norm(terms, self.p, dim=0, dtype=wide).to(terms.dtype)
         counts = terms != _nothing(self.p)
@@ -104,7 +85,7 @@ class _Combine:
 
     p: float
 
-    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
         return _CombineAll(self.p)(torch.stack((a, b)))
 
 
@@ -118,7 +99,7 @@ class _Nothing:
 
     p: float
 
-    def __call__(self, like: torch.Tensor) -> torch.Tensor:
+    def __call__(self, like: Tensor) -> Tensor:
         return torch.full_like(like, _nothing(self.p), memory_format=torch.contiguous_format)
 
 
@@ -134,49 +115,10 @@ def p_norm(p: float) -> str | Monoid:
     return Monoid(f"norm{p:g}", _Combine(p), _Nothing(p), elementwise=True, combine_all=_CombineAll(p))
 
 
-def norm_of_blocks(at: KernelContext, x: Any, ord: Any = 2, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    """Norms that nothing has (p infinite or negative) where some block is empty: it is as small, or as large, as can be."""
-    result = at.results[0]
-    assert result is not None
-    dims = at.call.dims("dim", len(at.call.shape(0)))
-    keepdim = bool(at.call.get("keepdim", False))
-    nothing = 0.0 if ord > 0 else math.inf
-
-    def one(here: Any, block: torch.Tensor) -> torch.Tensor:
-        if block.numel():
-            return torch.linalg.vector_norm(block, ord, dims, keepdim, dtype=dtype)
-        return block.new_full(result.local_shape(at.call.mesh.coordinates[here.member]), nothing, dtype=result.dtype)
-
-    return at.map(one, x)
-
-
-def norm_order(call: Call) -> float:
+def by_order(call: Call) -> str | Monoid:
     order = call.get("ord", call.get("p", 2))
-    return 2.0 if order is None else float(order)
+    return p_norm(2.0 if order is None else float(order))
 
 
-def norm_exists(choice: Choice) -> bool:
-    """Norms of nothing exist for 0 <= p < infinity."""
-    reduced = [name for name in choice.splits if name in choice.factors.reduced]
-    return 0 <= norm_order(choice.call) < math.inf or all(min(choice.sizes(name)) > 0 for name in reduced)
-
-
-def norm_factors(call: Call) -> Factors:
-    dims, order = call.dims("dim", len(call.shape(0))), norm_order(call)
-    op = p_norm(order)
-    if not 0 <= order < math.inf and any(split is not None and 0 in split.sizes for split in call.operands[0].splits):
-        return reduction_factors(call, dims, None, Kernel(norm_of_blocks, lacking=Partial(op), joint=True))
-    return reduction_factors(call, dims, op)
-
-
-kernel_rule("linalg_vector_norm norm", norm_factors, when=norm_exists, floats_matter=True)
-
-
-def dist_factors(call: Call) -> Factors | None:
-    """The p-norm of a difference."""
-    factors = broadcast_factors(call)
-    op = p_norm(norm_order(call))
-    return factors and Factors(factors.operands, ((),), factors.sizes, reduced=dict.fromkeys(factors.sizes, op))
-
-
-kernel_rule("dist", dist_factors, when=norm_exists, floats_matter=True)
+reduce("linalg_vector_norm norm", by_order, refuses_nothing=True, floats_matter=True)
+blockwise("dist", "each: s* ->", sums="*", reduce=by_order, refuses_nothing=True, floats_matter=True)
