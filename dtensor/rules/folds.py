@@ -96,8 +96,8 @@ class Fold(Word):
         state = at.map(state_of, *blocks)
         if self.finish is not None:
             state = at.all_reduce(state, plan.monoid)
-        if not plan.results:  # a Python value
-            return state.item()
+        if not plan.results and self.finish is not None:
+            return self.finish(state.item())
 
         def finished(here: At, state: Tensor, *blocks: Tensor) -> Any:
             if self.finish is None:

@@ -7,6 +7,7 @@ blockwise   block by block, by pattern: ``sums=`` names the letters whose blocks
 reduce      the dims that an argument picks vanish, ``op`` says how their shards combine
 along       results look like the operands, the picked dims must be whole (or have a kernel)
 fold        block -> monoid -> finish: one collective by declaration (``folds.py``)
+scan        what runs along a dim, each block continuing those before it (``scans.py``)
 pointwise   every tensor dim of the (broadcast) result is a factor
 view        element order is kept, any partial kind passes
 kernel_rule a function of the call gives factors and kernels: for what no notation says
@@ -79,7 +80,8 @@ def blockwise(
         kernel: what computes with blocks of the dims in brackets; ``kernels``: by letter.
         sizes: letters whose sizes an argument says: ``{"r": "upscale_factor"}``.
     """
-    left = dict.fromkeys(labels(sums) or {"*"}, reduce) if isinstance(sums, str) and sums else dict(sums or {})
+    said = sums if not isinstance(sums, str) else {sums: reduce} if sums else {}
+    left = {label: op for words, op in said.items() for label in labels(words) or {"*"}}
     if refuses_nothing:
         options.setdefault("nonempty", "reduced")
     factors = Notation(_pattern(pattern), left, refuses_nothing, kernel, kernels or {}, sizes or {})
@@ -120,7 +122,7 @@ def fold(
     Args:
         block: ``block(part, *blocks)``, a block of each operand, gives the state: dims ``part.dims`` with size one.
         monoid: how states combine; one collective. Without ``finish`` none: the states are terms of the result.
-        finish: ``finish(part, *blocks, *state)`` gives the results.
+        finish: ``finish(part, *blocks, *state)`` gives the results; of the state, a number, where they are a Python value.
         numbers: how many tensors a state consists of.
         dtype: of the state, in which floating blocks come; default that of the result, at least float32.
         takes: ``"floating"``, ``"real"`` or ``"numbers"`` (no bools): other operands must be whole.

@@ -1,6 +1,8 @@
-"""Counts and tests over all elements: histograms, ``bincount``, ``isin``, ``hash_tensor``, ``allclose``.
+"""Counts and tests over all elements: histograms, ``bincount``, ``isin``, ``hash_tensor``, ``equal``, ``allclose``; and what asks
+for a Python value, the same on every rank.
 
-Each rank counts its own block. Ends of a histogram that the data give, and the length of a ``bincount``, are one small reduction.
+Each rank counts its own block between the same ends. Ends that the data give, and the length of a ``bincount``, are one small
+reduction. A density divides by the number of all elements, so its counts are added first.
 """
 
 from __future__ import annotations
@@ -9,149 +11,173 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ...placement import Partial
-from ..call import Call
+from ...placement import Monoid, Partial
+from ..call import Call, Meta
+from ..factoring import by
+from ..folds import REDUCED
 from ..kernels import KernelContext
-from ..rule import Dims, Factors, Kernel
-from ..verbs import broadcast_factors, kernel_rule, reduction_factors
+from ..registry import register
+from ..rule import Kernel, R, Rule
+from ..verbs import NOTHING, blockwise, fold
 
 aten = torch.ops.aten
 
+# --- questions ----------------------------------------------------------------------------------------------------------
+blockwise("_local_scalar_dense", "[s*] ->", kind="whole")
+fold(
+    "equal",
+    "each: [s*] ->",
+    block=lambda part, x, y: torch.tensor(torch.equal(x, y), device=x.device),
+    monoid="min",
+    finish=bool,
+    dtype=torch.bool,
+    answer=lambda call: NotImplemented if call.shape(0) == call.shape(1) else False,
+    absent=True,
+)
+fold(
+    "allclose",
+    "each: [s*] ->",
+    block=lambda part, x, y: torch.tensor(torch.allclose(x, y, part["rtol"], part["atol"], part["equal_nan"]), device=x.device),
+    monoid="min",
+    finish=bool,
+    dtype=torch.bool,
+)
+register(
+    "is_same_size",
+    Rule(NOTHING, answer=lambda call: call.shape(0) == call.shape(1), kind="answer", plain=("self", "other")),
+)
 
-# --- histograms ---
-def histogram_of_blocks(at: KernelContext, x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+
+def memory_of_one_length(call: Call) -> bool:
+    """Whether two tensors span as many elements of memory (forward AD asks whether a tangent can lie as its primal does)."""
+    spans = [1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride, strict=True)) for x in call.operands[:2] if x.numel]
+    return len(spans) != 1 and len(set(spans)) <= 1
+
+
+register("_has_same_storage_numel", Rule(NOTHING, answer=memory_of_one_length, kind="answer"))
+
+# found among the elements of some block: or; found in no block: and
+blockwise(
+    "isin", "elements: e*, test_elements: t* -> e*", sums={"t*": by("invert", {False: "max", True: "min"})}, as_laid_out=True
+)
+fold(
+    "hash_tensor",
+    REDUCED,
+    block=lambda part, x: aten.hash_tensor(x, part.dims, keepdim=True, mode=part["mode"]).view(torch.int64),
+    monoid=Monoid("xor", torch.bitwise_xor, torch.zeros_like, elementwise=True),
+    finish=lambda part, x, bits: bits.view(torch.uint64),
+    dtype=torch.int64,
+)
+
+
+# --- histograms ---------------------------------------------------------------------------------------------------------
+def ends(at: KernelContext, x: Any, dtype: torch.dtype = torch.float64, nothing: float = -torch.inf) -> Any:
+    """The least and the largest element of all; ``nothing`` is less than any."""
+
+    def own(_: Any, block: Tensor) -> Tensor:
+        wide = block.detach().to(dtype)
+        return torch.stack((-wide.amin(), wide.amax())) if block.numel() else wide.new_full((2,), nothing)
+
+    return at.map(lambda _, found: torch.stack((-found[0], found[1])), at.all_reduce(at.map(own, x), "max"))
+
+
+def counts_between(at: KernelContext, x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
     """Counts of each block between the same ends; those of the data where none are given."""
-    result = at.results[0]
-    assert result is not None
-    if min != max:
+    if min != max or not at.call.operands[0].numel:
         return at.map(lambda _, block: aten.histc(block, bins, min, max), x)
 
-    def ends_of(_: Any, block: torch.Tensor) -> torch.Tensor:
-        wide = block.detach().to(torch.float64)
-        return torch.stack([-wide.amin(), wide.amax()]) if block.numel() else wide.new_full((2,), -torch.inf)
-
-    if not at.call.operands[0].numel:
-        return at.map(lambda _, block: aten.histc(block, bins), x)
-    ends = at.all_reduce(at.map(ends_of, x), "max")
-
-    def count(_: Any, block: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-        low, high = (-bounds[0]).item(), bounds[1].item()
+    def count(_: Any, block: Tensor, bounds: Tensor) -> Tensor:
+        low, high = bounds.tolist()
         if low == high:  # as torch widens an interval of no length
             low, high = low - 1, high + 1
         return aten.histc(block, bins, low, high)
 
-    return at.map(count, x, ends)
+    return at.map(count, x, ends(at, x))
 
 
-def histogram_factors(call: Call) -> Factors:
-    dims: Dims = tuple((f"d{d}",) for d in range(len(call.shape(0))))
-    sizes = {f"d{d}": size for d, size in enumerate(call.shape(0))}
+def interval_of_data(call: Call) -> Kernel:
     asked = int(call["min"] == call["max"] and call.operands[0].numel > 0)  # where the interval ends, two float64
-    counted = Kernel(histogram_of_blocks, lacking=Partial("sum"), collectives=asked, nbytes=lambda call: 16 * asked, joint=True)
-    return Factors((dims,), (((),),), sizes, kernels=dict.fromkeys(sizes, counted))
+    return Kernel(counts_between, lacking=Partial("sum"), collectives=asked, nbytes=lambda call: 16 * asked, joint=True)
 
 
-kernel_rule("histc", histogram_factors, floats_matter=True)
+blockwise("histc", "[s*] -> []", kernel=interval_of_data, kind="kernel", floats_matter=True)
 
 
 def bins_of_blocks(at: KernelContext, x: Any, weights: Any = None, minlength: int = 0) -> Any:
     """Counts (or summed weights) of each block, as many as the largest number of all asks for."""
 
-    def ends_of(_: Any, block: torch.Tensor) -> torch.Tensor:
-        wide = block.to(torch.int64)
-        return torch.stack([-wide.amin(), wide.amax()]) if block.numel() else wide.new_tensor([0, -1])
-
-    ends = at.all_reduce(at.map(ends_of, x), "max")
-
-    def count(_: Any, block: torch.Tensor, weight: torch.Tensor | None, bounds: torch.Tensor) -> torch.Tensor:
-        if bounds[0].item() > 0:
+    def count(_: Any, block: Tensor, weight: Tensor | None, bounds: Tensor) -> Tensor:
+        low, high = bounds.tolist()
+        if low < 0:
             raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
-        length = max(int(bounds[1].item()) + 1, minlength)
-        made = aten.bincount(block, weight, length)
+        made = aten.bincount(block, weight, max(high + 1, minlength))
         if block.numel() or weight is None or not at.call.shape(0)[0]:
             return made
         return made.to(weight.dtype if weight.dtype is torch.float32 else torch.float64)  # as where there is something to count
 
-    return at.all_reduce(at.map(count, x, weights, ends), "sum")
+    return at.all_reduce(at.map(count, x, weights, ends(at, x, torch.int64, -(2**62))), "sum")
 
 
-def bincount_factors(call: Call) -> Factors | None:
-    if len(call.shape(0)) != 1 or any(layout.shape != call.operands[0].shape for layout in call.operands):
-        return None  # torch refuses them
-    dims: Dims = (("n",),)
+def of_bins(call: Call) -> Kernel | None:
+    """Two integers, then as many numbers as there are bins, or more."""
     number = 8 if len(call.operands) == 1 else max(4, call.operands[1].dtype.itemsize)
-    counted = Kernel(bins_of_blocks, collectives=2, nbytes=lambda call: 16 + number * max(1, call["minlength"]))  # or more bins
-    return Factors((dims,) * len(call.operands), (), {"n": call.shape(0)[0]}, kernels={"n": counted})
+    one_shape = len({tuple(layout.shape) for layout in call.operands}) == 1  # torch refuses others
+    kernel = Kernel(bins_of_blocks, collectives=2, nbytes=lambda call: 16 + number * max(1, call["minlength"]))
+    return kernel if one_shape else None
 
 
-kernel_rule("bincount", bincount_factors, measured=True)
+blockwise("bincount", "each: [n] ->", kernel=of_bins, kind="kernel", measured=True)
 
 
-# --- isin ---
-def found_among(call: Call) -> Factors:
-    """Found among the elements of some block: ``or``; found in no block: ``and``."""
-    given = {name: call.shape(i) for i, name in enumerate(call.names)}
-    shapes = [given.get("elements", ()), given.get("test_elements", ())]  # either may be a number
-    elements, tests = (f"e{d}" for d in range(len(shapes[0]))), (f"t{d}" for d in range(len(shapes[1])))
-    own: Dims = tuple((name,) for name in elements)
-    among: Dims = tuple((name,) for name in tests)
-    sizes = {name[0]: size for name, size in zip((*own, *among), (*shapes[0], *shapes[1]), strict=True)}
-    op = "min" if call["invert"] else "max"
-    operands = tuple(own if name == "elements" else among for name in call.names)
-    return Factors(operands, (own,), sizes, reduced={name[0]: op for name in among})
+def histogram_of_blocks(
+    at: KernelContext, x: Any, bins: Any = 100, *, range: Any = None, weight: Any = None, density: bool = False
+) -> Any:
+    """Counts, and the edges."""
+    given = not isinstance(bins, int)
+    found = ends(at, x) if not given and range is None and at.call.operands[0].numel else None
+
+    def own(_: Any, block: Tensor, edges: Any, weights: Tensor | None, bounds: Tensor | None) -> list[Tensor]:
+        between = range if bounds is None else bounds.tolist()
+        if given:
+            made = aten.histogram.bins_tensor(block, edges, weight=weights)
+        elif block.numel():
+            made = aten.histogram.bin_ct(block, bins, range=between, weight=weights)
+        else:  # of nothing it would choose ends of its own
+            made = aten.histogram.bin_ct(block.new_zeros(1), bins, range=between or [0.0, 1.0])
+            made = made[0].zero_(), made[1]
+        return list(made)
+
+    counts, edges = at.map(own, x, bins if given else None, weight, found)
+    if density:
+        counts = at.map(lambda _, sums, edges: sums / sums.sum() / edges.diff(), at.all_reduce(counts, "sum"), edges)
+    return counts, edges
 
 
-kernel_rule("isin", found_among, as_laid_out=True)
-
-
-# --- hash_tensor ---
-def hash_of_blocks(at: KernelContext, x: Any, dim: Any = (), *, keepdim: bool = False, mode: int = 0, **ignored: Any) -> Any:
-    """Bits combine by exclusive or, in any order."""
-    result = at.results[0]
-    assert result is not None
-    layout, coordinates = result, at.call.mesh.coordinates
-
-    def one(here: Any, block: torch.Tensor) -> torch.Tensor:
-        shape = layout.local_shape(coordinates[here.member])
-        made = aten.hash_tensor(block, dim, keepdim=keepdim, mode=mode) if block.numel() else None
-        return torch.zeros(shape, dtype=torch.int64, device=block.device) if made is None else made.view(torch.int64)
-
-    parts = at.all_gather(at.map(one, x), lambda member: layout.local_shape(coordinates[member]))
-
-    def combined(_: Any, hashes: list[torch.Tensor]) -> torch.Tensor:
-        total = hashes[0]
-        for other in hashes[1:]:
-            total = total ^ other
-        return total.view(torch.uint64)
-
-    return at.map(combined, parts)
-
-
-def hash_factors(call: Call) -> Factors:
-    return reduction_factors(
-        call, call.dims("dim", len(call.shape(0))), None, Kernel(hash_of_blocks, collectives=1, nbytes=hash_bytes, joint=True)
+def of_histogram(call: Call) -> Kernel:
+    found = isinstance(call["bins"], int) and call["range"] is None and call.operands[0].numel > 0
+    counts = sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in call.results[:1] if meta is not None)
+    return Kernel(
+        histogram_of_blocks,
+        lacking=(R if call["density"] else Partial("sum"), R),
+        collectives=found + bool(call["density"]),
+        nbytes=lambda call: 16 * found + counts * bool(call["density"]),
+        joint=True,
     )
 
 
-def hash_bytes(call: Call) -> int:
-    return sum(8 * math.prod(meta.shape) for meta in call.results if meta is not None)
+def histogram_metas(call: Call) -> tuple[Meta, ...]:
+    bins, dtype = call["bins"], call.operands[0].dtype
+    count = bins if isinstance(bins, int) else bins.shape[0] - 1
+    return Meta((count,), (1,), dtype), Meta((count + 1,), (1,), dtype)
 
 
-kernel_rule("hash_tensor", hash_factors)
-
-
-# --- allclose ---
-def close_blocks(at: KernelContext, x: Any, y: Any, *args: Any, **kwargs: Any) -> bool:
-    """All blocks are close."""
-    same = at.map(lambda _, a, b: torch.tensor(torch.allclose(a, b, *args, **kwargs), device=a.device), x, y)
-    return bool(at.all_reduce(same, "min").item())
-
-
-def close_factors(call: Call) -> Factors | None:
-    factors = broadcast_factors(call)
-    close = Kernel(close_blocks, collectives=1, nbytes=lambda call: 1, joint=True)
-    return factors and Factors(factors.operands, (), factors.sizes, kernels=dict.fromkeys(factors.sizes, close))
-
-
-kernel_rule("allclose", close_factors)
+blockwise(  # weights lie as the elements do
+    "histogram",
+    "self: [s*], weight: [s*], bins: [] -> [], []",
+    kernel=of_histogram,
+    kind="kernel",
+    metas=histogram_metas,
+    floats_matter=True,
+)
