@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..blockwise import asked_for, blockwise, multilinear, on_each_rank
+from ..blockwise import blockwise, multilinear, on_each_rank
 from ..call import Call
 from ..kernels import KernelContext, densely
 from ..notation import parse
@@ -53,35 +53,18 @@ WITHOUT_BIAS = tuple(row for op in ("sum", "avg") for row in (f"{op},finite -> {
 einsum("linear", "b* k, n* k, +n* -> b* n*", partials=WITHOUT_BIAS)
 
 
-# --- the backward of linear: reduced factors differ between results, so k has a kernel for the bias, which does not k
 def linear_gradients(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, output_mask: Sequence[bool]) -> tuple[Any, ...]:
-    """Gradients of input, weight and bias (only mkldnn and MPS have the operator itself)."""
+    """Gradients of input, weight and bias, the last two together (only mkldnn and MPS have the operator itself)."""
     flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-    return (
-        grad @ weight if output_mask[0] else None,
-        flat.t() @ rows if output_mask[1] else None,
-        flat.sum(0) if output_mask[2] else None,
-    )
+    of_parameters = (flat.t() @ rows, flat.sum(0)) if output_mask[1] or output_mask[2] else (None, None)
+    return grad @ weight if output_mask[0] else None, *of_parameters
 
 
-def linear_backward_factors(call: Call) -> Factors:
-    rows = tuple((f"b{d}",) for d in range(len(call.shape(0)) - 1))
-    sizes = {f"b{d}": size for d, size in enumerate(call.shape(0)[:-1])} | {"n": call.shape(2)[0], "k": call.shape(2)[1]}
-    results: tuple[Dims, ...] = ((*rows, ("k",)), (("n",), ("k",)), (("n",),))
-    kept = asked_for(call, results)
-    summed = {name: "sum" for name in sizes if name != "k"}
-    k = Kernel(lambda at, *args, **kwargs: at.map(lambda _, *own: linear_gradients(*own), *args))
-    return Factors(((*rows, ("k",)), (*rows, ("n",)), (("n",), ("k",))), kept, sizes, reduced=summed, kernels={"k": k})
-
-
-register(
+blockwise(
     "linear_backward",
-    Rule(
-        linear_backward_factors,
-        local=on_each_rank(linear_gradients),
-        kind="einsum",
-        source="... k, ... n, n k -> ... k, n k, n",
-    ),
+    "b* k, b* n, n k -> b* k, n k, n",
+    sums={"b": "sum", "n": "sum", "k": "R"},  # the gradient of the bias does not know k
+    local=on_each_rank(linear_gradients),
 )
 
 

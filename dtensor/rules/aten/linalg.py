@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from ...base.memory_order import contiguous_stride, dense_in
-from ..blockwise import blockwise, plain_op
 from ..call import Call, Meta
 from ..factoring import by
 from ..kernels import At, KernelContext
 from ..notation import parse
 from ..rows import linear
 from ..rule import Factors, Kernel
-from ..verbs import along, bind, kernel_rule
+from ..verbs import along, bind, blockwise, kernel_rule
 
 
 def ordered(at: KernelContext, matrix: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,11 +78,7 @@ blockwise("linalg_ldl_solve", "... [i] [j], ... [i], ... [j] k -> ... [j] k")
 on_either_side("linalg_solve_triangular", "... [i] [j], ... [j] k -> ... [j] k")
 on_either_side("linalg_lu_solve", "... [i] [j], ... [i], ... [j] k -> ... [j] k")
 on_either_side("ormqr", "... [m] [n], ... [t], ... [j] k -> ... [j] k")
-blockwise(
-    "triangular_solve",
-    "... [j] k, ... [i] [j] -> ... [j] k, ... [i] [j]",
-    kernels={"k": Kernel(plain_op)},  # the second result is the matrix itself
-)
+blockwise("triangular_solve", "... [j] k, ... [i] [j] -> ... [j] k, ... [i] [j]", sums={"k": "R"})  # gives the matrix too
 
 
 def solve_factors(call: Call) -> Factors | None:
