@@ -32,7 +32,8 @@ def groups_of(call: Call, x: Any, weight: Any, output: Any) -> int:
 
 
 def local_groups(call: Call, view: LocalView) -> dict[str, Any]:
-    return {"groups": groups_of(call, *view.operands[:2], view.results[0])}
+    x, weight = view.operands[:2]
+    return {"groups": groups_of(call, x, weight, view.results[0])}
 
 
 def local_backward(call: Call, view: LocalView) -> dict[str, Any]:
