@@ -150,14 +150,15 @@ class Shares(Word):
 
 
 def share_of(at: KernelContext, member: int) -> list[float]:
-    """Which part of each factor of the kernel a member's block is."""
+    """Which part of each factor of the kernel a member's block is: of nothing each is all, so that its mean is still NaN."""
     coordinate, shape = at.call.mesh.coordinates[member], at.call.mesh.shape
     shares = []
     for split in at.splits.values():
         index = 0
         for mesh_dim in split.mesh_dims:
             index = index * shape[mesh_dim] + coordinate[mesh_dim]
-        shares.append(split.sizes[index] / max(1, sum(split.sizes)))
+        total = sum(split.sizes)
+        shares.append(split.sizes[index] / total if total else 1.0)
     return shares
 
 

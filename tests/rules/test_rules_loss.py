@@ -11,7 +11,7 @@ from rule_tables import MESHES, Case, floats, integers, kinds, received, run, tr
 from torch.nn import functional as F
 
 from dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.testing import check
+from dtensor.testing import check, forced
 
 X, Y = floats(5, 7), floats(5, 7, seed=1)
 PROBABILITIES, WEIGHTS = floats(5, 7, seed=2, low=0.1, high=0.9), floats(7, seed=3, low=0.5, high=2.0)
@@ -153,3 +153,12 @@ def test_what_is_ignored_has_no_weight_even_an_infinite_one() -> None:
                     placements=[[where], [Replicate()], [Replicate()]],
                     gradients=False,
                 )
+
+
+@pytest.mark.parametrize("op", [torch.ops.aten.mean, torch.ops.aten.mse_loss], ids=["mean", "mse_loss"])
+def test_the_mean_of_nothing_in_uneven_blocks_is_nan(op: Any) -> None:
+    operands = [torch.empty(0, 1, dtype=torch.float64)] * (1 if op is torch.ops.aten.mean else 2)
+    row = f"{','.join(['S(0)'] * len(operands))} -> sum"
+    check(
+        forced(op, row), *operands, mesh=init_device_mesh("cpu", (2,)), placements=[[Shard(1)]] * len(operands), gradients=False
+    )

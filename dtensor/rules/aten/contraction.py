@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..blockwise import asked_for, blockwise, multilinear, on_each_rank
+from ..blockwise import blockwise, multilinear, on_each_rank
 from ..call import Call
-from ..kernels import KernelContext
+from ..kernels import KernelContext, densely
 from ..notation import parse
 from ..registry import register
 from ..rule import Choice, Dims, Factors, Kernel, LocalView, Rule
@@ -48,65 +48,23 @@ def no_empty_block_of_a_number(choice: Choice) -> bool:
 einsum("addmv", "+m, m k, k -> m", when=no_empty_block_of_a_number)
 blockwise("_addmm_activation", "+m n, m [k], [k] n -> m n")  # the activation needs the whole sum
 
-WITH_BIAS = tuple(
-    row
-    for bias in ("R", "avg")
-    for row in ("sum,finite,sum -> sum", "finite,sum,sum -> sum", f"avg,finite,{bias} -> avg", f"finite,avg,{bias} -> avg")
-)
+# a weight of one dim gives no output dim; without a bias there are two operands
+WITHOUT_BIAS = tuple(row for op in ("sum", "avg") for row in (f"{op},finite -> {op}", f"finite,{op} -> {op}"))
+einsum("linear", "b* k, n* k, +n* -> b* n*", partials=WITHOUT_BIAS)
 
 
-def linear_factors(call: Call) -> Factors:
-    """``x @ w.T + b``: dims of x but the last pass through; a weight of one dim gives no output dim."""
-    x, w = call.shape(0), call.shape(1)
-    rows = tuple((f"b{d}",) for d in range(len(x) - 1))
-    out: Dims = (("n",),) if len(w) == 2 else ()
-    sizes = {f"b{d}": size for d, size in enumerate(x[:-1])} | {"k": x[-1], "n": w[0] if out else 1}
-    bias = tuple(out[-len(layout.shape) :] if len(layout.shape) else () for layout in call.operands[2:])
-    return Factors(
-        ((*rows, ("k",)), (*out, ("k",)), *bias), ((*rows, *out),), sizes, reduced={"k": "sum"}, additive=frozenset((2,))
-    )
-
-
-register(
-    "linear",
-    Rule(
-        linear_factors,
-        lambda call: multilinear(call) if len(call.operands) == 2 else (*WITH_BIAS, "R,R,avg -> avg"),
-        kind="einsum",
-        source="... k, n k, +n -> ... n",
-    ),
-)
-
-
-# --- the backward of linear: reduced factors differ between results, so k has a kernel for the bias, which does not k
 def linear_gradients(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, output_mask: Sequence[bool]) -> tuple[Any, ...]:
-    """Gradients of input, weight and bias (only mkldnn and MPS have the operator itself)."""
+    """Gradients of input, weight and bias, the last two together (only mkldnn and MPS have the operator itself)."""
     flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-    return (
-        grad @ weight if output_mask[0] else None,
-        flat.t() @ rows if output_mask[1] else None,
-        flat.sum(0) if output_mask[2] else None,
-    )
+    of_parameters = (flat.t() @ rows, flat.sum(0)) if output_mask[1] or output_mask[2] else (None, None)
+    return grad @ weight if output_mask[0] else None, *of_parameters
 
 
-def linear_backward_factors(call: Call) -> Factors:
-    rows = tuple((f"b{d}",) for d in range(len(call.shape(0)) - 1))
-    sizes = {f"b{d}": size for d, size in enumerate(call.shape(0)[:-1])} | {"n": call.shape(2)[0], "k": call.shape(2)[1]}
-    results: tuple[Dims, ...] = ((*rows, ("k",)), (("n",), ("k",)), (("n",),))
-    kept = asked_for(call, results)
-    summed = {name: "sum" for name in sizes if name != "k"}
-    k = Kernel(lambda at, *args, **kwargs: at.map(lambda _, *own: linear_gradients(*own), *args))
-    return Factors(((*rows, ("k",)), (*rows, ("n",)), (("n",), ("k",))), kept, sizes, reduced=summed, kernels={"k": k})
-
-
-register(
+blockwise(
     "linear_backward",
-    Rule(
-        linear_backward_factors,
-        local=on_each_rank(linear_gradients),
-        kind="einsum",
-        source="... k, ... n, n k -> ... k, n k, n",
-    ),
+    "b* k, b* n, n k -> b* k, n k, n",
+    sums={"b": "sum", "n": "sum", "k": "R"},  # the gradient of the bias does not know k
+    local=on_each_rank(linear_gradients),
 )
 
 
@@ -190,18 +148,9 @@ def same_method(call: Call, view: LocalView) -> dict[str, Any]:
     return {"compute_mode": 1 if max(call.shape(0)[-2], call.shape(1)[-2]) > 25 else 2}
 
 
-def pdist_gradient(grad: torch.Tensor, x: torch.Tensor, p: float, distances: torch.Tensor, **out: torch.Tensor) -> Any:
-    """The operator asks for contiguous operands, which blocks of coordinates are not."""
-    return torch.ops.aten._pdist_backward(grad.contiguous(), x.contiguous(), p, distances.contiguous(), **out)
-
-
 def distances_of_coordinates(at: KernelContext, x: Any, y: Any, p: float, mode: Any = None) -> Any:
     """The p-th powers of distances along some coordinates add up."""
-
-    def power(_: Any, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten._cdist_forward(own, other, p, 2).pow(p)
-
-    return at.all_reduce(at.map(power, x, y), "sum").pow(1 / p)
+    return at.all_reduce(torch.ops.aten._cdist_forward(x, y, p, 2).pow(p), "sum").pow(1 / p)
 
 
 def distance_factors(call: Call) -> Factors | None:
@@ -223,7 +172,7 @@ blockwise("_euclidean_dist", "... p [m], ... r [m] -> ... p r")
 # with the distances given, the gradient of one coordinate needs only that coordinate
 blockwise("_cdist_backward", "... p r, ... p m, ... r m, ... p r -> ... p m", sums="r")
 blockwise("_pdist_forward", "[p] [m] -> [p]", as_laid_out=True)
-blockwise("_pdist_backward", "[p], [p] m, [p] -> [p] m", local=pdist_gradient)
+blockwise("_pdist_backward", "[p], [p] m, [p] -> [p] m", local=densely(torch.ops.aten._pdist_backward))
 
 
 # --- low precision --------------------------------------------------------------------------------------------------

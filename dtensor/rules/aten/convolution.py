@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from ..blockwise import on_each_rank
 from ..call import Call
 from ..factoring import by
-from ..kernels import KernelContext
-from ..rule import Kernel, LocalView
+from ..rule import LocalView
 from ..verbs import blockwise
 
 WEIGHT = {False: "(g o) i [s*]", True: "(g i) o [s*]"}
@@ -36,24 +32,13 @@ def groups_of(call: Call, x: Any, weight: Any, output: Any) -> int:
 
 
 def local_groups(call: Call, view: LocalView) -> dict[str, Any]:
-    return {"groups": groups_of(call, *view.operands[:2], view.results[0])}
+    x, weight = view.operands[:2]
+    return {"groups": groups_of(call, x, weight, view.results[0])}
 
 
 def local_backward(call: Call, view: LocalView) -> dict[str, Any]:
     grad, x, weight = view.operands
     return {"groups": groups_of(call, x, weight, grad), "bias_sizes": call["bias_sizes"] and [grad[1]]}
-
-
-def gradients_of_input_channels(at: KernelContext, *args: Any) -> Any:
-    """The operator on a block of input channels; the gradient of the bias, which lacks them, is whole."""
-
-    @on_each_rank
-    def own(grad: Tensor, x: Tensor, weight: Tensor) -> Any:
-        groups = groups_of(at.call, x.shape, weight.shape, grad.shape)
-        return at.call.func(grad, x, weight, bias_sizes and [grad.shape[1]], *settings, groups, mask)
-
-    grad, x, weight, bias_sizes, *settings, _groups, mask = args
-    return own(grad, x, weight)
 
 
 blockwise(
@@ -69,8 +54,7 @@ blockwise(
 blockwise(
     "convolution_backward",
     BACKWARD,
-    sums="n o",
-    kernels={"i": Kernel(gradients_of_input_channels)},
+    sums={"n": "sum", "o": "sum", "i": "R"},  # the gradient of the bias knows no input channels
     sizes=SIZES,
     nonempty="g i o",
     local_args=local_backward,

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ...base.memory_order import contiguous_stride, dense_in
-from ..blockwise import blockwise, multilinear, plain_op
 from ..call import Call, Meta
+from ..factoring import by
 from ..kernels import At, KernelContext
 from ..notation import parse
-from ..registry import register
-from ..rule import Dims, Factors, Kernel, Rule
-from ..verbs import bind, kernel_rule
+from ..rows import linear
+from ..rule import Factors, Kernel
+from ..verbs import along, bind, blockwise, kernel_rule
 
 
 def ordered(at: KernelContext, matrix: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,31 +64,21 @@ blockwise("linalg_householder_product", "... [m] [n], ... [k] -> ... [m] [n]")
 blockwise("linalg_pinv.atol_rtol_tensor", "... [m] [n], ..., ... -> ... [n] [m]")
 
 # tells of a failure by raising: all ranks look at all of it, so that all raise
-register(
-    "_linalg_check_errors", Rule(lambda call: Factors((((),) * len(call.shape(0)),), (), {}), kind="linalg", source="[...] ->")
-)
+blockwise("_linalg_check_errors", "[s*] ->")
 
 
-def solver(names: str, pattern: str, right: int) -> None:
-    """Columns ``k`` of the right-hand side (operand ``right``) are worked on by themselves; with ``left=False`` its rows are."""
-    parsed = {True: parse(pattern), False: parse(pattern.replace("[j] k", "k [j]"))}
-
-    def factors(call: Call) -> Factors | None:
-        return bind(parsed[bool(call.get("left", True))], call, None)
-
-    register(names, Rule(factors, kind="linalg", source=pattern))
+# columns ``k`` of the right-hand side are worked on by themselves; with ``left=False`` its rows are
+def on_either_side(names: str, left: str) -> None:
+    patterns = {True: left, False: left.replace("[j] k", "k [j]")}
+    blockwise(names, by("left", patterns))
 
 
-solver("cholesky_solve", "... [j] k, ... [i] [j] -> ... [j] k", 0)
-solver("linalg_solve_triangular", "... [i] [j], ... [j] k -> ... [j] k", 1)
-solver("linalg_lu_solve", "... [i] [j], ... [i], ... [j] k -> ... [j] k", 2)
-solver("linalg_ldl_solve", "... [i] [j], ... [i], ... [j] k -> ... [j] k", 2)
-solver("ormqr", "... [m] [n], ... [t], ... [j] k -> ... [j] k", 2)
-blockwise(
-    "triangular_solve",
-    "... [j] k, ... [i] [j] -> ... [j] k, ... [i] [j]",
-    kernels={"k": Kernel(plain_op)},  # the second result is the matrix itself
-)
+blockwise("cholesky_solve", "... [j] k, ... [i] [j] -> ... [j] k")
+blockwise("linalg_ldl_solve", "... [i] [j], ... [i], ... [j] k -> ... [j] k")
+on_either_side("linalg_solve_triangular", "... [i] [j], ... [j] k -> ... [j] k")
+on_either_side("linalg_lu_solve", "... [i] [j], ... [i], ... [j] k -> ... [j] k")
+on_either_side("ormqr", "... [m] [n], ... [t], ... [j] k -> ... [j] k")
+blockwise("triangular_solve", "... [j] k, ... [i] [j] -> ... [j] k, ... [i] [j]", sums={"k": "R"})  # gives the matrix too
 
 
 def solve_factors(call: Call) -> Factors | None:
@@ -108,22 +98,4 @@ def solve_factors(call: Call) -> Factors | None:
 
 kernel_rule("_linalg_solve_ex", solve_factors, run=ordered)
 
-
-def cross_factors(call: Call) -> Factors:
-    """Broadcast operands; the three components are whole."""
-    ndim = max(len(call.shape(0)), len(call.shape(1)))
-    sizes: dict[str, int] = {}
-    for shape in (call.shape(0), call.shape(1)):
-        for d, size in enumerate(shape, ndim - len(shape)):
-            sizes[f"d{d}"] = size if sizes.get(f"d{d}", 1) == 1 else sizes[f"d{d}"]
-
-    def dims(shape: tuple[int, ...]) -> Dims:
-        return tuple((f"d{d}",) if sizes[f"d{d}"] == size else () for d, size in enumerate(shape, ndim - len(shape)))
-
-    (meta,) = call.results
-    assert meta is not None
-    whole = frozenset((f"d{call['dim'] % ndim}",))
-    return Factors((dims(call.shape(0)), dims(call.shape(1))), (dims(meta.shape),), sizes, whole)
-
-
-register("linalg_cross", Rule(cross_factors, multilinear, kind="linalg", source="... [c], ... [c] -> ... [c]"))
+along("linalg_cross", partials=linear("self", "other"))

@@ -21,9 +21,10 @@ from ...base.torch_internals import assert_async
 from ...placement import Partial
 from ..blockwise import on_each_rank
 from ..call import Call
+from ..factoring import by
 from ..kernels import At, KernelContext, statistics_bytes
 from ..rule import Along, Dims, Factors, Kernel, Partials, R, Row, Spec
-from ..verbs import aligned, broadcast_factors, kernel_rule
+from ..verbs import along, blockwise, kernel_rule
 
 NONE, MEAN, SUM = 0, 1, 2  # the values of argument ``reduction``
 TERMS = Partial("sum")
@@ -49,35 +50,15 @@ def sums_dtype(dtype: torch.dtype) -> torch.dtype:
 Count = Callable[[Call], int]
 
 
-def elements(call: Call) -> int:
+def count_elements(call: Call) -> int:
     """How many losses there are of operands that are compared element by element."""
     shapes = (layout.shape for name, layout in zip(call.names, call.operands, strict=True) if name != "grad_output")
     return torch.broadcast_shapes(*shapes).numel()
 
 
-def samples(call: Call) -> int:
+def count_samples(call: Call) -> int:
     """How many losses there are of samples."""
     return call.shape(call.names.index("self"))[0]
-
-
-def loss_over(count: Count) -> Any:
-    """The loss of a block: its sum, for a mean over the count of the whole."""
-
-    def program(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-        total, dtype = count(at.call) if at.call["reduction"] == MEAN else 1, at.dtype(0)
-        wide = sums_dtype(dtype)
-        made = functional(at.call)(*with_reduction(at.call, args, SUM if wide is dtype else NONE), **kwargs)
-        loss, *rest = (made,) if isinstance(made, Tensor) else made
-        loss = (of_something(loss.sum(dtype=wide), args[0]) / total).to(dtype)
-        return (loss, *rest) if rest else loss
-
-    return program
-
-
-@on_each_rank
-def of_something(loss: Tensor, x: Tensor) -> Tensor:
-    """A sum; torch leaves the loss of no samples as it found the memory."""
-    return loss if x.numel() else torch.zeros_like(loss)
 
 
 def gradient_over(count: Count) -> Any:
@@ -89,43 +70,17 @@ def gradient_over(count: Count) -> Any:
     return program
 
 
-MEAN_OF_ELEMENTS, GRADIENT_OF_ELEMENTS = loss_over(elements), gradient_over(elements)
-LOSS_OF_SAMPLES, GRADIENT_OF_SAMPLES = loss_over(samples), gradient_over(samples)
-
-
 # --- element by element -----------------------------------------------------------------------------------------------------
-def loss_factors(call: Call) -> Factors | None:
-    factors = broadcast_factors(call)
-    if factors is None or call["reduction"] == NONE:
-        return factors
-    results = ((),)
-    if call["reduction"] == SUM:
-        return Factors(factors.operands, results, factors.sizes, reduced=dict.fromkeys(factors.sizes, "sum"))
-    if all(split is None or split.even for layout in call.operands for split in layout.splits):
-        return Factors(factors.operands, results, factors.sizes, reduced=dict.fromkeys(factors.sizes, "avg"))
-    kernel = Kernel(MEAN_OF_ELEMENTS, lacking=TERMS, joint=True)
-    return Factors(factors.operands, results, factors.sizes, kernels=dict.fromkeys(factors.sizes, kernel))
-
-
-kernel_rule(
+EACH, ALL = "each: s* -> s*", "each: s* ->"
+blockwise(
     "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",
-    loss_factors,
+    by("reduction", {NONE: EACH, MEAN: ALL, SUM: ALL}),
+    sums={"s": by("reduction", {MEAN: "avg", SUM: "sum"})},
 )
-
-
-def loss_gradient_factors(call: Call) -> Factors:
-    shapes = [tuple(layout.shape) for layout in call.operands]
-    whole = torch.broadcast_shapes(*shapes[1:])
-    sizes = {f"d{d}": size for d, size in enumerate(whole)}
-    operands = tuple(aligned(shape, len(whole), sizes) for shape in shapes)
-    results = tuple(aligned(meta.shape, len(whole), sizes) for meta in call.results if meta is not None)
-    kernels = dict.fromkeys(sizes, Kernel(GRADIENT_OF_ELEMENTS, joint=True)) if call["reduction"] == MEAN else {}
-    return Factors(operands, results, sizes, kernels=kernels)
-
-
-kernel_rule(
+blockwise(
     "mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward",
-    loss_gradient_factors,
+    by("reduction", {NONE: EACH, MEAN: "each: [s*] -> s*", SUM: EACH}),
+    kernel=Kernel(gradient_over(count_elements), joint=True),
 )
 
 
@@ -150,14 +105,29 @@ def margin_factors(call: Call) -> Factors:
         call.results = tuple(
             meta and (replace(meta, shape=(), stride=()) if i == 0 else meta) for i, meta in enumerate(call.results)
         )
-    kernels = {} if loss else {"n": Kernel(LOSS_OF_SAMPLES, lacking=TERMS)}
+    kernels = {} if loss else {"n": Kernel(loss_of_samples, lacking=TERMS)}
     return Factors(tuple(dims), results, {"n": samples}, kernels=kernels)
+
+
+def loss_of_samples(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
+    """The loss of a block: its sum, for a mean over the count of the whole."""
+    total = count_samples(at.call) if at.call["reduction"] == MEAN else 1
+    made = functional(at.call)(*with_reduction(at.call, args, SUM), **kwargs)
+    loss, *rest = (made,) if isinstance(made, Tensor) else made
+    loss = of_something(loss, args[0]) / total
+    return (loss, *rest) if rest else loss
+
+
+@on_each_rank
+def of_something(loss: Tensor, x: Tensor) -> Tensor:
+    """A sum; torch leaves the loss of no samples as it found the memory."""
+    return loss if x.numel() else torch.zeros_like(loss)
 
 
 def margin_gradient_factors(call: Call) -> Factors:
     dims, samples = operand_dims(call, 1)
     grad: Dims = (("n",),) if call.shape(0) else ()
-    kernels = {"n": Kernel(GRADIENT_OF_SAMPLES)} if call["reduction"] == MEAN else {}
+    kernels = {"n": Kernel(gradient_over(count_samples))} if call["reduction"] == MEAN else {}
     return Factors((grad, *dims), (dims[0],), {"n": samples}, kernels=kernels)
 
 
@@ -165,17 +135,7 @@ kernel_rule("multi_margin_loss multilabel_margin_loss_forward", margin_factors)
 kernel_rule("multi_margin_loss_backward multilabel_margin_loss_backward", margin_gradient_factors)
 
 
-# --- gates ---
-def gated(call: Call) -> Factors:
-    """The dim whose halves meet is whole, in operands and results alike."""
-    ndim = len(call.shape(0))
-    (d,) = call.dims("dim", ndim)
-    shape = call.shape(0)
-    dims: Dims = tuple(() if k == d else (f"d{k}",) for k in range(ndim))
-    return Factors((dims,) * len(call.operands), (dims,), {f"d{k}": size for k, size in enumerate(shape)})
-
-
-kernel_rule("glu glu_backward glu_jvp glu_backward_jvp", gated)
+along("glu glu_backward glu_jvp glu_backward_jvp", shapes=None)  # the halves of a dim meet
 
 
 # --- negative log likelihood of class indices -------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from ..call import Call
 from ..kernels import KernelContext, densely, statistics_bytes, wide
 from ..registry import register
 from ..rule import Dims, Factors, Kernel, LocalView, R, Rule, Shapes, Spec
+from ..verbs import blockwise
 
 aten = torch.ops.aten
 
@@ -296,24 +297,13 @@ norm(
 )
 
 
-# --- weight norm: one norm for each index of dim ``dim`` ------------------------------------------------------------
-def weight_norm_factors(call: Call) -> Factors:
-    """All operands are like ``v`` or like the norms, which have size one in all dims but one."""
-    shape = call.shape(0)
-    sizes = {f"d{d}": size for d, size in enumerate(shape)}
-    shapes = [call.shape(i) for i in range(len(call.operands))], [meta.shape for meta in call.results if meta is not None]
-    operands, results = (
-        tuple(tuple((f"d{d}",) if size == shape[d] else () for d, size in enumerate(own)) for own in group) for group in shapes
-    )
-    kept = call.dims("dim", len(shape))[0]
-    return Factors(operands, results, sizes, frozenset(sizes) - {f"d{kept}"})
-
-
+# --- weight norm: one norm for each index of dim ``dim``; norms have size one in the others --------------------------
 def unchanged(v: Tensor, g: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return v.clone(), g.clone()
 
 
+_others_whole = "each: [a*] @dim [b*] -> each: [a*] @dim [b*]"
 _local = unless_empty(densely(aten._weight_norm_interface), unchanged)
-register("_weight_norm_interface", Rule(weight_norm_factors, local=_local, kind="along"))
+blockwise("_weight_norm_interface", _others_whole, local=_local)
 _local = unless_empty(densely(aten._weight_norm_interface_backward), lambda grad, *args: unchanged(*args), block=1)
-register("_weight_norm_interface_backward", Rule(weight_norm_factors, local=_local, kind="along"))
+blockwise("_weight_norm_interface_backward", _others_whole, local=_local)
