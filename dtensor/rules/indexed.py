@@ -18,12 +18,14 @@ from ..placement import REDUCE_OPS, Monoid, Partial
 from .call import Call
 from .owned import Address, lead_of, read_owned, write_owned
 from .registry import register
-from .rule import Choice, Dims, Factors, Kernel, Rule
+from .rows import one_of
+from .rule import Choice, Dims, Factors, Kernel, Rule, Word
 
 Combined = Callable[[Call], str | None]
 Shape = tuple[int, ...]
 
 CONSTANT = ("avg", "max", "min")  # of a constant they are that constant
+CHOSEN = one_of("self", "weight")
 # terms of what is written to and of what is written
 REPLACED = (*((op, op) for op in REDUCE_OPS), *(pair for op in CONSTANT for pair in ((op, "R"), ("R", op))))
 ADDED = (("sum", "sum"), ("avg", "avg"), ("avg", "R"), ("R", "avg"))
@@ -33,7 +35,9 @@ def reads(names: str, address: Address, op: Any = None, **options: Any) -> Rule:
     """A rule for operations that read the elements of operand 0 which an index names. ``op`` reads from a block, where the
     operator itself does not take an index for each dim."""
     factors = Indexed(address, Kernel(partial(read_owned, address, op), lacking=Partial("sum"), joint=True))
-    return register(names, Rule(factors, _chosen, when=no_foreign_zeros, kind="read", source=address.form, **options))
+    return register(
+        names, Rule(factors, one_of("self", "weight"), when=no_foreign_zeros, kind="read", source=address.form, **options)
+    )
 
 
 def writes(
@@ -50,8 +54,8 @@ def writes(
     """
     kernel = Kernel(partial(write_owned, address, op), joint=True)
     factors = Indexed(address, kernel, combined, frozenset(whole.split()), masks)
-    options.setdefault("partials", partial(_written, combined))
-    return register(names, Rule(factors, kind="write", source=address.form, **options))
+    options.setdefault("partials", Written(combined))
+    return register(names, Rule(factors, kind="write", **options))
 
 
 # --- how what is written joins with what is there ---------------------------------------------------------------------
@@ -82,24 +86,23 @@ def reduces(call: Call) -> str | None:
 
 
 # --- terms ------------------------------------------------------------------------------------------------------------
-def _chosen(call: Call) -> tuple[str, ...]:
-    """The same elements of every term."""
-    rest = ",R" * (len(call.operands) - 1)
-    return tuple([f"{op}{rest} -> {op}" for op in REDUCE_OPS])
+@dataclass(frozen=True, slots=True)
+class Written(Word):
+    """Rows for terms of what is written to and of what is written; a number that is written is no operand."""
 
+    combined: Combined
 
-def _written(combined: Combined, call: Call) -> tuple[str, ...]:
-    """Terms of what is written to and of what is written; a number that is written is no operand."""
-    how, indices = combined(call), len(_indices(call))
-    sources = len(call.operands) - 1 - indices
-    pairs = ADDED if how == "sum" else REPLACED if how is None else ()
-    return tuple(
-        [
-            f"{','.join([to, *['R'] * indices, *[source] * sources])} -> {source if to == 'R' else to}"
-            for to, source in pairs
-            if sources or source == "R"
-        ]
-    )
+    def __call__(self, call: Call) -> tuple[str, ...]:
+        how, indices = self.combined(call), len(_indices(call))
+        sources = len(call.operands) - 1 - indices
+        pairs = ADDED if how == "sum" else REPLACED if how is None else ()
+        return tuple(
+            [
+                f"{','.join([to, *['R'] * indices, *[source] * sources])} -> {source if to == 'R' else to}"
+                for to, source in pairs
+                if sources or source == "R"
+            ]
+        )
 
 
 def no_foreign_zeros(choice: Choice) -> bool:
@@ -111,7 +114,7 @@ def no_foreign_zeros(choice: Choice) -> bool:
 
 # --- factors ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Indexed:
+class Indexed(Word):
     """The factors of an operation that reads (``combined`` is None), or writes, elements of operand 0; see :func:`writes`."""
 
     address: Address
@@ -127,6 +130,12 @@ class Indexed:
         if not call.shape(0) and self.address.form in ("rows", "elements"):
             return uncut(call)
         return self._by_element(call, *places) if self.address.form == "elements" else self._by_index(call, places)
+
+    def __str__(self) -> str:
+        return f"by {self.address.form}"
+
+    def own(self) -> tuple[Any, ...]:
+        return () if self.masks is None else (self.masks,)
 
     def _by_index(self, call: Call, places: Sequence[int]) -> Factors | None:
         """The dims of indices stand in place of those that are indexed, in front if these are not adjacent."""
