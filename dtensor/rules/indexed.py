@@ -19,13 +19,12 @@ from .call import Call
 from .owned import Address, lead_of, read_owned, write_owned
 from .registry import register
 from .rows import one_of
-from .rule import Choice, Dims, Factors, Kernel, Rule, Word
+from .rule import Choice, Dims, Factors, Kernel, Rule, Word, named, own_factors, uncut
 
 Combined = Callable[[Call], str | None]
 Shape = tuple[int, ...]
 
 CONSTANT = ("avg", "max", "min")  # of a constant they are that constant
-CHOSEN = one_of("self", "weight")
 # terms of what is written to and of what is written
 REPLACED = (*((op, op) for op in REDUCE_OPS), *(pair for op in CONSTANT for pair in ((op, "R"), ("R", op))))
 ADDED = (("sum", "sum"), ("avg", "avg"), ("avg", "R"), ("R", "avg"))
@@ -139,7 +138,7 @@ class Indexed(Word):
 
     def _by_index(self, call: Call, places: Sequence[int]) -> Factors | None:
         """The dims of indices stand in place of those that are indexed, in front if these are not adjacent."""
-        dims, sizes = named("d", call.shape(0))
+        dims, sizes = own_factors(call)
         shapes = [call.shape(i) for i in _indices(call)]
         made, more = named("i", torch.broadcast_shapes(*shapes))
         sizes |= more
@@ -164,7 +163,7 @@ class Indexed(Word):
 
     def _by_element(self, call: Call, place: int) -> Factors:
         """Dims that are not indexed go together; what is shorter there holds a window of them."""
-        dims, sizes = named("d", call.shape(0))
+        dims, sizes = own_factors(call)
         shapes = [call.shape(i) for i in range(1, len(call.operands))]
         if any(len(shape) != len(dims) for shape in shapes):
             return uncut(call)
@@ -212,15 +211,3 @@ def _fitted(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims 
     if any(size != 1 and not fit for size, fit in zip(shape, fits, strict=True)):
         return None
     return tuple([dim if fit else () for dim, fit in zip(own, fits, strict=True)])
-
-
-def named(prefix: str, shape: Sequence[int]) -> tuple[Dims, dict[str, int]]:
-    """A factor for each dim, and their sizes."""
-    sizes = {f"{prefix}{d}": size for d, size in enumerate(shape)}
-    return tuple([(name,) for name in sizes]), sizes
-
-
-def uncut(call: Call) -> Factors:
-    """Every rank needs all of it."""
-    results = tuple([((),) * len(meta.shape) for meta in call.results if meta is not None])
-    return Factors(tuple([((),) * len(layout.shape) for layout in call.operands]), results, {})

@@ -13,10 +13,9 @@ import torch
 from ...placement import Partial
 from ..call import Call
 from ..kernels import At, KernelContext
-from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, Kernel, LocalView, Shapes
+from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, Kernel, LocalView, Shapes, own_factors
 from ..verbs import blockwise, kernel_rule, view
 from .slices import ZEROS_PASS
-from .views import own_factors
 
 
 # --- join ---

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ...placement import REDUCE_OPS, Partial
 from ..call import Call
-from ..indexed import named, no_foreign_zeros
+from ..indexed import no_foreign_zeros
 from ..kernels import At, KernelContext
 from ..rows import copies, one_of
-from ..rule import LINEAR_PARTIAL, Factors, Kernel, LocalView, Word
+from ..rule import LINEAR_PARTIAL, Factors, Kernel, LocalView, Word, named, own_factors
 from ..verbs import blockwise, local_size, view
 from ..windows import count_below
 
@@ -95,7 +95,7 @@ view("slice_scatter", Window("operand 1", sliced), partials=PUT_IN, local_args=l
 
 # --- splits: several slices one after another ---
 def pieces(call: Call) -> Factors:
-    dims, sizes = named("d", call.shape(0))
+    dims, sizes = own_factors(call)
     d = call["dim"] % len(dims)
     windows, start = {}, 0
     for r, meta in enumerate(call.results):
@@ -136,7 +136,7 @@ def select_owned(at: KernelContext, x: Any, dim: int, index: int) -> Any:
 
 def select_put_in(call: Call) -> Factors:
     """``select_scatter``: operand 1 is the row."""
-    dims, sizes = named("d", call.shape(0))
+    dims, sizes = own_factors(call)
     d = call["dim"] % len(dims)
     fits(call, *(size for k, size in enumerate(call.shape(0)) if k != d))
     return Factors((dims, (*dims[:d], *dims[d + 1 :])), (dims,), sizes, kernels={f"d{d}": Kernel(select_scatter_owned)})
