@@ -147,7 +147,7 @@ class _Binder:
 
     def is_whole(self, name: str) -> bool:
         group, dot, _ = name.partition(".")
-        return bool({name, f"{group}*", f"@{group}"} & self.pattern.whole) or (
+        return bool({name, f"{group}*", f"@{group}", f"@{group}!"} & self.pattern.whole) or (
             bool(dot) and not group and "..." in self.pattern.whole
         )
 

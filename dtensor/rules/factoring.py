@@ -32,6 +32,20 @@ class by(Word):  # noqa: N801  a word, used like a function
         return self.table.get(call.get(self.argument))
 
 
+@dataclass(frozen=True, slots=True)
+class fitting(Word):  # noqa: N801
+    """The first of several patterns that have as many dims as the tensors of a call."""
+
+    patterns: tuple[Pattern, ...]
+
+    def __call__(self, call: Call) -> Pattern | None:
+        return next((pattern for pattern in self.patterns if bind(pattern, call) is not None), None)
+
+    @property
+    def table(self) -> Mapping[Any, Pattern]:
+        return dict(enumerate(self.patterns))
+
+
 Left = Reduced | Callable[[Call], Reduced | None] | None  # "R": nothing is left, results are whole and the same
 
 
@@ -49,7 +63,7 @@ class Notation(Word):
         sizes: sizes of letters that are no dim of an operand: the argument that says it, or a function of the call.
     """
 
-    pattern: Pattern | by
+    pattern: Pattern | by | fitting
     left: Mapping[str, Left] = field(default_factory=dict)
     refuses_nothing: bool = False
     kernel: Kernel | Callable[[Call], Kernel | None] | None = None

@@ -19,7 +19,7 @@ from ..layout.layout import Layout
 from ..placement import Monoid, Partial
 from .binding import Reduction, bind
 from .call import Call
-from .factoring import by
+from .factoring import by, fitting
 from .kernels import At, KernelContext
 from .notation import Pattern
 from .rule import Kernel, R, Word
@@ -74,7 +74,7 @@ class Fold(Word):
         dtype: of the state; None: that of the result, at least float32.
     """
 
-    pattern: Pattern | by
+    pattern: Pattern | by | fitting
     block: Callable[..., Any]
     monoid: Reduction | Callable[[Call], Reduction]
     finish: Callable[..., Any] | None
@@ -143,9 +143,9 @@ def _state_dtype(fold: Fold, call: Call) -> torch.dtype:
     return torch.promote_types(call.operands[0].dtype if result is None else result.dtype, torch.float32)
 
 
-def _folded(pattern: Pattern | by, call: Call) -> tuple[int, ...]:
+def _folded(pattern: Pattern | by | fitting, call: Call) -> tuple[int, ...]:
     """The dims of operand 0 that the notation has in brackets."""
-    chosen = pattern if isinstance(pattern, Pattern) else pattern(call)
+    chosen: Any = pattern if isinstance(pattern, Pattern) else pattern(call)
     factors = bind(chosen, call, None)
     assert factors is not None  # else the kernel would not run
     return tuple(d for d, dim in enumerate(factors.operands[0]) if not factors.whole.isdisjoint(dim))

@@ -18,7 +18,8 @@ from ..placement import REDUCE_OPS, Monoid, Partial
 from .call import Call
 from .owned import Address, lead_of, read_owned, write_owned
 from .registry import register
-from .rule import Choice, Dims, Factors, Kernel, Rule
+from .rows import one_of
+from .rule import Choice, Dims, Factors, Kernel, Rule, Word, named, own_factors, uncut
 
 Combined = Callable[[Call], str | None]
 Shape = tuple[int, ...]
@@ -33,7 +34,9 @@ def reads(names: str, address: Address, op: Any = None, **options: Any) -> Rule:
     """A rule for operations that read the elements of operand 0 which an index names. ``op`` reads from a block, where the
     operator itself does not take an index for each dim."""
     factors = Indexed(address, Kernel(partial(read_owned, address, op), lacking=Partial("sum"), joint=True))
-    return register(names, Rule(factors, _chosen, when=no_foreign_zeros, kind="read", source=address.form, **options))
+    return register(
+        names, Rule(factors, one_of("self", "weight"), when=no_foreign_zeros, kind="read", source=address.form, **options)
+    )
 
 
 def writes(
@@ -50,8 +53,8 @@ def writes(
     """
     kernel = Kernel(partial(write_owned, address, op), joint=True)
     factors = Indexed(address, kernel, combined, frozenset(whole.split()), masks)
-    options.setdefault("partials", partial(_written, combined))
-    return register(names, Rule(factors, kind="write", source=address.form, **options))
+    options.setdefault("partials", Written(combined))
+    return register(names, Rule(factors, kind="write", **options))
 
 
 # --- how what is written joins with what is there ---------------------------------------------------------------------
@@ -82,24 +85,23 @@ def reduces(call: Call) -> str | None:
 
 
 # --- terms ------------------------------------------------------------------------------------------------------------
-def _chosen(call: Call) -> tuple[str, ...]:
-    """The same elements of every term."""
-    rest = ",R" * (len(call.operands) - 1)
-    return tuple([f"{op}{rest} -> {op}" for op in REDUCE_OPS])
+@dataclass(frozen=True, slots=True)
+class Written(Word):
+    """Rows for terms of what is written to and of what is written; a number that is written is no operand."""
 
+    combined: Combined
 
-def _written(combined: Combined, call: Call) -> tuple[str, ...]:
-    """Terms of what is written to and of what is written; a number that is written is no operand."""
-    how, indices = combined(call), len(_indices(call))
-    sources = len(call.operands) - 1 - indices
-    pairs = ADDED if how == "sum" else REPLACED if how is None else ()
-    return tuple(
-        [
-            f"{','.join([to, *['R'] * indices, *[source] * sources])} -> {source if to == 'R' else to}"
-            for to, source in pairs
-            if sources or source == "R"
-        ]
-    )
+    def __call__(self, call: Call) -> tuple[str, ...]:
+        how, indices = self.combined(call), len(_indices(call))
+        sources = len(call.operands) - 1 - indices
+        pairs = ADDED if how == "sum" else REPLACED if how is None else ()
+        return tuple(
+            [
+                f"{','.join([to, *['R'] * indices, *[source] * sources])} -> {source if to == 'R' else to}"
+                for to, source in pairs
+                if sources or source == "R"
+            ]
+        )
 
 
 def no_foreign_zeros(choice: Choice) -> bool:
@@ -111,7 +113,7 @@ def no_foreign_zeros(choice: Choice) -> bool:
 
 # --- factors ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Indexed:
+class Indexed(Word):
     """The factors of an operation that reads (``combined`` is None), or writes, elements of operand 0; see :func:`writes`."""
 
     address: Address
@@ -128,9 +130,15 @@ class Indexed:
             return uncut(call)
         return self._by_element(call, *places) if self.address.form == "elements" else self._by_index(call, places)
 
+    def __str__(self) -> str:
+        return f"by {self.address.form}"
+
+    def own(self) -> tuple[Any, ...]:
+        return () if self.masks is None else (self.masks,)
+
     def _by_index(self, call: Call, places: Sequence[int]) -> Factors | None:
         """The dims of indices stand in place of those that are indexed, in front if these are not adjacent."""
-        dims, sizes = named("d", call.shape(0))
+        dims, sizes = own_factors(call)
         shapes = [call.shape(i) for i in _indices(call)]
         made, more = named("i", torch.broadcast_shapes(*shapes))
         sizes |= more
@@ -155,7 +163,7 @@ class Indexed:
 
     def _by_element(self, call: Call, place: int) -> Factors:
         """Dims that are not indexed go together; what is shorter there holds a window of them."""
-        dims, sizes = named("d", call.shape(0))
+        dims, sizes = own_factors(call)
         shapes = [call.shape(i) for i in range(1, len(call.operands))]
         if any(len(shape) != len(dims) for shape in shapes):
             return uncut(call)
@@ -203,15 +211,3 @@ def _fitted(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims 
     if any(size != 1 and not fit for size, fit in zip(shape, fits, strict=True)):
         return None
     return tuple([dim if fit else () for dim, fit in zip(own, fits, strict=True)])
-
-
-def named(prefix: str, shape: Sequence[int]) -> tuple[Dims, dict[str, int]]:
-    """A factor for each dim, and their sizes."""
-    sizes = {f"{prefix}{d}": size for d, size in enumerate(shape)}
-    return tuple([(name,) for name in sizes]), sizes
-
-
-def uncut(call: Call) -> Factors:
-    """Every rank needs all of it."""
-    results = tuple([((),) * len(meta.shape) for meta in call.results if meta is not None])
-    return Factors(tuple([((),) * len(layout.shape) for layout in call.operands]), results, {})

@@ -16,6 +16,7 @@ that is absent on the right is reduced.
 ``+m n``                an operand that is added to the result once
 ``weight: m n``         the operand of this argument; operands that a call lacks are left out
 ``each: s*``            every operand, every result
+``m n -> n m | s* -> s*`` the first that has as many dims as the tensors of the call
 ======================= =====================================================================================================
 
 >>> parse("+m n, m k, k n -> m n").operands[1].dims

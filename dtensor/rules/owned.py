@@ -33,6 +33,7 @@ class Address:
             for all dims, as if they were one.
         negative: whether negative indices count from the end.
         error: what the operator raises for an index that is out of range.
+        operand: the name of operand 0.
     """
 
     argument: int
@@ -40,6 +41,7 @@ class Address:
     form: str
     negative: bool = False
     error: type[Exception] = IndexError
+    operand: str = "self"
 
 
 def _of_argument(call: Call) -> tuple[int, ...]:
@@ -55,7 +57,7 @@ def _of_list(call: Call) -> tuple[int, ...] | None:
     return None if masked(call) else tuple(d for d, item in enumerate(call["indices"]) if isinstance(item, Layout)) or None
 
 
-TABLE = Address(1, lambda call: (0,), "table")
+TABLE = Address(1, lambda call: (0,), "table", operand="weight")
 ROWS = Address(2, _of_argument, "rows")
 ELEMENTS = Address(2, _of_argument, "elements", error=RuntimeError)
 PLACES = Address(1, _of_list, "places", negative=True)

@@ -231,6 +231,23 @@ def labels(words: str) -> frozenset[str]:
     return frozenset(word.strip("@!*.") for word in words.split() if word != "*")
 
 
+def named(prefix: str, shape: Sequence[int]) -> tuple[Dims, dict[str, int]]:
+    """A factor for each dim, and their sizes."""
+    sizes = {f"{prefix}{d}": size for d, size in enumerate(shape)}
+    return tuple([(name,) for name in sizes]), sizes
+
+
+def own_factors(call: Call) -> tuple[Dims, dict[str, int]]:
+    """One factor for each dim of operand 0, and their sizes."""
+    return named("d", call.shape(0))
+
+
+def uncut(call: Call) -> Factors:
+    """Every rank needs all of it."""
+    results = tuple([((),) * len(meta.shape) for meta in call.results if meta is not None])
+    return Factors(tuple([((),) * len(layout.shape) for layout in call.operands]), results, {})
+
+
 def stands(dims: Dims, factor: str) -> int | None:
     """The tensor dim that ``factor`` is part of; None if it stands nowhere."""
     return next((d for d, names in enumerate(dims) if factor in names), None)

@@ -28,7 +28,7 @@ from ..placement import Monoid
 from .binding import Reduction, ShapesOf, Sizes
 from .binding import bind as bind
 from .call import Call
-from .factoring import Left, Notation, by
+from .factoring import Left, Notation, by, fitting
 from .folds import Fold, Taking
 from .notation import Pattern, parse
 from .registry import register
@@ -38,10 +38,13 @@ from .rule import ANY_PARTIAL, Dims, Factors, Kernel, LocalView, Rule, Shapes, W
 MakeKernel = Callable[[Call], Kernel | None]
 
 
-def _pattern(text: str | Pattern | by) -> Pattern | by:
+def _pattern(text: str | Pattern | by) -> Pattern | by | fitting:
+    """``"a b -> b a | s* -> s*"``: the first that fits."""
     if isinstance(text, Pattern):
         return text
-    return parse(text) if isinstance(text, str) else by(text.argument, {value: parse(one) for value, one in text.table.items()})
+    if isinstance(text, by):
+        return by(text.argument, {value: parse(one) for value, one in text.table.items()})
+    return fitting(tuple(map(parse, text.split("|")))) if "|" in text else parse(text)
 
 
 def einsum(
@@ -198,7 +201,7 @@ def view(names: str, factors: str | Callable[[Call], Factors | None], **options:
     """A rule for operations that only rename, split, merge, drop or repeat dims: partial values of any kind pass."""
     options["partials"] = rows(options.pop("partials", ANY_PARTIAL))
     sizes = options.pop("sizes", {})
-    made = Notation(parse(factors), sizes=sizes) if isinstance(factors, str) else factors
+    made = Notation(_pattern(factors), sizes=sizes) if isinstance(factors, str) else factors
     return register(names, Rule(made, kind="view", **options))
 
 

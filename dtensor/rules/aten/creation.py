@@ -8,9 +8,8 @@ from ...base.memory_order import stride_like
 from ...placement import REDUCE_OPS
 from ..call import Call
 from ..kernels import KernelContext
-from ..rule import Factors, Kernel, LocalView
+from ..rule import Factors, Kernel, LocalView, own_factors
 from ..verbs import kernel_rule
-from .views import own_factors
 
 
 def made_like(call: Call) -> Factors:

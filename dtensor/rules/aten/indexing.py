@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from ..call import Call
-from ..indexed import named, reads
+from ..factoring import by
+from ..indexed import reads
 from ..kernels import KernelContext
 from ..owned import ELEMENTS, FLAT, PLACES, ROWS, TABLE, masked
+from ..rows import linear
 from ..rule import Dims, Factors, Kernel
-from ..verbs import kernel_rule
+from ..verbs import blockwise, kernel_rule
 
 aten = torch.ops.aten
 
@@ -43,39 +45,18 @@ for _name in ("index", "_unsafe_index"):
 
 
 # --- gradients of embeddings ---
-def embedding_gradient(call: Call) -> Factors:
-    """Each rank adds the rows of its own indices (their frequencies count all ranks' indices)."""
-    indices, sizes = named("i", call.shape(1))
-    rows, more = named("e", call.shape(0)[-1:])
-    whole = frozenset(sizes) if call["scale_grad_by_freq"] else frozenset()
-    reduced = dict.fromkeys(sizes, "sum")
-    return Factors(((*indices, *rows), indices), (((), *rows),), sizes | more, whole, reduced)
-
-
-kernel_rule("embedding_dense_backward", embedding_gradient, partials=("sum,R -> sum", "avg,R -> avg"))
+# each rank adds the rows of its own indices; their frequencies count all ranks' indices
+ROWS_ADDED = by("scale_grad_by_freq", {False: "i* e, i* -> [] e", True: "[i*] e, [i*] -> [] e"})
+blockwise("embedding_dense_backward", ROWS_ADDED, sums="i*", partials=linear("grad_output"))
 
 
 # --- places in a sorted sequence ---
-def counted_below(call: Call) -> Factors | None:
-    """How many elements of a sorted sequence come before each value: the sum over its blocks."""
-    sequence, values = (1, 0) if "boundaries" in call.arguments else (0, 1)
-    if len(call.shape(sequence)) != 1 and call.shape(sequence)[:-1] != call.shape(values)[:-1]:
-        return None  # the operator says what is wrong
-    sizes = {f"d{d}": size for d, size in enumerate(call.shape(values))}
-    dims: Dims = tuple((name,) for name in sizes)
-    batch = dims[:-1] if len(call.shape(sequence)) > 1 else ()
-    ordered: Dims = (*batch, ("n",))
-    sizes["n"] = call.shape(sequence)[-1]
-    operands = [dims, dims]
-    operands[sequence] = ordered
-    permuted = len(call.operands) == 3
-    operands += [ordered] if permuted else []
-    return Factors(tuple(operands), (dims,), sizes, frozenset({"n"} if permuted else ()), reduced={"n": "sum"})
+# how many elements come before each value is the sum over the blocks of the sequence
+blockwise("bucketize", "s*, n -> s*", sums="n")
+blockwise("searchsorted", "n, s* -> s* | b* n, b* s -> b* s | [n], s*, [n] -> s* | b* [n], b* s, b* [n] -> b* s", sums="n")
 
 
-kernel_rule("bucketize searchsorted", counted_below)
-
-
+# --- bags of embeddings: columns are factors; indices and the bounds of bags are whole on every rank ---
 SUM, MEAN, MAX = 0, 1, 2
 
 

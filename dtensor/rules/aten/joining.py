@@ -13,10 +13,9 @@ import torch
 from ...placement import Partial
 from ..call import Call
 from ..kernels import At, KernelContext
-from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, Kernel, LocalView, Shapes
-from ..verbs import kernel_rule, view
+from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, Kernel, LocalView, Shapes, own_factors
+from ..verbs import blockwise, kernel_rule, view
 from .slices import ZEROS_PASS
-from .views import own_factors
 
 
 # --- join ---
@@ -58,12 +57,6 @@ def stacked_shapes(call: Call) -> Shapes | None:
     return ((*shape[:d], len(call.operands), *shape[d:]),) if len(shapes) == 1 and 0 <= d <= len(shape) else None
 
 
-def stacked(call: Call) -> Factors:
-    dims, sizes = own_factors(call)
-    d = call["dim"] % (len(dims) + 1)
-    return Factors((dims,) * len(call.operands), ((*dims[:d], (), *dims[d:]),), sizes)
-
-
 def whole_beside_terms(call: Call) -> tuple[str, ...]:
     """Whole operands beside terms of a mean, a maximum or a minimum: a constant is all of these of itself."""
     mixed = [
@@ -76,7 +69,7 @@ def whole_beside_terms(call: Call) -> tuple[str, ...]:
 
 
 view("cat", joined, partials=whole_beside_terms, shapes=joined_shapes)
-view("stack", stacked, partials=whole_beside_terms, shapes=stacked_shapes)
+view("stack", "each: a* b* -> a* @dim b*", partials=whole_beside_terms, shapes=stacked_shapes)
 
 
 # --- repeat and move ---
@@ -87,13 +80,6 @@ def repeated(call: Call) -> Factors:
     first = len(repeats) - len(dims)
     kept = tuple(dim if repeats[first + d] == 1 else () for d, dim in enumerate(dims))
     return Factors((kept,), (((),) * first + kept,), sizes)
-
-
-def whole_dims(call: Call) -> Factors:
-    """The dims in argument ``dims`` are permuted inside."""
-    dims, sizes = own_factors(call)
-    picked = call.dims("dims", len(dims)) if call["dims"] or call.func._schema.name == "aten::roll" else ()
-    return Factors((dims,), (dims,), sizes, whole=frozenset(f"d{d}" for d in picked))
 
 
 def rotated(call: Call) -> Factors:
@@ -107,35 +93,9 @@ def rotated(call: Call) -> Factors:
     return Factors((dims,), (tuple(turned),), sizes, whole=frozenset(f"d{d}" for d in reversed_dims))
 
 
-def shuffled_pixels(call: Call) -> Factors:
-    """(c r r, h, w) as (c, h r, w r)."""
-    lead, sizes = own_factors(call)
-    r, result = call["upscale_factor"], call.results[0]
-    assert result is not None
-    channels, height, width = call.shape(0)[-3:]
-    sizes |= {"c": channels // (r * r), "r1": r, "r2": r, "h": height, "w": width}
-    small: Dims = (*lead[:-3], ("c", "r1", "r2"), ("h",), ("w",))
-    large: Dims = (*lead[:-3], ("c",), ("h", "r1"), ("w", "r2"))
-    return Factors((small,), (large,), sizes)
-
-
-def unshuffled_pixels(call: Call) -> Factors:
-    lead, sizes = own_factors(call)
-    r = call["downscale_factor"]
-    channels, height, width = call.shape(0)[-3:]
-    sizes |= {"c": channels, "r1": r, "r2": r, "h": height // r, "w": width // r}
-    small: Dims = (*lead[:-3], ("c", "r1", "r2"), ("h",), ("w",))
-    large: Dims = (*lead[:-3], ("c",), ("h", "r1"), ("w", "r2"))
-    return Factors((large,), (small,), sizes)
-
-
-def shuffled_channels(call: Call) -> Factors:
-    dims, sizes = own_factors(call)
-    return Factors((dims,), (dims,), sizes, whole=frozenset({"d1"}))
-
-
 view("repeat", repeated)
-view("roll flip", whole_dims)
+view("roll", "a* [@dims] b* -> a* [@dims] b*")
+view("flip", "a* [@dims!] b* -> a* [@dims!] b*")
 view("rot90", rotated)
 
 
@@ -152,9 +112,10 @@ def unshuffle(x: torch.Tensor, downscale_factor: int, made: Any = None) -> torch
     return torch.pixel_unshuffle(x, downscale_factor) if made is None else x.new_empty(made)
 
 
-view("pixel_shuffle", shuffled_pixels, local_args=empty_result, local=shuffle)
-view("pixel_unshuffle", unshuffled_pixels, local_args=empty_result, local=unshuffle)
-view("channel_shuffle", shuffled_channels)
+UP, DOWN = dict.fromkeys("rq", "upscale_factor"), dict.fromkeys("rq", "downscale_factor")
+view("pixel_shuffle", "s* (c r q) h w -> s* c (h r) (w q)", sizes=UP, local_args=empty_result, local=shuffle)
+view("pixel_unshuffle", "s* c (h r) (w q) -> s* (c r q) h w", sizes=DOWN, local_args=empty_result, local=unshuffle)
+view("channel_shuffle", "n [c] s* -> n [c] s*")
 
 
 # --- pad ---
@@ -199,11 +160,6 @@ kernel_rule("constant_pad_nd", padded, partials=pad_partials, local_args=local_p
 
 
 # --- triangles and diagonals ---
-def triangle(call: Call) -> Factors:
-    dims, sizes = own_factors(call)
-    return Factors((dims,), (dims,), sizes)
-
-
 def local_triangle(call: Call, at: LocalView) -> dict[str, Any]:
     """Element (i, j) of a block is (i + rows, j + columns) of the whole."""
     rows, columns = at.operand_offsets[0][-2:]
@@ -232,12 +188,6 @@ def trace_of_blocks(at: KernelContext, x: Any) -> Any:
     return at.map(crossing, x)
 
 
-def traced(call: Call) -> Factors:
-    dims, sizes = own_factors(call)
-    kernel = Kernel(trace_of_blocks, lacking=Partial("sum"), joint=True)
-    return Factors((dims,), ((),), sizes, kernels=dict.fromkeys(sizes, kernel))
-
-
-kernel_rule("tril triu", triangle, partials=ZEROS_PASS, local_args=local_triangle)
+view("tril triu", "s* -> s*", partials=ZEROS_PASS, local_args=local_triangle)
 kernel_rule("diag_embed", embedded_diagonal, partials=ZEROS_PASS)
-kernel_rule("trace", traced, partials=LINEAR_PARTIAL)
+blockwise("trace", "[a] [b] ->", kernel=Kernel(trace_of_blocks, lacking=Partial("sum"), joint=True), partials=LINEAR_PARTIAL)

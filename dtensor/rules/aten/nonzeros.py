@@ -11,9 +11,8 @@ import torch
 
 from ..call import Call
 from ..kernels import At, KernelContext
-from ..rule import Factors, Kernel
+from ..rule import Factors, Kernel, own_factors
 from ..verbs import kernel_rule
-from .views import own_factors
 
 aten = torch.ops.aten
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..call import Call
-from ..indexed import CONSTANT, adds, alone, may_accumulate, named, reduces, replaces, writes
+from ..indexed import CONSTANT, adds, alone, may_accumulate, reduces, replaces, writes
 from ..owned import ELEMENTS, FLAT, PLACES, ROWS, TABLE, masked
-from ..rule import Choice, Factors
+from ..rule import Choice, Factors, own_factors
 from .indexing import by_number
 
 aten = torch.ops.aten
@@ -60,7 +60,7 @@ def one_value(call: Call) -> Factors | None:
     given = [(d, item) for d, item in enumerate(call["indices"]) if item is not None]
     if len(given) != 1 or math.prod(call["values"].shape) != 1:
         return None
-    dims, sizes = named("d", call.shape(0))
+    dims, sizes = own_factors(call)
     first, mask = given[0]
     own = dims[first : first + len(mask.shape)]
     return Factors((dims, own, ((),) * len(call["values"].shape)), (dims,), sizes)

@@ -6,73 +6,52 @@ a view of the local. One row of a sharded dim is with one rank only: the others 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ...placement import REDUCE_OPS, Partial
 from ..call import Call
 from ..indexed import no_foreign_zeros
 from ..kernels import At, KernelContext
-from ..rule import LINEAR_PARTIAL, Factors, Kernel, LocalView
-from ..verbs import kernel_rule, view
+from ..rows import copies, one_of
+from ..rule import LINEAR_PARTIAL, Factors, Kernel, LocalView, Word, named, own_factors
+from ..verbs import blockwise, local_size, view
 from ..windows import count_below
-from .views import own_factors
 
 ZEROS_PASS = tuple(f"{op} -> {op}" for op in REDUCE_OPS)  # zeros reduce to zero; by a user's reduction perhaps not
-ONE_OF_TWO = tuple(f"{op},{op} -> {op}" for op in REDUCE_OPS) + tuple(
-    row for op in ("avg", "max", "min") for row in (f"{op},R -> {op}", f"R,{op} -> {op}")
-)
+PUT_IN = one_of("self", "src")
 
 
-# --- slices ---
-def positions(call: Call, size: int) -> range:
+# --- a window of one dim ---
+@dataclass(frozen=True, slots=True)
+class Window(Word):
+    """The tensors have one shape, but that one of them holds a window of dim ``dim``: ``"result"``, ``"operand 0"`` (which is put
+    back into zeros of ``input_sizes``) or ``"operand 1"`` (which is put into operand 0)."""
+
+    of: str
+    positions: Callable[[Call, int], range]
+
+    def __call__(self, call: Call) -> Factors:
+        dims, sizes = named("d", call["input_sizes"] if self.of == "operand 0" else call.shape(0))
+        d = call["dim"] % len(dims)
+        window = self.positions(call, sizes[f"d{d}"])
+        if self.of == "operand 1":
+            fits(call, *(len(window) if k == d else size for k, size in enumerate(call.shape(0))))
+        side, _, place = self.of.partition(" ")
+        return Factors((dims,) * len(call.operands), (dims,), sizes, windows={(side, int(place or 0), f"d{d}"): window})
+
+
+def sliced(call: Call, size: int) -> range:
     """The positions of a dim of ``size`` that a slice keeps."""
     return range(*slice(call.get("start"), call.get("end"), call.get("step", 1)).indices(size))
 
 
-def sliced(call: Call) -> Factors:
-    dims, sizes = own_factors(call)
-    d = call["dim"] % len(dims)
-    return Factors((dims,), (dims,), sizes, windows={("result", 0, f"d{d}"): positions(call, sizes[f"d{d}"])})
-
-
-def local_slice(call: Call, at: LocalView) -> dict[str, Any]:
-    """The slice of one block, as positions in it; nothing to change where the block is the whole dim."""
-    d = call["dim"] % len(at.operands[0])
-    return _local_slice(call, d, call.shape(0)[d], at.operand_offsets[0][d], at.operands[0][d])
-
-
-def _local_slice(call: Call, d: int, total: int, offset: int, size: int) -> dict[str, Any]:
-    if size == total:
-        return {}
-    window = positions(call, total)
-    first, stop = count_below(window, offset), count_below(window, offset + size)
-    start, end = (window[first] - offset, window[stop - 1] - offset + 1) if first < stop else (0, 0)
-    return {"dim": d, "start": start, "end": end, "step": window.step}
-
-
-def slice_put_back(call: Call) -> Factors:
-    """``slice_backward``: zeros but for the slice, which operand 0 is."""
-    sizes = {f"d{d}": size for d, size in enumerate(call["input_sizes"])}
-    dims = tuple((name,) for name in sizes)
-    d = call["dim"] % len(dims)
-    return Factors((dims,), (dims,), sizes, windows={("operand", 0, f"d{d}"): positions(call, sizes[f"d{d}"])})
-
-
-def local_slice_put_back(call: Call, at: LocalView) -> dict[str, Any]:
-    d = call["dim"] % len(at.results[0])
-    changed = _local_slice(call, d, call["input_sizes"][d], at.result_offsets[0][d], at.results[0][d])
-    return {"input_sizes": at.results[0], **changed}
-
-
-def slice_put_in(call: Call) -> Factors:
-    """``slice_scatter``: operand 1 is the slice."""
-    dims, sizes = own_factors(call)
-    d = call["dim"] % len(dims)
-    window = positions(call, sizes[f"d{d}"])
-    fits(call, *(len(window) if k == d else size for k, size in enumerate(call.shape(0))))
-    return Factors((dims, dims), (dims,), sizes, windows={("operand", 1, f"d{d}"): window})
+def narrowed(call: Call, size: int) -> range:
+    start = call["start"] % max(1, size) if call["start"] < 0 else call["start"]
+    return range(start, start + call["length"])
 
 
 def fits(call: Call, *size: int) -> None:
@@ -83,24 +62,35 @@ def fits(call: Call, *size: int) -> None:
         )
 
 
-def narrowed(call: Call) -> Factors:
-    dims, sizes = own_factors(call)
-    d = call["dim"] % len(dims)
-    start = call["start"] % max(1, sizes[f"d{d}"]) if call["start"] < 0 else call["start"]
-    return Factors((dims,), (dims,), sizes, windows={("result", 0, f"d{d}"): range(start, start + call["length"])})
+def local_slice(call: Call, at: LocalView) -> dict[str, Any]:
+    """The slice of one block, as positions in it; nothing to change where the block is the whole dim."""
+    back = "input_sizes" in call.arguments
+    shape, own, offsets = (
+        (call["input_sizes"], at.results[0], at.result_offsets[0])
+        if back
+        else (call.shape(0), at.operands[0], at.operand_offsets[0])
+    )
+    sizes = {"input_sizes": own} if back else {}
+    d = call["dim"] % len(shape)
+    if own[d] == shape[d]:
+        return sizes
+    window = sliced(call, shape[d])
+    first, stop = count_below(window, offsets[d]), count_below(window, offsets[d] + own[d])
+    start, end = (window[first] - offsets[d], window[stop - 1] - offsets[d] + 1) if first < stop else (0, 0)
+    return {**sizes, "dim": d, "start": start, "end": end, "step": window.step}
 
 
 def local_narrow(call: Call, at: LocalView) -> dict[str, Any]:
     d = call["dim"] % len(at.operands[0])
-    window = narrowed(call).windows["result", 0, f"d{d}"]
+    window = narrowed(call, call.shape(0)[d])
     start = max(0, min(window.start - at.operand_offsets[0][d], at.operands[0][d]))
     return {"start": start if at.results[0][d] else 0, "length": at.results[0][d]}
 
 
-view("slice slice_copy", sliced, local_args=local_slice)
-view("narrow_copy", narrowed, local_args=local_narrow)
-view("slice_backward", slice_put_back, partials=ZEROS_PASS, local_args=local_slice_put_back)
-view("slice_scatter", slice_put_in, partials=ONE_OF_TWO, local_args=local_slice)
+view("slice slice_copy", Window("result", sliced), local_args=local_slice)
+view("narrow_copy", Window("result", narrowed), local_args=local_narrow)
+view("slice_backward", Window("operand 0", sliced), partials=ZEROS_PASS, local_args=local_slice)
+view("slice_scatter", Window("operand 1", sliced), partials=PUT_IN, local_args=local_slice)
 
 
 # --- splits: several slices one after another ---
@@ -121,32 +111,22 @@ def local_pieces(call: Call, at: LocalView) -> dict[str, Any]:
     return {name: [shape[d] for shape in at.results]}
 
 
-def copies(x: torch.Tensor, sizes: Any, dim: int = 0) -> list[torch.Tensor]:
+def copied_pieces(x: Tensor, sizes: Any, dim: int = 0) -> list[Tensor]:
     return [part.clone() for part in x.split_with_sizes(sizes, dim)]
 
 
 view(
-    "split split_with_sizes unsafe_split unsafe_split_with_sizes",
-    pieces,
-    local_args=local_pieces,
-    local=torch.Tensor.split_with_sizes,
+    "split split_with_sizes unsafe_split unsafe_split_with_sizes", pieces, local_args=local_pieces, local=Tensor.split_with_sizes
 )
-view("split_copy split_with_sizes_copy", pieces, local_args=local_pieces, local=copies)
+view("split_copy split_with_sizes_copy", pieces, local_args=local_pieces, local=copied_pieces)
 
 
 # --- one element of a dim ---
-def selected(call: Call) -> Factors:
-    dims, sizes = own_factors(call)
-    d = call["dim"] % len(dims)
-    owned = Kernel(select_owned, lacking=Partial("sum"))
-    return Factors((dims,), ((*dims[:d], *dims[d + 1 :]),), sizes, kernels={f"d{d}": owned})
-
-
 def select_owned(at: KernelContext, x: Any, dim: int, index: int) -> Any:
     """The row where it is, zeros elsewhere."""
     dim, index = dim % len(at.call.shape(0)), index % at.total
 
-    def owned(here: At, block: torch.Tensor) -> torch.Tensor:
+    def owned(here: At, block: Tensor) -> Tensor:
         if here.offset <= index < here.offset + here.size:
             return block.select(dim, index - here.offset).clone()
         return block.new_zeros((*block.shape[:dim], *block.shape[dim + 1 :]))
@@ -165,107 +145,57 @@ def select_put_in(call: Call) -> Factors:
 def select_scatter_owned(at: KernelContext, x: Any, src: Any, dim: int, index: int) -> Any:
     dim, index = dim % len(at.call.shape(0)), index % at.total
 
-    def owned(here: At, block: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    def owned(here: At, block: Tensor, row: Tensor) -> Tensor:
         inside = here.offset <= index < here.offset + here.size
         return block.select_scatter(row, dim, index - here.offset) if inside else block.clone()
 
     return at.map(owned, x, src)
 
 
-def select_put_back(call: Call) -> Factors:
-    """``select_backward``: zeros but for the row, which operand 0 is."""
-    dims, sizes = own_factors(call)
-    d = call["dim"] % (len(dims) + 1)
-    return Factors((dims,), ((*dims[:d], (), *dims[d:]),), sizes)
-
-
-def unbound(call: Call) -> Factors:
-    dims, sizes = own_factors(call)
-    d = call["dim"] % len(dims)
-    return Factors((dims,), ((*dims[:d], *dims[d + 1 :]),) * len(call.results), sizes, whole=frozenset({f"d{d}"}))
-
-
-def local_input_sizes(call: Call, at: LocalView) -> dict[str, Any]:
-    return {"input_sizes": at.results[0]}
-
-
-view("select select_copy", selected, when=no_foreign_zeros)
-kernel_rule("select_scatter", select_put_in, partials=ONE_OF_TWO)
-view("select_backward", select_put_back, partials=ZEROS_PASS, local_args=local_input_sizes)
-view("unbind unbind_copy", unbound)
+SELECT = Kernel(select_owned, lacking=Partial("sum"))
+blockwise("select select_copy", "a* [@dim] b* -> a* b*", kernel=SELECT, partials=copies, when=no_foreign_zeros, kind="view")
+view("select_scatter", select_put_in, partials=PUT_IN)
+view("select_backward", "a* b* -> a* @dim b*", partials=ZEROS_PASS, local_args=local_size("input_sizes"))
+view("unbind unbind_copy", "a* [@dim] b* -> each: a* b*")
 
 
 # --- diagonals and windows that slide ---
-def diagonal_dims(call: Call, ndim: int) -> tuple[int, int]:
-    return call["dim1"] % ndim, call["dim2"] % ndim
+@dataclass(frozen=True, slots=True)
+class Diagonal(Word):
+    """The diagonal of two dims, a last dim of the tensor that holds it (as in :class:`Window`): it follows the rows, columns must
+    be whole."""
 
+    of: str
 
-def diagonal_window(call: Call, rows: int, columns: int) -> range:
-    """The rows that the diagonal passes."""
-    first = max(0, -call["offset"])
-    return range(first, max(first, min(rows, columns - call["offset"])))
-
-
-def on_diagonal(call: Call) -> Factors:
-    """The diagonal follows the rows; columns must be whole."""
-    dims, sizes = own_factors(call)
-    return _diagonal(call, dims, sizes, ("result", 0), lambda line: ((dims,), (line,)))
-
-
-def diagonal_put_in(call: Call) -> Factors:
-    dims, sizes = own_factors(call)
-    rows, columns = diagonal_dims(call, len(dims))
-    window = diagonal_window(call, sizes[f"d{rows}"], sizes[f"d{columns}"])
-    fits(call, *(size for k, size in enumerate(call.shape(0)) if k not in (rows, columns)), len(window))
-    return _diagonal(call, dims, sizes, ("operand", 1), lambda line: ((dims, line), (dims,)))
-
-
-def diagonal_put_back(call: Call) -> Factors:
-    sizes = {f"d{d}": size for d, size in enumerate(call["input_sizes"])}
-    dims = tuple((name,) for name in sizes)
-    return _diagonal(call, dims, sizes, ("operand", 0), lambda line: ((line,), (dims,)))
-
-
-def _diagonal(call: Call, dims: Any, sizes: dict[str, int], where: tuple[str, int], sides: Any) -> Factors:
-    rows, columns = diagonal_dims(call, len(dims))
-    window = diagonal_window(call, sizes[f"d{rows}"], sizes[f"d{columns}"])
-    line = (*(dim for d, dim in enumerate(dims) if d not in (rows, columns)), (f"d{rows}",))
-    operands, results = sides(line)
-    whole = frozenset({f"d{columns}"})
-    return Factors(operands, results, sizes, whole, windows={(*where, f"d{rows}"): window})
+    def __call__(self, call: Call) -> Factors:
+        dims, sizes = named("d", call["input_sizes"] if self.of == "operand 0" else call.shape(0))
+        rows, columns = call["dim1"] % len(dims), call["dim2"] % len(dims)
+        first = max(0, -call["offset"])
+        window = range(first, max(first, min(sizes[f"d{rows}"], sizes[f"d{columns}"] - call["offset"])))
+        others = [d for d in range(len(dims)) if d not in (rows, columns)]
+        line = (*(dims[d] for d in others), (f"d{rows}",))
+        if self.of == "operand 1":
+            fits(call, *(call.shape(0)[d] for d in others), len(window))
+        operands, results = {
+            "result": ((dims,), (line,)),
+            "operand 0": ((line,), (dims,)),
+            "operand 1": ((dims, line), (dims,)),
+        }[self.of]
+        side, _, place = self.of.partition(" ")
+        windows = {(side, int(place or 0), f"d{rows}"): window}
+        return Factors(operands, results, sizes, frozenset({f"d{columns}"}), windows=windows)
 
 
 def local_diagonal(call: Call, at: LocalView) -> dict[str, Any]:
     """Row r of a block is row r + its offset of the whole."""
-    rows, _ = diagonal_dims(call, len(at.operands[0]))
-    return {"offset": call["offset"] + at.operand_offsets[0][rows]}
+    if "input_sizes" in call.arguments:
+        rows = call["dim1"] % len(at.results[0])
+        return {"input_sizes": at.results[0], "offset": call["offset"] + at.result_offsets[0][rows]}
+    return {"offset": call["offset"] + at.operand_offsets[0][call["dim1"] % len(at.operands[0])]}
 
 
-def local_diagonal_put_back(call: Call, at: LocalView) -> dict[str, Any]:
-    rows, _ = diagonal_dims(call, len(at.results[0]))
-    return {"input_sizes": at.results[0], "offset": call["offset"] + at.result_offsets[0][rows]}
-
-
-def unfolded(call: Call) -> Factors:
-    """Windows that slide along one dim, their elements a new last dim."""
-    dims, sizes = own_factors(call)
-    if not dims:
-        return Factors((dims,), (((),),), sizes)
-    d = call["dimension"] % len(dims)
-    return Factors((dims,), ((*dims[:d], (), *dims[d + 1 :], ()),), sizes, whole=frozenset({f"d{d}"}))
-
-
-def unfold_put_back(call: Call) -> Factors:
-    sizes = {f"d{d}": size for d, size in enumerate(call["input_sizes"])}
-    dims = tuple((name,) for name in sizes)
-    if not dims:
-        return Factors((((),),), ((),), sizes)
-    d = call["dim"] % len(dims)
-    return Factors(((*dims[:d], (), *dims[d + 1 :], ()),), ((*dims[:d], (), *dims[d + 1 :]),), sizes)
-
-
-view("diagonal diagonal_copy", on_diagonal, local_args=local_diagonal)
-view("diagonal_scatter", diagonal_put_in, partials=ONE_OF_TWO, local_args=local_diagonal)
-view("diagonal_backward", diagonal_put_back, partials=ZEROS_PASS, local_args=local_diagonal_put_back)
-view("unfold unfold_copy", unfolded)
-view("unfold_backward", unfold_put_back, partials=LINEAR_PARTIAL, local_args=local_input_sizes)
+view("diagonal diagonal_copy", Diagonal("result"), local_args=local_diagonal)
+view("diagonal_scatter", Diagonal("operand 1"), partials=PUT_IN, local_args=local_diagonal)
+view("diagonal_backward", Diagonal("operand 0"), partials=ZEROS_PASS, local_args=local_diagonal)
+view("unfold unfold_copy", "a* [@dimension] b* -> a* [] b* [] | -> []")
+view("unfold_backward", "a* [] b* [] -> a* @dim b* | [] ->", partials=LINEAR_PARTIAL, local_args=local_size("input_sizes"))

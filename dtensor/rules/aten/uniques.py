@@ -14,10 +14,9 @@ from torch import Tensor
 from ...placement import Replicate
 from ..call import Call
 from ..kernels import At, KernelContext
-from ..rule import Dims, Factors, Kernel
+from ..rule import Dims, Factors, Kernel, own_factors
 from ..verbs import kernel_rule
 from .nonzeros import gathered_rows, nothing_cut
-from .views import own_factors
 
 aten = torch.ops.aten
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate, takewhile
+from operator import mul
 from typing import Any
 
 import torch
@@ -15,21 +17,16 @@ from ...placement import REDUCE_OPS
 from ..call import Call
 from ..kernels import At, KernelContext
 from ..rule import ANY_PARTIAL, LINEAR_PARTIAL, Dims, Factors, LocalView
+from ..rule import own_factors as own_factors
 from ..verbs import local_size, view
 
 
-def same(call: Call) -> Factors:
-    """The result looks like the operand."""
-    dims, sizes = own_factors(call)
-    return Factors((dims,), (dims,), sizes)
-
-
 def transposed(call: Call) -> Factors:
-    """Two dims change places; ``t`` of fewer than two dims changes nothing."""
+    """Two dims change places."""
     dims, sizes = own_factors(call)
-    if len(dims) < 2:
+    if not dims:
         return Factors((dims,), (dims,), sizes)
-    a, b = (call.dims(name, len(dims))[0] if name in call.arguments else default for name, default in (("dim0", 0), ("dim1", 1)))
+    (a,), (b,) = call.dims("dim0", len(dims)), call.dims("dim1", len(dims))
     moved = list(dims)
     moved[a], moved[b] = dims[b], dims[a]
     return Factors((dims,), (tuple(moved),), sizes)
@@ -38,12 +35,6 @@ def transposed(call: Call) -> Factors:
 def permuted(call: Call) -> Factors:
     dims, sizes = own_factors(call)
     return Factors((dims,), (tuple(dims[d] for d in call.dims("dims", len(dims))),), sizes)
-
-
-def unsqueezed(call: Call) -> Factors:
-    dims, sizes = own_factors(call)
-    d = call["dim"] % (len(dims) + 1)
-    return Factors((dims,), ((*dims[:d], (), *dims[d:]),), sizes)
 
 
 def squeezed(call: Call) -> Factors:
@@ -68,16 +59,6 @@ def squeezed_dims(call: Call, at: LocalView) -> dict[str, Any]:
 
 def squeeze_block(x: torch.Tensor, dim: Any = None) -> torch.Tensor:
     return x.squeeze() if dim is None else torch.ops.aten.squeeze.dims(x, dim if isinstance(dim, (list, tuple)) else [dim])
-
-
-def expanded(call: Call) -> Factors:
-    """New leading dims, and dims of size one repeated, carry no factor."""
-    dims, sizes = own_factors(call)
-    shape, result = call.shape(0), call.results[0]
-    assert result is not None
-    first = len(result.shape) - len(shape)
-    own = tuple(dim if result.shape[first + d] == shape[d] else () for d, dim in enumerate(dims))
-    return Factors((own,), (((),) * first + own,), sizes)
 
 
 def reshaped(call: Call) -> Factors:
@@ -131,18 +112,6 @@ def retyped_partials(call: Call) -> tuple[str, ...]:
     return ANY_PARTIAL if result is not None and result.dtype == call.operands[0].dtype else ()
 
 
-def paired(call: Call) -> Factors:
-    """Complex numbers as a new last dim of two."""
-    dims, sizes = own_factors(call)
-    return Factors((dims,), ((*dims, ()),), sizes)
-
-
-def unpaired(call: Call) -> Factors:
-    """A last dim of two as complex numbers."""
-    dims, sizes = own_factors(call)
-    return Factors((dims,), (dims[:-1],), sizes, whole=frozenset(dims[-1]))
-
-
 def factors_of_reshape(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
     """Common factors of two shapes with the same elements in the same order, and the factors that are not common.
 
@@ -152,70 +121,44 @@ def factors_of_reshape(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Dims
     ['w1', 'w2', 'w3', 'w4']
     """
     sizes: dict[str, int] = {}
-    whole: list[str] = []
     left: list[list[str]] = [[] for _ in old]
     right: list[list[str]] = [[] for _ in new]
-
-    def name(prefix: str, size: int) -> str:
-        made = f"{prefix}{len(sizes)}"
-        sizes[made] = size
-        return made
-
-    def opaque(side: list[list[str]], d: int, size: int) -> None:
-        made = name("w", size)
-        side[d].append(made)
-        whole.append(made)
-
     if 0 in old:  # nothing to place: only dims that agree from the front keep their factor
-        for d in range(min(len(old), len(new))):
-            if old[d] != new[d]:
-                break
-            made = name("f", old[d])
-            left[d].append(made)
-            right[d].append(made)
+        for d in takewhile(lambda d: old[d] == new[d], range(min(len(old), len(new)))):
+            _shared(sizes, old[d], left[d], right[d])
         return tuple(map(tuple, left)), tuple(map(tuple, right)), sizes, frozenset()
-
-    olds, news = ([d for d, size in enumerate(shape) if size != 1] for shape in (old, new))
-    i = j = 0
-    a, b = (old[olds[0]], new[news[0]]) if olds and news else (1, 1)  # what is left of the current dims
-    while i < len(olds) and j < len(news):
-        small, large = min(a, b), max(a, b)
+    whole: list[str] = []
+    sides = (left, _ends(old)), (right, _ends(new))
+    done, total = 1, math.prod(old)  # how many elements the factors so far count
+    while done < total:
+        (i, a), (j, b) = (next(item for item in ends.items() if item[1] > done) for _, ends in sides)
+        small, large = sorted((a // done, b // done))
         if large % small == 0:
-            made = name("f", small)
-            left[olds[i]].append(made)
-            right[news[j]].append(made)
-            a, b = a // small, b // small
-        else:  # a run whose boundaries interleave (4 x 6 as 6 x 4) has no common factor
-            opaque(left, olds[i], a)
-            opaque(right, news[j], b)
-            while a != b:
-                if a < b:
-                    i += 1
-                    a *= old[olds[i]]
-                    opaque(left, olds[i], old[olds[i]])
-                else:
-                    j += 1
-                    b *= new[news[j]]
-                    opaque(right, news[j], new[news[j]])
-            a = b = 1
-        if a == 1:
-            i += 1
-            a = old[olds[i]] if i < len(olds) else 1
-        if b == 1:
-            j += 1
-            b = new[news[j]] if j < len(news) else 1
+            _shared(sizes, small, left[i], right[j])
+            done *= small
+            continue
+        meet = min(end for end in {*sides[0][1].values()} & {*sides[1][1].values()} if end > done)
+        for side, ends in sides:  # a run whose boundaries interleave (4 x 6 as 6 x 4) has no common factor
+            start = done
+            for d, end in ends.items():
+                if done < end <= meet:
+                    whole.append(f"w{len(sizes)}")
+                    side[d].append(whole[-1])
+                    sizes[whole[-1]], start = end // start, end
+        done = meet
     return tuple(map(tuple, left)), tuple(map(tuple, right)), sizes, frozenset(whole)
 
 
-def own_factors(call: Call) -> tuple[Dims, dict[str, int]]:
-    """One factor for each dim of operand 0, and their sizes."""
-    shape = call.shape(0)
-    return tuple((f"d{d}",) for d in range(len(shape))), {f"d{d}": size for d, size in enumerate(shape)}
+def _ends(shape: Sequence[int]) -> dict[int, int]:
+    """How many elements the dims up to each that is longer than one count."""
+    return {d: end for d, end in enumerate(accumulate(shape, mul)) if shape[d] != 1}
 
 
-def expand_size(call: Call, at: LocalView) -> dict[str, Any]:
-    """The local size of the result; -1 keeps what it stands for."""
-    return {"size": at.results[0]}
+def _shared(sizes: dict[str, int], size: int, *dims: list[str]) -> None:
+    name = f"f{len(sizes)}"
+    sizes[name] = size
+    for dim in dims:
+        dim.append(name)
 
 
 def strided(call: Call) -> Factors:
@@ -312,13 +255,14 @@ def retype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty((*x.shape[:-1], last), dtype=dtype, device=x.device)
 
 
-view("detach detach_copy", same)
-view("transpose t transpose_copy t_copy", transposed)
+view("detach detach_copy", "s* -> s*")
+view("t t_copy", "m n -> n m | s* -> s*")
+view("transpose transpose_copy", transposed)
 view("permute permute_copy", permuted)
-view("unsqueeze unsqueeze_copy", unsqueezed)
+view("unsqueeze unsqueeze_copy", "a* b* -> a* @dim b*")
 view("squeeze", squeezed, local_args=squeezed_dims, local=squeeze_block)
 view("squeeze_copy", squeezed, local_args=squeezed_dims, local=lambda x, dim=None: squeeze_block(x, dim).clone())
-view("expand expand_copy", expanded, local_args=expand_size)
+view("expand expand_copy", "s* -> s*", local_args=local_size("size"))
 view("view", reshaped, local_args=local_size("size"))
 view("_reshape_alias", reshaped, local_args=local_size("size"), local=lambda x, size, stride: x.view(size))
 view("_unsafe_view", reshaped, local_args=local_size("size"), local=lambda x, size: x.reshape(size))
@@ -331,7 +275,7 @@ view(
     local_args=per_block,
     local=lambda x, dtype: retype(x.contiguous(), dtype).clone(),
 )
-view("view_as_real view_as_real_copy", paired, partials=LINEAR_PARTIAL)
-view("view_as_complex view_as_complex_copy", unpaired, partials=LINEAR_PARTIAL)
+view("view_as_real view_as_real_copy", "s* -> s* []", partials=LINEAR_PARTIAL)
+view("view_as_complex view_as_complex_copy", "s* [pair] -> s*", partials=LINEAR_PARTIAL)
 view("as_strided as_strided_copy", strided, run=restride)
 view("as_strided_scatter", strided_put_in, run=restrided_scatter, partials=tuple(f"{op},{op} -> {op}" for op in REDUCE_OPS))
