@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.testing import check, verify_rule
-from dtensor.testing.samples import contraction, linalg, products
+from dtensor.testing.samples.products import LINALG, PRODUCTS
 
 R, S0, S1, S2, SUM = Replicate(), Shard(0), Shard(1), Shard(2), Partial()
 MESHES = {shape: dt.init_device_mesh("cpu", shape) for shape in ((2,), (3,), (2, 2))}
@@ -23,13 +23,13 @@ def x(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.T
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(3).to(dtype)
 
 
-@pytest.mark.parametrize("name", sorted(name for name, own in (contraction.SAMPLES | products.SAMPLES).items() if own))
+@pytest.mark.parametrize("name", sorted(PRODUCTS))
 def test_every_placement_gives_what_plain_torch_gives(name: str) -> None:
     report = verify_rule(name, limit=8, budget=40)
     assert not report.wrong, report
 
 
-@pytest.mark.parametrize("name", sorted(linalg.SAMPLES))
+@pytest.mark.parametrize("name", sorted(LINALG))
 def test_matrices_are_whole_and_stacks_are_factors(name: str) -> None:
     report = verify_rule(name, limit=6, budget=16)
     assert not report.wrong, report

@@ -14,8 +14,7 @@ from dtensor.rules import register, rules, unregister
 from dtensor.rules.verbs import einsum, pointwise
 from dtensor.testing import Sample, verify_rule
 from dtensor.testing.gaps import Gap, is_accepted
-from dtensor.testing.samples import without_sample
-from dtensor.testing.samples.forms import ELSEWHERE
+from dtensor.testing.samples import ELSEWHERE, without_sample
 
 RULES = sorted(name for name in rules() if name.removeprefix("aten::") not in ELSEWHERE)
 CASES_PER_RULE = 8
