@@ -624,11 +624,11 @@ def a_save_in_the_background_keeps_the_values_of_its_call(folder: Path) -> None:
     assert all(p is not None and p.done() for p in pending)
     same(state["a"], x)
     same(state["p"], x)
-    broken = save({"f": case}, folder / "bad", async_op=True)
+    broken = save({"f": line}, folder / "bad", async_op=True)
     assert broken is not None
     with pytest.raises(CheckpointError, match="function"):
         broken.wait()
-    ignored = save({"f": case}, folder / "bad", async_op=True)
+    ignored = save({"f": line}, folder / "bad", async_op=True)
     assert ignored is not None
     with pytest.warns(UserWarning, match="has failed"):
         save({"a": tensor}, folder / "good")
