@@ -7,11 +7,11 @@ import os
 import sys
 from pathlib import Path
 
+from .debug.operator_page import measured_in, page
 from .errors import RuleError
 from .redistribute import calibrate
 from .rules import rules
 from .testing.asked import rules_asked
-from .testing.operator_page import measured_in, page
 from .testing.samples import samples_of, without_sample
 from .testing.verify import Report, verify_rule
 

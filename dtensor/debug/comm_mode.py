@@ -14,6 +14,7 @@ from ..comm import events
 from ..comm.events import Event
 from . import functional
 from .module_log import ModuleLog
+from .visualize import table
 
 EXCHANGE = "all_gather_object"
 
@@ -138,10 +139,7 @@ class CommDebugMode:
         head = ("collective", "over", "ranks", "count", "bytes received per rank")
         lines = [head, *((*key, str(count), f"{size:,}") for key, (count, size) in rows.items())]
         lines.append(("total", "", "", str(self.get_total_counts()), f"{sum(event.bytes for event in self.events):,}"))
-        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        )
+        return table(lines)
 
     @property
     def comm_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..errors import ArgumentError
 from ..layout.layout import Layout
 from ..tensor.dtensor import DTensor
@@ -42,10 +44,10 @@ def sharding_text(x: DTensor | Layout) -> str:
     if layout.ndim == 0:
         return next(iter(held.values()))
     if layout.ndim == 1:
-        return _table([[_span(*span) for (span,) in held], list(held.values())])
+        return table([[_span(*span) for (span,) in held], list(held.values())])
     if layout.ndim == 2:
         return _grid(held)
-    return _table([[f"[{', '.join(_span(*span) for span in block)}]", ranks] for block, ranks in held.items()])
+    return table([[f"[{', '.join(_span(*span) for span in block)}]", ranks] for block, ranks in held.items()])
 
 
 def _holders(layout: Layout) -> dict[Block, str]:
@@ -67,10 +69,11 @@ def _span(begin: int, stop: int) -> str:
 def _grid(held: dict[Block, str]) -> str:
     rows, columns = (sorted({block[d] for block in held}) for d in (0, 1))
     body = [[_span(*row), *(held.get((row, column), "") for column in columns)] for row in rows]
-    return _table([["", *(_span(*column) for column in columns)], *body])
+    return table([["", *(_span(*column) for column in columns)], *body])
 
 
-def _table(rows: list[list[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, columns below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from capture_cases import CASES, WHOLE, Block, assert_same, compare, mesh_of
-from gloo import run_gloo
+from case_lists import on_four
 from torch import nn
 from torch.nn import functional as F
 
@@ -37,7 +37,7 @@ def test_trains_as_the_function_does(name: str, mesh: Any) -> None:
 
 @pytest.mark.gloo
 def test_trains_as_the_function_does_on_four_processes() -> None:
-    assert run_gloo(capture_cases.main, 4, timeout_s=200.0) == [list(CASES)] * 4
+    on_four(capture_cases)
 
 
 def test_random_sites_of_the_counter_mode() -> None:

@@ -10,8 +10,8 @@ import capture_steps
 import pytest
 import torch
 from capture_cases import assert_same, mesh_of, randn
-from capture_steps import STEPS, compare_steps
-from gloo import run_gloo
+from capture_steps import CASES, compare_steps
+from case_lists import on_four
 
 from dtensor import Replicate, Shard
 from dtensor.capture import capture
@@ -22,16 +22,16 @@ MESH, GRID = mesh_of(2), mesh_of(2, 2)
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [*((name, MESH) for name in STEPS), ("adamw", GRID), ("losses_as_floats", GRID), ("buffers_and_averages", GRID)],
+    [*((name, MESH) for name in CASES), ("adamw", GRID), ("losses_as_floats", GRID), ("buffers_and_averages", GRID)],
 )
 def test_trains_as_the_step_does(name: str, mesh: Any) -> None:
-    captured = compare_steps(lambda: STEPS[name](mesh))
+    captured = compare_steps(lambda: CASES[name](mesh))
     assert captured.cache_info().recorded <= 4
 
 
 @pytest.mark.gloo
 def test_trains_as_the_step_does_on_four_processes() -> None:
-    assert run_gloo(capture_steps.main, 4, timeout_s=200.0) == [list(STEPS)] * 4
+    on_four(capture_steps)
 
 
 def test_what_a_step_returns_has_no_history_left() -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from case_lists import Cases
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -19,12 +20,8 @@ from dtensor.debug import CommDebugMode
 WHOLE = (Replicate(),)
 Program = tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]], list[Any]]
 Build = Callable[[], Program]
-CASES: dict[str, Callable[[Any], Program]] = {}
-
-
-def case(fn: Callable[[Any], Program]) -> Callable[[Any], Program]:
-    CASES[fn.__name__] = fn
-    return fn
+CASES = Cases()
+case = CASES.case
 
 
 def mesh_of(*shape: int) -> dt.DeviceMesh:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from capture_cases import Block, assert_same, last, mesh_of, randn, weight
+from case_lists import Cases
 from torch.nn import functional as F
 
 import dtensor as dt
@@ -16,7 +17,8 @@ from dtensor.capture import Captured, capture
 from dtensor.debug import CommDebugMode
 
 Step = tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]], list[torch.Tensor], list[Any]]  # parameters, optimizers
-STEPS: dict[str, Callable[[Any], Step]] = {}
+CASES = Cases()
+case = CASES.case
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
@@ -26,11 +28,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01, lr_decay=0.1),
     "adamw_fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
 }
-
-
-def step_case(fn: Callable[[Any], Step]) -> Callable[[Any], Step]:
-    STEPS[fn.__name__] = fn
-    return fn
 
 
 def compare_steps(build: Callable[[], Step], calls: int = 6) -> Captured[Any, Any]:
@@ -82,10 +79,10 @@ def transformer(mesh: Any, optimizer: str, *, clear: bool = True) -> Step:
 
 
 for _name in OPTIMIZERS:
-    STEPS[_name] = lambda mesh, name=_name: transformer(mesh, name)  # type: ignore[misc]  # defaults of a lambda
+    CASES[_name] = lambda mesh, name=_name: transformer(mesh, name)  # type: ignore[misc]  # defaults of a lambda
 
 
-@step_case
+@case
 def gradients_kept_and_cleared_at_the_start(mesh: Any) -> Step:
     step, arguments, parameters, opts = transformer(mesh, "momentum", clear=False)
 
@@ -97,7 +94,7 @@ def gradients_kept_and_cleared_at_the_start(mesh: Any) -> Step:
     return cleared_first, arguments, parameters, opts
 
 
-@step_case
+@case
 def another_learning_rate_at_each_step(mesh: Any) -> Step:
     step, arguments, parameters, opts = transformer(mesh, "adamw")
 
@@ -108,7 +105,7 @@ def another_learning_rate_at_each_step(mesh: Any) -> Step:
     return step, scheduled, parameters, opts
 
 
-@step_case
+@case
 def losses_as_floats(mesh: Any) -> Step:
     w = weight(mesh, 6, 7, at=Shard(1))
     opt = torch.optim.SGD([w], lr=0.05)
@@ -124,7 +121,7 @@ def losses_as_floats(mesh: Any) -> Step:
     return step, (lambda i: (randn(5, 6, on=mesh, at=last(mesh, Replicate())),)), [w], [opt]
 
 
-@step_case
+@case
 def gradients_zeroed_in_place(mesh: Any) -> Step:
     w, v = weight(mesh, 6, 8, at=Shard(1)), weight(mesh, 8, 6, at=Shard(0))
     opt = torch.optim.SGD([w, v], lr=0.05)
@@ -139,7 +136,7 @@ def gradients_zeroed_in_place(mesh: Any) -> Step:
     return step, (lambda i: (randn(5, 6, on=mesh, at=last(mesh, Replicate())),)), [w, v], [opt]
 
 
-@step_case
+@case
 def gradients_accumulated_over_two_batches(mesh: Any) -> Step:
     w = weight(mesh, 6, 7, at=Shard(1))
     opt = torch.optim.AdamW([w], lr=0.05, fused=True)
@@ -158,7 +155,7 @@ def gradients_accumulated_over_two_batches(mesh: Any) -> Step:
     return step, (lambda i: (randn(5, 6, on=mesh, at=at), randn(3, 6, on=mesh, at=at))), [w], [opt]
 
 
-@step_case
+@case
 def buffers_and_averages(mesh: Any) -> Step:
     norm = dt.distribute_module(torch.nn.BatchNorm1d(6), mesh)
     w = weight(mesh, 6, 6, at=Shard(1))
@@ -180,6 +177,6 @@ def buffers_and_averages(mesh: Any) -> Step:
 def main() -> list[str]:
     """Every step on a line and on a square of the processes."""
     for mesh in (mesh_of(4), mesh_of(2, 2)):
-        for build in STEPS.values():
+        for build in CASES.values():
             compare_steps(lambda build=build, mesh=mesh: build(mesh))  # type: ignore[misc]  # defaults of a lambda
-    return list(STEPS)
+    return list(CASES)

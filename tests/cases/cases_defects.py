@@ -6,46 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from cases_gloo import by_rank, equal, held, raises, value
+from case_lists import S0, S1, Cases, R, by_rank, equal, everywhere, held, line, raises, square, value
 from torch import nn
 from torch.nn import functional as F
 
 import dtensor as dt
-from dtensor import DTensor, Partial, Replicate, Shard
+from dtensor import DTensor, Partial, Shard
 from dtensor.debug import CommDebugMode
 from dtensor.errors import ImplicitCommunicationError, LayoutError, MixedTensorError
 from dtensor.placement import REDUCE_OPS
 from dtensor.testing import check, scatter
-from dtensor.testing.placements import mesh_of
 
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
 RAGGED = Shard(0, sizes=(1, 0, 3, 1))
-CASES: dict[str, Callable[[], None]] = {}
-
-
-def case(fn: Callable[[], None]) -> Callable[[], None]:
-    CASES[fn.__name__] = fn
-    return fn
-
-
-def line() -> dt.DeviceMesh:
-    return mesh_of((4,))
-
-
-def square() -> dt.DeviceMesh:
-    return mesh_of((2, 2))
-
-
-def everywhere(fn: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> None:
-    """``fn`` is right with its tensors sharded unevenly, nested, along other dims, replicated and partial."""
-    for mesh, choices in ((line(), ([S0], [R], [Partial()])), (square(), ([S0, S1], [S0, S0], [R, Shard(-1)]))):
-        for where in choices:
-            fitting = [[p if not isinstance(p, Shard) or x.ndim > p.dim else R for p in where] for x in tensors]
-            fitting = [
-                [R if isinstance(p, Partial) and not x.is_floating_point() else p for p in each]
-                for x, each in zip(tensors, fitting, strict=True)
-            ]
-            check(fn, *tensors, mesh=mesh, placements=fitting, **options)
+CASES = Cases()
+case = CASES.case
 
 
 # --- wrong or surprising results -------------------------------------------------------------------------------------
@@ -370,19 +344,3 @@ def optimizer_steps_over_lists_move_nothing() -> None:
     with CommDebugMode() as comm:
         optimizer.step()
     assert not comm.get_total_counts()
-
-
-def run_all(cases: dict[str, Callable[[], None]]) -> list[str]:
-    """Runs cases one after the other; their names. What goes wrong is told with the case's name."""
-    torch.set_num_threads(1)
-    for name, fn in cases.items():
-        try:
-            fn()
-        except BaseException as error:
-            raise AssertionError(f"case {name}") from error
-    return list(cases)
-
-
-def main() -> list[str]:
-    """Runs all cases; their names."""
-    return run_all(CASES)

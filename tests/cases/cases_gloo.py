@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from case_lists import Cases, by_rank, equal, held, raises, value
 from programs import compare_program, random_case
 from torch import nn
 
@@ -27,45 +28,12 @@ from dtensor.testing.placements import mesh_of
 from dtensor.testing.samples import samples_of
 
 R = Replicate()
-CASES: dict[str, Callable[[], None]] = {}
-
-
-def case(fn: Callable[[], None]) -> Callable[[], None]:
-    CASES[fn.__name__] = fn
-    return fn
+CASES = Cases()
+case = CASES.case
 
 
 def square() -> dt.DeviceMesh:
     return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-
-def value(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def held(x: Any) -> dict[int, torch.Tensor]:
-    """Rank -> piece, for the ranks in this process."""
-    local = x._local if isinstance(x, DTensor) else x
-    if isinstance(local, dt.PerRank):
-        return dict(enumerate(local.shards))
-    return {dist.get_rank(): local}
-
-
-def by_rank(make: Callable[[int], torch.Tensor], count: int = 4) -> torch.Tensor:
-    """What every rank makes, or this one's."""
-    return make(dist.get_rank()) if dist.is_initialized() else dt.per_rank([make(rank) for rank in range(count)])
-
-
-def raises(kind: type[Exception], text: str, fn: Callable[[], Any]) -> None:
-    """``fn`` raises on every rank, with the same words."""
-    with pytest.raises(kind, match=text):
-        fn()
-
-
-def equal(x: Any, expected: torch.Tensor) -> None:
-    whole = x.full_tensor()
-    for piece in whole.shards if isinstance(whole, dt.PerRank) else (whole,):
-        assert torch.allclose(piece, expected), (piece, expected)
 
 
 # --- made and moved ------------------------------------------------------------
@@ -578,11 +546,3 @@ def rules_of_every_kind() -> None:
     for name in [name for name in sorted(rules()) if samples_of(name)][::3]:
         report = verify_rule(name, meshes=((4,), (2, 2)), budget=2, stop_after=1)
         assert not report.wrong, str(report)
-
-
-def main() -> list[str]:
-    """Runs all cases; their names."""
-    torch.set_num_threads(1)
-    for fn in CASES.values():
-        fn()
-    return list(CASES)

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from cases_defects import everywhere, run_all
-from cases_gloo import value
+from case_lists import Cases, everywhere, value
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
@@ -23,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
-CASES: dict[str, Callable[[], None]] = {}
+CASES = Cases()
 A, B, C = value(5, 6) / 8, value(6, 7, seed=1) / 8, value(6, seed=2) / 8
 
 
@@ -339,8 +338,3 @@ def gradient_scaling(x: Any) -> Any:
         scaler.step(optimizer)
         scaler.update()
     return p, scaler.get_scale()
-
-
-def main() -> list[str]:
-    """Runs all cases; their names."""
-    return run_all(CASES)

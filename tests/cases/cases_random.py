@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases_defects import RAGGED, S0, S1, R, line, run_all, square
-from cases_gloo import equal, held
+from case_lists import S0, S1, Cases, R, equal, held, line, square
+from cases_defects import RAGGED
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -18,13 +18,9 @@ import dtensor as dt
 from dtensor import DTensor, Partial, Shard
 from dtensor.errors import MeshError
 
-CASES: dict[str, Callable[[], None]] = {}
+CASES = Cases()
+case = CASES.case
 LAYOUTS: tuple[list[Any], ...] = ([S0], [S1], [R], [RAGGED], [S0, S1], [S0, S0], [Shard(0, level=1), Shard(0, level=0)])
-
-
-def case(fn: Callable[[], None]) -> Callable[[], None]:
-    CASES[fn.__name__] = fn
-    return fn
 
 
 def put(x: torch.Tensor, placements: list[Any]) -> DTensor:
@@ -207,8 +203,3 @@ def manual_seed_compares_seeds() -> None:
     expected = torch.rand(4)
     torch.manual_seed(3)
     equal(dt.rand(4, device_mesh=mesh, placements=[R, S0]), expected)
-
-
-def main() -> list[str]:
-    """Runs all cases; their names."""
-    return run_all(CASES)

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from cases_defects import S0, S1, R, everywhere, line, run_all, square
-from cases_gloo import by_rank, equal, value
+from case_lists import S0, S1, Cases, R, by_rank, equal, everywhere, line, put, value
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,24 +16,13 @@ from dtensor.debug import CommDebugMode
 from dtensor.testing import check
 
 S2, S3 = Shard(2), Shard(3)
-CASES: dict[str, Callable[[], None]] = {}
+CASES = Cases()
+report = CASES.report
 X = value(5, 6) / 4
-
-
-def report(thread: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    def add(fn: Callable[[], None]) -> Callable[[], None]:
-        CASES[f"{thread}_{fn.__name__}"] = fn
-        return fn
-
-    return add
 
 
 def program(thread: int, name: str, fn: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> None:
     CASES[f"{thread}_{name}"] = lambda: everywhere(fn, *tensors, **options)
-
-
-def put(x: torch.Tensor, *placements: Any, mesh: Any = None) -> DTensor:
-    return dt.distribute_tensor(x, mesh or (line() if len(placements) == 1 else square()), list(placements))
 
 
 def _whole(x: Any) -> torch.Tensor:
@@ -318,8 +306,3 @@ def two_embeddings_of_one_size_reduced_later() -> None:
     first, second = (F.embedding(put(ids, R), put(table, S0)) for table in (a, b))
     equal(first, a[ids])
     equal(second, b[ids])
-
-
-def main() -> list[str]:
-    """Runs all cases; their names."""
-    return run_all(CASES)

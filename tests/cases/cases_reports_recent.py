@@ -6,28 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from cases_defects import S0, S1, R, line, run_all
-from cases_gloo import equal, value
+from case_lists import S0, S1, Cases, R, equal, line, put, value
 from torch import nn
 
 import dtensor as dt
 from dtensor import DTensor, Partial
 
-CASES: dict[str, Callable[[], None]] = {}
+CASES = Cases()
+report = CASES.report
 X = value(5, 6) / 4
 _LIBRARY = torch.library.Library("reported", "DEF")  # lives as long as its operators
-
-
-def report(thread: int | str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    def add(fn: Callable[[], None]) -> Callable[[], None]:
-        CASES[f"{thread}_{fn.__name__}"] = fn
-        return fn
-
-    return add
-
-
-def put(x: torch.Tensor, *placements: Any, mesh: Any = None) -> DTensor:
-    return dt.distribute_tensor(x, mesh or line(), list(placements))
 
 
 # --- plain and distributed parameters side by side ----------------------------------------------------------------------
@@ -138,8 +126,3 @@ def one_world_seen_as_two_meshes() -> None:
         x = dt.distribute_tensor(X, mesh, where)
         equal(x * 2, X * 2)
         equal(x.redistribute(world, [S0]) if mesh.size() == 4 else x, X)
-
-
-def main() -> list[str]:
-    """Runs all cases; their names."""
-    return run_all(CASES)

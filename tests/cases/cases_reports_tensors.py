@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from cases_defects import S0, S1, R, line, run_all, square
-from cases_gloo import by_rank, equal, held, value
+from case_lists import S0, S1, Cases, R, by_rank, equal, held, line, put, square, value
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,19 +18,8 @@ from dtensor.debug import CommDebugMode
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dtensor.testing import check
 
-CASES: dict[str, Callable[[], None]] = {}
-
-
-def report(thread: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    def add(fn: Callable[[], None]) -> Callable[[], None]:
-        CASES[f"{thread}_{fn.__name__}"] = fn
-        return fn
-
-    return add
-
-
-def put(x: torch.Tensor, *placements: Any) -> DTensor:
-    return dt.distribute_tensor(x, line() if len(placements) == 1 else square(), list(placements))
+CASES = Cases()
+report = CASES.report
 
 
 def plain(x: Any) -> torch.Tensor:
@@ -374,8 +362,3 @@ def a_product_of_shards_gathers_no_more_than_it_needs() -> None:
         out = (x @ w).relu().sum(1)
     assert not comm.get_total_counts()
     equal(out, (value(8, 16) @ value(16, 4, seed=1)).relu().sum(1))
-
-
-def main() -> list[str]:
-    """Runs all cases; their names."""
-    return run_all(CASES)

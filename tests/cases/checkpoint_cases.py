@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from case_lists import Cases
 from torch import nn
 
 import dtensor as dt
@@ -20,12 +21,8 @@ from dtensor.checkpoint import load, read_tensors, read_tree, save, save_safeten
 from dtensor.errors import CheckpointError
 
 R = Replicate()
-CASES: dict[str, Callable[[Path], None]] = {}
-
-
-def case(fn: Callable[[Path], None]) -> Callable[[Path], None]:
-    CASES[fn.__name__] = fn
-    return fn
+CASES = Cases()
+case = CASES.case
 
 
 def square() -> dt.DeviceMesh:
@@ -627,20 +624,11 @@ def a_save_in_the_background_keeps_the_values_of_its_call(folder: Path) -> None:
     assert all(p is not None and p.done() for p in pending)
     same(state["a"], x)
     same(state["p"], x)
-    broken = save({"f": case}, folder / "bad", async_op=True)
+    broken = save({"f": line}, folder / "bad", async_op=True)
     assert broken is not None
     with pytest.raises(CheckpointError, match="function"):
         broken.wait()
-    ignored = save({"f": case}, folder / "bad", async_op=True)
+    ignored = save({"f": line}, folder / "bad", async_op=True)
     assert ignored is not None
     with pytest.warns(UserWarning, match="has failed"):
         save({"a": tensor}, folder / "good")
-
-
-def main(folder: str) -> list[str]:
-    """Every case on this rank; what ran."""
-    for name, run in CASES.items():
-        own = Path(folder) / name
-        on_first_rank(own.mkdir)
-        run(own)
-    return list(CASES)

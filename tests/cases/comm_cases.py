@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from case_lists import Cases
 from torch import Tensor
 
 import dtensor as dt
@@ -26,6 +27,8 @@ Dims = tuple[int, ...]
 OPS = ("sum", "avg", "max", "min", "product")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+CASES = Cases()
+case = CASES.case
 DTYPES = (*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128, torch.complex32)
 
 
@@ -95,6 +98,7 @@ def _at(mesh: DeviceMesh, dims: Dims, member: int) -> tuple[tuple[int, ...], int
 
 
 # --- cases ---------------------------------------------------------------------------------------------------------------
+@case
 def all_reduce_is_the_fold(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     for dtype, op in itertools.product(DTYPES, OPS):
         if not has_value(op, dtype):
@@ -108,6 +112,7 @@ def all_reduce_is_the_fold(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> 
         comm.map(check, got)
 
 
+@case
 def all_reduce_of_any_shape(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     big = (7, 5001)  # past the size at which gloo reduces in two rounds
     for shape, dtype, op in [
@@ -132,6 +137,7 @@ def _last_nonzero(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b != 0, b, a)
 
 
+@case
 def monoids_fold_in_group_order(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     op = Monoid("last", _last_nonzero, torch.zeros_like, lambda x: x * 2)
 
@@ -148,6 +154,7 @@ def _ragged(member: int) -> tuple[int, int]:
     return (member * 2) % 5, 3  # 0, 2, 4, 1, 3, 0, ...
 
 
+@case
 def all_gather_of_ragged_pieces(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     for dtype in DTYPES:
         got = comm.all_gather(comm.map(lambda member, dtype=dtype: value(member, _ragged(member), dtype)), dims, _ragged)
@@ -159,6 +166,7 @@ def all_gather_of_ragged_pieces(mesh: DeviceMesh, comm: Communicator, dims: Dims
         comm.map(check, got)
 
 
+@case
 def all_gather_of_equal_pieces(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     for shape in ((2, 3), (), (0, 3), (5,)):
         got = comm.all_gather(comm.map(lambda member, shape=shape: value(member, shape)), dims, lambda _, shape=shape: shape)
@@ -170,6 +178,7 @@ def all_gather_of_equal_pieces(mesh: DeviceMesh, comm: Communicator, dims: Dims)
         comm.map(check, got)
 
 
+@case
 def reduce_scatter_of_uneven_chunks(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     n = comm.group_size(dims)
     shapes = [((k * 2 + 1) % 4, 2) for k in range(n)]  # 1, 3, 1, ... rows
@@ -189,6 +198,7 @@ def reduce_scatter_of_uneven_chunks(mesh: DeviceMesh, comm: Communicator, dims: 
         comm.map(check, comm.reduce_scatter(comm.map(chunks), dims, op))
 
 
+@case
 def large_blocks_travel_message_by_message(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     """Above the size from which gloo sends blocks one by one; some are empty, some small, and none is the sender's own memory."""
     size = comm.group_size(dims)
@@ -218,6 +228,7 @@ def large_blocks_travel_message_by_message(mesh: DeviceMesh, comm: Communicator,
     comm.map(check_reduced, comm.reduce_scatter(comm.map(chunks), dims, "sum"))
 
 
+@case
 def all_to_all_of_ragged_chunks(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     def shape_of(source: int, target: int) -> tuple[int, int]:
         return (source * 3 + target * 2) % 4, 2
@@ -234,6 +245,7 @@ def all_to_all_of_ragged_chunks(mesh: DeviceMesh, comm: Communicator, dims: Dims
         comm.map(check, comm.all_to_all(comm.map(chunks), dims, shape_of))
 
 
+@case
 def broadcast_from_each_position(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     for source, dtype in itertools.product(range(comm.group_size(dims)), (torch.float32, torch.bool, torch.complex64)):
         got = comm.broadcast(comm.map(lambda member, dtype=dtype: value(member, (2, 3), dtype)), dims, source)
@@ -244,6 +256,7 @@ def broadcast_from_each_position(mesh: DeviceMesh, comm: Communicator, dims: Dim
         comm.map(check, got)
 
 
+@case
 def strides_conjugates_and_histories_do_not_matter(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     def odd(member: int) -> list[Tensor]:
         strided = value(member, (4, 6))[::2, 1::2].t()
@@ -277,6 +290,7 @@ def strides_conjugates_and_histories_do_not_matter(mesh: DeviceMesh, comm: Commu
         comm.map(check, results, x)
 
 
+@case
 def inputs_are_kept_and_never_shared(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     n = comm.group_size(dims)
     x = comm.map(lambda member: value(member, (2, 3)))
@@ -295,6 +309,7 @@ def inputs_are_kept_and_never_shared(mesh: DeviceMesh, comm: Communicator, dims:
     comm.map(lambda member, y: same(y, value(member, (2, 3))), x)
 
 
+@case
 def several_at_once(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     n, big = comm.group_size(dims), (7, 5001)
     x, y = comm.map(lambda member: value(member, (2, 3))), comm.map(lambda member: value(member, big))
@@ -326,6 +341,7 @@ def several_at_once(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
         comm.map(check, got, want)
 
 
+@case
 def objects_are_gathered_in_order(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     names = comm.map(lambda member: f"member {member}")
     got = comm.all_gather_object(names, dims)
@@ -336,6 +352,7 @@ def _equal(a: Any, b: Any) -> None:
     assert a == b
 
 
+@case
 def events_tell_what_a_rank_receives(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     n = comm.group_size(dims)
     x = comm.map(lambda member: value(member, (2, 3)))
@@ -358,6 +375,7 @@ def events_tell_what_a_rank_receives(mesh: DeviceMesh, comm: Communicator, dims:
     assert seen == (expected if n > 1 and mesh.current_member() is not None else [])
 
 
+@case
 def what_has_no_meaning_is_refused_by_all(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     n = comm.group_size(dims)
     if mesh.current_member() is None:
@@ -377,28 +395,6 @@ def what_has_no_meaning_is_refused_by_all(mesh: DeviceMesh, comm: Communicator, 
         except error:
             continue
         raise AssertionError(f"no {error.__name__}")
-
-
-CASES: dict[str, Callable[[DeviceMesh, Communicator, Dims], None]] = {
-    case.__name__: case
-    for case in (
-        all_reduce_is_the_fold,
-        all_reduce_of_any_shape,
-        monoids_fold_in_group_order,
-        all_gather_of_ragged_pieces,
-        all_gather_of_equal_pieces,
-        large_blocks_travel_message_by_message,
-        reduce_scatter_of_uneven_chunks,
-        all_to_all_of_ragged_chunks,
-        broadcast_from_each_position,
-        strides_conjugates_and_histories_do_not_matter,
-        inputs_are_kept_and_never_shared,
-        several_at_once,
-        objects_are_gathered_in_order,
-        events_tell_what_a_rank_receives,
-        what_has_no_meaning_is_refused_by_all,
-    )
-}
 
 
 def run_case(name: str, mesh: DeviceMesh) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from case_lists import Cases
 from checkpoint_cases import blank, laid, layouts_of, line, network, on_first_rank, same, sharded, square, value
 from torch import nn
 
@@ -21,12 +20,8 @@ from dtensor.errors import CheckpointError
 
 OFFICIAL = importlib.util.find_spec("safetensors") is not None
 R = Replicate()
-CASES: dict[str, Callable[[Path], None]] = {}
-
-
-def case(fn: Callable[[Path], None]) -> Callable[[Path], None]:
-    CASES[fn.__name__] = fn
-    return fn
+CASES = Cases()
+case = CASES.case
 
 
 @case
@@ -166,16 +161,3 @@ def what_goes_wrong_is_told_and_changes_nothing(folder: Path) -> None:
     state = {"p": torch.zeros(6, 4)}
     load(state, folder / "p")
     torch.testing.assert_close(state["p"], x)
-
-
-def main(folder: str) -> list[str]:
-    """Every case on this rank; what ran."""
-    for name, run in CASES.items():
-        own = Path(folder) / name
-        on_first_rank(own.mkdir)
-        try:
-            run(own)
-        except pytest.skip.Exception:
-            continue
-    dist.barrier()
-    return list(CASES)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from case_lists import Cases
 from torch import nn
 
 import dtensor as dt
@@ -17,12 +18,8 @@ from dtensor import Replicate, Shard
 from dtensor.errors import DTensorError, MeshError, PlacementError, UnsupportedOperationError
 from dtensor.sharding_spec.composite import composite, from_data, mesh, single_split, spec_of, whole
 
-CASES: dict[str, Callable[[Path], None]] = {}
-
-
-def case(fn: Callable[[Path], None]) -> Callable[[Path], None]:
-    CASES[fn.__name__] = fn
-    return fn
+CASES = Cases()
+case = CASES.case
 
 
 def value(*shape: int) -> torch.Tensor:
@@ -371,14 +368,3 @@ def state_dicts_are_uniform_under_tensor_and_data_parallelism(folder: Path) -> N
     dt.checkpoint.load(found, folder)
     for name, x in plain.state_dict().items():
         same(found[name], x)
-
-
-def main(folder: str) -> list[str]:
-    """Every case on this rank; what ran."""
-    for name, run in CASES.items():
-        own = Path(folder) / name
-        if dist.get_rank() == 0:
-            own.mkdir()
-        dist.barrier()
-        run(own)
-    return list(CASES)

@@ -9,6 +9,7 @@ import cases_gloo
 import pytest
 import torch
 import torch.distributed as dist
+from case_lists import on_four
 from gloo import RankFailed, run_gloo
 
 
@@ -21,8 +22,7 @@ def test_case_in_one_process(name: str) -> None:
 
 @pytest.mark.gloo
 def test_all_cases_on_four_processes() -> None:
-    ran = run_gloo(cases_gloo.main, 4, timeout_s=280.0)
-    assert ran == [list(cases_gloo.CASES)] * 4
+    on_four(cases_gloo)
 
 
 # --- the spawner returns what ranks return, and turns whatever goes wrong on one of them into an error here ------------

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import cases_defects
 import cases_interplay
 import cases_reports_operators
 import cases_reports_recent
 import cases_reports_tensors
 import pytest
-from gloo import run_gloo
+from case_lists import on_four
 
 MODULES = (cases_defects, cases_interplay, cases_reports_operators, cases_reports_recent, cases_reports_tensors)
 ON_PROCESSES = tuple(module for module in MODULES if module is not cases_interplay)  # programs of torch's, not of ranks
@@ -23,5 +25,5 @@ def test_case(name: str) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("module", ON_PROCESSES, ids=lambda module: module.__name__)
-def test_all_cases_on_four_processes(module: object) -> None:
-    assert run_gloo(module.main, 4, timeout_s=270.0) == [list(module.CASES)] * 4  # type: ignore[attr-defined]  # a module of cases
+def test_all_cases_on_four_processes(module: ModuleType) -> None:
+    on_four(module)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import sharding_cases
-from gloo import run_gloo
+from case_lists import on_four
 
 
 @pytest.mark.parametrize("name", sharding_cases.CASES)
@@ -16,4 +16,4 @@ def test_case_in_one_process(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 def test_all_cases_on_four_processes(tmp_path: Path) -> None:
-    assert run_gloo(sharding_cases.main, 4, str(tmp_path), timeout_s=200.0) == [list(sharding_cases.CASES)] * 4
+    on_four(sharding_cases, str(tmp_path))

@@ -7,6 +7,7 @@ from pathlib import Path
 import checkpoint_cases
 import pytest
 import torch
+from case_lists import on_four
 from gloo import run_gloo
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ def test_case_in_one_process(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 def test_all_cases_on_four_processes(tmp_path: Path) -> None:
-    assert run_gloo(checkpoint_cases.main, 4, str(tmp_path), timeout_s=250.0) == [list(checkpoint_cases.CASES)] * 4
+    on_four(checkpoint_cases, str(tmp_path))
 
 
 @settings(max_examples=40)

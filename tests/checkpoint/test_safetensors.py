@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import safetensors_cases
-from gloo import run_gloo
+from case_lists import on_four
 
 
 @pytest.mark.parametrize("name", safetensors_cases.CASES)
@@ -16,4 +16,4 @@ def test_case_in_one_process(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 def test_all_cases_on_four_processes(tmp_path: Path) -> None:
-    assert run_gloo(safetensors_cases.main, 4, str(tmp_path), timeout_s=200.0) == [list(safetensors_cases.CASES)] * 4
+    on_four(safetensors_cases, str(tmp_path))

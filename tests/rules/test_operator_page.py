@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtensor.debug.operator_page import entry_of, measured_in, page
 from dtensor.rules import rules
-from dtensor.testing.operator_page import entry_of, measured_in, page
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "ops.md").read_text()

@@ -14,11 +14,17 @@ from dtensor.rules import register, rules, unregister
 from dtensor.rules.verbs import einsum, pointwise
 from dtensor.testing import Sample, verify_rule
 from dtensor.testing.gaps import Gap, is_accepted
-from dtensor.testing.samples import without_sample
-from dtensor.testing.samples.forms import ELSEWHERE
+from dtensor.testing.samples import ELSEWHERE, without_sample
+from dtensor.testing.samples.layers import ATTENTION, CONVOLUTIONS, NORMS, POOLING
+from dtensor.testing.samples.products import FFT, LINALG, PRODUCTS
 
 RULES = sorted(name for name in rules() if name.removeprefix("aten::") not in ELSEWHERE)
 CASES_PER_RULE = 8
+MORE_CASES = {
+    name: count
+    for names, count in ((NORMS, 100), (CONVOLUTIONS, 60), (FFT, 50), (PRODUCTS, 40), (ATTENTION, 30), (LINALG, 16), (POOLING, 9))
+    for name in names
+}
 SEED = int(os.environ.get("DTENSOR_SEED", "0"))
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no sharding rule.*:UserWarning", "ignore:.*resized since.*:UserWarning")
@@ -31,7 +37,7 @@ def test_every_rule_has_a_sample() -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_rule_gives_what_plain_torch_gives(name: str) -> None:
-    report = verify_rule(name, budget=CASES_PER_RULE, seed=SEED, stop_after=1)
+    report = verify_rule(name, budget=MORE_CASES.get(name.removeprefix("aten::"), CASES_PER_RULE), seed=SEED, stop_after=1)
     assert not report.wrong, str(report)
 
 

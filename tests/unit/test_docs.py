@@ -131,3 +131,11 @@ def test_a_wrong_block_is_caught_and_names_live_on() -> None:
     assert run_page("page", page.replace("+ 1\n3", "+ 1\n4"))
     assert run_page("page", page.replace("x * y", "x * z"))
     assert len(blocks_of(page.replace("```python\nx", "```python no-run\nx"))) == 2
+
+
+@pytest.mark.parametrize("page", ["docs/house.md", "CONTRIBUTING.md", "docs/measurements/README.md"])
+def test_files_that_are_named_are_there(page: str) -> None:
+    named = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.[a-z]+)?)`", (ROOT / page).read_text())
+    missing = [name for name in named if not any((ROOT / room / name).exists() for room in ("", "dtensor", "tests"))]
+    assert named
+    assert not missing

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import cases_random
 import pytest
 import torch
-from gloo import run_gloo
+from case_lists import on_four
 
 import dtensor as dt
 from dtensor import Shard
@@ -25,7 +25,7 @@ def test_case_in_one_process(name: str) -> None:
 
 @pytest.mark.gloo
 def test_all_cases_on_four_processes() -> None:
-    assert run_gloo(cases_random.main, 4, timeout_s=270.0) == [list(cases_random.CASES)] * 4
+    on_four(cases_random)
 
 
 # --- the words ----------------------------------------------------------------------------------------------------------

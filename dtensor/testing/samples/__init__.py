@@ -8,10 +8,19 @@ from functools import cache
 from importlib import import_module
 
 from ...rules import rules
-from .forms import ELSEWHERE
 from .sample import Builder, Sample, Samples
 
-__all__ = ["Builder", "Sample", "Samples", "samples_of", "without_sample"]
+__all__ = ["ELSEWHERE", "Builder", "Sample", "Samples", "samples_of", "without_sample"]
+
+# What runs on other devices only, where the tests of that device check it.
+ELSEWHERE = {
+    "_amp_foreach_non_finite_check_and_unscale_",  # writes to a plain tensor: tests/parallel/test_parallel_training.py
+    "_fused_rms_norm_backward",  # no CPU kernel, as what follows
+    *(f"_scaled_dot_product_{name}_attention{way}" for name in ("cudnn", "efficient", "flash") for way in ("", "_backward")),
+    "cudnn_batch_norm",
+    "cudnn_batch_norm_backward",
+    "linear_backward",
+}
 
 
 @cache

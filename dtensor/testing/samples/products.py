@@ -1,65 +1,93 @@
-"""Samples of products beyond those of two matrices: linear, einsum, distances, low precision."""
+"""Samples of products, distances, decompositions and solvers of matrices, and of Fourier transforms."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 
 from .of_schema import tensor
-from .sample import Sample, Samples
+from .sample import Samples
+from .written import table
 
-LONG, I8 = torch.int64, torch.int8
+PRODUCTS = table("""
+mm: {f/i/c}[5, 6], {f/i/c}[6, 7] | f[6, 5].t(), f[7, 6].t() | f[5, 0], f[0, 7] | f[1, 6], f[6, 1]
+bmm: {f/i}[5, 2, 6], {f/i}[5, 6, 7]
+mv: {f/i}[5, 6], {f/i}[6]
+dot: {f/i/c}[6], {f/i/c}[6]
+vdot: {f/c}[6], {f/c}[6]
+ger outer: f[5], f[7]
+addmm: f[{5, 7/7/()}], f[5, 6], f[6, 7] | f[5, 1], f[5, 6], f[6, 7], beta=0.5, alpha=-2.0 | i[7], i[5, 6], i[6, 7], beta=3
+baddbmm: f[5, 2, 7], f[5, 2, 6], f[5, 6, 7], beta=0.5 | f[7], f[5, 2, 6], f[5, 6, 7]
+addbmm: f[2, 7], f[5, 2, 6], f[5, 6, 7], beta=0.5, alpha=2.0
+addmv: f[5], f[5, 6], f[6], beta=0.5 | f[()], f[5, 6], f[6]
+addr: f[5, 7], f[5], f[7], alpha=-2.0 | f[7], f[5], f[7]
+_addmm_activation: f[7], f[5, 6], f[6, 7], use_gelu=True | f[5, 7], f[5, 6], f[6, 7]
+_grouped_mm: !s[7, 8], s[3, 8, 12], offs=t([3, 3, 7], dtype=int32)
+_int_mm: below(5, -4)[5, 6].char(), below(5, -4)[6, 7].char()
+_scaled_mm: !s[16, 32].to(float8_e4m3fn), s[32, 16].t().contiguous().to(float8_e4m3fn).t(), t(0.5), t(2.0), out_dtype=float32
+linear: f[5, 2, 6], f[7, 6], f[7] | i[5, 6], i[7, 6] | f[6], f[7, 6], f[7] | f[5, 6], f[6]
+matmul: f[3, 5, 2, 6], f[5, 6, 7] | f[5, 1, 2, 6], f[3, 6, 7] | f[{6/5, 6}], f[6] | i[5, 6], i[6, 7]
+einsum: "bij, bjk -> bik", [f[5, 2, 6], f[5, 6, 3]] | "bsd,dhe->bhse", [f[5, 2, 6], f[6, 3, 7]]
+ | "...ij,jk->...ik", [f[5, 2, 6], f[6, 7]]
+ | "ij,jk", [f[5, 6], f[6, 7]] | "ij->j", [f[5, 6]] | "ii->i", [f[5, 5]] | "i,j,k->kij", [f[5], f[6], f[7]]
+ | "...a,...a->...", [f[5, 1, 6], f[7, 6]]
+_trilinear: f[5, 6], f[7, 6, 3], f[5, 3], [1, 3], [0], [1, 2], [2, 3] | f[5, 6], f[5, 6], f[5, 6], [], [], [], [1]
+_cdist_forward: f[5, 3], f[6, 3], {2.0/0.0/1.0/2.5/INF}, None | f[2, 5, 3], f[2, 6, 3], 1.0, None | f[30, 3], f[6, 3], 2.0, None
+_euclidean_dist: f[5, 3], f[6, 3]
+_cdist_backward!: f[5, 6], (a := f[5, 3]), (b := f[6, 3]), 2.0, torch.cdist(a, b)
+_pdist_forward: f[5, 3], 2.0
+_pdist_backward!: f[10], (a := f[5, 3]), 2.0, torch.pdist(a)
+linalg_cross: f[5, 3], f[5, 3] | f[5, 3, 2], f[3, 2], dim=-2
+""")
 
 
-def x(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return tensor(shape, dtype, seed)
+def regular(*shape: int) -> torch.Tensor:
+    return tensor(shape) + 4 * torch.eye(shape[-1], dtype=torch.float64)
 
 
-SAMPLES: Samples = {
-    "_addmm_activation": [
-        Sample((x(7), x(5, 6, seed=1), x(6, 7, seed=2)), {"use_gelu": True}),
-        Sample((x(5, 7), x(5, 6, seed=1), x(6, 7, seed=2))),
-    ],
-    "linear": [
-        Sample((x(5, 2, 6), x(7, 6, seed=1), x(7, seed=2))),
-        Sample((x(5, 6, dtype=LONG), x(7, 6, seed=1, dtype=LONG))),
-        Sample((x(6), x(7, 6, seed=1), x(7, seed=2)), {}, "vector"),
-        Sample((x(5, 6), x(6, seed=1)), {}, "one output"),
-    ],
-    "matmul": [
-        Sample((x(3, 5, 2, 6), x(5, 6, 7, seed=1)), {}, "batch dims broadcast"),
-        Sample((x(5, 1, 2, 6), x(3, 6, 7, seed=1)), {}, "batch dims of size one"),
-        *(Sample((x(*a), x(*b, seed=1))) for a, b in (((6,), (6,)), ((5, 6), (6,)))),
-        Sample((x(5, 6, dtype=LONG), x(6, 7, seed=1, dtype=LONG))),
-    ],
-    "einsum": [
-        Sample(("bij, bjk -> bik", [x(5, 2, 6), x(5, 6, 3, seed=1)])),
-        Sample(("bsd,dhe->bhse", [x(5, 2, 6), x(6, 3, 7, seed=1)])),
-        Sample(("...ij,jk->...ik", [x(5, 2, 6), x(6, 7, seed=1)])),
-        Sample(("ij,jk", [x(5, 6), x(6, 7, seed=1)]), {}, "implicit"),
-        Sample(("ij->j", [x(5, 6)])),
-        Sample(("ii->i", [x(5, 5)]), {}, "diagonal"),
-        Sample(("i,j,k->kij", [x(5), x(6, seed=1), x(7, seed=2)])),
-        Sample(("...a,...a->...", [x(5, 1, 6), x(7, 6, seed=1)]), {}, "broadcast"),
-    ],
-    "_trilinear": [
-        Sample((x(5, 6), x(7, 6, 3, seed=1), x(5, 3, seed=2), [1, 3], [0], [1, 2], [2, 3]), {}, "bilinear"),
-        Sample((x(5, 6), x(5, 6, seed=1), x(5, 6, seed=2), [], [], [], [1]), {}, "one summed"),
-    ],
-    "_cdist_forward": [
-        Sample((x(5, 3), x(6, 3, seed=1), 2.0, None)),
-        Sample((x(2, 5, 3), x(2, 6, 3, seed=1), 1.0, None), {}, "batched"),
-        *(Sample((x(5, 3), x(6, 3, seed=1), p, None), {}, f"p = {p}") for p in (0.0, 1.0, 2.5, math.inf)),
-        Sample((x(30, 3), x(6, 3, seed=1), 2.0, None), {}, "by matrix product"),
-    ],
-    "_euclidean_dist": [Sample((x(5, 3), x(6, 3, seed=1)))],
-    "_cdist_backward": [
-        Sample((x(5, 6), x(5, 3, seed=1), x(6, 3, seed=2), 2.0, torch.cdist(x(5, 3, seed=1), x(6, 3, seed=2))), gradients=False)
-    ],
-    "_pdist_forward": [Sample((x(5, 3), 2.0))],
-    "_pdist_backward": [Sample((x(10), x(5, 3, seed=1), 2.0, torch.pdist(x(5, 3, seed=1))), gradients=False)],
-    "_int_mm": [Sample((x(5, 6, dtype=I8), x(6, 7, seed=1, dtype=I8)))],
-    "linear_backward": [],
-    "_scaled_mm": [],
-}
+def definite(*shape: int) -> torch.Tensor:
+    return (m := tensor(shape)) @ m.mT + torch.eye(shape[-1], dtype=torch.float64)
+
+
+A, S = regular(5, 3, 3), definite(5, 3, 3)
+
+# torch's meta kernels of eig and svd give strides that its CPU kernels do not
+LINALG = table(
+    """
+linalg_inv_ex _linalg_det _linalg_slogdet linalg_matrix_exp linalg_lu linalg_lu_factor_ex: {A/A[0]/regular(2, 5, 3, 3)}
+cholesky linalg_cholesky_ex cholesky_inverse: {S/definite(3, 3)}
+linalg_ldl_factor_ex!: {S/definite(3, 3)}
+linalg_qr: f[5, 4, 3] | !f[5, 4, 3], {"r"/"complete"}
+geqrf!: f[{3, 5, 4/4, 5}]
+_linalg_svd: f[5, 4, 3], False, False | !f[5, 4, 1]
+_linalg_eigh!: S{, "L", False/}
+linalg_eig!: definite(5, 1, 1)
+_linalg_eigvals!: S
+lu_unpack: *LU{/, True, False}
+linalg_householder_product!: *QR
+ormqr!: *QR, f[5, 4, 2]
+linalg_pinv.atol_rtol_tensor: f[5, 4, 3] | !f[5, 4, 3], rtol=torch.full((5,), 1e-9, dtype=float64)
+_linalg_check_errors: torch.zeros(5, dtype=int32), "linalg.inv", is_matrix=False
+cholesky_solve: f[5, 3, 2], torch.linalg.cholesky(S)
+linalg_solve_triangular: {T, f[5, 3, 2]/T, f[5, 2, 3], left=False/T[0], f[5, 3, 2]}, upper=False
+linalg_lu_solve: *LU, {f[5, 3, 2]/f[5, 2, 3], left=False}
+linalg_ldl_solve!: *LD, f[5, 3, 2]
+triangular_solve: f[5, 3, 2], T, False
+_linalg_solve_ex!: {A, f[5, 3, 2]/A, f[5, 3]/A[0], f[5, 3, 2]}
+""",
+    A=A,
+    S=S,
+    T=A.tril(),
+    LU=torch.linalg.lu_factor(A),
+    LD=torch.linalg.ldl_factor(S),
+    QR=torch.geqrf(tensor((5, 4, 3))),
+    regular=regular,
+    definite=definite,
+)
+
+FFT = table("""
+_fft_r2c: f[5, 6, 7], {[2], 0/[0, 1], 1}, True | f[5, 6], [1], 0, False
+_fft_c2r: c[5, 6, 4], [2], 2, 7 | c[5, 4], [0, 1], 2, 6
+_fft_c2c: c[5, 6, 7], [1], 0, True | c[5, 6], [0, 1], 2, False
+""")
+
+SAMPLES: Samples = PRODUCTS | LINALG | FFT

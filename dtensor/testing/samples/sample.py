@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -26,4 +26,4 @@ class Sample:
 
 
 Builder: TypeAlias = Sample | Callable[[], Sample]
-Samples: TypeAlias = Mapping[str, Sequence[Builder]]
+Samples: TypeAlias = dict[str, list[Builder]]

@@ -27,10 +27,10 @@ from ..propagation.schema import operator_of
 from ..rules import rules
 from ..rules.registry import lookup
 from ..rules.rule import Along, Dims, Factors, Row, Rule, Spec, candidates
-from .placements import mesh_of
-from .samples import samples_of
-from .scatter import scatter
-from .variants import exists, operator_named
+from ..testing.placements import mesh_of
+from ..testing.samples import samples_of
+from ..testing.scatter import scatter
+from ..testing.variants import exists, operator_named
 
 HEAD = """# Operators
 

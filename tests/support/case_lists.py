@@ -1,0 +1,124 @@
+"""Lists of cases that run in this process and, unchanged, on four: ``@case`` adds one, what a rank holds is asked of ``held``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_gloo
+
+import dtensor as dt
+from dtensor import DTensor, Partial, Replicate, Shard
+from dtensor.testing import check
+from dtensor.testing.placements import mesh_of
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+class Cases(dict[str, Callable[..., Any]]):
+    """Cases by name, in the order in which they were added: the same in every process that imports their module."""
+
+    def case(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        self[fn.__name__] = fn
+        return fn
+
+    def report(self, thread: int | str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """A case that was reported under this number."""
+
+        def add(fn: Callable[..., Any]) -> Callable[..., Any]:
+            self[f"{thread}_{fn.__name__}"] = fn
+            return fn
+
+        return add
+
+    def run(self, folder: str | None = None) -> list[str]:
+        """Runs all, each in a folder of its own if one is given; what ran. What goes wrong is told with the case's name."""
+        torch.set_num_threads(1)
+        for name, fn in self.items():
+            try:
+                fn(*(() if folder is None else (_made(Path(folder) / name),)))
+            except pytest.skip.Exception:
+                continue
+            except BaseException as error:
+                raise AssertionError(f"case {name}") from error
+        if folder is not None:
+            dist.barrier()  # nobody leaves while others still write
+        return list(self)
+
+
+def _made(folder: Path) -> Path:
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    return folder
+
+
+def on_four(module: ModuleType, *args: Any, timeout_s: float = 280.0) -> None:
+    """All cases of a module (or what its ``main`` makes of them) run on four processes."""
+    assert run_gloo(_run, 4, module.__name__, *args, timeout_s=timeout_s) == [list(module.CASES)] * 4
+
+
+def _run(module: str, *args: Any) -> list[str]:
+    cases = import_module(module)
+    ran: list[str] = (cases.main if hasattr(cases, "main") else cases.CASES.run)(*args)
+    return ran
+
+
+# --- what cases are written with -----------------------------------------------------------------------------------------
+def line() -> dt.DeviceMesh:
+    return mesh_of((4,))
+
+
+def square() -> dt.DeviceMesh:
+    return mesh_of((2, 2))
+
+
+def value(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def put(x: torch.Tensor, *placements: Any, mesh: Any = None) -> DTensor:
+    return dt.distribute_tensor(x, mesh or (line() if len(placements) == 1 else square()), list(placements))
+
+
+def held(x: Any) -> dict[int, torch.Tensor]:
+    """Rank -> piece, for the ranks in this process."""
+    local = x._local if isinstance(x, DTensor) else x
+    if isinstance(local, dt.PerRank):
+        return dict(enumerate(local.shards))
+    return {dist.get_rank(): local}
+
+
+def by_rank(make: Callable[[int], torch.Tensor], count: int = 4) -> torch.Tensor:
+    """What every rank makes, or this one's."""
+    return make(dist.get_rank()) if dist.is_initialized() else dt.per_rank([make(rank) for rank in range(count)])
+
+
+def raises(kind: type[Exception], text: str, fn: Callable[[], Any]) -> None:
+    """``fn`` raises on every rank, with the same words."""
+    with pytest.raises(kind, match=text):
+        fn()
+
+
+def equal(x: Any, expected: torch.Tensor) -> None:
+    whole = x.full_tensor()
+    for piece in whole.shards if isinstance(whole, dt.PerRank) else (whole,):
+        assert torch.allclose(piece, expected), (piece, expected)
+
+
+def everywhere(fn: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> None:
+    """``fn`` is right with its tensors sharded unevenly, nested, along other dims, replicated and partial."""
+    for mesh, choices in ((line(), ([S0], [R], [Partial()])), (square(), ([S0, S1], [S0, S0], [R, Shard(-1)]))):
+        for where in choices:
+            fitting = [[p if not isinstance(p, Shard) or x.ndim > p.dim else R for p in where] for x in tensors]
+            fitting = [
+                [R if isinstance(p, Partial) and not x.is_floating_point() else p for p in each]
+                for x, each in zip(tensors, fitting, strict=True)
+            ]
+            check(fn, *tensors, mesh=mesh, placements=fitting, **options)
