@@ -11,8 +11,8 @@ from torch.autograd.graph import increment_version
 
 from ..base.torch_internals import TensorBase
 from ..comm import PerRank
-from ..dispatch.dispatcher import wrap_local
 from ..dispatch.local_op import below_autograd
+from ..dispatch.wrapping import wrap_local
 from ..layout.layout import Layout
 from ..tensor.dtensor import DTensor
 from .codegen import Source

@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from ..base.torch_internals import pytree
 from ..comm import PerRank
-from ..dispatch.dispatcher import wrap_local
+from ..dispatch.wrapping import wrap_local
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
 from .graph import Step, Var

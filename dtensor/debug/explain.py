@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..base.torch_internals import OpOverload, TorchDispatchMode, tree_leaves
-from ..dispatch.dispatcher import plan_for
+from ..dispatch.operands import plan_for
 from ..dispatch.report import describe
 from ..layout.layout import Layout
 from ..propagation.propagate import Plan

@@ -20,7 +20,7 @@ import torch
 from ..base.nested import replace as replaced
 from ..base.nested import tensors
 from ..base.torch_internals import TorchDispatchMode, all_schemas, has_kernel
-from ..dispatch.dispatcher import plan_for
+from ..dispatch.operands import plan_for
 from ..placement import Partial, Replicate
 from ..propagation.propagate import Plan
 from ..propagation.schema import operator_of

@@ -1,8 +1,8 @@
 """Dispatch: look the plan of an operator call up, or make it; run it.
 
-A call's key is its static arguments and the interned layouts of its tensors. Numbers that only enter the arithmetic (a step size)
-are keyed by type, so a plan is found again when they change. A hit with nothing to move costs the look-up, the local op and
-one wrapper.
+A hit with nothing to move costs the look-up, the local op and one wrapper. A miss goes down once: its arguments are bound by
+name; operands in several places, and plain ones that are written to, have ways of their own; else a plan is made, bound to steps,
+and kept.
 """
 
 from __future__ import annotations
@@ -16,18 +16,23 @@ import torch
 
 from ..base.caches import Shared, watched
 from ..base.modes import IMPLICIT_REPLICATION, MODES
-from ..base.torch_internals import find_torch_dispatch_rule, make_wrapper_subclass, set_conj
-from ..errors import MeshError, UnsupportedOperationError
+from ..base.torch_internals import find_torch_dispatch_rule
+from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
-from ..mesh.device_mesh import DeviceMesh
 from ..propagation.choose import Chooser, choose
-from ..propagation.propagate import Plan, Slot, propagate
+from ..propagation.propagate import Plan
 from ..propagation.schema import Operator, operator_of
 from ..rules.registry import foreach_base, lookup
-from .compiled import Runner, by_kinds, compile_plan, floats_by_default, runner_of, under_default_dtype
+from . import wrapping
+from .bind import bind, runner_of
+from .conditions import by_kinds, floats_by_default, under_default_dtype
+from .keys import AS_IT_IS, static
 from .local_op import local_function
 from .mixed_meshes import across_places
-from .plain_operands import admit, agree_on_declared, in_autograd, plainly_written, through_copies
+from .operands import plan_of_bound
+from .plain_operands import agree_on_declared, through_copies
+from .steps import Runner
+from .wrapping import wrap_local
 
 PLANS: Shared[tuple[Any, ...], Layout | Runner] = Shared(each=1024, together=8192)  # per operator, of all operators
 watched("plans", PLANS.fullness)
@@ -53,8 +58,6 @@ class Entry:
 
 _ENTRIES: dict[int, Entry] = {}
 _CHANGING = RLock()  # who adds or drops entries; those who look one up read a dictionary
-_TENSOR: Any = None  # the DTensor class, installed by tensor/dtensor.py
-_PENDING: Any = None
 
 
 def _as_found(plan: Any, operator: Any, found: Any) -> Any:
@@ -62,31 +65,17 @@ def _as_found(plan: Any, operator: Any, found: Any) -> Any:
 
 
 _VIEWING: Any = _as_found  # replaced by tensor/views/remote_view.py
-_MAKE = make_wrapper_subclass
 _IN_INFERENCE = torch.is_inference_mode_enabled
-_CPU = torch.device("cpu")
 _LIBRARY: torch.library.Library | None = None
 _COLLECTIVES = frozenset(
     ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 )  # gathered, they would count twice
-_AS_IT_IS = frozenset((type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))  # in a key as in a call
-_TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
-
-
-def install(tensor_type: Any, pending: Any) -> None:
-    """Tell dispatch which class it serves (a layer above this one) and how to make one whose local is on its way."""
-    global _TENSOR, _PENDING
-    _TENSOR, _PENDING = tensor_type, pending
 
 
 def install_views(viewing: Callable[[Plan, Operator, Layout | Runner], Layout | Runner]) -> None:
     """Tell dispatch how view operations run whose results cannot be views of the local."""
     global _VIEWING
     _VIEWING = viewing
-
-
-def wrap_pending(pending: Any, layout: Layout, like: Any) -> Any:
-    return _PENDING(pending, layout, like)
 
 
 def clear_plans() -> None:
@@ -119,18 +108,18 @@ def _entered(func: Any) -> Entry:
         if entry is not None:  # another thread was faster
             return entry
         entry = Entry(func)
-        if func.namespace == "aten" and find_torch_dispatch_rule(func, _TENSOR) is None:
+        if func.namespace == "aten" and find_torch_dispatch_rule(func, wrapping.TENSOR) is None:
             if _LIBRARY is None:
                 _LIBRARY = torch.library.Library("aten", "FRAGMENT")
-            torch.library.register_torch_dispatch(func, _TENSOR, entry.run, lib=_LIBRARY)
+            torch.library.register_torch_dispatch(func, wrapping.TENSOR, entry.run, lib=_LIBRARY)
         _ENTRIES[id(func)] = entry
         return entry
 
 
 def _dispatch_of(entry: Entry) -> Callable[..., Any]:
     """What happens at each call of one operator."""
-    tensor, is_view, local_op = _TENSOR, entry.operator.is_view, entry.local
-    find, by_type, names_by_type = entry.plans.get, entry.scalar_positions, entry.scalar_names
+    tensor, is_view, local_op = wrapping.TENSOR, entry.operator.is_view, entry.local
+    find, general = entry.plans.get, _general_form_of(entry)
     numbered, sized = entry.operator.numbered, entry.operator.sized
 
     def run(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -145,7 +134,7 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
                     if type(found) is Layout:
                         return wrap_local(local_op(args[0]._local, args[1]._local), found)
                     if found is None:
-                        found = runner_of(_miss(entry, signature, args, kwargs), entry.operator, wrap_local)
+                        found = runner_of(_miss(entry, signature, args, kwargs), entry.operator)
                     return found(args, kwargs, [args[0]._local, args[1]._local], {})  # type: ignore[operator]  # a Runner
                 if numbered or len(args) == 1 or (sized and len(args) == 2):
                     try:
@@ -159,6 +148,17 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
                         if type(found) is Layout:
                             return wrap_local(local_op(args[0]._local, *args[1:]), found)
                         return found(args, kwargs, [args[0]._local, *args[1:]], {})  # type: ignore[operator]  # a Runner
+        return general(args, kwargs)
+
+    return run
+
+
+def _general_form_of(entry: Entry) -> Callable[..., Any]:
+    """A call of one operator, whatever its arguments."""
+    tensor, local_op = wrapping.TENSOR, entry.local
+    find, by_type, names_by_type = entry.plans.get, entry.scalar_positions, entry.scalar_names
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key: list[Any] = []
         local_args: list[Any] = []
         for value in args:
@@ -166,19 +166,19 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
             if kind is tensor:
                 key.append(value._layout)
                 local_args.append(value._local)
-            elif kind in _AS_IT_IS or (kind is int and not by_type):
+            elif kind in AS_IT_IS or (kind is int and not by_type):
                 key.append(value)
                 local_args.append(value)
             else:
-                local_args.append(_static(value, key, len(local_args) in by_type))
+                local_args.append(static(value, key, len(local_args) in by_type))
         local_kwargs = {}
         for name, value in kwargs.items():
             key.append(name)
-            if type(value) in _AS_IT_IS:
+            if type(value) in AS_IT_IS:
                 key.append(value)
                 local_kwargs[name] = value
             else:
-                local_kwargs[name] = _static(value, key, name in names_by_type)
+                local_kwargs[name] = static(value, key, name in names_by_type)
         if IMPLICIT_REPLICATION.held and MODES.implicit_replication:
             key.append(MODES)
         signature = tuple(key)
@@ -192,108 +192,35 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
     return run
 
 
-def wrap_local(local: Any, layout: Layout) -> Any:
-    """The DTensor with this local and layout. The hot path's wrapper: nothing is checked."""
-    if layout.made_with is not None and local.is_cpu:
-        made = _MAKE(*layout.made_with)
-        made._local = local
-        made._layout = layout
-        return made
-    options = (None if layout.dense else layout.stride, None, None, layout.dtype, torch.strided)
-    made = _MAKE(_TENSOR, layout.shape, *options, local.device)
-    made._local = local
-    made._layout = layout
-    if not layout.is_complex:
-        layout.made_with = (_TENSOR, layout.shape, *options, _CPU)
-    elif local.is_conj():
-        set_conj(made, True)  # below __torch_dispatch__ nobody carries out a lazy conjugation: torch must see it above
-    return made
-
-
-def _static(value: Any, key: list[Any], by_type: bool) -> Any:
-    """The local form of one argument, its part of the key appended."""
-    kind = type(value)
-    if kind is _TENSOR:
-        key.append(value._layout)
-        return value._local
-    if kind is int:
-        key.append(kind if by_type else value)
-        return value
-    if kind is float or kind is complex:
-        key.append(kind)
-        if not by_type:
-            key.append(value)
-        return value
-    if kind is bool:
-        key.append(_TRUE if value else _FALSE)
-        return value
-    if kind is list or kind is tuple:
-        return _static_list(value, key, by_type)
-    if isinstance(value, torch.Tensor):
-        if isinstance(value, _TENSOR):
-            key.append(value._layout)
-            return value._local
-        strides = value.stride() if value.layout is torch.strided else None
-        key.append((value.shape, strides, value.dtype, in_autograd()))
-        return value
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        value = value.node.maybe_as_int() if isinstance(value, torch.SymInt) else value
-    if kind is torch.Size:
-        value = tuple(value)
-    if isinstance(value, torch.Generator):
-        key.append(kind)
-        return value
-    key.append(value)
-    return value
-
-
-def _static_list(value: Any, key: list[Any], by_type: bool) -> Any:
-    first = type(value[0]) if value else None
-    if first is _TENSOR:
-        try:
-            layouts, locals_ = [item._layout for item in value], [item._local for item in value]
-        except AttributeError:  # a plain tensor or None among them
-            pass
-        else:
-            key.append(len(value))
-            key += layouts
-            return locals_
-    elif (first is int or first is float) and (len(value) == 1 or len(set(map(type, value))) == 1):  # True == 1 as a key
-        key.append((first, len(value)) if by_type else (first, *value))
-        return value
-    key.append(len(value))
-    return [_static(item, key, by_type) for item in value]
-
-
 def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
     if entry.func.namespace in _COLLECTIVES:
         raise UnsupportedOperationError(
             f"{entry.operator.name} of a DTensor: collectives of torch.distributed combine what the ranks hold, and a DTensor is "
             "one value; use x.redistribute(placements=...), or give it the piece: x.to_local()"
         )
-    found: Layout | Runner | None = across_places(entry.operator, args, kwargs, wrap_local)
-    if found is not None:
-        return _kept(entry, signature, found)
-    written = plainly_written(entry.operator, args, kwargs, _TENSOR) if MODES.implicit_replication else ()
-    if written:
-        found = through_copies(entry.operator, written, wrap_local)
-    else:
-        plan, found = _planned(entry.operator, args, kwargs)
-        agree_on_declared(entry.operator, args, kwargs, plan.call.mesh)
-        if plan.by_numbers:
-            again = lambda *given: runner_of(_planned(entry.operator, *given)[1], entry.operator, wrap_local)  # noqa: E731
-            found = by_kinds(runner_of(found, entry.operator, wrap_local), args, kwargs, again)
-        if floats_by_default(plan):
-            found = under_default_dtype(runner_of(found, entry.operator, wrap_local), partial(_anew, entry, signature))
+    operator, bound = entry.operator, entry.operator.bind(args, kwargs)
+    special = across_places(operator, bound) or through_copies(operator, bound)
+    if special is not None:
+        return _kept(entry, signature, special)
+    plan, found = _planned(operator, args, kwargs, bound)
+    agree_on_declared(operator, bound, plan.call.mesh)
+    if plan.by_numbers:
+        found = by_kinds(runner_of(found, operator), args, kwargs, partial(_for_numbers, operator))
+    if floats_by_default(plan):
+        found = under_default_dtype(runner_of(found, operator), partial(_anew, entry, signature))
     return _kept(entry, signature, found)
 
 
 def _planned(
-    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser = choose
+    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], bound: dict[str, Any], choose: Chooser = choose
 ) -> tuple[Plan, Layout | Runner]:
-    plan = plan_for(operator, args, kwargs, choose)
-    found = compile_plan(plan, operator, wrap_local)
+    plan = plan_of_bound(operator, bound, choose)
+    found = bind(plan, operator, args, kwargs)
     return plan, _VIEWING(plan, operator, found) if operator.is_view or operator.reshapes else found
+
+
+def _for_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
+    return runner_of(_planned(operator, args, kwargs, operator.bind(args, kwargs))[1], operator)
 
 
 def _kept(entry: Entry, signature: tuple[Any, ...], found: Layout | Runner) -> Layout | Runner:
@@ -303,49 +230,13 @@ def _kept(entry: Entry, signature: tuple[Any, ...], found: Layout | Runner) -> L
 
 def _anew(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any], *local: Any) -> Any:
     entry.plans.pop(signature, None)
-    return entry.run(_TENSOR, entry.func, (), args, kwargs)
+    return entry.run(wrapping.TENSOR, entry.func, (), args, kwargs)
 
 
 def run_chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser) -> Any:
     """The results of one call whose rows ``choose`` picks. The plan is made anew and not kept."""
     operator = operator_of(func)
-    _, found = _planned(operator, args, kwargs, choose)
-    local_args = [_static(value, [], False) for value in args]
-    local_kwargs = {name: _static(value, [], False) for name, value in kwargs.items()}
-    return runner_of(found, operator, wrap_local)(args, kwargs, local_args, local_kwargs)
-
-
-def plan_for(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser = choose) -> Plan:
-    """The plan of a call with these arguments; nothing runs."""
-    meshes: dict[DeviceMesh, None] = {}
-    plain: set[Slot] = set()
-    raw = {name: _layouts(value, meshes) for name, value in operator.bind(args, kwargs).items()}
-    if len(meshes) != 1:
-        raise MeshError(
-            f"{operator.name}: operands live on different meshes: {', '.join(map(repr, meshes))}; "
-            "bring them to one with x.redistribute(mesh, placements)"
-        )
-    mesh = next(iter(meshes))
-    bound = {name: _beside(value, name, None, operator, mesh, plain) for name, value in raw.items()}
-    return propagate(operator, mesh, bound, frozenset(plain), choose)
-
-
-def _layouts(value: Any, meshes: dict[DeviceMesh, None]) -> Any:
-    """DTensors replaced by their layouts, their meshes collected."""
-    if isinstance(value, _TENSOR):
-        meshes[value._layout.mesh] = None
-        return value._layout
-    if isinstance(value, (list, tuple)):
-        return [_layouts(item, meshes) for item in value]
-    return value
-
-
-def _beside(value: Any, name: str, index: int | None, operator: Operator, mesh: DeviceMesh, plain: set[Slot]) -> Any:
-    """Plain tensors replaced by a replicated layout where they are allowed."""
-    if isinstance(value, list):
-        return [_beside(item, name, i, operator, mesh, plain) for i, item in enumerate(value)]
-    if not isinstance(value, torch.Tensor):
-        return value
-    admit(value, name, operator)
-    plain.add((name, index))
-    return Layout.replicated(mesh, value.shape, value.stride(), value.dtype)
+    _, found = _planned(operator, args, kwargs, operator.bind(args, kwargs), choose)
+    local_args = [static(value, [], False) for value in args]
+    local_kwargs = {name: static(value, [], False) for name, value in kwargs.items()}
+    return runner_of(found, operator)(args, kwargs, local_args, local_kwargs)

@@ -7,42 +7,30 @@ a block). Most operators do not care. Some choose by strides, raise because of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..base.memory_order import Stride
-from ..comm import PerRank
 from ..layout.layout import Layout
 from ..propagation.propagate import Plan
-from ..propagation.schema import Operator
-
-Runner = Callable[..., Any]
-
-
-def as_laid_out(plan: Plan, operator: Operator, runner: Runner) -> Runner:
-    """``runner``, its operands in the memory order of their layouts."""
-    names = {name: k for k, name in enumerate(operator.names[: operator.positional])}
-    single = [(name, x) for name, x in plan.call.arguments.items() if isinstance(x, Layout) and name not in operator.mutated]
-    places = [(names.get(name), name, _strides_of(layout)) for name, layout in single if layout.ndim > 1]
-
-    def run(args: Any, kwargs: Any, local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        for place, name, strides in places:
-            if place is not None and place < len(local_args):
-                local_args[place] = _ordered(local_args[place], strides)
-            elif name in local_kwargs:
-                local_kwargs[name] = _ordered(local_kwargs[name], strides)
-        return runner(args, kwargs, local_args, local_kwargs)
-
-    return run
+from ..propagation.schema import Form, Operator
+from ..ranks.per_rank import PerRank
+from .steps import Before, at, put
 
 
-def moved_in_order(plan: Plan, local: dict[str, Any]) -> None:
-    """What a plan moved, in place of it, in the memory order of the layouts that it was moved to: a slice is a view."""
-    for name, layout in zip(plan.call.names, plan.operands, strict=True):
-        if layout.ndim > 1 and any(slot == (name, None) for slot, _ in plan.moves):
-            local[name] = _ordered(local[name], _strides_of(layout))
+def in_memory_order(plan: Plan, operator: Operator, form: Form) -> list[Before]:
+    """Operands in the memory order of their layouts: what was moved (a slice is a view), and what is not written to."""
+    moved = {slot for slot, _ in plan.moves}
+    single = {name: x for name, x in plan.call.arguments.items() if isinstance(x, Layout) and name not in operator.mutated}
+    single |= {name: x for name, x in zip(plan.call.names, plan.operands, strict=True) if (name, None) in moved}
+    places = [(form.place(name), _strides_of(x)) for name, x in single.items() if x.ndim > 1]
+
+    def step(local_args: list[Any], local_kwargs: dict[str, Any]) -> None:
+        for place, strides in places:
+            put(place, local_args, local_kwargs, _ordered(at(place, local_args, local_kwargs), strides))
+
+    return [step] if places else []
 
 
 def _strides_of(layout: Layout) -> list[Stride]:

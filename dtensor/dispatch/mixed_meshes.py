@@ -33,9 +33,9 @@ from ..mesh.device_mesh import DeviceMesh
 from ..propagation.schema import Operator
 from ..redistribute import execute as run_move
 from ..redistribute import plan as plan_move
+from .wrapping import wrap_local
 
 Runner = Callable[..., Any]
-Wrap = Callable[[Any, Layout], Any]
 
 
 def meshes_of(values: Any) -> dict[DeviceMesh, None]:
@@ -49,29 +49,28 @@ def meshes_of(values: Any) -> dict[DeviceMesh, None]:
     return found
 
 
-def across_places(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap) -> Runner | None:
-    """How to run a call whose operands live in several places; None: all in one.
+def across_places(operator: Operator, bound: dict[str, Any]) -> Runner | None:
+    """How to run a call, its arguments by name, whose operands live in several places; None: all in one.
 
     Raises:
         MeshError: it is none of the cases above.
     """
-    bound = operator.bind(args, kwargs)
     groups = _by_mesh(operator, bound)
     if len(groups) > 1:
         return lambda args, kwargs, *_: _mesh_by_mesh(operator, operator.bind(args, kwargs), groups)
     if _writes_numbers(operator, bound):
         return lambda args, kwargs, *_: _with_numbers(operator, operator.bind(args, kwargs))
-    return _at_home(operator, bound, wrap) if len(meshes_of(bound.values())) > 1 else None
+    return _at_home(operator, bound) if len(meshes_of(bound.values())) > 1 else None
 
 
-def _at_home(operator: Operator, bound: dict[str, Any], wrap: Wrap) -> Runner:
+def _at_home(operator: Operator, bound: dict[str, Any]) -> Runner:
     home = _home(operator, bound)
     name = operator.name
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
         values = [*args, *kwargs.values()]
         _check(name, values, home)
-        brought = _brought(values, home, name, wrap)
+        brought = _brought(values, home, name)
         moved = [_replaced(value, brought) for value in args]
         return operator.func(*moved, **{key: _replaced(value, brought) for key, value in kwargs.items()})
 
@@ -178,7 +177,7 @@ def _same_ranks(a: DeviceMesh, b: DeviceMesh) -> bool:
     return sorted(a.ranks) == sorted(b.ranks) and (a.kind, a.device_type) == (b.kind, b.device_type)
 
 
-def _brought(values: Sequence[Any], home: DeviceMesh, name: str, wrap: Wrap) -> dict[int, Any]:
+def _brought(values: Sequence[Any], home: DeviceMesh, name: str) -> dict[int, Any]:
     """By identity, each value of another mesh as the same one on every rank of ``home``; those of one layout travel together."""
     apart: dict[Layout, dict[int, Any]] = {}
     for value in _leaves(values):
@@ -192,7 +191,7 @@ def _brought(values: Sequence[Any], home: DeviceMesh, name: str, wrap: Wrap) -> 
         row = _told(row, layout.mesh, home, name)
         target = Layout.replicated(home, layout.shape, layout.stride, layout.dtype)
         parts = row.unbind() if others else [row]
-        brought.update((key, wrap(part, target)) for key, part in zip(those, parts, strict=True))
+        brought.update((key, wrap_local(part, target)) for key, part in zip(those, parts, strict=True))
     return brought
 
 

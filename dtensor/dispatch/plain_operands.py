@@ -14,7 +14,7 @@ replicated copy, and every rank takes over the whole result. Elsewhere such a wr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +27,10 @@ from ..errors import LayoutError, MixedTensorError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.schema import Operator
+from ..ranks.assign import assign
 from ..rules.registry import lookup
-from .compiled import Runner
-from .execute import Wrap
-from .mixed_meshes import meshes_of
+from .mixed_meshes import Runner, meshes_of
+from .wrapping import wrap_local
 
 
 def in_autograd() -> bool:
@@ -71,14 +71,13 @@ def admit(value: torch.Tensor, name: str, operator: Operator) -> None:
         )
 
 
-def agree_on_declared(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> None:
+def agree_on_declared(operator: Operator, bound: dict[str, Any], mesh: DeviceMesh) -> None:
     """Compare the plain tensors that stand in a call because its rule declares them between the ranks of ``mesh``.
 
     Raises:
         MixedTensorError: on all ranks, if they differ.
     """
     names = () if MODES.implicit_replication or in_autograd() else declared(operator)
-    bound = operator.bind(args, kwargs) if names else {}
     for name in names:
         items = bound.get(name)
         for item in items if isinstance(items, (list, tuple)) else (items,):
@@ -86,44 +85,38 @@ def agree_on_declared(operator: Operator, args: tuple[Any, ...], kwargs: dict[st
                 same_on_all(mesh, item, f"{operator.name} (argument {name!r})")
 
 
-def plainly_written(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], tensor_type: type[Any]) -> tuple[str, ...]:
-    """The arguments that a call writes to and that are plain tensors (``out=`` arguments have their own way)."""
-    if not operator.mutated or operator.per_element:
-        return ()
+def through_copies(operator: Operator, bound: dict[str, Any]) -> Runner | None:
+    """How to run a call that writes to plain tensors, under ``implicit_replication()``: on replicated copies of them, from which
+    every rank takes the whole values (``out=`` arguments have their own way). None: it does not."""
+    if not operator.mutated or operator.per_element or not MODES.implicit_replication:
+        return None
+    written = (name for name in operator.names if name in operator.mutated and name not in operator.outs)
+    names = tuple(name for name in written if isinstance(bound.get(name), torch.Tensor) and not hasattr(bound[name], "_layout"))
+    return partial(_through_copies, operator, names) if names else None
+
+
+def _through_copies(operator: Operator, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
     bound = operator.bind(args, kwargs)
-    names = (name for name in operator.names if name in operator.mutated and name not in operator.outs)
-    return tuple(name for name in names if isinstance(bound.get(name), torch.Tensor) and not isinstance(bound[name], tensor_type))
+    given = {name: bound[name] for name in names}
+    (mesh,) = meshes_of(bound.values())
+    bound.update({name: replicated(value, mesh) for name, value in given.items()})
+    result = operator.call(bound)
+    for name, value in given.items() if mesh.current_member() is not None else ():
+        assign(value, bound[name]._local)
+    if len(operator.returns) == 1:
+        return given.get(operator.returns[0] or "", result)
+    results = zip(operator.returns, result or (), strict=True)
+    return tuple(given.get(owner or "", made) for owner, made in results) if operator.returns else None
 
 
-def through_copies(operator: Operator, names: tuple[str, ...], wrap: Wrap) -> Runner:
-    """Run the operator on replicated copies of the arguments ``names``, then bring the values back into them."""
-
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        bound = operator.bind(args, kwargs)
-        given = {name: bound[name] for name in names}
-        mesh = next(iter(meshes_of(bound.values())))
-        bound.update({name: replicated(value, mesh, wrap) for name, value in given.items()})
-        result = operator.call(bound)
-        for name, value in given.items():
-            written = bound[name]._local
-            if mesh.current_member() is not None:
-                value.copy_(written.shards[0] if isinstance(written, PerRank) else written)
-        if len(operator.returns) == 1:
-            return given.get(operator.returns[0] or "", result)
-        results = zip(operator.returns, result or (), strict=True)
-        return tuple(given.get(owner or "", made) for owner, made in results) if operator.returns else None
-
-    return run
-
-
-def replicated(value: torch.Tensor, mesh: DeviceMesh, wrap: Callable[[Any, Layout], Any]) -> Any:
+def replicated(value: torch.Tensor, mesh: DeviceMesh) -> Any:
     """A copy of ``value`` on every rank."""
     copy = value.detach().clone()
     layout = Layout.replicated(mesh, copy.shape, copy.stride(), copy.dtype)
-    return wrap(communicator_of(mesh).map(lambda member: copy.clone()), layout)
+    return wrap_local(communicator_of(mesh).map(lambda member: copy.clone()), layout)
 
 
-def laid_out_alike(value: torch.Tensor, x: Any, wrap: Callable[[Any, Layout], Any]) -> Any:
+def laid_out_alike(value: torch.Tensor, x: Any) -> Any:
     """A plain ``value``, the same on every rank, under the placements of ``x``, which is to have it as its ``data``.
 
     Raises:
@@ -135,4 +128,4 @@ def laid_out_alike(value: torch.Tensor, x: Any, wrap: Callable[[Any, Layout], An
             "where t is the same on every rank, `with dtensor.implicit_replication():`"
         )
     with torch.no_grad():
-        return replicated(value, x._layout.mesh, wrap).redistribute(placements=x.placements)
+        return replicated(value, x._layout.mesh).redistribute(placements=x.placements)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,14 @@ class Operator:
         bound.update(kwargs)
         return bound
 
+    def in_order(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The same arguments, by position all that can be."""
+        named = list(self.names[len(args) : self.positional])
+        while named and named[-1] not in kwargs:
+            named.pop()
+        late = [kwargs[name] if name in kwargs else self.defaults[name] for name in named]
+        return [*args, *late], {name: value for name, value in kwargs.items() if name not in named}
+
     @property
     def out_of_place(self) -> Any:
         """The overload that gives what this one, which ends on ``_``, makes of its first argument."""
@@ -77,6 +86,43 @@ class Operator:
         given = (name for name in self.names[self.positional :] if func is None or name not in self.outs)
         keywords = {name: bound[name] for name in given if name in bound}
         return (func or self.func)(*positional, **keywords)
+
+
+Place = int | str  # where an argument stands in a call: by position, or by name
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Which arguments a call was given: the first ``count`` by position, others by name. Calls that share a plan share it."""
+
+    operator: Operator
+    count: int
+    named: frozenset[str]
+
+    def given(self, name: str) -> Place | None:
+        """Where an argument stands; None: it was left out."""
+        position = self.operator.names.index(name)
+        return position if position < self.count else name if name in self.named else None
+
+    def place(self, name: str) -> Place:
+        """Where an argument stands that was given."""
+        place = self.given(name)
+        if place is None:
+            raise LookupError(f"{self.operator.name}: {name} was left out")
+        return place
+
+    @property
+    def tail(self) -> tuple[Any, ...]:
+        """The defaults of what could stand by position and was left out."""
+        operator = self.operator
+        return tuple([operator.defaults[name] for name in operator.names[self.count : operator.positional]])
+
+    @property
+    def lacking(self) -> dict[str, Any]:
+        """The defaults of what can only stand by name and was left out."""
+        operator = self.operator
+        names = operator.names[operator.positional :]
+        return {name: operator.defaults[name] for name in names if name in operator.defaults and name not in self.named}
 
 
 @remembered(8192)

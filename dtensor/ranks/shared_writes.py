@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LayoutError
+from .assign import assign
 
 _WRITING = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__"))
 _WRITING |= frozenset(("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__ipow__"))
@@ -73,4 +74,4 @@ def write_back(target: Tensor, shards: Sequence[Tensor]) -> None:
     if target.shape != first.shape:
         target.resize_(first.shape)
     recorded = torch.is_grad_enabled() and any(shard.requires_grad for shard in shards)
-    target.copy_(AgreedByRanks.apply(*shards) if recorded else first)
+    assign(target, AgreedByRanks.apply(*shards) if recorded else first)

@@ -25,8 +25,8 @@ import torch
 from ..base.caches import remembered
 from ..base.torch_internals import forward_ad, functorch_active
 from ..comm import Pending, PerRank
-from ..dispatch.dispatcher import wrap_local, wrap_pending
 from ..dispatch.local_op import Transformed, is_wrapped, recorded, seen
+from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate

@@ -15,9 +15,10 @@ from ..base.torch_internals import foreach_supported_types as _foreach_types
 from ..base.torch_internals import optimizer_supported_types as _optimizer_types
 from ..base.validation import element_type, strided
 from ..comm import PerRank
-from ..dispatch.dispatcher import dispatch, install, wrap_local
+from ..dispatch.dispatcher import dispatch
 from ..dispatch.local_op import seen
 from ..dispatch.plain_operands import laid_out_alike
+from ..dispatch.wrapping import install, wrap_local
 from ..errors import DTensorError, LayoutError, UnsupportedOperationError
 from ..layout.layout import Layout, restore_layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh, restore_mesh
@@ -252,7 +253,7 @@ class DTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        given = value if isinstance(value, DTensor) else laid_out_alike(value, self, wrap)
+        given = value if isinstance(value, DTensor) else laid_out_alike(value, self)
         self._become(given)
         counted_together(self, given)
 

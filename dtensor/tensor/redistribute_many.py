@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..comm import Pending
-from ..dispatch.dispatcher import wrap_local, wrap_pending
+from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
 from ..placement import Placement

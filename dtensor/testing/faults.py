@@ -12,7 +12,7 @@ import torch
 from ..base.nested import replace as replace_tensors
 from ..base.nested import tensors
 from ..base.torch_internals import TorchDispatchMode
-from ..dispatch.dispatcher import plan_for
+from ..dispatch.operands import plan_for
 from ..errors import DTensorError
 from ..placement import Placement
 from ..propagation.choose import Chosen, choose, declared

@@ -309,19 +309,19 @@ def classify(name: str, outcome: Outcome) -> tuple[str, str]:
 def gathers() -> Iterator[dict[str, None]]:
     """The aten operators that run by gathering inside."""
     found: dict[str, None] = {}
-    original = dispatch.compile_plan
+    original = dispatch.bind
 
-    def recording(plan: Any, operator: Any, wrap: Any) -> Any:
+    def recording(plan: Any, operator: Any, args: Any, kwargs: Any) -> Any:
         if plan.how == "gather" and plan.moves:
             found[operator.name] = None
-        return original(plan, operator, wrap)
+        return original(plan, operator, args, kwargs)
 
     dispatch.clear_plans()
-    dispatch.compile_plan = recording
+    dispatch.bind = recording
     try:
         yield found
     finally:
-        dispatch.compile_plan = original
+        dispatch.bind = original
 
 
 @contextmanager

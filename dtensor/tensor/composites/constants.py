@@ -15,7 +15,7 @@ from ...base.caches import remembered
 from ...comm.agreement import same_on_all
 from ...dispatch.plain_operands import is_number, replicated
 from ...mesh.device_mesh import DeviceMesh
-from ..dtensor import DTensor, wrap
+from ..dtensor import DTensor
 from .recomposed import recomposed
 
 aten = torch.ops.aten
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 def constant(value: Tensor, like: Any) -> Any:
     """``value``, which every rank makes alike, as a DTensor on the mesh of ``like``."""
-    return replicated(value, like._layout.mesh, wrap)
+    return replicated(value, like._layout.mesh)
 
 
 def state(value: Any, like: Any, what: str) -> Any:

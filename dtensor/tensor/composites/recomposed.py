@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ...base.torch_internals import DispatchKey, DispatchKeySet, assert_async, forward_ad, keys_after, make_wrapper_subclass
 from ...comm import communicator_of
 from ...dispatch.plain_operands import replicated
-from ..dtensor import DTensor, wrap
+from ..dtensor import DTensor
 
 _KEY = "PythonTLSSnapshot"
 _BELOW = keys_after(DispatchKey.PythonTLSSnapshot)
@@ -151,7 +151,7 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
         communicator_of(whole.mesh).map(_are_classes, x._local, num_classes)
     count = num_classes if num_classes > 0 else int(x.max()) + 1
     classes = torch.arange(count, dtype=x.dtype, device=x.device)
-    return (x.unsqueeze(-1) == replicated(classes, whole.mesh, wrap)).long()
+    return (x.unsqueeze(-1) == replicated(classes, whole.mesh)).long()
 
 
 def _are_classes(member: int, labels: Tensor, num_classes: int) -> None:

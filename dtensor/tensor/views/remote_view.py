@@ -17,9 +17,10 @@ import torch
 from ...base.caches import watched
 from ...base.torch_internals import make_wrapper_subclass
 from ...comm import communicator_of
-from ...dispatch.compiled import Runner, runner_of
-from ...dispatch.dispatcher import dispatch, install_views, plan_for
-from ...dispatch.execute import execute
+from ...dispatch.bind import bind, runner_of
+from ...dispatch.dispatcher import dispatch, install_views
+from ...dispatch.operands import plan_for
+from ...dispatch.steps import Runner
 from ...layout.layout import Layout
 from ...propagation.propagate import Plan
 from ...propagation.schema import Operator
@@ -61,6 +62,7 @@ class Origin:
     results: list[DTensor] | None = None
     versions: tuple[int, ...] | None = None
     pinned: bool = False
+    runner: Runner | None = None
 
     def __post_init__(self) -> None:
         self.memory, self.layout = _memory(self.viewed), self.viewed._layout
@@ -102,9 +104,11 @@ class Origin:
 
     def run(self, base: DTensor) -> list[DTensor]:
         """The operation on ``base``, which has the layout that the plan was made for."""
-        bound = self.operator.bind((base, *self.args[1:]), self.kwargs)
+        others = self.args[1:]
+        if self.runner is None:
+            self.runner = runner_of(bind(self.plan, self.operator, (base, *others), self.kwargs), self.operator)
         local = _resolved(base._local)  # views of empty blocks are copies, which carry a conjugation out: ranks would differ
-        made = execute(self.plan, self.operator, dict(bound), {**bound, self.operator.names[0]: local}, wrap)
+        made = self.runner((base, *others), self.kwargs, [local, *others], dict(self.kwargs))
         return list(made) if isinstance(made, (list, tuple)) else [made]
 
     @property
@@ -175,7 +179,7 @@ def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | 
     if str(operator.func._schema.name) not in _NEED_STRIDES:
         return found
 
-    run = runner_of(found, operator, wrap)
+    run = runner_of(found, operator)
 
     def guarded(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         try:

@@ -18,6 +18,7 @@ from ...dispatch.dispatcher import dispatch
 from ...errors import UnsupportedOperationError
 from ...layout.layout import Layout
 from ...propagation.schema import Operator, operator_of
+from ...ranks.assign import assign as assign_local
 from ...redistribute import redistribute_local
 from ...rules import lookup
 from ..dtensor import DTensor, wrap
@@ -200,7 +201,7 @@ def _assign_locally(origin: Origin, place: int, base: DTensor, assign: Assign) -
             return
     copied = dense(base)
     assign(origin.run(copied)[place], lambda value: value)
-    base._local.copy_(copied._local)
+    assign_local(base, copied._local)
 
 
 def _assign_whole(links: list[tuple[Origin, int]], base: DTensor, assign: Assign) -> None:

@@ -1,0 +1,68 @@
+"""The key of a call: its static arguments and the interned layouts of its tensors.
+
+Numbers that only enter the arithmetic (a step size) are keyed by type, so a plan is found again when they change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import wrapping
+from .plain_operands import in_autograd
+
+AS_IT_IS = frozenset((type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))  # in a key as in a call
+_TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
+
+
+def static(value: Any, key: list[Any], by_type: bool) -> Any:
+    """The local form of one argument, its part of the key appended."""
+    kind = type(value)
+    if kind is int:
+        key.append(kind if by_type else value)
+        return value
+    if kind is float or kind is complex:
+        key.append(kind)
+        if not by_type:
+            key.append(value)
+        return value
+    if kind is wrapping.TENSOR:
+        key.append(value._layout)
+        return value._local
+    if kind is bool:
+        key.append(_TRUE if value else _FALSE)
+        return value
+    if kind is list or kind is tuple:
+        return _static_list(value, key, by_type)
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, wrapping.TENSOR):
+            key.append(value._layout)
+            return value._local
+        strides = value.stride() if value.layout is torch.strided else None
+        key.append((value.shape, strides, value.dtype, in_autograd()))
+        return value
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        value = value.node.maybe_as_int() if isinstance(value, torch.SymInt) else value
+    if kind is torch.Size:
+        value = tuple(value)
+    key.append(kind if isinstance(value, torch.Generator) else value)
+    return value
+
+
+def _static_list(value: Any, key: list[Any], by_type: bool) -> Any:
+    first = type(value[0]) if value else None
+    if first is wrapping.TENSOR:
+        try:
+            layouts, locals_ = [item._layout for item in value], [item._local for item in value]
+        except AttributeError:  # a plain tensor or None among them
+            pass
+        else:
+            key.append(len(value))
+            key += layouts
+            return locals_
+    elif (first is int or first is float) and (len(value) == 1 or len(set(map(type, value))) == 1):  # True == 1 as a key
+        key.append((first, len(value)) if by_type else (first, *value))
+        return value
+    key.append(len(value))
+    return [static(item, key, by_type) for item in value]

@@ -1,0 +1,48 @@
+"""The operands of a call: where they live, and what stands for each while it is planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import MeshError
+from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh
+from ..propagation.choose import Chooser, choose
+from ..propagation.propagate import Plan, Slot, propagate
+from ..propagation.schema import Operator
+from .mixed_meshes import meshes_of
+from .plain_operands import admit
+
+
+def plan_for(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser = choose) -> Plan:
+    """The plan of a call with these arguments; nothing runs."""
+    return plan_of_bound(operator, operator.bind(args, kwargs), choose)
+
+
+def plan_of_bound(operator: Operator, bound: dict[str, Any], choose: Chooser = choose) -> Plan:
+    """The same for arguments by name."""
+    meshes = meshes_of(bound.values())
+    if len(meshes) != 1:
+        raise MeshError(
+            f"{operator.name}: operands live on different meshes: {', '.join(map(repr, meshes))}; "
+            "bring them to one with x.redistribute(mesh, placements)"
+        )
+    (mesh,) = meshes
+    plain: set[Slot] = set()
+    layouts = {name: _layout(value, (name, None), operator, mesh, plain) for name, value in bound.items()}
+    return propagate(operator, mesh, layouts, frozenset(plain), choose)
+
+
+def _layout(value: Any, slot: Slot, operator: Operator, mesh: DeviceMesh, plain: set[Slot]) -> Any:
+    """Tensors replaced by their layouts, plain ones by a replicated layout where they are allowed."""
+    if isinstance(value, (list, tuple)):
+        return [_layout(item, (slot[0], i), operator, mesh, plain) for i, item in enumerate(value)]
+    if not isinstance(value, torch.Tensor):
+        return value
+    if hasattr(value, "_layout"):
+        return value._layout
+    admit(value, slot[0], operator)
+    plain.add(slot)
+    return Layout.replicated(mesh, value.shape, value.stride(), value.dtype)

@@ -1,0 +1,242 @@
+"""The steps of a bound plan, and what runs them: Move and Rewrite, Call, WriteBack, Wrap.
+
+Calls that find a plan have the form of the one that it was bound for: as many arguments by position, the same by name. So a
+step knows where its argument stands (a :data:`Place`), and what was left out is a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ..base.modes import EXPLICIT
+from ..errors import ImplicitCommunicationError, UnsupportedOperationError
+from ..layout.layout import Layout
+from ..propagation.propagate import Plan
+from ..propagation.schema import Form, Operator, Place
+from ..ranks.assign import assign
+from ..redistribute import execute as run_move
+from ..redistribute import execute_many as run_moves
+from ..redistribute import plan as plan_move
+from .report import announce, describe
+from .wrapping import wrap_local
+
+Args = tuple[Any, ...]
+Keywords = dict[str, Any]
+Runner = Callable[[Args, Keywords, list[Any], Keywords], Any]  # the user's arguments, then the same with locals for DTensors
+Before = Callable[[list[Any], Keywords], None]
+After = Callable[[Args, Keywords, list[Any], Keywords, Any], None]
+Finish = Callable[[Args, Keywords, Any], Any]
+Given = Sequence[tuple[Any, Any]]  # places (slices of them) and the constants that stand there
+
+
+def running(
+    before: Sequence[Before], given: Given, call: Callable[..., Any], after: Sequence[After], finish: Layout | Finish | None
+) -> Runner:
+    """What runs a bound plan. ``finish``: the layout of the one new tensor that comes out; None where the first argument does."""
+    only, other = (finish, None) if isinstance(finish, Layout) else (None, finish)
+
+    def straight(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        for where, value in given:
+            local_args[where] = value
+        made = call(*local_args, **local_kwargs)
+        if only is not None:
+            return wrap_local(made, only)
+        return args[0] if other is None else other(args, kwargs, made)
+
+    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        for step in before:
+            step(local_args, local_kwargs)
+        for where, value in given:
+            local_args[where] = value
+        made = call(*local_args, **local_kwargs)
+        for write in after:
+            write(args, kwargs, local_args, local_kwargs, made)
+        if only is not None:
+            return wrap_local(made, only)
+        return args[0] if other is None else other(args, kwargs, made)
+
+    return run if before or after else straight
+
+
+def at(place: Place, positional: Any, keywords: Keywords) -> Any:
+    """The argument at a place."""
+    return positional[place] if isinstance(place, int) else keywords[place]
+
+
+def put(place: Place, local_args: list[Any], local_kwargs: Keywords, value: Any) -> None:
+    if isinstance(place, int):
+        local_args[place] = value
+    else:
+        local_kwargs[place] = value
+
+
+# --- before the call ----------------------------------------------------------------------------------------------------
+def refusing(plan: Plan, operator: Operator) -> Before:
+    """Under ``explicit()`` nothing is communicated; an operator that gathers says so, once."""
+
+    def step(local_args: list[Any], local_kwargs: Keywords) -> None:
+        if EXPLICIT.held and EXPLICIT:
+            raise ImplicitCommunicationError(f"{operator.name} would communicate under explicit():\n{describe(plan)}")
+        if plan.how == "gather":
+            announce(plan, operator.name)
+
+    return step
+
+
+def moving(plan: Plan, form: Form) -> Before:
+    """Operands redistributed; those of lists, as of foreach operators, together, in few collectives."""
+    places = [(form.place(name), index, move) for (name, index), move in plan.moves]
+    if sum(index is not None for _, index, _ in places) > 1:
+        return _moving_together(places)
+
+    def step(local_args: list[Any], local_kwargs: Keywords) -> None:
+        for place, index, move in places:
+            if index is None:
+                put(place, local_args, local_kwargs, run_move(move, at(place, local_args, local_kwargs)))
+            else:
+                held = at(place, local_args, local_kwargs)
+                held[index] = run_move(move, held[index])
+
+    return step
+
+
+def _moving_together(places: list[tuple[Place, int | None, Any]]) -> Before:
+    moves = [move for *_, move in places]
+
+    def step(local_args: list[Any], local_kwargs: Keywords) -> None:
+        held = [at(place, local_args, local_kwargs) for place, _, _ in places]
+        values = [value if index is None else value[index] for value, (_, index, _) in zip(held, places, strict=True)]
+        for value, (place, index, _), moved in zip(held, places, run_moves(moves, values), strict=True):
+            if index is None:
+                put(place, local_args, local_kwargs, moved)
+            else:
+                value[index] = moved
+
+    return step
+
+
+# --- after the call -----------------------------------------------------------------------------------------------------
+def into_locals(operator: Operator, form: Form) -> After:
+    """What a kernel computed for arguments written in place, written there (kernels return new locals)."""
+    owners = [(k, form.place(name)) for k, name in enumerate(operator.returns) if name is not None and name not in operator.outs]
+
+    def step(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords, made: Any) -> None:
+        produced = as_tuple(made, operator)
+        for k, place in owners:
+            assign(at(place, local_args, local_kwargs), produced[k])
+
+    return step
+
+
+def written_back(plan: Plan, operator: Operator, form: Form, kernel: bool) -> After:
+    """What was written, in the layout of the user's tensors and in them.
+
+    It is a result where the operator returns what it writes to (what a kernel returns lies in its local by now), else a local.
+    """
+    places = []
+    for (name, index), move in plan.write_back:
+        returned = index is None and name in operator.returns and not (kernel and name not in operator.outs)
+        place = operator.returns.index(name) if returned else None
+        places.append((form.place(name), index, place, not plan.results and name in operator.outs, move))
+
+    def step(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords, made: Any) -> None:
+        produced = as_tuple(made, operator)
+        for place, index, k, shape_is_data, move in places:
+            target, local = at(place, args, kwargs), at(place, local_args, local_kwargs) if k is None else produced[k]
+            if index is not None:
+                target, local = target[index], local[index]
+            if not shape_is_data or local.shape == target.shape:  # else it takes the shape, in the end
+                assign(target, run_move(move, local))
+
+    return step
+
+
+def counted(operator: Operator, form: Form) -> After:
+    """Writes to lists are counted here: torch's own count comes from the operators that it runs on each element."""
+    places = [place for name in sorted(operator.mutated) if (place := form.given(name)) is not None]
+
+    def step(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords, made: Any) -> None:
+        for place in places:
+            written = at(place, args, kwargs)
+            if isinstance(written, (list, tuple)):
+                try:
+                    increment_version(written)
+                except RuntimeError:  # nobody counts for inference tensors
+                    increment_version([tensor for tensor in written if not tensor.is_inference()])
+
+    return step
+
+
+# --- what comes out -----------------------------------------------------------------------------------------------------
+def as_tuple(made: Any, operator: Operator) -> tuple[Any, ...]:
+    """The results one by one."""
+    count = len(operator.returns)
+    return () if count == 0 else (made,) if count == 1 else tuple(made)
+
+
+def finishing(plan: Plan, operator: Operator, form: Form) -> Layout | Finish | None:
+    """From what the call gave to what the user gets; see :func:`running`."""
+    returns = operator.returns
+    if not returns:
+        return lambda args, kwargs, made: None
+    layouts: tuple[Any, ...] = plan.results or (None,) * len(returns)
+    if plan.how == "rule" and all(owner is None for owner in returns) and all(isinstance(x, Layout) for x in layouts):
+        if len(layouts) == 1:
+            return cast(Layout, layouts[0])
+        return lambda args, kwargs, made: tuple(map(wrap_local, made, layouts))
+    if len(returns) == 1 and returns[0] not in (None, *operator.outs) and form.place(str(returns[0])) == 0:
+        return None
+    each = [_one_result(plan, operator, form, owner, layout) for owner, layout in zip(returns, layouts, strict=True)]
+    if len(each) == 1:
+        return each[0]
+    return lambda args, kwargs, made: tuple([one(args, kwargs, value) for one, value in zip(each, made, strict=True)])
+
+
+def _one_result(plan: Plan, operator: Operator, form: Form, owner: str | None, layout: Any) -> Finish:
+    if owner in operator.outs:
+        return _given_out(plan, form.place(owner), layout)
+    if owner is not None:
+        place = form.place(owner)
+        return lambda args, kwargs, value: at(place, args, kwargs)
+    if plan.how == "rule" and isinstance(layout, list) and all(isinstance(item, Layout) for item in layout):
+        return lambda args, kwargs, value: list(map(wrap_local, value, layout))
+    return lambda args, kwargs, value: _as_made(plan, layout, value)
+
+
+def _as_made(plan: Plan, layout: Any, value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and not hasattr(value, "common"):
+        layouts = layout if isinstance(layout, list) else [None] * len(value)
+        return [_as_made(plan, own, item) for own, item in zip(layouts, value, strict=True)]
+    if not isinstance(value, torch.Tensor):
+        return value[0] if isinstance(value, tuple) else value
+    if plan.how == "gather" and value.layout is not torch.strided:
+        raise UnsupportedOperationError(
+            f"{plan.call.func} would give a sparse tensor, which no DTensor is; pass sparse=False, or use x.full_tensor()"
+        )
+    if plan.how == "gather" or layout is None:
+        layout = _whole(plan, value)  # the local is the global one, whatever planning knew of it
+    return wrap_local(value, layout)
+
+
+def _whole(plan: Plan, value: Any) -> Layout:
+    return Layout.replicated(plan.call.mesh, value.shape, value.stride(), value.dtype)
+
+
+def _given_out(plan: Plan, place: Place, layout: Layout | None) -> Finish:
+    """An ``out=`` tensor of another shape than the result becomes what the result is, as in torch."""
+
+    def finish(args: Args, kwargs: Keywords, value: Any) -> Any:
+        target, have = at(place, args, kwargs), layout or _whole(plan, value)
+        if target.shape == have.shape:
+            return target
+        if hasattr(target, "_layout"):
+            target.data = wrap_local(value, have.replace(dtype=target.dtype))
+            return target
+        whole = Layout.replicated(have.mesh, have.shape, have.stride, have.dtype)
+        return assign(target.resize_(have.shape), run_move(plan_move(have, whole), value))
+
+    return finish

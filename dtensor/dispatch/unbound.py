@@ -1,0 +1,137 @@
+"""Calls that run otherwise than by steps on locals: decompositions, draws alike on all ranks, ranks outside of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..comm import communicator_of
+from ..errors import UnsupportedOperationError
+from ..layout.layout import Layout
+from ..propagation.propagate import Plan
+from ..propagation.schema import Form, Operator
+from ..random.draw import default_generator, set_state, state_of, synchronize
+from ..ranks.assign import assign
+from .steps import Args, Before, Keywords, Runner, as_tuple, at
+from .wrapping import wrap_local
+
+
+# --- decompositions -----------------------------------------------------------------------------------------------------
+def decomposed(plan: Plan, operator: Operator, form: Form) -> Runner:
+    """The operations that an operator is made of; a rule's own know no ``out=`` and get no plain tensors."""
+    if plan.rule is None or plan.rule.decompose is None:
+        return lambda args, kwargs, local_args, local_kwargs: operator.func.decompose(*args, **kwargs)
+    compose, tail = plan.rule.decompose, form.tail
+    layouts = [plan.call.arguments.get(name) for name in operator.names[: form.count]]
+    lacking = {name: value for name, value in form.lacking.items() if name not in operator.outs}
+
+    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        named = {name: value for name, value in kwargs.items() if name not in operator.outs}
+        made = compose(
+            *[_distributed(value, layout) for value, layout in zip(args, layouts, strict=True)],
+            *tail,
+            **lacking,
+            **{name: _distributed(value, plan.call.arguments.get(name)) for name, value in named.items()},
+        )
+        return _given_to(operator, form, args, kwargs, made) if any(operator.returns) else made
+
+    return run
+
+
+def _given_to(operator: Operator, form: Form, args: Args, kwargs: Keywords, made: Any) -> Any:
+    """What was made, in the arguments that the operator writes to and returns."""
+    given = []
+    for owner, value in zip(operator.returns, as_tuple(made, operator), strict=True):
+        if owner is not None:
+            target = at(form.place(owner), args, kwargs)
+            if operator.reshapes and target is not value:
+                target.data, value = value, target  # its shape and its layout, too
+            value = assign(target, value)
+        given.append(value)
+    return given[0] if len(given) == 1 else tuple(given)
+
+
+def _distributed(value: Any, layout: Any) -> Any:
+    """An argument whose plain tensors, which all ranks hold alike, are replicated ones."""
+    if isinstance(layout, list):
+        return [_distributed(item, own) for item, own in zip(value, layout, strict=True)]
+    if isinstance(layout, Layout) and not hasattr(value, "_layout"):
+        return wrap_local(communicator_of(layout.mesh).map(lambda member, x: x, value), layout)
+    return value
+
+
+# --- random numbers -----------------------------------------------------------------------------------------------------
+def drawn_alike(plan: Plan, operator: Operator) -> Callable[..., Any]:
+    """The op on whole operands, every rank drawing from the same generator state, which advances once."""
+    mesh, comm = plan.call.mesh, communicator_of(plan.call.mesh)
+
+    def run(*local_args: Any, **local_kwargs: Any) -> Any:
+        synchronize(mesh)
+        generator = local_kwargs.get("generator") or default_generator(mesh)
+        state = state_of(generator)
+
+        def one(member: int, positional: Sequence[Any], keywords: Keywords) -> Any:
+            set_state(generator, state)
+            return operator.func(*positional, **keywords)
+
+        return comm.map(one, local_args, local_kwargs)
+
+    return run
+
+
+# --- ranks outside of the mesh ------------------------------------------------------------------------------------------
+_DATA_DECIDES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+def absent(plan: Plan, operator: Operator, form: Form, before: Sequence[Before], in_step: Runner | None) -> Runner:
+    """This rank is not part of the mesh: it holds nothing, and results have no elements here.
+
+    ``in_step``: what keeps its generator in step where the others draw.
+    """
+    layouts = plan.results or (None,) * len(operator.returns)
+    owners = [None if owner is None else form.place(owner) for owner in operator.returns]
+
+    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        for step in before:
+            step(local_args, local_kwargs)
+        if in_step is not None:
+            in_step(args, kwargs, list(local_args), dict(local_kwargs))
+        if plan.rule is not None and plan.rule.absent is not None:
+            return plan.rule.absent
+        if _DATA_DECIDES.intersection(plan.call.func.tags):
+            raise UnsupportedOperationError(
+                f"{operator.name} depends on data, of which this rank, outside of {plan.call.mesh!r}, has none; "
+                "redistribute first"
+            )
+        device = kwargs.get("device") or next((x.device for x in (*local_args, *local_kwargs.values()) if _is_tensor(x)), None)
+        made = []
+        for name, place, layout in zip(operator.returns, owners, layouts, strict=True):
+            if place is None:
+                made.append(_empty(layout, device))
+                continue
+            target = at(place, args, kwargs)
+            if (
+                name in operator.outs
+                and isinstance(layout, Layout)
+                and hasattr(target, "_layout")
+                and target.shape != layout.shape
+            ):
+                target.data = _empty(layout.replace(dtype=target.dtype), device)  # it looks otherwise from now on
+            made.append(target)
+        return None if not made else made[0] if len(made) == 1 else tuple(made)
+
+    return run
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def _empty(layout: Any, device: Any) -> Any:
+    if isinstance(layout, list):
+        return [_empty(item, device) for item in layout]
+    if layout is None:
+        return None
+    return wrap_local(torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=device), layout)

@@ -1,0 +1,43 @@
+"""From a local and its layout to a DTensor: the hot path's wrapper, which checks nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..base.torch_internals import make_wrapper_subclass, set_conj
+from ..layout.layout import Layout
+
+TENSOR: Any = None  # the DTensor class, installed by tensor/dtensor.py
+_PENDING: Any = None
+_MAKE = make_wrapper_subclass
+_CPU = torch.device("cpu")
+
+
+def install(tensor_type: Any, pending: Any) -> None:
+    """Tell dispatch which class it serves (a layer above this one) and how to make one whose local is on its way."""
+    global TENSOR, _PENDING
+    TENSOR, _PENDING = tensor_type, pending
+
+
+def wrap_local(local: Any, layout: Layout) -> Any:
+    """The DTensor with this local and layout."""
+    if layout.made_with is not None and local.is_cpu:
+        made = _MAKE(*layout.made_with)
+        made._local = local
+        made._layout = layout
+        return made
+    options = (None if layout.dense else layout.stride, None, None, layout.dtype, torch.strided)
+    made = _MAKE(TENSOR, layout.shape, *options, local.device)
+    made._local = local
+    made._layout = layout
+    if not layout.is_complex:
+        layout.made_with = (TENSOR, layout.shape, *options, _CPU)
+    elif local.is_conj():
+        set_conj(made, True)  # below __torch_dispatch__ nobody carries out a lazy conjugation: torch must see it above
+    return made
+
+
+def wrap_pending(pending: Any, layout: Layout, like: Any) -> Any:
+    return _PENDING(pending, layout, like)
