@@ -59,7 +59,7 @@ def execute(plan: Plan, operator: Operator, values: dict[str, Any], local: dict[
 
 def _move_operands(plan: Plan, local: dict[str, Any]) -> None:
     if sum(index is not None for (_, index), _ in plan.moves) > 1:  # lists, as of foreach operators: few collectives for all
-        moved = run_moves([move for _, move in plan.moves], [_get(local, slot) for slot, _ in plan.moves])
+        moved = run_moves([move for _, move in plan.moves], [_get(local, slot) for slot, _ in plan.moves]).wait()
     else:
         moved = [run_move(move, _get(local, slot)) for slot, move in plan.moves]
     for (slot, _), value in zip(plan.moves, moved, strict=True):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ...base.torch_internals import functorch_active, tree_map
+from ...comm import PerRank
 from ...dispatch.local_op import seen
 from ...ranks.per_rank import as_one
-from ...comm import PerRank
 from ...tensor.dtensor import DTensor
 from ...tensor.materialize import check_values
 from .buffers import Buffers
