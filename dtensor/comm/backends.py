@@ -124,6 +124,7 @@ def _with(options: T, **values: Any) -> T:
 
 
 # The group's own methods are called: torch.distributed's check what is known here, and take longer than a small collective.
+_ALL_GATHER_NAME = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"  # of torch 2.11
 _ALL_GATHER, _ALL_TO_ALL = _with(AllgatherOptions()), _with(dist.AllToAllOptions())
 
 
@@ -145,7 +146,7 @@ def all_to_all_rows(group: Group, into: Tensor, row: Tensor, arriving: list[int]
 @issuing
 def all_gather_rows(group: Group, into: Tensor, row: Tensor) -> dist.Work:
     """Every rank's ``row``, of one length, one after the other."""
-    return group.handle._allgather_base(message(into), message(row), _ALL_GATHER)
+    return getattr(group.handle, _ALL_GATHER_NAME)(message(into), message(row), _ALL_GATHER)
 
 
 def all_reduction(group: Group, op: dist.ReduceOp.RedOpType) -> Callable[[Tensor], dist.Work]:
@@ -158,7 +159,7 @@ Message = tuple[int, Tensor]  # torch's rank in the group, and a row
 
 
 @issuing
-def post(group: Group, receives: Sequence[Message], sends: Sequence[Message]) -> list[dist.Work]:
+def post(group: Group, receives: Sequence[Message], sends: Sequence[Message], device: torch.device) -> list[dist.Work]:
     """Starts these messages, at most one from and to each rank; waiting for all of the works ends them."""
     if not traits_of(group).sends_lists:
         works = [group.handle.recv([message(row)], rank, _TAG) for rank, row in receives]
@@ -167,7 +168,6 @@ def post(group: Group, receives: Sequence[Message], sends: Sequence[Message]) ->
         ops = [dist.P2POp(dist.irecv, row, group=group.handle, group_peer=rank) for rank, row in receives]
         ops += [dist.P2POp(dist.isend, row, group=group.handle, group_peer=rank) for rank, row in sends]
         return dist.batch_isend_irecv(ops) if ops else []
-    device = (*receives, *sends)[0][1].device if receives or sends else torch.device("cuda")
     into, rows = ([torch.empty(0, dtype=torch.uint8, device=device) for _ in group.members] for _ in range(2))
     for side, given in ((into, receives), (rows, sends)):
         for rank, row in given:

@@ -39,8 +39,9 @@ def bind_scatter(group: Group, scatter: Scatter) -> Issue:
     native = native_reduction(group, op, dtype)
     if native is not None and len({box.size for box in chunks}) == 1:
         return _scattered_natively(group, old, chunks, *native)
-    least = traits_of(group).direct_bytes * (ROWS if len(old) == 1 else 1)
-    if max(box.numel for box in chunks) * dtype.itemsize >= least:
+    traits, in_rows = traits_of(group), len(old) == 1
+    least = traits.direct_bytes * (ROWS if in_rows else 1)
+    if (in_rows and traits.sends_lists) or max(box.numel for box in chunks) * dtype.itemsize >= least:
         return _scattered_directly(group, old, chunks, op)
     leaving = Packing(tuple(group.to_torch(chunks)), old)
     own = chunks[group.position]
@@ -77,7 +78,7 @@ def _scattered_directly(group: Group, old: tuple[int, ...], chunks: tuple[Box, .
         block = row_major(x, old)
         terms = [region(block, own) if k == mine else block.new_empty(own.size) for k in range(group.size)]
         receives = [(order[k], terms[k].view(-1)) for k in others]
-        works = post(group, receives, [(part.rank, part.of(block)) for part in outgoing])
+        works = post(group, receives, [(part.rank, part.of(block)) for part in outgoing], x.device)
         return started(works, lambda: fold(terms, op))
 
     return issue
@@ -155,6 +156,7 @@ def _all_reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
         group,
         [(order[k], scratch[k][:own]) for k in behind if own],
         [(order[k], given[k]) for k in ahead if k < len(given)],
+        x.device,
     )
 
     def finish() -> Tensor:
@@ -165,6 +167,7 @@ def _all_reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
             group,
             [(order[k], places[k]) for k in behind if k < len(places)],
             [(order[k], places[mine]) for k in ahead if own],
+            x.device,
         )
         return after(second if own else [*first, *second], lambda: result)
 

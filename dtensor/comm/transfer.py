@@ -38,26 +38,31 @@ def bind_transfer(group: Group, transfer: Transfer) -> Issue:
     """The way that costs least, by what all members of the group know."""
     member, traits = group.members[group.position], traits_of(group)
     gathers = transfer.kind == "all_gather"
-    known = None if transfer.traffic_of is None else transfer.traffic_of(member)
+    asked = transfer.traffic_of is not None and (gathers or group.size <= EXAMINED)
+    known = transfer.traffic_of(member) if asked and transfer.traffic_of is not None else None
     if gathers and traits.reduces and known is not None and known.joined is not None:
         return _joined(group, *known.joined)
     route = transfer.route_of(member)
     if transfer.kind == "broadcast":
         return _broadcast(group, route)
-    in_rows = len(route.new) == 1
     if gathers:
-        traffic = Traffic.of_gather(route)
-        if traits.reduces and traffic.alike:
+        known = Traffic.of_gather(route)
+        if traits.reduces and known.alike:
             return _gathered(group, route)
-        if in_rows and traits.sends_lists:  # to pack would be to copy the row for each of the others
-            return bind_direct(group, route)
-    elif group.size > EXAMINED or traits.direct_bytes == traits.sparse == sys.maxsize:
-        return bind_direct(group, route) if traits.sparse <= 1 else _packed(group, route)
-    else:
-        traffic = known or Traffic.of([transfer.route_of(member) for member in group.members])
-    least = traits.direct_bytes * (ROWS if in_rows else 1)
-    direct = traffic.largest * transfer.dtype.itemsize >= least or traffic.partners * traits.sparse <= group.size - 1
-    return bind_direct(group, route) if direct else _packed(group, route)
+    return (bind_direct if _directly(group, transfer, route, known) else _packed)(group, route)
+
+
+def _directly(group: Group, transfer: Transfer, route: Route, known: Traffic | None) -> bool:
+    """Whether message by message."""
+    traits, in_rows = traits_of(group), len(route.new) == 1
+    if in_rows and traits.sends_lists:  # there is nothing to pack, but to copy the row of a gather for each of the others
+        return True
+    if known is None:
+        if group.size > EXAMINED or traits.direct_bytes == traits.sparse == sys.maxsize:
+            return traits.sparse <= 1
+        known = Traffic.of([transfer.route_of(member) for member in group.members])
+    large = known.largest * transfer.dtype.itemsize >= traits.direct_bytes * (ROWS if in_rows else 1)
+    return large or known.partners * traits.sparse <= group.size - 1
 
 
 def _packed(group: Group, route: Route) -> Issue:
@@ -115,7 +120,7 @@ def bind_direct(group: Group, route: Route) -> Issue:
         result = block.new_empty(route.new)
         targets = [part.of(result) if part.run is not None else block.new_empty(part.box.numel) for part in incoming]
         receives = [(part.rank, target) for part, target in zip(incoming, targets, strict=True)]
-        works = post(group, receives, [(part.rank, part.of(block)) for part in outgoing])
+        works = post(group, receives, [(part.rank, part.of(block)) for part in outgoing], x.device)
         if route.kept is not None:
             old, new = route.kept
             region(result, new).copy_(region(block, old))
