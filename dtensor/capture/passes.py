@@ -5,7 +5,8 @@ A tape is one rank's own, so what is known of its local tensors (``facts``) may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -48,32 +49,26 @@ def _copy(step: Step) -> tuple[Var, Var] | None:
     return (made, source) if isinstance(made, Var) and isinstance(source, Var) else None
 
 
-def with_bound_collectives(tape: Tape, facts: Mapping[Var, Fact], lasting: frozenset[int], fresh: Callable[[], Var]) -> Tape:
+def with_bound_collectives(tape: Tape, facts: Mapping[Var, Fact], lasting: frozenset[int]) -> Tape:
     """All-reductions whose group and algorithm are looked up once; in place where nobody needs what goes in, and under way until
     the first step that uses what comes out."""
     uses = _Uses(tape, lasting)
-    bound: dict[Any, Any] = {}
+    at_once: set[Any] = set()  # collectives under way that may be waited for at any time
     steps: list[Step] = []
     waits: dict[int, list[Step]] = {}  # by the step that they come before
     for place, step in enumerate(tape.steps):
         steps += waits.get(place, ())
         x = step.args[1] if step.fn is _ALL_REDUCE and len(step.args) == 4 else None
-        if isinstance(x, Var) and x in facts and isinstance(step.out, Var) and not step.kwargs.get("async_op"):
+        if isinstance(x, Var) and x in facts:
             comm, _, mesh_dims, op = step.args
-            key = (id(comm), tuple(mesh_dims), op if isinstance(op, str) else id(op), facts[x][3])
-            if key not in bound:
-                bound[key] = comm.bind_all_reduce(mesh_dims, op, facts[x][3])
-            run, start = bound[key]
-            args = (x, True) if _row_major(facts[x]) and uses.last_of(place, x) else (x,)
-            end = uses.first_after(place, step.out)
-            if start is None or end == place + 1:
-                step = Step(run, args, {}, step.out, step.writes, True, True, step.within)
-            else:
-                under_way = fresh()
-                waits.setdefault(end, []).append(
-                    Step(Pending.wait, (under_way,), {}, step.out, frozenset(), True, True, step.within)
-                )
-                step = Step(start, args, {}, under_way, step.writes, True, True, step.within)
+            bound = comm.bind_all_reduce(mesh_dims, op, facts[x][3])
+            taken = bound.taking is not None and _row_major(facts[x]) and uses.last_of(place, x)
+            step = dataclasses.replace(step, fn=bound.taking if taken else bound.run, args=(x,))
+            if bound.at_once:
+                at_once.add(step.out)
+        elif step.fn is Pending.wait and step.args[0] in at_once and isinstance(step.out, Var):
+            waits.setdefault(uses.first_after(place, step.out), []).append(step)
+            continue
         steps.append(step)
     return Tape(tape.inputs, [*steps, *waits.get(len(tape.steps), ())], tape.results, tape.constants)
 

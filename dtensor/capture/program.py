@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -124,7 +124,6 @@ class Program:
     steps: list[Step]
     constants: dict[Var, torch.Tensor]
     facts: dict[Var, Any]
-    fresh: Callable[[], Var]
     bases: tuple[Base, ...]
     results: tuple[Result, ...]
     assigned: tuple[tuple[int, Result], ...]
@@ -184,7 +183,7 @@ class Program:
 
     def _shortened(self, tape: Tape, lasting: frozenset[int]) -> Tape:
         tape = without_unused(without_copies(optimized(tape, lasting), self.facts, lasting), lasting)
-        return with_bound_collectives(tape, self.facts, lasting, self.fresh)
+        return with_bound_collectives(tape, self.facts, lasting)
 
     def _storages(self) -> set[int]:
         return {var.storage for form in self.forms for var in form.locals}

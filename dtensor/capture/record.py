@@ -192,7 +192,6 @@ class Recording:
             self.steps,
             self.recorder.constants,
             self.recorder.facts,
-            self.recorder.number,
             tuple(sorter.bases),
             tuple(results[: len(leaves)]),
             assigned,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..comm.backends import flat_bytes
+from ..comm.rows import flat_bytes
 from ..errors import CheckpointError
 from .targets import Target, pieces
 

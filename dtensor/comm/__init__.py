@@ -9,14 +9,17 @@ from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..ranks.per_rank import PerRank, per_rank
 from ..ranks.rank_values import RankNumber, RankValues
 from . import events
-from .communicator import Communicator, Local, Pending
+from .binding import Local
+from .communicator import Communicator
 from .dry_run import DryRun
 from .events import Event
 from .fold import fold
 from .in_process import InProcess
+from .pending import Pending
 from .process_group import ProcessGroups
 
 __all__ = [
+    "BACKENDS",
     "Communicator",
     "Event",
     "Local",
@@ -31,14 +34,15 @@ __all__ = [
     "per_rank",
 ]
 
-_KINDS: dict[str, type[Communicator]] = {"process_group": ProcessGroups, "in_process": InProcess, "dry_run": DryRun}
+# By ``mesh.kind``: a backend is a class with six methods (see ``binding.py``) and a row here.
+BACKENDS: dict[str, type[Communicator]] = {"process_group": ProcessGroups, "in_process": InProcess, "dry_run": DryRun}
 
 
 def communicator_of(mesh: DeviceMesh) -> Communicator:
     """The communicator over the dims of ``mesh`` (made once per mesh; process groups are shared by a root's meshes)."""
     found: Communicator | None = mesh.__dict__.get("_communicator")
     if found is None:
-        found = mesh.__dict__["_communicator"] = _KINDS[mesh.kind](mesh)
+        found = mesh.__dict__["_communicator"] = BACKENDS[mesh.kind](mesh)
     return found
 
 

@@ -14,7 +14,7 @@ from ..base.torch_internals import FakeTensor
 from ..errors import LayoutError, MixedTensorError
 from ..mesh.device_mesh import DeviceMesh
 from . import communicator_of
-from .backends import flat_bytes
+from .rows import flat_bytes
 
 T = TypeVar("T")
 

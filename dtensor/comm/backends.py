@@ -8,11 +8,10 @@ fold here in group order: every dtype, and the same bits as in one process.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +20,10 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from ..errors import LayoutError
 from ..mesh.groups import Group
-from .communicator import Pending, Shape
 from .events import issuing
 from .fold import Op, dense
+from .pending import Pending
+from .rows import as_row
 
 T = TypeVar("T")
 
@@ -93,90 +93,23 @@ def native_reduction(group: Group, op: Op, dtype: torch.dtype) -> tuple[dist.Red
     return (_REDUCE_OPS[op], dtype) if dtype in _REDUCED_NATIVELY else None
 
 
-def started(work: dist.Work | None, finish: Callable[[], T]) -> Pending[T]:
-    """What ``finish`` makes once ``work`` (None: done already) has ended."""
-
-    def wait() -> T:
-        if work is not None:
-            work.wait()
-        return finish()
-
-    return Pending(wait)
+def started(works: Sequence[dist.Work], finish: Callable[[], T]) -> Pending[T]:
+    """What ``finish`` makes once all ``works`` have ended."""
+    return Pending(lambda: after(works, finish))
 
 
-def flat_bytes(x: Tensor) -> Tensor:
-    """The data of ``x`` as one row of bytes; a copy only where ``x`` is not row-major."""
-    x = x.detach()
-    return as_row(dense(x) if not x.is_contiguous() or x.is_conj() or x.is_neg() else x).view(torch.uint8)
+def after(works: Sequence[dist.Work], finish: Callable[[], T]) -> T:
+    for work in works:
+        work.wait()
+    return finish()
 
 
-def as_row(x: Tensor) -> Tensor:
-    """Contiguous ``x`` as one row. Of one element any stride is contiguous, and views keep it; as bytes it has none."""
-    return x.as_strided((x.numel(),), (1,))
-
-
-def from_bytes(row: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """The tensor whose bytes are ``row``."""
-    return row.view(dtype).view(tuple(shape))
-
-
-@issuing
-def exchange(group: Group, pieces: Sequence[Tensor], shapes: Sequence[Shape], async_op: bool) -> Pending[list[Tensor]]:
-    """All-to-all: ``pieces[k]`` goes to group position k; from position k comes a tensor of ``shapes[k]``."""
-    dtype, device = pieces[0].dtype, pieces[0].device
-    sent = group.to_torch([flat_bytes(piece) for piece in pieces])
-    lengths = group.to_torch([math.prod(shape) * dtype.itemsize for shape in shapes])
-    if traits_of(group).sends_lists:
-        rows = [torch.empty(length, dtype=torch.uint8, device=device) for length in lengths]
-        work = dist.all_to_all(rows, sent, group=group.handle, async_op=async_op)
-    else:
-        buffer, packed = torch.empty(sum(lengths), dtype=torch.uint8, device=device), torch.cat(sent)
-        splits = [row.numel() for row in sent]
-        work = dist.all_to_all_single(buffer, packed, lengths, splits, group=group.handle, async_op=async_op)
-        rows = list(torch.split(buffer, lengths))
-
-    def finish() -> list[Tensor]:
-        received = group.to_mesh(rows)
-        return [from_bytes(row, shape, dtype) for row, shape in zip(received, shapes, strict=True)]
-
-    return started(work, finish)
-
-
-def exchange_directly(group: Group, pieces: Sequence[Tensor], shapes: Sequence[Shape]) -> Pending[list[Tensor]]:
-    """As :func:`exchange`, message by message and so without packing; the own piece is ``pieces[group.position]`` itself."""
-    dtype, device, mine = pieces[0].dtype, pieces[0].device, group.position
-    order = group.order or tuple(range(group.size))
-    lengths = [math.prod(shape) * dtype.itemsize for shape in shapes]
-    rows = [torch.empty(0 if k == mine else length, dtype=torch.uint8, device=device) for k, length in enumerate(lengths)]
-    turns = [(mine + step) % group.size for step in range(1, group.size)]  # the next one first: not all begin with the same
-    sends = [(order[k], flat_bytes(pieces[k])) for k in turns if pieces[k].numel()]
-    works = post(group, [(order[k], rows[k]) for k in reversed(turns) if lengths[k]], sends)
-
-    def finish() -> list[Tensor]:
-        for work in works:
-            work.wait()
-        return [pieces[k].detach() if k == mine else from_bytes(rows[k], shape, dtype) for k, shape in enumerate(shapes)]
-
-    return Pending(finish)
-
-
-def directly(group: Group, shapes: Sequence[Shape], dtype: torch.dtype) -> bool:
-    """Whether blocks of these shapes, which all members know, are worth sending message by message.
-
-    Packing is one operation here, so only where they are larger than for regions of a block: steps of a fully sharded model on
-    two gloo ranks take 0.7-0.8 of the peer's time with blocks of 131 KB packed, 1.1-1.5 with them sent one by one.
-    """
-    traits = traits_of(group)
-    largest = max(math.prod(shape) for shape in shapes) * dtype.itemsize
-    return not traits.sends_lists and largest // 4 >= traits.direct_bytes
-
-
-# --- bound transfers (transfer.py): rows and messages of one dtype -----------------------------------------------------
+# --- rows and messages of one dtype -------------------------------------------------------------------------------------
 _CARRIED = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8, torch.int8})
 _TAG = 3570  # messages between two ranks arrive in the order sent, so one tag serves all
 
 
-def row_major(x: Tensor, shape: Shape) -> Tensor:
+def row_major(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """``x`` without history, its memory being its elements in order; a copy only where it is not."""
     if x.shape != shape:
         raise LayoutError(f"a local tensor of shape {tuple(x.shape)} where its layout says {tuple(shape)}")
@@ -184,23 +117,15 @@ def row_major(x: Tensor, shape: Shape) -> Tensor:
     return dense(x) if not x.is_contiguous() or x.is_conj() or x.is_neg() else x
 
 
-def _with(options: T, async_op: bool, **values: Any) -> T:
-    for name, value in {"asyncOp": async_op, **values}.items():
+def _with(options: T, **values: Any) -> T:
+    for name, value in {"asyncOp": True, **values}.items():
         setattr(options, name, value)
     return options
 
 
 # The group's own methods are called: torch.distributed's check what is known here, and take longer than a small collective.
-_ALL_GATHER = [_with(AllgatherOptions(), async_op) for async_op in (False, True)]
-_ALL_TO_ALL = [_with(dist.AllToAllOptions(), async_op) for async_op in (False, True)]
-
-
-def _ended_or(work: Any, async_op: bool) -> dist.Work | None:
-    """``work`` under way; nothing once it has ended."""
-    if async_op or work is None:
-        return cast("dist.Work | None", work)
-    work.wait()
-    return None
+_ALL_GATHER_NAME = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"  # of torch 2.11
+_ALL_GATHER, _ALL_TO_ALL = _with(AllgatherOptions()), _with(dist.AllToAllOptions())
 
 
 def message(row: Tensor) -> Tensor:
@@ -209,39 +134,32 @@ def message(row: Tensor) -> Tensor:
 
 
 @issuing
-def all_to_all_rows(
-    group: Group, into: Tensor, row: Tensor, arriving: list[int], leaving: list[int], async_op: bool
-) -> dist.Work | None:
+def all_to_all_rows(group: Group, into: Tensor, row: Tensor, arriving: list[int], leaving: list[int]) -> dist.Work:
     """One all-to-all of the parts of ``row``, ``leaving`` elements each; what comes stands in ``into``."""
     if row.dtype not in _CARRIED:
         unit = row.dtype.itemsize
         arriving, leaving = ([length * unit for length in side] for side in (arriving, leaving))
     # Always with lengths: one rank's may be equal where another's are not, and without them gloo runs another algorithm.
-    return _ended_or(group.handle.alltoall_base(message(into), message(row), arriving, leaving, _ALL_TO_ALL[async_op]), async_op)
+    return group.handle.alltoall_base(message(into), message(row), arriving, leaving, _ALL_TO_ALL)
 
 
 @issuing
-def all_gather_rows(group: Group, into: Tensor, row: Tensor, async_op: bool) -> dist.Work | None:
+def all_gather_rows(group: Group, into: Tensor, row: Tensor) -> dist.Work:
     """Every rank's ``row``, of one length, one after the other."""
-    return _ended_or(group.handle._allgather_base(message(into), message(row), _ALL_GATHER[async_op]), async_op)
+    return getattr(group.handle, _ALL_GATHER_NAME)(message(into), message(row), _ALL_GATHER)
 
 
-def all_reduction(group: Group, op: dist.ReduceOp.RedOpType) -> Callable[[Tensor, bool], dist.Work | None]:
+def all_reduction(group: Group, op: dist.ReduceOp.RedOpType) -> Callable[[Tensor], dist.Work]:
     """The backend's own all-reduce, in place."""
-    issue, options = group.handle.allreduce, [_with(dist.AllreduceOptions(), async_op, reduceOp=op) for async_op in (False, True)]
-
-    @issuing
-    def all_reduce(x: Tensor, async_op: bool) -> dist.Work | None:
-        return _ended_or(issue([x], options[async_op]), async_op)
-
-    return all_reduce
+    issue, options = group.handle.allreduce, _with(dist.AllreduceOptions(), reduceOp=op)
+    return issuing(lambda x: issue([x], options))
 
 
 Message = tuple[int, Tensor]  # torch's rank in the group, and a row
 
 
 @issuing
-def post(group: Group, receives: Sequence[Message], sends: Sequence[Message]) -> list[dist.Work]:
+def post(group: Group, receives: Sequence[Message], sends: Sequence[Message], device: torch.device) -> list[dist.Work]:
     """Starts these messages, at most one from and to each rank; waiting for all of the works ends them."""
     if not traits_of(group).sends_lists:
         works = [group.handle.recv([message(row)], rank, _TAG) for rank, row in receives]
@@ -250,7 +168,6 @@ def post(group: Group, receives: Sequence[Message], sends: Sequence[Message]) ->
         ops = [dist.P2POp(dist.irecv, row, group=group.handle, group_peer=rank) for rank, row in receives]
         ops += [dist.P2POp(dist.isend, row, group=group.handle, group_peer=rank) for rank, row in sends]
         return dist.batch_isend_irecv(ops) if ops else []
-    device = (*receives, *sends)[0][1].device if receives or sends else torch.device("cuda")
     into, rows = ([torch.empty(0, dtype=torch.uint8, device=device) for _ in group.members] for _ in range(2))
     for side, given in ((into, receives), (rows, sends)):
         for rank, row in given:

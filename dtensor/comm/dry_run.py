@@ -2,58 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from .communicator import Communicator, Local, Pending, Shape
+import torch
+
+from ..mesh.device_mesh import DeviceMesh
+from .binding import Dims, Reduction, Run
+from .communicator import Communicator
 from .fold import Op
-from .regions import Box, Route
+from .pending import Pending
+from .regions import Scatter, Transfer
 
 
 class DryRun(Communicator):
     """Every collective returns meta tensors of the right shapes at once."""
 
+    held, talks = (0,), False
+
     def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fn(0, *args, **kwargs)
 
-    def _bind_transfer(
-        self, mesh_dims: tuple[int, ...], route_of: Callable[[int], Route], dtype: Any, kind: str, traffic_of: Any = None
-    ) -> Callable[[Local, bool], Pending[Local]]:
-        shape = route_of(0).new
-        return lambda x, async_op: Pending.of(x.new_empty(shape))
+    def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
+        return _empty(transfer.route_of(0).new)
 
-    def _bind_reduce_scatter(
-        self,
-        mesh_dims: tuple[int, ...],
-        chunks_of: Callable[[int], tuple[Box, ...]],
-        op: Op,
-        old: Callable[[int], Shape],
-        dtype: Any,
-    ) -> Callable[[Local, bool], Pending[Local]]:
-        shape = chunks_of(0)[self.mesh.members_of(mesh_dims, 0).index(0)].size
-        return lambda x, async_op: Pending.of(x.new_empty(shape))
+    def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
+        return _empty(transfer.route_of(ranks.index(target.ranks[0])).new)
 
-    def _all_reduce(self, x: Local, mesh_dims: tuple[int, ...], op: Op, async_op: bool) -> Pending[Local]:
-        return Pending.of(x.new_empty(x.shape))
+    def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
+        return Reduction(lambda x: Pending.of(x.new_empty(x.shape)))
 
-    def _all_gather(
-        self, x: Local, mesh_dims: tuple[int, ...], shape_of: Callable[[int], Shape], async_op: bool
-    ) -> Pending[list[Local]]:
-        return Pending.of([x.new_empty(tuple(shape_of(member))) for member in self.mesh.members_of(mesh_dims, 0)])
+    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
+        return _empty(scatter.chunks_of(0)[self.mesh.members_of(dims, 0).index(0)].size)
 
-    def _reduce_scatter(self, chunks: Sequence[Local], mesh_dims: tuple[int, ...], op: Op, async_op: bool) -> Pending[Local]:
-        return Pending.of(chunks[0].new_empty(chunks[0].shape))
+    def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
+        return [value] * self.group_size(dims)
 
-    def _all_to_all(
-        self, chunks: Sequence[Local], mesh_dims: tuple[int, ...], shape_of: Callable[[int, int], Shape], async_op: bool
-    ) -> Pending[list[Local]]:
-        return Pending.of([chunks[0].new_empty(tuple(shape_of(source, 0))) for source in self.mesh.members_of(mesh_dims, 0)])
 
-    def _broadcast(self, x: Local, mesh_dims: tuple[int, ...], source: int, async_op: bool) -> Pending[Local]:
-        return Pending.of(x.new_empty(x.shape))
-
-    def _all_gather_object(self, value: Any, mesh_dims: tuple[int, ...]) -> list[Any]:
-        return [value] * self.group_size(mesh_dims)
-
-    def _groups(self, mesh_dims: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
-        return [self.mesh.members_of(mesh_dims, 0)]
+def _empty(shape: tuple[int, ...]) -> Run:
+    return lambda x: Pending.of(x.new_empty(shape))

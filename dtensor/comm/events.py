@@ -5,7 +5,6 @@ With nobody listening anywhere a collective pays one truth test.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -88,24 +87,6 @@ def reported() -> bool:
 def reduced(nbytes: int, group_size: int) -> int:
     """All-reduce: all but one n-th of the tensor in each of its two halves, reduce-scatter and all-gather."""
     return -(-2 * (group_size - 1) * nbytes // group_size)
-
-
-def gathered(groups: Sequence[Sequence[int]], shape_of: Callable[[int], Sequence[int]], itemsize: int) -> int:
-    """All-gather: everybody else's piece."""
-    most = 0
-    for group in groups:
-        sizes = [math.prod(shape_of(member)) for member in group]
-        most = max(most, sum(sizes) - min(sizes))
-    return most * itemsize
-
-
-def exchanged(groups: Sequence[Sequence[int]], shape_of: Callable[[int, int], Sequence[int]], itemsize: int) -> int:
-    """All-to-all: what the others have for this rank."""
-    most = 0
-    for group in groups:
-        for to in group:
-            most = max(most, sum(math.prod(shape_of(source, to)) for source in group if source != to))
-    return most * itemsize
 
 
 def routed(groups: Sequence[Sequence[int]], route_of: Callable[[int], Route]) -> int:

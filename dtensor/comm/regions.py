@@ -7,7 +7,7 @@ even splits are, and none where the row *is* the block's memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..base.memory_order import contiguous_stride
+from ..placement import Monoid
 
 
 class Box(NamedTuple):
@@ -38,6 +39,68 @@ class Route:
     sends: tuple[Box | None, ...]  # regions of the old block
     receives: tuple[Box | None, ...]  # regions of the new block
     kept: tuple[Box, Box] | None  # the same elements in the old and in the new block
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What the members of one group have for each other; all of them know it alike.
+
+    Attributes:
+        largest: elements of the largest message.
+        partners: most ranks that one rank sends to.
+        alike: all blocks before the transfer have one shape.
+        joined: that shape and a tensor dim, where along it the blocks, by group position, make up the new one of every member.
+    """
+
+    largest: int
+    partners: int
+    alike: bool
+    joined: tuple[tuple[int, ...], int] | None = None
+
+    @staticmethod
+    def of(routes: Sequence[Route]) -> Traffic:
+        return Traffic(
+            max((box.numel for route in routes for box in route.sends if box is not None), default=0),
+            max(sum(box is not None for box in route.sends) for route in routes),
+            len({route.old for route in routes}) == 1,
+        )
+
+    @staticmethod
+    def of_gather(route: Route) -> Traffic:
+        """What one member's part tells: it gets the blocks of all."""
+        others = [box for box in route.receives if box is not None]
+        sizes = [math.prod(route.old), *(box.numel for box in others)]
+        alike = len(others) == len(route.receives) - 1 and all(box.size == route.old for box in others)
+        return Traffic(max(sizes), len(route.receives) - 1 if any(sizes) else 0, alike)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """Every member's new block, made of regions that others send and that it keeps.
+
+    Attributes:
+        route_of: each member's part.
+        kind: what it amounts to: ``"all_gather"`` (every member gets the blocks of all), ``"broadcast"`` or ``"all_to_all"``.
+        traffic_of: a member's group's :class:`Traffic`, where that is found sooner than by all routes; None where only they tell.
+    """
+
+    route_of: Callable[[int], Route]
+    dtype: torch.dtype
+    kind: str = "all_to_all"
+    traffic_of: Callable[[int], Traffic | None] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scatter:
+    """Region ``chunks_of(member)[k]`` of the blocks of a group, reduced by ``op``, for position k.
+
+    ``old(member)`` is the shape of its block; regions of one position are of one shape on all ranks.
+    """
+
+    chunks_of: Callable[[int], tuple[Box, ...]]
+    op: str | Monoid
+    old: Callable[[int], tuple[int, ...]]
+    dtype: torch.dtype
 
 
 def region(x: Tensor, box: Box) -> Tensor:

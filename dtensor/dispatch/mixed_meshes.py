@@ -246,7 +246,7 @@ def _told(local: Any, mesh: DeviceMesh, home: DeviceMesh, name: str) -> Any:
     if MODES.explicit:
         raise ImplicitCommunicationError(f"{name} would compare the copies of a number on {mesh!r} under explicit()")
     comm, shape = communicator_of(home), tuple(local.shape)
-    copies = comm.all_gather(local, mesh_dims, lambda member: shape)
+    copies = comm.all_gather(local, mesh_dims, lambda member: shape).wait()
     comm.map(lambda _, *rows: _alike(rows, name, mesh), *copies)
     return copies[0]
 

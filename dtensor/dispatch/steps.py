@@ -110,7 +110,7 @@ def _moving_together(places: list[tuple[Place, int | None, Any]]) -> Before:
     def step(local_args: list[Any], local_kwargs: Keywords) -> None:
         held = [at(place, local_args, local_kwargs) for place, _, _ in places]
         values = [value if index is None else value[index] for value, (_, index, _) in zip(held, places, strict=True)]
-        for value, (place, index, _), moved in zip(held, places, run_moves(moves, values), strict=True):
+        for value, (place, index, _), moved in zip(held, places, run_moves(moves, values).wait(), strict=True):
             if index is None:
                 put(place, local_args, local_kwargs, moved)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..base.validation import whole, wholes
 from ..errors import ArgumentError, MeshError
 
-Kind = Literal["process_group", "in_process", "dry_run"]
+Kind = str  # "process_group", "in_process", "dry_run": the row of ``comm.BACKENDS``
 
 
 @dataclass(slots=True, eq=False)

@@ -129,7 +129,7 @@ def synchronize(mesh: DeviceMesh) -> None:
     generator = default_generator(mesh)
     state = generator.get_state()
     comm = communicator_of(mesh)
-    received = comm.broadcast(state.to(mesh.device_type), tuple(range(mesh.ndim)), 0)
+    received = comm.broadcast(state.to(mesh.device_type), tuple(range(mesh.ndim)), 0).wait()
     generator.set_state(received.cpu())
 
 

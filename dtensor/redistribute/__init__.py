@@ -2,7 +2,7 @@
 
 from .across_meshes import Transit, move_between, plan_between
 from .batch import execute_many
-from .executor import execute, redistribute_local
+from .executor import execute, redistribute_local, start
 from .planner import estimate, plan
 from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, Step
 
@@ -23,4 +23,5 @@ __all__ = [
     "plan",
     "plan_between",
     "redistribute_local",
+    "start",
 ]

@@ -7,6 +7,7 @@ one that has least to send so far.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from ..base.caches import remembered
-from ..comm import Pending
-from ..comm.across_meshes import bind_between
-from ..comm.regions import Box, Route
+from ..comm import Pending, communicator_of
+from ..comm.binding import Run
+from ..comm.regions import Box, Route, Transfer
 from ..cost.link import link_of, local_seconds
 from ..errors import MeshError
 from ..layout.layout import Layout
@@ -69,9 +70,10 @@ class Crossing:
         )
 
     @cached_property
-    def bound(self) -> Any:
+    def bound(self) -> Run:
         """The transfer, for this process."""
-        return bind_between(self.before.mesh, self.after.mesh, self.ranks, self.route_of, self.before.dtype)
+        transfer = Transfer(self.route_of, self.before.dtype)
+        return communicator_of(self.before.mesh).bind_transfer_to(self.after.mesh, self.ranks, transfer)
 
     def __str__(self) -> str:
         return (
@@ -191,17 +193,13 @@ def _without_terms(layout: Layout) -> Layout:
     return layout.replace(placements=[target if isinstance(p, Partial) else p for p in layout.placements])
 
 
-def move_between(local: Local, src: Layout, dst: Layout, async_op: bool = False) -> Local:
-    """``local``, a local value under ``src``, as one under ``dst`` on another mesh; with ``async_op`` a ``Pending``.
+def move_between(local: Local, src: Layout, dst: Layout) -> Pending[Local]:
+    """``local``, a local value under ``src``, as one under ``dst`` on another mesh.
 
     A rank outside the mesh of ``src`` gives an empty tensor (a number: any), one outside that of ``dst`` gets one (zero).
     """
     transit = plan_between(src, dst)
-    leaving = execute(transit.leaving, local)
-    if async_op:
-        pending = transit.crossing.bound(leaving, True)
-        return Pending(lambda: _arrived(transit, pending.wait()))
-    return _arrived(transit, transit.crossing.bound(leaving))
+    return transit.crossing.bound(execute(transit.leaving, local)).then(functools.partial(_arrived, transit))
 
 
 def _arrived(transit: Transit, local: Local) -> Local:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..comm import Communicator, Pending, communicator_of
-from ..comm.backends import flat_bytes
 from ..comm.fold import divided
 from ..comm.regions import region
+from ..comm.rows import flat_bytes
 from ..placement import Monoid
 from .executor import Local, bound_of, inside, route
 from .step import AllGather, AllReduce, Plan, ReduceScatter, Step
@@ -25,12 +25,10 @@ from .step import AllGather, AllReduce, Plan, ReduceScatter, Step
 Merged = Pending[list[Local]]
 
 
-def execute_many(plans: Sequence[Plan], locals_: Sequence[Local], async_op: bool = False) -> Any:
-    """The local values after ``plans``, a list; with ``async_op`` a ``Pending`` of it. As :func:`execute` for each."""
+def execute_many(plans: Sequence[Plan], locals_: Sequence[Local]) -> Pending[list[Local]]:
+    """The local values after ``plans``. As :func:`.executor.start` for each."""
     run = _Run(list(plans), list(locals_))
     pending = run.issue()
-    if not async_op:
-        return run.finish(pending)
     return Pending(lambda: run.finish(pending))
 
 
@@ -57,8 +55,7 @@ class _Run:
         if len(group) == 1:
             start = self.bound[group[0]][self.at[group[0]]].start
             assert start is not None
-            single = start(self.values[group[0]])
-            return Pending(lambda: [single.wait()])
+            return start(self.values[group[0]]).then(lambda value: [value])
         steps = [self.plans[i].steps[self.at[i]] for i in group]
         return _merged(communicator_of(steps[0].before.mesh), steps, [self.values[i] for i in group])
 
@@ -99,14 +96,14 @@ def _merged(comm: Communicator, steps: list[Any], values: list[Local]) -> Merged
 # --- reductions: the elements of all tensors in one row -------------------------------------------------------------------
 def _all_reduce(comm: Communicator, steps: list[AllReduce], values: list[Local]) -> Merged:
     row = comm.map(lambda _, *parts: torch.cat([part.reshape(-1) for part in parts]), *values)
-    pending = comm.all_reduce(row, steps[0].mesh_dims, steps[0].op, async_op=True)
+    pending = comm.all_reduce(row, steps[0].mesh_dims, steps[0].op)
 
     def apart(member: int, reduced: Tensor, *parts: Tensor) -> list[Tensor]:
         reduced = divided(reduced, steps[0].divisor) if steps[0].divisor > 1 else reduced
         rows = reduced.split([part.numel() for part in parts])
         return [row.view(part.shape) for row, part in zip(rows, parts, strict=True)]
 
-    return Pending(lambda: comm.map(apart, pending.wait(), *values))
+    return pending.then(lambda reduced: comm.map(apart, reduced, *values))
 
 
 def _reduce_scatter(comm: Communicator, steps: list[ReduceScatter], values: list[Local]) -> Merged:
@@ -123,14 +120,14 @@ def _reduce_scatter(comm: Communicator, steps: list[ReduceScatter], values: list
             for other in mesh.members_of(mesh_dims, member)
         ]
 
-    pending = comm.reduce_scatter(comm.map(chunks, *values), mesh_dims, steps[0].op, async_op=True)
+    pending = comm.reduce_scatter(comm.map(chunks, *values), mesh_dims, steps[0].op)
 
     def apart(member: int, reduced: Tensor) -> list[Tensor]:
         reduced = divided(reduced, steps[0].divisor) if steps[0].divisor > 1 else reduced
         boxes = [inside(step.before, member, step.after, member) for step in steps]
         return [row.view(box.size) for row, box in zip(reduced.split([box.numel for box in boxes]), boxes, strict=True)]
 
-    return Pending(lambda: comm.map(apart, pending.wait()))
+    return pending.then(lambda reduced: comm.map(apart, reduced))
 
 
 # --- transfers: the bytes of all tensors in one row per rank, so dtypes may differ ----------------------------------------
@@ -140,8 +137,8 @@ def _all_gather(comm: Communicator, steps: list[AllGather], values: list[Local])
     def shape_of(member: int) -> tuple[int, ...]:
         return (sum(math.prod(route(step, member).old) * step.before.dtype.itemsize for step in steps),)
 
-    pending = comm.all_gather(row, steps[0].mesh_dims, shape_of, async_op=True)
-    return Pending(lambda: comm.map(_place, pending.wait(), steps, *values))
+    pending = comm.all_gather(row, steps[0].mesh_dims, shape_of)
+    return pending.then(lambda arrived: comm.map(_place, arrived, steps, *values))
 
 
 def _exchange(comm: Communicator, steps: list[Any], values: list[Local]) -> Merged:
@@ -168,8 +165,8 @@ def _exchange(comm: Communicator, steps: list[Any], values: list[Local]) -> Merg
             return (lengths(target, "receives")[mesh.members_of(mesh_dims, target).index(source)],)
         return (lengths(source, "sends")[mesh.members_of(mesh_dims, source).index(target)],)
 
-    pending = comm.all_to_all(comm.map(rows, *values), mesh_dims, shape_of, async_op=True)
-    return Pending(lambda: comm.map(_place, pending.wait(), steps, *values))
+    pending = comm.all_to_all(comm.map(rows, *values), mesh_dims, shape_of)
+    return pending.then(lambda arrived: comm.map(_place, arrived, steps, *values))
 
 
 def _place(member: int, arrived: list[Tensor], steps: list[Any], *parts: Tensor) -> list[Tensor]:

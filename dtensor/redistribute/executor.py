@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,9 @@ import torch
 from ..base.caches import remembered
 from ..base.memory_order import outermost_first
 from ..comm import Communicator, Pending, communicator_of
+from ..comm.binding import Run
 from ..comm.fold import divided, identity
-from ..comm.regions import Box, Route, region
+from ..comm.regions import Box, Route, Scatter, Transfer, region
 from ..layout.layout import Layout
 from ..placement import Monoid
 from .partials import KEEPING
@@ -39,18 +40,27 @@ def redistribute_local(local: Local, src: Layout, dst: Layout) -> Local:
     return execute(plan_of(src, dst), local)
 
 
-def execute(plan: Plan, local: Local, async_op: bool = False) -> Local:
-    """The local value after ``plan``; the source is never modified.
+def execute(plan: Plan, local: Local) -> Local:
+    """The local value after ``plan``; the source is never modified. A rank outside the mesh gets ``local`` back."""
+    return _run(bound_of(plan), local)
 
-    With ``async_op`` a ``Pending``: the plan has run up to its first collective, which is issued; the steps after it run in
-    the first ``wait()``, so all ranks must wait in the same order. A rank outside the mesh gets ``local`` back.
-    """
-    bound = bound_of(plan)
-    if async_op:
-        return _issue(bound, local)
-    for step in bound:
+
+def _run(steps: Sequence[Bound], local: Local) -> Local:
+    for step in steps:
         local = step.run(local)
     return local
+
+
+def start(plan: Plan, local: Local) -> Pending[Local]:
+    """As :func:`execute`: the plan has run up to its first collective, which is issued; the steps after it run in the first
+    ``wait()``, so all ranks must wait in the same order.
+    """
+    bound = bound_of(plan)
+    for k, step in enumerate(bound):
+        if step.start is not None:
+            return step.start(local).then(functools.partial(_run, bound[k + 1 :]))
+        local = step.run(local)
+    return Pending.of(local)
 
 
 class Bound(NamedTuple):
@@ -78,24 +88,6 @@ def _bind_all(plan: Plan) -> tuple[Bound, ...]:
     return (*bound, Bound(lambda x: comm.map(_in_order, x, plan.dst)))
 
 
-def _issue(bound: tuple[Bound, ...], local: Local) -> Pending[Local]:
-    for k, step in enumerate(bound):
-        if step.start is not None:
-            return _continued(step.start(local), bound[k + 1 :])
-        local = step.run(local)
-    return Pending.of(local)
-
-
-def _continued(pending: Pending[Local], rest: tuple[Bound, ...]) -> Pending[Local]:
-    def finish() -> Local:
-        value = pending.wait()
-        for step in rest:
-            value = step.run(value)
-        return value
-
-    return Pending(finish)
-
-
 def _bind(comm: Communicator, step: Step) -> Bound:
     before, after, mesh_dims = step.before, step.after, step.mesh_dims
     match step:
@@ -103,36 +95,34 @@ def _bind(comm: Communicator, step: Step) -> Bound:
             return Bound(lambda x: comm.map(lambda member, part: region(part, inside(before, member, after, member)), x))
         case Spread():
             return Bound(lambda x: comm.map(_spread, x, step))
-        case AllReduce(op=Monoid() as op):
-            unfinished = dataclasses.replace(op, finalize=None)
-            return _collective(comm, lambda x, async_op: comm.all_reduce(x, mesh_dims, unfinished, async_op=async_op), step)
         case AllReduce(op=op):
-            return _collective(comm, lambda x, async_op: comm.all_reduce(x, mesh_dims, op, async_op=async_op), step)
+            unfinished = dataclasses.replace(op, finalize=None) if isinstance(op, Monoid) else op
+            return _collective(comm, lambda x: comm.all_reduce(x, mesh_dims, unfinished), step)
         case ReduceScatter(op=op):
 
             def chunks_of(member: int) -> tuple[Box, ...]:
                 group = before.mesh.members_of(mesh_dims, member)
                 return tuple(inside(before, member, after, other) for other in group)
 
-            shape_of = functools.partial(_local_shape, before)
-            return _collective(comm, comm.bind_reduce_scatter(mesh_dims, chunks_of, op, shape_of, before.dtype), step)
+            scatter = Scatter(chunks_of, op, functools.partial(_local_shape, before), before.dtype)
+            return _collective(comm, comm.bind_reduce_scatter(mesh_dims, scatter), step)
         case AllGather() | Exchange():
             return _collective(comm, _transfer(comm, step), step)
         case _:
             raise TypeError(f"{step} is no step of a plan")
 
 
-def _transfer(comm: Communicator, step: AllGather | Exchange) -> Callable[..., Any]:
+def _transfer(comm: Communicator, step: AllGather | Exchange) -> Run:
     """Bound at its first use: where several plans advance together, their transfers are merged."""
-    bound: list[Callable[..., Any]] = []
+    bound: list[Run] = []
 
-    def issue(x: Local, async_op: bool) -> Any:
+    def issue(x: Local) -> Pending[Local]:
         if not bound:
-            over = step.before, step.after, step.mesh_dims
             kind, find = ("all_gather", gather_traffic) if isinstance(step, AllGather) else ("all_to_all", traffic)
-            route_of, traffic_of = functools.partial(route, step), functools.partial(find, *over)
-            bound.append(comm.bind_transfer(step.mesh_dims, route_of, step.before.dtype, kind, traffic_of))
-        return bound[0](x, async_op)
+            traffic_of = functools.partial(find, step.before, step.after, step.mesh_dims)
+            transfer = Transfer(functools.partial(route, step), step.before.dtype, kind, traffic_of)
+            bound.append(comm.bind_transfer(step.mesh_dims, transfer))
+        return bound[0](x)
 
     return issue
 
@@ -143,17 +133,12 @@ def route(step: AllGather | Exchange, member: int) -> Route:
     return find(step.before, step.after, step.mesh_dims, member)
 
 
-def _collective(comm: Communicator, issue: Callable[..., Any], step: Step) -> Bound:
-    """``issue(x, async_op)``, and what is done with its result."""
+def _collective(comm: Communicator, issue: Run, step: Step) -> Bound:
+    """``issue``, and what is done with its result."""
     finish = _finish(comm, step)
     if finish is None:
-        return Bound(lambda x: issue(x, False), lambda x: issue(x, True))
-
-    def start(x: Local) -> Pending[Local]:
-        pending = issue(x, True)
-        return Pending(lambda: finish(pending.wait()))
-
-    return Bound(lambda x: finish(issue(x, False)), start)
+        return Bound(lambda x: issue(x).wait(), issue)
+    return Bound(lambda x: finish(issue(x).wait()), lambda x: issue(x).then(finish))
 
 
 def _finish(comm: Communicator, step: Step) -> Callable[[Local], Local] | None:

@@ -11,8 +11,7 @@ import math
 import numpy as np
 
 from ..base.caches import remembered
-from ..comm.regions import Box, Route
-from ..comm.transfer import Traffic
+from ..comm.regions import Box, Route, Traffic
 from ..layout.layout import Layout
 from ..mesh.positions import Table, groups, leaves
 from .intervals import Mask, blocks

@@ -64,9 +64,9 @@ class KernelContext:
     def all_reduce(self, x: Any, op: str | Monoid, factors: Iterable[str] | None = None) -> Any:
         """The reduction of ``x`` over the group, on every rank; of a joint kernel over the ranks that split ``factors``."""
         if factors is None:
-            return self.comm.all_reduce(x, self.mesh_dims, op)
+            return self.comm.all_reduce(x, self.mesh_dims, op).wait()
         mesh_dims = tuple(mesh_dim for name in factors for mesh_dim in self.splits[name].mesh_dims)
-        return self.comm.all_reduce(x, mesh_dims, op) if mesh_dims else x
+        return self.comm.all_reduce(x, mesh_dims, op).wait() if mesh_dims else x
 
     def sums(self, *terms: Any) -> tuple[Any, ...]:
         """The sums over the group of ``terms``, all of one shape and dtype, in one collective."""
@@ -82,7 +82,7 @@ class KernelContext:
             self.comm.map(lambda member, own: shapes.update({member: tuple(own.shape)}), x)
             alike = next(iter(shapes.values()))  # where only one rank's is here, the others asked about are of its group
             shape_of = lambda member: shapes.get(member, alike)  # noqa: E731
-        return list(self.comm.all_gather(x, self.mesh_dims, shape_of))
+        return list(self.comm.all_gather(x, self.mesh_dims, shape_of).wait())
 
     def counts(self, total: int) -> list[int]:
         """How many of ``total`` elements, the product of all its factors' sizes and others', each group position has."""

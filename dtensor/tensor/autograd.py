@@ -31,7 +31,7 @@ from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate
 from ..ranks.per_rank import as_one
-from ..redistribute import execute, move_between, plan
+from ..redistribute import execute, move_between, plan, start
 
 
 def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
@@ -141,14 +141,12 @@ class FullTensor(Transformed):
 
 def move_apart(x: Any, target: Layout, async_op: bool = False) -> Any:
     """``x`` (a DTensor) under another layout, with memory of its own; no gradient recorded."""
-    if x._layout.mesh != target.mesh:
-        arrived = move_between(x._local, x._layout, target, async_op=async_op)
-        return wrap_pending(unwritten(arrived, [x]), target, x._local) if async_op else wrap_local(arrived, target)
-    moves = plan(x._layout, target)
-    arrived = execute(moves, x._local, async_op=async_op and moves.communicates)
-    if isinstance(arrived, Pending):
-        return wrap_pending(unwritten(arrived, [x]), target, x._local)
-    return wrap_local(arrived if moves.communicates else apart(arrived, x._local), target)
+    moves = None if x._layout.mesh != target.mesh else plan(x._layout, target)
+    if moves is not None and not (async_op and moves.communicates):
+        local = execute(moves, x._local)
+        return wrap_local(local if moves.communicates else apart(local, x._local), target)
+    arriving = move_between(x._local, x._layout, target) if moves is None else start(moves, x._local)
+    return wrap_pending(unwritten(arriving, [x]), target, x._local) if async_op else wrap_local(arriving.wait(), target)
 
 
 class Redistribute(Transformed):

@@ -109,7 +109,7 @@ def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
         return comm.map(lambda member, full: block_of(full, layout, member), tensor)
     everywhere = tuple(range(mesh.ndim))
     if all(split is None for split in layout.splits):
-        received = comm.broadcast(tensor, everywhere, position)
+        received = comm.broadcast(tensor, everywhere, position).wait()
     else:
         received = _send_blocks(tensor, layout, everywhere, position)
     return comm.map(lambda member, block: _ordered(block, layout, member), received)
@@ -142,7 +142,7 @@ def _send_blocks(tensor: torch.Tensor, layout: Layout, everywhere: tuple[int, ..
         is_source = mesh.members_of(everywhere, source)[position] == source
         return layout.local_shape(mesh.coordinates[destination]) if is_source else empty
 
-    received = comm.all_to_all(comm.map(blocks, tensor), everywhere, shape_of)
+    received = comm.all_to_all(comm.map(blocks, tensor), everywhere, shape_of).wait()
     return received[position]
 
 

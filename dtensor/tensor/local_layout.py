@@ -15,7 +15,7 @@ from ..base.recording import exchange
 from ..base.validation import sizes_of
 from ..comm import PerRank, communicator_of
 from ..comm.agreement import compared, told_by_all, words_compared
-from ..comm.backends import flat_bytes
+from ..comm.rows import flat_bytes
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout, Split
 from ..mesh.device_mesh import DeviceMesh

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ..comm import Pending
 from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
@@ -73,7 +73,7 @@ class RedistributeMany(torch.autograd.Function):
         ctx.sources, ctx.targets = [x._layout for x in xs], targets
         ctx.set_materialize_grads(False)
         plans = [plan(x._layout, target) for x, target in zip(xs, targets, strict=True)]
-        moved = execute_many(plans, [x._local for x in xs], async_op=async_op)
+        moved = execute_many(plans, [x._local for x in xs])
 
         def finished(values: list[Any]) -> list[Any]:
             # memory of its own, as for one tensor: see Redistribute
@@ -82,9 +82,9 @@ class RedistributeMany(torch.autograd.Function):
             ]
 
         if not async_op:
-            return tuple(map(wrap_local, finished(moved), targets))
-        shared = unwritten(Pending(lambda: finished(moved.wait())), xs)
-        each = [Pending(lambda i=i: shared.wait()[i]) for i in range(len(xs))]  # type: ignore[misc]  # bound early
+            return tuple(map(wrap_local, finished(moved.wait()), targets))
+        shared = unwritten(moved.then(finished), xs)
+        each = [shared.then(operator.itemgetter(i)) for i in range(len(xs))]
         return tuple(wrap_pending(pending, target, x._local) for pending, target, x in zip(each, targets, xs, strict=True))
 
     @staticmethod

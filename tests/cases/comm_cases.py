@@ -104,7 +104,7 @@ def all_reduce_is_the_fold(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> 
         if not has_value(op, dtype):
             continue
         x = comm.map(lambda member, dtype=dtype: value(member, (3, 2), dtype))
-        got = comm.all_reduce(x, dims, op)
+        got = comm.all_reduce(x, dims, op).wait()
 
         def check(member: int, got: Tensor, dtype: torch.dtype = dtype, op: str = op) -> None:
             same(got, reduced([value(m, (3, 2), dtype) for m in mesh.members_of(dims, member)], op))
@@ -125,7 +125,7 @@ def all_reduce_of_any_shape(mesh: DeviceMesh, comm: Communicator, dims: Dims) ->
         (big, torch.bool, "sum"),
     ]:
         x = comm.map(lambda member, shape=shape, dtype=dtype: value(member, shape, dtype))
-        got = comm.all_reduce(x, dims, op)
+        got = comm.all_reduce(x, dims, op).wait()
 
         def check(member: int, got: Tensor, shape: Any = shape, dtype: torch.dtype = dtype, op: str = op) -> None:
             same(got, reduced([value(m, shape, dtype) for m in mesh.members_of(dims, member)], op))
@@ -147,7 +147,7 @@ def monoids_fold_in_group_order(mesh: DeviceMesh, comm: Communicator, dims: Dims
     def check(member: int, got: Tensor) -> None:
         same(got, functools.reduce(_last_nonzero, [term(m) for m in mesh.members_of(dims, member)]) * 2)
 
-    comm.map(check, comm.all_reduce(comm.map(term), dims, op))
+    comm.map(check, comm.all_reduce(comm.map(term), dims, op).wait())
 
 
 def _ragged(member: int) -> tuple[int, int]:
@@ -157,7 +157,7 @@ def _ragged(member: int) -> tuple[int, int]:
 @case
 def all_gather_of_ragged_pieces(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     for dtype in DTYPES:
-        got = comm.all_gather(comm.map(lambda member, dtype=dtype: value(member, _ragged(member), dtype)), dims, _ragged)
+        got = comm.all_gather(comm.map(lambda member, dtype=dtype: value(member, _ragged(member), dtype)), dims, _ragged).wait()
 
         def check(member: int, got: list[Tensor], dtype: torch.dtype = dtype) -> None:
             for piece, m in zip(got, mesh.members_of(dims, member), strict=True):
@@ -169,7 +169,9 @@ def all_gather_of_ragged_pieces(mesh: DeviceMesh, comm: Communicator, dims: Dims
 @case
 def all_gather_of_equal_pieces(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     for shape in ((2, 3), (), (0, 3), (5,)):
-        got = comm.all_gather(comm.map(lambda member, shape=shape: value(member, shape)), dims, lambda _, shape=shape: shape)
+        got = comm.all_gather(
+            comm.map(lambda member, shape=shape: value(member, shape)), dims, lambda _, shape=shape: shape
+        ).wait()
 
         def check(member: int, got: list[Tensor], shape: tuple[int, ...] = shape) -> None:
             for piece, m in zip(got, mesh.members_of(dims, member), strict=True):
@@ -195,7 +197,7 @@ def reduce_scatter_of_uneven_chunks(mesh: DeviceMesh, comm: Communicator, dims: 
             group, k = _at(mesh, dims, member)
             same(got, reduced([chunks(m)[k] for m in group], op))
 
-        comm.map(check, comm.reduce_scatter(comm.map(chunks), dims, op))
+        comm.map(check, comm.reduce_scatter(comm.map(chunks), dims, op).wait())
 
 
 @case
@@ -208,7 +210,7 @@ def large_blocks_travel_message_by_message(mesh: DeviceMesh, comm: Communicator,
         return value(member, (sizes[_at(mesh, dims, member)[1]],), torch.float64)
 
     sent = comm.map(piece)
-    gathered = comm.all_gather(sent, dims, lambda member: (sizes[_at(mesh, dims, member)[1]],))
+    gathered = comm.all_gather(sent, dims, lambda member: (sizes[_at(mesh, dims, member)[1]],)).wait()
 
     def check(member: int, got: list[Tensor], own: Tensor) -> None:
         for row, other in zip(got, mesh.members_of(dims, member), strict=True):
@@ -225,7 +227,7 @@ def large_blocks_travel_message_by_message(mesh: DeviceMesh, comm: Communicator,
         k = _at(mesh, dims, member)[1]
         assert torch.equal(got, reduced([chunks(other)[k] for other in mesh.members_of(dims, member)], "sum"))
 
-    comm.map(check_reduced, comm.reduce_scatter(comm.map(chunks), dims, "sum"))
+    comm.map(check_reduced, comm.reduce_scatter(comm.map(chunks), dims, "sum").wait())
 
 
 @case
@@ -242,13 +244,13 @@ def all_to_all_of_ragged_chunks(mesh: DeviceMesh, comm: Communicator, dims: Dims
             for piece, m in zip(got, mesh.members_of(dims, member), strict=True):
                 same(piece, value(m, shape_of(m, member), dtype, salt=member))
 
-        comm.map(check, comm.all_to_all(comm.map(chunks), dims, shape_of))
+        comm.map(check, comm.all_to_all(comm.map(chunks), dims, shape_of).wait())
 
 
 @case
 def broadcast_from_each_position(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     for source, dtype in itertools.product(range(comm.group_size(dims)), (torch.float32, torch.bool, torch.complex64)):
-        got = comm.broadcast(comm.map(lambda member, dtype=dtype: value(member, (2, 3), dtype)), dims, source)
+        got = comm.broadcast(comm.map(lambda member, dtype=dtype: value(member, (2, 3), dtype)), dims, source).wait()
 
         def check(member: int, got: Tensor, source: int = source, dtype: torch.dtype = dtype) -> None:
             same(got, value(mesh.members_of(dims, member)[source], (2, 3), dtype))
@@ -272,11 +274,11 @@ def strides_conjugates_and_histories_do_not_matter(mesh: DeviceMesh, comm: Commu
     for i in range(5):
         x = comm.map(lambda member, i=i: odd(member)[i])
         results = [
-            comm.all_reduce(x, dims, "sum"),
-            comm.all_gather(x, dims, lambda _: (3, 2)),
-            comm.reduce_scatter([x] * n, dims, "sum"),
-            comm.all_to_all([x] * n, dims, lambda source, target: (3, 2)),
-            comm.broadcast(x, dims, n - 1),
+            comm.all_reduce(x, dims, "sum").wait(),
+            comm.all_gather(x, dims, lambda _: (3, 2)).wait(),
+            comm.reduce_scatter([x] * n, dims, "sum").wait(),
+            comm.all_to_all([x] * n, dims, lambda source, target: (3, 2)).wait(),
+            comm.broadcast(x, dims, n - 1).wait(),
         ]
 
         def check(member: int, results: list[Any], x: Tensor, i: int = i) -> None:
@@ -295,12 +297,12 @@ def inputs_are_kept_and_never_shared(mesh: DeviceMesh, comm: Communicator, dims:
     n = comm.group_size(dims)
     x = comm.map(lambda member: value(member, (2, 3)))
     results = [
-        comm.all_reduce(x, dims, "sum"),
-        comm.all_reduce(x, dims, Monoid("last", lambda a, b: b, torch.zeros_like)),
-        *comm.all_gather(x, dims, lambda _: (2, 3)),
-        comm.reduce_scatter([x] * n, dims, "max"),
-        *comm.all_to_all([x] * n, dims, lambda source, target: (2, 3)),
-        comm.broadcast(x, dims),
+        comm.all_reduce(x, dims, "sum").wait(),
+        comm.all_reduce(x, dims, Monoid("last", lambda a, b: b, torch.zeros_like)).wait(),
+        *comm.all_gather(x, dims, lambda _: (2, 3)).wait(),
+        comm.reduce_scatter([x] * n, dims, "max").wait(),
+        *comm.all_to_all([x] * n, dims, lambda source, target: (2, 3)).wait(),
+        comm.broadcast(x, dims).wait(),
     ]
     for result in results:
         comm.map(lambda member, y: y.fill_(member), result)  # into every rank's own memory
@@ -314,20 +316,20 @@ def several_at_once(mesh: DeviceMesh, comm: Communicator, dims: Dims) -> None:
     n, big = comm.group_size(dims), (7, 5001)
     x, y = comm.map(lambda member: value(member, (2, 3))), comm.map(lambda member: value(member, big))
     pending: list[Pending[Any]] = [
-        comm.all_reduce(x, dims, "sum", async_op=True),
-        comm.all_gather(x, dims, lambda _: (2, 3), async_op=True),
-        comm.all_reduce(y, dims, "sum", async_op=True),
-        comm.reduce_scatter([x] * n, dims, "avg", async_op=True),
-        comm.all_to_all([x] * n, dims, lambda source, target: (2, 3), async_op=True),
-        comm.broadcast(x, dims, n - 1, async_op=True),
-    ]
-    expected = [
         comm.all_reduce(x, dims, "sum"),
         comm.all_gather(x, dims, lambda _: (2, 3)),
         comm.all_reduce(y, dims, "sum"),
         comm.reduce_scatter([x] * n, dims, "avg"),
         comm.all_to_all([x] * n, dims, lambda source, target: (2, 3)),
         comm.broadcast(x, dims, n - 1),
+    ]
+    expected = [
+        comm.all_reduce(x, dims, "sum").wait(),
+        comm.all_gather(x, dims, lambda _: (2, 3)).wait(),
+        comm.all_reduce(y, dims, "sum").wait(),
+        comm.reduce_scatter([x] * n, dims, "avg").wait(),
+        comm.all_to_all([x] * n, dims, lambda source, target: (2, 3)).wait(),
+        comm.broadcast(x, dims, n - 1).wait(),
     ]
 
     def check(member: int, got: Any, want: Any) -> None:
@@ -358,11 +360,11 @@ def events_tell_what_a_rank_receives(mesh: DeviceMesh, comm: Communicator, dims:
     x = comm.map(lambda member: value(member, (2, 3)))
     seen: list[events.Event] = []
     with events.listening(seen.append):
-        comm.all_reduce(x, dims, "sum")
-        comm.all_gather(x, dims, lambda _: (2, 3))
-        comm.reduce_scatter([x] * n, dims, "sum")
-        comm.all_to_all([x] * n, dims, lambda source, target: (2, 3))
-        comm.broadcast(x, dims)
+        comm.all_reduce(x, dims, "sum").wait()
+        comm.all_gather(x, dims, lambda _: (2, 3)).wait()
+        comm.reduce_scatter([x] * n, dims, "sum").wait()
+        comm.all_to_all([x] * n, dims, lambda source, target: (2, 3)).wait()
+        comm.broadcast(x, dims).wait()
     size = 2 * 3 * 4
     received = {
         "all_reduce": -(-2 * (n - 1) * size // n),
@@ -381,14 +383,14 @@ def what_has_no_meaning_is_refused_by_all(mesh: DeviceMesh, comm: Communicator, 
     if mesh.current_member() is None:
         return
     refused: list[tuple[type[Exception], Callable[[], Any]]] = [
-        (UnsupportedOperationError, lambda: comm.all_reduce(torch.ones(2, dtype=torch.int64), dims, "avg")),
-        (UnsupportedOperationError, lambda: comm.all_reduce(torch.ones(2, dtype=torch.complex64), dims, "max")),
-        (UnsupportedOperationError, lambda: comm.all_reduce(torch.ones(2), dims, "median")),
-        (LayoutError, lambda: comm.reduce_scatter([torch.ones(2)] * (n + 1), dims, "sum")),
-        (MeshError, lambda: comm.broadcast(torch.ones(2), dims, n)),
+        (UnsupportedOperationError, lambda: comm.all_reduce(torch.ones(2, dtype=torch.int64), dims, "avg").wait()),
+        (UnsupportedOperationError, lambda: comm.all_reduce(torch.ones(2, dtype=torch.complex64), dims, "max").wait()),
+        (UnsupportedOperationError, lambda: comm.all_reduce(torch.ones(2), dims, "median").wait()),
+        (LayoutError, lambda: comm.reduce_scatter([torch.ones(2)] * (n + 1), dims, "sum").wait()),
+        (MeshError, lambda: comm.broadcast(torch.ones(2), dims, n).wait()),
     ]
     if n > 1:
-        refused.append((LayoutError, lambda: comm.all_gather(torch.ones(2), dims, lambda _: (3,))))
+        refused.append((LayoutError, lambda: comm.all_gather(torch.ones(2), dims, lambda _: (3,)).wait()))
     for error, call in refused:
         try:
             call()
@@ -444,12 +446,11 @@ def timeout_of(group: Any) -> Any:
 def _outside(mesh: DeviceMesh, comm: Communicator) -> None:
     x, dims = torch.ones(2), tuple(range(mesh.ndim))
     n = comm.group_size(dims)
-    assert comm.all_reduce(x, dims, "sum") is x
-    assert comm.all_reduce(x, dims, "sum", async_op=True).wait() is x
-    assert comm.broadcast(x, dims) is x
-    assert comm.reduce_scatter([x] * n, dims) is x
-    assert all(piece is x for piece in comm.all_gather(x, dims, lambda _: (2,)))
-    assert all(piece is x for piece in comm.all_to_all([x] * n, dims, lambda source, target: (2,)))
+    assert comm.all_reduce(x, dims, "sum").wait() is x
+    assert comm.broadcast(x, dims).wait() is x
+    assert comm.reduce_scatter([x] * n, dims).wait() is x
+    assert all(piece is x for piece in comm.all_gather(x, dims, lambda _: (2,)).wait())
+    assert all(piece is x for piece in comm.all_to_all([x] * n, dims, lambda source, target: (2,)).wait())
     try:
         comm.process_group(dims)
     except MeshError:
@@ -517,16 +518,16 @@ def _reduces_natively(mesh: DeviceMesh, comm: Communicator, dims: Dims, dtype: t
         same(whole, reduced([chunks(m)[0] for m in group], op))
         same(own, reduced([chunks(m)[k] for m in group], op))
 
-    whole = comm.all_reduce(comm.map(lambda member: chunks(member)[0]), dims, op)
-    own = comm.reduce_scatter(comm.map(chunks), dims, op, async_op=True).wait()
+    whole = comm.all_reduce(comm.map(lambda member: chunks(member)[0]), dims, op).wait()
+    own = comm.reduce_scatter(comm.map(chunks), dims, op).wait()
     comm.map(check, whole, own)
 
 
 def _sums_complex(mesh: DeviceMesh, comm: Communicator) -> None:
     dims = tuple(range(mesh.ndim))
-    got = comm.all_reduce(torch.full((2,), 1 + 2j), dims, "sum")
+    got = comm.all_reduce(torch.full((2,), 1 + 2j), dims, "sum").wait()
     same(got, torch.full((2,), 4 + 8j))
-    same(comm.reduce_scatter([torch.full((2,), 1 + 2j)] * 4, dims, "avg"), torch.full((2,), 1 + 2j))
+    same(comm.reduce_scatter([torch.full((2,), 1 + 2j)] * 4, dims, "avg").wait(), torch.full((2,), 1 + 2j))
 
 
 def _groups_that_the_world_makes_together() -> None:

@@ -29,7 +29,7 @@ from dtensor.errors import LayoutError
 from dtensor.layout.layout import Layout
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Replicate, Shard
-from dtensor.redistribute import execute, plan, redistribute_local
+from dtensor.redistribute import execute, plan, redistribute_local, start
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 ALL_OPS = ("sum", "avg", "max", "min", "product", LAST)
@@ -43,7 +43,7 @@ def check(src: Layout, dst: Layout, seed: int = 0, async_op: bool = False) -> No
     terms = terms_of(src, seed)
     local = per_rank([local_of(src, terms, member) for member in src.mesh.members])
     before = [shard.clone() for shard in local.shards]
-    result = execute(plan(src, dst), local, async_op=async_op)
+    result = (start if async_op else execute)(plan(src, dst), local)
     if async_op:
         pending, result = result, result.wait()
         assert pending.wait() is result
@@ -201,7 +201,7 @@ def _redistribute_on_gloo(message_by_message: bool) -> list[list[torch.Tensor]]:
         mine = []
         for seed, (src, dst) in enumerate(gloo_cases(mesh)):
             local = torch.empty(0) if member is None else local_of(src, terms_of(src, seed), member)
-            moved = execute(plan(src, dst), local, async_op=seed % 2 == 0)
+            moved = (start if seed % 2 == 0 else execute)(plan(src, dst), local)
             mine.append((moved.wait() if seed % 2 == 0 else moved).clone())
         results.append(mine)
     return results

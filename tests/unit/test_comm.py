@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 import random
+from collections.abc import Callable
 
 import comm_cases
 import pytest
 import torch
 import torch.distributed as dist
 from gloo import run_gloo
+from thread_backend import on_threads
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor.comm import PerRank, RankValues, communicator_of, events, map_ranks, per_rank
@@ -49,6 +51,15 @@ def test_in_process_on_a_cube(case: str) -> None:
 def test_on_gloo() -> None:
     ran = run_gloo(comm_cases.main, 4, timeout_s=60.0)
     assert all(len(names) == 7 for names in ran)
+
+
+@pytest.mark.parametrize("case", comm_cases.CASES)
+def test_a_backend_is_one_file(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(mesh_of: Callable[..., DeviceMesh]) -> None:
+        for shape in ((4,), (2, 2)):
+            comm_cases.run_case(case, mesh_of(*shape))
+
+    on_threads(monkeypatch, 4, program)
 
 
 # --- map and map_ranks ---------------------------------------------------------------------------------------------------
@@ -91,14 +102,14 @@ def test_map_ranks_takes_the_entered_mesh_and_is_differentiable() -> None:
 
 def test_values_of_another_mesh_are_refused() -> None:
     with pytest.raises(MeshError, match="2 ranks do not go together with 6"):
-        communicator_of(SQUARE).all_reduce(per_rank([torch.ones(1), torch.ones(1)]), (0,))
+        communicator_of(SQUARE).all_reduce(per_rank([torch.ones(1), torch.ones(1)]), (0,)).wait()
     with pytest.raises(MeshError, match="2 ranks do not go together with 6"):
         communicator_of(SQUARE).map(lambda member, x: x, per_rank([torch.ones(1), torch.ones(1)]))
 
 
 def test_terms_of_different_shapes_are_refused() -> None:
     with pytest.raises(LayoutError, match="one shape on all ranks"):
-        communicator_of(MESHES["(2,)"]).all_reduce(per_rank([torch.ones(3), torch.ones(1)]), (0,))
+        communicator_of(MESHES["(2,)"]).all_reduce(per_rank([torch.ones(3), torch.ones(1)]), (0,)).wait()
 
 
 def test_there_is_one_communicator_for_a_mesh() -> None:
@@ -111,7 +122,7 @@ def test_a_monoid_is_folded_as_its_group() -> None:
     mesh = DeviceMesh("cpu", 2)
     comm = communicator_of(mesh)
     seen = Monoid("first", lambda a, b: a + mesh.get_rank(), torch.zeros_like)
-    assert comm.all_reduce(torch.zeros(1), (0,), seen).item() == 0.0
+    assert comm.all_reduce(torch.zeros(1), (0,), seen).wait().item() == 0.0
 
 
 # --- dry runs and the fake backend ------------------------------------------------------------------------------------------
@@ -121,12 +132,16 @@ def test_a_dry_run_gives_shapes_and_events() -> None:
     x = torch.empty(2, 3, device="meta")
     with CommDebugMode() as counted:
         assert comm.map(lambda member, x: x, x) is x
-        assert comm.all_reduce(x, (0, 1)).shape == (2, 3)
-        assert [tuple(piece.shape) for piece in comm.all_gather(x, (1,), lambda m: (2 + m, 3))] == [(2, 3), (3, 3), (4, 3)]
+        assert comm.all_reduce(x, (0, 1)).wait().shape == (2, 3)
+        assert [tuple(piece.shape) for piece in comm.all_gather(x, (1,), lambda m: (2 + m, 3)).wait()] == [(2, 3), (3, 3), (4, 3)]
         chunks = [torch.empty(k, device="meta") for k in (4, 5, 6)]
-        assert comm.reduce_scatter(chunks, (1,), async_op=True).wait().shape == (4,)
-        assert [tuple(piece.shape) for piece in comm.all_to_all(chunks, (1,), lambda s, t: (4 + s + t,))] == [(4,), (5,), (6,)]
-        assert comm.broadcast(x, (0,)).is_meta
+        assert comm.reduce_scatter(chunks, (1,)).wait().shape == (4,)
+        assert [tuple(piece.shape) for piece in comm.all_to_all(chunks, (1,), lambda s, t: (4 + s + t,)).wait()] == [
+            (4,),
+            (5,),
+            (6,),
+        ]
+        assert comm.broadcast(x, (0,)).wait().is_meta
         assert comm.all_gather_object("a", (1,)) == ["a"] * 3
     assert counted.get_comm_counts()["all_reduce"] == 1
     assert counted.get_comm_bytes()["all_gather"] == (3 + 4) * 3 * 4
@@ -143,13 +158,13 @@ def test_the_fake_backend_gives_shapes_without_a_hang() -> None:
             n = comm.group_size(dims)
             for dtype in (torch.float32, torch.bool, torch.complex64, torch.int16):
                 x = torch.ones(2, 3, dtype=dtype)
-                assert comm.all_reduce(x, dims, "sum").shape == (2, 3)
-                assert [piece.shape for piece in comm.all_gather(x, dims, lambda m: (2, 3))] == [(2, 3)] * n
-                ragged = comm.all_gather(x, dims, lambda m, comm=comm: (2 + abs(m - comm.mesh.current_member()), 3))
+                assert comm.all_reduce(x, dims, "sum").wait().shape == (2, 3)
+                assert [piece.shape for piece in comm.all_gather(x, dims, lambda m: (2, 3)).wait()] == [(2, 3)] * n
+                ragged = comm.all_gather(x, dims, lambda m, comm=comm: (2 + abs(m - comm.mesh.current_member()), 3)).wait()
                 assert {piece.dtype for piece in ragged} == {dtype}
-                assert comm.reduce_scatter([x] * n, dims, async_op=True).wait().dtype == dtype
-                assert len(comm.all_to_all([x] * n, dims, lambda source, target: (2, 3))) == n
-                assert comm.broadcast(x, dims, 1).shape == (2, 3)
+                assert comm.reduce_scatter([x] * n, dims).wait().dtype == dtype
+                assert len(comm.all_to_all([x] * n, dims, lambda source, target: (2, 3)).wait()) == n
+                assert comm.broadcast(x, dims, 1).wait().shape == (2, 3)
             assert comm.process_group(dims) is mesh.get_group() if mesh.ndim == 1 else True
     finally:
         dist.destroy_process_group()
@@ -160,12 +175,12 @@ def test_comm_debug_mode_counts_its_block_and_nests() -> None:
     comm = communicator_of(SQUARE)
     x = torch.ones(4)
     with CommDebugMode() as outer:
-        comm.all_reduce(x, (0,))
+        comm.all_reduce(x, (0,)).wait()
         with CommDebugMode() as inner:
-            comm.all_gather(x, (1,), lambda m: (4,))
-            communicator_of(SQUARE["tp"]).all_gather(x, (0,), lambda m: (4,))
-        comm.all_reduce(x, (0, 1), async_op=True).wait()
-    comm.all_reduce(x, (0,))
+            comm.all_gather(x, (1,), lambda m: (4,)).wait()
+            communicator_of(SQUARE["tp"]).all_gather(x, (0,), lambda m: (4,)).wait()
+        comm.all_reduce(x, (0, 1)).wait()
+    comm.all_reduce(x, (0,)).wait()
     assert not events.listeners  # at rest a collective asks for no context
     assert dict(inner.get_comm_counts()) == {"all_gather": 2}
     assert dict(outer.get_comm_counts()) == {"all_reduce": 2, "all_gather": 2}
@@ -184,9 +199,9 @@ def test_comm_debug_mode_counts_its_block_and_nests() -> None:
 def test_the_largest_rank_is_what_is_counted() -> None:
     comm = communicator_of(SQUARE)
     with CommDebugMode() as counted:
-        comm.all_gather(comm.map(lambda member: torch.ones(member)), (1,), lambda member: (member,))
+        comm.all_gather(comm.map(lambda member: torch.ones(member)), (1,), lambda member: (member,)).wait()
         chunks = comm.map(lambda member: [torch.ones(member * to) for to in SQUARE.members_of((0,), member)])
-        comm.all_to_all(chunks, (0,), lambda source, target: (source * target,))
+        comm.all_to_all(chunks, (0,), lambda source, target: (source * target,)).wait()
     assert [event.bytes for event in counted.events] == [4 * (4 + 5), 4 * 2 * 5]
 
 
@@ -194,4 +209,4 @@ def test_reductions_in_one_process_have_one_order() -> None:
     numbers = [random.Random(seed).uniform(-1e8, 1e8) for seed in range(6)]
     comm = communicator_of(SQUARE)
     x = comm.map(lambda member: torch.tensor(numbers[member]))
-    assert comm.all_reduce(x, (0, 1)).item() == torch.tensor(numbers).cumsum(0)[-1].item()
+    assert comm.all_reduce(x, (0, 1)).wait().item() == torch.tensor(numbers).cumsum(0)[-1].item()

@@ -170,7 +170,7 @@ def test_ours_are_not_counted_twice(world: dt.DeviceMesh) -> None:
         "reduce_scatter": lambda: x.redistribute(placements=[S1]),
         "all_to_all": lambda: ragged.redistribute(placements=[S1]),
         "broadcast": lambda: comm_of.broadcast(torch.ones(3), (0,)),
-        "all_reduce of products": lambda: comm_of.all_reduce(torch.ones(7), (0,), "product", async_op=True).wait(),
+        "all_reduce of products": lambda: comm_of.all_reduce(torch.ones(7), (0,), "product").wait(),
         "all_gather pieces": lambda: comm_of.all_gather(torch.ones(7), (0,), lambda member: (7,)),
     }
     for what, call in calls.items():

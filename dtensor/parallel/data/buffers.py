@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import communicator_of
-from ...comm.backends import flat_bytes, from_bytes
+from ...comm.rows import flat_bytes, from_bytes
 from ...layout.layout import Layout
 from ...tensor.dtensor import DTensor, wrap
 from .param_group import shards_of
@@ -104,6 +104,6 @@ def _first_ranks(written: list[DTensor], axes: Axes) -> None:
     aligned = sorted({id(x): x for x in written}.values(), key=lambda x: -x.dtype.itemsize)
     with torch.no_grad():
         locals_ = [buffer._local for buffer in aligned]
-        made = comm.map(unpacked, comm.broadcast(comm.map(packed, locals_), axes.both), locals_)
+        made = comm.map(unpacked, comm.broadcast(comm.map(packed, locals_), axes.both).wait(), locals_)
     for buffer, local in zip(aligned, made, strict=True):
         buffer._local = local

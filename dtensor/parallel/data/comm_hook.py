@@ -62,7 +62,7 @@ class Reducer:
     ) -> Pending[Any]:
         """The reduced gradients and, behind them, flags: those are ours, and travel by themselves."""
         count = len(parameters)
-        flags = comm.all_reduce(comm.map(lambda member, x: x[x.numel() - count :].clone(), flat), mesh_dims, "avg", async_op=True)
+        flags = comm.all_reduce(comm.map(lambda member, x: x[x.numel() - count :].clone(), flat), mesh_dims, "avg")
         own = comm.map(lambda member, x: x[: x.numel() - count].clone(), flat)
         coming = self.hook(self.state, Bucket(own, parameters, self.index, self.last))
 

@@ -69,10 +69,10 @@ class Reduction:
                 by = group.settings.scatters
                 if by is not None:
                     return scatter_chunks(axes, by, packed, self._op)
-                return (group.settings.scatter_comm or comm).reduce_scatter(packed, axes.shard, self._op, async_op=True)
+                return (group.settings.scatter_comm or comm).reduce_scatter(packed, axes.shard, self._op)
             if self._hooked is not None:
                 return self._hooked(comm, axes.replicate, packed[0], [group.managed[i].parameter for i in self.chosen])
-            return comm.all_reduce(packed[0], axes.replicate, self._op, async_op=True)
+            return comm.all_reduce(packed[0], axes.replicate, self._op)
 
     def _key(self, dtype: torch.dtype) -> Any:
         return tuple(self.chosen), dtype
@@ -136,7 +136,7 @@ class Reduction:
         if not group.settings.all_reduces:
             group.scattered[key] = (flat, frozenset(self.missing))
             return None
-        return group.comm.all_reduce(flat, group.axes.replicate, self._op)
+        return group.comm.all_reduce(flat, group.axes.replicate, self._op).wait()
 
     def _blocks(self, member: int, flat: Tensor) -> list[Tensor]:
         group = self.group

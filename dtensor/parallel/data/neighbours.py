@@ -51,9 +51,9 @@ class Neighbours:
     def gather(self, kept: Any, numel: Any) -> Pending[list[Any]]:
         """The parts of all neighbours, by position; ``numel(member)``: of the whole buffer."""
         parts = communicator_of(self._mesh).all_gather(
-            self._there(kept), (self._dim,), lambda k: (self._bounds(self._order[k], numel(self._order[k]))[1],), async_op=True
+            self._there(kept), (self._dim,), lambda k: (self._bounds(self._order[k], numel(self._order[k]))[1],)
         )
-        return Pending(lambda: [self._here(part) for part in parts.wait()])
+        return parts.then(lambda arrived: [self._here(part) for part in arrived])
 
     def fill(self, parts: list[Any], buffer: Any) -> None:
         """The buffer whole again; through ``.data``, which leaves the version counters alone that autograd checks."""

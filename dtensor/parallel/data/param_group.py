@@ -230,7 +230,7 @@ class Group:
             dtypes = {self.dtype_of(m) for m in self.managed if m.cut is not None}
             seen_as = dtypes.pop() if len(dtypes) == 1 else torch.uint8
             return gather_rows(self.axes, by, row, seen_as, lambda member: self.recipe(member).nbytes)
-        return self.comm.all_gather(row, self.axes.shard, lambda member: (self.recipe(member).nbytes,), async_op=True)
+        return self.comm.all_gather(row, self.axes.shard, lambda member: (self.recipe(member).nbytes,))
 
     def gather(self) -> None:
         """The parameters, whole, in the buffer."""

@@ -238,7 +238,7 @@ def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout) -> Any:
     device = axes.mesh.device_type
     local = local.to(device)
     if not (mesh.kind == "in_process" and not isinstance(local, PerRank)):
-        local = comm.broadcast(local, axes.both)
+        local = comm.broadcast(local, axes.both).wait()
 
     def block(member: int, full: torch.Tensor) -> torch.Tensor:
         at, origin = (x.local_offset(mesh.coordinates[member]) for x in (layout, whole))
@@ -269,7 +269,7 @@ def _relocate(m: Managed, mesh: DeviceMesh) -> None:
     further = tuple(i for i, dims in enumerate(mesh._dims) if dims not in m.layout.mesh._dims)
     local = old._local  # type: ignore[attr-defined]  # a DTensor
     if not old.is_meta and mesh.current_member() is not None:
-        local = communicator_of(mesh).broadcast(local, further)
+        local = communicator_of(mesh).broadcast(local, further).wait()
     m.layout, m.whole = _on(mesh, m.layout), _on(mesh, m.whole)
     m.parameter = nn.Parameter(wrap(local, m.layout), requires_grad=old.requires_grad)
     m.parameter._data_parallel = old._data_parallel  # type: ignore[attr-defined]  # as _take does

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...comm.backends import flat_bytes
+from ...comm.rows import flat_bytes
 from ...layout.layout import Layout
 
 _ALIGNMENT = 16  # bytes: rows stand behind each other in a receive buffer and are read in the parameters' own dtypes

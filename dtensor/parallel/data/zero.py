@@ -207,7 +207,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             here = recipe(member)
             here.unpack(rows, own, here.targets([x.data for x in full]))
 
-        rows = comm.all_gather(comm.map(row, parts), mesh_dims, lambda member: (recipe(member).nbytes,)) if mesh_dims else []
+        rows = (
+            comm.all_gather(comm.map(row, parts), mesh_dims, lambda member: (recipe(member).nbytes,)).wait() if mesh_dims else []
+        )
         comm.map(fill, rows, parts, whole)
         torch.autograd.graph.increment_version([one.parameter for one in some])
 

@@ -132,7 +132,7 @@ def _exchange(at: KernelContext, pairs: Any, tables: dict[tuple[int, ...], Table
     for which in (0, 1):
         chunks = at.map(lambda here, pair, which=which: cut(here, pair[which]), pairs)
         chunks = [at.map(lambda _, own, k=k: own[k], chunks) for k in range(count)]
-        received.append(at.comm.all_to_all(chunks, at.mesh_dims, shape_of))
+        received.append(at.comm.all_to_all(chunks, at.mesh_dims, shape_of).wait())
     return at.map(lambda _, values, places: (torch.cat(values), torch.cat(places)), *received)
 
 
@@ -182,7 +182,7 @@ def best_of_blocks(at: KernelContext, x: Any, k: int, dim: int = -1, largest: bo
         return ((first == second) | (first.isnan() & second.isnan())).any()
 
     everywhere = tuple(range(at.call.mesh.ndim))
-    if at.comm.all_reduce(at.map(tied, chosen), everywhere, "max").item():
+    if at.comm.all_reduce(at.map(tied, chosen), everywhere, "max").wait().item():
         blocks = at.all_gather(x, lambda member: layout.local_shape(coordinates[member]))
         return at.map(lambda _, parts: tuple(torch.topk(torch.cat(parts, dim), k, dim, largest, ordered)), blocks)
     return at.map(lambda _, pair: (pair[0].narrow(dim, 0, k), pair[1].narrow(dim, 0, k)), chosen)

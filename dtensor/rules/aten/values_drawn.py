@@ -103,7 +103,7 @@ def leak(
     cut = tuple(sorted({mesh_dim for split in layout.splits if split is not None for mesh_dim in split.mesh_dims}))
     coordinates = mesh.coordinates
     signs = at.map(lambda _, block: block <= 0, x)
-    masks = at.comm.all_gather(signs, cut, lambda member: layout.local_shape(coordinates[member])) if cut else [signs]
+    masks = at.comm.all_gather(signs, cut, lambda member: layout.local_shape(coordinates[member])).wait() if cut else [signs]
 
     def one(member: int, block: torch.Tensor, own: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
         whole = torch.empty(layout.shape, dtype=block.dtype, device=block.device)

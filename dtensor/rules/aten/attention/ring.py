@@ -78,7 +78,7 @@ class Ring:
             following = group[(group.index(source) + 1) % ranks]
             return (sum(map(math.prod, self.shapes(source, step))) if target == following else 0,)
 
-        pending = self.at.comm.all_to_all(self.at.map(chunks, block), mesh_dims, shape_of, async_op=True)
+        pending = self.at.comm.all_to_all(self.at.map(chunks, block), mesh_dims, shape_of)
         return lambda: self.at.map(lambda here, *arrived: arrived[(here.index - 1) % ranks], *pending.wait())
 
 

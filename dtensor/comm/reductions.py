@@ -1,0 +1,174 @@
+"""Reductions on process groups: the backend's own where it has one, else terms are sent and folded here, in group order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..mesh.groups import Group
+from ..placement import Monoid
+from .backends import (
+    after,
+    all_reduction,
+    all_to_all_rows,
+    native_reduction,
+    post,
+    reduce_scatter_single,
+    row_major,
+    started,
+    traits_of,
+)
+from .binding import Reduction
+from .fold import Op, dense, fold, fold_stack
+from .pending import Pending
+from .regions import Box, Packing, Scatter, region
+from .rows import as_row
+from .transfer import ROWS, Issue, parts_of, turns
+
+
+# --- reduce-scatter ------------------------------------------------------------------------------------------------------
+def bind_scatter(group: Group, scatter: Scatter) -> Issue:
+    """``chunks[k]`` of every member's block, reduced, goes to group position k."""
+    member, op, dtype = group.members[group.position], scatter.op, scatter.dtype
+    old, chunks = tuple(scatter.old(member)), scatter.chunks_of(member)
+    native = native_reduction(group, op, dtype)
+    if native is not None and len({box.size for box in chunks}) == 1:
+        return _scattered_natively(group, old, chunks, *native)
+    traits, in_rows = traits_of(group), len(old) == 1
+    least = traits.direct_bytes * (ROWS if in_rows else 1)
+    if (in_rows and traits.sends_lists) or max(box.numel for box in chunks) * dtype.itemsize >= least:
+        return _scattered_directly(group, old, chunks, op)
+    leaving = Packing(tuple(group.to_torch(chunks)), old)
+    own = chunks[group.position]
+    arriving = [own.numel] * group.size
+
+    def issue(x: Tensor) -> Pending[Tensor]:
+        block = row_major(x, old)
+        buffer = block.new_empty((group.size, *own.size))
+        work = all_to_all_rows(group, buffer.view(-1), leaving.pack(block), arriving, leaving.lengths)
+        return started([work], lambda: fold(group.to_mesh(buffer.unbind(0)), op))
+
+    return issue
+
+
+def _scattered_natively(group: Group, old: tuple[int, ...], chunks: tuple[Box, ...], op: Any, seen: torch.dtype) -> Issue:
+    leaving, own = Packing(tuple(group.to_torch(chunks)), old), chunks[group.position]
+
+    def issue(x: Tensor) -> Pending[Tensor]:
+        block = row_major(x, old)
+        result = block.new_empty(own.size)
+        row, into = as_row(leaving.pack(block)).view(seen), result.view(-1).view(seen)
+        return started([reduce_scatter_single(into, row, op, group=group.handle, async_op=True)], lambda: result)
+
+    return issue
+
+
+def _scattered_directly(group: Group, old: tuple[int, ...], chunks: tuple[Box, ...], op: Op) -> Issue:
+    own, mine = chunks[group.position], group.position
+    outgoing = parts_of(group, tuple(chunks), old, 1)
+    order = group.order or tuple(range(group.size))
+    others = turns(group, -1) if own.numel else []
+
+    def issue(x: Tensor) -> Pending[Tensor]:
+        block = row_major(x, old)
+        terms = [region(block, own) if k == mine else block.new_empty(own.size) for k in range(group.size)]
+        receives = [(order[k], terms[k].view(-1)) for k in others]
+        works = post(group, receives, [(part.rank, part.of(block)) for part in outgoing], x.device)
+        return started(works, lambda: fold(terms, op))
+
+    return issue
+
+
+# --- all-reduce -----------------------------------------------------------------------------------------------------------
+def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Reduction:
+    """The backend's own all-reduce, else in one round where little is sent, else in two."""
+    native = native_reduction(group, op, dtype)
+    if native is not None:
+        return _natively(all_reduction(group, native[0]), dtype, native[1])
+    most = sys.maxsize if isinstance(op, Monoid) else traits_of(group).one_round_bytes  # terms of a monoid stay whole
+
+    def issue(x: Tensor) -> Pending[Tensor]:
+        in_one_round = x.numel() * x.dtype.itemsize * group.size <= most
+        return (_reduced_by_all if in_one_round else _all_reduce_in_place)(group, x, op)
+
+    return Reduction(issue)
+
+
+def _natively(reduce: Callable[[Tensor], dist.Work], dtype: torch.dtype, seen: torch.dtype) -> Reduction:
+    def issue(result: Tensor) -> Pending[Tensor]:
+        as_seen = torch.view_as_real(result) if result.is_complex() else result if seen is dtype else result.view(seen)
+        return started([reduce(as_seen)], lambda: result)
+
+    return Reduction(lambda x: issue(dense(x)), issue if seen is dtype else None, True)
+
+
+def _reduced_by_all(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
+    """The reduction of the group's ``x``, each sent to all in one round and reduced by all in one order."""
+    block = row_major(x, x.shape)
+    if isinstance(op, Monoid) and op.combine_all is not None:
+        return _stacked(group, block, op)
+    others, mine = group.size - 1, group.torch_rank
+    buffer = block.new_empty((others, *block.shape))
+    row = block.view(-1) if others == 1 else block.expand(others, *block.shape).contiguous().view(-1)
+    lengths = [block.numel()] * group.size
+    lengths[mine] = 0
+    work = all_to_all_rows(group, buffer.view(-1), row, lengths, lengths)
+
+    def finish() -> Tensor:
+        arrived = list(buffer.unbind(0))
+        return fold(group.to_mesh([*arrived[:mine], block, *arrived[mine:]]), op)
+
+    return started([work], finish)
+
+
+def _stacked(group: Group, block: Tensor, op: Monoid) -> Pending[Tensor]:
+    """Where terms are reduced as a stack they arrive as one, this rank's own among them."""
+    size = group.size
+    stack = block.new_empty((size, *block.shape))
+    lengths = [block.numel()] * size
+    work = all_to_all_rows(group, stack.view(-1), block.expand(stack.shape).contiguous().view(-1), lengths, lengths)
+    return started([work], lambda: fold_stack(stack if group.order is None else stack[list(group.order)], op))
+
+
+def _all_reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
+    """Reduce-scatter, then all-gather, by messages and with no memory but the result: until the other ranks' reduced
+    chunks arrive in it, their places hold their terms of this rank's chunk. The second round starts at ``wait()``, which all
+    ranks reach in one order.
+    """
+    size, mine = group.size, group.position
+    order = group.order or tuple(range(size))
+    block = row_major(x, tuple(x.shape))
+    result = torch.empty_like(block)
+    if not block.numel():
+        return Pending.of(result)
+    length = -(-block.numel() // size)
+    given, places = block.view(-1).split(length), result.view(-1).split(length)  # the last ones may be shorter, or missing
+    own = len(given[mine]) if mine < len(given) else 0
+    scratch = [place if len(place) >= own else block.new_empty(own) for place in places]
+    scratch += [block.new_empty(own) for _ in range(size - len(places))]
+    behind, ahead = turns(group, -1), turns(group, 1)
+    first = post(
+        group,
+        [(order[k], scratch[k][:own]) for k in behind if own],
+        [(order[k], given[k]) for k in ahead if k < len(given)],
+        x.device,
+    )
+
+    def finish() -> Tensor:
+        if own:
+            terms = [given[mine] if k == mine else scratch[k][:own] for k in range(size)]
+            after(first, lambda: fold(terms, op, out=places[mine]))
+        second = post(
+            group,
+            [(order[k], places[k]) for k in behind if k < len(places)],
+            [(order[k], places[mine]) for k in ahead if own],
+            x.device,
+        )
+        return after(second if own else [*first, *second], lambda: result)
+
+    return Pending(finish)

@@ -1,0 +1,118 @@
+"""What a backend of communication is: six methods and a row of ``BACKENDS``. In this one ranks are threads that write letters."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtensor.comm import BACKENDS, Communicator, Pending, fold
+from dtensor.comm.binding import Dims, Reduction, Run
+from dtensor.comm.regions import Box, Route, Scatter, Transfer, region
+from dtensor.mesh.current_rank import running_as
+from dtensor.mesh.device_mesh import DeviceMesh
+from dtensor.mesh.root import Root
+
+
+class Post:
+    """Letters by (which exchange of which ranks, from whom, to whom); exchanges are counted, so they may end in any order."""
+
+    def __init__(self) -> None:
+        self._boxes: defaultdict[Any, Queue[Any]] = defaultdict(Queue)
+        self._counts: Counter[Any] = Counter()
+        self._lock = threading.Lock()
+
+    def exchange(self, group: Dims, me: int, letters: Sequence[Any]) -> Callable[[], list[Any]]:
+        """``letters[k]`` goes to ``group[k]``; what is given back waits for those that come, by position."""
+        with self._lock:
+            self._counts[group, me] += 1
+            which = group, self._counts[group, me]
+            for other, letter in zip(group, letters, strict=True):
+                self._boxes[which, me, other].put(letter)
+            theirs = [self._boxes[which, other, me] for other in group]
+        return lambda: [box.get(timeout=30) for box in theirs]
+
+
+class Threads(Communicator):
+    """One rank, that of the thread in which it was made."""
+
+    post = Post()
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__(mesh)
+        self.me: int = mesh.current_member()  # type: ignore[assignment]  # every thread is a rank
+        self.held = (self.me,)
+
+    def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return fn(self.me, *args, **kwargs)
+
+    def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
+        return self._routed(self.mesh.members_of(dims, self.me), self.me, transfer.route_of(self.me))
+
+    def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
+        position = ranks.index(self.mesh.ranks[self.me])
+        return self._routed(tuple(range(len(ranks))), position, transfer.route_of(position))
+
+    def _all_reduce(self, dims: Dims, op: Any, dtype: torch.dtype) -> Reduction:
+        def run(x: Tensor) -> Pending[Tensor]:
+            receive = self._sent(dims, [x.detach().clone()] * self.group_size(dims))
+            return Pending(lambda: fold(receive(), op))
+
+        return Reduction(run)
+
+    def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
+        def run(x: Tensor) -> Pending[Tensor]:
+            receive = self._sent(dims, _cut(x, scatter.chunks_of(self.me)))
+            return Pending(lambda: fold(receive(), scatter.op))
+
+        return run
+
+    def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
+        return self._sent(dims, [value] * self.group_size(dims))()
+
+    def _sent(self, dims: Dims, letters: Sequence[Any]) -> Callable[[], list[Any]]:
+        return self.post.exchange(self.mesh.members_of(dims, self.me), self.me, letters)
+
+    def _routed(self, group: Dims, me: int, route: Route) -> Run:
+        def run(x: Tensor) -> Pending[Tensor]:
+            result = x.new_empty(route.new)
+            receive = self.post.exchange(group, me, _cut(x, route.sends))
+            if route.kept is not None:
+                region(result, route.kept[1]).copy_(region(x.detach(), route.kept[0]))
+
+            def finish() -> Tensor:
+                for box, letter in zip(route.receives, receive(), strict=True):
+                    if box is not None:
+                        region(result, box).copy_(letter)
+                return result
+
+            return Pending(finish)
+
+        return run
+
+
+def _cut(x: Tensor, boxes: Sequence[Box | None]) -> list[Tensor | None]:
+    return [None if box is None else region(x.detach(), box).clone() for box in boxes]
+
+
+def on_threads(monkeypatch: pytest.MonkeyPatch, ranks: int, program: Callable[[Callable[..., DeviceMesh]], Any]) -> list[Any]:
+    """``program(mesh_of)`` run by each rank in its thread; ``mesh_of(*shape)`` gives a thread its mesh."""
+    monkeypatch.setitem(BACKENDS, "threads", Threads)
+
+    def mesh_of(*shape: int) -> DeviceMesh:
+        root = Root("cpu", tuple(range(ranks)), shape, None, "threads")
+        return DeviceMesh("cpu", None, _root=root, _dims=tuple((dim,) for dim in range(len(shape))))
+
+    def one(rank: int) -> Any:
+        with running_as(mesh_of(ranks)._root, rank):
+            return program(mesh_of)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(one, range(ranks)))
