@@ -132,6 +132,7 @@ class _Binder:
     def __init__(self, pattern: Pattern, picked: Mapping[str, Any]) -> None:
         self.pattern, self.picked = pattern, picked
         self.lengths: dict[str, int] = {}
+        self.whole = {word.strip("@!*.") for word in pattern.whole}
 
     def recipe(self, operands: Sequence[tuple[Term, int]], results: Sequence[tuple[Term, int]]) -> Recipe:
         for term, ndim in sorted((*operands, *results), key=lambda item: not any(map(is_picked, item[0].dims))):
@@ -140,16 +141,10 @@ class _Binder:
         held = frozenset(name for dims in left for dim in dims for name in dim)
         right = tuple([self.kept(self.named(*self.reducible(term, ndim, operands)), held) for term, ndim in results])
         summed = _lacking(left, right)
-        whole = frozenset(name for name in held if self.is_whole(name))
+        whole = frozenset(name for name in held if label_of(name) in self.whole)
         additive = frozenset(i for i, (term, _) in enumerate(operands) if term.additive)
         products = any(len(dim) > 1 for dims in (*left, *right) for dim in dims)
         return Recipe(left, right, whole, summed, additive, products)
-
-    def is_whole(self, name: str) -> bool:
-        group, dot, _ = name.partition(".")
-        return bool({name, f"{group}*", f"@{group}", f"@{group}!"} & self.pattern.whole) or (
-            bool(dot) and not group and "..." in self.pattern.whole
-        )
 
     def places(self, name: str, ndim: int) -> tuple[int, ...]:
         """The dims that an argument picks of a tensor of ``ndim`` dims; None or an empty list: all."""

@@ -226,9 +226,9 @@ def reduction_factors(call: Call, dims: tuple[int, ...], op: str | Monoid | None
     return Factors((operand,), results, sizes, whole, {} if op is None else dict.fromkeys(picked, op), kernels=kernels)
 
 
-def composed(names: str, function: Callable[..., Any], parts: str = "") -> Rule:
-    """Operators that are others put together: ``function``, called with DTensors; ``parts`` names what it is made of."""
-    return register(names, Rule(NOTHING, decompose=function, kind="decomposition", source=parts))
+def composed(names: str, function: Callable[..., Any]) -> Rule:
+    """Operators that are others put together: ``function``, called with DTensors, each part placed by its own rule."""
+    return register(names, Rule(NOTHING, decompose=function, kind="decomposition"))
 
 
 class _Nothing(Word):

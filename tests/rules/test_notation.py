@@ -76,6 +76,10 @@ def test_picked_dims_vanish_wherever_they_stand(what: str) -> None:
 def test_an_empty_list_picks_none_where_the_pattern_says_so() -> None:
     call = call_of(aten.any.dims, [(5, 6)], self=size(5, 6), dim=[])
     assert read("a* @dim! b* -> a* b*", call) == "a.0 a.1 -> a.0 a.1"
+    some = call_of(aten.any.dims, [(5, 1)], self=size(5, 6), dim=[1], keepdim=True)
+    assert read("a* [@dim!] b* -> a* b*", some) == "a.0 dim.0 -> a.0 1 whole dim.0"
+    all_of = call_of(aten.any.dims, [()], self=size(5, 6), dim=None)
+    assert read("a* @dim! b* -> a* b*", all_of) == "dim.0 dim.1 -> ."
 
 
 PATTERNS = {
