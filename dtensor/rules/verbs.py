@@ -38,9 +38,9 @@ from .rule import ANY_PARTIAL, Dims, Factors, Kernel, LocalView, Rule, Shapes, W
 MakeKernel = Callable[[Call], Kernel | None]
 
 
-def _pattern(text: str | Pattern | by) -> Pattern | by | fitting:
+def _pattern(text: str | Pattern | by | fitting) -> Pattern | by | fitting:
     """``"a b -> b a | s* -> s*"``: the first that fits."""
-    if isinstance(text, Pattern):
+    if isinstance(text, (Pattern, fitting)):
         return text
     if isinstance(text, by):
         return by(text.argument, {value: parse(one) for value, one in text.table.items()})
@@ -61,7 +61,7 @@ def einsum(
 
 def blockwise(
     names: str,
-    pattern: str | Pattern | by,
+    pattern: str | Pattern | by | fitting,
     *,
     sums: str | Mapping[str, Left] = "",
     reduce: Left = "sum",
