@@ -1,45 +1,20 @@
-"""A notation bound to a call: which factor every tensor dim is. Once a pattern was bound for tensors of these numbers of dims
-(and these picked dims), another call of the kind only fills in sizes.
-"""
+"""A notation bound to a call: which factor every tensor dim is, and how large each factor is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..base.caches import remembered
 from ..placement import Monoid
 from .call import Call, Meta
-from .notation import EACH, Pattern, Term, is_group, is_picked
+from .notation import EACH, Pattern, is_group, is_picked
+from .recipe import NUMBER, Binder, Picks, Recipe, argument_of, label_of, lacking, recipe_of
 from .rule import Dims, Factors, Shapes, Word
 
 Reduction = str | Monoid
-Picks = tuple[tuple[str, Any], ...]  # argument -> the dims that it picks, as given
-NUMBER = -1  # the term of a number, which stands in no pattern
 Sizes = Mapping[str, str | Callable[[Call], int]]  # letter -> the argument that is its size, or what computes it
-
-
-class _Misfit(Exception):
-    """The tensors of a call do not have as many dims as the pattern says."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """The factors of all dims, sizes aside.
-
-    Attributes:
-        whole: factors that every rank needs whole.
-        summed: factors of operands that some result lacks.
-        products: whether some dim is made of several factors.
-    """
-
-    operands: tuple[Dims, ...]
-    results: tuple[Dims, ...]
-    whole: frozenset[str]
-    summed: tuple[str, ...]
-    additive: frozenset[int]
-    products: bool
 
 
 def bind(pattern: Pattern, call: Call, reduce_op: Any = "sum", sizes: Sizes | None = None) -> Factors | None:
@@ -60,7 +35,7 @@ def bind(pattern: Pattern, call: Call, reduce_op: Any = "sum", sizes: Sizes | No
         return None
     operands = tuple([_fitted(dims, shape, known) for dims, shape in zip(recipe.operands, shapes, strict=True)])
     results = tuple([_fitted(dims, meta.shape, known) for dims, meta in zip(recipe.results, made, strict=True)])
-    summed = recipe.summed if results == recipe.results else _lacking(operands, results)
+    summed = recipe.summed if results == recipe.results else lacking(operands, results)
     reduced = {} if reduce_op is None else dict.fromkeys(summed, reduce_op)
     return Factors(operands, results, known, recipe.whole, reduced, recipe.additive)
 
@@ -99,161 +74,7 @@ def picks(pattern: Pattern, call: Call) -> Picks:
 @remembered(1024)
 def _picking(pattern: Pattern) -> tuple[str, ...]:
     terms = (*pattern.operands, *pattern.results)
-    return tuple(dict.fromkeys(_argument(dim) for term in terms for dim in term.dims if is_picked(dim)))
-
-
-def _argument(dim: tuple[str, ...]) -> str:
-    return dim[0][1:]
-
-
-# --- dims to factors, once for each number of dims --------------------------------------------------------------------
-@remembered(4096)
-def recipe_of(
-    pattern: Pattern,
-    terms: tuple[int, ...],
-    ndims: tuple[int, ...],
-    outs: tuple[int, ...],
-    out_ndims: tuple[int, ...],
-    picked: Picks,
-) -> Recipe | None:
-    """The factors of tensors of ``ndims`` dims; None if they do not fit."""
-    try:
-        return _Binder(pattern, dict(picked)).recipe(
-            [(Term(()) if k == NUMBER else pattern.operands[k], ndim) for k, ndim in zip(terms, ndims, strict=True)],
-            [(pattern.results[k], ndim) for k, ndim in zip(outs, out_ndims, strict=True)],
-        )
-    except _Misfit:
-        return None
-
-
-class _Binder:
-    """Finds how many dims each group has, then names them."""
-
-    def __init__(self, pattern: Pattern, picked: Mapping[str, Any]) -> None:
-        self.pattern, self.picked = pattern, picked
-        self.lengths: dict[str, int] = {}
-
-    def recipe(self, operands: Sequence[tuple[Term, int]], results: Sequence[tuple[Term, int]]) -> Recipe:
-        for term, ndim in sorted((*operands, *results), key=lambda item: not any(map(is_picked, item[0].dims))):
-            self.measure(term, ndim)
-        left = tuple([self.named(term, ndim, ()) for term, ndim in operands])
-        held = frozenset(name for dims in left for dim in dims for name in dim)
-        right = tuple([self.kept(self.named(*self.reducible(term, ndim, operands)), held) for term, ndim in results])
-        summed = _lacking(left, right)
-        whole = frozenset(name for name in held if self.is_whole(name))
-        additive = frozenset(i for i, (term, _) in enumerate(operands) if term.additive)
-        products = any(len(dim) > 1 for dims in (*left, *right) for dim in dims)
-        return Recipe(left, right, whole, summed, additive, products)
-
-    def is_whole(self, name: str) -> bool:
-        group, dot, _ = name.partition(".")
-        return bool({name, f"{group}*", f"@{group}", f"@{group}!"} & self.pattern.whole) or (
-            bool(dot) and not group and "..." in self.pattern.whole
-        )
-
-    def places(self, name: str, ndim: int) -> tuple[int, ...]:
-        """The dims that an argument picks of a tensor of ``ndim`` dims; None or an empty list: all."""
-        value = self.picked[name]
-        if value is None or value == ():
-            return () if value == () and name[-1] == "!" else tuple(range(ndim))
-        found = tuple(v + ndim if v < 0 else v for v in ((value,) if isinstance(value, int) else value)) if ndim else ()
-        if any(not 0 <= v < ndim for v in found):
-            raise _Misfit
-        return tuple(dict.fromkeys(found))
-
-    def measure(self, term: Term, ndim: int) -> None:
-        """The lengths of a term's groups, where it tells them."""
-        groups = [k for k, dim in enumerate(term.dims) if is_group(dim)]
-        picking = next((k for k, dim in enumerate(term.dims) if is_picked(dim)), None)
-        if picking is not None:
-            start, stop, picked = self.region(term, picking, ndim)
-            rest, first = stop - start - len(picked), min(picked, default=stop)
-            before = sum(p not in picked for p in range(start, first)) if picking + 1 in groups else rest
-            for k, own in ((picking - 1, before), (picking + 1, rest - before if picking - 1 in groups else rest)):
-                if k in groups and self.lengths.setdefault(term.dims[k][0], own) != own:
-                    raise _Misfit
-        elif len(unknown := [k for k in groups if len(groups) == 1 or term.dims[k][0] not in self.lengths]) == 1:
-            known = sum(self.lengths[term.dims[k][0]] for k in groups if k not in unknown)
-            own, name = ndim - (len(term.dims) - len(groups)) - known, term.dims[unknown[0]][0]
-            if own >= 0 and not term.additive:
-                self.lengths[name] = max(own, self.lengths.get(name, 0))
-
-    def region(self, term: Term, picking: int, ndim: int) -> tuple[int, int, tuple[int, ...]]:
-        """The dims that picked ones share with the groups beside them, and which of these are picked."""
-        start = picking - (picking > 0 and is_group(term.dims[picking - 1]))
-        after = picking + 1 + (picking + 1 < len(term.dims) and is_group(term.dims[picking + 1]))
-        stop = ndim - (len(term.dims) - after)
-        picked = self.places(_argument(term.dims[picking]), ndim)
-        if any(not start <= p < stop for p in picked):
-            raise _Misfit
-        return start, stop, picked
-
-    def reducible(self, term: Term, ndim: int, operands: Sequence[tuple[Term, int]]) -> tuple[Term, int, tuple[int, ...]]:
-        """A result, and where it keeps dims of size one in the place of reduced ones."""
-        picked: tuple[int, ...] = ()
-        if not any(map(is_picked, term.dims)) and not term.additive:
-            own = next(((t, n) for t, n in operands if any(map(is_picked, t.dims))), None)
-            if own is not None:
-                found = self.places(next(_argument(dim) for dim in own[0].dims if is_picked(dim)), own[1])
-                own_ndim = sum(self.lengths.get(dim[0], 0) if is_group(dim) else 1 for dim in term.dims)
-                if found and own_ndim + len(found) == ndim:
-                    picked = found
-        return term, ndim, picked
-
-    def named(self, term: Term, ndim: int, kept: tuple[int, ...]) -> Dims:
-        """The factors of one tensor's dims. ``kept``: dims of size one in the place of reduced ones."""
-        dims = term.dims
-        if term.additive and not any(map(is_group, dims)):
-            dims = dims[-ndim:] if 0 < ndim < len(dims) else () if not ndim else dims
-        picking = next((k for k, dim in enumerate(dims) if is_picked(dim)), None)
-        names = list(self.around(term, picking, ndim) if picking is not None else self.in_order(dims, ndim - len(kept)))
-        for place in sorted(kept):
-            names.insert(place, ())
-        if len(names) != ndim:
-            raise _Misfit
-        return tuple(names)
-
-    def in_order(self, dims: Sequence[tuple[str, ...]], ndim: int) -> Iterator[tuple[str, ...]]:
-        groups = [dim for dim in dims if is_group(dim)]
-        for dim in dims:
-            if is_group(dim):
-                full = self.lengths.get(dim[0], 0)
-                own = ndim - len(dims) + 1 if len(groups) == 1 else full
-                yield from self.members(dim, full, own)
-            else:
-                yield dim
-
-    def members(self, dim: tuple[str, ...], full: int, own: int) -> Iterator[tuple[str, ...]]:
-        """The factors of a group, right-aligned."""
-        label = dim[0].rstrip("*.")
-        return ((f"{label}.{full - own + i}",) for i in range(own))
-
-    def around(self, term: Term, picking: int, ndim: int) -> Iterator[tuple[str, ...]]:
-        """The dims of a term with picked ones among those of the groups beside them."""
-        start, stop, picked = self.region(term, picking, ndim)
-        label = _argument(term.dims[picking]).rstrip("!")
-        others = iter(
-            [name for dim in term.dims if is_group(dim) for name in self.members(dim, *(self.lengths.get(dim[0], 0),) * 2)]
-        )
-        head, tail = iter(term.dims[:start]), iter(term.dims[len(term.dims) - (ndim - stop) :])
-        for place in range(ndim):
-            if place in picked:
-                yield (f"{label}.{picked.index(place)}",)
-            else:
-                found = next(head if place < start else others if place < stop else tail, None)
-                if found is None:
-                    raise _Misfit
-                yield found
-
-    def kept(self, dims: Dims, held: frozenset[str]) -> Dims:
-        """Dims of a result that no operand has are new, and no factors."""
-        return tuple(dim if held.issuperset(dim) else () for dim in dims)
-
-
-def _lacking(operands: Sequence[Dims], results: Sequence[Dims]) -> tuple[str, ...]:
-    """The factors of operands that some result lacks."""
-    letters = dict.fromkeys(name for dims in operands for dim in dims for name in dim)
-    return tuple([name for name in letters if not results or any(all(name not in dim for dim in dims) for dims in results)])
+    return tuple(dict.fromkeys(argument_of(dim) for term in terms for dim in term.dims if is_picked(dim)))
 
 
 # --- sizes, for each call ---------------------------------------------------------------------------------------------
@@ -299,11 +120,6 @@ def _fitted(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims:
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
-def label_of(factor: str) -> str:
-    """How the notation writes a factor: ``m``, ``s*`` for one of a group, ``@dim`` for a picked one (``s`` and ``dim`` here)."""
-    return factor.partition(".")[0]
-
-
 @dataclass(frozen=True, slots=True)
 class ShapesOf(Word):
     """The shapes of the results where every factor has one size."""
@@ -340,7 +156,7 @@ def _forward(
     operands = recipe_of(pattern, terms, ndims, (), (), picked)
     if operands is None:
         return None
-    binder = _Binder(pattern, dict(picked))
+    binder = Binder(pattern, dict(picked))
     given = [(pattern.operands[k], ndim) for k, ndim in zip(terms, ndims, strict=True) if k != NUMBER]
     for term, ndim in sorted(given, key=lambda item: not any(map(is_picked, item[0].dims))):
         binder.measure(term, ndim)
@@ -352,7 +168,7 @@ def _forward(
         if any(not dim or (is_picked(dim) and not any(dim in term.dims for term, _ in given)) for dim in dims):
             return None  # of some size of its own
         own = sum(
-            binder.lengths.get(dim[0], 0) if is_group(dim) else gone[_argument(dim)] if is_picked(dim) else 1 for dim in dims
+            binder.lengths.get(dim[0], 0) if is_group(dim) else gone[argument_of(dim)] if is_picked(dim) else 1 for dim in dims
         )
         ndims_out.append(own + (sum(gone.values()) if keepdim and not any(map(is_picked, dims)) else 0))
     return recipe_of(pattern, terms, ndims, outs, tuple(ndims_out), picked)

@@ -14,10 +14,11 @@ from ..base.nested import tensors
 from ..comm.fold import identity
 from ..layout.layout import Split
 from ..placement import Monoid, Partial
-from .binding import Sizes, bind, label_of
+from .binding import Sizes, bind
 from .call import Call
 from .kernels import At, KernelContext, plain_op
 from .notation import Pattern, Term, is_group
+from .recipe import label_of
 from .rule import Factors, Kernel, Reduced, Word
 
 

@@ -38,9 +38,9 @@ from .rule import ANY_PARTIAL, Dims, Factors, Kernel, LocalView, Rule, Shapes, W
 MakeKernel = Callable[[Call], Kernel | None]
 
 
-def _pattern(text: str | Pattern | by) -> Pattern | by | fitting:
+def _pattern(text: str | Pattern | by | fitting) -> Pattern | by | fitting:
     """``"a b -> b a | s* -> s*"``: the first that fits."""
-    if isinstance(text, Pattern):
+    if isinstance(text, (Pattern, fitting)):
         return text
     if isinstance(text, by):
         return by(text.argument, {value: parse(one) for value, one in text.table.items()})
@@ -61,7 +61,7 @@ def einsum(
 
 def blockwise(
     names: str,
-    pattern: str | Pattern | by,
+    pattern: str | Pattern | by | fitting,
     *,
     sums: str | Mapping[str, Left] = "",
     reduce: Left = "sum",
@@ -226,9 +226,9 @@ def reduction_factors(call: Call, dims: tuple[int, ...], op: str | Monoid | None
     return Factors((operand,), results, sizes, whole, {} if op is None else dict.fromkeys(picked, op), kernels=kernels)
 
 
-def composed(names: str, function: Callable[..., Any], parts: str = "") -> Rule:
-    """Operators that are others put together: ``function``, called with DTensors; ``parts`` names what it is made of."""
-    return register(names, Rule(NOTHING, decompose=function, kind="decomposition", source=parts))
+def composed(names: str, function: Callable[..., Any]) -> Rule:
+    """Operators that are others put together: ``function``, called with DTensors, each part placed by its own rule."""
+    return register(names, Rule(NOTHING, decompose=function, kind="decomposition"))
 
 
 class _Nothing(Word):

@@ -15,7 +15,7 @@ from dtensor.rules import rules
 from dtensor.rules.binding import bind
 from dtensor.rules.call import Call, Meta
 from dtensor.rules.factoring import Notation, by
-from dtensor.rules.notation import is_picked, parse
+from dtensor.rules.notation import Pattern, is_picked, parse
 from dtensor.rules.rows import copies, forgets, linear, monotone, one_of, together
 from dtensor.rules.rows import rows as rows_of
 
@@ -76,6 +76,10 @@ def test_picked_dims_vanish_wherever_they_stand(what: str) -> None:
 def test_an_empty_list_picks_none_where_the_pattern_says_so() -> None:
     call = call_of(aten.any.dims, [(5, 6)], self=size(5, 6), dim=[])
     assert read("a* @dim! b* -> a* b*", call) == "a.0 a.1 -> a.0 a.1"
+    some = call_of(aten.any.dims, [(5, 1)], self=size(5, 6), dim=[1], keepdim=True)
+    assert read("a* [@dim!] b* -> a* b*", some) == "a.0 dim.0 -> a.0 1 whole dim.0"
+    all_of = call_of(aten.any.dims, [()], self=size(5, 6), dim=None)
+    assert read("a* @dim! b* -> a* b*", all_of) == "dim.0 dim.1 -> ."
 
 
 PATTERNS = {
@@ -169,30 +173,34 @@ def test_a_table_chooses_by_the_value_of_an_argument() -> None:
     assert by("reduction", {2: "sum"})(call) is None
 
 
-def _names_in(word: Any) -> set[str]:
-    """The arguments that a rule's words name."""
-    if isinstance(word, (linear, one_of)):
-        return set(word.names)
-    if isinstance(word, together):
-        return set().union(*map(_names_in, word.parts))
-    if isinstance(word, by):
-        return {word.argument}.union(*map(_names_in, word.table.values()))
-    if isinstance(word, Notation):
-        patterns = word.pattern.table.values() if isinstance(word.pattern, by) else [word.pattern]
-        named = {term.name for pattern in patterns for term in pattern.operands} - {"", "each"}
-        picked = {dim[0].strip("@!") for pattern in patterns for term in pattern.operands for dim in term.dims if is_picked(dim)}
-        sizes = {size for size in word.sizes.values() if isinstance(size, str)}
-        return named | picked | sizes | (_names_in(word.pattern).union(*map(_names_in, word.left.values())))
-    return set()
+def _words_in(word: Any) -> list[set[str]]:
+    """For each word of a rule the arguments that it names."""
+    match word:
+        case linear() | one_of():
+            return [set(word.names)]
+        case together():
+            return [names for part in word.parts for names in _words_in(part)]
+        case by():
+            return [{word.argument}, *(names for part in word.table.values() for names in _words_in(part))]
+        case Notation():
+            patterns = [word.pattern] if isinstance(word.pattern, Pattern) else [*word.pattern.table.values()]
+            terms = [term for pattern in patterns for term in pattern.operands]
+            picked = [{dim[0].strip("@!")} for term in terms for dim in term.dims if is_picked(dim)]
+            sizes = [{size} for size in word.sizes.values() if isinstance(size, str)]
+            named = {term.name for term in terms} - {"", "each"}
+            return [named, *picked, *sizes, *(names for left in word.left.values() for names in _words_in(left))]
+    return []
 
 
 @pytest.mark.parametrize("name", sorted(rules()))
 def test_words_name_arguments_that_the_operator_has(name: str) -> None:
     """A word that names none says nothing."""
-    namespace, _, base = name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), base.partition(".")[0], None)
-    if packet is None:  # another build of torch
-        return
-    known = {argument.name for overload in packet.overloads() for argument in getattr(packet, overload)._schema.arguments}
-    known.add("dim")  # what an operator lacks picks all: `_is_any_true` has no dims to choose
-    assert _names_in(rules()[name].factors) | _names_in(rules()[name].partials) <= known
+    rule, known = rules()[name], {"dim"}  # what an operator lacks picks all: `_is_any_true` has no dims to choose
+    for shared in (other for other, own in rules().items() if own is rule):
+        namespace, _, base = shared.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), base.partition(".")[0], None)
+        for overload in packet.overloads() if packet is not None else ():  # some are in other builds of torch
+            known |= {argument.name for argument in getattr(packet, overload)._schema.arguments}
+    if len(known) > 1:
+        silent = [names for names in (*_words_in(rule.factors), *_words_in(rule.partials)) if names and not names & known]
+        assert silent == []

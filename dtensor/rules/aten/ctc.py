@@ -92,5 +92,5 @@ def by_lists(name: str) -> Any:
 
 kernel_rule("_ctc_loss", loss_factors)
 kernel_rule("_ctc_loss_backward", gradient_factors)
-composed("_ctc_loss.Tensor", by_lists("_ctc_loss"), "_ctc_loss with lengths as numbers")
-composed("_ctc_loss_backward.Tensor", by_lists("_ctc_loss_backward"), "_ctc_loss_backward with lengths as numbers")
+composed("_ctc_loss.Tensor", by_lists("_ctc_loss"))
+composed("_ctc_loss_backward.Tensor", by_lists("_ctc_loss_backward"))

@@ -7,19 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blockwise import on_each_rank
-from ..call import Call
-from ..registry import register
-from ..rule import LINEAR_PARTIAL, Dims, Factors, Rule
+from ..blockwise import blockwise, on_each_rank
+from ..rows import linear
 
 aten = torch.ops.aten
-
-
-def factors(call: Call) -> Factors:
-    shape = call.shape(0)
-    transformed = call.dims("dim", len(shape)) if call["dim"] else ()
-    dims: Dims = tuple(() if d in transformed else (f"d{d}",) for d in range(len(shape)))
-    return Factors((dims,), (dims,), {f"d{d}": size for d, size in enumerate(shape)})
 
 
 def transform(op: Any, dtype_of: Any, size_of: Any) -> Any:
@@ -30,8 +21,7 @@ def transform(op: Any, dtype_of: Any, size_of: Any) -> Any:
             return op(x, dim, *args, **kwargs)
         shape = list(x.shape)
         shape[dim[-1]] = size_of(shape[dim[-1]], *args)
-        empty = x.new_empty(shape, dtype=dtype_of(x.dtype))
-        return kwargs["out"].resize_(shape) if "out" in kwargs else empty
+        return kwargs["out"].resize_(shape) if "out" in kwargs else x.new_empty(shape, dtype=dtype_of(x.dtype))
 
     return on_each_rank(run)
 
@@ -40,14 +30,10 @@ def complex_of(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_complex else dtype.to_complex()
 
 
-def real_of(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real()
-
-
-RULES = {
+LOCAL = {
     "_fft_r2c": transform(aten._fft_r2c, complex_of, lambda size, normalization, onesided: size // 2 + 1 if onesided else size),
-    "_fft_c2r": transform(aten._fft_c2r, real_of, lambda size, normalization, last_dim_size: last_dim_size),
+    "_fft_c2r": transform(aten._fft_c2r, torch.dtype.to_real, lambda size, normalization, last_dim_size: last_dim_size),
     "_fft_c2c": transform(aten._fft_c2c, complex_of, lambda size, normalization, forward: size),
 }
-for _name, _local in RULES.items():
-    register(_name, Rule(factors, LINEAR_PARTIAL, local=_local, kind="along", source="... [dim] -> ... [dim]"))
+for _name, _local in LOCAL.items():
+    blockwise(_name, "a* [@dim!] b* -> a* [@dim!] b*", partials=linear(), local=_local, kind="along")

@@ -1,65 +1,53 @@
 """Random operations. What is drawn is cut like the operand it fills: without communication, in the current mode (see ``draw``).
 
-Operations whose outcome depends on the *values* of an operand (``bernoulli`` of given probabilities, ``multinomial``, ``normal``
-with a tensor of means) are in ``values_drawn``: exact in both modes.
+Where the values of an operand decide what is drawn, results are those of one device in both modes. ``rrelu`` draws for the
+elements that are not positive: the mask of these is gathered.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ...placement import REDUCE_OPS
-from ...random.distributions import SAMPLERS, sampler_of
-from ...random.draw import DRAWING, draw, draw_counted
+from ...base.memory_order import contiguous_stride
+from ...random.distributions import SAMPLERS
+from ...random.draw import DRAWING, block_of, draw, draw_counted
 from ..call import Call
+from ..drawn import drawn, drawn_alike
 from ..kernels import KernelContext
-from ..registry import register
-from ..rule import Factors, Rule
-from ..verbs import broadcast_factors
+from ..rows import forgets
+from ..rule import Factors
+from ..verbs import POINTWISE
 
-
-def shape_alone(call: Call) -> Factors | None:
-    """The result looks like operand 0, whose values do not matter; other operands are numbers."""
-    return broadcast_factors(call) if call.plain == frozenset(range(1, len(call.operands))) else None
-
-
-def any_operand(call: Call) -> tuple[str, ...]:
-    return tuple(f"{op}{',R' * (len(call.operands) - 1)} -> R" for op in REDUCE_OPS)
-
-
-def draw_like(at: KernelContext, like: Any, *args: Any, **kwargs: Any) -> Any:
-    """A block of what the op draws for a whole tensor with the strides of the global operand."""
-    func, layout, result = at.call.func, at.operands[0], at.results[0]
-    assert result is not None
-    sampler = sampler_of(func._schema.name.partition("::")[2])
-    if DRAWING.mode == "counter" and sampler is not None:
-        given = arguments_of(func, args, kwargs)
-        return draw_counted(result, sampler, given, given.get("generator"))
-    has_out = any(argument.is_out for argument in func._schema.arguments)
-
-    def sample(device: torch.device) -> torch.Tensor:
-        whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
-        into = {"out": torch.empty(result.shape, dtype=result.dtype, device=device)} if has_out else {}
-        drawn: torch.Tensor = func(whole, *args, **kwargs, **into)
-        return drawn
-
-    return draw(result, sample)
-
-
-def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments after the first by name, defaults filled in."""
-    declared = func._schema.arguments[1:]
-    given = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
-    return given | dict(zip((argument.name for argument in declared), args, strict=False)) | kwargs
-
-
-register(
-    "rand_like randn_like randint_like bernoulli.p bernoulli_.float normal_ uniform uniform_ exponential exponential_ random "
-    "random_ cauchy cauchy_ log_normal log_normal_ geometric geometric_",
-    Rule(shape_alone, any_operand, run=draw_like, kind="random", source="... -> ..."),
+drawn(
+    """
+    rand_like
+    randn_like
+    randint_like
+    bernoulli.p
+    bernoulli_.float
+    normal_
+    uniform
+    uniform_
+    exponential
+    exponential_
+    random
+    random_
+    cauchy
+    cauchy_
+    log_normal
+    log_normal_
+    geometric
+    geometric_
+    """,
+    partials=forgets,
 )
+drawn("bernoulli", around=0.5)
+drawn("normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor", "each: ... -> ...", around=1.0)
+drawn("multinomial", "n* [] -> n* []", around=1.0)  # categories are whole
 
 
 def drop(at: KernelContext, x: Any, p: float, train: bool | None) -> Any:
@@ -67,7 +55,7 @@ def drop(at: KernelContext, x: Any, p: float, train: bool | None) -> Any:
     layout, mask_layout = at.operands[0], at.results[1]
     assert mask_layout is not None
 
-    def sample(device: torch.device) -> torch.Tensor:
+    def sample(device: torch.device) -> Tensor:
         ones = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device).fill_(1)
         return torch.native_dropout(ones, p, train)[1]
 
@@ -78,6 +66,42 @@ def drop(at: KernelContext, x: Any, p: float, train: bool | None) -> Any:
 
 
 # linear in the operand, the mask being the same for all terms
-register(
-    "native_dropout", Rule(broadcast_factors, ("sum -> sum,R", "avg -> avg,R"), run=drop, kind="random", source="... -> ..., ...")
-)
+drawn("native_dropout", "... -> each: ...", run=drop, partials=("sum -> sum,R", "avg -> avg,R"))
+
+
+# --- rrelu ---
+def rrelu_factors(call: Call) -> Factors | None:
+    if call["training"]:  # in row-major order, whatever the order in memory: the meta kernel does not know
+        call.results = tuple(meta and replace(meta, stride=contiguous_stride(meta.shape)) for meta in call.results)
+    return POINTWISE(call)
+
+
+def leak(
+    at: KernelContext, x: Any, noise: Any, lower: Any = 0.125, upper: Any = 1 / 3, training: bool = False, generator: Any = None
+) -> Any:
+    """Slopes where elements are not positive: one draw for each, in row-major order."""
+    if not training or at.call.mesh.current_member() is None:  # a rank outside of the mesh cannot know how many are drawn
+        return at.map(lambda _, block, own: torch.ops.aten.rrelu_with_noise(block, own, lower, upper, False), x, noise)
+    layout, mesh = at.operands[0], at.call.mesh
+    cut = tuple(sorted({mesh_dim for split in layout.splits if split is not None for mesh_dim in split.mesh_dims}))
+    coordinates = mesh.coordinates
+    signs = at.map(lambda _, block: block <= 0, x)
+    masks = at.comm.all_gather(signs, cut, lambda member: layout.local_shape(coordinates[member])).wait() if cut else [signs]
+
+    def one(member: int, block: Tensor, own: Tensor, parts: list[Tensor]) -> Tensor:
+        whole = torch.empty(layout.shape, dtype=block.dtype, device=block.device)
+        group = mesh.members_of(cut, member) if cut else (member,)
+        for peer, negative in zip(group, parts, strict=True):
+            place, coordinate = whole, coordinates[peer]
+            for d, (offset, size) in enumerate(zip(layout.local_offset(coordinate), layout.local_shape(coordinate), strict=True)):
+                place = place.narrow(d, min(offset, place.shape[d] - size), size)
+            place.copy_(1 - 2 * negative.to(block.dtype))
+        slopes = torch.empty_like(whole)
+        torch.ops.aten.rrelu_with_noise(whole, slopes, lower, upper, True, generator)
+        own.copy_(block_of(slopes, layout, member))
+        return block * own
+
+    return drawn_alike(at, generator, one, x, noise, masks)
+
+
+drawn("rrelu_with_noise", factors=rrelu_factors, run=leak)

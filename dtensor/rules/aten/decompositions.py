@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...base.memory_order import contiguous_stride, memory_order, outermost_first
@@ -39,7 +40,7 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
 
 def masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
     picked, total = masked_select(grad, mask), math.prod(sizes)
-    return torch.nn.functional.pad(picked, (0, total - picked.shape[0])).view(sizes)
+    return F.pad(picked, (0, total - picked.shape[0])).view(sizes)
 
 
 def unsafe_masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill: Any) -> Tensor:
@@ -61,17 +62,17 @@ def _inside(x: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     ]
 
 
-composed("masked_select", masked_select, "expand, index by mask")
-composed("masked_scatter", masked_scatter, "cumsum, take, where")
-composed("masked_scatter_backward", masked_scatter_backward, "masked_select, pad")
-composed("_unsafe_masked_index", unsafe_masked_index, "clamp, _unsafe_index, masked_fill")
-composed("_unsafe_masked_index_put_accumulate", unsafe_masked_index_put, "clamp, masked_fill, _unsafe_index_put")
+composed("masked_select", masked_select)
+composed("masked_scatter", masked_scatter)
+composed("masked_scatter_backward", masked_scatter_backward)
+composed("_unsafe_masked_index", unsafe_masked_index)
+composed("_unsafe_masked_index_put_accumulate", unsafe_masked_index_put)
 
 
 # --- shapes ---
 def nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
     rows = x.nonzero()[:size]
-    return torch.nn.functional.pad(rows, (0, 0, 0, size - rows.shape[0]), value=fill_value).contiguous()
+    return F.pad(rows, (0, 0, 0, size - rows.shape[0]), value=fill_value).contiguous()
 
 
 def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Tensor:
@@ -82,7 +83,7 @@ def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Tensor:
     for x in tensors:
         each = -(-x.shape[dim] // num_chunks)
         missing = each * num_chunks - x.shape[dim]
-        padded = torch.nn.functional.pad(x, (*(0, 0) * (x.ndim - dim - 1), 0, missing)) if missing else x
+        padded = F.pad(x, (*(0, 0) * (x.ndim - dim - 1), 0, missing)) if missing else x
         rows.append(padded.reshape(*x.shape[:dim], num_chunks, each * math.prod(x.shape[dim + 1 :])))
     return torch.cat(rows, dim + 1)
 
@@ -100,7 +101,7 @@ def block_diag(tensors: Sequence[Tensor]) -> Tensor:
     blocks = [torch.atleast_2d(x).to(dtype) for x in tensors]
     total, before, rows = sum(x.shape[1] for x in blocks), 0, []
     for x in blocks:
-        rows.append(torch.nn.functional.pad(x, (before, total - before - x.shape[1])))
+        rows.append(F.pad(x, (before, total - before - x.shape[1])))
         before += x.shape[1]
     return torch.cat(rows)
 
@@ -110,7 +111,7 @@ def zeros_like_other(x: Tensor, other: Tensor, *, self_num_batch_dims: int = 0) 
     return torch.zeros_like(other.expand(*x.shape[:self_num_batch_dims], *other.shape) if self_num_batch_dims else other)
 
 
-composed("_new_zeros_with_same_feature_meta", zeros_like_other, "zeros_like")
+composed("_new_zeros_with_same_feature_meta", zeros_like_other)
 
 
 def resized(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Tensor:
@@ -122,7 +123,7 @@ def resized(x: Tensor, size: Sequence[int], *, memory_format: torch.memory_forma
         same = made.numel() == x.numel() and x.is_contiguous() and made.is_contiguous()
         return x.view(size) if same else aten.as_strided.default(x, list(size), made.stride())
     flat, total = x.permute(outermost_first(x.stride())).reshape(-1), made.numel()
-    flat = flat[:total] if total <= flat.shape[0] else torch.nn.functional.pad(flat, (0, total - flat.shape[0]))
+    flat = flat[:total] if total <= flat.shape[0] else F.pad(flat, (0, total - flat.shape[0]))
     order = outermost_first(made.stride())
     return flat.view([made.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(made.ndim)])
 
@@ -141,12 +142,12 @@ def set_to(x: Tensor, source: Tensor | None = None, offset: int = 0, size: Any =
     return source if size is None else source.as_strided(size, stride or contiguous_stride(tuple(size)), offset)
 
 
-composed("set_", set_to, "as_strided, new_empty")
-composed("resize_as_", resized_as, "permute, slice, pad, view")
-composed("resize_", resized, "permute, slice, pad, view")
-composed("nonzero_static", nonzero_static, "nonzero, pad")
-composed("_chunk_cat", chunk_cat, "pad, reshape, cat")
-composed("block_diag", block_diag, "pad, cat")
+composed("set_", set_to)
+composed("resize_as_", resized_as)
+composed("resize_", resized)
+composed("nonzero_static", nonzero_static)
+composed("_chunk_cat", chunk_cat)
+composed("block_diag", block_diag)
 
 
 # --- norms of slices ---
@@ -162,4 +163,113 @@ def renorm(x: Tensor, p: Any, dim: int, maxnorm: Any) -> Tensor:
     return (x * factor.to(x.dtype)).contiguous()
 
 
-composed("renorm", renorm, "linalg_vector_norm, where, mul")
+composed("renorm", renorm)
+
+
+# --- what torch.amp.GradScaler does to gradients ---
+def check_and_unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Gradients times ``inv_scale``, in place; ``found_inf`` (plain, one number) becomes 1 if any element is not finite.
+
+    The largest magnitude is not finite exactly if some element is not: one reduction tells all ranks alike.
+    """
+    largest = torch.stack(list(torch._foreach_norm(grads, float("inf"))))
+    broken: Any = largest.isfinite().all().logical_not().to(found_inf.dtype)
+    whole = broken.full_tensor()
+    torch.maximum(found_inf, whole, out=found_inf)
+    torch._foreach_mul_(grads, inv_scale)
+
+
+composed("_amp_foreach_non_finite_check_and_unscale_", check_and_unscale)
+
+
+# --- the fused inference operators of nn.TransformerEncoderLayer and nn.MultiheadAttention ---
+def native_multi_head_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim: int,
+    num_head: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor,
+    mask: Tensor | None = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of (batch, sequence, features), and its weights where asked for. Query, key and value may be one tensor."""
+    projected = [
+        F.linear(x, weight, bias).unflatten(-1, (num_head, -1)).transpose(1, 2)
+        for x, weight, bias in zip((query, key, value), qkv_weight.chunk(3), qkv_bias.chunk(3), strict=True)
+    ]
+    hidden = None if mask is None else broadcast_mask(mask, mask_type)
+    weights = None
+    if need_weights:
+        q, k, v = projected
+        scores = (q * (embed_dim // num_head) ** -0.5) @ k.transpose(-2, -1)
+        weights = (scores if hidden is None else scores.masked_fill(hidden, float("-inf"))).softmax(-1)
+        out = weights @ v
+        weights = weights.mean(1) if average_attn_weights else weights
+    else:
+        q, k, v = projected
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=None if hidden is None else hidden.logical_not())
+    return F.linear(out.transpose(1, 2).flatten(2), proj_weight, proj_bias), weights
+
+
+def broadcast_mask(mask: Tensor, mask_type: int | None) -> Tensor:
+    """What is hidden, broadcastable to (batch, heads, queries, keys): type 0 is (queries, keys), 1 is (batch, keys), 2 is full.
+
+    Masks of numbers hide where they are not zero, as in the operator.
+    """
+    hidden = mask.bool()
+    return hidden[:, None, None, :] if mask_type == 1 else hidden
+
+
+def transformer_encoder_layer(
+    src: Tensor,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm_weight_1: Tensor,
+    norm_bias_1: Tensor,
+    norm_weight_2: Tensor,
+    norm_bias_2: Tensor,
+    ffn_weight_1: Tensor,
+    ffn_bias_1: Tensor,
+    ffn_weight_2: Tensor,
+    ffn_bias_2: Tensor,
+    mask: Tensor | None = None,
+    mask_type: int | None = None,
+) -> Tensor:
+    """The layer's forward pass in evaluation."""
+
+    def attend(x: Tensor) -> Tensor:
+        own = (qkv_weight, qkv_bias, proj_weight, proj_bias)
+        return native_multi_head_attention(x, x, x, embed_dim, num_heads, *own, mask, False, True, mask_type)[0]
+
+    def feed_forward(x: Tensor) -> Tensor:
+        hidden = F.linear(x, ffn_weight_1, ffn_bias_1)
+        return F.linear(F.gelu(hidden) if use_gelu else F.relu(hidden), ffn_weight_2, ffn_bias_2)
+
+    def norm_1(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)
+
+    def norm_2(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
+
+    if norm_first:
+        x = src + attend(norm_1(src))
+        return x + feed_forward(norm_2(x))
+    x = norm_1(src + attend(src))
+    return norm_2(x + feed_forward(x))
+
+
+composed("_native_multi_head_attention", native_multi_head_attention)
+composed("_transformer_encoder_layer_fwd", transformer_encoder_layer)

@@ -1,0 +1,125 @@
+"""Random operations as declarations: a block of what one global draw gives, whether or not the values of an operand decide it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import communicator_of
+from ..layout.layout import Layout
+from ..random.distributions import sampler_of
+from ..random.draw import (
+    DRAWING,
+    block_of,
+    default_generator,
+    draw,
+    draw_counted,
+    place_in,
+    set_state,
+    state_of,
+    synchronize,
+)
+from .factoring import Notation
+from .kernels import KernelContext
+from .notation import parse
+from .registry import register
+from .rows import rows
+from .rule import Rule, Word
+
+
+@dataclass(frozen=True, slots=True)
+class DrawLike(Word):
+    """A block of what the op draws for a whole tensor with the strides of the global operand, whose values do not matter."""
+
+    def __call__(self, at: KernelContext, like: Any, *args: Any, **kwargs: Any) -> Any:
+        func, layout, result = at.call.func, at.operands[0], at.results[0]
+        assert result is not None
+        sampler = sampler_of(func._schema.name.partition("::")[2])
+        if DRAWING.mode == "counter" and sampler is not None:
+            given = _arguments_of(func, args, kwargs)
+            return draw_counted(result, sampler, given, given.get("generator"))
+        has_out = any(argument.is_out for argument in func._schema.arguments)
+
+        def sample(device: torch.device) -> Tensor:
+            whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
+            into = {"out": torch.empty(result.shape, dtype=result.dtype, device=device)} if has_out else {}
+            drawn: Tensor = func(whole, *args, **kwargs, **into)
+            return drawn
+
+        return draw(result, sample)
+
+
+def _arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments after the first by name, defaults filled in."""
+    declared = func._schema.arguments[1:]
+    given = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
+    return given | dict(zip((argument.name for argument in declared), args, strict=False)) | kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class DrawAround(Word):
+    """The op on whole tensors that hold one block each, and elsewhere ``other``, a value that the op takes.
+
+    How many numbers are drawn does not depend on values, so each block is what one device gives, at the cost of the whole
+    tensor's time and transient memory on each rank (see ``draw``).
+    """
+
+    other: float
+
+    def __call__(self, at: KernelContext, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
+        result, call = at.results[0], at.call
+        assert result is not None
+        op = call.func.overloadpacket
+        places = [i for i, value in enumerate(args) if isinstance(value, Tensor)]
+        given = [layout for layout, name in zip(at.operands, call.names, strict=True) if isinstance(call.arguments[name], Layout)]
+
+        def one(member: int | None, *values: Any) -> Tensor:
+            whole = list(values)
+            for layout, i in zip(given, places, strict=True):
+                whole[i] = around(values[i], layout, member, self.other)
+            return block_of(op(*whole, generator=generator), result, member)
+
+        return drawn_alike(at, generator, one, *args)
+
+
+def around(block: Tensor, layout: Layout, member: int | None, other: float) -> Tensor:
+    """A tensor of the global shape and strides that holds one member's block (None: no block), and ``other`` elsewhere."""
+    whole = torch.empty_strided(layout.shape, layout.stride, dtype=block.dtype, device=block.device).fill_(other)
+    if member is not None:
+        place_in(whole, layout, layout.mesh.coordinates[member]).copy_(block)
+    return whole
+
+
+def drawn_alike(at: KernelContext, generator: Any, one: Callable[..., Any], *locals_: Any) -> Any:
+    """``one(member, *locals_)`` on every rank, from the same state of the generator, which advances once."""
+    mesh = at.call.mesh
+    synchronize(mesh)
+    source = generator or default_generator(mesh)
+    state = state_of(source)
+
+    def from_start(member: int | None, *values: Any) -> Any:
+        set_state(source, state)
+        return one(member, *values)
+
+    if mesh.current_member() is None:  # it draws too, see ``draw``
+        return from_start(None, *locals_)
+    return communicator_of(mesh).map(from_start, *locals_)
+
+
+def drawn(
+    names: str,
+    pattern: str = "... -> ...",
+    *,
+    around: float | None = None,
+    run: Any = None,
+    partials: Any = (),
+    factors: Any = None,
+) -> Rule:
+    """A rule for operators that draw. ``around``: what stands beside a rank's block where values decide what is drawn (a value
+    that the operator takes); ``run``: another kernel."""
+    kernel = run or (DrawLike() if around is None else DrawAround(around))
+    return register(names, Rule(factors or Notation(parse(pattern)), rows(partials), run=kernel, kind="random"))
