@@ -14,7 +14,7 @@ from dtensor.propagation.schema import operator_of
 from dtensor.rules import rules
 from dtensor.rules.binding import bind
 from dtensor.rules.call import Call, Meta
-from dtensor.rules.factoring import Notation, by
+from dtensor.rules.factoring import Notation, by, fitting
 from dtensor.rules.notation import is_picked, parse
 from dtensor.rules.rows import copies, forgets, linear, monotone, one_of, together
 from dtensor.rules.rows import rows as rows_of
@@ -76,6 +76,18 @@ def test_picked_dims_vanish_wherever_they_stand(what: str) -> None:
 def test_an_empty_list_picks_none_where_the_pattern_says_so() -> None:
     call = call_of(aten.any.dims, [(5, 6)], self=size(5, 6), dim=[])
     assert read("a* @dim! b* -> a* b*", call) == "a.0 a.1 -> a.0 a.1"
+
+
+def test_what_is_picked_so_is_whole_in_brackets() -> None:
+    call = call_of(aten.flip.default, [(5, 6)], self=size(5, 6), dims=[1])
+    assert read("a* [@dims!] b* -> a* [@dims!] b*", call) == "a.0 dims.0 -> a.0 dims.0 whole dims.0"
+
+
+@pytest.mark.parametrize(("shape", "expected"), [((5, 6), "m n -> n m"), ((5,), "s* -> s*"), ((5, 6, 7), "s* -> s*")])
+def test_of_several_patterns_the_first_that_fits_holds(shape: tuple[int, ...], expected: str) -> None:
+    chosen = fitting((parse("m n -> n m"), parse("s* -> s*")))(call_of(aten.neg.default, [shape[::-1]], self=size(*shape)))
+    assert chosen is not None
+    assert chosen.text == expected
 
 
 PATTERNS = {
@@ -178,7 +190,7 @@ def _names_in(word: Any) -> set[str]:
     if isinstance(word, by):
         return {word.argument}.union(*map(_names_in, word.table.values()))
     if isinstance(word, Notation):
-        patterns = word.pattern.table.values() if isinstance(word.pattern, by) else [word.pattern]
+        patterns = word.pattern.table.values() if isinstance(word.pattern, (by, fitting)) else [word.pattern]
         named = {term.name for pattern in patterns for term in pattern.operands} - {"", "each"}
         picked = {dim[0].strip("@!") for pattern in patterns for term in pattern.operands for dim in term.dims if is_picked(dim)}
         sizes = {size for size in word.sizes.values() if isinstance(size, str)}
