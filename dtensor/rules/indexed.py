@@ -34,9 +34,7 @@ def reads(names: str, address: Address, op: Any = None, **options: Any) -> Rule:
     """A rule for operations that read the elements of operand 0 which an index names. ``op`` reads from a block, where the
     operator itself does not take an index for each dim."""
     factors = Indexed(address, Kernel(partial(read_owned, address, op), lacking=Partial("sum"), joint=True))
-    return register(
-        names, Rule(factors, one_of("self", "weight"), when=no_foreign_zeros, kind="read", source=address.form, **options)
-    )
+    return register(names, Rule(factors, one_of(address.operand), when=no_foreign_zeros, kind="read", **options))
 
 
 def writes(

@@ -14,8 +14,8 @@ from dtensor.propagation.schema import operator_of
 from dtensor.rules import rules
 from dtensor.rules.binding import bind
 from dtensor.rules.call import Call, Meta
-from dtensor.rules.factoring import Notation, by
-from dtensor.rules.notation import Pattern, is_picked, parse
+from dtensor.rules.factoring import Notation, by, fitting
+from dtensor.rules.notation import is_picked, parse
 from dtensor.rules.rows import copies, forgets, linear, monotone, one_of, together
 from dtensor.rules.rows import rows as rows_of
 
@@ -80,6 +80,18 @@ def test_an_empty_list_picks_none_where_the_pattern_says_so() -> None:
     assert read("a* [@dim!] b* -> a* b*", some) == "a.0 dim.0 -> a.0 1 whole dim.0"
     all_of = call_of(aten.any.dims, [()], self=size(5, 6), dim=None)
     assert read("a* @dim! b* -> a* b*", all_of) == "dim.0 dim.1 -> ."
+
+
+def test_what_is_picked_so_is_whole_in_brackets() -> None:
+    call = call_of(aten.flip.default, [(5, 6)], self=size(5, 6), dims=[1])
+    assert read("a* [@dims!] b* -> a* [@dims!] b*", call) == "a.0 dims.0 -> a.0 dims.0 whole dims.0"
+
+
+@pytest.mark.parametrize(("shape", "expected"), [((5, 6), "m n -> n m"), ((5,), "s* -> s*"), ((5, 6, 7), "s* -> s*")])
+def test_of_several_patterns_the_first_that_fits_holds(shape: tuple[int, ...], expected: str) -> None:
+    chosen = fitting((parse("m n -> n m"), parse("s* -> s*")))(call_of(aten.neg.default, [shape[::-1]], self=size(*shape)))
+    assert chosen is not None
+    assert chosen.text == expected
 
 
 PATTERNS = {
@@ -183,7 +195,8 @@ def _words_in(word: Any) -> list[set[str]]:
         case by():
             return [{word.argument}, *(names for part in word.table.values() for names in _words_in(part))]
         case Notation():
-            patterns = [word.pattern] if isinstance(word.pattern, Pattern) else [*word.pattern.table.values()]
+            several = isinstance(word.pattern, (by, fitting))
+            patterns = [*word.pattern.table.values()] if several else [word.pattern]
             terms = [term for pattern in patterns for term in pattern.operands]
             picked = [{dim[0].strip("@!")} for term in terms for dim in term.dims if is_picked(dim)]
             sizes = [{size} for size in word.sizes.values() if isinstance(size, str)]

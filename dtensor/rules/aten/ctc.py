@@ -11,26 +11,10 @@ import torch
 
 from ..call import Call
 from ..kernels import At, KernelContext
-from ..rule import Dims, Factors, Kernel
-from ..verbs import composed, kernel_rule
+from ..rule import Kernel
+from ..verbs import blockwise, composed
 
 aten = torch.ops.aten
-
-
-def sequences(call: Call) -> tuple[Dims, Dims]:
-    """Factors of the log probabilities and of the targets (one after another where they have one dim)."""
-    targets = call.shape(call.names.index("targets"))
-    return ((), ("n",), ()), (("n",), ()) if len(targets) == 2 else ((),)
-
-
-def loss_factors(call: Call) -> Factors | None:
-    if len(call.shape(0)) != 3:
-        return Factors(
-            (((), ()), ((),) * len(call.shape(1))), tuple(((),) * len(m.shape) for m in call.results if m is not None), {}
-        )
-    probabilities, targets = sequences(call)
-    sizes = {"n": call.shape(0)[1]}
-    return Factors((probabilities, targets), ((("n",),), (("n",), (), ())), sizes, kernels={"n": Kernel(own_losses)})
 
 
 def own(here: At, call: Call, targets: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
@@ -59,15 +43,6 @@ def own_losses(at: KernelContext, log_probs: Any, targets: Any, *lengths: Any, *
     return at.map(one, log_probs, targets)
 
 
-def gradient_factors(call: Call) -> Factors | None:
-    if len(call.shape(1)) != 3:
-        return Factors(tuple(((),) * len(call.shape(i)) for i in range(len(call.operands))), (((), ()),), {})
-    probabilities, targets = sequences(call)
-    losses: Dims = (("n",),)
-    operands = (losses, probabilities, targets, losses, (("n",), (), ()))
-    return Factors(operands, (probabilities,), {"n": call.shape(1)[1]}, kernels={"n": Kernel(own_gradients)})
-
-
 def own_gradients(at: KernelContext, grad: Any, log_probs: Any, targets: Any, inputs: Any, outputs: Any, *rest: Any) -> Any:
     losses, table, *options = rest
 
@@ -90,7 +65,10 @@ def by_lists(name: str) -> Any:
     return lambda *args: op(*args[:first], args[first].tolist(), args[first + 1].tolist(), *args[first + 2 :])
 
 
-kernel_rule("_ctc_loss", loss_factors)
-kernel_rule("_ctc_loss_backward", gradient_factors)
+# targets have a row for each sequence, or stand one after another; without sequences there is one
+LOSSES = "[] n [], n [] -> n, n [] [] | [] n [], [] -> n, n [] [] | [] [], [] -> , [] []"
+GRADIENTS = "n, [] n [], n [], n, n [] [] -> [] n [] | n, [] n [], [], n, n [] [] -> [] n [] | , [] [], [], , [] [] -> [] []"
+blockwise("_ctc_loss", LOSSES, kernels={"n": Kernel(own_losses)})
+blockwise("_ctc_loss_backward", GRADIENTS, kernels={"n": Kernel(own_gradients)})
 composed("_ctc_loss.Tensor", by_lists("_ctc_loss"))
 composed("_ctc_loss_backward.Tensor", by_lists("_ctc_loss_backward"))

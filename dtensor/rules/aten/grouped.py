@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..call import Call, Meta
 from ..kernels import At, KernelContext
-from ..rule import Dims, Factors
-from ..verbs import kernel_rule
+from ..verbs import blockwise
 
 # by the number of dims of both operands: what their dims are, and the result's ("r" is ragged, "g" counts groups)
 _KINDS: dict[tuple[int, int], tuple[str, str, str]] = {
@@ -29,17 +28,6 @@ _KINDS: dict[tuple[int, int], tuple[str, str, str]] = {
 
 def _kind(call: Call) -> tuple[str, str, str]:
     return _KINDS[len(call.shape(0)), len(call.shape(1))]
-
-
-def grouped_factors(call: Call) -> Factors:
-    left, right, result = _kind(call)
-    sizes = {name: size for i, names in enumerate((left, right)) for name, size in zip(names, call.shape(i), strict=True)}
-    sizes.setdefault("g", _groups(call))
-    ends: tuple[Dims, ...] = (((),),) * (len(call.operands) - 2)  # every rank needs all ends
-    own: Dims = tuple((name,) for name in result)
-    whole = frozenset("g" if {left, right} == {"mr", "rn"} else "")
-    operands = (tuple((name,) for name in left), tuple((name,) for name in right), *ends)
-    return Factors(operands, (own,), sizes, whole, reduced=dict.fromkeys(set(left + right) - set(result), "sum"))
 
 
 def _groups(call: Call) -> int:
@@ -97,4 +85,5 @@ def grouped(at: KernelContext, a: Any, b: Any, offs: Any = None, bias: Any = Non
     return at.map(product, a, b, offs)
 
 
-kernel_rule("_grouped_mm", grouped_factors, run=grouped, metas=grouped_metas)
+PRODUCTS = "r k, g k n, [], [] -> r n | g m k, k r, [], [] -> m r | m r, r n, [], [] -> [] m n | g m k, g k n, [], [] -> g m n"
+blockwise("_grouped_mm", PRODUCTS, sums="*", run=grouped, metas=grouped_metas)

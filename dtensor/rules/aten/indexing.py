@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from ..call import Call
 from ..factoring import by
 from ..indexed import reads
-from ..kernels import KernelContext
+from ..kernels import plain_op
 from ..owned import ELEMENTS, FLAT, PLACES, ROWS, TABLE, masked
 from ..rows import linear
-from ..rule import Dims, Factors, Kernel
-from ..verbs import blockwise, kernel_rule
+from ..rule import Kernel
+from ..verbs import blockwise
 
 aten = torch.ops.aten
 
@@ -57,52 +56,23 @@ blockwise("searchsorted", "n, s* -> s* | b* n, b* s -> b* s | [n], s*, [n] -> s*
 
 
 # --- bags of embeddings: columns are factors; indices and the bounds of bags are whole on every rank ---
-SUM, MEAN, MAX = 0, 1, 2
-
-
-def bags(call: Call) -> Factors:
-    """The bag of each index, the sizes of bags and, for sums, the empty marker of places know no column."""
-    whole: list[Dims] = [((),) * len(call.shape(i)) for i in range(1, len(call.operands))]
-    results = [meta for meta in call.results if meta is not None]
-    places: Dims = ((), ("e",)) if call["mode"] == MAX and len(results[3].shape) == 2 else ((),) * len(results[3].shape)
-    rest: tuple[Dims, ...] = tuple(((),) * len(meta.shape) for meta in results[1:3])
-    sizes = {"v": call.shape(0)[0], "e": call.shape(0)[1]}
-    kernels = {"e": Kernel(same)}
-    return Factors((((), ("e",)), *whole), (((), ("e",)), *rest, places), sizes, kernels=kernels)
-
-
-def same(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    """The operator on columns: what knows no column is whole."""
-    return at.map(lambda _, *locals_: at.call.func.overloadpacket(*locals_, **kwargs), *args)
-
-
-def bag_gradients(call: Call) -> Factors:
-    """The gradient of the table, in the columns of the incoming one."""
-    whole: list[Dims] = [
-        ((), ("e",))
-        if call.names[i] == "maximum_indices" and call["mode"] == MAX and len(call.shape(i)) == 2
-        else ((),) * len(call.shape(i))
-        for i in range(1, len(call.operands))
-    ]
-    return Factors((((), ("e",)), *whole), (((), ("e",)),), {"e": call.shape(0)[1]})
-
-
-def bag_weight_gradients(call: Call) -> Factors:
-    """Products of columns, summed."""
-    whole: list[Dims] = [((),) * len(call.shape(i)) for i in range(2, len(call.operands))]
-    return Factors((((), ("e",)), ((), ("e",)), *whole), (((),),), {"e": call.shape(0)[1]}, reduced={"e": "sum"})
-
-
-def bags_partials(call: Call) -> tuple[str, ...]:
-    """Linear in the table, unless weights of indices multiply it; the largest is not."""
-    if call["mode"] == MAX:
-        return ()
-    rest = ",finite" * (len(call.operands) - 1)
-    return f"sum{rest} -> sum,R,R,R", f"avg{rest} -> avg,R,R,R"
-
-
-kernel_rule("_embedding_bag _embedding_bag_forward_only", bags, partials=bags_partials, plain=("offsets",))
-kernel_rule(
-    "_embedding_bag_backward _embedding_bag_dense_backward", bag_gradients, when=lambda choice: not choice.call.get("sparse")
+TABLE_READ = "weight: [] e, indices: [], offsets: [], per_sample_weights: [] -> [] e, [], []"
+SUMS = tuple(f"{op},finite,finite{weights} -> {op},R,R,R" for op in ("sum", "avg") for weights in ("", ",finite"))
+blockwise(
+    "_embedding_bag _embedding_bag_forward_only",
+    f"{TABLE_READ}, [] e | {TABLE_READ}, []",
+    kernels={"e": Kernel(plain_op)},
+    partials=by("mode", {0: SUMS, 1: SUMS}),  # linear in the table, but for the largest (2)
+    plain=("offsets",),
 )
-kernel_rule("_embedding_bag_per_sample_weights_backward", bag_weight_gradients)
+GRADIENT = "grad: [] e, indices: [], offsets: [], offset2bag: [], bag_size: [], per_sample_weights: [], maximum_indices: []"
+blockwise(
+    "_embedding_bag_backward _embedding_bag_dense_backward",
+    f"{GRADIENT} e -> [] e | {GRADIENT} -> [] e",
+    when=lambda choice: not choice.call.get("sparse"),
+)
+blockwise(
+    "_embedding_bag_per_sample_weights_backward",
+    "grad: [] e, weight: [] e, indices: [], offsets: [], offset2bag: [] -> []",
+    sums="e",
+)

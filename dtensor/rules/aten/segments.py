@@ -12,47 +12,11 @@ import torch
 from ...placement import Partial
 from ..call import Call
 from ..kernels import At, KernelContext
-from ..rule import Choice, Dims, Factors, Kernel
-from ..verbs import kernel_rule
+from ..rule import Choice, Kernel
+from ..verbs import blockwise
 
 aten = torch.ops.aten
 _OPS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "product"}
-
-
-def segment_dims(call: Call) -> dict[str, tuple[Dims, dict[str, int]]]:
-    """Factors of the data (with dim ``s`` in segments), of the results (segments in its place), and of lengths or offsets."""
-    data = call.shape(call.names.index("data"))
-    axis = call["axis"] % len(data)
-    lead, rest = tuple((f"b{d}",) for d in range(axis)), tuple((f"d{d}",) for d in range(axis + 1, len(data)))
-    sizes = {f"{'b' if d < axis else 's' if d == axis else 'd'}{'' if d == axis else d}": size for d, size in enumerate(data)}
-    return {
-        "data": ((*lead, ("s",), *rest), sizes),
-        "reduced": ((*lead, (), *rest), sizes),
-        "bounds": ((*lead, ()), sizes),
-    }
-
-
-def operand_dims(call: Call) -> tuple[Dims, ...]:
-    table = segment_dims(call)
-    kinds = {
-        "data": "data",
-        "grad": "reduced",
-        "output": "reduced",
-        "lengths": "bounds",
-        "offsets": "bounds",
-        "indices": "bounds",
-    }
-    return tuple(table[kinds[name]][0] if len(call.shape(i)) else () for i, name in enumerate(call.names))
-
-
-def reduced_factors(call: Call) -> Factors | None:
-    """``indices`` have no meaning yet in torch."""
-    table = segment_dims(call)
-    _dims, sizes = table["data"]
-    if call.get("axis") == 0 and (call.get("lengths") is not None or call.get("offsets") is not None):
-        part = Kernel(reduce_parts, lacking=Partial(_OPS[call["reduce"]]))
-        return Factors(operand_dims(call), (table["reduced"][0],), sizes, kernels={"s": part})
-    return Factors(operand_dims(call), (table["reduced"][0],), sizes, whole=frozenset({"s"}))
 
 
 def lengths_in_block(here: At, lengths: torch.Tensor | None, offsets: torch.Tensor | None) -> torch.Tensor:
@@ -64,6 +28,13 @@ def lengths_in_block(here: At, lengths: torch.Tensor | None, offsets: torch.Tens
         ends = lengths.cumsum(0)
         starts = ends - lengths
     return ends.clamp(here.offset, here.offset + here.size) - starts.clamp(here.offset, here.offset + here.size)
+
+
+def lengths_of(lengths: torch.Tensor | None, offsets: torch.Tensor | None, ndim: int) -> torch.Tensor:
+    """The lengths of whole segments, in a shape that broadcasts with ``ndim`` dims."""
+    found = lengths if offsets is None else offsets.diff()
+    assert found is not None
+    return found.view((-1,) + (1,) * (ndim - 1))
 
 
 def reduce_parts(
@@ -80,21 +51,12 @@ def reduce_parts(
         how = "sum" if reduce == "mean" else reduce
         made = aten.segment_reduce(block, how, lengths=own, axis=0, unsafe=True, initial=start)
         if reduce == "mean":
-            total = length if length is not None else offset.diff()  # type: ignore[union-attr]  # one of them is given
-            shape = (-1,) + (1,) * (made.ndim - 1)
-            mean = made / total.clamp(min=1).view(shape)
-            empty = torch.full_like(mean, torch.nan) if initial is None else torch.full_like(mean, initial)
-            made = torch.where(total.view(shape) > 0, mean, empty if here.index == 0 else torch.zeros_like(mean))
+            total = lengths_of(length, offset, made.ndim)
+            empty = (torch.nan if initial is None else initial) if here.index == 0 else 0.0
+            made = (made / total.clamp(min=1)).masked_fill(total == 0, empty)
         return made.to(result.dtype)
 
     return at.map(one, data, lengths, offsets)
-
-
-def gradient_factors(call: Call) -> Factors | None:
-    dims, sizes = segment_dims(call)["data"]
-    if call["axis"] == 0 and call["reduce"] in ("sum", "mean"):
-        return Factors(operand_dims(call), (dims,), sizes, kernels={"s": Kernel(spread_parts)})
-    return Factors(operand_dims(call), (dims,), sizes, whole=frozenset({"s"}))
 
 
 def spread_parts(
@@ -107,8 +69,7 @@ def spread_parts(
     ) -> torch.Tensor:
         own = lengths_in_block(here, length, offset)
         if reduce == "mean":
-            total = length if length is not None else offset.diff()  # type: ignore[union-attr]  # one of them is given
-            g = g / total.clamp(min=1).view((-1,) + (1,) * (g.ndim - 1))
+            g = g / lengths_of(length, offset, g.ndim).clamp(min=1)
         made = g.repeat_interleave(own, 0)
         missing = block.shape[0] - made.shape[0]  # elements after the last segment
         return torch.cat([made, made.new_zeros((missing, *made.shape[1:]))]) if missing else made
@@ -116,10 +77,26 @@ def spread_parts(
     return at.map(one, grad, data, lengths, offsets)
 
 
+def reducing(call: Call) -> Kernel | None:
+    """``indices`` have no meaning yet in torch."""
+    bounded = call.get("lengths") is not None or call.get("offsets") is not None
+    return Kernel(reduce_parts, lacking=Partial(_OPS[call["reduce"]])) if call["axis"] == 0 and bounded else None
+
+
+def spreading(call: Call) -> Kernel | None:
+    return Kernel(spread_parts) if call["axis"] == 0 and call["reduce"] in ("sum", "mean") else None
+
+
 def no_empty_stack(choice: Choice) -> bool:
     """torch asks for the smallest length, of which there must be one."""
-    return all(min(choice.sizes(name)) > 0 for name in choice.splits if name[0] == "b")
+    return all(min(choice.sizes(name)) > 0 for name in choice.splits if name.startswith("a."))
 
 
-kernel_rule("segment_reduce", reduced_factors, when=no_empty_stack)
-kernel_rule("_segment_reduce_backward", gradient_factors, when=no_empty_stack)
+DATA, BOUNDS, PARTS = "data: a* [@axis] b*", "lengths: a* [], offsets: a* [], indices: a* []", "a* [] b*"
+blockwise("segment_reduce", f"{DATA}, {BOUNDS} -> {PARTS}", kernel=reducing, when=no_empty_stack)
+blockwise(
+    "_segment_reduce_backward",
+    f"grad: {PARTS}, output: {PARTS}, {DATA}, {BOUNDS} -> a* [@axis] b*",
+    kernel=spreading,
+    when=no_empty_stack,
+)

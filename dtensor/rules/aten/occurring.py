@@ -1,7 +1,7 @@
-"""Values that occur: ``unique`` of everything, along a dim, and of neighbours.
+"""Results whose size the data decide: where elements are, and which values occur. They are whole on every rank.
 
-The unique values of a whole are those of the unique values of its blocks, so that only these travel. Where each element's place
-among them is asked for, it is looked up block by block and stays sharded as the elements are.
+Each rank lists the places or the values of its own block, and only the lists are gathered: their lengths, then the rows. Where
+each element's place among the values is asked for, it is looked up block by block and stays sharded as the elements are.
 """
 
 from __future__ import annotations
@@ -13,12 +13,56 @@ from torch import Tensor
 
 from ...placement import Replicate
 from ..call import Call
+from ..factoring import by
 from ..kernels import At, KernelContext
-from ..rule import Dims, Factors, Kernel, own_factors
-from ..verbs import kernel_rule
-from .nonzeros import gathered_rows, nothing_cut
+from ..rule import Dims, Factors, Kernel, uncut
+from ..verbs import blockwise, kernel_rule
 
 aten = torch.ops.aten
+
+
+def gathered_rows(at: KernelContext, rows: Any) -> list[Any]:
+    """Every group position's rows, each rank having its own number of them."""
+    counts = at.all_gather(at.map(lambda _, own: torch.tensor([own.shape[0]], device=own.device), rows))
+    lengths = dict(_by_member(at, counts).items())
+    shape = tuple(rows.shape[1:]) if not hasattr(rows, "shards") else tuple(rows.shards[0].shape[1:])
+    return at.all_gather(rows, lambda member: (lengths[member], *shape))
+
+
+def _by_member(at: KernelContext, counts: list[Any]) -> dict[int, int]:
+    """How many rows each member of the mesh has, those held here and their groups."""
+    found: dict[int, int] = {}
+
+    def note(here: At, own: list[Tensor]) -> Tensor:
+        group = at.call.mesh.members_of(at.mesh_dims, here.member)
+        found.update(zip(group, (int(count.item()) for count in own), strict=True))
+        return own[0]
+
+    at.map(note, counts)
+    return found
+
+
+def nonzero_of_blocks(at: KernelContext, x: Any) -> Any:
+    """Positions in the whole, in row-major order."""
+    layout = at.operands[0]
+    shape, coordinates = tuple(layout.shape), at.call.mesh.coordinates
+
+    def own(here: At, block: Tensor) -> Tensor:
+        offset = torch.tensor(layout.local_offset(coordinates[here.member]), device=block.device, dtype=torch.int64)
+        return torch.nonzero(block) + offset
+
+    def ordered(_: Any, parts: list[Tensor]) -> Tensor:
+        rows = torch.cat(parts)
+        flat = torch.zeros_like(rows[:, 0])
+        for d, size in enumerate(shape):
+            flat = flat * size + rows[:, d]
+        return torch.empty_like(rows.t().contiguous()).t().copy_(rows[flat.argsort()])  # the strides that torch gives
+
+    return at.map(ordered, gathered_rows(at, at.map(own, x)))
+
+
+blockwise("nonzero", "[s*] ->", kernel=Kernel(nonzero_of_blocks, collectives=2, joint=True), measured=True)
+kernel_rule("repeat_interleave.Tensor", uncut, measured=True)  # the places of counts follow from those before them
 
 
 def is_cut(call: Call) -> bool:
@@ -76,21 +120,16 @@ def with_places(call: Call) -> bool:
     return bool(call["return_inverse"]) and is_cut(call)
 
 
-def of_all(name: str, kernel: Any, results: int) -> None:
-    def factors(call: Call) -> Factors | None:
-        dims, sizes = own_factors(call)
-        if call["return_inverse"]:
-            return None if is_cut(call) else nothing_cut(call)
-        return Factors((dims,), (), sizes, kernels=dict.fromkeys(sizes, Kernel(kernel, collectives=2, joint=True)))
-
-    def decomposed(*args: Any, **kwargs: Any) -> Any:
-        return unique_with_places(*args, **kwargs)[:results]
-
-    kernel_rule(name, factors, measured=True, decompose=decomposed, decomposes=with_places)
+def unique_with_only_places(*args: Any, **kwargs: Any) -> Any:
+    return unique_with_places(*args, **kwargs)[:2]
 
 
-of_all("_unique2", unique_of_blocks, 3)
-of_all("_unique", unique_only, 2)
+for _name, _kernel, _decomposed in (
+    ("_unique2", unique_of_blocks, unique_with_places),
+    ("_unique", unique_only, unique_with_only_places),
+):
+    _listed = by("return_inverse", {False: Kernel(_kernel, collectives=2, joint=True)})
+    blockwise(_name, "[s*] ->", kernel=_listed, measured=True, decompose=_decomposed, decomposes=with_places)
 
 
 # --- along a dim ---
@@ -156,5 +195,5 @@ def several(call: Call) -> bool:
     return is_cut(call) and call.operands[0].numel > 0
 
 
-kernel_rule("unique_consecutive", nothing_cut, measured=True, decompose=neighbours, decomposes=several)
-kernel_rule("unique_dim_consecutive", nothing_cut, measured=True, decompose=consecutive, decomposes=several)
+kernel_rule("unique_consecutive", uncut, measured=True, decompose=neighbours, decomposes=several)
+kernel_rule("unique_dim_consecutive", uncut, measured=True, decompose=consecutive, decomposes=several)
