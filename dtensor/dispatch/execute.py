@@ -82,16 +82,17 @@ def _decomposed(plan: Plan, operator: Operator, values: dict[str, Any], wrap: Wr
     given = []
     for owner, value in zip(operator.returns, _as_tuple(made, operator), strict=True):
         if owner is not None and values[owner] is not value:
-            value = _given_to(values[owner], value, operator.reshapes)
+            resized = owner in operator.outs and values[owner].shape != value.shape
+            value = _given_to(values[owner], value, operator.reshapes or resized)
         given.append(value)
     return given[0] if len(given) == 1 else tuple(given)
 
 
 def _given_to(target: Any, value: Any, reshapes: bool) -> Any:
-    """``target`` with this value (and its shape and layout: ``resize_``)."""
+    """``target`` with this value (and its shape and layout: ``resize_``, ``out=`` of another shape)."""
     if not reshapes:
         return target.copy_(value)
-    target.data = value
+    target.data = value.to(target.dtype)
     return target
 
 
