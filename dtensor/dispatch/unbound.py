@@ -46,8 +46,8 @@ def _given_to(operator: Operator, form: Form, args: Args, kwargs: Keywords, made
     for owner, value in zip(operator.returns, as_tuple(made, operator), strict=True):
         if owner is not None:
             target = at(form.place(owner), args, kwargs)
-            if operator.reshapes and target is not value:
-                target.data, value = value, target  # its shape and its layout, too
+            if target is not value and (operator.reshapes or (owner in operator.outs and target.shape != value.shape)):
+                target.data, value = value.to(target.dtype), target  # its shape and its layout, too
             value = assign(target, value)
         given.append(value)
     return given[0] if len(given) == 1 else tuple(given)

@@ -47,7 +47,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 def test_saves_at_one_time_never_mix(tmp_path: Path) -> None:
-    outcomes = run_gloo(checkpoint_faults.rivals, 4, str(tmp_path / "c"), 4.0)
+    outcomes = run_gloo(checkpoint_faults.rivals, 4, str(tmp_path / "c"), 2.0)
     assert outcomes[0] == outcomes[1]
     assert outcomes[2] == outcomes[3]
     assert all(saved and loaded for saved, _, loaded in outcomes)

@@ -311,3 +311,21 @@ def test_resizing_like_another_tensor_takes_its_shape_and_format() -> None:
             gradients=False,
             cloned=True,
         )
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x, out: torch.renorm(x, 2, 0, 0.5, out=out),
+        lambda x, out: torch.masked_select(x, x > 2, out=out),
+        lambda x, out: torch._chunk_cat([x, x[:, :3]], 1, 2, out=out),
+    ],
+    ids=["renorm", "masked_select", "_chunk_cat"],
+)
+def test_out_of_another_shape_takes_that_of_what_an_operator_is_made_of(operation: Any) -> None:
+    x = torch.arange(30.0, dtype=torch.float64).reshape(5, 6)
+    mesh = dt.init_device_mesh("cpu", (2,))
+    for where in ([Replicate()], [Shard(0)], [Shard(1)]):
+        for out in (torch.ones(4, 5, 6, dtype=torch.float64), torch.ones(0, dtype=torch.float64)):
+            placements = [where, where if out.ndim > 1 else [Replicate()]]
+            check(operation, x, out, mesh=mesh, placements=placements, cloned=True, gradients=False)

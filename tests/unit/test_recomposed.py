@@ -97,3 +97,50 @@ def test_ranks_of_matrices_are_written_where_asked(options: dict[str, float]) ->
                 cloned=True,
                 gradients=False,
             )
+
+
+SQUARE = torch.tensor([[4.0, 1, 0], [1, 5, 2], [0, 2, 6]], dtype=torch.float64)
+WITH_OUT = {  # whose kernels with ``out=`` fill further tensors of their own
+    "msort": torch.msort,
+    "log_sigmoid": torch._C._nn.log_sigmoid,
+    "det": torch.linalg.det,
+    "cholesky": torch.linalg.cholesky,
+    "eigvalsh": torch.linalg.eigvalsh,
+    "ldl_factor": torch.linalg.ldl_factor,
+    "lu_factor": torch.linalg.lu_factor,
+    "inv": torch.linalg.inv,
+    "inverse": torch.inverse,
+    "matrix_power": lambda x, out: torch.linalg.matrix_power(x, -2, out=out),
+    "slogdet": torch.linalg.slogdet,
+    "svdvals": torch.linalg.svdvals,
+}
+
+
+@pytest.mark.parametrize("name", WITH_OUT)
+@pytest.mark.parametrize("batch", [(), (2,), (0,)])
+def test_out_of_operators_that_fill_tensors_of_their_own(name: str, batch: tuple[int, ...]) -> None:
+    x = SQUARE.expand(*batch, 3, 3).contiguous()
+    made = WITH_OUT[name](x, out=None) if name == "matrix_power" else WITH_OUT[name](x)  # type: ignore[operator]
+    outs = [made] if isinstance(made, torch.Tensor) else list(made)
+    mesh = dt.init_device_mesh("cpu", (2,))
+
+    def program(x: torch.Tensor, *out: torch.Tensor) -> object:
+        return WITH_OUT[name](x, out=out if len(out) > 1 else out[0]), out  # type: ignore[operator]
+
+    for where in ([Replicate()], [Shard(0)], [Partial()]):
+        for given in ([torch.zeros_like(o) for o in outs], [torch.empty_like(o).resize_(0) for o in outs]):
+            placed = [where if g.ndim and g.dtype.is_floating_point else [Replicate()] for g in given]
+            check(program, x, *given, mesh=mesh, placements=[where, *placed], cloned=True, gradients=False)
+
+
+def test_the_rank_of_matrices_without_elements_is_written() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    given = torch.zeros(2, 0, 0), torch.ones(2, dtype=torch.int64)
+    check(
+        lambda x, out: torch.linalg.matrix_rank(x, out=out),
+        *given,
+        mesh=mesh,
+        placements=[[Shard(0)]] * 2,
+        gradients=False,
+        cloned=True,
+    )

@@ -130,9 +130,29 @@ def on_reduced(name: str) -> None:
     recomposed(f"aten::{name}", run)
 
 
+def into(name: str) -> None:
+    """``out=`` of an operator whose kernel fills further tensors, which it makes plain: the results are copied."""
+    packet, _, overload = name.partition(".")
+    base = getattr(torch.ops.aten, packet)
+    outs = [argument.name for argument in getattr(base, overload)._schema.arguments if argument.is_out]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = [kwargs.pop(out) for out in outs]
+        if not all(isinstance(out, DTensor) for out in given):
+            return NotImplemented
+        made = base(*args, **kwargs)
+        values = made if isinstance(made, (list, tuple)) else [made]
+        written = [torch.ops.aten.clone.out(value, out=out) for value, out in zip(values, given, strict=True)]
+        return tuple(written) if len(written) > 1 else written[0]
+
+    recomposed(f"aten::{name}", run)
+
+
 def rank_into(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
     """Torch forgets ``out`` where the matrix is of a subclass."""
     count = torch.ops.aten.linalg_matrix_rank(*args, **kwargs)
+    if isinstance(out, DTensor) and not isinstance(count, DTensor):  # of matrices without elements torch makes zeros
+        count = replicated(count, out._layout.mesh, wrap)
     return torch.sum(count.unsqueeze(-1), -1, out=out)
 
 
@@ -209,6 +229,22 @@ def product(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: 
     return Product.apply(wanted, dim, keepdim) if wanted.requires_grad else NotImplemented
 
 
+_FILLING = (
+    "msort.out",
+    "log_sigmoid.out",
+    "linalg_det.out",
+    "linalg_cholesky.out",
+    "linalg_eigvalsh.out",
+    "linalg_ldl_factor.out",
+    "linalg_lu_factor.out",
+    "linalg_inv.out",
+    "inverse.out",
+    "linalg_matrix_power.out",
+    "matrix_power.out",
+    "linalg_slogdet.out",
+    "slogdet.out",
+    "linalg_svdvals.out",
+)
 if _version() >= (2, 13):  # before, an operator that is no composite cannot go on from here
     recomposed("aten::prod", product)
     recomposed("aten::prod.dim_int", product)
@@ -218,6 +254,8 @@ recomposed("aten::one_hot", one_hot)
 recomposed("aten::matmul.out", matmul_into)
 recomposed("aten::fill_diagonal_", fill_diagonal)
 recomposed("aten::tensor_split.tensor_indices_or_sections", tensor_split)
+for _name in _FILLING:
+    into(_name)
 recomposed("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction", linear_cross_entropy)
 for _overload in ("tol_tensor", "atol_rtol_tensor"):
     on_reduced(f"linalg_matrix_rank.{_overload}")
