@@ -32,6 +32,13 @@ class FSDPModule:
         made.__init__(*args, **kwargs)  # Python does not: it is no instance of cls
         return made
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """``to``, ``to_empty`` and the like; weights that modules have in common stay one."""
+        made = super()._apply(fn, recurse)  # type: ignore[misc]  # of the module's own class
+        for unit in units_of(self, False):
+            unit.tie()
+        return made
+
     # --- memory ------------------------------------------------------------------------------------------------------
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this unit now; with ``async_op`` the handle's ``wait()`` ends it."""

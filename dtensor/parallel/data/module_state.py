@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base.torch_internals import functorch_active, tree_map
-from ...comm import PerRank
+from ...base.torch_internals import functorch_active
 from ...dispatch.local_op import seen
-from ...ranks.per_rank import as_one
 from ...tensor.dtensor import DTensor
 from ...tensor.materialize import check_values
 from .buffers import Buffers
 from .gradient_node import Column, Gathered
 from .gradients import add, reductions, to_be_added
+from .layouts import Axes
 from .neighbours import Neighbours
 from .param_group import Group, shards_of
-from .parameters import Axes, same_root
+from .parameters import same_root
 from .policy import MixedPrecisionPolicy, cast
 from .saved_tensors import watched
 from .schedule import Schedule
+from .transforms import Place, as_one_tensor, put_back, put_differentiable
 from .uses import Pass, Use, tensors_in
 
 _AT_ONCE = 2**62  # autograd runs later nodes first; this one as soon as its gradients are there, as it does with leaves
@@ -70,7 +70,7 @@ class Unit:
         self.before_in_forward: list[Unit] | None = None  # explicit prefetching
         self.before_in_backward: list[Unit] | None = None
         self._to_run: set[nn.Module] = set()
-        self._standing: list[tuple[nn.Module, str, Any]] = []
+        self._standing: list[Place] = []
         self._pass = Pass()
         self._expected: set[Use] = set()  # of this pass, whose gradients have not come
         self._views: dict[int, tuple[Use | None, list[Any]]] = {}  # group -> gathered parameters of this pass
@@ -84,6 +84,7 @@ class Unit:
             module.__dict__[_ATTRIBUTE] = self
             module.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
             module.register_forward_hook(_after, always_call=True)
+            module.register_load_state_dict_post_hook(_after_load)
 
     # --- forward -------------------------------------------------------------------------------------------------
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -98,7 +99,8 @@ class Unit:
                 event, self.awaited = self.awaited, None
                 event.wait()
         if functorch_active():
-            self._put_differentiable(schedule.distributed)
+            self._standing = put_differentiable(self.groups, schedule.distributed)
+            self.buffers.enter(schedule.distributed)
             return self._cast_inputs(args, kwargs)
         if not self._to_run:
             self._to_run = set(self.modules)
@@ -124,20 +126,6 @@ class Unit:
         dtype = self.policy.param_dtype
         return (args, kwargs) if dtype is None or not self.policy.cast_forward_inputs else cast((args, kwargs), dtype)
 
-    def _put_differentiable(self, distributed: bool) -> None:
-        """Under a transform of ``torch.func`` nobody is told when gradients come: values are those of plain operations."""
-        values = [group.differentiable(distributed) for group in self.groups]
-        self._standing = [(at, name, at._parameters[name]) for at, name in self.places()]
-        for group, made in zip(self.groups, values, strict=True):
-            for m, value in zip(group.managed, made, strict=True):
-                m.put(value)
-        self.buffers.enter(distributed)
-
-    def _put_standing(self) -> None:
-        for at, name, x in self._standing:
-            at._parameters[name] = x
-        self._standing = []
-
     def after_forward(self, module: nn.Module, output: Any) -> Any:
         """Sharded parameters in place again; gathered ones freed, to be gathered again when the gradient comes."""
         schedule = self.schedule
@@ -145,10 +133,11 @@ class Unit:
             return output
         schedule.depth -= 1
         if functorch_active():
-            self._put_standing()
+            put_back(self._standing)
+            self._standing = []
             self.buffers.leave(schedule.distributed, module.training)
             output = output if self.policy.output_dtype is None else cast(output, self.policy.output_dtype)
-            return _hidden(output) if not schedule.depth else output
+            return as_one_tensor(output) if not schedule.depth else output
         self._end_watch()
         self._to_run.discard(module)
         if self.policy.output_dtype is not None:
@@ -188,6 +177,12 @@ class Unit:
     def places(self) -> list[tuple[nn.Module, str]]:
         """The modules and names where this unit's parameters stand."""
         return [place for group in self.groups for m in group.managed for place in m.places]
+
+    def tie(self) -> None:
+        """Weights that modules have in common are one again."""
+        for group in self.groups:
+            for m in group.managed:
+                m.tie()
 
     def _spans(self, x: DTensor) -> bool:
         mesh = x.device_mesh
@@ -365,11 +360,6 @@ class Unit:
         self.end()
 
 
-def _hidden(output: Any) -> Any:
-    """What a transform of ``torch.func`` gets: it knows of no ranks."""
-    return tree_map(lambda x: as_one(x.shards) if isinstance(x, PerRank) else x, output, is_leaf=lambda x: isinstance(x, PerRank))
-
-
 def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
     unit = unit_of(module)
     return None if unit is None else unit.before_forward(module, args, kwargs)
@@ -378,6 +368,12 @@ def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def _after(module: nn.Module, args: Any, output: Any) -> Any:
     unit = unit_of(module)
     return output if unit is None else unit.after_forward(module, output)
+
+
+def _after_load(module: nn.Module, keys: Any) -> None:
+    unit = unit_of(module)
+    if unit is not None:
+        unit.tie()
 
 
 def _before_backward(unit: Unit, uses: Sequence[Use], grad: Tensor) -> None:
