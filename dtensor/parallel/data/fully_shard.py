@@ -8,12 +8,10 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ...errors import DTensorError, UnitError
-from ...mesh.create import mesh_or_world
 from .buffers import Buffers
 from .fsdp_module import FSDPModule, neighbours_of, units_of
 from .layouts import Axes, sharding
 from .module_state import Unit, unit_of
-from .offload import Host
 from .param_group import Group
 from .parameters import ShardPlacement, adopt, onto_one_mesh
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -71,17 +69,13 @@ def fully_shard(
     >>> model.bias.grad.placements, model.bias.grad.full_tensor()
     ((Shard(dim=0),), tensor([1., 1., 1., 1.]))
     """
-    modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_options(reshard_after_forward, mp_policy, offload_policy)
-    for one in modules:
-        check_callable(one, "fully_shard")
-    modules = outermost(modules)
-    mesh = mesh_or_world(mesh)
-    axes = sharding(mesh, dp_mesh_dims, Host.of(offload_policy, mesh.device_type))
+    modules = _outermost(list(module) if isinstance(module, (list, tuple)) else [module])
+    axes = sharding(mesh, dp_mesh_dims, offload_policy)
     unit = _unit(modules, axes, set(ignored_params or ()), shard_placement_fn, mp_policy)
     unit.neighbours = neighbours_of(unit, reshard_after_forward)
-    keeps_all = type(reshard_after_forward) is int and reshard_after_forward == 1
-    unit.keep_after_forward = None if reshard_after_forward is None else keeps_all or not reshard_after_forward
+    if reshard_after_forward is not None:
+        unit.keep_after_forward = not reshard_after_forward or (reshard_after_forward == 1 and reshard_after_forward is not True)
     for one in modules:
         add_methods(one, FSDPModule, "FSDP")
     return module
@@ -102,8 +96,10 @@ def _unit(
     return unit
 
 
-def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that are not parts of others, with which they run."""
+def _outermost(modules: Sequence[Any]) -> list[nn.Module]:
+    """Those that are not parts of others, with which they run; a unit can be made of each."""
+    for one in modules:
+        check_callable(one, "fully_shard")
     inner = {below for one in modules for below in one.modules() if below is not one}
     return [one for one in dict.fromkeys(modules) if one not in inner]
 

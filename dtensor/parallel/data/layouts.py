@@ -11,12 +11,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...errors import MeshError
+from ...mesh.create import mesh_or_world
 from ...mesh.device_mesh import DeviceMesh
 from .offload import Host
-from .policy import DataParallelMeshDims
+from .policy import DataParallelMeshDims, OffloadPolicy
 
 
 class Way(NamedTuple):
@@ -82,12 +83,14 @@ class Axes:
         return tuple(range(self.mesh.ndim))
 
 
-def sharding(mesh: DeviceMesh, dims: DataParallelMeshDims | None, host: Host | None = None) -> Axes:
+def sharding(mesh: Any, dims: DataParallelMeshDims | None, offload: OffloadPolicy) -> Axes:
     """The roles of a mesh's dims for ``fully_shard``: of those that ``dims`` names, or of all.
 
     Raises:
         MeshError: it names none to cut over; or without it, there are more than two.
     """
+    mesh = mesh_or_world(mesh)
+    host = Host.of(offload, mesh.device_type)
     if dims is not None:
         shard, copy = _names(dims.shard), _names(dims.replicate)
         if not shard:
@@ -100,18 +103,19 @@ def sharding(mesh: DeviceMesh, dims: DataParallelMeshDims | None, host: Host | N
     return Axes(mesh, WAYS["HSDP" if mesh.ndim == 2 else "FSDP"], mesh.ndim - 1, host)
 
 
-def copying(mesh: DeviceMesh, dims: DataParallelMeshDims | None, host: Host | None = None) -> Axes:
+def copying(mesh: Any, dims: DataParallelMeshDims | None, offload: OffloadPolicy) -> Axes:
     """The roles of a mesh's dims for ``replicate``: gradients are averaged over those that ``dims`` names, or over all.
 
     Raises:
         MeshError: ``dims`` names some to cut over, or none.
     """
+    mesh = mesh_or_world(mesh)
     if dims is not None:
         names = _names(dims.replicate)
         if dims.shard or not names:
             raise MeshError(f"dp_mesh_dims of replicate needs replicate= and no shard=, got {dims}; see fully_shard()")
         mesh = mesh[names]
-    return Axes(mesh, WAYS["DDP"], 0, host)
+    return Axes(mesh, WAYS["DDP"], 0, Host.of(offload, mesh.device_type))
 
 
 def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from ...tensor.dtensor import DTensor
 from ...tensor.materialize import check_values
 from .buffers import Buffers
 from .gradient_node import Column, Gathered
-from .gradients import add, reductions, to_be_added
 from .layouts import Axes
 from .neighbours import Neighbours
 from .param_group import Group, shards_of
@@ -24,6 +23,7 @@ from .policy import MixedPrecisionPolicy, cast
 from .saved_tensors import watched
 from .schedule import Schedule
 from .transforms import Place, as_one_tensor, put_back, put_differentiable
+from .unreduced import Unreduced
 from .uses import Pass, Use, tensors_in
 
 _AT_ONCE = 2**62  # autograd runs later nodes first; this one as soon as its gradients are there, as it does with leaves
@@ -42,11 +42,9 @@ class Unit:
         modules: what is hooked; parameters are given back after the last of them has run.
         groups: one for a fully sharded module, one per bucket for a replicated one.
         keep_after_forward: do not free between forward and backward; None: as the outermost unit, yes, else no.
-        sync: reduce gradients in backward; otherwise they are held, unsharded, for a later backward.
-        in_order: reduce groups in their order, also those that this rank did not use.
         neighbours: who keep parts between forward and backward instead of freeing all.
         gathers_in_backward: whether backward needs the gathered values.
-        defers: reduce when backward has ended, also if this rank did not reach the unit.
+        unreduced: gradients that have come, and when they are reduced.
         reductions_under_way: how many units' gradients may travel before their results are waited for.
         awaited: an event that the next forward waits for.
     """
@@ -56,13 +54,11 @@ class Unit:
     ) -> None:
         self.modules, self.groups, self.buffers = list(modules), list(groups), buffers
         self.axes, self.policy = axes, policy
+        self.unreduced = Unreduced(self.groups, policy.reduce_dtype)
         self.keep_after_forward: bool | None = None
         self.keep_after_backward = False
-        self.sync = True
-        self.in_order = False
         self.neighbours: Neighbours | None = None
         self.gathers_in_backward = True
-        self.defers = False
         self.reductions_under_way = 1
         self.awaited: Any = None
         self._watch: Any = None  # over what forward saves, where backward shall not need the gathered values
@@ -74,11 +70,6 @@ class Unit:
         self._pass = Pass()
         self._expected: set[Use] = set()  # of this pass, whose gradients have not come
         self._views: dict[int, tuple[Use | None, list[Any]]] = {}  # group -> gathered parameters of this pass
-        self._took_part = False  # gathered values were recorded in this pass
-        self._deferred: dict[int, Column] = {}  # parameter -> gradients to be reduced when backward has ended
-        self._held: dict[tuple[int, int], Column] = {}  # (group, parameter) -> gradients not reduced yet
-        self._ready: list[list[dict[int, Column]]] = [[] for _ in self.groups]  # in order: what waits for groups before it
-        self._turn = 0
         self._anchor = torch.empty(0, requires_grad=True)
         for module in self.modules:
             module.__dict__[_ATTRIBUTE] = self
@@ -148,7 +139,7 @@ class Unit:
         self.put_parameters()
         returns = self._expect_gradients(output) if torch.is_grad_enabled() else True
         if not self._to_run and returns:
-            if self.neighbours is not None and not self.defers:
+            if self.neighbours is not None and not self.unreduced.defers:
                 self._keep_parts(self.neighbours)
             elif not self._keeps():
                 self.free()
@@ -160,7 +151,7 @@ class Unit:
             self._watch = None
 
     def _keeps(self) -> bool:
-        if self.defers and torch.is_grad_enabled():
+        if self.unreduced.defers and torch.is_grad_enabled():
             return True  # ranks may not gather in the same order in backward
         if self.keep_after_forward is None:
             return self._scheduled().depth == 0 and torch.is_grad_enabled()
@@ -233,7 +224,7 @@ class Unit:
         if not torch.is_grad_enabled() or not any(m.parameter.requires_grad for m in group.managed):
             return None, group.regrouped(group.values(distributed), distributed)
         use = Use(group, group.seen, self._pass)
-        self._took_part = True
+        self.unreduced.expected = True
         self._expected.add(use)
         flat = Gathered.apply(self._anchor, group, self, use, distributed)
         next(x.grad_fn for x in flat if x.grad_fn is not None)._set_sequence_nr(_AT_ONCE)
@@ -266,21 +257,9 @@ class Unit:
 
     def receive(self, group: Group, use: Use, gradients: dict[int, Column], distributed: bool) -> None:
         """Local gradients of a group (see ``gathered.Receiver``): reduced, or held for a later backward; the group freed."""
-        schedule, k = self._scheduled(), self.groups.index(group)
+        schedule = self._scheduled()
         schedule.expect_end()
-        for i in gradients:
-            gradients[i] = add(self._held.pop((k, i), None), gradients[i])
-        if not self.sync or self.defers:
-            gradients = {i: to_be_added(column, self.policy.reduce_dtype) for i, column in gradients.items()}
-        if not self.sync:
-            self._held.update({(k, i): column for i, column in gradients.items()})
-        elif self.in_order:
-            self._ready[k].append(gradients)
-            self._send_ready(not distributed)
-        elif self.defers:
-            self._deferred = {i: add(self._deferred.get(i), column) for i, column in gradients.items()}
-        else:
-            schedule.reducing(reductions(group, gradients, not distributed))
+        self.unreduced.receive(schedule, group, gradients, not distributed)
         use.through = group.live.get(use, schedule.backward_pass()) == schedule.backward_pass()
         self._expected.discard(use)
         self._release(use)
@@ -300,39 +279,14 @@ class Unit:
             if not self.keep_after_backward:
                 group.free()
 
-    def _send_ready(self, average: bool) -> None:
-        """Reduce what is ready in the order of groups, which is the same on all ranks, whatever each of them used."""
-        while self._ready[self._turn]:
-            gradients = self._ready[self._turn].pop(0)
-            self._scheduled().reducing(reductions(self.groups[self._turn], gradients, average))
-            self._turn = (self._turn + 1) % len(self.groups)
-
     def flush(self) -> None:
-        """Backward has ended: groups that this rank did not use take part with nothing, since others may have used them."""
-        if not self.sync:
-            return
-        if self.defers and not self.in_order and self._took_part:
-            for k, group in enumerate(self.groups):  # one
-                found, self._deferred = self._deferred, {}
-                gradients = {i: add(found.get(i), column) for i, column in self._nothing(k).items()}
-                self._scheduled().reducing(reductions(group, gradients, not self._scheduled().distributed))
-        if not self.in_order:
-            return
-        while self._turn or any(self._ready):
-            if not self._ready[self._turn]:
-                self._ready[self._turn].append(self._nothing(self._turn))
-            self._send_ready(not self._scheduled().distributed)
-
-    def _nothing(self, k: int) -> dict[int, Column]:
-        """What this rank has of a group that its backward did not reach: what is held of passes before."""
-        group = self.groups[k]
-        trainable = [i for i, m in enumerate(group.managed) if m.parameter.requires_grad]
-        return {i: add(self._held.pop((k, i), None), (None,) * group.pieces) for i in trainable}
+        """Backward has ended."""
+        self.unreduced.flush(self._scheduled())
 
     # --- iterations ----------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """A forward pass starts: new graph, new gathered tensors."""
-        self._views, self._expected, self._pass, self._took_part = {}, set(), Pass(), False
+        self._views, self._expected, self._pass, self.unreduced.expected = {}, set(), Pass(), False
 
     def end(self) -> None:
         """Backward has ended."""
@@ -353,7 +307,8 @@ class Unit:
         """After a pass that raised: sharded parameters in place, nothing held, nothing awaited."""
         self._end_watch()
         self.buffers.leave(self._scheduled().distributed, False)
-        self._held, self._deferred, self._ready, self._turn, self._expected = {}, {}, [[] for _ in self.groups], 0, set()
+        self.unreduced.forget()
+        self._expected = set()
         for group in self.groups:
             group.scattered.clear()
             group.free()
@@ -371,8 +326,7 @@ def _after(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _after_load(module: nn.Module, keys: Any) -> None:
-    unit = unit_of(module)
-    if unit is not None:
+    if (unit := unit_of(module)) is not None:
         unit.tie()
 
 

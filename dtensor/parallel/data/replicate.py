@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ...errors import UnsupportedOperationError
-from ...mesh.create import mesh_or_world
 from ...mesh.device_mesh import DeviceMesh
 from .buffers import Buffers
 from .comm_hook import CommHook, Reducer
@@ -18,7 +17,6 @@ from .fsdp_module import FSDPModule, units_of
 from .fully_shard import add_methods, check_callable, check_offload, check_policy
 from .layouts import copying
 from .module_state import Unit
-from .offload import Host
 from .param_group import Group
 from .parameters import Managed, adopt, onto_one_mesh
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -118,20 +116,20 @@ def replicate(
     check_callable(module, "replicate")
     check_offload(offload_policy)
     limit = _bytes_of(bucket_cap_mb)
-    if process_group is not None:
-        mesh = DeviceMesh.from_group(process_group, next((p.device.type for p in module.parameters()), "cpu"))
-    mesh = mesh_or_world(mesh)
-    axes = copying(mesh, dp_mesh_dims, Host.of(offload_policy, mesh.device_type))
+    axes = copying(mesh if process_group is None else _mesh_over(process_group, module), dp_mesh_dims, offload_policy)
     ignored = {p for inner in ignored_modules for p in inner.parameters()} | set(ignored_params or ())
     managed = adopt([module], axes, ignored, "replicate")
     onto_one_mesh(managed, axes.mesh)
     groups = [Group(bucket, axes, mp_policy) for bucket in buckets(managed, limit)]
-    buffers = Buffers(list(module.modules()), axes, broadcast_buffers)
-    unit = Unit([module], groups, buffers, axes, mp_policy)
-    unit.in_order = True
+    unit = Unit([module], groups, Buffers(list(module.modules()), axes, broadcast_buffers), axes, mp_policy)
+    unit.unreduced.in_order = True
     unit.keep_after_forward = True
     add_methods(module, ReplicatedModule, "Replicated")
     return module
+
+
+def _mesh_over(process_group: Any, module: nn.Module) -> DeviceMesh:
+    return DeviceMesh.from_group(process_group, next((p.device.type for p in module.parameters()), "cpu"))
 
 
 def _bytes_of(bucket_cap_mb: float | None) -> float:
