@@ -124,8 +124,8 @@ class _Box:
 def _with_boxes(function: type[Transformed]) -> type[Transformed]:
     """The same function of boxed layouts."""
 
-    def opened(args: Sequence[Any]) -> Sequence[Any]:
-        return [x.layout if isinstance(x, _Box) else x for x in args]
+    def opened(args: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(x.layout if isinstance(x, _Box) else x for x in args)
 
     def forward(*args: Any) -> Any:
         return function.forward(*opened(args))
@@ -155,9 +155,9 @@ def seen(x: Any) -> Any:
 
 
 _UNDER_VMAP = (
-    "redistributing a DTensor or taking its pieces inside torch.func.vmap (so also jacrev, jacfwd, hessian) is not supported: vmap "
-    "hides a dim, and with it how the DTensor lies. Call the module with the batch as a dim of its input, and for derivatives "
-    "torch.func.jvp, vjp or grad, or torch.autograd.functional"
+    "redistributing a DTensor or taking its pieces inside torch.func.vmap (so also jacrev, jacfwd, hessian) is not supported: "
+    "vmap hides a dim, and with it how the DTensor lies. Call the module with the batch as a dim of its input, and for "
+    "derivatives torch.func.jvp, vjp or grad, or torch.autograd.functional"
 )
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..base.torch_internals import DisableTorchFunctionSubclass, custom_function_call, functorch_active, make_dual, nn_functions
-from .per_rank import _JOINT, EachRank, PerRank, over_ranks
+from .hidden import EachRank
+from .per_rank import _JOINT, PerRank, over_ranks
 
 
 # --- autograd runs once for all ranks: their graphs may meet in a collective or in a shared tensor ----------------------

@@ -23,12 +23,11 @@ from ..base.torch_internals import (
     ForceDispatchKeyGuard,
     excluded_keys,
     functorch_active,
-    functorch_unwrapped,
     included_keys,
-    is_functorch_wrapped,
     make_wrapper_subclass,
 )
 from ..errors import LayoutError, MeshError, PlacementError
+from .hidden import each_rank
 from .rank_values import _EACH_RANK, RankNumber, RankValues, agreed
 from .shared_reads import UsedByRanks
 from .shared_writes import write_back, written_tensors
@@ -115,63 +114,6 @@ def _indented(shard: Tensor) -> str:
     return repr(shard).replace("\n", "\n          ")
 
 
-# --- behind transforms of torch.func -----------------------------------------------------------------------------------
-class EachRank(torch.autograd.Function):
-    """All ranks' tensors, which a transform hides as one -> one per rank, each under the transform."""
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        return super().apply(*args) if functorch_active() else args[0].shards
-
-    @staticmethod
-    def forward(*given: Tensor) -> Any:
-        raise AssertionError("below all transforms nothing is recorded here: the ranks' tensors have graphs of their own")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept."""
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Any:
-        return EachRank.apply(tangent)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
-        found = EachRank.apply(x)
-        return found, (in_dims[0],) * len(found)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return AsOne.apply(*grads)
-
-
-class AsOne(torch.autograd.Function):
-    """One tensor per rank, each under a transform -> one that hides them all: the inverse of :class:`EachRank`."""
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        return super().apply(*args) if functorch_active() else PerRank(args)
-
-    forward, setup_context = EachRank.forward, EachRank.setup_context
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Any:
-        return AsOne.apply(*tangents)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *shards: Tensor) -> Any:
-        whole = next(shard.movedim(dim, 0) for shard, dim in zip(shards, in_dims, strict=True) if dim is not None)
-        moved = [
-            shard.expand(whole.shape) if dim is None else shard.movedim(dim, 0)
-            for shard, dim in zip(shards, in_dims, strict=True)
-        ]
-        return AsOne.apply(*moved), 0
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return tuple(EachRank.apply(grad))
-
-
 def recorded_again(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a transform has hidden comes here below autograd, which saw no graph: the ranks' tensors have them."""
     excluded = excluded_keys()
@@ -179,22 +121,6 @@ def recorded_again(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
         excluded = excluded.remove(key)
     with ForceDispatchKeyGuard(included_keys(), excluded):
         return over_ranks(func, args, kwargs)
-
-
-def each_rank(x: Any) -> Any:
-    """``x``; as a ``PerRank`` where transforms of ``torch.func`` hide that it is one."""
-    found = x
-    while is_functorch_wrapped(found):
-        found = functorch_unwrapped(found)
-    return PerRank(EachRank.apply(x)) if found is not x and isinstance(found, PerRank) else x
-
-
-def as_one(shards: Sequence[Tensor]) -> Tensor:
-    """The ranks' tensors as one, which is what transforms look for in a result; ragged ones cannot be hidden."""
-    if functorch_active() and any(map(is_functorch_wrapped, shards)) and len({shard.shape for shard in shards}) == 1:
-        hidden: Tensor = AsOne.apply(*shards)
-        return hidden
-    return PerRank(shards)
 
 
 # --- mapping over ranks ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Tensors of one rank and of all ranks, one as the other: a plain tensor that all ranks use, and the ranks' tensors behind a transform."""
+"""A plain tensor that the ranks of one process use together, and its gradient."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.torch_internals import functorch_unwrapped, is_functorch_wrapped
 from ..errors import LayoutError
+from .hidden import below_transforms
 from .shared_writes import AgreedByRanks
 
 
@@ -40,7 +40,7 @@ class UsedByRanks(torch.autograd.Function):
             LayoutError: they differ, and there is one tensor for all of them.
         """
         found = [grad for grad in grads if grad is not None]
-        values = [_below_transforms(grad.detach()) for grad in found]
+        values = [below_transforms(grad.detach()) for grad in found]
         for grad in values[1:]:
             if not torch.allclose(grad, values[0], *_tolerance(values[0]), equal_nan=True):
                 raise LayoutError(
@@ -51,13 +51,6 @@ class UsedByRanks(torch.autograd.Function):
         if not found or not torch.is_grad_enabled():
             return (found[0] if found else None), None
         return AgreedByRanks.apply(*found), None
-
-
-def _below_transforms(x: Tensor) -> Tensor:
-    """The numbers, which ``torch.func.vmap`` does not show."""
-    while is_functorch_wrapped(x):
-        x = functorch_unwrapped(x)
-    return x
 
 
 def _tolerance(x: Tensor) -> tuple[float, float]:

@@ -30,7 +30,7 @@ from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate
-from ..ranks.per_rank import as_one
+from ..ranks.hidden import as_one
 from ..redistribute import execute, move_between, plan, start
 
 
@@ -218,7 +218,7 @@ def to_whole(x: Any, grad_placements: Sequence[Placement] | None) -> torch.Tenso
 def as_local(x: Any, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
     """The pieces of a DTensor, recorded; see ``DTensor.to_local``."""
     made = to_local(x, grad_layout(seen(x)._layout, grad_placements))
-    return as_one(made) if type(made) is tuple else made
+    return as_one(made, PerRank) if type(made) is tuple else made
 
 
 def keep_grad_layout(leaf: Any) -> None:
@@ -289,7 +289,7 @@ def _differing(grad: Layout, source: Layout, copied: bool) -> Layout:
 
 
 def everywhere(value: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """One plain tensor as the piece of every member. Replicas are one value, and so are the copies on a submesh: its gradient comes
+    """One plain tensor as the piece of every member. Replicas are one value, as are the copies on a submesh: its gradient comes
     once, from the first."""
     mesh, firsts = layout.mesh, set()
     again = [i for i, p in enumerate(layout.placements) if isinstance(p, Replicate)]

@@ -23,7 +23,7 @@ from ..errors import DTensorError, LayoutError, UnsupportedOperationError
 from ..layout.layout import Layout, restore_layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh, restore_mesh
 from ..placement import Partial, Placement, Replicate, Shard
-from ..ranks.per_rank import each_rank
+from ..ranks.hidden import each_rank
 from ..redistribute import Plan as MovePlan
 from ..redistribute import Transit, plan, plan_between
 from . import host
@@ -369,7 +369,13 @@ def _dress(made: DTensor, like: DTensor) -> None:
         made.requires_grad_()
 
 
-_OWN = {"_is_param", "_grad_layout", "_apart", "_counted", "_origin", "_place", "_shared", "_pending", "_data_parallel"}
+_OWN = {"_is_param", "_grad_layout", "_apart", "_counted", "_counter"} | {
+    "_group",
+    "_origin",
+    "_place",
+    "_pending",
+    "_data_parallel",
+}
 
 
 def _marks(x: DTensor) -> dict[str, Any]:

@@ -290,7 +290,11 @@ def _by_others(size: int, sums_only: bool) -> list[float]:
     model[2].set_custom_all_gather(gathering)
     model[2].set_custom_reduce_scatter(scattering)
     model[2].set_force_sum_reduction_for_comms(sums_only)
-    grads = step(model, mesh)
+    with CommDebugMode() as comm:
+        grads = step(model, mesh)
+    counts = dict(comm.get_comm_counts())
+    assert counts["reduce_scatter"] == 3  # as without primitives of the user's
+    assert not comm.get_direct_counts()
     assert_same(grads, alone(size))
     assert (gathering.calls, gathering.dtype, scattering.calls) == (2, torch.float64, 1)
     assert max(gathering.sizes) == size * min(gathering.sizes)

@@ -327,3 +327,23 @@ def test_a_tie_with_a_module_that_is_not_distributed_is_noticed() -> None:
     fully_shard(model.tok, mesh=mesh)
     with pytest.raises(DTensorError, match="a module that is not distributed has a weight in common"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("way", [fully_shard, replicate])
+@pytest.mark.parametrize("loaded", ["to_empty", "assigned", "assigned above"])
+def test_loading_and_to_empty_keep_ties(way: Any, loaded: str) -> None:
+    """An optimizer made before the first forward pass has one parameter of them."""
+    mesh = dt.init_device_mesh("cpu", (2,))
+    with torch.device("meta" if loaded == "to_empty" else "cpu"):
+        model = Tied()
+    way(model, mesh=mesh)
+    if loaded == "to_empty":
+        model.to_empty(device="cpu")
+    else:
+        state = {name: x.detach().clone() for name, x in model.state_dict().items()}
+        if loaded == "assigned":
+            model.load_state_dict(state, assign=True)
+        else:
+            nn.ModuleDict({"model": model}).load_state_dict({f"model.{name}": x for name, x in state.items()}, assign=True)
+    assert model.out.weight is model.tok.weight
+    assert len(list(model.parameters())) == 3

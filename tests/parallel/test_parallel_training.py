@@ -381,3 +381,21 @@ def test_an_optimizer_may_step_inside_backward() -> None:
         plain.zero_grad()
     assert all(p.grad is None for p in model.parameters())
     assert_same(model, alone)
+
+
+def test_conversion_swaps_parameters_whose_data_was_asked_for() -> None:
+    model = fully_shard(nn.Linear(3, 5), mesh=dt.init_device_mesh("cpu", (2,)))
+    weight, data = model.weight, model.weight.data
+    before = data.full_tensor().double()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert model.weight is weight
+    assert weight.dtype is torch.float64
+    torch.testing.assert_close(weight.detach().full_tensor(), before)
+    view = weight.data[1:4]  # of a tensor that counts with its new memory
+    with torch.no_grad():
+        weight.add_(1)
+    torch.testing.assert_close(view.full_tensor(), before[1:4] + 1)

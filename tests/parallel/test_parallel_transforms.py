@@ -1,4 +1,4 @@
-"""``torch.func`` and forward-mode derivatives through distributed modules: those of one device; what cannot be is refused, and nothing changed."""
+"""``torch.func`` and forward mode through distributed modules: as on one device, or refused and nothing changed."""
 
 from __future__ import annotations
 
@@ -92,8 +92,7 @@ CASES = [(way, given) for way in WAYS_1D for given in GIVEN] + ON_SQUARE
 
 
 def total(y: Any) -> Any:
-    y = y.square().sum()
-    return y
+    return y.square().sum()
 
 
 def by_parameters(model: Any, x: Any) -> dict[str, Any]:

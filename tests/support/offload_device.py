@@ -80,7 +80,7 @@ def watched(make: Any, pin: bool, meta: bool) -> tuple[set[tuple[str, str, bool]
         model(dt.per_rank([torch.ones(2, 5, device=DEVICE)] * 2))
         assert seen == [DEVICE]
         (group,) = unit_of(model).groups
-        column = {k: tuple(torch.ones(m.whole.shape, device=DEVICE) for _ in range(2)) for k, m in enumerate(group.managed)}
+        column = {k: tuple(torch.ones(m.compute.shape, device=DEVICE) for _ in range(2)) for k, m in enumerate(group.managed)}
         (reduction,) = reductions(group, column, True)
         reduction.arrive()
         early = Event.waited

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import communicator_of
-from ...comm.rows import flat_bytes, from_bytes
 from ...layout.layout import Layout
+from ...redistribute.batch import broadcast_many
 from ...tensor.dtensor import DTensor, wrap
-from .param_group import shards_of
-from .parameters import Axes, _joined, _on
+from ...tensor.versions import stamp
+from .layouts import Axes
+from .parameters import _joined, _on
 
 
 class Buffers:
@@ -26,7 +27,7 @@ class Buffers:
     def __init__(self, modules: Sequence[nn.Module], axes: Axes, shared: bool = True) -> None:
         self.axes = axes
         self.places: list[tuple[nn.Module, str, Layout | None]] = []
-        self._inside: list[tuple[DTensor, Any, tuple[int, ...]]] = []
+        self._inside: list[tuple[DTensor, Any, list[Any]]] = []
         seen: dict[int, Any] = {}
         for module in modules:
             for name, buffer in module._buffers.items():
@@ -50,7 +51,7 @@ class Buffers:
             outside = module._buffers[name]
             assert isinstance(outside, DTensor)
             value = outside._local if inside is None else wrap(outside._local, inside)
-            self._inside.append((outside, value, _versions(outside)))
+            self._inside.append((outside, value, stamp(outside)))
             module._buffers[name] = value
 
     def leave(self, distributed: bool, training: bool) -> None:
@@ -60,7 +61,7 @@ class Buffers:
             now = module._buffers[name]
             if now is not value and isinstance(now, Tensor):
                 outside._local = torch.empty_like(outside._local).copy_(now._local if isinstance(now, DTensor) else now)
-            if now is not value or _versions(outside) != versions:
+            if now is not value or stamp(outside) != versions:
                 written.add(module)
             module._buffers[name] = outside
         changed = [
@@ -69,10 +70,6 @@ class Buffers:
         self._inside = []
         if changed and training:
             _first_ranks(changed, self.axes)
-
-
-def _versions(buffer: DTensor) -> tuple[int, ...]:
-    return tuple(shard._version for shard in shards_of(buffer._local))
 
 
 def _replicated(buffer: Tensor, axes: Axes, inside: Layout | None) -> DTensor:
@@ -93,17 +90,8 @@ def _replicated(buffer: Tensor, axes: Axes, inside: Layout | None) -> DTensor:
 def _first_ranks(written: list[DTensor], axes: Axes) -> None:
     """The first data-parallel rank's values everywhere: one broadcast of bytes, into new tensors: backward may need the old."""
     comm = communicator_of(axes.mesh)
-
-    def packed(member: int, locals_: list[Tensor]) -> Tensor:
-        return torch.cat([flat_bytes(x) for x in locals_])
-
-    def unpacked(member: int, row: Tensor, locals_: list[Tensor]) -> list[Tensor]:
-        pieces = row.split([x.numel() * x.dtype.itemsize for x in locals_])
-        return [torch.empty_like(x).copy_(from_bytes(piece, x.shape, x.dtype)) for x, piece in zip(locals_, pieces, strict=True)]
-
-    aligned = sorted({id(x): x for x in written}.values(), key=lambda x: -x.dtype.itemsize)
+    distinct = list({id(x): x for x in written}.values())
     with torch.no_grad():
-        locals_ = [buffer._local for buffer in aligned]
-        made = comm.map(unpacked, comm.broadcast(comm.map(packed, locals_), axes.both).wait(), locals_)
-    for buffer, local in zip(aligned, made, strict=True):
+        made = broadcast_many(comm, [buffer._local for buffer in distinct], axes.both)
+    for buffer, local in zip(distinct, made, strict=True):
         buffer._local = local

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from ...comm import Communicator, Pending, communicator_of
 from ...comm.backends import all_gather_single, reduce_scatter_single
+from ...comm.events import Event, issuing, listeners, report
 from ...mesh.groups import group_of
-from .parameters import Axes
+from .layouts import Axes
 
 
 class Comm(ABC):
@@ -120,7 +121,8 @@ def gather_rows(axes: Axes, by: AllGather, row: Any, dtype: torch.dtype, length_
         return [parts[order[k]][:n] if n else got.new_empty(0, dtype=torch.uint8) for k, n in enumerate(each)]
 
     source, output = comm.map(sent, row), comm.map(room)
-    work = by(output_tensor=output, input_tensor=source, group=handle, async_op=True)
+    _report("all_gather", axes, max(max(lengths(member)) for member in axes.mesh.members))
+    work = issuing(by)(output_tensor=output, input_tensor=source, group=handle, async_op=True)
     return _ended(work, lambda: comm.map(rows, output))
 
 
@@ -143,8 +145,16 @@ def scatter_chunks(axes: Axes, by: ReduceScatter, chunks: Sequence[Any], op: str
 
     source, output = comm.map(sent, chunks), comm.map(room, chunks)
     reduction = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
-    work = by(output_tensor=output, input_tensor=source, group=handle, op=reduction, async_op=True)
+    _report("reduce_scatter", axes, output.nbytes)
+    work = issuing(by)(output_tensor=output, input_tensor=source, group=handle, op=reduction, async_op=True)
     return _ended(work, lambda: comm.map(mine, output, chunks))
+
+
+def _report(kind: str, axes: Axes, nbytes: int) -> None:
+    """A collective by a user's primitive is one of ours, of ``nbytes`` from each rank, whatever it issues."""
+    if listeners:
+        size = axes.mesh.size_of(axes.shard)
+        report(Event(kind, axes.shard, size, (size - 1) * nbytes, axes.mesh))
 
 
 def _filled(buffer: Tensor, parts: Sequence[Tensor], each: int) -> Tensor:

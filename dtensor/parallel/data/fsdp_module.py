@@ -32,6 +32,13 @@ class FSDPModule:
         made.__init__(*args, **kwargs)  # Python does not: it is no instance of cls
         return made
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """``to``, ``to_empty`` and the like; weights that modules have in common stay one."""
+        made = super()._apply(fn, recurse)  # type: ignore[misc]  # of the module's own class
+        for unit in units_of(self, False):
+            unit.tie()
+        return made
+
     # --- memory ------------------------------------------------------------------------------------------------------
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this unit now; with ``async_op`` the handle's ``wait()`` ends it."""
@@ -74,7 +81,7 @@ class FSDPModule:
         dtype they come in, and join those of the next backward that does.
         """
         for unit in units_of(self, recurse):
-            unit.sync = requires_gradient_sync
+            unit.unreduced.sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward, on a 2-d mesh, also sums over the replicas what it has reduce-scattered. If not this rank's part is
@@ -157,7 +164,7 @@ class FSDPModule:
         (Parameters that a rank does not use, in a unit that it reaches, need nothing: flags travel with the gradients.)
         """
         for unit in units_of(self, recurse):
-            unit.defers = reduce_scatter_unused_params
+            unit.unreduced.defers = reduce_scatter_unused_params
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], object], *, stream: Any = None) -> None:
         """``hook(gradients)`` runs on this unit's reduced gradients, flat, before they are accumulated, and may change them in

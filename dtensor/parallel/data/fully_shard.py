@@ -7,15 +7,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ...errors import DTensorError, MeshError, UnitError
-from ...mesh.create import mesh_or_world
-from ...mesh.device_mesh import DeviceMesh
+from ...errors import DTensorError, UnitError
 from .buffers import Buffers
 from .fsdp_module import FSDPModule, neighbours_of, units_of
+from .layouts import Axes, sharding
 from .module_state import Unit, unit_of
-from .offload import Host
 from .param_group import Group
-from .parameters import Axes, ShardPlacement, adopt, onto_one_mesh
+from .parameters import ShardPlacement, adopt, onto_one_mesh
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -71,27 +69,39 @@ def fully_shard(
     >>> model.bias.grad.placements, model.bias.grad.full_tensor()
     ((Shard(dim=0),), tensor([1., 1., 1., 1.]))
     """
-    modules: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_options(reshard_after_forward, mp_policy, offload_policy)
-    for one in modules:
-        check_callable(one, "fully_shard")
-    inner = {below for one in modules for below in one.modules() if below is not one}
-    modules = [one for one in dict.fromkeys(modules) if one not in inner]  # those run with the ones around them
-    mesh = mesh_or_world(mesh)
-    host = Host.of(offload_policy, mesh.device_type)
-    axes = axes_of(mesh, host) if dp_mesh_dims is None else axes_named(mesh, dp_mesh_dims, host)
-    managed = adopt(modules, axes, set(ignored_params or ()), "fully_shard", shard_placement_fn)
-    buffers = Buffers([sub for one in modules for sub in one.modules()], axes)
-    unit = Unit(modules, [Group(managed, axes, mp_policy)], buffers, axes, mp_policy)
-    onto_one_mesh(
-        [m for one in modules for inner in units_of(one, True) for group in inner.groups for m in group.managed], axes.mesh
-    )
+    modules = _outermost(list(module) if isinstance(module, (list, tuple)) else [module])
+    axes = sharding(mesh, dp_mesh_dims, offload_policy)
+    unit = _unit(modules, axes, set(ignored_params or ()), shard_placement_fn, mp_policy)
     unit.neighbours = neighbours_of(unit, reshard_after_forward)
-    keeps_all = type(reshard_after_forward) is int and reshard_after_forward == 1
-    unit.keep_after_forward = None if reshard_after_forward is None else keeps_all or not reshard_after_forward
+    if reshard_after_forward is not None:
+        unit.keep_after_forward = not reshard_after_forward or (reshard_after_forward == 1 and reshard_after_forward is not True)
     for one in modules:
         add_methods(one, FSDPModule, "FSDP")
     return module
+
+
+def _unit(
+    modules: Sequence[nn.Module],
+    axes: Axes,
+    ignored: set[nn.Parameter],
+    where: ShardPlacement | None,
+    policy: MixedPrecisionPolicy,
+) -> Unit:
+    managed = adopt(modules, axes, ignored, "fully_shard", where)
+    buffers = Buffers([below for one in modules for below in one.modules()], axes)
+    unit = Unit(modules, [Group(managed, axes, policy)], buffers, axes, policy)
+    units = [inner for one in modules for inner in units_of(one, True)]
+    onto_one_mesh([m for inner in units for group in inner.groups for m in group.managed], axes.mesh)
+    return unit
+
+
+def _outermost(modules: Sequence[Any]) -> list[nn.Module]:
+    """Those that are not parts of others, with which they run; a unit can be made of each."""
+    for one in modules:
+        check_callable(one, "fully_shard")
+    inner = {below for one in modules for below in one.modules() if below is not one}
+    return [one for one in dict.fromkeys(modules) if one not in inner]
 
 
 def _check_options(reshard_after_forward: Any, mp_policy: Any, offload_policy: Any) -> None:
@@ -131,29 +141,6 @@ def check_callable(module: Any, name: str) -> None:
         raise DTensorError(
             f"this {type(module).__name__} is data-parallel already; call {name} once per module, inner ones first"
         )
-
-
-def axes_named(mesh: DeviceMesh, dims: DataParallelMeshDims, host: Host | None = None) -> Axes:
-    """The roles of the named dims of a mesh that has others too."""
-    shard, replicate = ((x,) if isinstance(x, str) else tuple(x or ()) for x in (dims.shard, dims.replicate))
-    if not shard:
-        raise MeshError(f"dp_mesh_dims of fully_shard needs shard=, the mesh dims to cut over, got {dims}; see replicate()")
-    part = mesh[(*replicate, *shard)]
-    both = range(len(replicate) + len(shard))
-    return Axes(part, tuple(both[len(replicate) :]), tuple(both[: len(replicate)]), host)
-
-
-def axes_of(mesh: DeviceMesh, host: Host | None = None) -> Axes:
-    """The roles of the dims of a data-parallel mesh.
-
-    Raises:
-        MeshError: it has more than two dims.
-    """
-    if mesh.ndim > 2:
-        raise MeshError(
-            f"data parallelism takes a mesh of one dim, or of two (copied over the first, cut over the second), got {mesh!r}"
-        )
-    return Axes(mesh, (mesh.ndim - 1,), tuple(range(mesh.ndim - 1)), host)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -61,7 +61,7 @@ def _column(group: Group, m: Managed, grads: Sequence[Tensor | None], distribute
         return (None,) * group.pieces if grad is None and len(grads) == 1 else tuple(grads)
     if distributed:
         dp = {group.axes.mesh._dims[i] for i in group.axes.both}
-        where = [Partial() if dims in dp else p for p, dims in zip(m.whole.placements, m.whole.mesh._dims, strict=True)]
+        where = [Partial() if dims in dp else p for p, dims in zip(m.compute.placements, m.compute.mesh._dims, strict=True)]
     else:
         if m.inside is None:
             raise DTensorError(

@@ -52,27 +52,28 @@ class Reduction:
         group, comm, axes = self.group, self.group.comm, self.group.axes
         device, in_process = torch.device(axes.mesh.device_type), axes.mesh.kind == "in_process"
 
-        self._buckets = {} if axes.shard else group.buckets.pop(self._key(dtype), {})
+        self._buckets = {} if axes.scattered else group.buckets.pop(self._key(dtype), {})
 
         def chunks(member: int) -> list[Tensor]:
             own = [column[member if in_process else 0] for column in columns]
-            if axes.shard:
-                return group.recipe(member).chunks(self.chosen, own, dtype, device)
+            if axes.scattered:
+                flags = torch.tensor([grad is not None for grad in own], dtype=dtype, device=device)
+                return group.rows(member).chunks(self.chosen, own, dtype, device, [flags])
             bucket = self._buckets.get(member)
             if bucket is None:
-                bucket = self._buckets[member] = group.recipe(member).bucket(self.chosen, dtype, device)
+                bucket = self._buckets[member] = group.rows(member).bucket(self.chosen, dtype, device, len(own))
             return [_filled(bucket, own)]
 
         with torch.no_grad():
             packed = comm.map(chunks)
-            if axes.shard:
+            if axes.scattered:
                 by = group.settings.scatters
                 if by is not None:
                     return scatter_chunks(axes, by, packed, self._op)
-                return (group.settings.scatter_comm or comm).reduce_scatter(packed, axes.shard, self._op)
+                return (group.settings.scatter_comm or comm).reduce_scatter(packed, axes.scattered, self._op)
             if self._hooked is not None:
-                return self._hooked(comm, axes.replicate, packed[0], [group.managed[i].parameter for i in self.chosen])
-            return comm.all_reduce(packed[0], axes.replicate, self._op)
+                return self._hooked(comm, axes.reduced, packed[0], [group.managed[i].parameter for i in self.chosen])
+            return comm.all_reduce(packed[0], axes.reduced, self._op)
 
     def _key(self, dtype: torch.dtype) -> Any:
         return tuple(self.chosen), dtype
@@ -84,7 +85,7 @@ class Reduction:
         flat = self._pending.wait()
         if self._buckets:
             group.buckets[self._key(self._dtype)] = self._buckets
-        if axes.shard and axes.replicate:
+        if axes.scattered and axes.reduced:
             flat = self._over_replicas(flat)
             if flat is None:
                 return
@@ -109,7 +110,7 @@ class Reduction:
         for i, block in zip(self.chosen, blocks, strict=True):
             if i not in self.missing or used[i]:
                 m = group.managed[i]
-                accumulate(m.parameter, wrap(block, m.layout))
+                accumulate(m.parameter, wrap(block, m.stored))
 
     def _fetched(self, member: int, flat: Tensor, host: Host) -> Tensor:
         copied, wait = host.fetched(flat)
@@ -136,13 +137,12 @@ class Reduction:
         if not group.settings.all_reduces:
             group.scattered[key] = (flat, frozenset(self.missing))
             return None
-        return group.comm.all_reduce(flat, group.axes.replicate, self._op).wait()
+        return group.comm.all_reduce(flat, group.axes.reduced, self._op).wait()
 
     def _blocks(self, member: int, flat: Tensor) -> list[Tensor]:
         group = self.group
-        position = group.axes.mesh.members_of(group.axes.shard, member).index(member)
-        *blocks, flags = group.recipe(member).split(self.chosen, position, flat)
-        dtypes = [group.managed[i].layout.dtype for i in self.chosen]
+        *blocks, flags = group.rows(member).split(self.chosen, flat)
+        dtypes = [group.managed[i].stored.dtype for i in self.chosen]
         if any(dtype is not flat.dtype for dtype in dtypes):
             blocks = [block.to(dtype) for block, dtype in zip(blocks, dtypes, strict=True)]
         return [*blocks, flags]

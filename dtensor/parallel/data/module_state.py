@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base.torch_internals import functorch_active, tree_map
-from ...comm import PerRank
+from ...base.torch_internals import functorch_active
 from ...dispatch.local_op import seen
-from ...ranks.per_rank import as_one
 from ...tensor.dtensor import DTensor
 from ...tensor.materialize import check_values
 from .buffers import Buffers
 from .gradient_node import Column, Gathered
-from .gradients import add, reductions, to_be_added
+from .layouts import Axes
 from .neighbours import Neighbours
 from .param_group import Group, shards_of
-from .parameters import Axes, same_root
+from .parameters import same_root
 from .policy import MixedPrecisionPolicy, cast
 from .saved_tensors import watched
 from .schedule import Schedule
+from .transforms import Place, as_one_tensor, put_back, put_differentiable
+from .unreduced import Unreduced
 from .uses import Pass, Use, tensors_in
 
 _AT_ONCE = 2**62  # autograd runs later nodes first; this one as soon as its gradients are there, as it does with leaves
@@ -42,11 +42,9 @@ class Unit:
         modules: what is hooked; parameters are given back after the last of them has run.
         groups: one for a fully sharded module, one per bucket for a replicated one.
         keep_after_forward: do not free between forward and backward; None: as the outermost unit, yes, else no.
-        sync: reduce gradients in backward; otherwise they are held, unsharded, for a later backward.
-        in_order: reduce groups in their order, also those that this rank did not use.
         neighbours: who keep parts between forward and backward instead of freeing all.
         gathers_in_backward: whether backward needs the gathered values.
-        defers: reduce when backward has ended, also if this rank did not reach the unit.
+        unreduced: gradients that have come, and when they are reduced.
         reductions_under_way: how many units' gradients may travel before their results are waited for.
         awaited: an event that the next forward waits for.
     """
@@ -56,13 +54,11 @@ class Unit:
     ) -> None:
         self.modules, self.groups, self.buffers = list(modules), list(groups), buffers
         self.axes, self.policy = axes, policy
+        self.unreduced = Unreduced(self.groups, policy.reduce_dtype)
         self.keep_after_forward: bool | None = None
         self.keep_after_backward = False
-        self.sync = True
-        self.in_order = False
         self.neighbours: Neighbours | None = None
         self.gathers_in_backward = True
-        self.defers = False
         self.reductions_under_way = 1
         self.awaited: Any = None
         self._watch: Any = None  # over what forward saves, where backward shall not need the gathered values
@@ -70,20 +66,16 @@ class Unit:
         self.before_in_forward: list[Unit] | None = None  # explicit prefetching
         self.before_in_backward: list[Unit] | None = None
         self._to_run: set[nn.Module] = set()
-        self._standing: list[tuple[nn.Module, str, Any]] = []
+        self._standing: list[Place] = []
         self._pass = Pass()
         self._expected: set[Use] = set()  # of this pass, whose gradients have not come
         self._views: dict[int, tuple[Use | None, list[Any]]] = {}  # group -> gathered parameters of this pass
-        self._took_part = False  # gathered values were recorded in this pass
-        self._deferred: dict[int, Column] = {}  # parameter -> gradients to be reduced when backward has ended
-        self._held: dict[tuple[int, int], Column] = {}  # (group, parameter) -> gradients not reduced yet
-        self._ready: list[list[dict[int, Column]]] = [[] for _ in self.groups]  # in order: what waits for groups before it
-        self._turn = 0
         self._anchor = torch.empty(0, requires_grad=True)
         for module in self.modules:
             module.__dict__[_ATTRIBUTE] = self
             module.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
             module.register_forward_hook(_after, always_call=True)
+            module.register_load_state_dict_post_hook(_after_load)
 
     # --- forward -------------------------------------------------------------------------------------------------
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -98,7 +90,8 @@ class Unit:
                 event, self.awaited = self.awaited, None
                 event.wait()
         if functorch_active():
-            self._put_differentiable(schedule.distributed)
+            self._standing = put_differentiable(self.groups, schedule.distributed)
+            self.buffers.enter(schedule.distributed)
             return self._cast_inputs(args, kwargs)
         if not self._to_run:
             self._to_run = set(self.modules)
@@ -124,20 +117,6 @@ class Unit:
         dtype = self.policy.param_dtype
         return (args, kwargs) if dtype is None or not self.policy.cast_forward_inputs else cast((args, kwargs), dtype)
 
-    def _put_differentiable(self, distributed: bool) -> None:
-        """Under a transform of ``torch.func`` nobody is told when gradients come: values are those of plain operations."""
-        values = [group.differentiable(distributed) for group in self.groups]
-        self._standing = [(at, name, at._parameters[name]) for at, name in self.places()]
-        for group, made in zip(self.groups, values, strict=True):
-            for m, value in zip(group.managed, made, strict=True):
-                m.put(value)
-        self.buffers.enter(distributed)
-
-    def _put_standing(self) -> None:
-        for at, name, x in self._standing:
-            at._parameters[name] = x
-        self._standing = []
-
     def after_forward(self, module: nn.Module, output: Any) -> Any:
         """Sharded parameters in place again; gathered ones freed, to be gathered again when the gradient comes."""
         schedule = self.schedule
@@ -145,10 +124,11 @@ class Unit:
             return output
         schedule.depth -= 1
         if functorch_active():
-            self._put_standing()
+            put_back(self._standing)
+            self._standing = []
             self.buffers.leave(schedule.distributed, module.training)
             output = output if self.policy.output_dtype is None else cast(output, self.policy.output_dtype)
-            return _hidden(output) if not schedule.depth else output
+            return as_one_tensor(output) if not schedule.depth else output
         self._end_watch()
         self._to_run.discard(module)
         if self.policy.output_dtype is not None:
@@ -159,7 +139,7 @@ class Unit:
         self.put_parameters()
         returns = self._expect_gradients(output) if torch.is_grad_enabled() else True
         if not self._to_run and returns:
-            if self.neighbours is not None and not self.defers:
+            if self.neighbours is not None and not self.unreduced.defers:
                 self._keep_parts(self.neighbours)
             elif not self._keeps():
                 self.free()
@@ -171,7 +151,7 @@ class Unit:
             self._watch = None
 
     def _keeps(self) -> bool:
-        if self.defers and torch.is_grad_enabled():
+        if self.unreduced.defers and torch.is_grad_enabled():
             return True  # ranks may not gather in the same order in backward
         if self.keep_after_forward is None:
             return self._scheduled().depth == 0 and torch.is_grad_enabled()
@@ -188,6 +168,12 @@ class Unit:
     def places(self) -> list[tuple[nn.Module, str]]:
         """The modules and names where this unit's parameters stand."""
         return [place for group in self.groups for m in group.managed for place in m.places]
+
+    def tie(self) -> None:
+        """Weights that modules have in common are one again."""
+        for group in self.groups:
+            for m in group.managed:
+                m.tie()
 
     def _spans(self, x: DTensor) -> bool:
         mesh = x.device_mesh
@@ -238,7 +224,7 @@ class Unit:
         if not torch.is_grad_enabled() or not any(m.parameter.requires_grad for m in group.managed):
             return None, group.regrouped(group.values(distributed), distributed)
         use = Use(group, group.seen, self._pass)
-        self._took_part = True
+        self.unreduced.expected = True
         self._expected.add(use)
         flat = Gathered.apply(self._anchor, group, self, use, distributed)
         next(x.grad_fn for x in flat if x.grad_fn is not None)._set_sequence_nr(_AT_ONCE)
@@ -271,21 +257,9 @@ class Unit:
 
     def receive(self, group: Group, use: Use, gradients: dict[int, Column], distributed: bool) -> None:
         """Local gradients of a group (see ``gathered.Receiver``): reduced, or held for a later backward; the group freed."""
-        schedule, k = self._scheduled(), self.groups.index(group)
+        schedule = self._scheduled()
         schedule.expect_end()
-        for i in gradients:
-            gradients[i] = add(self._held.pop((k, i), None), gradients[i])
-        if not self.sync or self.defers:
-            gradients = {i: to_be_added(column, self.policy.reduce_dtype) for i, column in gradients.items()}
-        if not self.sync:
-            self._held.update({(k, i): column for i, column in gradients.items()})
-        elif self.in_order:
-            self._ready[k].append(gradients)
-            self._send_ready(not distributed)
-        elif self.defers:
-            self._deferred = {i: add(self._deferred.get(i), column) for i, column in gradients.items()}
-        else:
-            schedule.reducing(reductions(group, gradients, not distributed))
+        self.unreduced.receive(schedule, group, gradients, not distributed)
         use.through = group.live.get(use, schedule.backward_pass()) == schedule.backward_pass()
         self._expected.discard(use)
         self._release(use)
@@ -305,39 +279,14 @@ class Unit:
             if not self.keep_after_backward:
                 group.free()
 
-    def _send_ready(self, average: bool) -> None:
-        """Reduce what is ready in the order of groups, which is the same on all ranks, whatever each of them used."""
-        while self._ready[self._turn]:
-            gradients = self._ready[self._turn].pop(0)
-            self._scheduled().reducing(reductions(self.groups[self._turn], gradients, average))
-            self._turn = (self._turn + 1) % len(self.groups)
-
     def flush(self) -> None:
-        """Backward has ended: groups that this rank did not use take part with nothing, since others may have used them."""
-        if not self.sync:
-            return
-        if self.defers and not self.in_order and self._took_part:
-            for k, group in enumerate(self.groups):  # one
-                found, self._deferred = self._deferred, {}
-                gradients = {i: add(found.get(i), column) for i, column in self._nothing(k).items()}
-                self._scheduled().reducing(reductions(group, gradients, not self._scheduled().distributed))
-        if not self.in_order:
-            return
-        while self._turn or any(self._ready):
-            if not self._ready[self._turn]:
-                self._ready[self._turn].append(self._nothing(self._turn))
-            self._send_ready(not self._scheduled().distributed)
-
-    def _nothing(self, k: int) -> dict[int, Column]:
-        """What this rank has of a group that its backward did not reach: what is held of passes before."""
-        group = self.groups[k]
-        trainable = [i for i, m in enumerate(group.managed) if m.parameter.requires_grad]
-        return {i: add(self._held.pop((k, i), None), (None,) * group.pieces) for i in trainable}
+        """Backward has ended."""
+        self.unreduced.flush(self._scheduled())
 
     # --- iterations ----------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """A forward pass starts: new graph, new gathered tensors."""
-        self._views, self._expected, self._pass, self._took_part = {}, set(), Pass(), False
+        self._views, self._expected, self._pass, self.unreduced.expected = {}, set(), Pass(), False
 
     def end(self) -> None:
         """Backward has ended."""
@@ -358,16 +307,12 @@ class Unit:
         """After a pass that raised: sharded parameters in place, nothing held, nothing awaited."""
         self._end_watch()
         self.buffers.leave(self._scheduled().distributed, False)
-        self._held, self._deferred, self._ready, self._turn, self._expected = {}, {}, [[] for _ in self.groups], 0, set()
+        self.unreduced.forget()
+        self._expected = set()
         for group in self.groups:
             group.scattered.clear()
             group.free()
         self.end()
-
-
-def _hidden(output: Any) -> Any:
-    """What a transform of ``torch.func`` gets: it knows of no ranks."""
-    return tree_map(lambda x: as_one(x.shards) if isinstance(x, PerRank) else x, output, is_leaf=lambda x: isinstance(x, PerRank))
 
 
 def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -378,6 +323,11 @@ def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def _after(module: nn.Module, args: Any, output: Any) -> Any:
     unit = unit_of(module)
     return output if unit is None else unit.after_forward(module, output)
+
+
+def _after_load(module: nn.Module, keys: Any) -> None:
+    if (unit := unit_of(module)) is not None:
+        unit.tie()
 
 
 def _before_backward(unit: Unit, uses: Sequence[Use], grad: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...comm import Pending, PerRank, communicator_of
 from ...errors import UnsupportedOperationError
-from .parameters import Axes
+from .layouts import Axes
 
 
 class Neighbours:

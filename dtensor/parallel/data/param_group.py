@@ -17,15 +17,16 @@ from torch import Tensor
 from ...comm import Communicator, Pending, PerRank, communicator_of
 from ...errors import DTensorError, UnitError
 from ...layout.layout import Layout
-from ...placement import Partial
-from ...ranks.per_rank import each_rank
-from ...tensor.autograd import as_local, from_pieces, laid
+from ...redistribute.batch import Rows
 from ...tensor.dtensor import wrap
+from ...tensor.versions import stamp
 from .custom_collectives import Settings, gather_rows
+from .layouts import Axes
 from .neighbours import Neighbours
-from .parameters import Axes, Managed
+from .parameters import Managed
 from .policy import MixedPrecisionPolicy
-from .recipe import Recipe
+
+_ALIGNMENT = 16  # bytes: rows stand behind each other in a receive buffer and are read in the parameters' own dtypes
 
 
 def shards_of(local: Any) -> tuple[Tensor, ...]:
@@ -58,7 +59,7 @@ class Group:
         self._buffer: Any = None
         self._full: list[Any] = []
         self._targets: list[Any] = []
-        self._recipes: dict[int, Recipe] = {}
+        self._rows: dict[int, Rows] = {}
         self.add(managed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
@@ -91,7 +92,7 @@ class Group:
 
     def forget(self) -> None:
         """Drop the buffer and what was computed from the list of parameters."""
-        self.gathered, self._buffer, self._pending, self._full, self._recipes = False, None, None, [], {}
+        self.gathered, self._buffer, self._pending, self._full, self._rows = False, None, None, [], {}
         self._kept = None
         self.buckets: dict[Any, dict[int, list[Tensor]]] = {}  # memory of gradients on their way, see Reduction
         self._inside: dict[bool, list[Layout | None]] = {}
@@ -101,10 +102,10 @@ class Group:
     def dtype_of(self, m: Managed) -> torch.dtype:
         """The dtype that a parameter is gathered in."""
         wanted = self.policy.param_dtype
-        return wanted if wanted is not None and m.layout.dtype.is_floating_point else m.layout.dtype
+        return wanted if wanted is not None and m.stored.dtype.is_floating_point else m.stored.dtype
 
     def _layout_inside(self, m: Managed, distributed: bool) -> Layout | None:
-        layout = m.whole if distributed else m.inside
+        layout = m.compute if distributed else m.inside
         return None if layout is None else layout.replace(dtype=self.dtype_of(m), stride=None)
 
     def values(self, distributed: bool) -> list[Tensor]:
@@ -118,26 +119,6 @@ class Group:
             else:
                 flat.append(full.data)
         return flat
-
-    def differentiable(self, distributed: bool) -> list[Any]:
-        """What stands in the modules now, whole, by redistributions that any transform differentiates: each in memory of its own,
-        each with a collective of its own.
-        """
-        return [self._seen_by_all(m, distributed) for m in self.managed]
-
-    def _seen_by_all(self, m: Managed, distributed: bool) -> Any:
-        x = m.standing()
-        if self.axes.host is not None:
-            x = x.to(self.axes.mesh.device_type)
-        whole, dp = laid(x.to(self.dtype_of(m)), m.whole.placements), self.axes.mesh._dims
-        if distributed:
-            return whole
-        where = [Partial("avg") if dims in dp else p for p, dims in zip(m.whole.placements, m.whole.mesh._dims, strict=True)]
-        local = each_rank(as_local(whole, where))
-        if m.inside is None:
-            return local
-        inside = m.inside.replace(dtype=self.dtype_of(m))
-        return from_pieces(inside, inside, False, *shards_of(local))
 
     def _layouts_inside(self, distributed: bool) -> list[Layout | None]:
         """Per parameter its layout while the computation sees it; None: a plain tensor."""
@@ -187,17 +168,11 @@ class Group:
     @property
     def borrows(self) -> bool:
         """The parameters are whole and in the right dtype as they are: nothing to gather or copy."""
-        return self.axes.host is None and all(m.cut is None and self.dtype_of(m) == m.layout.dtype for m in self.managed)
+        return self.axes.host is None and all(m.cut is None and self.dtype_of(m) == m.stored.dtype for m in self.managed)
 
     def stamp(self) -> list[Any]:
-        """Changes whenever a parameter's value does: written to as a DTensor or as its local, or replaced."""
-        now: list[Any] = []
-        for m in self.managed:
-            p: Any = m.parameter
-            now.append(p._version)
-            for shard in shards_of(p._local):
-                now += id(shard), shard._version
-        return now
+        """Changes whenever a parameter's value does."""
+        return [part for m in self.managed for part in stamp(m.parameter)]
 
     def start_gather(self) -> None:
         """Issue the all-gather, unless what is gathered is still right."""
@@ -220,7 +195,7 @@ class Group:
             self._pending = neighbours.gather(parts, lambda member: sizes[member if len(sizes) > 1 else 0])
         elif self.axes.shard:
             join: Callable[[list[Tensor]], Tensor] = torch.cat if self.axes.host is None else self.axes.host.joined
-            row = self.comm.map(lambda member, own: self.recipe(member).pack(own, self.axes.mesh.device_type, join), locals_)
+            row = self.comm.map(lambda member, own: self.rows(member).pack(own, self.axes.mesh.device_type, join), locals_)
             self._pending = self._gathering(row)
         else:
             self._pending = Pending.of([])
@@ -229,8 +204,8 @@ class Group:
         if (by := self.settings.gathers) is not None:
             dtypes = {self.dtype_of(m) for m in self.managed if m.cut is not None}
             seen_as = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-            return gather_rows(self.axes, by, row, seen_as, lambda member: self.recipe(member).nbytes)
-        return self.comm.all_gather(row, self.axes.shard, lambda member: (self.recipe(member).nbytes,))
+            return gather_rows(self.axes, by, row, seen_as, lambda member: self.rows(member).nbytes)
+        return self.comm.all_gather(row, self.axes.shard, lambda member: (self.rows(member).nbytes,))
 
     def gather(self) -> None:
         """The parameters, whole, in the buffer."""
@@ -244,7 +219,7 @@ class Group:
                 self._kept[0].fill(rows, self._buffer)
             else:
                 locals_ = [self._beside(m) for m in self.managed]
-                self.comm.map(lambda member, *a: self.recipe(member).unpack(*a), rows, locals_, self._targets)
+                self.comm.map(lambda member, *a: self.rows(member).unpack(*a), rows, locals_, self._targets)
         self._pending, self._kept, self.gathered = None, None, True
 
     def _beside(self, m: Managed) -> Any:
@@ -256,10 +231,10 @@ class Group:
 
     def _allocate(self) -> None:
         if self._buffer is None:
-            made = self.comm.map(lambda member: self.recipe(member).buffer(self.axes.mesh.device_type))
+            made = self.comm.map(lambda member: self.rows(member).buffer(self.axes.mesh.device_type))
             self._buffer, self._full = made[0], list(made[1:])
             # writing through .data leaves the version counters alone that autograd checks its saved tensors by
-            self._targets = self.comm.map(lambda member, full: self.recipe(member).targets([x.data for x in full]), self._full)
+            self._targets = self.comm.map(lambda member, full: self.rows(member).targets([x.data for x in full]), self._full)
         for buffer in shards_of(self._buffer):
             storage = buffer.untyped_storage()
             if storage.nbytes() == 0:
@@ -283,13 +258,14 @@ class Group:
                 buffer.untyped_storage().resize_(0)
         self.gathered = False
 
-    def recipe(self, member: int) -> Recipe:
+    def rows(self, member: int) -> Rows:
         """Where the blocks stand, as one member sees it."""
-        found = self._recipes.get(member)
+        found = self._rows.get(member)
         if found is None:
             group = self.axes.mesh.members_of(self.axes.shard, member)
-            found = Recipe.of([(m.layout, m.whole, m.cut, self.dtype_of(m)) for m in self.managed], member, group)
-            self._recipes[member] = found
+            pairs, dtypes = [(m.stored, m.compute) for m in self.managed], list(map(self.dtype_of, self.managed))
+            found = Rows.of(pairs, dtypes, [m.cut is not None for m in self.managed], member, group, _ALIGNMENT)
+            self._rows[member] = found
         return found
 
     @property
@@ -319,6 +295,6 @@ def _alias(full: Any) -> Any:
 
 def _copied(m: Managed, memo: dict[int, Any]) -> Managed:
     places = [(copy.deepcopy(module, memo), name) for module, name in m.places]
-    made = memo[id(m)] = Managed(places, copy.deepcopy(m.parameter, memo), m.layout, m.whole, m.inside, m.cut)
+    made = memo[id(m)] = Managed(places, copy.deepcopy(m.parameter, memo), m.stored, m.compute, m.inside, m.cut)
     made.parameter._data_parallel = m.parameter._data_parallel  # type: ignore[attr-defined]
     return made

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from ...base.torch_internals import forward_ad, is_traceable_wrapper_subclass
 from ...comm import PerRank, communicator_of
-from ...dispatch.local_op import seen
 from ...errors import MeshError, PlacementError, UnsupportedOperationError
 from ...layout.layout import Layout
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Placement, Replicate, Shard
 from ...tensor.dtensor import DTensor, wrap
 from ...tensor.replaced import note_replaced
-from .offload import Host
+from .layouts import Axes
 from .ties import around_units, managed_by, shared_with
 
 ShardPlacement = Callable[[nn.Parameter], Shard | None]
@@ -35,16 +34,16 @@ class Managed:
     Attributes:
         places: the modules and names where it stands.
         parameter: the DTensor that the optimizer sees.
-        layout: its layout, over the data-parallel and the tensor-parallel mesh dims.
-        whole: the same with the data-parallel cut undone.
+        stored: its layout, over the data-parallel and the tensor-parallel mesh dims, as the row of ``layouts.WAYS`` has it.
+        compute: the same with the data-parallel cut undone.
         inside: the layout on the tensor-parallel mesh alone; None where there is none: a plain tensor.
         cut: the tensor dim that data parallelism cuts; None: every rank holds it all.
     """
 
     places: list[tuple[nn.Module, str]]
     parameter: nn.Parameter
-    layout: Layout
-    whole: Layout
+    stored: Layout
+    compute: Layout
     inside: Layout | None
     cut: int | None
     owner: Any = None  # the group that gathers and reduces it
@@ -67,39 +66,30 @@ class Managed:
                 "torch.func.functional_call cannot give it a value that gradients or tangents are recorded of; give it "
                 "x.detach(), or use the module before fully_shard or replicate"
             )
-        if not isinstance(found, DTensor) or found.placements != self.layout.placements:
+        if not isinstance(found, DTensor) or found.placements != self.stored.placements:
             raise MeshError(
-                f"parameter {name!r} of {type(module).__name__} was replaced by a {type(found).__name__}; it was {self.layout!r}"
+                f"parameter {name!r} of {type(module).__name__} was replaced by a {type(found).__name__}; it was {self.stored!r}"
             )
         self.parameter = found
         for other, name in self.places:
             other._parameters[name] = found
         self._follow_dtype()
 
-    def standing(self) -> Any:
-        """What stands in the parameter's place, under transforms of ``torch.func``: what they differentiate by, perhaps.
-
-        Raises:
-            MeshError: it is laid out otherwise.
-        """
-        module, name = self.places[0]
-        found = module._parameters[name]
-        own = seen(found)
-        if not isinstance(own, DTensor) or own.placements != self.layout.placements:
-            raise MeshError(
-                f"parameter {name!r} of {type(module).__name__} was replaced by a {type(own).__name__}; it was {self.layout!r}"
-            )
-        return found
-
     def _follow_dtype(self) -> None:
         """``module.double()`` and the like change parameters in place, or put others there."""
         dtype = self.parameter._layout.dtype  # type: ignore[attr-defined]  # a DTensor
-        if dtype is not self.layout.dtype:
-            self.layout, self.whole = self.layout.replace(dtype=dtype), self.whole.replace(dtype=dtype)
+        if dtype is not self.stored.dtype:
+            self.stored, self.compute = self.stored.replace(dtype=dtype), self.compute.replace(dtype=dtype)
             self.inside = None if self.inside is None else self.inside.replace(dtype=dtype)
             if self.owner is not None:
                 self.owner.free()
                 self.owner.add([])  # whose parameters are ordered by their size
+
+    def tie(self) -> None:
+        """Loading and ``to_empty`` put another tensor in each of the places: the first one's is everybody's."""
+        module, name = self.places[0]
+        for other, other_name in self.places[1:]:
+            other._parameters[other_name] = module._parameters[name]
 
     def put(self, value: Any) -> None:
         """``value`` where the parameter stands."""
@@ -109,32 +99,6 @@ class Managed:
             attributes = module.__dict__
             if "_flat_weights_names" in attributes:  # recurrent modules keep a list of their weights
                 attributes["_flat_weights"] = [module._parameters.get(name) for name in attributes["_flat_weights_names"]]
-
-
-@dataclass(frozen=True, slots=True)
-class Axes:
-    """The data-parallel mesh and what its dims do.
-
-    Attributes:
-        mesh: 1-d or 2-d.
-        shard: the mesh dims that cut parameters.
-        replicate: the mesh dims that copy them.
-        host: where they are kept instead of on the device, if so.
-    """
-
-    mesh: DeviceMesh
-    shard: tuple[int, ...]
-    replicate: tuple[int, ...]
-    host: Host | None = None
-
-    @property
-    def kept_on(self) -> str:
-        """The type of device that parameters are kept on."""
-        return self.mesh.device_type if self.host is None else "cpu"
-
-    @property
-    def both(self) -> tuple[int, ...]:
-        return tuple(range(self.mesh.ndim))
 
 
 def adopt(
@@ -255,23 +219,23 @@ def onto_one_mesh(managed: Sequence[Managed], dp: DeviceMesh) -> None:
 
     All parameters of a model are on one mesh then, so that norms over them, and operations on lists of them, just work.
     """
-    meshes = dict.fromkeys(m.whole.mesh for m in managed if m.inside is not None and same_root(m.whole.mesh, dp))
+    meshes = dict.fromkeys(m.compute.mesh for m in managed if m.inside is not None and same_root(m.compute.mesh, dp))
     joined = dp
     for mesh in meshes:
         joined = _joined(joined, mesh)
     for m in managed:
-        if m.inside is None and m.whole.mesh != joined:
+        if m.inside is None and m.compute.mesh != joined:
             _relocate(m, joined)
 
 
 def _relocate(m: Managed, mesh: DeviceMesh) -> None:
     old = m.parameter
-    further = tuple(i for i, dims in enumerate(mesh._dims) if dims not in m.layout.mesh._dims)
+    further = tuple(i for i, dims in enumerate(mesh._dims) if dims not in m.stored.mesh._dims)
     local = old._local  # type: ignore[attr-defined]  # a DTensor
     if not old.is_meta and mesh.current_member() is not None:
         local = communicator_of(mesh).broadcast(local, further).wait()
-    m.layout, m.whole = _on(mesh, m.layout), _on(mesh, m.whole)
-    m.parameter = nn.Parameter(wrap(local, m.layout), requires_grad=old.requires_grad)
+    m.stored, m.compute = _on(mesh, m.stored), _on(mesh, m.compute)
+    m.parameter = nn.Parameter(wrap(local, m.stored), requires_grad=old.requires_grad)
     m.parameter._data_parallel = old._data_parallel  # type: ignore[attr-defined]  # as _take does
     m.put(m.parameter)
     note_replaced(old, "fully_shard", m)

@@ -8,18 +8,17 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ...errors import MeshError, UnsupportedOperationError
-from ...mesh.create import mesh_or_world
+from ...errors import UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh
 from .buffers import Buffers
 from .comm_hook import CommHook, Reducer
 from .custom_collectives import AllGather, ReduceScatter
 from .fsdp_module import FSDPModule, units_of
 from .fully_shard import add_methods, check_callable, check_offload, check_policy
+from .layouts import copying
 from .module_state import Unit
-from .offload import Host
 from .param_group import Group
-from .parameters import Axes, Managed, adopt, onto_one_mesh
+from .parameters import Managed, adopt, onto_one_mesh
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 M = TypeVar("M", bound=nn.Module)
@@ -116,37 +115,28 @@ def replicate(
     check_policy(mp_policy)
     check_callable(module, "replicate")
     check_offload(offload_policy)
-    bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb is a number of mebibytes above 0, got {bucket_cap_mb!r}")
-    if process_group is not None:
-        mesh = DeviceMesh.from_group(process_group, next((p.device.type for p in module.parameters()), "cpu"))
-    mesh = _dims_of(mesh_or_world(mesh), dp_mesh_dims)
-    axes = Axes(mesh, (), tuple(range(mesh.ndim)), Host.of(offload_policy, mesh.device_type))
+    limit = _bytes_of(bucket_cap_mb)
+    axes = copying(mesh if process_group is None else _mesh_over(process_group, module), dp_mesh_dims, offload_policy)
     ignored = {p for inner in ignored_modules for p in inner.parameters()} | set(ignored_params or ())
     managed = adopt([module], axes, ignored, "replicate")
-    onto_one_mesh(managed, mesh)
-    groups = [Group(bucket, axes, mp_policy) for bucket in buckets(managed, bucket_cap_mb * _MEBIBYTE)]
-    buffers = Buffers(list(module.modules()), axes, broadcast_buffers)
-    unit = Unit([module], groups, buffers, axes, mp_policy)
-    unit.in_order = True
+    onto_one_mesh(managed, axes.mesh)
+    groups = [Group(bucket, axes, mp_policy) for bucket in buckets(managed, limit)]
+    unit = Unit([module], groups, Buffers(list(module.modules()), axes, broadcast_buffers), axes, mp_policy)
+    unit.unreduced.in_order = True
     unit.keep_after_forward = True
     add_methods(module, ReplicatedModule, "Replicated")
     return module
 
 
-def _dims_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DeviceMesh:
-    """The part of ``mesh`` that gradients are averaged over.
+def _mesh_over(process_group: Any, module: nn.Module) -> DeviceMesh:
+    return DeviceMesh.from_group(process_group, next((p.device.type for p in module.parameters()), "cpu"))
 
-    Raises:
-        MeshError: ``dims`` names some to cut over, or none.
-    """
-    if dims is None:
-        return mesh
-    names = (dims.replicate,) if isinstance(dims.replicate, str) else tuple(dims.replicate or ())
-    if dims.shard or not names:
-        raise MeshError(f"dp_mesh_dims of replicate needs replicate= and no shard=, got {dims}; see fully_shard()")
-    return mesh[names]
+
+def _bytes_of(bucket_cap_mb: float | None) -> float:
+    bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb is a number of mebibytes above 0, got {bucket_cap_mb!r}")
+    return bucket_cap_mb * _MEBIBYTE
 
 
 def buckets(managed: list[Managed], limit: float) -> list[list[Managed]]:
@@ -154,10 +144,10 @@ def buckets(managed: list[Managed], limit: float) -> list[list[Managed]]:
     result: list[list[Managed]] = []
     filled, cap = 0.0, min(limit, _FIRST_BUCKET_BYTES)
     for m in reversed(managed):
-        if not result or filled + m.whole.max_local_nbytes > cap:
+        if not result or filled + m.compute.max_local_nbytes > cap:
             cap = limit if result else cap
             result.append([])
             filled = 0.0
         result[-1].append(m)
-        filled += m.whole.max_local_nbytes
+        filled += m.compute.max_local_nbytes
     return result

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...comm import PerRank, communicator_of
+from ...comm import PerRank
 from ...errors import MeshError, UnsupportedOperationError
 from ...layout.layout import Layout
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Placement, Replicate, Shard
-from ...redistribute import redistribute_local
+from ...redistribute import execute_many, plan, redistribute_local
 from ...tensor.dtensor import DTensor, wrap
+from ...tensor.versions import stamp
 from .parameters import same_root
-from .recipe import Recipe
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -33,15 +33,12 @@ class _Part:
     Attributes:
         part: the DTensor that the inner optimizer has.
         whole, layout: of the parameter and of the part.
-        cut: the tensor dim that is cut over ``mesh_dims``; None: nothing is.
     """
 
     parameter: Tensor
     part: Any
     whole: Layout
     layout: Layout
-    cut: int | None
-    mesh_dims: tuple[int, ...]
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
@@ -92,7 +89,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._consolidated: dict[str, Any] | None = None
         self._parts: list[_Part] = []
         self._stamps: dict[int, list[Any]] = {}  # by part: the parameter as it was when the part was its
-        self._recipes: dict[Any, Recipe] = {}
         inner_groups = [{**group, "params": [self._part(p) for p in group["params"]]} for group in groups]
         self.inner = optimizer_class(inner_groups, **defaults)
         super().__init__(groups, self.inner.defaults)
@@ -122,7 +118,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             inner.update({name: value for name, value in outer.items() if name != "params"})
         with torch.no_grad():
             for k, one in enumerate(self._parts):
-                if self._stamps[k] != _stamp(one.parameter):  # loaded, or written to, since
+                if self._stamps[k] != stamp(one.parameter):  # loaded, or written to, since
                     one.part._local.copy_(self._cut(one.parameter.detach(), one.layout))
                 grad = one.parameter.grad
                 one.part.grad = None if grad is None else wrap(self._cut(grad, one.layout), one.layout)
@@ -130,7 +126,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self._make_whole([one for one in self._parts if one.part.grad is not None])
             for k, one in enumerate(self._parts):
                 one.part.grad = None
-                self._stamps[k] = _stamp(one.parameter)
+                self._stamps[k] = stamp(one.parameter)
         return loss
 
     # --- parts -------------------------------------------------------------------------------------------------------
@@ -143,8 +139,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         layout = whole.replace(placements=where)
         with torch.no_grad():
             made = nn.Parameter(wrap(self._cut(p.detach(), layout), layout))
-        self._stamps[len(self._parts)] = _stamp(p)
-        self._parts.append(_Part(p, made, whole, layout, cut, mesh_dims))
+        self._stamps[len(self._parts)] = stamp(p)
+        self._parts.append(_Part(p, made, whole, layout))
         return made
 
     def _cut_of(self, whole: Layout) -> tuple[int | None, tuple[int, ...]]:
@@ -182,35 +178,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def _make_whole(self, parts: list[_Part]) -> None:
         """The updated parts gathered into the parameters: one all-gather for all that are cut over the same ranks."""
-        together: dict[Any, list[_Part]] = {}
-        for one in sorted(parts, key=lambda one: -one.layout.dtype.itemsize):
-            together.setdefault((one.whole.mesh, one.mesh_dims), []).append(one)
-        for (mesh, mesh_dims), some in together.items():
-            self._gather(mesh, mesh_dims, some)
-
-    def _gather(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], some: list[_Part]) -> None:
-        comm = communicator_of(mesh)
-        which = tuple(map(id, some))  # of parts that this optimizer keeps
-        parts, whole = [one.part._local for one in some], [self._local(one.parameter) for one in some]
-
-        def recipe(member: int) -> Recipe:
-            found = self._recipes.get((which, member))
-            if found is None:
-                items = [(one.layout, one.whole, one.cut, one.layout.dtype) for one in some]
-                found = self._recipes[which, member] = Recipe.of(items, member, mesh.members_of(mesh_dims, member))
-            return found
-
-        def row(member: int, own: list[Tensor]) -> Tensor:
-            return recipe(member).pack(own, own[0].device)
-
-        def fill(member: int, rows: list[Tensor], own: list[Tensor], full: list[Tensor]) -> None:
-            here = recipe(member)
-            here.unpack(rows, own, here.targets([x.data for x in full]))
-
-        rows = (
-            comm.all_gather(comm.map(row, parts), mesh_dims, lambda member: (recipe(member).nbytes,)).wait() if mesh_dims else []
-        )
-        comm.map(fill, rows, parts, whole)
+        some = sorted(parts, key=lambda one: -one.layout.dtype.itemsize)
+        out = [self._local(one.parameter) for one in some]
+        execute_many([plan(one.layout, one.whole) for one in some], [one.part._local for one in some], out=out).wait()
         torch.autograd.graph.increment_version([one.parameter for one in some])
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -257,13 +227,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             else value
         )
         return wrap(redistribute_local(local, whole, target).clone(), target)
-
-
-def _stamp(p: Any) -> list[Any]:
-    """Changes whenever the value of a parameter does."""
-    local = p._local if isinstance(p, DTensor) else p
-    shards = local.shards if isinstance(local, PerRank) else (local,)
-    return [p._version, *((id(x), x.data_ptr(), x._version) for x in shards)]
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from ...dispatch.local_op import seen
 from ...errors import MeshError, PlacementError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Placement, Replicate, Shard
-from ...ranks.per_rank import each_rank
+from ...ranks.hidden import each_rank
 from ...tensor.autograd import as_local, laid
 from ...tensor.distribute import distribute_tensor
 from ...tensor.dtensor import DTensor
@@ -168,7 +168,7 @@ def annotated(x: Any, mesh: DeviceMesh, placement: Placement, whole: int | None 
         whole: the global size of the dim that ``placement`` shards, where known; otherwise ranks exchange their sizes.
     """
     if isinstance(seen(x), DTensor):
-        return x  # type: ignore[no-any-return]  # a transform of torch.func may hide that it is one
+        return x  # a transform of torch.func may hide that it is one
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"expected a tensor at the boundary of a parallel module, got {type(x).__name__}")
     shape = None

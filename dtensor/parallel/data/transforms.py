@@ -1,0 +1,78 @@
+"""A unit under transforms of ``torch.func``: nobody is told there when gradients come, so the values that modules see are those
+of operations that any transform differentiates, gathered into memory that lives as long as their graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ...base.torch_internals import tree_map
+from ...comm import PerRank
+from ...dispatch.local_op import seen
+from ...errors import MeshError
+from ...placement import Partial
+from ...ranks.hidden import as_one, each_rank
+from ...tensor.autograd import as_local, from_pieces, laid
+from ...tensor.dtensor import DTensor
+from .param_group import Group, shards_of
+from .parameters import Managed
+
+Place = tuple[nn.Module, str, Any]
+
+
+def put_differentiable(groups: Sequence[Group], distributed: bool) -> list[Place]:
+    """Gathered values in the parameters' places, each by a collective of its own; and what stood there."""
+    values = [(m, _whole(group, m, distributed)) for group in groups for m in group.managed]
+    stood = [(at, name, at._parameters[name]) for m, _ in values for at, name in m.places]
+    for m, value in values:
+        m.put(value)
+    return stood
+
+
+def put_back(stood: Sequence[Place]) -> None:
+    """What stood in the parameters' places."""
+    for at, name, x in stood:
+        at._parameters[name] = x
+
+
+def as_one_tensor(output: Any) -> Any:
+    """A module's results as transforms look for them: they know of no ranks."""
+
+    def one(x: Any) -> Any:
+        return as_one(x.shards, PerRank) if isinstance(x, PerRank) else x
+
+    return tree_map(one, output, is_leaf=lambda x: isinstance(x, PerRank))
+
+
+def _whole(group: Group, m: Managed, distributed: bool) -> Any:
+    x, axes = _standing(m), group.axes
+    if axes.host is not None:
+        x = x.to(axes.mesh.device_type)
+    whole, dp = laid(x.to(group.dtype_of(m)), m.compute.placements), axes.mesh._dims
+    if distributed:
+        return whole
+    where = [Partial("avg") if dims in dp else p for p, dims in zip(m.compute.placements, m.compute.mesh._dims, strict=True)]
+    local = each_rank(as_local(whole, where))
+    if m.inside is None:
+        return local
+    inside = m.inside.replace(dtype=group.dtype_of(m))
+    return from_pieces(inside, inside, False, *shards_of(local))
+
+
+def _standing(m: Managed) -> Any:
+    """What stands in a parameter's place: what transforms differentiate by, perhaps.
+
+    Raises:
+        MeshError: it is laid out otherwise.
+    """
+    module, name = m.places[0]
+    found = module._parameters[name]
+    own = seen(found)
+    if not isinstance(own, DTensor) or own.placements != m.stored.placements:
+        raise MeshError(
+            f"parameter {name!r} of {type(module).__name__} was replaced by a {type(own).__name__}; it was {m.stored!r}"
+        )
+    return found

@@ -1,0 +1,78 @@
+"""A unit's gradients that are not reduced yet, and when they are: at once, in order, at the end of backward, or in a later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .gradient_node import Column
+from .gradients import add, reductions, to_be_added
+from .param_group import Group
+from .schedule import Schedule
+
+
+class Unreduced:
+    """Gradients by group and parameter.
+
+    Attributes:
+        sync: reduce in backward; otherwise gradients are held, unsharded, for a later one.
+        in_order: reduce groups in their order, also those that this rank did not use.
+        defers: reduce when backward has ended, also if this rank did not reach the unit.
+        expected: gathered values were recorded in this pass.
+    """
+
+    def __init__(self, groups: Sequence[Group], dtype: torch.dtype | None) -> None:
+        self._groups, self._dtype = groups, dtype
+        self.sync, self.in_order, self.defers, self.expected = True, False, False, False
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop them."""
+        self._held: dict[tuple[int, int], Column] = {}  # (group, parameter) -> those of backward passes without sync
+        self._ready: list[list[dict[int, Column]]] = [[] for _ in self._groups]  # what waits for groups before it, or for the end
+        self._turn = 0
+
+    def receive(self, schedule: Schedule, group: Group, gradients: dict[int, Column], average: bool) -> None:
+        """A group's gradients have come."""
+        k = self._groups.index(group)
+        gradients = {i: add(self._held.pop((k, i), None), column) for i, column in gradients.items()}
+        if not self.sync or self.defers:
+            gradients = {i: to_be_added(column, self._dtype) for i, column in gradients.items()}
+        if not self.sync:
+            self._held.update({(k, i): column for i, column in gradients.items()})
+        elif self.in_order or self.defers:
+            self._ready[k].append(gradients)
+            if self.in_order:
+                self._send(schedule, average)
+        else:
+            schedule.reducing(reductions(group, gradients, average))
+
+    def _send(self, schedule: Schedule, average: bool) -> None:
+        """Reduce what is ready in the order of groups, which is the same on all ranks, whatever each of them used."""
+        while self._ready[self._turn]:
+            gradients = self._ready[self._turn].pop(0)
+            schedule.reducing(reductions(self._groups[self._turn], gradients, average))
+            self._turn = (self._turn + 1) % len(self._groups)
+
+    def flush(self, schedule: Schedule) -> None:
+        """Backward has ended: groups that this rank did not use take part with nothing, since others may have used them."""
+        average = not schedule.distributed
+        if self.sync and self.in_order:
+            while self._turn or any(self._ready):
+                if not self._ready[self._turn]:
+                    self._ready[self._turn].append(self._nothing(self._turn))
+                self._send(schedule, average)
+        elif self.sync and self.defers and self.expected:
+            for k, group in enumerate(self._groups):
+                gradients = self._nothing(k)
+                for found in self._ready[k]:
+                    gradients = {i: add(found.get(i), column) for i, column in gradients.items()}
+                self._ready[k] = []
+                schedule.reducing(reductions(group, gradients, average))
+
+    def _nothing(self, k: int) -> dict[int, Column]:
+        """What this rank has of a group that its backward did not reach: what is held of passes before."""
+        group = self._groups[k]
+        trainable = [i for i, m in enumerate(group.managed) if m.parameter.requires_grad]
+        return {i: add(self._held.pop((k, i), None), (None,) * group.pieces) for i in trainable}
