@@ -189,6 +189,11 @@ def each_rank(x: Any) -> Any:
     return PerRank(EachRank.apply(x)) if found is not x and isinstance(found, PerRank) else x
 
 
+def shards_of(local: Any) -> tuple[Tensor, ...]:
+    """The tensors of a local, one per member held here."""
+    return local.shards if isinstance(local, PerRank) else (local,)
+
+
 def as_one(shards: Sequence[Tensor]) -> Tensor:
     """The ranks' tensors as one, which is what transforms look for in a result; ragged ones cannot be hidden."""
     if functorch_active() and any(map(is_functorch_wrapped, shards)) and len({shard.shape for shard in shards}) == 1:
