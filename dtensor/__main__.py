@@ -7,9 +7,10 @@ import os
 import sys
 from pathlib import Path
 
+from .cost import calibrate
 from .debug.operator_page import measured_in, page
 from .errors import RuleError
-from .redistribute import calibrate
+from .redistribute import moves
 from .rules import rules
 from .testing.asked import rules_asked
 from .testing.samples import samples_of, without_sample
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    path, profile = calibrate.run(options.ranks, options.device, options.output, options.seconds)
+    path, profile = calibrate.run(moves, options.ranks, options.device, options.output, options.seconds)
     if os.environ.get("RANK", "0") == "0":
         print(calibrate.table(profile, "nccl" if options.device == "cuda" else "gloo"))
         print(f"written to {path}")

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..base.torch_internals import TensorBase
-from ..comm import PerRank
+from ..comm import PerRank, communicator_of, shards_of
 from ..dispatch.local_op import below_autograd
 from ..dispatch.wrapping import wrap_local
 from ..layout.layout import Layout
@@ -60,7 +60,7 @@ class Form(NamedTuple):
 def locals_of(x: Any) -> tuple[torch.Tensor, ...]:
     """The local tensors that this process holds of a tensor."""
     local = x._local if isinstance(x, DTensor) else x
-    return local.shards if isinstance(local, PerRank) else (local,)
+    return shards_of(local)
 
 
 def as_recorded(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -211,7 +211,7 @@ class Program:
         """The locals that the tape starts from, and copies of those that lie otherwise in memory: (copy, own)."""
         found = [x._local if isinstance(x, DTensor) else x for x in given]
         if PerRank in set(map(type, found)):
-            found = [shard for local in found for shard in (local.shards if isinstance(local, PerRank) else (local,))]
+            found = [shard for local in found for shard in shards_of(local)]
         if [*map(_STRIDE, found)] == self._strides:
             return found, []
         shown = [as_recorded(own, stride) for own, stride in zip(found, self._strides, strict=True)]
@@ -273,4 +273,4 @@ def joined(locals_: tuple[torch.Tensor, ...], layout: Layout | None) -> Any:
     """The tensor with these locals."""
     if layout is None:
         return locals_[0]
-    return wrap_local(PerRank(locals_) if layout.mesh.kind == "in_process" else locals_[0], layout)
+    return wrap_local(communicator_of(layout.mesh).local(locals_), layout)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ..comm import PerRank
+from ..comm import PerRank, shards_of
 from ..errors import CaptureError
 from ..layout.layout import Layout
 from ..tensor.dtensor import DTensor
@@ -110,8 +110,7 @@ class Sorter:
         return shared
 
     def _vars(self, x: Any) -> tuple[Var, ...]:
-        local = x._local if isinstance(x, DTensor) else x
-        found = tuple(self.recorder.find(shard) for shard in (local.shards if isinstance(local, PerRank) else (local,)))
+        found = tuple(self.recorder.find(shard) for shard in shards_of(x._local if isinstance(x, DTensor) else x))
         if any(var is None for var in found):
             raise CaptureError(
                 "capture: the function returns a tensor that was not made by it nor given to it; pass it as an argument"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..comm import PerRank
+from ..comm import communicator_of, shards_of
 from ..layout.layout import Layout
 from ..redistribute import redistribute_local
 from ..tensor.blocks import members_here
@@ -85,11 +85,8 @@ class Target:
             return read[None].to(device)
         layout, reduced = self.like.replace(dtype=self.dtype), self.like.reduced().replace(dtype=self.dtype)
         mesh = layout.mesh
-        if mesh.kind == "in_process":
-            local: Any = PerRank([_strided(read[m], reduced, m, device) for m in mesh.members])
-        elif read:
-            ((member, piece),) = read.items()
-            local = _strided(piece, reduced, member, device)
+        if read:
+            local: Any = communicator_of(mesh).map(lambda member: _strided(read[member], reduced, member, device))
         else:
             local = torch.zeros(reduced.local_shape(None), dtype=self.dtype, device=device)
         with torch.no_grad():
@@ -106,7 +103,7 @@ def _strided(piece: torch.Tensor, layout: Layout, member: int | None, device: to
 def pieces(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors in this process that ``x`` is made of."""
     local: Any = x._local if isinstance(x, DTensor) else x
-    return local.shards if isinstance(local, PerRank) else (local,)
+    return shards_of(local)
 
 
 def _meets_itself(x: torch.Tensor) -> bool:

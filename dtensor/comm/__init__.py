@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from ..ranks.per_rank import PerRank, per_rank
+from ..ranks.per_rank import PerRank, per_rank, shards_of
 from ..ranks.rank_values import RankNumber, RankValues
 from . import events
 from .binding import Local
@@ -32,6 +32,7 @@ __all__ = [
     "fold",
     "map_ranks",
     "per_rank",
+    "shards_of",
 ]
 
 # By ``mesh.kind``: a backend is a class with six methods (see ``binding.py``) and a row here.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from ..base.recording import aside
 from ..base.torch_internals import FakeTensor
@@ -33,6 +32,9 @@ def alike(
     Raises:
         LayoutError: on all ranks with the same words, if what they make differs. The error of ``make``, if all meet the same.
     """
+    if not communicator_of(mesh).talks or mesh.size() == 1:
+        made = make()
+        return made, [tell(made)[1]]
     problem: Exception | None = None
     told: Any = None
     besides: tuple[int, ...] = ()
@@ -40,11 +42,7 @@ def alike(
         made = make()
         told, besides = tell(made)
     except Exception as error:
-        if not _talks(mesh):
-            raise
         problem = error
-    if not _talks(mesh):
-        return made, [besides]
     said = repr(told) if problem is None else f"{type(problem).__name__}: {problem}"
     found, same = told_by_all(mesh, said, besides)
     if not same:
@@ -79,11 +77,6 @@ def compared(mesh: DeviceMesh, what: str, said: Sequence[str], problem: Exceptio
     ) from problem
 
 
-def _talks(mesh: DeviceMesh) -> bool:
-    """Whether there are others to ask."""
-    return mesh.kind == "process_group" and mesh.current_member() is not None and mesh.size() > 1 and dist.get_backend() != "fake"
-
-
 @aside
 def same_on_all(mesh: DeviceMesh, value: torch.Tensor, what: str) -> None:
     """Check that all ranks of ``mesh`` hold the same plain ``value``: one exchange of a few bytes, none in one process.
@@ -91,7 +84,7 @@ def same_on_all(mesh: DeviceMesh, value: torch.Tensor, what: str) -> None:
     Raises:
         MixedTensorError: on all ranks, if they do not.
     """
-    if not _talks(mesh) or isinstance(value, FakeTensor):
+    if not communicator_of(mesh).talks or isinstance(value, FakeTensor):
         return
     content = flat_bytes(value.detach()).cpu().numpy().tobytes()
     digest = hashlib.blake2b(content, digest_size=16).hexdigest()

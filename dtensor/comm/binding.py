@@ -155,6 +155,10 @@ class Binding(ABC):
         issue.__name__ = kind
         return issue
 
+    def local(self, pieces: Sequence[torch.Tensor]) -> Local:
+        """The local whose pieces these are, one per member held here."""
+        return pieces[0]
+
     # --- what they share -------------------------------------------------------------------------------------------
     def group_size(self, mesh_dims: Sequence[int]) -> int:
         """Number of ranks in a group over ``mesh_dims``."""

@@ -48,6 +48,9 @@ class InProcess(Communicator):
             RUNNING.at = before
         return merge(results, RankValues)
 
+    def local(self, pieces: Sequence[Tensor]) -> PerRank:
+        return PerRank(pieces)
+
     def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
         routes, copies = [transfer.route_of(member) for member in self.held], []
         for member, route in enumerate(routes):

@@ -191,12 +191,8 @@ def _constants(plan: Plan) -> dict[int, Constants]:
         return {}
     mesh, chosen, call = plan.call.mesh, plan.chosen, _served(plan)
     layouts = [layout for layout in chosen.results if layout is not None]
-    members = mesh.members if mesh.kind == "in_process" else [mesh.current_member()]
-    found = {
-        member: rewrite(call, LocalView(chosen.operands, layouts, mesh.coordinates[member]))
-        for member in members
-        if member is not None
-    }
+    held = communicator_of(mesh).held
+    found = {member: rewrite(call, LocalView(chosen.operands, layouts, mesh.coordinates[member])) for member in held}
     return found if any(found.values()) else {}
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ..propagation.schema import Operator
 from ..ranks.assign import assign
-from ..ranks.per_rank import PerRank
+from ..ranks.per_rank import shards_of
 
 
 def through_memory(operator: Operator) -> Callable[..., Any]:
@@ -34,14 +34,10 @@ def _brought(listed: list[Any], first: list[Any], is_first: bool) -> list[tuple[
     """What stood in a list and was replaced there, each with its copy."""
     strayed = []
     for i, (x, like) in enumerate(zip(listed, first, strict=False)):
-        if not (all(map(_dense, _shards(x))) if is_first else all(map(_alike, _shards(x), _shards(like)))):
+        if not (all(map(_dense, shards_of(x))) if is_first else all(map(_alike, shards_of(x), shards_of(like)))):
             listed[i] = torch.empty_like(like, dtype=x.dtype).copy_(x)
             strayed.append((x, listed[i]))
     return strayed
-
-
-def _shards(x: Any) -> tuple[torch.Tensor, ...]:
-    return x.shards if isinstance(x, PerRank) else (x,)
 
 
 def _dense(x: torch.Tensor) -> bool:

@@ -58,7 +58,7 @@ def draw(layout: Layout, whole: Callable[[torch.device], torch.Tensor]) -> Any:
     mesh = layout.mesh
     device = torch.device(mesh.device_type)
     synchronize(mesh)
-    if mesh.kind == "dry_run":
+    if device.type == "meta":
         return torch.empty(layout.local_shape(mesh.coordinates[0]), dtype=layout.dtype, device=device)
     drawn = whole(device)
     if mesh.current_member() is None:
@@ -72,7 +72,7 @@ def draw_counted(layout: Layout, sampler: Sampler, given: Arguments, generator: 
     mesh = layout.mesh
     device = torch.device(mesh.device_type)
     synchronize(mesh)
-    if mesh.kind == "dry_run":
+    if device.type == "meta":
         return torch.empty(layout.local_shape(mesh.coordinates[0]), dtype=layout.dtype, device=device)
     key = next_key(default_generator(mesh) if generator is None else generator)
 
@@ -120,15 +120,12 @@ def place_in(whole: torch.Tensor, layout: Layout, coordinate: tuple[int, ...]) -
 @aside
 def synchronize(mesh: DeviceMesh) -> None:
     """On process groups, once for all ranks that share a draw: they take over the first one's generator state."""
-    root, dims = mesh._root, mesh.group_id(range(mesh.ndim))
-    if root.kind != "process_group" or root.seeded.issuperset(dims):
+    comm, seeded, dims = communicator_of(mesh), mesh._root.seeded, mesh.group_id(range(mesh.ndim))
+    if not comm.talks or seeded.issuperset(dims):
         return
-    root.seeded.update(dims)
-    if mesh.current_member() is None:
-        return
+    seeded.update(dims)
     generator = default_generator(mesh)
     state = generator.get_state()
-    comm = communicator_of(mesh)
     received = comm.broadcast(state.to(mesh.device_type), tuple(range(mesh.ndim)), 0).wait()
     generator.set_state(received.cpu())
 

@@ -8,6 +8,7 @@ import torch
 
 from ..base.scoped import entering
 from ..comm import communicator_of
+from ..comm.agreement import told_by_all
 from ..errors import MeshError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from .draw import DRAWING, MODES
@@ -42,15 +43,15 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, mode: str |
 
 
 def _agree(seed: int, mesh: DeviceMesh) -> None:
-    root = mesh._root
-    if root.kind != "process_group" or mesh.current_member() is None:
+    comm = communicator_of(mesh)
+    if not comm.talks:
         return
-    seeds = communicator_of(mesh).all_gather_object(seed, tuple(range(mesh.ndim)))
-    if len(set(seeds)) > 1:
+    if not told_by_all(mesh, repr(seed), ())[1]:
+        seeds = comm.all_gather_object(seed, tuple(range(mesh.ndim)))
         raise MeshError(
             f"manual_seed: the ranks of {mesh!r} were given seeds {seeds}: pass the same one, or a mesh of those alike"
         )
-    root.seeded = set(mesh.group_id(range(mesh.ndim)))  # between the copies of a submesh seeds may differ
+    mesh._root.seeded = set(mesh.group_id(range(mesh.ndim)))  # between the copies of a submesh seeds may differ
 
 
 @entering

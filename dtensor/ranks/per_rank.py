@@ -123,6 +123,11 @@ def recorded_again(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
         return over_ranks(func, args, kwargs)
 
 
+def shards_of(local: Any) -> tuple[Tensor, ...]:
+    """The tensors of a local, one per member held here."""
+    return local.shards if isinstance(local, PerRank) else (local,)
+
+
 # --- mapping over ranks ----------------------------------------------------------------------------------------------
 def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``func`` on each rank's part of the arguments; an argument written in place comes back as itself."""

@@ -2,7 +2,7 @@
 
 from .across_meshes import Transit, move_between, plan_between
 from .batch import execute_many
-from .executor import execute, redistribute_local, start
+from .executor import execute, moves, redistribute_local, start
 from .planner import estimate, plan
 from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, Step
 
@@ -20,6 +20,7 @@ __all__ = [
     "execute",
     "execute_many",
     "move_between",
+    "moves",
     "plan",
     "plan_between",
     "redistribute_local",

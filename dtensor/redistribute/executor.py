@@ -51,6 +51,20 @@ def _run(steps: Sequence[Bound], local: Local) -> Local:
     return local
 
 
+class Ready(NamedTuple):
+    """A plan and what runs it; see ``cost.calibrate``."""
+
+    collectives: int
+    bytes: int
+    run: Callable[[Local], Local]
+
+
+def moves(src: Layout, dst: Layout) -> Ready:
+    """The redistribution between two layouts, ready to run."""
+    found = plan_of(src, dst)
+    return Ready(found.collectives, found.bytes, functools.partial(execute, found))
+
+
 def start(plan: Plan, local: Local) -> Pending[Local]:
     """As :func:`execute`: the plan has run up to its first collective, which is issued; the steps after it run in the first
     ``wait()``, so all ranks must wait in the same order.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm import PerRank
+from ..comm import PerRank, shards_of
 from ..errors import MeshError, PlacementError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
@@ -279,7 +279,7 @@ def _collected(value: Any, rank: int) -> tuple[Any, bool]:
             mesh = value.device_mesh
             if mesh.kind == "in_process":
                 whole = value.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor
-                return (whole.shards[0] if isinstance(whole, PerRank) else whole), True
+                return shards_of(whole)[0], True
             alone = DeviceMesh(mesh.device_type, [rank])
             moved: Any = value.detach().redistribute(alone, [Replicate()])  # type: ignore[attr-defined]  # a DTensor
             return (moved.to_local() if here else None), here

@@ -24,7 +24,7 @@ import torch
 
 from ..base.caches import remembered
 from ..base.torch_internals import forward_ad, functorch_active
-from ..comm import Pending, PerRank
+from ..comm import Pending, PerRank, shards_of
 from ..dispatch.local_op import Transformed, is_wrapped, recorded, seen
 from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import DTensorError, UnsupportedOperationError
@@ -113,7 +113,7 @@ class ToLocal(Transformed):
 
 def whole_piece(x: Any, shared: bool) -> torch.Tensor:
     """The value of a replicated DTensor; a copy if that is ``shared``."""
-    first: torch.Tensor = x._local.shards[0] if isinstance(x._local, PerRank) else x._local
+    first: torch.Tensor = shards_of(x._local)[0]
     return first.clone() if shared else first.detach()
 
 

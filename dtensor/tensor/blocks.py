@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..comm import PerRank
+from ..comm import PerRank, communicator_of
 from ..errors import CheckpointError
 from ..layout.layout import Layout
 from ..redistribute.intervals import blocks
@@ -45,11 +45,7 @@ def distinct_blocks(layout: Layout) -> dict[tuple[Offset, Shape], list[int]]:
 
 def members_here(layout: Layout) -> list[int]:
     """The members whose pieces are in this process."""
-    mesh = layout.mesh
-    if mesh.kind == "in_process":
-        return list(mesh.members)
-    member = mesh.current_member()
-    return [] if member is None else [member]
+    return list(communicator_of(layout.mesh).held)
 
 
 def held_here(tensors: Mapping[str, Any], rank: int) -> Iterator[tuple[str, list[Held]]]:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..base.caches import watched
 from ..base.memory_order import stride_like
 from ..base.recording import exchange
 from ..base.validation import sizes_of
-from ..comm import PerRank, communicator_of
+from ..comm import PerRank, communicator_of, shards_of
 from ..comm.agreement import compared, told_by_all, words_compared
 from ..comm.rows import flat_bytes
 from ..errors import LayoutError, PlacementError
@@ -46,7 +45,7 @@ def layout_of_locals(
         else:
             if known is not None:  # a piece of this shape fits what was asked for
                 return known
-    pieces = local.shards if isinstance(local, PerRank) else (local,)
+    pieces = shards_of(local)
     if isinstance(local, PerRank) and (mesh.kind != "in_process" or len(pieces) != len(mesh.members)):
         has = f"has {len(mesh.members)} ranks" if mesh.kind == "in_process" else "does not live in this process: give its piece"
         raise LayoutError(f"per_rank with {len(pieces)} tensors for {mesh!r}, which {has}")
@@ -64,7 +63,7 @@ def layout_of_locals(
     dtype = pieces[0].dtype
     if shape is not None:
         layout = Layout.of(mesh, wanted, shape, stride, dtype)
-        if check and mesh.kind == "process_group" and mesh.current_member() is not None:
+        if check and communicator_of(mesh).talks:
             _agree(
                 layout, _all_pieces(mesh, pieces, str(layout.placements))[0], "the given shape makes"
             )  # a rank must not leave before the exchange below
@@ -184,7 +183,7 @@ def _all_pieces(mesh: DeviceMesh, pieces: Sequence[torch.Tensor], told: str) -> 
         _same_dims(shapes)
         compared(mesh, "from_local", [str(piece.dtype) for piece in seen])
         return shapes, tuple(piece.stride() for piece in seen)
-    if mesh.kind != "process_group" or dist.get_backend() == "fake":  # nobody else to ask
+    if not communicator_of(mesh).talks:
         return (mine,) * mesh.size(), (steps,) * mesh.size()
     if len(mine) > _MOST_DIMS:
         raise LayoutError(f"from_local exchanges the sizes of up to {_MOST_DIMS} dims, got {len(mine)}; give shape=")

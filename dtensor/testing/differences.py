@@ -42,9 +42,10 @@ class Options:
 
 def everybodys(problems: list[str], mesh: DeviceMesh) -> list[str]:
     """The problems that the ranks of the mesh see, alike on all of them: none goes on alone while the others stop."""
-    if mesh.kind != "process_group" or mesh.current_member() is None:
+    comm = communicator_of(mesh)
+    if not comm.talks:
         return problems
-    gathered = communicator_of(mesh).all_gather_object(problems, tuple(range(mesh.ndim)))
+    gathered = comm.all_gather_object(problems, tuple(range(mesh.ndim)))
     return list(dict.fromkeys(problem for own in gathered for problem in own))
 
 

@@ -12,12 +12,13 @@ import torch
 from gloo import run_gloo
 
 from dtensor.__main__ import main
+from dtensor.cost import calibrate
 from dtensor.cost import profile as profiles
 from dtensor.cost.profile import BUILT_IN, COLLECTIVES, Link, Profile, Rate, profile_path, read_profile
 from dtensor.layout.layout import Layout
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard
-from dtensor.redistribute import calibrate, plan
+from dtensor.redistribute import plan
 
 SLOW_START = Profile({"gloo": Link.uniform(latency=1.0, per_peer=0.0, bandwidth=1e12, memory=1e12)})
 SLOW_WIRE = Profile({"gloo": Link.uniform(latency=1e-9, per_peer=0.0, bandwidth=1.0, memory=1e12)})

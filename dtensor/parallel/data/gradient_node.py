@@ -8,11 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...comm import shards_of
 from ...errors import DTensorError
 from ...placement import Partial
 from ...tensor.autograd import move
 from ...tensor.dtensor import DTensor
-from .param_group import Group, shards_of
+from .param_group import Group
 from .parameters import Managed
 
 Column = tuple[Tensor | None, ...]  # one parameter's gradient: per member held here its own, where there is one

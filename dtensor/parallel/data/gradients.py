@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...comm import Pending
+from ...comm import Pending, shards_of
 from ...errors import DTensorError
 from ...tensor.dtensor import wrap
 from .comm_hook import Reducer
 from .custom_collectives import scatter_chunks
 from .gradient_node import Column
 from .offload import Host
-from .param_group import Group, shards_of
+from .param_group import Group
 
 
 class Reduction:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.torch_internals import functorch_active
+from ...comm import shards_of
 from ...dispatch.local_op import seen
 from ...tensor.dtensor import DTensor
 from ...tensor.materialize import check_values
@@ -17,7 +18,7 @@ from .buffers import Buffers
 from .gradient_node import Column, Gathered
 from .layouts import Axes
 from .neighbours import Neighbours
-from .param_group import Group, shards_of
+from .param_group import Group
 from .parameters import same_root
 from .policy import MixedPrecisionPolicy, cast
 from .saved_tensors import watched

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import Communicator, Pending, PerRank, communicator_of
+from ...comm import Communicator, Pending, PerRank, communicator_of, shards_of
 from ...errors import DTensorError, UnitError
 from ...layout.layout import Layout
 from ...redistribute.batch import Rows
@@ -27,11 +27,6 @@ from .parameters import Managed
 from .policy import MixedPrecisionPolicy
 
 _ALIGNMENT = 16  # bytes: rows stand behind each other in a receive buffer and are read in the parameters' own dtypes
-
-
-def shards_of(local: Any) -> tuple[Tensor, ...]:
-    """The tensors of a local, one per member held here."""
-    return local.shards if isinstance(local, PerRank) else (local,)
 
 
 class Group:

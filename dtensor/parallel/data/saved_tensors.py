@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...comm import shards_of
 from ...errors import DTensorError
 from ...tensor.dtensor import DTensor
-from .param_group import Group, shards_of
+from .param_group import Group
 
 
 class _Freed:

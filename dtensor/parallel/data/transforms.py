@@ -10,14 +10,14 @@ from typing import Any
 from torch import nn
 
 from ...base.torch_internals import tree_map
-from ...comm import PerRank
+from ...comm import PerRank, shards_of
 from ...dispatch.local_op import seen
 from ...errors import MeshError
 from ...placement import Partial
 from ...ranks.hidden import as_one, each_rank
 from ...tensor.autograd import as_local, from_pieces, laid
 from ...tensor.dtensor import DTensor
-from .param_group import Group, shards_of
+from .param_group import Group
 from .parameters import Managed
 
 Place = tuple[nn.Module, str, Any]

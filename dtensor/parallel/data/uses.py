@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...base.nested import leaves
 from ...base.torch_internals import tree_leaves, tree_map
-from ...comm import PerRank
-from .param_group import Group, shards_of
+from ...comm import PerRank, shards_of
+from .param_group import Group
 
 
 def tensors_in(value: Any) -> list[Tensor]:

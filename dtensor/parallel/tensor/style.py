@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ...comm import PerRank
+from ...comm import shards_of
 from ...dispatch.local_op import seen
 from ...errors import MeshError, PlacementError
 from ...mesh.device_mesh import DeviceMesh
@@ -175,7 +175,7 @@ def annotated(x: Any, mesh: DeviceMesh, placement: Placement, whole: int | None 
     dim = getattr(placement, "dim", None)
     if whole is not None and dim is not None:
         x = each_rank(x)
-        shape = list((x.shards[0] if isinstance(x, PerRank) else x).shape)
+        shape = list(shards_of(x)[0].shape)
         shape[dim] = whole
     return DTensor.from_local(x, mesh, [placement], shape=shape)
 

@@ -152,7 +152,7 @@ def rank_into(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
     """Torch forgets ``out`` where the matrix is of a subclass."""
     count = torch.ops.aten.linalg_matrix_rank(*args, **kwargs)
     if isinstance(out, DTensor) and not isinstance(count, DTensor):  # of matrices without elements torch makes zeros
-        count = replicated(count, out._layout.mesh, wrap)
+        count = replicated(count, out._layout.mesh)
     return torch.sum(count.unsqueeze(-1), -1, out=out)
 
 

@@ -1,6 +1,7 @@
 """``python -m dtensor calibrate``: measures collectives on this machine and fits the constants that plans are made by.
 
-Every collective runs through the engine's own executor, so what is measured is the algorithm that will be used. The model,
+Every collective runs through the engine's own executor (which is handed in: it plans by what is measured here), so what is
+measured is the algorithm that will be used. The model,
 ``latency + per_peer * other ranks + bytes / bandwidth``, is fitted to relative errors: small tensors count as much as large ones.
 """
 
@@ -12,20 +13,19 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from ..cost.profile import COLLECTIVES, Link, Profile, Rate, profile_path
 from ..errors import MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import backend_of
 from ..placement import Partial, Placement, Replicate, Shard
-from . import execute, plan
+from .profile import COLLECTIVES, Link, Profile, Rate, profile_path
 
 _PAIRS: dict[str, tuple[Placement, Placement]] = {
     "exchange": (Shard(0), Shard(1)),
@@ -35,6 +35,21 @@ _PAIRS: dict[str, tuple[Placement, Placement]] = {
 }
 assert tuple(_PAIRS) == COLLECTIVES
 _SIDES = (32, 128, 512, 2048)  # of square float32 tensors: 4 KB to 16 MB
+
+
+class Move(Protocol):
+    """A redistribution as it will run: of how many collectives, which bring ``bytes`` to a rank."""
+
+    @property
+    def collectives(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    def run(self, local: torch.Tensor) -> Any: ...
+
+
+Moves = Callable[[Layout, Layout], Move]
 
 
 class Sample(NamedTuple):
@@ -68,7 +83,7 @@ def fit(samples: Sequence[Sample]) -> Rate:
     return Rate(float(found[0]), float(found[1]), float(1 / max(found[2], 1e-15)))
 
 
-def measure(device_type: str, seconds: float = 0.05) -> Profile:
+def measure(moves: Moves, device_type: str, seconds: float = 0.05) -> Profile:
     """The constants of the world's backend, on all its ranks alike; all of them must call it.
 
     Args:
@@ -83,22 +98,22 @@ def measure(device_type: str, seconds: float = 0.05) -> Profile:
     between: dict[str, Link] = {}
     sizes = sorted({n for n in (2, 4, 8, per_host) if 1 < n <= min(per_host, world)})
     if sizes:
-        links[backend] = _link([ranks[:n] for n in sizes], device_type, seconds)
+        links[backend] = _link(moves, [ranks[:n] for n in sizes], device_type, seconds)
     if per_host < world:
         heads = ranks[::per_host]
         groups = [heads[:n] for n in sorted({2, len(heads)}) if len(heads) >= n]
-        between[backend] = _link([*groups, ranks], device_type, seconds)
+        between[backend] = _link(moves, [*groups, ranks], device_type, seconds)
     return Profile(links, between, per_host if per_host < world else 0)
 
 
-def _link(groups: Sequence[Sequence[int]], device_type: str, seconds: float) -> Link:
+def _link(moves: Moves, groups: Sequence[Sequence[int]], device_type: str, seconds: float) -> Link:
     memory = _copied(device_type, seconds)
     samples = [
         sample
         for group in groups
         for kind in COLLECTIVES
         for side in _SIDES
-        if (sample := _sample(kind, group, side, device_type, memory, seconds)) is not None
+        if (sample := _sample(moves, kind, group, side, device_type, memory, seconds)) is not None
     ]
     rates = {kind: fit([sample for sample in samples if sample.kind == kind]) for kind in COLLECTIVES}
     return Link(**rates, memory=memory)
@@ -110,15 +125,17 @@ def _copied(device_type: str, seconds: float) -> float:
     return x.nbytes / _slowest(x.clone, device_type, seconds, ())
 
 
-def _sample(kind: str, group: Sequence[int], side: int, device_type: str, memory: float, seconds: float) -> Sample | None:
+def _sample(
+    moves: Moves, kind: str, group: Sequence[int], side: int, device_type: str, memory: float, seconds: float
+) -> Sample | None:
     """One measurement; what the local part takes by the model is taken off. None where another rank's cannot be."""
     mesh = DeviceMesh(device_type, list(group))
     src, dst = (Layout.of(mesh, [placement], (side, side)) for placement in _PAIRS[kind])
-    steps = plan(src, dst).steps
-    assert len(steps) == 1, f"{kind} is one collective, not {steps}"
+    move = moves(src, dst)
+    assert move.collectives == 1, f"{kind} is one collective, not {move}"
     local = torch.ones(src.local_shape(mesh.get_coordinate()), device=device_type)
-    taken = _slowest(lambda: execute(plan(src, dst), local), device_type, seconds, () if mesh.current_member() is None else group)
-    nbytes = steps[0].bytes
+    taken = _slowest(lambda: moves(src, dst).run(local), device_type, seconds, () if mesh.current_member() is None else group)
+    nbytes = move.bytes
     copied = {"all_reduce": 0, "reduce_scatter": nbytes}.get(kind, dst.max_local_nbytes)
     return Sample(kind, len(group), nbytes, max(taken - copied / memory, taken / 4))
 
@@ -146,7 +163,7 @@ def _slowest(run: Callable[[], Any], device_type: str, seconds: float, group: Se
 
 
 # --- processes ------------------------------------------------------------------------------------------------------------
-def run(ranks: int, device_type: str, path: Path | None, seconds: float) -> tuple[Path, Profile]:
+def run(moves: Moves, ranks: int, device_type: str, path: Path | None, seconds: float) -> tuple[Path, Profile]:
     """Measures and writes the profile; starts ``ranks`` processes of its own, unless torchrun has.
 
     Returns:
@@ -161,7 +178,7 @@ def run(ranks: int, device_type: str, path: Path | None, seconds: float) -> tupl
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         os.environ["DTENSOR_PROFILE"] = "off"  # measured under built-in plans, whatever was there before
         try:
-            found = measure(device_type, seconds)
+            found = measure(moves, device_type, seconds)
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 _write(path, found)
             dist.barrier()
@@ -170,7 +187,7 @@ def run(ranks: int, device_type: str, path: Path | None, seconds: float) -> tupl
         return path, found
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         made = Path(folder) / "profile.json"
-        spawn(_rank, (ranks, device_type, folder, str(made), seconds), nprocs=ranks)
+        spawn(_rank, (moves, ranks, device_type, folder, str(made), seconds), nprocs=ranks)
         found = Profile.loads(made.read_text())
     _write(path, found)
     return path, found
@@ -183,7 +200,7 @@ def _write(path: Path, profile: Profile) -> None:
     half.replace(path)  # a reader sees the old one or the new one
 
 
-def _rank(rank: int, ranks: int, device_type: str, folder: str, made: str, seconds: float) -> None:
+def _rank(rank: int, moves: Moves, ranks: int, device_type: str, folder: str, made: str, seconds: float) -> None:
     torch.set_num_threads(1)
     os.environ["DTENSOR_PROFILE"] = "off"
     backend = "nccl" if device_type == "cuda" else "gloo"
@@ -193,7 +210,7 @@ def _rank(rank: int, ranks: int, device_type: str, folder: str, made: str, secon
         backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
     )
     try:
-        profile = measure(device_type, seconds)
+        profile = measure(moves, device_type, seconds)
         if rank == 0:
             Path(made).write_text(profile.dumps())
         dist.barrier()
