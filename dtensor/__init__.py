@@ -7,7 +7,7 @@ from .base.modes import explicit, implicit_replication
 from .capture import Captured, CaptureInfo, capture
 from .comm import PerRank, map_ranks, per_rank
 from .dispatch.cache_info import CacheInfo, cache_info
-from .dispatch.register_sharding import register_sharding
+from .dispatch.register_sharding import register_sharding, unregister_sharding
 from .interop.dynamo import keep_from_inlining as _keep_from_inlining
 from .interop.dynamo import leave_untraced as _leave_untraced
 from .interop.dynamo import no_opaque_type as _no_opaque_type
@@ -65,6 +65,7 @@ __all__ = [
     "random_mode",
     "redistribute_many",
     "register_sharding",
+    "unregister_sharding",
     "zeros",
 ]
 

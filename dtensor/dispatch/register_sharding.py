@@ -1,78 +1,185 @@
-"""Rules by users: the placements that an operator keeps, as a table, in the registry that the library's own rules live in."""
+"""Rules by users, in the registry that the library's own live in: in the library's words, or as a table of placements."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
 
 from ..base.torch_internals import OpOverloadPacket
-from ..errors import PlacementError, RuleError
-from ..layout.layout import Layout
-from ..placement import Partial, Placement, Replicate, Shard, normalize
+from ..errors import RuleError
 from ..propagation.schema import arguments_given, operator_of, overload_of
 from ..rules.call import Call
-from ..rules.registry import overload_served, register, unregister
-from ..rules.rule import Along, Factors, Row, Rule, Spec
+from ..rules.factoring import by
+from ..rules.folds import Fold
+from ..rules.notation import EACH, Pattern, is_picked, parse
+from ..rules.registry import overload_served, register, rules, unregister
+from ..rules.rule import Choice, Factors, Kernel, LocalView, Rule
+from ..rules.verbs import by_pattern
 from .dispatcher import clear_plans
+from .placement_tables import Table, factors_of_table
 
-Placed = Placement | None | Sequence[Placement | None]  # of one argument or result: a tensor, no tensor, a list of tensors
-Sharding = tuple[Placed | Sequence[Placed], Placed | Sequence[Placed]]
-Table = Callable[..., Iterable[Sharding]]
+_REPLACED: dict[str, Rule | None] = {}  # by the key of a user's rule: what was there before
 
 
-def register_sharding(op: Any, *, samples: Sequence[Any] = ()) -> Callable[[Table], Table]:
-    """A decorator that declares how ``op`` may be sharded along ONE mesh dim.
+@overload
+def register_sharding(op: Any, *, samples: Sequence[Any] = ()) -> Callable[[Table], Table]: ...
 
-    The decorated function gets the op's arguments (keyword-only ones by keyword, ``out=`` not at all), each tensor as its
-    ``Layout`` (``.shape``, ``.ndim``, ``.dtype``), and returns rows ``(outputs, inputs)``: a placement for each tensor, in the
-    order of the schema, None for what is no tensor. A list of tensors takes a list of placements, or one for all of them; an
-    optional tensor that is left out takes None or anything; where there is one tensor only, its placement may stand alone.
-    Arguments at the end that are no tensors may be left out. ``out=`` tensors are the outputs: a row says nothing of them, or
-    the same again. Meshes of more dims combine rows.
 
-    A rule that the library has for the op is replaced. Check yours with ``dtensor.testing.verify_rule(op)``.
+@overload
+def register_sharding(
+    op: Any,
+    notation: str | by,
+    *,
+    sums: str | Mapping[str, Any] = "",
+    reduce: Any = "sum",
+    partials: Any = (),
+    kernel: Callable[..., Any] | Kernel | Fold | None = None,
+    kernels: Mapping[str, Kernel] | None = None,
+    sizes: Mapping[str, str | Callable[[Call], int]] | None = None,
+    nonempty: str = "",
+    when: Callable[[Choice], bool] | None = None,
+    local_args: Callable[[Call, LocalView], dict[str, Any]] | None = None,
+    local: Callable[..., Any] | None = None,
+    plain: tuple[str, ...] = (),
+    samples: Sequence[Any] = (),
+) -> None: ...
+
+
+def register_sharding(op: Any, notation: str | by | None = None, *, samples: Sequence[Any] = (), **words: Any) -> Any:
+    """Declare how ``op`` may be sharded: by notation, in one call; or, without one, as a decorator of a table of placements.
+
+    The notation and its words are those of the library's own rules (``docs/rules.md`` has the table). A rule that the library has
+    for the op is replaced until :func:`unregister_sharding`. Check yours with ``dtensor.testing.verify_rule(op)``.
 
     Args:
         op: an overload, ``torch.ops.aten.add.Tensor``; an operator that has one signature, ``torch.ops.mylib.halve``; what
             ``torch.library.custom_op`` returned; or a list of these.
-        samples: arguments that ``python -m dtensor verify`` calls it with: tuples, or ``dtensor.testing.Sample`` s.
+        notation: ``"m k, k n -> m n"``, ``"each: a* [@dim] b* -> each: a* [@dim] b*"``, ``by("left", {True: ..., False: ...})``.
+        sums: letters, groups and picked dims whose shards leave terms, combined by ``reduce``; or what each leaves.
+        partials: how terms pass: ``linear("x")``, ``monotone``, ``"sum,R -> sum"``, or a tuple of these.
+        kernel: what computes with blocks of the dims in brackets: ``kernel(at, *args, **kwargs)`` on locals, a ``Kernel`` that
+            also says what it costs, or a ``Fold``. ``kernels``: by letter.
+        sizes: letters whose sizes an argument says, ``{"r": "factor"}``.
+        nonempty: letters whose blocks must have elements, ``"*"`` for all.
+        when: a predicate on a full choice, for what depends on more.
+        local_args: arguments to replace on one rank, ``local_args(call, view) -> {name: value}``: a size argument, an offset.
+        local: a function to call on locals instead of the op.
+        plain: arguments that may be plain tensors, the same on all ranks, beside DTensors.
+        samples: arguments that ``python -m dtensor verify`` and ``verify_rule`` call it with: tuples, or
+            ``dtensor.testing.Sample`` s.
+
+    A table, the decorated function, gets the op's arguments (keyword-only ones by keyword, ``out=`` not at all), each tensor as
+    its ``Layout`` (``.shape``, ``.ndim``, ``.dtype``), and returns rows ``(outputs, inputs)`` for ONE mesh dim: a placement for
+    each tensor, in the order of the schema, None for what is no tensor. A list of tensors takes a list of placements, or one for
+    all of them; an optional tensor that is left out takes None or anything; where there is one tensor only, its placement may
+    stand alone. Arguments at the end that are no tensors may be left out. ``out=`` tensors are the outputs: a row says nothing of
+    them, or the same again. Meshes of more dims combine rows.
 
     Raises:
-        RuleError: ``op`` is none of these; when first used, a row that does not fit the op's arguments or results.
+        RuleError: ``op`` is none of these; the notation cannot be read, or names what the operator lacks; when first used, a row
+            that does not fit the op's arguments or results.
 
     >>> import torch, dtensor as dt
     >>> @torch.library.custom_op("doc::twice", mutates_args=())
     ... def twice(x: torch.Tensor) -> torch.Tensor:
     ...     return x * 2
     >>> _ = twice.register_fake(lambda x: torch.empty_like(x))
-    >>> @dt.register_sharding(twice)
+    >>> dt.register_sharding(twice, "s* -> s*", partials=dt.rules.linear())
+    >>> x = dt.ones(4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
+    >>> twice(x).placements
+    (Shard(dim=0),)
+    >>> @dt.register_sharding(twice)  # the same as a table
     ... def _(x):
     ...     return [(dt.Shard(d), dt.Shard(d)) for d in range(x.ndim)] + [(dt.Partial(), dt.Partial())]
-    >>> x = dt.ones(4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
     >>> twice(x).placements
     (Shard(dim=0),)
     """
     overloads = [_overload(item) for item in (op if isinstance(op, (list, tuple)) else [op])]
+    if notation is not None:
+        for found in overloads:
+            _declare(found, _by_words(found, notation, samples, words))
+        clear_plans()
+        return None
+    if words:
+        raise RuleError(f'register_sharding takes {", ".join(sorted(words))} with a notation only, for example "s* -> s*"')
 
     def declare(table: Table) -> Table:
         if not callable(table):
             raise RuleError(f"register_sharding decorates a function that returns rows, got {table!r}")
-        for overload in overloads:
-            key = _key(overload)
-            unregister(key)
-            register(key, _rule(table, samples))
+        for found in overloads:
+            _declare(found, _by_table(table, samples))
         clear_plans()
         return table
 
     return declare
 
 
-def _rule(table: Table, samples: Iterable[Any]) -> Rule:
+def unregister_sharding(op: Any) -> None:
+    """Forget what ``register_sharding`` declared for ``op``; a rule that the library has for it is back.
+
+    Raises:
+        RuleError: ``op`` is no operator, or nothing was declared for it.
+
+    >>> import torch, dtensor as dt
+    >>> dt.register_sharding(torch.ops.aten.relu.default, "s* -> s*")
+    >>> dt.unregister_sharding(torch.ops.aten.relu.default)
+    """
+    overloads = [_overload(item) for item in (op if isinstance(op, (list, tuple)) else [op])]
+    for key in map(_key, overloads):
+        if key not in _REPLACED:
+            raise RuleError(f"unregister_sharding: nothing was registered for {key}")
+        unregister(key)
+        before = _REPLACED.pop(key)
+        if before is not None:
+            register(key, before)
+    clear_plans()
+
+
+def _declare(overload: Any, rule: Rule) -> None:
+    key = _key(overload)
+    _REPLACED.setdefault(key, rules().get(key))
+    unregister(key)
+    register(key, rule)
+
+
+def _by_table(table: Table, samples: Sequence[Any]) -> Rule:
     """A table sees the values of numbers and may ask them, so each value has a plan of its own."""
     factors: Callable[[Call], Factors] = lambda call: factors_of_table(table, call)  # noqa: E731
-    name = getattr(table, "__name__", repr(table))
-    return Rule(factors, kind="custom", source=name, floats_matter=True, samples=tuple(samples))
+    return Rule(factors, kind="custom", floats_matter=True, samples=tuple(samples))
+
+
+def _by_words(overload: Any, notation: str | by, samples: Sequence[Any], words: dict[str, Any]) -> Rule:
+    """What is a function of the call may ask the values of numbers, as a table may."""
+    for text in (notation,) if isinstance(notation, str) else notation.table.values():
+        for one in text.split("|"):
+            _check(parse(one), overload)
+    kernel = words.get("kernel")
+    if callable(kernel) and not isinstance(kernel, Fold):
+        words = words | {"kernel": Kernel(kernel)}
+    asks = any(callable(words.get(name)) for name in ("when", "local_args", "partials", "reduce"))
+    try:
+        return by_pattern(notation, kind="custom", floats_matter=asks, samples=tuple(samples), **words)
+    except TypeError as error:
+        raise RuleError(f"register_sharding for {overload}: {error}") from None
+
+
+def _check(pattern: Pattern, overload: Any) -> None:
+    """Raises where a notation speaks of what the operator does not have."""
+    known = {argument.name: str(argument.type) for argument in arguments_given(overload)}
+    tensors = [name for name in known if name in operator_of(overload).tensors]
+    terms = (*pattern.operands, *pattern.results)
+    said = {dim[0].strip("@!") for term in terms for dim in term.dims if is_picked(dim)}
+    said |= {term.name for term in pattern.operands} - {"", EACH}
+    results = [result for result in overload._schema.returns if "Tensor" in str(result.type)]
+    problem = ""
+    if lacking := sorted(said.difference(known)):
+        problem = f"names {', '.join(lacking)}, which the operator does not have"
+    elif not pattern.named and len(pattern.operands) > len(tensors) and not any("List" in known[name] for name in tensors):
+        problem = f"has {len(pattern.operands)} operands, but the operator takes {len(tensors)} tensors"
+    elif results and pattern.results[0].name != EACH and len(pattern.results) != len(results):
+        problem = f"has {len(pattern.results)} results, but the operator gives {len(results)}"
+    if problem:
+        raise RuleError(f"register_sharding for {overload}: {pattern.text!r} {problem}: {overload._schema}")
 
 
 def _overload(op: Any) -> Any:
@@ -94,182 +201,3 @@ def _key(overload: Any) -> str:
     if which:
         return f"{name}.{which}"
     return name if overload_of(overload.overloadpacket) is not None else f"{name}.default"
-
-
-# --- reading a table ----------------------------------------------------------------------------------------------------
-class _Misfit(Exception):
-    """What is wrong with a row."""
-
-
-def factors_of_table(table: Table, call: Call) -> Factors:
-    """The rows of a user's table, each shard row a factor of its own.
-
-    Raises:
-        RuleError: see ``register_sharding``.
-    """
-    metas = [meta for meta in call.results if meta is not None]
-    shapes = [layout.shape for layout in call.operands], [meta.shape for meta in metas]
-    dims: tuple[list[list[tuple[str, ...]]], ...] = tuple([[() for _ in shape] for shape in side] for side in shapes)
-    sizes: dict[str, int] = {}
-    rows = []
-    for k, row in enumerate(_asked(table, call)):
-        try:
-            placed = _read(row, call, shapes[0], shapes[1])
-            factor = _factor(f"@{k}", placed, shapes, dims, sizes)
-        except (_Misfit, PlacementError) as error:
-            raise RuleError(f"register_sharding for {call.func}: row {k}, {row!r}: {error}") from None
-        specs = [tuple(_spec(placement, factor) for placement in side) for side in placed]
-        rows.append(Row(specs[0], specs[1], factor))
-    operands, results = (tuple(map(tuple, side)) for side in dims)
-    return Factors(operands, results, sizes, rows=tuple(rows))
-
-
-def _asked(table: Table, call: Call) -> list[Any]:
-    arguments = arguments_given(call.func)
-    positional = [call.arguments[a.name] for a in arguments if not a.kwarg_only]
-    named = {a.name: call.arguments[a.name] for a in arguments if a.kwarg_only and a.name in call.arguments}
-    try:
-        inspect.signature(table).bind(*positional, **named)
-    except TypeError as error:
-        raise RuleError(f"register_sharding for {call.func}: its table {error}; the operator is {call.func._schema}") from None
-    rows = table(*positional, **named)
-    if isinstance(rows, (str, Placement)) or not isinstance(rows, Iterable):
-        raise RuleError(f"register_sharding for {call.func}: its table returned {rows!r}; return a list of rows, {_FORM}")
-    return list(rows)
-
-
-_FORM = "([Shard(0)], [Shard(0), None]) for example: outputs, inputs"
-
-
-def _read(row: Any, call: Call, operands: Sequence[Any], results: Sequence[Any]) -> tuple[list[Placement], list[Placement]]:
-    """The placements of all operands and of all results."""
-    if not isinstance(row, (list, tuple)) or len(row) != 2:
-        raise _Misfit(f"a row is a pair, {_FORM}")
-    outputs = _checked(_outputs(row[0], call, len(results)), results)
-    inputs, outs = _inputs(row[1], call)
-    if outs and [p for p in outs if p is not None] not in ([], outputs):
-        raise _Misfit(f"out= tensors are the outputs, {outputs}, and cannot be placed otherwise; leave them out")
-    placed = _checked(inputs, operands)
-    if all(isinstance(placement, Replicate) for placement in placed) and not all(map(_as_computed, outputs)):
-        raise _Misfit("no input is sharded or partial, so every rank computes the whole output: write Replicate() for it")
-    return placed, outputs
-
-
-def _as_computed(output: Placement) -> bool:
-    """Whether the whole value on every rank is an output placed like this: their mean or maximum is, their sum is not."""
-    return isinstance(output, Replicate) or (isinstance(output, Partial) and output.reduce_op in ("avg", "max", "min"))
-
-
-def _checked(placements: Sequence[Any], shapes: Sequence[Sequence[int]]) -> list[Placement]:
-    checked = [normalize([placement], 1, len(shape))[0] for placement, shape in zip(placements, shapes, strict=True)]
-    for placement in checked:
-        if isinstance(placement, Shard) and (placement.sizes is not None or placement.level is not None):
-            raise _Misfit(f"a row says which dim is sharded, not how it is cut: write Shard({placement.dim}) for {placement!r}")
-    return checked
-
-
-def _outputs(given: Any, call: Call, count: int) -> list[Any]:
-    """One placement for each of ``count`` result tensors."""
-    listed = [str(r.type).startswith("List") for r in call.func._schema.returns if "Tensor" in str(r.type)]
-    if _alone(given):
-        if len(listed) != 1:
-            raise _Misfit(f"{given!r} stands alone for {len(listed)} outputs; write a list with a placement for each")
-        given = [given]
-    if len(given) == len(call.func._schema.returns) > len(listed):  # None for what is no tensor
-        given = [item for item in given if item is not None]
-    flat: list[Any] = []
-    for k, item in enumerate(given):
-        one_for_all = len(given) == len(listed) and listed[k] and sum(listed) == 1 and _alone(item)
-        flat += [item] * (count - len(listed) + 1) if one_for_all else [item] if _alone(item) or item is None else item
-    if len(flat) != count:
-        raise _Misfit(f"{len(flat)} outputs, but the operator has {count}: {call.func._schema}")
-    return flat
-
-
-def _alone(given: Any) -> bool:
-    """Whether it is (meant as) one placement, not a list of them."""
-    return given is not None and not isinstance(given, (list, tuple))
-
-
-def _inputs(given: Any, call: Call) -> tuple[list[Any], list[Any]]:
-    """One placement for each operand; and what the row says of ``out=`` tensors."""
-    operator, arguments = operator_of(call.func), arguments_given(call.func)
-    values = [call.arguments.get(a.name) for a in arguments]
-    if _alone(given):
-        holding = [k for k, value in enumerate(values) if _layouts(value)]
-        if len(holding) != 1:
-            raise _Misfit(f"{given!r} stands alone for {len(holding)} tensor inputs; write a list with one for each argument")
-        given = [given if k == holding[0] else None for k in range(len(values))]
-    given = list(given or ())
-    given, outs = given[: len(arguments)], given[len(arguments) :]
-    if len(outs) not in (0, len(operator.outs)):
-        raise _Misfit(f"{len(given) + len(outs)} inputs, but the operator has {len(arguments)} arguments: {call.func._schema}")
-    flat: list[Any] = []
-    for k, (argument, value) in enumerate(zip(arguments, values, strict=True)):
-        number = argument.name in operator.number_operands and isinstance(value, (int, float, complex))
-        flat += _of_argument(argument, value, given[k] if k < len(given) else None, number)
-    return flat, outs
-
-
-def _of_argument(argument: Any, value: Any, placed: Any, number: bool) -> list[Any]:
-    """The placements of the tensors that one argument holds. A number in a tensor's place is an operand that is never moved."""
-    listed = isinstance(value, (list, tuple)) and "Tensor" in str(argument.type)
-    if not _layouts(value):
-        if "Tensor" not in str(argument.type) and placed not in (None, Replicate()):
-            raise _Misfit(f"{placed!r} stands where {argument.name} does, which is no tensor: write None, one for each argument")
-        return [Replicate()] * number
-    several = placed if listed and isinstance(placed, (list, tuple)) else [placed] * (len(value) if listed else 1)
-    if listed and len(several) != len(value):
-        raise _Misfit(f"{len(several)} placements for {argument.name}, which holds {len(value)} tensors")
-    found = [p for p, item in zip(several, value if listed else [value], strict=True) if isinstance(item, Layout)]
-    if None in found:
-        raise _Misfit(f"no placement for the tensor {argument.name}: write Replicate() where it must be whole")
-    return found
-
-
-def _layouts(value: Any) -> list[Layout]:
-    return [item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, Layout)]
-
-
-# --- rows as factors ----------------------------------------------------------------------------------------------------
-def _factor(
-    label: str,
-    placed: tuple[list[Placement], list[Placement]],
-    shapes: tuple[Sequence[Any], Sequence[Any]],
-    dims: tuple[list[list[tuple[str, ...]]], ...],
-    sizes: dict[str, int],
-) -> str | None:
-    """The factor that a row shards, entered as one more reading of every dim that the row shards; None if it shards none.
-
-    Dims of different sizes are cut together in blocks of the smallest: where that has 3 elements and another 6, a block of one is
-    two elements of the other.
-    """
-    cut = [
-        (side, i, p.dim, shapes[side][i][p.dim])
-        for side, placements in enumerate(placed)
-        for i, p in enumerate(placements)
-        if isinstance(p, Shard)
-    ]
-    if not cut:
-        return None
-    base = sizes[label] = min(size for *_, size in cut)
-    for side, i, d, size in cut:
-        times = size // base if base else 1
-        if size != base * times:
-            raise _Misfit(
-                f"it shards dims of {base} and {size} elements together, which do not divide; leave the row out for these"
-            )
-        inside = f"{label}/{times}"
-        sizes[inside] = times
-        dims[side][i][d] += (label,) if times == 1 else (label, inside)
-    return label
-
-
-def _spec(placement: Placement, factor: str | None) -> Spec:
-    match placement:
-        case Shard():
-            return Along(factor or "")
-        case Partial():
-            return placement
-        case _:
-            return Replicate()

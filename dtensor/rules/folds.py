@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,19 +67,29 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Fold(Word):
-    """A kernel: ``block(part, *blocks)`` makes a state, ``monoid`` combines them, ``finish(part, *blocks, *state)`` ends it.
+    """What a block gives, how that combines in one collective, and what the whole gives.
 
-    Attributes:
-        numbers: how many tensors a state consists of, stacked along a new first dim if there are several.
-        dtype: of the state; None: that of the result, at least float32.
+    ``block(part, *blocks)``, of a block of each operand, is the *state*, in which dims ``part.dims`` have size one; ``monoid``
+    combines states; ``finish(part, *blocks, *state)`` gives the results. ``part["name"]`` is an argument of the call.
+
+    Args:
+        block: gives the state; blocks without elements count as the identity.
+        monoid: a reduction's name, a :class:`Monoid`, or a function of the call that gives one.
+        finish: None: states are terms of the result, and nothing is communicated. Of a Python value it gets the state, a number.
+        numbers: how many tensors ``block`` returns, a tuple if several.
+        dtype: of the state, in which floating blocks come; default that of the result, at least float32.
+        pattern: the notation that has the folded dims in brackets; registration fills it in.
+
+    >>> Fold(lambda part, x: x.exp().sum(part.dims, keepdim=True), "sum", lambda part, x, total: x.exp() / total).numbers
+    1
     """
 
-    pattern: Pattern | by | fitting
     block: Callable[..., Any]
     monoid: Reduction | Callable[[Call], Reduction]
-    finish: Callable[..., Any] | None
+    finish: Callable[..., Any] | None = None
     numbers: int = 1
     dtype: torch.dtype | None = None
+    pattern: Pattern | by | fitting | None = None
 
     def __call__(self, at: KernelContext, *args: Any, **kwargs: Any) -> Any:
         if "fold" not in at.known:
@@ -122,12 +132,13 @@ class Fold(Word):
     def own(self) -> tuple[Any, ...]:
         return ()  # mathematics on plain tensors
 
-    def kernel(self) -> Kernel:
-        """The kernel, with its costs."""
+    def kernel(self, pattern: Pattern | by | fitting) -> Kernel:
+        """The kernel of a notation, with its costs."""
+        made = replace(self, pattern=pattern)
         if self.finish is None:
             assert isinstance(self.monoid, (str, Monoid))
-            return Kernel(self, Partial(self.monoid), joint=True)
-        return Kernel(self, R, collectives=1, nbytes=self.nbytes, joint=True)
+            return Kernel(made, Partial(self.monoid), joint=True)
+        return Kernel(made, R, collectives=1, nbytes=made.nbytes, joint=True)
 
     def nbytes(self, call: Call) -> int:
         """Bytes of a state."""
@@ -143,9 +154,9 @@ def _state_dtype(fold: Fold, call: Call) -> torch.dtype:
     return torch.promote_types(call.operands[0].dtype if result is None else result.dtype, torch.float32)
 
 
-def _folded(pattern: Pattern | by | fitting, call: Call) -> tuple[int, ...]:
+def _folded(pattern: Pattern | by | fitting | None, call: Call) -> tuple[int, ...]:
     """The dims of operand 0 that the notation has in brackets."""
-    chosen: Any = pattern if isinstance(pattern, Pattern) else pattern(call)
+    chosen: Any = pattern(call) if isinstance(pattern, (by, fitting)) else pattern
     factors = bind(chosen, call, None)
     assert factors is not None  # else the kernel would not run
     return tuple(d for d, dim in enumerate(factors.operands[0]) if not factors.whole.isdisjoint(dim))

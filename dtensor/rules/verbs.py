@@ -59,14 +59,18 @@ def einsum(
     return register(names, Rule(factors, passing, kind="einsum", **options))
 
 
-def blockwise(
-    names: str,
+def blockwise(names: str, pattern: str | Pattern | by | fitting, **options: Any) -> Rule:
+    """A rule by pattern in which nothing is taken to be linear; ``options`` as :func:`by_pattern`."""
+    return register(names, by_pattern(pattern, **options))
+
+
+def by_pattern(
     pattern: str | Pattern | by | fitting,
     *,
     sums: str | Mapping[str, Left] = "",
     reduce: Left = "sum",
     refuses_nothing: bool = False,
-    kernel: Kernel | MakeKernel | None = None,
+    kernel: Kernel | Fold | MakeKernel | None = None,
     kernels: Mapping[str, Kernel] | None = None,
     sizes: Sizes | None = None,
     partials: Any = (),
@@ -80,15 +84,17 @@ def blockwise(
             combines; or what each leaves, ``{"n": "sum", "k": "R"}``, also one for each result. Others must be whole.
         reduce: a reduction, or a word that chooses one for a call: ``by("reduction", {1: "avg", 2: "sum"})``.
         refuses_nothing: the operator does not reduce blocks without elements.
-        kernel: what computes with blocks of the dims in brackets; ``kernels``: by letter.
+        kernel: what computes with blocks of the dims in brackets, a fold for one; ``kernels``: by letter.
         sizes: letters whose sizes an argument says: ``{"r": "upscale_factor"}``.
     """
     said = sums if not isinstance(sums, str) else {sums: reduce} if sums else {}
     left = {label: op for words, op in said.items() for label in labels(words) or {"*"}}
     if refuses_nothing:
         options.setdefault("nonempty", "reduced")
-    factors = Notation(_pattern(pattern), left, refuses_nothing, kernel, kernels or {}, sizes or {})
-    return register(names, Rule(factors, rows(partials), kind=kind, **options))
+    parsed = _pattern(pattern)
+    made = kernel.kernel(parsed) if isinstance(kernel, Fold) else kernel
+    factors = Notation(parsed, left, refuses_nothing, made, kernels or {}, sizes or {})
+    return Rule(factors, rows(partials), kind=kind, **options)
 
 
 def reduce(names: str, op: Left, dim: str = "dim", *, kernel: Kernel | MakeKernel | None = None, **options: Any) -> Rule:
@@ -131,7 +137,7 @@ def fold(
         takes: ``"floating"``, ``"real"`` or ``"numbers"`` (no bools): other operands must be whole.
     """
     parsed = _pattern(pattern)
-    made = Fold(parsed, block, monoid, finish, numbers, dtype).kernel()
+    made = Fold(block, monoid, finish, numbers, dtype).kernel(parsed)
     if isinstance(parsed, Pattern):
         options.setdefault("shapes", ShapesOf(parsed))
     options.setdefault("kind", "fold")

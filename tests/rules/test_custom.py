@@ -13,6 +13,7 @@ import dtensor as dt
 from dtensor import Partial, Replicate, Shard
 from dtensor.errors import RuleError
 from dtensor.rules import rules, unregister
+from dtensor.testing import verify_rule
 
 LIBRARY = torch.library.Library("tables", "DEF")
 R = Replicate()
@@ -330,3 +331,109 @@ def test_what_is_inside_a_block_is_no_row() -> None:
         swapped = define("swapped(Tensor z, Tensor x) -> Tensor", lambda z, x: x.repeat_interleave(2) * z)
         dt.register_sharding(swapped)(asked)
         equal(swapped(put(z, of_z), put(x, of_x)), x.repeat_interleave(2) * z)
+
+
+# --- in the library's words -----------------------------------------------------------------------------------------------
+def softened() -> Any:
+    """A custom operator with an argument, from ``torch.library.custom_op``."""
+    if "softened" not in DEFINED:
+
+        @torch.library.custom_op("tables::softened", mutates_args=())
+        def op(x: torch.Tensor, dim: int, temperature: float) -> torch.Tensor:
+            return torch.softmax(x / temperature, dim)
+
+        op.register_fake(lambda x, dim, temperature: torch.empty_like(x))
+        DEFINED["softened"] = op
+    return DEFINED["softened"]
+
+
+DEFINED: dict[str, Any] = {}
+SOFTENED = dt.rules.Fold(
+    lambda part, x: (x / part["temperature"]).exp().sum(part.dims, keepdim=True),
+    "sum",
+    lambda part, x, total: (x / part["temperature"]).exp() / total,
+)
+
+
+def test_a_custom_operator_with_a_kernel_takes_one_call_and_verifies() -> None:
+    op, x = softened(), torch.randn(5, 6)
+    samples = [(x, 1, 2.0), (x, 0, 0.5)]
+    dt.register_sharding(op, "a* [@dim] b* -> a* [@dim] b*", kernel=SOFTENED, samples=samples)
+    report = verify_rule(op, meshes=[(2,), (3,)], limit=40)
+    assert report, str(report)
+    assert {"S(0) -> S(0)", "S(1) -> S(1)"} <= report.rows.forced
+    with dt.explicit():
+        for temperature in (2.0, 3.0):  # one plan for both
+            equal(op(put(x, Shard(1)), 0, temperature), torch.softmax(x / temperature, 0))
+
+
+def test_a_fold_costs_what_its_state_takes() -> None:
+    op, x = softened(), torch.randn(5, 6)
+    dt.register_sharding(op, "a* [@dim] b* -> a* [@dim] b*", kernel=SOFTENED)
+    with dt.debug.CommDebugMode() as mode:
+        op(put(x, Shard(1)), 1, 2.0)
+    assert mode.get_total_counts() == 1
+
+
+def test_a_kernel_is_a_function_of_locals() -> None:
+    op = define("largest(Tensor x) -> Tensor", lambda x: x.amax())
+
+    def kernel(at: Any, x: Any) -> Any:
+        return at.all_reduce(at.map(lambda here, block: block.amax(), x), "max")
+
+    dt.register_sharding(op, "[s*] ->", kernel=kernel)
+    equal(op(put(X, Shard(0))), X.amax())
+
+
+def test_words_of_all_kinds() -> None:
+    op = define("scaled_sum(Tensor x, Tensor w, int dim) -> Tensor", lambda x, w, dim: (x * w).sum(dim))
+    dt.register_sharding(op, "each: a* @dim b* -> a* b*", sums="@dim", partials=dt.rules.linear("x", "w"))
+    x, w = put(X, Shard(1)), put(X + 1, Shard(1))
+    found = op(x, w, 1)
+    assert found.placements == (Partial(),)
+    equal(found, (X * (X + 1)).sum(1))
+    whole = define("filled_up(Tensor x, int[] size) -> Tensor", lambda x, size: x.new_ones(size))
+    dt.register_sharding(whole, "s* -> s*", partials=dt.rules.forgets, local_args=lambda call, view: {"size": view.results[0]})
+    equal(whole(put(X, Shard(0)), [4, 3]), torch.ones(4, 3))
+    first = define("first_of(Tensor x) -> Tensor", lambda x: x[:, :1] * 1)
+    dt.register_sharding(first, "n [] -> n []", when=lambda choice: choice.call.mesh.size() < 3)
+    assert first(put(X, Shard(0))).placements == (Shard(0),)
+    with pytest.warns(UserWarning, match="no sharding rule|gather"):
+        equal(first(put(X, Shard(0), mesh=line(3))), X[:, :1])
+
+
+@pytest.mark.parametrize(
+    ("notation", "message"),
+    [
+        ("s*", "has no '->'"),
+        ("a* @axis b* -> a* b*", "names axis, which the operator does not have"),
+        ("y: s* -> s*", "names y, which the operator does not have"),
+        ("s*, s* -> s*", "has 2 operands, but the operator takes 1 tensors"),
+        ("s* -> s*, s*", "has 2 results, but the operator gives 1"),
+    ],
+)
+def test_a_notation_that_does_not_fit_is_refused_at_once(notation: str, message: str) -> None:
+    with pytest.raises(RuleError, match=message):
+        dt.register_sharding(twice(), notation)
+
+
+def test_unknown_words_and_words_without_a_notation_are_refused() -> None:
+    with pytest.raises(RuleError, match="unexpected keyword argument 'reduction'"):
+        dt.register_sharding(twice(), "s* -> s*", reduction="sum")  # type: ignore[call-overload]
+    with pytest.raises(RuleError, match="takes when with a notation only"):
+        dt.register_sharding(twice(), when=lambda choice: True)  # type: ignore[call-overload]
+
+
+def test_unregistering_brings_the_librarys_rule_back() -> None:
+    relu, x = torch.ops.aten.relu.default, put(X, Shard(0))
+    own = rules()["aten::relu"]
+    dt.register_sharding(relu, "[s*] -> [s*]")
+    dt.register_sharding(relu)(lambda x: [])
+    dt.unregister_sharding(relu)
+    assert rules()["aten::relu"] is own
+    assert torch.relu(x).placements == (Shard(0),)
+    dt.register_sharding(twice(), "s* -> s*")
+    dt.unregister_sharding(twice())
+    assert "tables::twice" not in rules()
+    with pytest.raises(RuleError, match="nothing was registered for tables::twice"):
+        dt.unregister_sharding(twice())
