@@ -15,9 +15,12 @@ from dtensor.rules import rules
 from dtensor.rules.binding import bind
 from dtensor.rules.call import Call, Meta
 from dtensor.rules.factoring import Notation, by, fitting
+from dtensor.rules.folds import Fold
 from dtensor.rules.notation import is_picked, parse
 from dtensor.rules.rows import copies, forgets, linear, monotone, one_of, together
 from dtensor.rules.rows import rows as rows_of
+from dtensor.rules.rule import Kernel, Rule
+from dtensor.rules.served import served_by
 
 aten = torch.ops.aten
 
@@ -217,3 +220,32 @@ def test_words_name_arguments_that_the_operator_has(name: str) -> None:
     if len(known) > 1:
         silent = [names for names in (*_words_in(rule.factors), *_words_in(rule.partials)) if names and not names & known]
         assert silent == []
+
+
+# --- how rules are served -----------------------------------------------------------------------------------------------
+def test_how_a_rule_is_served_follows_from_what_was_handed_to_its_words() -> None:
+    known = {
+        "mm": "notation",
+        "_softmax": "combinators",
+        "cumsum": "combinators",
+        "sort": "functions",
+        "renorm": "decompositions",
+    }
+    assert {name: served_by(rules()[f"aten::{name}"]) for name in known} == known
+    pattern = parse("[s*] -> [s*]")
+    assert served_by(Rule(Notation(pattern))) == "notation"
+    assert served_by(Rule(Notation(pattern, kernel=Fold(lambda part, x: x, "sum").kernel(pattern)))) == "combinators"
+    for own in (
+        Rule(Notation(pattern, kernel=Kernel(lambda at, x: x))),
+        Rule(Notation(pattern, kernel=lambda call: None)),
+        Rule(Notation(pattern, left={"*": lambda call: "sum"})),
+        Rule(Notation(pattern, sizes={"s": lambda call: 1})),
+        Rule(Notation(pattern), run=lambda at, x: x),
+        Rule(lambda call: None),
+    ):
+        assert served_by(own) == "functions"
+
+
+def test_most_operators_are_served_by_the_language_alone() -> None:
+    library = [rule for name, rule in rules().items() if name.startswith("aten::")]
+    assert sum(served_by(rule) in ("notation", "combinators") for rule in library) >= 400
