@@ -15,7 +15,7 @@ from dtensor.rules import rules
 from dtensor.rules.binding import bind
 from dtensor.rules.call import Call, Meta
 from dtensor.rules.factoring import Notation, by, fitting
-from dtensor.rules.notation import is_picked, parse
+from dtensor.rules.notation import Pattern, is_picked, parse
 from dtensor.rules.rows import copies, forgets, linear, monotone, one_of, together
 from dtensor.rules.rows import rows as rows_of
 
