@@ -138,7 +138,7 @@ class Indexed(Word):
         """The dims of indices stand in place of those that are indexed, in front if these are not adjacent."""
         dims, sizes = own_factors(call)
         shapes = [call.shape(i) for i in _indices(call)]
-        made, more = named("i", torch.broadcast_shapes(*shapes))
+        made, more = named("i", torch.broadcast_shapes(*shapes) if shapes[1:] else shapes[0])
         sizes |= more
         indices = [_fitted(made, shape, sizes) or () for shape in shapes]
         if self.address.form == "rows":

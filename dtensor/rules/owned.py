@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.caches import remembered
 from ..base.torch_internals import assert_async
 from ..layout.layout import Layout
 from .call import Call
@@ -67,15 +66,14 @@ FLAT = Address(1, lambda call: tuple(range(len(call.shape(0)))), "flat", negativ
 # --- kernels ----------------------------------------------------------------------------------------------------------
 def read_owned(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
     """The elements that the block holds, zeros in place of the others."""
-    op = op or _functional(at)
-    dims = address.dims(at.call) or ()
-    lead = lead_of(dims)
+    call, dims, lead = _bound(address, op, at)
 
     def own(here: At, block: Tensor, *rest: Any) -> Tensor:
         inside, positions = _located(at, here.member, address, rest[address.argument - 1], dims)
-        found = op(_with_room(block, dims), *_with_index(address, rest, positions, dims, block.ndim), **named)
-        beside = (1,) * (found.ndim - lead - inside.ndim)
-        result: Tensor = found.masked_fill_(~inside.reshape((*inside.shape, *beside)), 0)
+        found = call(_with_room(block, dims), *_with_index(address, rest, positions, dims, block.ndim), **named)
+        if (beside := found.ndim - lead - inside.ndim) > 0:
+            inside = inside.reshape((*inside.shape, *(1,) * beside))
+        result: Tensor = found.masked_fill_(~inside, 0)
         return result
 
     return at.map(own, *args)
@@ -83,13 +81,12 @@ def read_owned(address: Address, op: Any, at: KernelContext, *args: Any, **named
 
 def write_owned(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
     """What belongs to the block is written there, what belongs to others to a row that is dropped."""
-    op = op or _functional(at)
-    dims = address.dims(at.call) or ()
+    call, dims, _ = _bound(address, op, at)
 
     def own(here: At, block: Tensor, *rest: Any) -> Tensor:
         inside, positions = _located(at, here.member, address, rest[address.argument - 1], dims)
         positions[0] = torch.where(inside, positions[0], block.shape[dims[0]])
-        made = op(_with_room(block, dims, 1), *_with_index(address, rest, positions, dims, block.ndim), **named)
+        made = call(_with_room(block, dims, 1), *_with_index(address, rest, positions, dims, block.ndim), **named)
         for d in dims:
             made = made.narrow(d, 0, block.shape[d])
         return made
@@ -97,9 +94,19 @@ def write_owned(address: Address, op: Any, at: KernelContext, *args: Any, **name
     return at.map(own, *args)
 
 
-def _functional(at: KernelContext) -> Any:
-    """The operator that gives a new tensor, whatever variant is called."""
-    return getattr(torch.ops.aten, at.call.func._schema.name.removeprefix("aten::").removesuffix("_"))
+def _bound(address: Address, op: Any, at: KernelContext) -> tuple[Any, tuple[int, ...], int]:
+    """What runs on a block, the dims that are indexed, and where the dims of indices begin in what is read; found once."""
+    found: tuple[Any, tuple[int, ...], int] | None = at.known.get("bound")
+    if found is None:
+        dims = address.dims(at.call) or ()
+        found = at.known["bound"] = op or _functional(at.call.func._schema.name), dims, lead_of(dims)
+    return found
+
+
+def _functional(name: str) -> Any:
+    """The operator that gives a new tensor, whatever variant is called; torch's own function takes half the time to call."""
+    name = name.removeprefix("aten::").removesuffix("_")
+    return getattr(torch, name, None) or getattr(torch.ops.aten, name)
 
 
 def lead_of(dims: Sequence[int]) -> int:
@@ -114,21 +121,22 @@ def _located(at: KernelContext, member: int, address: Address, given: Any, dims:
         address.error: an index is out of range, as on plain tensors (on an accelerator a device-side assertion).
     """
     layout = at.operands[0]
-    extents = _extents(layout, member, dims)
+    extents = at.known.get(member) or at.known.setdefault(member, _extents(layout, member, dims))
     if address.form == "flat":
         indices = _unravelled(_checked(address, given, layout.numel), tuple(layout.shape))
     else:
         indices = [index for index in given if index is not None] if address.form == "places" else [given]
         indices = [_checked(address, index, total) for index, (_, _, total) in zip(indices, extents, strict=True)]
-    inside: Any = True
-    positions = []
-    for index, (offset, size, _) in zip(torch.broadcast_tensors(*indices), extents, strict=True):
-        inside = (index >= offset) & (index < offset + size) & inside
-        positions.append((index - offset).clamp(0, max(0, size - 1)))
+    inside, positions = None, []
+    for index, (offset, size, _) in zip(torch.broadcast_tensors(*indices) if indices[1:] else indices, extents, strict=True):
+        position = index - offset if offset else index
+        here = (position >= 0) & (position < size)
+        inside = here if inside is None else inside & here
+        positions.append(position.clamp(0, max(0, size - 1)))
+    assert inside is not None  # something is indexed
     return inside, positions
 
 
-@remembered(4096)
 def _extents(layout: Layout, member: int, dims: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
     """Of each dim where the member's block begins, its size, and that of the whole."""
     coordinate = layout.mesh.coordinates[member]
@@ -160,19 +168,21 @@ def _unravelled(index: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
 
 def _with_index(address: Address, rest: Sequence[Any], positions: list[Tensor], dims: Sequence[int], ndim: int) -> list[Any]:
     """The arguments behind operand 0, positions in the block in place of the index."""
-    by_dim = dict(zip(dims, positions, strict=True))
-    given = [by_dim.get(d) for d in range(ndim)] if address.form in ("places", "flat") else positions[0]
+    given: Any = positions[0]
+    if address.form in ("places", "flat"):
+        by_dim = dict(zip(dims, positions, strict=True))
+        given = [by_dim.get(d) for d in range(ndim)]
     return [*rest[: address.argument - 1], given, *rest[address.argument :]]
 
 
 def _with_room(block: Tensor, dims: Sequence[int], more: int = 0) -> Tensor:
     """``block``, or a copy with ``more`` along the first of ``dims`` and at least one element along each: zeros."""
     shape = list(block.shape)
+    if not more and all(shape[d] for d in dims):
+        return block
     shape[dims[0]] += more
     for d in dims:
         shape[d] = max(1, shape[d])
-    if shape == list(block.shape):
-        return block
     made = within = block.new_empty(shape)
     for d in dims:
         made.narrow(d, block.shape[d], shape[d] - block.shape[d]).zero_()

@@ -13,7 +13,7 @@ from ..indexed import reads
 from ..kernels import plain_op
 from ..owned import ELEMENTS, FLAT, PLACES, ROWS, TABLE, masked
 from ..rows import linear
-from ..rule import Kernel
+from ..rule import Choice, Kernel
 from ..verbs import blockwise
 
 aten = torch.ops.aten
@@ -65,12 +65,15 @@ blockwise(
     partials=by("mode", {0: SUMS, 1: SUMS}),  # linear in the table, but for the largest (2)
     plain=("offsets",),
 )
-GRADIENT = "grad: [] e, indices: [], offsets: [], offset2bag: [], bag_size: [], per_sample_weights: [], maximum_indices: []"
-blockwise(
-    "_embedding_bag_backward _embedding_bag_dense_backward",
-    f"{GRADIENT} e -> [] e | {GRADIENT} -> [] e",
-    when=lambda choice: not choice.call.get("sparse"),
-)
+GRADIENT = "grad: [] e, indices: [], offset2bag: [], bag_size: [], per_sample_weights: [], maximum_indices: []"
+
+
+def is_dense(choice: Choice) -> bool:
+    return not choice.call.get("sparse")
+
+
+blockwise("_embedding_bag_backward", f"offsets: [], {GRADIENT} e -> [] e | offsets: [], {GRADIENT} -> [] e", when=is_dense)
+blockwise("_embedding_bag_dense_backward", f"{GRADIENT} e -> [] e | {GRADIENT} -> [] e")
 blockwise(
     "_embedding_bag_per_sample_weights_backward",
     "grad: [] e, weight: [] e, indices: [], offsets: [], offset2bag: [] -> []",

@@ -92,8 +92,8 @@ def no_empty_stack(choice: Choice) -> bool:
     return all(min(choice.sizes(name)) > 0 for name in choice.splits if name.startswith("a."))
 
 
-DATA, BOUNDS, PARTS = "data: a* [@axis] b*", "lengths: a* [], offsets: a* [], indices: a* []", "a* [] b*"
-blockwise("segment_reduce", f"{DATA}, {BOUNDS} -> {PARTS}", kernel=reducing, when=no_empty_stack)
+DATA, BOUNDS, PARTS = "data: a* [@axis] b*", "lengths: a* [], offsets: a* []", "a* [] b*"
+blockwise("segment_reduce", f"{DATA}, {BOUNDS}, indices: a* [] -> {PARTS}", kernel=reducing, when=no_empty_stack)
 blockwise(
     "_segment_reduce_backward",
     f"grad: {PARTS}, output: {PARTS}, {DATA}, {BOUNDS} -> a* [@axis] b*",
