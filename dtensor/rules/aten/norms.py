@@ -1,6 +1,6 @@
 """Layer, RMS, group and weight norm: global programs on blocks, whose one collective is the statistics of the whole.
 
-Each is written once, below, as the mathematics of one rank: ``moments`` and ``at.sums`` are of the whole, and a mean is a sum
+Each is written once, below, as the mathematics of one rank: moments and sums are of the whole, and a mean is a sum
 over the global count. It runs where a dim that statistics run over (an *inner* one) is sharded; elsewhere the operator does.
 
 Moments of blocks are combined as (count, mean, sum of squared deviations): two numbers in one collective, and no difference of
