@@ -176,15 +176,16 @@ def unruled() -> tuple[list[str], list[str]]:
 
 # --- one operator -----------------------------------------------------------------------------------------------------------
 def entry_of(name: str, rule: Rule) -> Entry:
-    """What the page says of an operator: its rule applied to the sample of most dims whose plan needs nothing run."""
+    """What the page says of an operator: its rule applied to the sample of most dims that may be cut, if its plan needs nothing
+    run."""
     if rule.answer is not None:
         return Entry("an answer from layouts, or the value", "")
     best: tuple[int, Factors, Plan] | None = None
     for sample in samples_of(name):
         for plan in plans_of(name, sample.args, sample.kwargs):
             factors = rule.factors(plan.call) if plan.rule is rule and plan.how == "rule" else None
-            if factors is not None and (best is None or best[0] < len(factors.sizes)):
-                best = len(factors.sizes), factors, plan
+            if factors is not None and (best is None or best[0] < len(factors.sizes.keys() - factors.whole)):
+                best = len(factors.sizes.keys() - factors.whole), factors, plan
     if best is None:
         return Entry("decomposition" if rule.decompose is not None else "rule", "")
     return described(rule, best[1], best[2])

@@ -1,7 +1,8 @@
 """What a kernel sees while it runs: its locals' place in the whole, and collectives over the mesh dims that split a factor.
 
-A kernel is the straight-line program of one rank. Its locals are tensors, in one process a ``PerRank`` of them, on which
-functions run rank by rank: only what asks for a rank's shape or place needs ``on_each_rank`` or ``at.map``.
+A kernel is the straight-line program of one rank: what it computes before a collective, the collective, what it computes after.
+Its locals are tensors, in one process a ``PerRank`` of them, on which functions run rank by rank, which costs something each:
+``on_each_rank`` (``blockwise.py``) makes one of several, and of what asks for shapes; ``at.map`` also tells a rank's place.
 """
 
 from __future__ import annotations
@@ -67,13 +68,6 @@ class KernelContext:
             return self.comm.all_reduce(x, self.mesh_dims, op).wait()
         mesh_dims = tuple(mesh_dim for name in factors for mesh_dim in self.splits[name].mesh_dims)
         return self.comm.all_reduce(x, mesh_dims, op).wait() if mesh_dims else x
-
-    def sums(self, *terms: Any) -> tuple[Any, ...]:
-        """The sums over the group of ``terms``, all of one shape and dtype, in one collective."""
-        if not self.mesh_dims:
-            return terms
-        stacked = self.all_reduce(torch.stack(terms), "sum")
-        return tuple(stacked[i] for i in range(len(terms)))
 
     def all_gather(self, x: Any, shape_of: Callable[[int], tuple[int, ...]] | None = None) -> list[Any]:
         """Every group position's ``x``; ``shape_of(member)`` tells their shapes, ``None`` if those of one group are alike."""

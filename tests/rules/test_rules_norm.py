@@ -176,3 +176,34 @@ def test_channels_inside_of_several_groups_are_not_sharded_beside_the_groups(gro
     assert ("S(1),S(0),S(0) -> S(1),R,R" in rows.wanted) is inside
     own = dict.fromkeys(("S(0),R,R -> S(0),S(0),S(0)", "S(2),R,R -> S(2),R,R"))
     assert own.keys() <= rows.wanted.keys()
+
+
+@pytest.mark.parametrize("name", ["batch", "group"])
+def test_gradients_of_parameters_of_a_wider_dtype_have_it(name: str) -> None:
+    """Neither operator is told the bias, whose dtype is the weight's."""
+    a, w, mesh = x(4, 6, 5, dtype=torch.bfloat16), x(6, seed=1, dtype=torch.float32), MESHES[2,]
+    aten = torch.ops.aten
+    if name == "batch":
+        _, mean, rstd = aten._native_batch_norm_legit.no_stats(a, w, w, True, 0.1, 1e-5)
+        operands: Any = (a, a, w, None, None, mean, rstd)
+        run = lambda *xs: aten.native_batch_norm_backward(*xs, True, 1e-5, [True] * 3)  # noqa: E731
+        place: Any = S0
+    else:
+        _, mean, rstd = aten.native_group_norm(a, w, w, 4, 6, 5, 2, 1e-5)
+        operands = (a, a, mean, rstd, w)
+        run = lambda *xs: aten.native_group_norm_backward(*xs, 4, 6, 5, 2, [True] * 3)  # noqa: E731
+        place = S2
+    given = [None if t is None else dt.distribute_tensor(t, mesh, [place if t is a else R]) for t in operands]
+    for found, expected in zip(run(*given), run(*operands), strict=True):
+        assert found.dtype == expected.dtype == found.to_local().dtype
+        torch.testing.assert_close(found.full_tensor(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("place", [S0, S1, S2], ids=str)
+def test_group_norm_of_halves_with_wider_weights_keeps_statistics_as_torch_does(place: Any) -> None:
+    a, w, mesh = x(4, 6, 5, dtype=torch.bfloat16), x(6, seed=1, dtype=torch.float32), MESHES[2,]
+    given = [dt.distribute_tensor(t, mesh, [p]) for t, p in ((a, place), (w, R), (w, R))]
+    for found, expected in zip(
+        torch.native_group_norm(*given, 4, 6, 5, 2, 1e-5), torch.native_group_norm(a, w, w, 4, 6, 5, 2, 1e-5), strict=True
+    ):
+        assert found.dtype == expected.dtype == found.to_local().dtype

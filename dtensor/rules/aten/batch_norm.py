@@ -14,12 +14,24 @@ import torch
 from torch import Tensor
 
 from ...errors import MixedTensorError
-from ..blockwise import asked_for, plain_op
+from ..blockwise import asked_for, on_each_rank, plain_op
 from ..call import Call, Meta
 from ..kernels import KernelContext, wide
 from ..registry import register
 from ..rule import Dims, Factors, Kernel, Rule
-from .norms import Seen, affine, centred_gradient, factors_of, gradient_sums, input_shape, moments, on_cpu, unless_empty
+from .norms import (
+    Seen,
+    affine,
+    asked_dtypes,
+    centred,
+    centred_gradient,
+    factors_of,
+    gradient_terms,
+    input_shape,
+    moments,
+    on_cpu,
+    unless_empty,
+)
 
 aten = torch.ops.aten
 RUNNING = ("running_mean", "running_var")
@@ -55,13 +67,13 @@ def over_samples(call: Call) -> Seen:
     return Seen(dims, sizes, tuple(name for name in sizes if name != "c"))
 
 
-def around_channels(x: Any) -> tuple[int, ...]:
-    return tuple(d for d in range(x.ndim) if d != 1)
+def around_channels(call: Call) -> tuple[int, ...]:
+    return tuple(d for d in range(len(input_shape(call))) if d != 1)
 
 
-def per_channel(parameter: Any, x: Any) -> Any:
-    """(c,) so that it broadcasts against a block."""
-    return None if parameter is None else wide(parameter).reshape(1, -1, *(1,) * (x.ndim - 2))
+def per_channel(parameter: Any, dims: tuple[int, ...]) -> Any:
+    """(c,) so that it broadcasts against a block, whose other dims are ``dims``."""
+    return None if parameter is None else wide(parameter).reshape(1, -1, *(1,) * (len(dims) - 1))
 
 
 def samples(call: Call) -> int:
@@ -71,30 +83,42 @@ def samples(call: Call) -> int:
 
 
 def batch_norm(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    own, count = at.named(args, kwargs), samples(at.call)
-    x, block = own["input"], wide(own["input"])
-    mean, variance = moments(at, block, around_channels(x), count)
-    rstd = (variance + own.get("eps", own.get("epsilon"))).rsqrt()
-    out = affine((block - mean) * rstd, *(per_channel(own[name], x) for name in ("weight", "bias"))).to(x.dtype)
+    own, count, dims = at.named(args, kwargs), samples(at.call), around_channels(at.call)
+    mean, variance = moments(at, own["input"], dims, count)
+    return normalized_and_kept(own, mean, variance, dims, count, tuple(at.dtype(i) for i in range(1, len(at.results))))
+
+
+@on_each_rank
+def normalized_and_kept(
+    own: dict[str, Any], mean: Tensor, variance: Tensor, dims: tuple[int, ...], count: int, kept: tuple[torch.dtype, ...]
+) -> Any:
+    """The normalized block and what is saved; updates the running statistics."""
+    x, eps = own["input"], own.get("eps", own.get("epsilon"))
+    weight, bias = (per_channel(own[name], dims) for name in ("weight", "bias"))
+    out, mean, rstd = centred(x, mean, variance, eps, weight, bias, mean.dtype)
     step: Any = own.get("momentum", own.get("exponential_average_factor"))
     for name, value in zip(RUNNING, (mean, variance * (count / max(1, count - 1))), strict=True):
         if own.get(name) is not None:
             own[name].mul_(1 - step).add_(value.reshape(-1), alpha=step)
-    reserve = (x.new_empty(0, dtype=at.dtype(i)) for i in range(3, len(at.results)))
-    return out, mean.reshape(-1).to(at.dtype(1)), rstd.reshape(-1).to(at.dtype(2)), *reserve
+    saved = (value.reshape(-1).to(dtype) for value, dtype in zip((mean, rstd), kept, strict=False))
+    return out, *saved, *(x.new_empty(0, dtype=dtype) for dtype in kept[2:])
 
 
 def batch_norm_backward(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
     """Gradients of input, weight and bias; the last two are the sums that the first needs."""
-    own, count = at.named(args, kwargs), samples(at.call)
-    x, weight, dims = own["input"], own["weight"], around_channels(own["input"])
-    grad, rstd = wide(own.get("grad_out", own.get("grad_output"))), per_channel(own.get("save_invstd", own.get("save_var")), x)
-    normalized = (wide(x) - per_channel(own["save_mean"], x)) * rstd
-    sums = gradient_sums(at, grad, normalized, dims)
-    of_input = centred_gradient(grad, normalized, sums, count, affine(rstd, per_channel(weight, x))).to(x.dtype)
-    dtype = (x if weight is None else weight).dtype
-    given = (of_input, *(total.reshape(-1).to(dtype) for total in reversed(sums)))
-    return tuple(value if wanted else None for value, wanted in zip(given, own.get("output_mask", (True,) * 3), strict=True))
+    own, dims = at.named(args, kwargs), around_channels(at.call)
+    mean, rstd = per_channel(own["save_mean"], dims), per_channel(own.get("save_invstd", own.get("save_var")), dims)
+    grad = own.get("grad_out", own.get("grad_output"))
+    _, normalized, upstream, terms = gradient_terms(grad, own["input"], mean, rstd, None, dims)
+    scale = affine(rstd, per_channel(own["weight"], dims))
+    asked = asked_dtypes(at.call, own.get("output_mask", [True] * 3))
+    return channel_gradients(upstream, normalized, at.all_reduce(terms, "sum"), samples(at.call), scale, asked)
+
+
+@on_each_rank
+def channel_gradients(upstream: Tensor, normalized: Tensor, sums: Tensor, count: int, scale: Tensor, dtypes: Any) -> Any:
+    given = (centred_gradient(upstream, normalized, sums, count, scale), sums[1].reshape(-1), sums[0].reshape(-1))
+    return tuple(None if dtype is None else x.to(dtype) for x, dtype in zip(given, dtypes, strict=True))
 
 
 def batch_norm_factors(call: Call) -> Factors:

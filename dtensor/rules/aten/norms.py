@@ -1,6 +1,6 @@
 """Layer, RMS, group and weight norm: global programs on blocks, whose one collective is the statistics of the whole.
 
-Each is written once, below, as the mathematics of one rank: ``moments`` and ``at.sums`` are of the whole, and a mean is a sum
+Each is written once, below, as the mathematics of one rank: moments and sums are of the whole, and a mean is a sum
 over the global count. It runs where a dim that statistics run over (an *inner* one) is sharded; elsewhere the operator does.
 
 Moments of blocks are combined as (count, mean, sum of squared deviations): two numbers in one collective, and no difference of
@@ -28,35 +28,78 @@ from ..verbs import blockwise
 aten = torch.ops.aten
 
 
-# --- what all of them are made of -----------------------------------------------------------------------------------
+# --- what all of them are made of: what one rank computes before and after the collective ---------------------------
 def moments(at: KernelContext, x: Any, dims: tuple[int, ...], count: int) -> tuple[Any, Any]:
     """Mean and biased variance over ``dims`` (kept) of the whole, ``count`` values each, that ``x`` is a block of."""
+    return combined(at.all_gather(block_moments(x, dims)), at.counts(count))
+
+
+@on_each_rank
+def block_moments(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Mean and sum of squared deviations; nothing has no mean, which nobody reads."""
+    x = wide(x)
     mean = x.mean(dims, keepdim=True)
-    blocks = at.all_gather(torch.stack((mean, (x - mean).square().sum(dims, keepdim=True))))
-    held = [(size, block) for size, block in zip(at.counts(count), blocks, strict=True) if size]  # nothing has no mean
-    zero, total = torch.zeros_like(blocks[0][0]), max(1, count)
+    return torch.stack((mean, (x - mean).square().sum(dims, keepdim=True)))
+
+
+@on_each_rank
+def combined(blocks: list[Tensor], counts: list[int]) -> tuple[Any, Any]:
+    """Mean and biased variance of the union of blocks."""
+    held = [(size, block) for size, block in zip(counts, blocks, strict=True) if size]
+    zero, total = torch.zeros_like(blocks[0][0]), max(1, sum(counts))
     mean = sum((block[0] * (size / total) for size, block in held), zero)
     return mean, sum((block[1] + (block[0] - mean).square() * size for size, block in held), zero) / total
 
 
-def affine(x: Any, weight: Any, bias: Any = None) -> Any:
+@on_each_rank
+def centred(x: Tensor, mean: Tensor, variance: Tensor, eps: float, weight: Any, bias: Any, kept: torch.dtype) -> Any:
+    """What was centred and scaled, its mean, and the reciprocal deviation."""
+    rstd = (variance + eps).rsqrt()
+    return affine((wide(x) - mean) * rstd, weight, bias).to(x.dtype), mean.to(kept), rstd.to(kept)
+
+
+def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
     """``x * weight + bias``, either of which may be missing."""
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
 
 
-def gradient_sums(at: KernelContext, upstream: Any, normalized: Any, dims: tuple[int, ...]) -> tuple[Any, ...]:
-    return at.sums(upstream.sum(dims, keepdim=True), (upstream * normalized).sum(dims, keepdim=True))
+@on_each_rank
+def gradient_terms(grad: Tensor, x: Tensor, mean: Any, rstd: Tensor, weight: Any, dims: tuple[int, ...]) -> Any:
+    """The gradient, the values normalized, the gradient that reaches them (g), and the terms of what it depends on: the sums
+    over ``dims`` (if any) of g and of g times the values."""
+    grad, x = wide(grad), wide(x)
+    normalized, upstream = (x if mean is None else x - mean) * rstd, affine(grad, weight)
+    products = (upstream * normalized,) if mean is None else (upstream, upstream * normalized)
+    terms = torch.stack([product.sum(dims, keepdim=True) for product in products]) if dims else None
+    return grad, normalized, upstream, terms
 
 
-def centred_gradient(upstream: Any, normalized: Any, sums: tuple[Any, ...], count: int, rstd: Any) -> Any:
-    """Gradient of ``count`` values that were centred and scaled, with the :func:`gradient_sums` of the whole."""
-    return (upstream - sums[0] / count - normalized * (sums[1] / count)) * rstd
+def centred_gradient(upstream: Tensor, normalized: Tensor, sums: Tensor, count: int, rstd: Tensor) -> Tensor:
+    """Gradient of ``count`` values that were centred (if there are two sums) and scaled, from the sums of the whole."""
+    centre = sums[0] / count if len(sums) > 1 else 0
+    return (upstream - centre - normalized * (sums[-1] / count)) * rstd
 
 
-def summed(x: Any, dims: tuple[int, ...]) -> Any:
-    """The sum over ``dims``, of which there may be none."""
-    return x.sum(dims) if dims else x
+def asked_dtypes(call: Call, mask: list[bool]) -> tuple[Any, ...]:
+    """Of the gradients of input, weight and bias (the weight's where the operator is not told); None of those not asked for."""
+    x, weight = call["input"], call["weight"]
+    weight = x if weight is None else weight
+    bias = call.get("bias", weight)
+    return tuple(
+        like.dtype if asked else None for like, asked in zip((x, weight, x if bias is None else bias), mask, strict=False)
+    )
+
+
+@on_each_rank
+def gradients(parts: Any, sums: Any, count: int, rstd: Tensor, rows: tuple[int, ...], dtypes: tuple[Any, ...]) -> Any:
+    """Of the input, the weight and the bias, each if it has a dtype; ``parts`` are of :func:`gradient_terms`."""
+    grad, normalized, upstream = parts
+    first, *rest = dtypes
+    of_input = None if first is None else centred_gradient(upstream, normalized, sums, count, rstd).to(first)
+    terms = (None if dtype is None else grad * normalized if i == 0 else grad for i, dtype in enumerate(rest))
+    summed = (term if term is None or not rows else term.sum(rows) for term in terms)
+    return of_input, *(None if x is None else x.to(dtype) for x, dtype in zip(summed, rest, strict=True))
 
 
 # --- which dims are what --------------------------------------------------------------------------------------------
@@ -96,11 +139,16 @@ def factors_of(call: Call, seen: Seen, program: Any, results: Any, numbers: int,
 
 
 def norm(name: str, see: Callable[[Call], Seen], program: Any, results: str, *, numbers: int = 2, **options: Any) -> None:
-    """Declare a norm. Of a backward pass only the gradient of the input needs statistics; those of the weights are terms."""
+    """Declare a norm. Of a backward pass only the gradient of the input needs statistics; those of the weights are terms.
+
+    torch's meta kernels do not know in which dtype statistics are kept, nor that the gradient of the input has the input's.
+    """
 
     def factors(call: Call) -> Factors:
-        seen, mask = see(call), call.get("output_mask")
+        seen, mask, kept = see(call), call.get("output_mask"), on_cpu(call) if "mean" in results else None
         made = tuple(seen.dims[name] for name in results.split())
+        dtypes = (None, kept, kept) if mask is None else (call["input"].dtype, None, None)
+        call.results = tuple(m and replace(m, dtype=d or m.dtype) for m, d in zip(call.results, dtypes, strict=False))
         if mask is None:
             return factors_of(call, seen, program, made, numbers)
         return factors_of(call, seen, program, asked_for(call, made), mask[0] * numbers, Partial("sum"))
@@ -139,62 +187,49 @@ def last(normalized_shape: Any) -> tuple[int, ...]:
     return tuple(range(-len(normalized_shape), 0))
 
 
-def rows_of(x: Any, normalized_shape: Any) -> tuple[int, ...]:
-    return tuple(range(x.ndim - len(normalized_shape)))
-
-
 def layer_norm(at: KernelContext, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
-    kept, block = at.dtype(1), wide(x)
-    mean, variance = moments(at, block, last(normalized_shape), math.prod(normalized_shape))
-    rstd = (variance + eps).rsqrt()
-    return affine((block - mean) * rstd, weight, bias).to(x.dtype), mean.to(kept), rstd.to(kept)
+    mean, variance = moments(at, x, last(normalized_shape), math.prod(normalized_shape))
+    return centred(x, mean, variance, eps, weight, bias, at.dtype(1))
 
 
 def layer_norm_backward(
     at: KernelContext, grad: Any, x: Any, normalized_shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: list[bool]
 ) -> Any:
-    rows, dims, total = rows_of(x, normalized_shape), last(normalized_shape), math.prod(normalized_shape)
-    grad, normalized, dtype, of_input = wide(grad), (wide(x) - mean) * rstd, x.dtype, None
-    if mask[0]:
-        upstream = affine(grad, weight)
-        sums = gradient_sums(at, upstream, normalized, dims)
-        of_input = centred_gradient(upstream, normalized, sums, total, rstd).to(dtype)
-    of_weight = summed(grad * normalized, rows).to(dtype if weight is None else weight.dtype) if mask[1] else None
-    return of_input, of_weight, summed(grad, rows).to(dtype if bias is None else bias.dtype) if mask[2] else None
+    call, dims = at.call, last(normalized_shape)
+    *parts, terms = gradient_terms(grad, x, mean, rstd, weight, dims if mask[0] else ())
+    sums = at.all_reduce(terms, "sum") if mask[0] else None
+    rows = tuple(range(len(call["input"].shape) - len(normalized_shape)))
+    dtypes = asked_dtypes(call, mask)
+    return gradients(parts, sums, math.prod(normalized_shape), rstd, rows, dtypes)
+
+
+@on_each_rank
+def squares(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return wide(x).square().sum(dims, keepdim=True)
+
+
+@on_each_rank
+def scaled(x: Tensor, squares: Tensor, count: int, weight: Any, eps: float | None, kept: torch.dtype) -> Any:
+    rstd = (squares / count + (torch.finfo(squares.dtype).eps if eps is None else eps)).rsqrt()
+    return affine(wide(x) * rstd, weight).to(x.dtype), rstd.to(kept)
 
 
 def rms_norm(at: KernelContext, x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    block = wide(x)
-    (squares,) = at.sums(block.square().sum(last(normalized_shape), keepdim=True))
-    rstd = (squares / math.prod(normalized_shape) + (torch.finfo(block.dtype).eps if eps is None else eps)).rsqrt()
-    return affine(block * rstd, weight).to(x.dtype), rstd.to(at.dtype(1))
+    total = at.all_reduce(squares(x, last(normalized_shape)), "sum")
+    return scaled(x, total, math.prod(normalized_shape), weight, eps, at.dtype(1))
 
 
 def rms_norm_backward(
     at: KernelContext, grad: Any, x: Any, normalized_shape: Any, rstd: Any, weight: Any, mask: list[bool]
 ) -> Any:
-    grad, normalized, of_input, of_weight = wide(grad), wide(x) * rstd, None, None
-    if mask[0]:
-        upstream = affine(grad, weight)
-        (total,) = at.sums((upstream * normalized).sum(last(normalized_shape), keepdim=True))
-        of_input = ((upstream - normalized * (total / math.prod(normalized_shape))) * rstd).to(x.dtype)
-    if mask[1] and weight is not None:
-        of_weight = summed(grad * normalized, rows_of(x, normalized_shape)).to(weight.dtype)
-    return of_input, of_weight
+    """Layer norm's, of values that were not centred."""
+    mask = [mask[0], mask[1] and weight is not None]
+    return layer_norm_backward(at, grad, x, normalized_shape, None, rstd, weight, None, mask)
 
 
 def rms_norm_backward_of_rows(at: KernelContext, grad: Any, *args: Any) -> Any:
     """The operator, which has no CPU kernel."""
-    run = rms_norm_backward if at.call.mesh.device_type == "cpu" else plain_op
-    return run(at, grad, *args)
-
-
-def layer_norm_factors(call: Call) -> Factors:
-    kept = on_cpu(call)
-    if kept is not None:
-        call.results = tuple(meta if i == 0 or meta is None else replace(meta, dtype=kept) for i, meta in enumerate(call.results))
-    seen = over_last(call)
-    return factors_of(call, seen, layer_norm, tuple(seen.dims[name] for name in ("input", "mean", "rstd")), 2)
+    return (rms_norm_backward if at.call.mesh.device_type == "cpu" else plain_op)(at, grad, *args)
 
 
 def layer_norm_shapes(call: Call) -> Shapes | None:
@@ -206,7 +241,7 @@ def layer_norm_shapes(call: Call) -> Shapes | None:
     return shape, ones, ones
 
 
-register("native_layer_norm", Rule(layer_norm_factors, shapes=layer_norm_shapes, kind="kernel"))
+norm("native_layer_norm", over_last, layer_norm, "input mean rstd", shapes=layer_norm_shapes)
 norm(
     "native_layer_norm_backward",
     over_last,
@@ -241,7 +276,7 @@ def by_groups(x: Tensor | None, channels: int, groups: int) -> Tensor | None:
         return None
     n, own, *spatial = x.shape if x.ndim > 1 else (1, *x.shape)
     split = (1, own) if groups == 1 else (own // (channels // groups), channels // groups)
-    return wide(x).reshape(n, *split, math.prod(spatial))
+    return x.reshape(n, *split, math.prod(spatial))
 
 
 @on_each_rank
@@ -253,22 +288,19 @@ def group_norm(at: KernelContext, x: Any, weight: Any, bias: Any, *sizes: Any) -
     _, channels, positions, groups, eps = sizes
     block, weight, bias = (by_groups(value, channels, groups) for value in (x, weight, bias))
     mean, variance = moments(at, block, INNER, channels // groups * positions)
-    rstd = (variance + eps).rsqrt()
-    out = affine((block - mean) * rstd, weight, bias)
-    return like(x, out), mean[:, :, 0, 0].to(x.dtype), rstd[:, :, 0, 0].to(x.dtype)
+    out, mean, rstd = centred(block, mean, variance, eps, weight, bias, at.dtype(1))
+    return like(x, out), mean[:, :, 0, 0], rstd[:, :, 0, 0]
 
 
 def group_norm_backward(at: KernelContext, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, *sizes: Any) -> Any:
     _, channels, positions, groups, mask = sizes
-    grad, block, scale = by_groups(grad, channels, groups), by_groups(x, channels, groups), rstd[:, :, None, None]
-    normalized, of_input = (block - mean[:, :, None, None]) * scale, None
-    if mask[0]:
-        upstream = affine(grad, by_groups(weight, channels, groups))
-        sums = gradient_sums(at, upstream, normalized, INNER)
-        of_input = like(x, centred_gradient(upstream, normalized, sums, channels // groups * positions, scale))
-    dtype = (x if weight is None else weight).dtype
-    terms = (grad * normalized if mask[1] else None, grad if mask[2] else None)
-    return of_input, *(None if term is None else term.sum((0, 3)).reshape(-1).to(dtype) for term in terms)
+    grad, block, own = (by_groups(value, channels, groups) for value in (grad, x, weight))
+    mean, rstd = mean[:, :, None, None], rstd[:, :, None, None]
+    *parts, terms = gradient_terms(grad, block, mean, rstd, own, INNER if mask[0] else ())
+    sums = at.all_reduce(terms, "sum") if mask[0] else None
+    dtypes = asked_dtypes(at.call, mask)
+    of_input, *rest = gradients(parts, sums, channels // groups * positions, rstd, (0, 3), dtypes)
+    return of_input if of_input is None else like(x, of_input), *(x if x is None else x.reshape(-1) for x in rest)
 
 
 def local_sizes(call: Call, view: LocalView) -> dict[str, Any]:

@@ -97,9 +97,17 @@ def share(sums: Tensor, total: Tensor) -> Tensor:
     return torch.where(sums == -math.inf, 0.0, (sums - total).exp()).unsqueeze(-1)
 
 
-def row_sums(total: Tensor) -> Tensor:
-    """As the operator gives them: 0 for rows that see nothing."""
-    return torch.where(total == -math.inf, 0.0, total)
+@on_each_rank
+def weighed(out: Tensor, sums: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """A part of the rows as a term of the whole, and the logarithms of the whole's sums."""
+    total = torch.stack(parts).logsumexp(0)
+    return out.to(total.dtype) * share(sums, total), total
+
+
+@on_each_rank
+def finished(query: Tensor, out: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """As the operator gives them: sums of 0 for rows that see nothing."""
+    return out.to(query.dtype), torch.where(total == -math.inf, 0.0, total)
 
 
 # --- kernels: a block of rows meets all keys, or all rows meet a block of keys ----------------------------------------------
@@ -118,9 +126,9 @@ def attention_of_blocks(
 
     out, sums = at.map(own, attn_mask, query, key, value)
     if "s" in at.splits:
-        total = torch.stack(at.all_gather(sums)).logsumexp(0)
-        out, sums = at.all_reduce(out.to(total.dtype) * share(sums, total), "sum"), total
-    return out.to(query.dtype), row_sums(sums)
+        terms, sums = weighed(out, sums, at.all_gather(sums))
+        out = at.all_reduce(terms, "sum")
+    return finished(query, out, sums)
 
 
 def gradients_of_blocks(at: KernelContext, *block: Any, attn_mask: Any = None, scale: Any = None) -> Any:

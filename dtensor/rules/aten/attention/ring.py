@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...blockwise import on_each_rank
 from ...call import Call
 from ...kernels import At, KernelContext
-from .blocks import Meeting, part, part_gradients, row_sums, share, sums_dtype
+from .blocks import Meeting, finished, part, part_gradients, share, sums_dtype
 
 
 def ranks_in_ring(call: Call) -> int:
@@ -99,20 +100,22 @@ def ring_attention(
 
         return run
 
-    out: Any = None
-    sums: Any = None
+    met: tuple[Any, Any] | None = None
     blocks = at.map(packed, key, value)
     for step in range(ring.ranks):
         arriving = ring.passed_on(blocks, step) if step + 1 < ring.ranks else None
-        own_out, own = at.map(meet(step), attn_mask, query, blocks)
-        if out is None:
-            out, sums = own_out.to(own.dtype), own
-        else:
-            total = torch.logaddexp(sums, own)
-            out, sums = out * share(sums, total) + own_out * share(own, total), total
+        here = at.map(meet(step), attn_mask, query, blocks)
+        met = here if met is None else joined(*met, *here)
         if arriving is not None:
             blocks = arriving()
-    return out.to(query.dtype), row_sums(sums)
+    return finished(query, *met)  # type: ignore[misc]  # a ring has two ranks or more
+
+
+@on_each_rank
+def joined(out: Tensor, sums: Tensor, other: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+    """Two parts of the rows as one."""
+    total = torch.logaddexp(sums, more)
+    return out * share(sums, total) + other * share(more, total), total
 
 
 def ring_gradients(
@@ -141,9 +144,9 @@ def ring_gradients(
         if arriving is not None:
             blocks = arriving()
 
-    def finished(here: At, total: Tensor, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def at_home(here: At, total: Tensor, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dk, dv = ring.unpacked(here.member, 0, both)
         return total.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype)
 
     assert coming is not None, "a ring has two ranks or more"
-    return at.map(finished, total, query, own + coming())
+    return at.map(at_home, total, query, own + coming())
