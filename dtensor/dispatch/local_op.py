@@ -29,54 +29,7 @@ from ..base.torch_internals import (
 )
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
-
-# Their Python signatures differ from the schema (argument order, packed lists, defaults), or they mean something else.
-_DIFFERENT = frozenset(
-    [
-        "arange",
-        "full",
-        "empty",
-        "zeros",
-        "ones",
-        "rand",
-        "randn",
-        "randint",
-        "normal",
-        "linspace",
-        "logspace",
-        "scalar_tensor",
-        "tensor",
-        "empty_like",
-        "full_like",
-        "index_put",
-        "index_put_",
-        "_index_put_impl_",
-        "_unsafe_index",
-        "_unsafe_index_put",
-        "where",
-        "index",
-        "norm",
-        "split",
-        "to",
-        "_to_copy",
-        "set_",
-        "data",
-        "requires_grad_",
-        "is_same_size",
-    ]
-)
-
-
-def _slice(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> torch.Tensor:
-    """``aten::slice``, which torch offers as indexing only."""
-    if dim == 0:
-        return x[start:end:step]
-    return x[_sliced(dim % x.ndim, start, end, step)]
-
-
-@remembered(4096)
-def _sliced(dim: int, start: int | None, end: int | None, step: int) -> tuple[slice, ...]:
-    return (*(slice(None),) * dim, slice(start, end, step))
+from ..rules.facts import facts_of
 
 
 class Transformed(torch.autograd.Function):
@@ -169,18 +122,17 @@ def is_wrapped(x: torch.Tensor) -> bool:
 below_autograd = BelowAutograd  # a context in which torch functions record nothing, nor look whether to
 
 _HOMES = (torch, nn_functions, linalg_functions, fft_functions, special_functions)
-_SPELLED = {"aten::slice": _slice}
 
 
 @remembered(8192)
 def local_function(func: Any) -> Any:
     """A callable with the signature and meaning of overload ``func``, preferably generated C++."""
-    schema = func._schema
+    schema, spelled = func._schema, facts_of(func).spelled
     namespace, _, name = schema.name.partition("::")
-    if schema.name in _SPELLED and not any(a.is_out for a in schema.arguments):
-        return _SPELLED[schema.name]
-    if namespace != "aten" or name in _DIFFERENT or any(a.is_out or a.name == "reduction" for a in schema.arguments):
+    if spelled is None or namespace != "aten" or any(a.is_out or a.name == "reduction" for a in schema.arguments):
         return func  # the functions take a reduction that is left out for "none", the overloads for "mean"
+    if spelled is not False:
+        return spelled
     if name.endswith("_") and not name.startswith("_"):
         method = getattr(TensorBase, name, None)
         return method if isinstance(method, MethodDescriptorType) else func

@@ -12,53 +12,18 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, chain
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..base.caches import remembered, watched
+from ..base.caches import watched
 from ..base.memory_order import Stride, contiguous_stride, stride_like
 from ..base.validation import element_type, sizes_of
-from ..errors import LayoutError, PlacementError
+from ..errors import LayoutError
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Monoid, Partial, Placement, Replicate, Shard, normalize
-
-
-class Split(NamedTuple):
-    """How one tensor dim is cut: by ``mesh_dims`` (outermost first) into blocks of ``sizes`` (row-major over them)."""
-
-    mesh_dims: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        return offsets_of(self.sizes)
-
-    @property
-    def even(self) -> bool:
-        """All blocks have one size."""
-        return len(set(self.sizes)) == 1
-
-
-@remembered(4096)
-def offsets_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Where each block starts."""
-    return tuple(accumulate(sizes[:-1], initial=0)) if sizes else ()
-
-
-@remembered(4096)
-def chunk_sizes(size: int, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Leaf block sizes when ``size`` is cut like ``torch.chunk`` by ``counts[0]`` ranks, each block by ``counts[1]``, ...
-
-    >>> chunk_sizes(5, (2, 2)), chunk_sizes(1, (3,))
-    ((2, 1, 1, 1), (1, 0, 0))
-    """
-    blocks = [size]
-    for count in counts:
-        blocks = [max(0, min(-(-block // count), block - k * -(-block // count))) for block in blocks for k in range(count)]
-    return tuple(blocks)
+from .splits import Split, canonical, split_of
 
 
 class Layout:
@@ -131,8 +96,8 @@ class Layout:
             shape, dtype = sizes_of(shape, "a global shape"), element_type(dtype)
             stride = contiguous_stride(shape) if stride is None else sizes_of(stride, "strides")
             wanted = normalize(asked, mesh.ndim, len(shape))
-            splits = tuple(_split_of(mesh, wanted, d, size) for d, size in enumerate(shape))
-            found = Layout._interned(mesh, _canonical(mesh, wanted, splits, shape), splits, shape, stride, dtype)
+            splits = tuple(split_of(mesh, wanted, d, size) for d, size in enumerate(shape))
+            found = Layout._interned(mesh, canonical(mesh, wanted, splits, shape), splits, shape, stride, dtype)
             if len(_BY_REQUEST) >= _LIMIT:
                 _BY_REQUEST.clear()
             _BY_REQUEST[key] = found
@@ -158,7 +123,7 @@ class Layout:
         for mesh_dim, placement in (idle or {}).items():
             placements[mesh_dim] = placement
         splits = tuple(split if split is None or split.mesh_dims else None for split in splits)
-        return Layout._interned(mesh, _canonical(mesh, placements, splits, shape), splits, shape, stride, dtype)
+        return Layout._interned(mesh, canonical(mesh, placements, splits, shape), splits, shape, stride, dtype)
 
     @staticmethod
     def replicated(mesh: DeviceMesh, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> Layout:
@@ -328,69 +293,3 @@ _NEIGHBOURS = 64
 def interned() -> int:
     """How many layouts are alive."""
     return len(_LAYOUTS)
-
-
-def _split_of(mesh: DeviceMesh, placements: Sequence[Placement], dim: int, size: int) -> Split | None:
-    shards = [(i, p) for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
-    if not shards:
-        return None
-    ordered = _nested(shards, dim)
-    leaves = _leaf_sizes([(mesh.shape[i], p) for i, p in ordered], dim, size)
-    mesh_dims = tuple(i for i, _ in ordered if mesh.shape[i] > 1)
-    return Split(mesh_dims, leaves) if mesh_dims else None
-
-
-def _nested(shards: list[tuple[int, Shard]], dim: int) -> list[tuple[int, Shard]]:
-    """The mesh dims that split one tensor dim, outermost first."""
-    levels = [shard.level for _, shard in shards]
-    if all(level is None for level in levels):
-        return shards
-    if sorted(level for level in levels if level is not None) != list(range(len(shards))):
-        raise PlacementError(
-            f"{len(shards)} mesh dims split tensor dim {dim}: give each Shard a different level in "
-            f"0..{len(shards) - 1}, or none of them; got levels {levels}"
-        )
-    return sorted(shards, key=lambda item: item[1].level or 0)
-
-
-def _leaf_sizes(levels: list[tuple[int, Shard]], dim: int, size: int) -> tuple[int, ...]:
-    blocks: tuple[int, ...] = (size,)
-    leaf_count = math.prod(count for count, _ in levels)
-    last = levels[-1][1].sizes
-    if last is not None and len(last) == leaf_count:
-        levels, blocks = [], last
-    for count, shard in levels:
-        given = shard.sizes
-        if given is None:
-            cut = {block: chunk_sizes(block, (count,)) for block in set(blocks)}  # few sizes, many blocks
-            blocks = tuple(chain.from_iterable(map(cut.__getitem__, blocks)))
-        elif len(given) == count * len(blocks):
-            blocks = given
-        elif len(given) == count and all(block == sum(given) for block in blocks):
-            blocks = given * len(blocks)
-        else:
-            raise PlacementError(
-                f"Shard({dim}, sizes={given}) does not cut {blocks} over {count} ranks: give {count} sizes that sum to the dim"
-            )
-    if sum(blocks) != size:
-        raise PlacementError(
-            f"the sizes of Shard({dim}) sum to {sum(blocks)}, but tensor dim {dim} has {size} elements: {blocks}"
-        )
-    return blocks
-
-
-def _canonical(
-    mesh: DeviceMesh, placements: Sequence[Placement], splits: Sequence[Split | None], shape: Sequence[int]
-) -> tuple[Placement, ...]:
-    """One spelling per meaning: levels only where not in mesh-dim order, sizes only where not ``torch.chunk``'s."""
-    result = [Shard(p.dim) if isinstance(p, Shard) else p for p in placements]
-    for dim, split in enumerate(splits):
-        if split is None:
-            continue
-        in_order = list(split.mesh_dims) == sorted(split.mesh_dims)
-        default = split.sizes == chunk_sizes(shape[dim], tuple(mesh.shape[i] for i in split.mesh_dims))
-        idle = [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim and i not in split.mesh_dims]
-        for level, i in enumerate((*idle, *split.mesh_dims)):
-            innermost = i == split.mesh_dims[-1]
-            result[i] = Shard(dim, None if default or not innermost else split.sizes, None if in_order else level)
-    return tuple(result)

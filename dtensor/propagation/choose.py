@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..layout.layout import Layout, Split, chunk_sizes
+from ..layout.layout import Layout
+from ..layout.splits import Split, chunk_sizes
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial
 from ..rules.call import Call, Kind, Meta

@@ -8,7 +8,6 @@ operator is asked once for all sizes: dtypes, and the order of dims in memory, d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,64 +18,11 @@ from ..base.memory_order import dense_in, memory_order
 from ..base.torch_internals import FakeTensorMode, UnsupportedFakeTensorException
 from ..layout.layout import Layout
 from ..rules.call import Call, Meta
+from ..rules.facts import facts_of
 from ..rules.rule import Rule, Shapes
-from .meta_strides import as_computed
 from .schema import Operator
 
 META, CPU = torch.device("meta"), torch.device("cpu")
-# Strides or auxiliary shapes follow the library that computes: LAPACK, MKL or cuSOLVER, cuFFT, oneDNN or cuDNN.
-DEVICE_DEPENDENT = frozenset(
-    "aten::" + name
-    for name in [
-        "_linalg_svd",
-        "linalg_eig",
-        "_fft_c2c",
-        "_fft_r2c",
-        "_fft_c2r",
-        "convolution",
-        "convolution_backward",
-        "nonzero_static",
-        "_embedding_bag",
-        "_embedding_bag_forward_only",
-    ]
-)
-# Gradients without a meta kernel: contiguous, in the shape and dtype of this argument.
-LIKE = {
-    "aten::multi_margin_loss_backward": "self",
-    "aten::multilabel_margin_loss_backward": "self",
-    "aten::fractional_max_pool3d_backward": "self",
-    "aten::_ctc_loss_backward": "log_probs",
-    "aten::glu_jvp": "glu",
-    "aten::glu_backward_jvp": "grad_x",
-}
-
-# Where the meta kernel is not to be asked as it is.
-ASKED: dict[str, Callable[[Operator, dict[str, Any]], Any]] = {
-    # it copies what cannot be viewed, its meta kernel does not
-    "aten::view_copy": lambda operator, given: given["self"].clone(memory_format=torch.contiguous_format).view(given["size"]),
-    # torch 2.11 fails on dims out of order; only the last one changes sizes, and strides have a law of their own
-    **dict.fromkeys(
-        ["aten::_fft_c2c", "aten::_fft_r2c", "aten::_fft_c2r"],
-        lambda operator, given: operator.call(given | {"self": given["self"].contiguous(), "dim": given["dim"][-1:]}),
-    ),
-    # results of the kernels have the dtype of the input
-    **dict.fromkeys(
-        ["aten::soft_margin_loss", "aten::huber_loss"],
-        lambda operator, given: operator.call(given | {"target": given["target"].to(given["self"].dtype)}),
-    ),
-    # torch 2.11 takes sums of float64 for float32
-    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda operator, given: [
-        x.to(torch.promote_types(x.dtype, given["query"].dtype)) for x in operator.call(given)
-    ],
-}
-
-
-# the kernels shift by bools, the meta kernels of these do not
-_SHIFTS = {
-    f"aten::__{written}{side}shift__": getattr(torch.ops.aten, f"bitwise_{name}_shift{'_' if written else ''}")
-    for written in ("", "i")
-    for side, name in (("l", "left"), ("r", "right"))
-}
 
 
 class NotInferable(Exception):
@@ -122,7 +68,7 @@ def _as_told(metas: tuple[Any, ...], shapes: Shapes) -> Answer | None:
 def _lawful(operator: Operator, rule: Rule, call: Call) -> Any:
     """The shapes that the rule tells, for operands that the law speaks of."""
     assert rule.shapes is not None
-    if operator.per_element or operator.outs or operator.func._schema.name in DEVICE_DEPENDENT:
+    if operator.per_element or operator.outs or facts_of(operator.func).by_device:
         return None
     for layout in call.operands:
         if (
@@ -172,36 +118,26 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
         return ()  # some optimizer steps have no meta kernel, and nothing is to be found out
     if operator.returns and not operator.gives_tensors:
         return (None,) * len(operator.returns)  # a Python value: it depends on data
-    if (like := LIKE.get(operator.func._schema.name)) is not None:
-        return (_meta_of(torch.empty(arguments[like].shape, dtype=arguments[like].dtype, device=META)),)
-    if operator.name == "aten::cat" and any(not x.shape for x in arguments["tensors"] if isinstance(x, Layout)):
-        raise RuntimeError("zero-dimensional tensors cannot be concatenated")  # its meta kernel takes dims for granted
-    if operator.func._schema.name in DEVICE_DEPENDENT:
+    if facts_of(operator.func).by_device:
         with _fake_mode():
-            bound = {name: _to_meta(value, None) for name, value in arguments.items()}
-            return _run(operator, bound)
+            return _run(operator, {name: _to_meta(value, None) for name, value in arguments.items()}, arguments)
     bound = {name: _to_meta(value) for name, value in arguments.items()}
-    if "nll_loss" in operator.name and bound["target"].dtype is torch.uint8:
-        bound["target"] = bound["target"].long()  # the operator takes labels of one byte, its meta kernel does not
-    if "_scaled_mm" in operator.name and all(x.mesh.device_type == "cpu" for x in arguments.values() if isinstance(x, Layout)):
-        rows, columns = bound["self"], bound["mat2"]  # the CPU takes any order and sizes, the meta kernel what a GPU takes
-        return (_meta_of(torch.empty(rows.shape[0], columns.shape[1], dtype=bound.get("out_dtype") or rows.dtype, device=META)),)
     if bound.get("device") is not None:
         bound["device"] = META
     if bound.get("pin_memory"):
         bound["pin_memory"] = False
     if not _without_elements(operator, arguments):
-        return _run(operator, bound)
+        return _run(operator, bound, arguments)
     try:
-        metas = _run(operator, bound)
+        metas = _run(operator, bound, arguments)
     except (RuntimeError, TypeError, IndexError, ValueError):
         metas = ()
     if sum(math.prod(meta.shape) for meta in metas if isinstance(meta, Meta)) > _SMALL:
         return metas
     try:
-        return _run(operator, {name: _to_meta(value, CPU) for name, value in arguments.items()})
+        return _run(operator, {name: _to_meta(value, CPU) for name, value in arguments.items()}, arguments)
     except NotInferable:
-        return metas or _run(operator, bound)
+        return metas or _run(operator, bound, arguments)
 
 
 def _without_elements(operator: Operator, arguments: dict[str, Any]) -> bool:
@@ -220,10 +156,10 @@ def _fake_mode() -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def _run(operator: Operator, bound: dict[str, Any]) -> tuple[Any, ...]:
+def _run(operator: Operator, bound: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, ...]:
     sizes = {name: bound[name].shape for name in operator.outs if isinstance(bound.get(name), torch.Tensor)}
     try:
-        result = _result_of(operator, bound)
+        result = _result_of(operator, bound, arguments)
     except (NotImplementedError, UnsupportedFakeTensorException, ZeroDivisionError) as error:
         raise NotInferable(str(error)) from error  # divisions: torch's own decompositions of means over no elements
     except (AssertionError, KeyError) as error:
@@ -237,7 +173,7 @@ def _run(operator: Operator, bound: dict[str, Any]) -> tuple[Any, ...]:
     if result is None:
         return ()
     values = (result,) if len(operator.returns) == 1 else result
-    metas = as_computed(operator.name, tuple(_meta_of(value) for value in values), bound)
+    metas = _as_computed(operator, tuple(_meta_of(value) for value in values), bound)
     pairs = zip(operator.returns, metas, strict=False)
     resized = [isinstance(meta, Meta) and sizes.get(str(out), meta.shape) != meta.shape for out, meta in pairs]
     return _as_new(operator, bound, metas, resized) if any(resized) else metas
@@ -249,18 +185,29 @@ def _as_new(operator: Operator, bound: dict[str, Any], metas: tuple[Any, ...], r
         made = operator.call(bound, operator.func.overloadpacket)
     except (RuntimeError, TypeError, NotImplementedError):
         return metas
-    new = as_computed(operator.name, tuple(_meta_of(value) for value in ((made,) if len(metas) == 1 else made)), bound)
+    new = _as_computed(operator, tuple(_meta_of(value) for value in ((made,) if len(metas) == 1 else made)), bound)
     return tuple(
         Meta(meta.shape, own.stride, meta.dtype) if laid_out and isinstance(own, Meta) and own.shape == meta.shape else meta
         for meta, own, laid_out in zip(metas, new, resized, strict=True)
     )
 
 
-def _result_of(operator: Operator, bound: dict[str, Any]) -> Any:
+def _as_computed(operator: Operator, metas: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...]:
+    """With the strides that a kernel gives new results."""
+    law = facts_of(operator.func).strides
+    if law is None:
+        return metas
+    owned = zip(operator.returns, metas, strict=True)
+    return tuple([Meta(x.shape, law(x, given), x.dtype) if own is None and isinstance(x, Meta) else x for own, x in owned])
+
+
+def _result_of(operator: Operator, bound: dict[str, Any], arguments: dict[str, Any]) -> Any:
+    infer = facts_of(operator.func).infer
     try:
-        if (shift := _SHIFTS.get(operator.func._schema.name)) is not None:
-            return operator.call(bound, shift)
-        return ASKED.get(operator.name, Operator.call)(operator, bound)
+        if infer is None:
+            return operator.call(bound)
+        device = next((x.mesh.device_type for x in arguments.values() if isinstance(x, Layout)), "cpu")
+        return infer(operator.call, bound, device)
     except TypeError as error:
         if len(operator.outs) != 1 or "'out'" not in str(error):
             raise

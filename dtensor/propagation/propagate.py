@@ -19,11 +19,11 @@ from ..mesh.device_mesh import DeviceMesh
 from ..redistribute import Plan as Move
 from ..redistribute import plan as plan_move
 from ..rules.call import Call, Meta
+from ..rules.facts import facts_of
 from ..rules.registry import foreach_base, lookup
 from ..rules.rule import Rule
 from .choose import Chooser, Chosen, choose
 from .meta import NotInferable, results_of
-from .meta_checks import refuse
 from .schema import Operator
 
 Slot = tuple[str, int | None]  # an argument, and the position inside it if it is a list
@@ -104,7 +104,8 @@ def propagate(
         plain: slots that hold plain tensors or numbers, the same on all ranks (they are never moved).
         choose: which rows a rule's call follows.
     """
-    refuse(operator, bound)
+    for check in facts_of(operator.func).refuses:
+        check(operator.name, bound)
     call, slots = make_call(operator, mesh, bound, plain)
     base = foreach_base(operator.func) if operator.per_element else None
     rule = lookup(operator.func)

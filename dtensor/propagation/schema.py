@@ -10,6 +10,7 @@ import torch
 
 from ..base.caches import remembered
 from ..base.torch_internals import CustomOpDef, OpOverload, OpOverloadPacket
+from ..rules.facts import facts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +161,7 @@ def operator_of(func: Any) -> Operator:
         gives_tensors=any("Tensor" in str(r.type) for r in schema.returns),
         seeded=torch.Tag.nondeterministic_seeded in func.tags,
         reshapes=torch.Tag.inplace_view in func.tags,
-        # composites write through `_unsafe_view` into `out=`, although its schema says that it is no view
-        is_view=(schema.name == "aten::_unsafe_view" and not written)
+        is_view=(facts_of(func).is_view and not written)
         or any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
         numbered=first == "Tensor" and all(kind in ("int", "Optional[int]", "bool", "str") for kind in rest),
         sized=first == "Tensor" and rest[:1] == ["List[int]"],

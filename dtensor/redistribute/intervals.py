@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..base.caches import remembered
-from ..layout.layout import Layout, Split, chunk_sizes
+from ..layout.layout import Layout
+from ..layout.splits import Split, chunk_sizes
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.positions import Table, leaves
 

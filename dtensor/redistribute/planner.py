@@ -19,7 +19,8 @@ from collections.abc import Iterator
 
 from ..base.caches import watched
 from ..errors import LayoutError
-from ..layout.layout import Layout, Split
+from ..layout.layout import Layout
+from ..layout.splits import Split
 from ..placement import Monoid
 from .intervals import common_prefix, depth, nested, prefix_sizes
 from .partials import Changes, Reduction, changes, may_pad

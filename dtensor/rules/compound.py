@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..layout.layout import Split
+from ..layout.splits import Split
 
 
 class NotBlocks(Exception):

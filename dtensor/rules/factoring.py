@@ -12,7 +12,7 @@ import torch
 from ..base.caches import remembered
 from ..base.nested import tensors
 from ..comm.fold import identity
-from ..layout.layout import Split
+from ..layout.splits import Split
 from ..placement import Monoid, Partial
 from .binding import Sizes, bind
 from .call import Call

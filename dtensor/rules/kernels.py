@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..comm import communicator_of
-from ..layout.layout import Layout, Split, offsets_of
+from ..layout.layout import Layout
+from ..layout.splits import Split, offsets_of
 from ..placement import Monoid
 from .call import Call
 

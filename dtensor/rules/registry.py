@@ -24,7 +24,7 @@ def read_from(module: str) -> None:
     _unread.append(module)
 
 
-def _all() -> dict[str, Rule]:
+def read_all() -> dict[str, Rule]:
     """The rules, those of modules that were not read yet among them."""
     if _unread:
         with _reading:  # who comes meanwhile waits: half of the rules would be another plan
@@ -50,17 +50,17 @@ def register(names: str, rule: Rule) -> Rule:
 
 def unregister(name: str) -> None:
     """Forget the rule of one operator name."""
-    _all().pop(name if "::" in name else f"aten::{name}", None)
+    read_all().pop(name if "::" in name else f"aten::{name}", None)
 
 
 def rules() -> dict[str, Rule]:
     """All registered rules by operator name (a copy)."""
-    return dict(_all())
+    return dict(read_all())
 
 
 def lookup(func: Any) -> Rule | None:
     """The rule for an operator overload: its own, its operator's, or that of the operator it is an in-place variant of."""
-    known, schema = _all(), func._schema
+    known, schema = read_all(), func._schema
     name = schema.name
     found = known.get(f"{name}.{overload_served(func) or 'default'}")
     if found is not None:
@@ -97,4 +97,4 @@ def foreach_base(func: Any) -> Rule | None:
     if not name.startswith("_foreach_"):
         return None
     base = name.removeprefix("_foreach_").removesuffix("_")
-    return _all().get(f"{namespace}::{base}")
+    return read_all().get(f"{namespace}::{base}")

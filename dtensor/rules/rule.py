@@ -14,7 +14,8 @@ from typing import Any
 
 from ..base.caches import remembered
 from ..errors import RuleError
-from ..layout.layout import Layout, Split
+from ..layout.layout import Layout
+from ..layout.splits import Split
 from ..placement import REDUCE_OPS, Monoid, Partial, Replicate
 from .call import Call, Meta
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from ..errors import PlacementError
-from ..layout.layout import Layout, Split
+from ..layout.layout import Layout
+from ..layout.splits import Split
 from ..mesh.device_mesh import DeviceMesh
 from .rank_device import Place
 

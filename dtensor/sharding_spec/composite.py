@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import PlacementError
-from ..layout.layout import Layout, chunk_sizes
+from ..layout.layout import Layout
+from ..layout.splits import chunk_sizes
 from .rank_device import Place
 from .specs import MeshSplit, SingleSplit, Spec, Whole, replicas_of
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from ..errors import MeshError, PlacementError
-from ..layout.layout import Layout, Split, chunk_sizes, offsets_of
+from ..layout.layout import Layout
+from ..layout.splits import Split, chunk_sizes, offsets_of
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement
 from .blocks import Cell, collapse, layout_of_boxes

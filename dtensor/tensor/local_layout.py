@@ -16,7 +16,8 @@ from ..comm import PerRank, communicator_of, shards_of
 from ..comm.agreement import compared, told_by_all, words_compared
 from ..comm.rows import flat_bytes
 from ..errors import LayoutError, PlacementError
-from ..layout.layout import Layout, Split
+from ..layout.layout import Layout
+from ..layout.splits import Split
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate, Shard, normalize
 

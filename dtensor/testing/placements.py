@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from ..layout.layout import chunk_sizes
+from ..layout.splits import chunk_sizes
 from ..mesh.device_mesh import DeviceMesh, init_device_mesh
 from ..placement import Partial, Placement, Replicate, Shard
 from ..rules.rows import reductions

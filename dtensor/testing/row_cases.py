@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..base.nested import replace, tensors
-from ..layout.layout import chunk_sizes
+from ..layout.splits import chunk_sizes
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate, Shard
 from ..propagation.row_costs import Where

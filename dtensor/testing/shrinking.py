@@ -10,7 +10,7 @@ import torch
 
 from ..base.nested import replace as replace_tensors
 from ..base.nested import tensors
-from ..layout.layout import chunk_sizes
+from ..layout.splits import chunk_sizes
 from ..placement import Placement, Shard
 from .faults import Trial, Wrong, culprit, fails, is_backward
 from .oracle import Outcome

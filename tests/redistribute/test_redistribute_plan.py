@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from redistribute_cases import LAST, LAST_DOUBLED, SHAPES, all_pairs, layouts, ragged, value_of
 
 from dtensor.errors import LayoutError
-from dtensor.layout.layout import Layout, Split
+from dtensor.layout.layout import Layout
+from dtensor.layout.splits import Split
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Replicate, Shard
 from dtensor.redistribute import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, estimate, plan

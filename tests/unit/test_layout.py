@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import dtensor as dt
 from dtensor.base.memory_order import contiguous_stride, stride_like
 from dtensor.errors import LayoutError, PlacementError
-from dtensor.layout.layout import Layout, Split, chunk_sizes, offsets_of
+from dtensor.layout.layout import Layout
+from dtensor.layout.splits import Split, chunk_sizes, offsets_of
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.testing import scatter, strategies

@@ -25,6 +25,7 @@ from ...layout.layout import Layout
 from ...propagation.propagate import Plan
 from ...propagation.schema import Operator
 from ...rules.aten.views import check_memory, own_strides
+from ...rules.facts import facts_of
 from ..dtensor import DTensor, wrap
 from ..host import offset_in
 from ..versions import counted_together, versions_of
@@ -112,8 +113,9 @@ class Origin:
         return list(made) if isinstance(made, (list, tuple)) else [made]
 
     @property
-    def name(self) -> str:
-        return str(self.operator.func._schema.name).removeprefix("aten::")
+    def shows(self) -> str | None:
+        """See :class:`Facts`."""
+        return facts_of(self.operator.func).shows
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -176,7 +178,7 @@ def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | 
         return deferred
     if not is_local(plan) or (plan.rule is not None and plan.rule.run is not None) or changes(plan):
         return deferred
-    if str(operator.func._schema.name) not in _NEED_STRIDES:
+    if not facts_of(operator.func).needs_strides:
         return found
 
     run = runner_of(found, operator)
@@ -232,7 +234,6 @@ def _restriding(operator: Operator, plan: Plan) -> Runner:
 
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
-_NEED_STRIDES = ("aten::view", "aten::_reshape_alias", "aten::view_as_complex", "aten::view_as_real")
 
 install_views(viewing)
 

@@ -29,7 +29,6 @@ _aten = torch.ops.aten
 
 Assign = Callable[[DTensor, Callable[[Any], Any]], Any]  # writes to the first argument; the second shapes a value like it
 Region = tuple[DTensor, tuple[int, ...]]  # and which of its dims the view has; the others have one element
-_ROWS = ("select", "unbind", "slice")
 
 
 def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -153,7 +152,7 @@ def _region(view: DTensor) -> Region | None:
     """The elements of a row (or of a slice of one) as a slice of a tensor that is no remote view."""
     if not isinstance(view, RemoteView):
         return view, tuple(range(view.ndim))
-    found = _region(view._origin.base) if view._origin.name in _ROWS else None
+    found = _region(view._origin.base) if view._origin.shows == "slice" else None
     return None if found is None else _narrowed(view._origin, view._place, *found)
 
 
@@ -161,13 +160,13 @@ def _narrowed(origin: Origin, place: int, root: DTensor, dims: tuple[int, ...]) 
     """What a row or slice of ``root`` shows; ``dims`` are those of ``root`` that the operation's base has."""
     bound = origin.operator.bind(origin.args, origin.kwargs)
     dim = bound["dim"] % len(dims)
-    if origin.name == "slice":
+    if "start" in bound:
         bounds = (bound["start"], bound["end"], bound["step"])
     else:
-        index = bound["index"] % origin.base.shape[dim] if origin.name == "select" else place
+        index = bound["index"] % origin.base.shape[dim] if "index" in bound else place
         bounds = (index, index + 1, 1)
     region = dispatch(DTensor, _aten.slice.Tensor, (), (root, dims[dim], *bounds))
-    return region, dims if origin.name == "slice" else (*dims[:dim], *dims[dim + 1 :])
+    return region, dims if "start" in bound else (*dims[:dim], *dims[dim + 1 :])
 
 
 def _assign_region(region: DTensor, kept: tuple[int, ...], assign: Assign) -> None:
@@ -181,9 +180,9 @@ def _assign(origin: Origin, place: int, base: DTensor, assign: Assign) -> None:
         assign(base, lambda value: dispatch(DTensor, origin.operator.func, (), (value,)))
     elif is_local(origin.plan):
         _assign_locally(origin, place, base, assign)
-    elif origin.name in _ROWS:
+    elif origin.shows == "slice":
         _assign_region(*_narrowed(origin, place, base, tuple(range(base.ndim))), assign)
-    elif origin.name in ("_reshape_alias", "squeeze", "unsqueeze") or origin.operator.func is _aten.view.default:
+    elif origin.shows == "all":
         assign(base, lambda value: dispatch(DTensor, _aten.view_copy.default, (), (value, list(base.shape))))
     else:
         _assign_whole([(origin, place)], base, assign)

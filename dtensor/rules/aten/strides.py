@@ -6,17 +6,12 @@ element-by-element loop takes from its operands; and the batches of one-dimensio
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
-from ..base.memory_order import dense_in, outermost_first
-from ..base.torch_internals import suggest_memory_format
-from ..rules.call import Meta
-
-Given = dict[str, Any]  # arguments by name, as tensors without data
-Law = Callable[[Meta, Given], tuple[int, ...]]
+from ...base.memory_order import dense_in, outermost_first
+from ...base.torch_internals import suggest_memory_format
+from ..call import Meta
+from ..facts import Given, Law, fact
 
 
 def row_major(result: Meta, given: Given) -> tuple[int, ...]:
@@ -100,81 +95,33 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=torch.int8, device="meta")
 
 
-LAWS: dict[str, Law] = {
-    **dict.fromkeys(
-        [
-            "aten::_log_softmax_backward_data",
-            "aten::huber_loss_backward",
-            "aten::log_sigmoid_forward",
-            "aten::mse_loss_backward",
-            "aten::native_layer_norm_backward",
-            "aten::nll_loss2d_forward",
-            "aten::normal.Tensor_Tensor",
-            "aten::pow.Scalar",
-            "aten::smooth_l1_loss_backward",
-        ],
-        row_major,
-    ),
-    **dict.fromkeys(
-        [
-            "aten::channel_shuffle",
-            "aten::max_unpool2d",
-            "aten::pixel_shuffle",
-            *(
-                f"aten::{kind}_pad{n}d{end}"
-                for kind in ("reflection", "replication")
-                for n in (2, 3)
-                for end in ("", "_backward")
-            ),
-        ],
-        suggested_by("self"),
-    ),
-    **dict.fromkeys(
-        [
-            "aten::native_batch_norm",
-            "aten::native_batch_norm_backward",
-            *(f"aten::_native_batch_norm_legit{overload}" for overload in ("", ".no_stats")),
-        ],
-        suggested_by("input"),
-    ),
-    **dict.fromkeys(
-        [
-            "aten::copysign.Tensor",
-            "aten::div.Tensor_mode",
-            "aten::floor_divide",
-            "aten::logaddexp",
-            "aten::logaddexp2",
-            "aten::logical_and",
-            "aten::logical_or",
-            "aten::logical_xor",
-            "aten::special_xlog1py",
-            "aten::xlogy.Tensor",
-        ],
-        loop_over("self", "other"),
-    ),
-    **dict.fromkeys(
-        [
-            *(f"aten::hard{kind}_backward" for kind in ("sigmoid", "swish", "tanh")),
-            "aten::logit_backward",
-            "aten::softplus_backward",
-        ],
-        loop_over("grad_output", "self"),
-    ),
-    **dict.fromkeys(["aten::binary_cross_entropy", "aten::binary_cross_entropy_backward"], as_if_empty_like("self")),
-    "aten::max_pool3d_with_indices": of_volumes("self", "self"),
-    "aten::max_pool3d_with_indices_backward": of_volumes("self", "grad_output"),
-    "aten::_prelu_kernel": loop_over("self", "weight"),
-    "aten::_prelu_kernel_backward": loop_over("self", "weight", "grad_output"),
-    "aten::elu_backward": loop_over("grad_output", "self_or_result"),
-    "aten::heaviside": loop_over("self", "values"),
-    "aten::native_dropout_backward": loop_over("grad_output", "mask"),
-    **{f"aten::{name}": transformed(name) for name in ("_fft_c2c", "_fft_c2r", "_fft_r2c")},
-}
-
-
-def as_computed(name: str, results: tuple[Any, ...], given: Given) -> tuple[Any, ...]:
-    """The results with the strides that a kernel gives them (``name`` with its overload)."""
-    law = LAWS.get(name)
-    if law is None:
-        return results
-    return tuple(Meta(x.shape, law(x, given), x.dtype) if isinstance(x, Meta) else x for x in results)
+# --- declarations -------------------------------------------------------------------------------------------------------
+fact(
+    "_log_softmax_backward_data huber_loss_backward log_sigmoid_forward mse_loss_backward native_layer_norm_backward "
+    "normal.Tensor_Tensor pow.Scalar smooth_l1_loss_backward",
+    strides=row_major,
+)
+fact("channel_shuffle max_unpool2d pixel_shuffle", strides=suggested_by("self"))
+for _kind in ("reflection", "replication"):
+    fact(f"{_kind}_pad2d {_kind}_pad2d_backward {_kind}_pad3d {_kind}_pad3d_backward", strides=suggested_by("self"))
+fact(
+    "native_batch_norm native_batch_norm_backward _native_batch_norm_legit.default _native_batch_norm_legit.no_stats",
+    strides=suggested_by("input"),
+)
+fact(
+    "copysign.Tensor div.Tensor_mode floor_divide.default logaddexp logaddexp2 logical_and logical_or logical_xor "
+    "special_xlog1py.default xlogy.Tensor",
+    strides=loop_over("self", "other"),
+)
+fact(
+    "hardsigmoid_backward hardswish_backward hardtanh_backward logit_backward softplus_backward",
+    strides=loop_over("grad_output", "self"),
+)
+fact("binary_cross_entropy_backward", strides=as_if_empty_like("self"))
+fact("max_pool3d_with_indices", strides=of_volumes("self", "self"))
+fact("max_pool3d_with_indices_backward", strides=of_volumes("self", "grad_output"))
+fact("_prelu_kernel", strides=loop_over("self", "weight"))
+fact("_prelu_kernel_backward", strides=loop_over("self", "weight", "grad_output"))
+fact("elu_backward", strides=loop_over("grad_output", "self_or_result"))
+fact("heaviside", strides=loop_over("self", "values"))
+fact("native_dropout_backward", strides=loop_over("grad_output", "mask"))

@@ -1,0 +1,124 @@
+"""What torch's inference without data does not know: kernels that it has no twin of, or that do otherwise than their twins.
+
+Without these a result would have another dtype or shape than its blocks, a block would be computed with rounded indices, or every
+rank would raise another error than torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...layout.layout import Layout
+from ..facts import Ask, Given, fact
+from .strides import as_if_empty_like, row_major, transformed
+
+META = torch.device("meta")
+
+
+# --- results ------------------------------------------------------------------------------------------------------------
+def like(name: str) -> Callable[[Ask, Given, str], Any]:
+    """Contiguous, in the shape and dtype of this argument: gradients without a meta kernel."""
+    return lambda ask, given, device: torch.empty(given[name].shape, dtype=given[name].dtype, device=META)
+
+
+def with_(name: str, convert: Callable[[torch.Tensor, Given], torch.Tensor]) -> Callable[[Ask, Given, str], Any]:
+    """The operator's own inference, one argument otherwise."""
+    return lambda ask, given, device: ask({**given, name: convert(given[name], given)})
+
+
+def labels(target: torch.Tensor, given: Given) -> torch.Tensor:
+    """The operators take labels of one byte, their meta kernels do not."""
+    return target.long() if target.dtype is torch.uint8 else target
+
+
+def last_dim_only(ask: Ask, given: Given, device: str) -> Any:
+    """Torch 2.11 fails on dims out of order; only the last one changes sizes, and strides have a law of their own."""
+    return ask({**given, "self": given["self"].contiguous(), "dim": given["dim"][-1:]})
+
+
+def of_query(ask: Ask, given: Given, device: str) -> Any:
+    """Torch 2.11 takes sums of float64 for float32."""
+    return [x.to(torch.promote_types(x.dtype, given["query"].dtype)) for x in ask(given)]
+
+
+def scaled_product(ask: Ask, given: Given, device: str) -> Any:
+    """The CPU takes any order and sizes, the meta kernel what a GPU takes."""
+    if device != "cpu":
+        return ask(given)
+    rows, columns = given["self"], given["mat2"]
+    return torch.empty(rows.shape[0], columns.shape[1], dtype=given.get("out_dtype") or rows.dtype, device=META)
+
+
+def copied_view(ask: Ask, given: Given, device: str) -> Any:
+    """The kernel copies what cannot be viewed, its meta kernel does not."""
+    return given["self"].clone(memory_format=torch.contiguous_format).view(given["size"])
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------------
+def indices_of(*dtypes: torch.dtype, error: type[Exception] = RuntimeError) -> Callable[[str, dict[str, Any]], None]:
+    """``index`` has one of these dtypes."""
+
+    def check(name: str, arguments: dict[str, Any]) -> None:
+        index = arguments["index"]
+        if isinstance(index, Layout) and index.dtype not in dtypes:
+            raise error(f"{name}: expected indices of {' or '.join(map(str, dtypes))}, not {index.dtype}")
+
+    return check
+
+
+def of_one_dtype(first: str, second: str) -> Callable[[str, dict[str, Any]], None]:
+    def check(name: str, arguments: dict[str, Any]) -> None:
+        one, other = arguments[first].dtype, arguments[second].dtype
+        if one is not other:
+            raise RuntimeError(f"{name}: expected tensors of one dtype, not {one} and {other}")
+
+    return check
+
+
+def dim_in_range(name: str, arguments: dict[str, Any]) -> None:
+    """``dim`` is one of ``self``, if any."""
+    dim, ndim = arguments["dim"], max(1, arguments["self"].ndim)
+    if dim is not None and not -ndim <= dim < ndim:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
+
+
+def no_numbers(name: str, arguments: dict[str, Any]) -> None:
+    """The meta kernel takes dims for granted."""
+    if any(not x.shape for x in arguments["tensors"] if isinstance(x, Layout)):
+        raise RuntimeError("zero-dimensional tensors cannot be concatenated")
+
+
+# --- declarations -------------------------------------------------------------------------------------------------------
+fact(
+    "_linalg_svd linalg_eig convolution convolution_backward nonzero_static _embedding_bag _embedding_bag_forward_only",
+    by_device=True,
+)
+for _name in ("_fft_c2c", "_fft_r2c", "_fft_c2r"):
+    fact(_name, by_device=True, infer=last_dim_only, strides=transformed(_name))
+fact("multi_margin_loss_backward multilabel_margin_loss_backward fractional_max_pool3d_backward", infer=like("self"))
+fact("_ctc_loss_backward", infer=like("log_probs"))
+fact("glu_jvp", infer=like("glu"))
+fact("glu_backward_jvp", infer=like("grad_x"))
+fact("view_copy.default", infer=copied_view)
+fact("soft_margin_loss.default huber_loss.default", infer=with_("target", lambda x, given: x.to(given["self"].dtype)))
+fact("_scaled_dot_product_flash_attention_for_cpu.default", infer=of_query)
+fact("nll_loss nll_loss2d nll_loss_forward nll_loss_backward nll_loss2d_backward", infer=with_("target", labels))
+fact("nll_loss2d_forward", infer=with_("target", labels), strides=row_major)
+fact("_scaled_mm _scaled_mm_v2", infer=scaled_product)
+for _side, _other in (("l", "left"), ("r", "right")):  # the kernels shift by bools, their meta kernels do not
+    for _form, _end in (("", ""), ("i", "_")):
+        _same = getattr(torch.ops.aten, f"bitwise_{_other}_shift{_end}")
+        fact(f"__{_form}{_side}shift__", infer=lambda ask, given, device, same=_same: ask(given, same))
+
+_LONG, _INT = torch.int64, torch.int32
+fact("index_add index_select", refuses=(indices_of(_INT, _LONG),))
+fact("index_reduce", refuses=(indices_of(_INT, _LONG), dim_in_range))
+fact("index_copy put", refuses=(indices_of(_LONG),))
+fact("index_fill", refuses=(indices_of(_LONG, error=IndexError),))
+fact("binary_cross_entropy", refuses=(of_one_dtype("self", "target"),), strides=as_if_empty_like("self"))
+fact("masked_scatter", refuses=(of_one_dtype("self", "source"),))
+fact("slice_scatter select_scatter unique_dim unique_consecutive unique_dim_consecutive", refuses=(dim_in_range,))
+fact("cat.default", refuses=(no_numbers,))

@@ -1,0 +1,79 @@
+"""What is known of operators beside their rules: where torch says otherwise without data than its kernels do, or has other words.
+
+Declared in ``rules/aten/`` with :func:`fact`, by the names that rules are declared by, and asked for by the engine with
+:func:`facts_of`: it knows no operator by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from ..base.caches import remembered
+from ..errors import RuleError
+from .call import Meta
+from .registry import read_all
+
+Given = dict[str, Any]  # arguments by name, as tensors without data
+Ask = Callable[..., Any]  # the operator itself (or the function that follows) on these
+Law = Callable[[Meta, Given], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of one operator.
+
+    Attributes:
+        strides: of a new result, where inference is not what the kernels do.
+        infer: results without data, where the operator's own inference is not asked as it is: ``infer(ask, given, device)``.
+        by_device: strides or auxiliary shapes follow the library that computes (LAPACK, MKL or cuSOLVER, cuFFT, oneDNN or cuDNN).
+        refuses: each raises what the kernel does and inference lets pass, given the name and the arguments, tensors as layouts.
+        is_view: a result is a view of an argument, which the schema does not say.
+        shows: the elements that a view shows: a row or slice of a dim (``"slice"``), or all in their order (``"all"``).
+        needs_strides: a view that the strides of a block may not allow, where those of the whole do.
+        spelled: the function to call on locals; None, the operator itself, where torch's of that name takes other arguments.
+        takes_tensors: a list operator that makes a tensor of each number, converted to the dtype of its element.
+    """
+
+    strides: Law | None = None
+    infer: Callable[[Ask, Given, str], Any] | None = None
+    by_device: bool = False
+    refuses: tuple[Callable[[str, dict[str, Any]], None], ...] = ()
+    is_view: bool = False
+    shows: Literal["slice", "all"] | None = None
+    needs_strides: bool = False
+    spelled: Callable[..., Any] | bool | None = False
+    takes_tensors: bool = False
+
+
+_FACTS: dict[str, Facts] = {}
+_NOTHING = Facts()
+
+
+def fact(names: str, **known: Any) -> None:
+    """Declare what is known of operators (``"op"``: of all overloads; ``"op.overload"``; ``"op.default"``, that without a name).
+
+    Raises:
+        RuleError: something is known of one of them already, which stands elsewhere.
+    """
+    for name in names.split():
+        if f"aten::{name}" in _FACTS:
+            raise RuleError(f"what is known of aten::{name} stands in two places; write it in one")
+        _FACTS[f"aten::{name}"] = Facts(**known)
+
+
+@remembered(8192)
+def facts_of(func: Any) -> Facts:
+    """What is known of an overload: its own, its operator's, or that of the operator it is an in-place variant of."""
+    read_all()
+    schema = func._schema
+    names = (f"{schema.name}.{schema.overload_name or 'default'}", schema.name, schema.name.removesuffix("_"))
+    found = [_FACTS[name] for name in dict.fromkeys(names) if name in _FACTS]
+    return found[0] if len(found) == 1 else _merged(found) if found else _NOTHING
+
+
+def _merged(found: list[Facts]) -> Facts:
+    """What the first of them says, and beside it what the others say."""
+    said = [{f.name: getattr(each, f.name) for f in fields(each) if getattr(each, f.name) != f.default} for each in found]
+    return Facts(**{name: value for each in reversed(said) for name, value in each.items()})

@@ -1,0 +1,52 @@
+"""What is known of operators beside their rules: by overload, operator and in-place form; said once; unknown to the engine."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import dtensor
+from dtensor.errors import RuleError
+from dtensor.rules.facts import fact, facts_of
+
+aten = torch.ops.aten
+PACKAGE = Path(dtensor.__file__).parent
+ENGINE = ("base", "comm", "cost", "layout", "mesh", "propagation", "dispatch", "random", "ranks", "redistribute")
+
+
+def test_an_overload_adds_to_what_is_known_of_its_operator() -> None:
+    assert facts_of(aten.normal.Tensor_Tensor).strides is not None
+    assert facts_of(aten.normal.Tensor_Tensor).spelled is None
+    assert facts_of(aten.normal.float_Tensor).strides is None
+    assert facts_of(aten.view.default).shows == "all"
+    assert facts_of(aten.view.dtype).shows is None
+    assert facts_of(aten.view.dtype).needs_strides
+
+
+def test_a_form_in_place_refuses_what_its_operator_does() -> None:
+    assert facts_of(aten.index_fill_.int_Scalar).refuses == facts_of(aten.index_fill.int_Scalar).refuses != ()
+
+
+def test_a_fact_stands_in_one_place() -> None:
+    with pytest.raises(RuleError, match="two places"):
+        fact("heaviside", by_device=True)
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """All but docstrings."""
+    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+            yield node.value
+
+
+@pytest.mark.parametrize("folder", ENGINE)
+def test_the_engine_knows_no_operator_by_name(folder: str) -> None:
+    for path in (PACKAGE / folder).rglob("*.py"):
+        found = [text for text in strings(ast.parse(path.read_text())) if re.search(r"\baten::\w", text)]
+        assert not found, f"{path}: {found}: facts about operators stand in rules/aten/"
