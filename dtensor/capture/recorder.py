@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..base.generators import state_now
 from ..base.recording import ACTIVE
 from ..base.torch_internals import TensorBase, TorchDispatchMode, count_dispatch_modes
 from ..comm import Pending, PerRank
@@ -273,11 +274,11 @@ class Recorder(TorchDispatchMode):
 
     # --- generators: nobody but random operations may move them -------------------------------------------------------
     def _expect(self, generator: torch.Generator) -> None:
-        self._generators[id(generator)] = (generator, generator.get_state())
+        self._generators[id(generator)] = (generator, state_now(generator))
 
     def _check(self, generator: torch.Generator, what: str) -> None:
         _, state = self._generators.get(id(generator), (None, None))
-        if state is not None and not bool((state == generator.get_state()).all()):
+        if state is not None and not bool((state == state_now(generator)).all()):
             raise CaptureError(
                 f"capture: the state of the random generator was set between two draws ({what}): a replay would not set it; call "
                 "manual_seed, fork_rng and set_rng_state outside of the captured function (torch.utils.checkpoint takes "

@@ -210,12 +210,17 @@ def _written_aside(
 ) -> tuple[tuple[Slot, Move], ...]:
     """Moves back for arguments that are written to but not returned (running statistics), where they were moved first."""
     returned = {owner for owner in operator.returns if owner is not None}
-    written = operator.mutated.union(rule.writes(call) if rule.writes is not None else ())
+    written = _written(operator, rule, call)
     return tuple(
         (slot, plan_move(need, have))
         for slot, have, need in zip(slots, call.operands, operands, strict=True)
         if slot[0] in written and slot[0] not in returned and not have.same_data(need)
     )
+
+
+def _written(operator: Operator, rule: Rule | None, call: Call) -> frozenset[str]:
+    """The arguments that a call writes to, said by its schema or not."""
+    return operator.mutated | frozenset(rule.writes(call) if rule is not None and rule.writes is not None else ())
 
 
 def _per_element(
@@ -304,9 +309,10 @@ def gather(operator: Operator, call: Call, slots: tuple[Slot, ...], metas: tuple
         results = tuple(_map_meta(lambda m: Layout.replicated(call.mesh, m.shape, m.stride, m.dtype), meta) for meta in metas)
     back = _write_back(operator, call, results) if metas is not None else ()
     returned = {owner for owner in operator.returns if owner is not None}
+    written = _written(operator, lookup(operator.func), call)
     for slot, have in zip(slots, call.operands, strict=True):
         if (
-            slot[0] in operator.mutated
+            slot[0] in written
             and slot[0] not in operator.outs
             and (slot[0] not in returned or slot[1] is not None or metas is None)
         ):

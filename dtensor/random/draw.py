@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..base.generators import go_to, state_now
 from ..base.recording import aside, site
 from ..base.scoped import Scoped
 from ..comm import communicator_of
@@ -125,21 +126,21 @@ def synchronize(mesh: DeviceMesh) -> None:
         return
     seeded.update(dims)
     generator = default_generator(mesh)
-    state = generator.get_state()
+    state = state_now(generator)
     received = comm.broadcast(state.to(mesh.device_type), tuple(range(mesh.ndim)), 0).wait()
-    generator.set_state(received.cpu())
+    go_to(generator, received.cpu())
 
 
 @site
 def state_of(generator: torch.Generator) -> torch.Tensor:
     """Where the generator is."""
-    return generator.get_state()
+    return state_now(generator)
 
 
 @site
 def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
     """Bring the generator to a state."""
-    generator.set_state(state)
+    go_to(generator, state)
 
 
 def default_generator(mesh: DeviceMesh) -> torch.Generator:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.generators import go_to, state_now
 from ..base.torch_internals import DisableTorchFunctionSubclass, custom_function_call, functorch_active, make_dual, nn_functions
 from .hidden import EachRank
 from .per_rank import _JOINT, PerRank, over_ranks
@@ -80,15 +81,15 @@ def _drawn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if generator is None:
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, PerRank)), None)
         generator = torch.default_generator if x is None or x.is_cpu else _device_generator(x.shards[0].device)
-    before: Tensor = generator.get_state()
+    before: Tensor = state_now(generator)
     after: list[Tensor] = []
 
     def one(*own: Any, **named: Any) -> Any:
         if after:
-            generator.set_state(before)
+            go_to(generator, before)
         result = func(*own, **named)
         if not after:
-            after.append(generator.get_state())
+            after.append(state_now(generator))
         return result
 
     one.__name__ = func.__name__
@@ -96,7 +97,7 @@ def _drawn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return over_ranks(one, args, kwargs)
     finally:
         if after:
-            generator.set_state(after[0])
+            go_to(generator, after[0])
 
 
 def _device_generator(device: torch.device) -> Any:

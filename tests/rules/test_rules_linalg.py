@@ -41,3 +41,19 @@ def test_solutions_have_their_gradients_in_every_order(left: bool) -> None:
                 check(
                     lambda a, b: torch.linalg.solve(a, b, left=left), in_order(a, order), b, mesh=mesh, placements=[where, right]
                 )
+
+
+@pytest.mark.parametrize("adjoint", [False, True])
+@pytest.mark.parametrize("left", [False, True])
+def test_solutions_are_conjugated_alike_where_blocks_are_empty(left: bool, adjoint: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    factors, pivots = torch.linalg.lu_factor(torch.randn(2, 2, 2, dtype=torch.complex128, generator=generator))
+    right = torch.randn(2, 2, 2, dtype=torch.complex128, generator=generator)
+    mesh = dt.init_device_mesh("cpu", (3,))
+    for where in itertools.product((Replicate(), Shard(0)), (Replicate(), Shard(0)), (Replicate(), Shard(0), Shard(1))):
+        check(
+            lambda a, p, b: torch.linalg.lu_solve(a, p, b, left=left, adjoint=adjoint),
+            *(factors, pivots, right),
+            mesh=mesh,
+            placements=[[p] for p in where],
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -207,3 +208,18 @@ def test_group_norm_of_halves_with_wider_weights_keeps_statistics_as_torch_does(
         torch.native_group_norm(*given, 4, 6, 5, 2, 1e-5), torch.native_group_norm(a, w, w, 4, 6, 5, 2, 1e-5), strict=True
     ):
         assert found.dtype == expected.dtype == found.to_local().dtype
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 3, 1), (1, 3, 4)])
+def test_running_statistics_that_are_cut_are_written_whatever_runs(shape: tuple[int, ...]) -> None:
+    """Also where the whole is gathered: one value per channel."""
+
+    def program(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> object:
+        return torch.native_batch_norm(x, None, None, mean, var, True, 0.3, 1e-5)[0], mean
+
+    given = torch.arange(1.0, math.prod(shape) + 1, dtype=torch.float64).reshape(shape)
+    mean, var = torch.full(shape[1:2], 4.5, dtype=torch.float64), torch.full(shape[1:2], 2.0, dtype=torch.float64)
+    for where in ([Replicate()], [Shard(0)], [Shard(1)], [Shard(2)]):
+        for stats in ([Shard(0)], [Replicate()], [Partial()]):
+            placements = [where, stats, [Replicate()]]
+            check(program, given, mean, var, mesh=dt.init_device_mesh("cpu", (2,)), placements=placements, cloned=True)

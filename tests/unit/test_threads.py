@@ -3,12 +3,16 @@
 # ruff: noqa: PT009 -- values of tensors
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
+from dtensor.base import generators
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # torch 2.11's own end of such a world raises
@@ -39,3 +43,37 @@ class Threads(MultiThreadedTestCase):
         self.assertEqual(y.grad.full_tensor(), weight.grad)
         term = dt.DTensor.from_local(torch.full((3,), float(self.rank)), square["tp"], [Partial()])
         self.assertEqual(term.redistribute(placements=[Replicate()]).to_local(), torch.full((3,), 1.0 if self.rank < 2 else 5.0))
+
+
+ASKING = """
+import gc, importlib.util, sys, threading, time, torch
+spec = importlib.util.spec_from_file_location("generators", sys.argv[1])
+generators = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(generators)
+
+class Slow:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        time.sleep(0.0005)  # lets another thread run
+
+def ask():
+    for _ in range(200):
+        Slow()
+        generators.state_now(torch.default_generator)
+
+gc.set_threshold(5)
+threads = [threading.Thread(target=ask) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("asked")
+"""
+
+
+def test_threads_ask_a_generator_while_garbage_is_collected() -> None:
+    """A process of its own: with ``generator.get_state()`` itself the interpreter stands still."""
+    given = [sys.executable, "-c", ASKING, generators.__file__]
+    found = subprocess.run(given, capture_output=True, text=True, timeout=100, check=False)
+    assert found.stdout == "asked\n", found.stderr

@@ -68,15 +68,20 @@ blockwise("_linalg_check_errors", "[s*] ->")
 
 
 # columns ``k`` of the right-hand side are worked on by themselves; with ``left=False`` its rows are
-def on_either_side(names: str, left: str) -> None:
+def on_either_side(names: str, left: str, **options: Any) -> None:
     patterns = {True: left, False: left.replace("[j] k", "k [j]")}
-    blockwise(names, by("left", patterns))
+    blockwise(names, by("left", patterns), **options)
+
+
+def solved(*args: Any, **kwargs: Any) -> Tensor:
+    """Torch leaves a conjugation to be carried out, but not of a block without elements: ranks would differ."""
+    return torch.ops.aten.linalg_lu_solve(*args, **kwargs).resolve_conj()
 
 
 blockwise("cholesky_solve", "... [j] k, ... [i] [j] -> ... [j] k")
 blockwise("linalg_ldl_solve", "... [i] [j], ... [i], ... [j] k -> ... [j] k")
 on_either_side("linalg_solve_triangular", "... [i] [j], ... [j] k -> ... [j] k")
-on_either_side("linalg_lu_solve", "... [i] [j], ... [i], ... [j] k -> ... [j] k")
+on_either_side("linalg_lu_solve", "... [i] [j], ... [i], ... [j] k -> ... [j] k", local=solved)
 on_either_side("ormqr", "... [m] [n], ... [t], ... [j] k -> ... [j] k")
 blockwise("triangular_solve", "... [j] k, ... [i] [j] -> ... [j] k, ... [i] [j]", sums={"k": "R"})  # gives the matrix too
 
