@@ -57,7 +57,7 @@ class Binding(ABC):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        self._kept: Shared[Any, Any] = Shared(256, 256)
+        self._kept: Shared[Any, Any] = Shared(128, 128)
         self._bound = self._kept.part()
 
     # --- a backend's part ----------------------------------------------------------------------------------------------
