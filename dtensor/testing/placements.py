@@ -37,6 +37,39 @@ def options(x: torch.Tensor, ranks: int, ops: Sequence[str], ragged: bool = True
     return found + [Partial(op) for op in ops if can_be_partial(x.dtype, op)]
 
 
+def kinds(shape: Sequence[int], terms: Sequence[str]) -> list[list[Placement]]:
+    """Whole, sharded, in terms: what a placement of a tensor of this shape can be."""
+    found: list[list[Placement]] = [[Replicate()], [Shard(dim) for dim in range(len(shape))], [Partial(op) for op in terms]]
+    return [kind for kind in found if kind]
+
+
+def drawn(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    choices: Sequence[Sequence[Placement]],
+    rng: random.Random,
+    *,
+    ragged: float = 0.3,
+    reordered: float = 0.5,
+) -> tuple[Placement, ...]:
+    """One placement per mesh dim, each of one of the kinds in ``choices``; the first of all is the simplest.
+
+    Args:
+        ragged: how often a tensor dim that is split once gets blocks of any sizes.
+        reordered: how often one that is split several times is nested in any order.
+    """
+    found = [rng.choice(rng.choice(choices)) for _ in mesh_shape]
+    for dim, size in enumerate(shape):
+        split = [k for k, placement in enumerate(found) if placement == Shard(dim)]
+        if len(split) == 1 and rng.random() > 1 - ragged:
+            cuts = sorted(rng.randint(0, size) for _ in range(mesh_shape[split[0]] - 1))
+            found[split[0]] = Shard(dim, sizes=tuple(b - a for a, b in itertools.pairwise([0, *cuts, size])))
+        elif len(split) > 1 and rng.random() > 1 - reordered:
+            for k, level in zip(split, rng.sample(range(len(split)), len(split)), strict=True):
+                found[k] = Shard(dim, level=level)
+    return tuple(found)
+
+
 def ragged_sizes(size: int, ranks: int) -> tuple[int, ...]:
     """One element, nothing, the rest.
 

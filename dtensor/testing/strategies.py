@@ -13,6 +13,7 @@ Examples shrink towards small meshes, small shapes and ``Replicate``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,8 +21,9 @@ from hypothesis import strategies as st
 
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, init_device_mesh
-from ..placement import Partial, Placement, Replicate, Shard
+from ..placement import Placement
 from ..tensor.dtensor import DTensor
+from .placements import drawn, kinds
 from .samples.of_schema import tensor
 from .scatter import can_be_partial, scatter
 
@@ -34,7 +36,7 @@ def meshes(max_ndim: int = 3, max_ranks: int = 8, named: bool | None = None) -> 
     def make(shape: list[int], with_names: bool) -> DeviceMesh:
         return init_device_mesh("cpu", tuple(shape), mesh_dim_names="abcdefgh"[: len(shape)] if with_names else None)
 
-    sizes = st.lists(st.integers(1, 4), min_size=1, max_size=max_ndim).filter(lambda shape: _product(shape) <= max_ranks)
+    sizes = st.lists(st.integers(1, 4), min_size=1, max_size=max_ndim).filter(lambda shape: math.prod(shape) <= max_ranks)
     return st.builds(make, sizes, st.booleans() if named is None else st.just(named))
 
 
@@ -60,18 +62,8 @@ def placements(
         ragged: also ``Shard(dim, sizes=...)``.
         reordered: also nesting orders other than that of the mesh dims.
     """
-    choices: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(len(shape))), *(Partial(op) for op in partials)]
-    drawn = [draw(st.sampled_from(choices)) for _ in range(mesh.ndim)]
-    for dim, size in enumerate(shape):
-        split = [i for i, placement in enumerate(drawn) if placement == Shard(dim)]
-        if ragged and len(split) == 1 and draw(st.booleans()):
-            ranks = mesh.shape[split[0]]
-            cuts = sorted(draw(st.lists(st.integers(0, size), min_size=ranks - 1, max_size=ranks - 1)))
-            drawn[split[0]] = Shard(dim, sizes=tuple(b - a for a, b in zip([0, *cuts], [*cuts, size], strict=True)))
-        elif reordered and len(split) > 1 and draw(st.booleans()):
-            for i, level in zip(split, draw(st.permutations(range(len(split)))), strict=True):
-                drawn[i] = Shard(dim, level=level)
-    return tuple(drawn)
+    rng = draw(st.randoms(use_true_random=False))  # shrinks as what is drawn from it
+    return drawn(shape, mesh.shape, kinds(shape, partials), rng, ragged=0.5 * ragged, reordered=0.5 * reordered)
 
 
 @st.composite
@@ -105,10 +97,3 @@ def dtensors(
     layout = draw(layouts(mesh, shape, dtype))
     value = tensor(tuple(layout.shape), dtype, draw(st.integers(0, 1000)))
     return scatter(value, layout.mesh, layout.placements, seed=draw(st.integers(0, 1000))), value
-
-
-def _product(sizes: Sequence[int]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result

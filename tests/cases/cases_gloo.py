@@ -541,8 +541,9 @@ def programs() -> None:
         assert not outcome.problems, f"seed {seed} on {mesh_shape}\n{program}\n{placements}\n{outcome.problems}"
 
 
-@case
+@CASES.on_processes
 def rules_of_every_kind() -> None:
+    """In one process ``rules/test_verify_rules.py`` takes all rules, and more of their rows."""
     for name in [name for name in sorted(rules()) if samples_of(name)][::3]:
         report = verify_rule(name, meshes=((4,), (2, 2)), budget=2, stop_after=1)
         assert not report.wrong, str(report)

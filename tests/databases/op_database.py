@@ -26,7 +26,7 @@ from dtensor.dispatch import dispatcher as dispatch
 from dtensor.errors import DTensorError
 from dtensor.placement import Partial, Placement, Replicate, Shard
 from dtensor.testing.oracle import TOLERANCE, Outcome, compare
-from dtensor.testing.placements import ragged_sizes
+from dtensor.testing.placements import drawn, kinds
 from dtensor.testing.scatter import can_be_partial
 
 MESHES: tuple[tuple[int, ...], ...] = ((4,), (2, 2))
@@ -160,33 +160,17 @@ def rng_of(name: str, setting: Setting, *more: Any) -> random.Random:
 
 
 def draw_placements(x: torch.Tensor, setting: Setting, rng: random.Random) -> tuple[Placement, ...]:
-    """One placement per mesh dim. Nested and uneven ones come by themselves; ragged sizes or reordered ones now and then."""
+    """One placement per mesh dim: nested and uneven ones come by themselves, ragged or reordered ones now and then."""
     mesh = setting.mesh
     if setting.draw == "shard":
         where = rng.randrange(len(mesh))
         return tuple(Shard(rng.randrange(x.ndim)) if i == where and x.ndim else Replicate() for i in range(len(mesh)))
-    placements = [_draw(x, setting, rng) for _ in mesh]
-    dims = [p.dim for p in placements if isinstance(p, Shard)]
-    if len(dims) == 1 and rng.random() < 0.2:
-        return tuple(
-            Shard(p.dim, sizes=ragged_sizes(x.shape[p.dim], n)) if isinstance(p, Shard) else p
-            for p, n in zip(placements, mesh, strict=True)
-        )
-    if len(dims) == 2 and dims[0] == dims[1] and rng.random() < 0.3:
-        return tuple(Shard(dims[0], level=len(mesh) - 1 - i) for i in range(len(mesh)))
-    return tuple(placements)
-
-
-def _draw(x: torch.Tensor, setting: Setting, rng: random.Random) -> Placement:
     terms = [op for op in ("sum", "sum", "avg", "max", "min", "product") if _splits_exactly(x.dtype, op)]
-    if setting.draw == "replicate":
-        return Replicate()
-    if setting.draw == "partial" and terms:
-        return Partial(rng.choice(terms))
-    kind = rng.choice(("replicate", "shard", "shard", "partial" if terms else "shard"))
-    if kind == "shard" and x.ndim:
-        return Shard(rng.randrange(x.ndim))
-    return Partial(rng.choice(terms)) if kind == "partial" else Replicate()
+    whole, *others = kinds(x.shape, terms)
+    choices = {"replicate": [whole], "partial": others[-1:] if terms else [whole]}.get(
+        setting.draw, [whole, *others, *others[:1]]
+    )
+    return drawn(x.shape, mesh, choices, rng, ragged=0.2, reordered=0.3)
 
 
 def _splits_exactly(dtype: torch.dtype, op: str) -> bool:

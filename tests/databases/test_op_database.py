@@ -43,9 +43,10 @@ def assert_right(entries: list[object], setting: db.Setting) -> None:
     assert not bad, "\n".join(map(str, bad[:10]))
 
 
+@pytest.mark.parametrize("part", range(4))  # parts spread over workers
 @pytest.mark.parametrize("mesh", db.MESHES, ids=str)
-def test_common_operators_are_right(mesh: tuple[int, ...]) -> None:
-    assert_right(db.entries(",".join(COMMON.split())), db.Setting(mesh, samples=1, seed=SEED))
+def test_common_operators_are_right(mesh: tuple[int, ...], part: int) -> None:
+    assert_right(db.entries(",".join(COMMON.split()))[part::4], db.Setting(mesh, samples=1, seed=SEED))
 
 
 def assert_right_if_changed(entries: list[object], setting: db.Setting) -> None:
@@ -60,10 +61,10 @@ def test_changed_samples_are_right() -> None:
     assert_right_if_changed(db.entries(names), db.Setting((2, 2), samples=3, seed=SEED))
 
 
-def test_a_plain_tensor_in_any_place_is_refused_or_right() -> None:
-    cases = [
-        case for entry in db.entries(",".join(COMMON.split())) for case in plain.cases_of(entry, db.Setting((3,), samples=1))
-    ]
+@pytest.mark.parametrize("part", range(3))
+def test_a_plain_tensor_in_any_place_is_refused_or_right(part: int) -> None:
+    entries = db.entries(",".join(COMMON.split()))[part::3]
+    cases = [case for entry in entries for case in plain.cases_of(entry, db.Setting((3,), samples=1))]
     assert {"pass", "refused"} <= {case.status for case in cases}
     assert not [str(case) for case in cases if not plain.fits(case)]
 

@@ -22,7 +22,24 @@ R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
 class Cases(dict[str, Callable[..., Any]]):
-    """Cases by name, in the order in which they were added: the same in every process that imports their module."""
+    """Cases by name, in the order in which they were added: the same in every process that imports their module.
+
+    Attributes:
+        elsewhere: those that say nothing more in one process, for other tests go further there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elsewhere: set[str] = set()
+
+    @property
+    def here(self) -> list[str]:
+        """The names of those that run in one process."""
+        return [name for name in self if name not in self.elsewhere]
+
+    def on_processes(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        self.elsewhere.add(fn.__name__)
+        return self.case(fn)
 
     def case(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         self[fn.__name__] = fn

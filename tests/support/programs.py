@@ -20,7 +20,7 @@ from program_views import VIEW_MAKERS, seen_anew
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Placement, Replicate, Shard
 from dtensor.testing.oracle import Outcome, compare
-from dtensor.testing.placements import mesh_of, options
+from dtensor.testing.placements import drawn, kinds, mesh_of
 from dtensor.testing.reproduction import source_of
 from dtensor.testing.samples.of_schema import tensor
 
@@ -171,20 +171,9 @@ def random_placements(program: Program, mesh_shape: Sequence[int], rng: random.R
 
 
 def _placements(x: torch.Tensor, mesh_shape: Sequence[int], rng: random.Random, exact: bool) -> tuple[Placement, ...]:
-    ops = ("sum", "max", "min") if exact else ("sum", "avg", "max", "min")
-    menu = [options(x, ranks, ops if x.is_floating_point() else ("sum",), ragged=False) for ranks in mesh_shape]
-    chosen = [rng.choice([*choices, *(p for p in choices if p.is_shard())]) for choices in menu]
-    for dim in range(x.ndim):
-        split = [k for k, p in enumerate(chosen) if p == Shard(dim)]
-        if len(split) == 1 and rng.random() < 0.3:
-            ranks = mesh_shape[split[0]]
-            cuts = sorted(rng.randint(0, x.shape[dim]) for _ in range(ranks - 1))
-            sizes = tuple(b - a for a, b in zip([0, *cuts], [*cuts, x.shape[dim]], strict=True))
-            chosen[split[0]] = Shard(dim, sizes=sizes)
-        elif len(split) > 1 and rng.random() < 0.5:
-            for level, k in enumerate(reversed(split)):
-                chosen[k] = Shard(dim, level=level)
-    return tuple(chosen)
+    terms = ("sum",) if not x.is_floating_point() else ("sum", "max", "min") if exact else ("sum", "avg", "max", "min")
+    whole, *others = kinds(x.shape, terms)
+    return drawn(x.shape, mesh_shape, [whole, *others, others[0]], rng)  # shards, which come first, twice as often
 
 
 @dataclass(frozen=True, slots=True)
