@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,11 +27,11 @@ from ..propagation.schema import operator_of
 from ..rules import rules
 from ..rules.registry import lookup
 from ..rules.rule import Along, Dims, Factors, Row, Rule, Spec, candidates
-from ..rules.served import besides, served_by
 from ..testing.placements import mesh_of
 from ..testing.samples import samples_of
 from ..testing.scatter import scatter
 from ..testing.variants import exists, operator_named
+from .served_page import table_of_served
 
 HEAD = """# Operators
 
@@ -75,7 +75,7 @@ def page(measured: Mapping[str, Any] | None = None) -> str:
         parts.append(_share(measured))
     decomposed, gathered = unruled()
     parts.append(f"## Rules\n\n{sum(map(len, shared.values()))} operator names have a rule.\n")
-    parts.append(_served())
+    parts.append(table_of_served())
     parts.append(_table(shared))
     parts.append(f"## Decompositions\n\n{len(decomposed)} further operators are torch's own compositions of operators above.\n")
     parts.append(_words(decomposed))
@@ -85,35 +85,6 @@ def page(measured: Mapping[str, Any] | None = None) -> str:
     parts[-1] += " quantized or single-device kernels, or make a tensor and have no operands.\n"
     parts.append(_words(gathered))
     return "\n".join(parts)
-
-
-_SERVED = {
-    "notation": "by notation: the pattern gives the factors, the operator runs on locals",
-    "combinators": "by notation and combinators of the language (folds, scans, draws, owned reads and writes)",
-    "answers": "by an answer from layouts",
-    "decompositions": "by a function of tensors, made of other operators",
-    "functions": "with a Python function of their own for factors or a kernel",
-}
-
-
-def _served() -> str:
-    """How many names are served in which way: ``rules.served.served_by`` of each rule."""
-    found = {name: rule for name, rule in rules().items() if name.startswith("aten::")}
-    counts = Counter(map(served_by, found.values()))
-    language = [rule for rule in found.values() if served_by(rule) in ("notation", "combinators")]
-    others = Counter(name for rule in language for name in besides(rule))
-    lines = ["| names | served |", "|---|---|", *(f"| {counts[how]} | {text} |" for how, text in _SERVED.items())]
-    return "\n".join(lines) + _METHOD.format(
-        count=len(language), told=", ".join(f"{n} {count}" for n, count in others.most_common())
-    )
-
-
-_METHOD = """
-
-{count} are served by the language alone. This is derived from each rule (`dtensor/rules/served.py`): a function that a family's
-file hands to its words counts as its own, but for the parts of folds and scans, which are mathematics on plain tensors. Beside
-factors and kernels functions of families say of these: {told}.
-"""
 
 
 def _version() -> str:

@@ -177,7 +177,6 @@ class Rule:
         floats_matter: the plan depends on the value of Python floats (an output size, say): they enter the cache key.
         as_laid_out: the operator chooses, refuses or reads memory by its operands' strides: blocks get the order of the global.
         kind: the verb that made it, for the docs.
-        source: the notation, for prints.
         samples: arguments to verify it with, as whoever declared it gave them.
     """
 
@@ -200,7 +199,6 @@ class Rule:
     floats_matter: bool = False
     as_laid_out: bool = False
     kind: str = "rule"
-    source: str = ""
     samples: tuple[Any, ...] = ()
 
     def allows(self, choice: Choice) -> bool:

@@ -126,7 +126,7 @@ def _of_letters(letters: tuple[list[list[str]], list[str]], shapes: Sequence[tup
 
 
 kernel_rule("matmul", matmul_factors, partials=multilinear)
-register("einsum", Rule(einsum_factors, multilinear, kind="einsum", source="the equation"))
+register("einsum", Rule(einsum_factors, multilinear, kind="einsum"))
 
 
 def trilinear_factors(call: Call) -> Factors:
@@ -137,7 +137,7 @@ def trilinear_factors(call: Call) -> Factors:
     return _of_letters((names, kept), [call.shape(i) for i in range(3)])
 
 
-register("_trilinear", Rule(trilinear_factors, multilinear, kind="einsum", source="three operands, dims put in and summed"))
+register("_trilinear", Rule(trilinear_factors, multilinear, kind="einsum"))
 
 
 # --- distances: every pair of rows by itself ------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from ...rule import Dims, Factors, Kernel, Rule
 from .blocks import attention_block, attention_gradients, attention_of_blocks, gradients_of_blocks
 from .ring import ranks_in_ring, ring_attention, ring_gradients
 
-SOURCE = "b (h g) l [e], b h s [e], b h s [v]"
 HEAD_DIMS = frozenset(("e", "v"))
 
 
@@ -134,7 +133,6 @@ register(
         floats_matter=True,
         as_laid_out=True,
         kind="kernel",
-        source=f"{SOURCE} -> b (h g) l [v], b (h g) l",
     ),
 )
 register(
@@ -145,7 +143,6 @@ register(
         floats_matter=True,
         as_laid_out=True,
         kind="kernel",
-        source="as the forward pass",
     ),
 )
 
@@ -190,8 +187,8 @@ def cuda_backward_factors(call: Call) -> Factors | None:
 
 
 for name in ("flash", "efficient", "cudnn"):
-    forward = Rule(cuda_forward_factors, floats_matter=True, kind="einsum", source=f"{SOURCE} -> b (h g) l [v], b (h g) l, ...")
-    backward = Rule(cuda_backward_factors, floats_matter=True, kind="einsum", source="as the forward pass")
+    forward = Rule(cuda_forward_factors, floats_matter=True, kind="einsum")
+    backward = Rule(cuda_backward_factors, floats_matter=True, kind="einsum")
     register(f"_scaled_dot_product_{name}_attention", forward)
     register(f"_scaled_dot_product_{name}_attention_backward", backward)
 
@@ -210,4 +207,4 @@ def choice(call: Call) -> int:
     return int(call.func(*positional, **given))
 
 
-register("_fused_sdp_choice", Rule(lambda call: None, answer=choice, floats_matter=True, kind="answer", source="from layouts"))
+register("_fused_sdp_choice", Rule(lambda call: None, answer=choice, floats_matter=True, kind="answer"))
