@@ -11,6 +11,7 @@ from rule_tables import MESHES, Case, floats, integers, kinds, run, try_all
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
+from dtensor.debug import CommDebugMode
 from dtensor.testing import check
 
 F = torch.nn.functional
@@ -177,3 +178,13 @@ def test_rows_are_multiplied_where_a_block_of_them_has_one_element(dtype: torch.
                 placements=[where, [Replicate()], [Replicate()]],
                 gradients=False,
             )
+
+
+def test_a_row_of_a_sharded_dim_by_one_number_moves_nothing() -> None:
+    mesh = dt.init_device_mesh("cpu", (3,))
+    x = dt.distribute_tensor(X, mesh, [Shard(0)])
+    with CommDebugMode() as comm:
+        row = x.index_select(0, dt.distribute_tensor(torch.tensor(3), mesh, [Replicate()]))
+    assert comm.get_total_counts() == 0
+    assert row.placements == (Partial("sum"),)
+    assert torch.equal(row.full_tensor(), X.index_select(0, torch.tensor(3)))
