@@ -134,7 +134,7 @@ def test_no_cache_without_bound() -> None:
     ]
     assert loose == []
     assert {
-        "layout.layout.chunk_sizes",
+        "layout.splits.chunk_sizes",
         "redistributions",
         "infer.answers",
         "prices.tables",
