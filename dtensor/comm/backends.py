@@ -93,14 +93,15 @@ def native_reduction(group: Group, op: Op, dtype: torch.dtype) -> tuple[dist.Red
     return (_REDUCE_OPS[op], dtype) if dtype in _REDUCED_NATIVELY else None
 
 
-def started(works: Sequence[dist.Work], finish: Callable[[], T]) -> Pending[T]:
+def started(works: list[dist.Work], finish: Callable[[], T]) -> Pending[T]:
     """What ``finish`` makes once all ``works`` have ended."""
     return Pending(lambda: after(works, finish))
 
 
-def after(works: Sequence[dist.Work], finish: Callable[[], T]) -> T:
-    for work in works:
-        work.wait()
+def after(works: list[dist.Work], finish: Callable[[], T]) -> T:
+    """What ``finish`` makes after them; works hold what they send, so they go first."""
+    while works:
+        works.pop(0).wait()
     return finish()
 
 
