@@ -72,8 +72,9 @@ class PerRank(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub declares the disabled one
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if any(type(x) is PerRank and x.shards[0].requires_grad for x in args) and torch.is_grad_enabled():
-            return recorded_again(func, args, kwargs or {})
+        for x in args:
+            if type(x) is PerRank and x.shards[0].requires_grad and torch.is_grad_enabled():
+                return recorded_again(func, args, kwargs or {})
         return over_ranks(func, args, kwargs or {})
 
     def backward(

@@ -2,14 +2,15 @@
 
 Plans advance in rounds: local steps up to the next collective of each, then these collectives, merged where kind, mesh dims and
 (for reductions) op and dtype agree. All of a round are issued before any is waited for.
+
+Here alone several tensors become what one collective carries; what data parallelism gathers and reduces are :class:`.rows.Rows`
+too.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from torch import Tensor
 from ..base.caches import remembered
 from ..comm import Communicator, Pending, communicator_of
 from ..comm.fold import divided
-from ..comm.regions import Box, region
+from ..comm.regions import region
 from ..comm.rows import flat_bytes, from_bytes
-from ..layout.layout import Layout
 from ..placement import Monoid
-from .executor import Local, bound_of, inside, route
+from .executor import Local, bound_of, route
+from .rows import Rows, aligned
 from .step import AllGather, AllReduce, Plan, ReduceScatter, Step
 
 Merged = Pending[list[Local]]
@@ -177,126 +178,6 @@ def _rows_of(steps: tuple[Any, ...], member: int) -> Rows:
     return Rows.of(pairs, [step.before.dtype for step in steps], [True] * len(steps), member, group)
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """What one member of a group sends and gets when blocks of many tensors become whole, or whole ones are reduced to blocks:
-    for each group position a row, in which its blocks stand one behind the other.
-
-    Attributes:
-        cut: of which tensors positions have different blocks; the others are whole everywhere.
-        dtypes: when gathered.
-        shapes: of what positions have together, as this member holds it.
-        boxes: by position, by tensor, where its block lies in that.
-        mine: this member's position.
-        nbytes: of this member's row.
-    """
-
-    cut: tuple[bool, ...]
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    boxes: tuple[tuple[Box, ...], ...]
-    mine: int
-    nbytes: int
-
-    @staticmethod
-    def of(
-        pairs: Sequence[tuple[Layout, Layout]],
-        dtypes: Sequence[torch.dtype],
-        cut: Sequence[bool],
-        member: int,
-        group: Sequence[int],
-        alignment: int = 1,
-    ) -> Rows:
-        """Of tensors by their layouts, cut and whole over ``group``; rows are padded to ``alignment`` bytes."""
-        shapes = tuple(whole.local_shape(whole.mesh.coordinates[member]) for _, whole in pairs)
-        boxes = tuple(tuple(inside(whole, member, part, other) for part, whole in pairs) for other in group)
-        mine = list(group).index(member)
-        filled = sum(_sections(cut, dtypes, boxes[mine]))
-        return Rows(tuple(cut), tuple(dtypes), shapes, boxes, mine, -(-filled // alignment) * alignment)
-
-    # --- blocks become whole -----------------------------------------------------------------------------------------
-    def pack(
-        self, locals_: Sequence[Tensor], device: str | torch.device, join: Callable[[list[Tensor]], Tensor] = torch.cat
-    ) -> Tensor:
-        """This member's row of bytes. ``join`` puts blocks behind one another, in memory that nobody writes to later."""
-        triples = zip(locals_, self.cut, self.dtypes, strict=True)
-        parts = [flat_bytes(local.detach().to(dtype)) for local, cut, dtype in triples if cut]
-        filled = sum(part.numel() for part in parts)
-        if filled < self.nbytes:
-            parts.append(torch.zeros(self.nbytes - filled, dtype=torch.uint8, device=locals_[0].device))
-        return join(parts).to(device, non_blocking=True) if parts else torch.zeros(0, dtype=torch.uint8, device=device)
-
-    def buffer(self, device: str) -> list[Tensor]:
-        """A buffer of bytes, then each whole tensor as a view of it."""
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
-        made = torch.empty(max(1, sum(sizes)), dtype=torch.uint8, device=device)
-        views, start = [], 0
-        for size, shape, dtype in zip(sizes, self.shapes, self.dtypes, strict=True):
-            views.append(made[start : start + size].view(dtype).view(shape))
-            start += size
-        return [made, *views]
-
-    def targets(self, full: Sequence[Tensor]) -> list[Tensor]:
-        """The regions of whole tensors that rows are copied to: by position those of what is cut, then what is not."""
-        regions = [region(x, box) for boxes in self.boxes for x, box, cut in zip(full, boxes, self.cut, strict=True) if cut]
-        return regions + [x for x, cut in zip(full, self.cut, strict=True) if not cut]
-
-    def unpack(self, rows: Sequence[Tensor], locals_: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Copy rows, by position, to the regions; what is not cut from ``locals_``."""
-        sources: list[Tensor] = []
-        for row, boxes in zip(rows, self.boxes, strict=False):  # no rows where nothing is cut
-            sections = _sections(self.cut, self.dtypes, boxes)
-            pieces = row.split([*sections, row.numel() - sum(sections)])
-            kinds = [(box.size, dtype) for box, dtype, cut in zip(boxes, self.dtypes, self.cut, strict=True) if cut]
-            sources += [
-                _aligned(piece, dtype.itemsize).view(dtype).view(size)
-                for piece, (size, dtype) in zip(pieces, kinds, strict=False)
-            ]
-        sources += [local.detach() for local, cut in zip(locals_, self.cut, strict=bool(locals_)) if not cut]
-        torch._foreach_copy_(list(targets), sources)
-
-    # --- the mirror: whole ones are reduced to blocks ----------------------------------------------------------------
-    def chunks(
-        self,
-        chosen: Sequence[int],
-        wholes: Sequence[Tensor | None],
-        dtype: torch.dtype,
-        device: torch.device,
-        behind: Sequence[Tensor] = (),
-    ) -> list[Tensor]:
-        """By position what it shall reduce: its block of each of the chosen tensors (None: zeros), and then what stands behind.
-
-        What is not cut stands in every chunk, so every rank gets its reduction.
-        """
-        result = []
-        for boxes in self.boxes:
-            parts = [
-                torch.zeros(boxes[i].numel, dtype=dtype, device=device)
-                if whole is None
-                else region(whole, boxes[i]).to(dtype).reshape(-1)
-                for i, whole in zip(chosen, wholes, strict=True)
-            ]
-            result.append(torch.cat([*parts, *behind]))
-        return result
-
-    def bucket(self, chosen: Sequence[int], dtype: torch.dtype, device: torch.device, behind: int) -> list[Tensor]:
-        """Memory for this member's chunk, and its parts: a view for each tensor, one for the ``behind`` elements after."""
-        flat = torch.empty(sum(self.boxes[self.mine][i].numel for i in chosen) + behind, dtype=dtype, device=device)
-        return [flat, *self.split(chosen, flat)]
-
-    def split(self, chosen: Sequence[int], flat: Tensor) -> list[Tensor]:
-        """This member's reduced chunk as blocks, and what stands behind them."""
-        boxes = [self.boxes[self.mine][i] for i in chosen]
-        filled = [box.numel for box in boxes]
-        pieces = flat.split([*filled, flat.numel() - sum(filled)])
-        return [*(piece.view(box.size) for piece, box in zip(pieces, boxes, strict=False)), pieces[-1]]
-
-
-def _sections(cut: Sequence[bool], dtypes: Sequence[torch.dtype], boxes: Sequence[Box]) -> list[int]:
-    """Bytes of each block in a row."""
-    return [box.numel * dtype.itemsize for box, dtype, is_cut in zip(boxes, dtypes, cut, strict=True) if is_cut]
-
-
 def _exchange(comm: Communicator, steps: list[Any], values: list[Local]) -> Merged:
     mesh, mesh_dims = steps[0].before.mesh, steps[0].mesh_dims
 
@@ -340,12 +221,7 @@ def _place(member: int, arrived: list[Tensor], steps: list[Any], *parts: Tensor)
             if box is not None and k != mine:
                 length = box.numel * result.itemsize
                 row = arrived[k][offsets[k] : offsets[k] + length]
-                region(result, box).copy_(_aligned(row, result.itemsize).view(result.dtype).view(box.size))
+                region(result, box).copy_(aligned(row, result.itemsize).view(result.dtype).view(box.size))
                 offsets[k] += length
         results.append(result)
     return results
-
-
-def _aligned(row: Tensor, itemsize: int) -> Tensor:
-    """Bytes of other dtypes may stand before these."""
-    return row.clone() if row.storage_offset() % itemsize else row

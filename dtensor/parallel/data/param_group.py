@@ -17,7 +17,7 @@ from torch import Tensor
 from ...comm import Communicator, Pending, PerRank, communicator_of, shards_of
 from ...errors import DTensorError, UnitError
 from ...layout.layout import Layout
-from ...redistribute.batch import Rows
+from ...redistribute.rows import Rows
 from ...tensor.dtensor import wrap
 from ...tensor.versions import stamp
 from .custom_collectives import Settings, gather_rows

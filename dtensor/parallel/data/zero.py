@@ -23,6 +23,7 @@ from ...placement import Placement, Replicate, Shard
 from ...redistribute import execute_many, plan, redistribute_local
 from ...tensor.dtensor import DTensor, wrap
 from ...tensor.versions import stamp
+from .layouts import WAYS, Axes
 from .parameters import same_root
 
 
@@ -32,13 +33,13 @@ class _Part:
 
     Attributes:
         part: the DTensor that the inner optimizer has.
-        whole, layout: of the parameter and of the part.
+        stored, state: their layouts.
     """
 
     parameter: Tensor
     part: Any
-    whole: Layout
-    layout: Layout
+    stored: Layout
+    state: Layout
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
@@ -86,6 +87,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if process_group is not None:
             mesh = DeviceMesh.from_group(process_group, groups[0]["params"][0].device.type)
         self.mesh = _mesh_of(groups, mesh)
+        self._axes = Axes(self.mesh, WAYS["ZeRO-1"])
         self._consolidated: dict[str, Any] | None = None
         self._parts: list[_Part] = []
         self._stamps: dict[int, list[Any]] = {}  # by part: the parameter as it was when the part was its
@@ -119,9 +121,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for k, one in enumerate(self._parts):
                 if self._stamps[k] != stamp(one.parameter):  # loaded, or written to, since
-                    one.part._local.copy_(self._cut(one.parameter.detach(), one.layout))
+                    one.part._local.copy_(self._cut(one.parameter.detach(), one.state))
                 grad = one.parameter.grad
-                one.part.grad = None if grad is None else wrap(self._cut(grad, one.layout), one.layout)
+                one.part.grad = None if grad is None else wrap(self._cut(grad, one.state), one.state)
             self.inner.step()
             self._make_whole([one for one in self._parts if one.part.grad is not None])
             for k, one in enumerate(self._parts):
@@ -131,32 +133,29 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     # --- parts -------------------------------------------------------------------------------------------------------
     def _part(self, p: Tensor) -> nn.Parameter:
-        whole = self._whole_layout(p)
-        cut, mesh_dims = self._cut_of(whole)
-        where: list[Placement] = [
-            Shard(cut) if cut is not None and i in mesh_dims else old for i, old in enumerate(whole.placements)
-        ]
-        layout = whole.replace(placements=where)
+        stored = self._stored(p)
+        state = self._state(stored)
         with torch.no_grad():
-            made = nn.Parameter(wrap(self._cut(p.detach(), layout), layout))
+            made = nn.Parameter(wrap(self._cut(p.detach(), state), state))
         self._stamps[len(self._parts)] = stamp(p)
-        self._parts.append(_Part(p, made, whole, layout))
+        self._parts.append(_Part(p, made, stored, state))
         return made
 
-    def _cut_of(self, whole: Layout) -> tuple[int | None, tuple[int, ...]]:
-        """The tensor dim to cut, evenly if one can be, and the mesh dims to cut it over."""
-        free = tuple(i for i, placement in enumerate(whole.placements) if placement.is_replicate() and self._ours(whole.mesh, i))
-        dims = [d for d, split in enumerate(whole.splits) if split is None and whole.shape[d] > 0]
-        if not free or not dims:
-            return None, free
-        ranks = whole.mesh.size_of(free)
-        even = [d for d in dims if whole.shape[d] % ranks == 0]
-        return even[0] if even else max(dims, key=lambda d: whole.shape[d]), free
+    def _state(self, stored: Layout) -> Layout:
+        """How the state of a parameter lies: cut along one tensor dim, evenly if one can be, where the table's row says so."""
+        ours = same_root(stored.mesh, self.mesh)
+        cuts = {self.mesh._dims[i] for i in self._axes.dims(self._axes.way.state, "S")} if ours else set()
+        over = [i for i, old in enumerate(stored.placements) if old.is_replicate() and stored.mesh._dims[i] in cuts]
+        dims = [d for d, split in enumerate(stored.splits) if split is None and stored.shape[d] > 0]
+        if not over or not dims:
+            return stored
+        ranks = stored.mesh.size_of(over)
+        even = [d for d in dims if stored.shape[d] % ranks == 0]
+        cut = even[0] if even else max(dims, key=lambda d: stored.shape[d])
+        where: list[Placement] = [Shard(cut) if i in over else old for i, old in enumerate(stored.placements)]
+        return stored.replace(placements=where)
 
-    def _ours(self, mesh: DeviceMesh, i: int) -> bool:
-        return mesh == self.mesh or (same_root(mesh, self.mesh) and mesh._dims[i] in self.mesh._dims)
-
-    def _whole_layout(self, p: Tensor) -> Layout:
+    def _stored(self, p: Tensor) -> Layout:
         if isinstance(p, DTensor):
             return p._layout
         shape = p.shards[0].shape if isinstance(p, PerRank) else p.shape
@@ -164,7 +163,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def _cut(self, value: Tensor, layout: Layout) -> Any:
         """The local part of ``value``, in memory of its own."""
-        whole = self._whole_layout(value)
+        whole = self._stored(value)
         return redistribute_local(self._local(value), whole, layout.replace(dtype=whole.dtype, stride=whole.stride)).clone()
 
     def _local(self, value: Tensor) -> Any:
@@ -178,9 +177,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def _make_whole(self, parts: list[_Part]) -> None:
         """The updated parts gathered into the parameters: one all-gather for all that are cut over the same ranks."""
-        some = sorted(parts, key=lambda one: -one.layout.dtype.itemsize)
+        some = sorted(parts, key=lambda one: -one.state.dtype.itemsize)
         out = [self._local(one.parameter) for one in some]
-        execute_many([plan(one.layout, one.whole) for one in some], [one.part._local for one in some], out=out).wait()
+        execute_many([plan(one.state, one.stored) for one in some], [one.part._local for one in some], out=out).wait()
         torch.autograd.graph.increment_version([one.parameter for one in some])
 
     # --- state -------------------------------------------------------------------------------------------------------
