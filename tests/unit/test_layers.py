@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -186,3 +187,10 @@ def test_lines_per_layer_are_shown() -> None:
 )
 def test_the_law_catches_what_it_should(line: str, module: str, allowed: bool) -> None:
     assert (violations(line, module) == []) is allowed
+
+
+def test_files_beside_modules_are_shipped() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["dtensor"]
+    beside = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    assert beside
+    assert not [path for path in beside if not any(path.match(pattern) for pattern in patterns)]
