@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -125,7 +125,10 @@ class Fold(Word):
         kept = [1 if d in part.dims else size for d, size in enumerate(first.shape)]
         if all(block.numel() for block in blocks):
             made = self.block(part, *blocks)
-            return torch.stack([x.to(plan.dtype) for x in made]) if self.numbers > 1 else made.reshape(kept)
+            if self.numbers > 1:
+                return torch.stack([x if x.dtype is plan.dtype else x.to(plan.dtype) for x in made])
+            state: Tensor = made if made.ndim == first.ndim else made.reshape(kept)
+            return state
         shape = kept if self.numbers == 1 else [self.numbers, *kept]
         return identity(plan.monoid, first.new_empty(shape, dtype=plan.dtype))
 
@@ -172,6 +175,7 @@ class _Plan:
     dtype: torch.dtype
     monoid: Reduction
     results: tuple[Layout, ...]
+    shapes: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict, compare=False)  # of results, by member
 
     @classmethod
     def of(cls, fold: Fold, at: KernelContext) -> _Plan:
@@ -183,14 +187,18 @@ class _Plan:
         return cls(names, given, _folded(fold.pattern, call), _state_dtype(fold, call), monoid, results)
 
     def wide(self, block: Tensor) -> Tensor:
-        return block.to(self.dtype) if self.dtype.is_floating_point else block
+        return block if block.dtype is self.dtype or not self.dtype.is_floating_point else block.to(self.dtype)
 
     def shaped(self, member: int, values: tuple[Tensor, ...]) -> Any:
         """The results in their dtypes, without the folded dims where they lack them."""
+        shapes = self.shapes.get(member)
+        if shapes is None:
+            shapes = tuple([layout.local_shape(layout.mesh.coordinates[member]) for layout in self.results])
+            self.shapes[member] = shapes
         made = []
-        for value, layout in zip(values, self.results, strict=True):
-            shape = layout.local_shape(layout.mesh.coordinates[member])
-            made.append((value if value.shape == shape else value.reshape(shape)).to(layout.dtype))
+        for value, shape, layout in zip(values, shapes, self.results, strict=True):
+            value = value if value.shape == shape else value.reshape(shape)
+            made.append(value if value.dtype is layout.dtype else value.to(layout.dtype))
         return made[0] if len(made) == 1 else tuple(made)
 
 

@@ -31,11 +31,13 @@ class Scan(Word):
         layout, ndim = at.operands[0], len(at.call.shape(0))
         dim = dim % ndim
         dtypes = [meta.dtype for meta in at.results if meta is not None]
+        wide = [_WIDE.get(dtype, dtype) for dtype in dtypes]
 
         def scanned(here: Any, own: Tensor) -> Tensors:
-            made = self.block(own.to(_WIDE.get(dtypes[0], dtypes[0])), dim, here.offset)
-            made = made if isinstance(made, tuple) else (made,)
-            return tuple(part.to(_WIDE.get(dtype, dtype)) for part, dtype in zip(made, dtypes, strict=True))
+            made = self.block(own if own.dtype is wide[0] else own.to(wide[0]), dim, here.offset)
+            if self.parts == 1:
+                return (made if made.dtype is wide[0] else made.to(wide[0]),)
+            return tuple([part.to(dtype) for part, dtype in zip(made, wide, strict=True)])
 
         def last(_: Any, own: Tensors) -> Tensors:
             return tuple(part.narrow(dim, max(part.shape[dim] - 1, 0), min(1, part.shape[dim])) for part in own)
@@ -52,8 +54,8 @@ class Scan(Word):
                     end = tuple(part[position] for part in ends)
                     prefix = end if prefix is None else self.joined(prefix, end)
             made = own if prefix is None else self.joined(prefix, own)
-            results = tuple(part.to(dtype) for part, dtype in zip(made, dtypes, strict=True))
-            return results if self.parts > 1 else results[0]
+            results = [part if part.dtype is dtype else part.to(dtype) for part, dtype in zip(made, dtypes, strict=True)]
+            return tuple(results) if self.parts > 1 else results[0]
 
         blocks = at.map(scanned, x)
         lasts = at.map(last, blocks)
