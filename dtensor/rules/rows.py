@@ -45,10 +45,11 @@ class linear(Word):  # noqa: N801  a word, used like a function
     def __call__(self, call: Call) -> tuple[str, ...]:
         rest = "R" if len(self.names) == 1 else "finite"
         groups = [{name} for name in self.names] or [set(call.names)]
+        factors = {*self.names, *(call.names[i] for i in call.plain)}  # numbers of list operators have names of their own
         rows = []
         for here in groups:
             for op in ("sum", "avg"):
-                left = [op if name in here else rest if name in self.names else "R" for name in call.names]
+                left = [op if name in here else rest if name in factors else "R" for name in call.names]
                 rows += [_row(left, op, call)] if op in left else []
         return tuple(rows)
 
