@@ -19,7 +19,7 @@ from .call import Call
 from .kernels import At, KernelContext, plain_op
 from .notation import Pattern, Term, is_group
 from .recipe import label_of
-from .rule import Factors, Kernel, Reduced, Word
+from .rule import Factors, Kernel, Reduced, Word, starts_at_zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ class Notation(Word):
         pattern: one, or what chooses one for a call.
         left: what shards of a letter (a group, a picked dim; "*": of any) leave of results that lack it; where nothing is said it
             must be whole. Means of uneven blocks weigh by their shares of the whole.
-        refuses_nothing: the operator does not reduce blocks without elements: they stand for the identity.
+        refuses_nothing: the operator does not reduce blocks without elements by what has another identity than 0: they stand for
+            it.
         kernel: what computes with blocks of the factors that the notation has in brackets (None for a call: nothing does).
         kernels: kernels of other letters.
         sizes: sizes of letters that are no dim of an operand: the argument that says it, or a function of the call.
@@ -105,7 +106,7 @@ class Notation(Word):
         empty = self.refuses_nothing and _some_block(call, lambda split: 0 in split.sizes)
         uneven = "avg" in reduced.values() and _some_block(call, lambda split: not split.even)
         for name, op in tuple(reduced.items()):
-            if empty or (uneven and op == "avg"):
+            if (empty and not starts_at_zero(op)) or (uneven and op == "avg"):
                 kernels[name] = SHARES if op == "avg" else identity_of_nothing(op)
                 del reduced[name]
         return reduced, kernels

@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from ..base.caches import remembered
+from ..comm.fold import identity
 from ..errors import RuleError
 from ..layout.layout import Layout
 from ..layout.splits import Split
@@ -159,7 +162,7 @@ class Rule:
             function of the call giving the rows.
         when: a predicate on a full choice, true only where the local ops give the right blocks.
         nonempty: letters, groups and picked dims of the notation whose blocks must all have elements, ``"*"`` of all of them,
-            ``"reduced"`` of what shards are combined of: the operator refuses to have none.
+            ``"reduced"`` of what shards are combined of, unless by sums and norms: the operator refuses to have none.
         local_args: arguments to replace for one member: ``local_args(call, view) -> {name: value}`` (``local`` may take
             further ones).
         local: a function to call instead of the op, same arguments.
@@ -216,9 +219,14 @@ class Rule:
             case "*":
                 return True
             case "reduced":
-                return factor in reduced
+                return factor in reduced and not starts_at_zero(reduced[factor])
             case _:
                 return factor.partition(".")[0] in labels(self.nonempty)
+
+
+def starts_at_zero(op: Any) -> bool:
+    """Whether 0 is the reduction of nothing, which is what operators give that refuse other ones."""
+    return not isinstance(op, tuple) and not identity(op, torch.empty(())).item()
 
 
 def labels(words: str) -> frozenset[str]:

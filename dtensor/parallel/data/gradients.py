@@ -57,7 +57,10 @@ class Reduction:
         def chunks(member: int) -> list[Tensor]:
             own = [column[member if in_process else 0] for column in columns]
             if axes.scattered:
-                flags = torch.tensor([grad is not None for grad in own], dtype=dtype, device=device)
+                flags = torch.ones(len(own), dtype=dtype, device=device)  # made there: a copy from the host would wait
+                for k, grad in enumerate(own):
+                    if grad is None:
+                        flags[k] = 0
                 return group.rows(member).chunks(self.chosen, own, dtype, device, [flags])
             bucket = self._buckets.get(member)
             if bucket is None:
