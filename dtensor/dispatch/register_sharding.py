@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -94,24 +95,12 @@ def register_sharding(op: Any, notation: str | by | None = None, *, samples: Seq
     >>> twice(x).placements
     (Shard(dim=0),)
     """
-    overloads = [_overload(item) for item in (op if isinstance(op, (list, tuple)) else [op])]
+    overloads = _overloads(op)
     if notation is not None:
-        for found in overloads:
-            _declare(found, _by_words(found, notation, samples, words))
-        clear_plans()
-        return None
+        return _declare({found: _by_words(found, notation, samples, words) for found in overloads})
     if words:
         raise RuleError(f'register_sharding takes {", ".join(sorted(words))} with a notation only, for example "s* -> s*"')
-
-    def declare(table: Table) -> Table:
-        if not callable(table):
-            raise RuleError(f"register_sharding decorates a function that returns rows, got {table!r}")
-        for found in overloads:
-            _declare(found, _by_table(table, samples))
-        clear_plans()
-        return table
-
-    return declare
+    return functools.partial(_declare_table, overloads, samples)
 
 
 def unregister_sharding(op: Any) -> None:
@@ -124,8 +113,7 @@ def unregister_sharding(op: Any) -> None:
     >>> dt.register_sharding(torch.ops.aten.relu.default, "s* -> s*")
     >>> dt.unregister_sharding(torch.ops.aten.relu.default)
     """
-    overloads = [_overload(item) for item in (op if isinstance(op, (list, tuple)) else [op])]
-    for key in map(_key, overloads):
+    for key in map(_key, _overloads(op)):
         if key not in _REPLACED:
             raise RuleError(f"unregister_sharding: nothing was registered for {key}")
         unregister(key)
@@ -135,11 +123,20 @@ def unregister_sharding(op: Any) -> None:
     clear_plans()
 
 
-def _declare(overload: Any, rule: Rule) -> None:
-    key = _key(overload)
-    _REPLACED.setdefault(key, rules().get(key))
-    unregister(key)
-    register(key, rule)
+def _declare_table(overloads: Sequence[Any], samples: Sequence[Any], table: Table) -> Table:
+    if not callable(table):
+        raise RuleError(f"register_sharding decorates a function that returns rows, got {table!r}")
+    _declare(dict.fromkeys(overloads, _by_table(table, samples)))
+    return table
+
+
+def _declare(made: Mapping[Any, Rule]) -> None:
+    """Each overload's rule, in place of what it had."""
+    for key, rule in ((_key(found), rule) for found, rule in made.items()):
+        _REPLACED.setdefault(key, rules().get(key))
+        unregister(key)
+        register(key, rule)
+    clear_plans()
 
 
 def _by_table(table: Table, samples: Sequence[Any]) -> Rule:
@@ -180,6 +177,10 @@ def _check(pattern: Pattern, overload: Any) -> None:
         problem = f"has {len(pattern.results)} results, but the operator gives {len(results)}"
     if problem:
         raise RuleError(f"register_sharding for {overload}: {pattern.text!r} {problem}: {overload._schema}")
+
+
+def _overloads(op: Any) -> list[Any]:
+    return [_overload(item) for item in (op if isinstance(op, (list, tuple)) else [op])]
 
 
 def _overload(op: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -19,14 +18,14 @@ from ..dispatch.dispatcher import dispatch
 from ..dispatch.local_op import seen
 from ..dispatch.plain_operands import laid_out_alike
 from ..dispatch.wrapping import install, wrap_local
-from ..errors import DTensorError, LayoutError, UnsupportedOperationError
-from ..layout.layout import Layout, restore_layout
-from ..mesh.device_mesh import DeviceMesh, as_mesh, restore_mesh
-from ..placement import Partial, Placement, Replicate, Shard
+from ..errors import DTensorError, LayoutError
+from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh, as_mesh
+from ..placement import Placement, Replicate
 from ..ranks.hidden import each_rank
 from ..redistribute import Plan as MovePlan
 from ..redistribute import Transit, plan, plan_between
-from . import host
+from . import copies, host
 from .autograd import (
     as_local,
     everywhere,
@@ -275,30 +274,7 @@ class DTensor(torch.Tensor):
         return cast(DTensor, apart)
 
     # --- copies, files, prints ----------------------------------------------------------------------------------
-    def __copy__(self) -> DTensor:
-        made = cast(DTensor, self.detach())  # the same memory
-        _dress(made, self)
-        made.__dict__.update(_marks(self))
-        return made
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        if not self.is_leaf:
-            raise UnsupportedOperationError("only leaf DTensors can be deep-copied; use x.detach().clone()")
-        if id(self) in memo:
-            return memo[id(self)]
-        with torch.no_grad():
-            made = wrap(self._local.detach().clone(), self._layout)
-        _dress(made, self)
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(_marks(self), memo))
-        if self.grad is not None:
-            made.grad = copy.deepcopy(self.grad, memo)
-        return made
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles this rank's piece and the layout, without process groups; restored where a rank, or all of them, are again."""
-        made = self._local.detach(), self._layout, self.requires_grad, getattr(self, "_is_param", False)
-        return restore_tensor, (*made, marks) if (marks := _marks(self)) else made
+    __copy__, __deepcopy__, __reduce_ex__ = copies.shallow, copies.deep, copies.reduced
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         """For ``torch.distributed.checkpoint``: see :mod:`dtensor.interop.dcp_protocol`."""
@@ -359,41 +335,3 @@ wrap: Callable[[Any, Layout], DTensor] = wrap_local
 # Lists of DTensors have rules, so torch may take its `_foreach_` ways (clip_grad_norm_) with them as with plain tensors.
 _optimizer_types.append(DTensor)
 _foreach_types.append(DTensor)
-
-
-def _dress(made: DTensor, like: DTensor) -> None:
-    """Give a new leaf the flags of another."""
-    if getattr(like, "_is_param", False):
-        made._is_param = True
-    if like.requires_grad:
-        made.requires_grad_()
-
-
-_OWN = {"_is_param", "_grad_layout", "_apart", "_counted", "_counter"} | {
-    "_group",
-    "_origin",
-    "_place",
-    "_pending",
-    "_data_parallel",
-}
-
-
-def _marks(x: DTensor) -> dict[str, Any]:
-    """What users hung on it, which travels with copies as a plain tensor's does."""
-    return {name: value for name, value in x.__dict__.items() if name not in _OWN}
-
-
-def restore_tensor(local: Any, layout: Layout, requires_grad: bool, is_param: bool, marks: Any = None) -> DTensor:
-    if isinstance(local, PerRank) != (layout.mesh.kind == "in_process"):
-        held = "all ranks' pieces" if isinstance(local, PerRank) else "one rank's piece"
-        where = f"a DTensor with {held}, but {layout.mesh!r} has kind {layout.mesh.kind!r} here"
-        raise DTensorError(f"{where}: restore it in processes like those that sent it, or send x.full_tensor()")
-    made = wrap(local, layout)
-    made.__dict__.update(marks or {})
-    if is_param:
-        made._is_param = True
-    return made.requires_grad_() if requires_grad else made
-
-
-# What a saved DTensor is made of: values only, so that torch.load(weights_only=True) reads it.
-torch.serialization.add_safe_globals([restore_tensor, restore_layout, restore_mesh, PerRank, Shard, Replicate, Partial])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,44 +55,52 @@ def local_map(
     tensor([[4., 4., 4.],
             [4., 4., 4.]])
     """
-    if func is None:
-        return functools.partial(
-            local_map,
-            out_placements=out_placements,
-            in_placements=in_placements,
-            in_grad_placements=in_grad_placements,
-            device_mesh=device_mesh,
-            redistribute_inputs=redistribute_inputs,
-        )
-    inner = func
+    boundary = _Boundary(out_placements, in_placements, in_grad_placements, device_mesh, redistribute_inputs)
+    return boundary.around if func is None else boundary.around(func)
 
-    @functools.wraps(inner)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        flat, tree = tree_flatten(args)
-        for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
-            if given is not None and len(given) != len(flat):
-                raise PlacementError(f"local_map: {len(flat)} flattened arguments, but {name} has {len(given)} entries")
-        mesh: DeviceMesh | None = None if device_mesh is None else as_mesh(device_mesh)
-        meshes, locals_ = [], []
-        with contextlib.ExitStack() as modules:
-            for i, value in enumerate(flat):
-                wanted = None if in_placements is None else in_placements[i]
-                grad = None if in_grad_placements is None else in_grad_placements[i]
-                localize = functools.partial(_localize, position=i, wanted=wanted, grad=grad, redistribute=redistribute_inputs)
-                if isinstance(value, nn.Module) and wanted is not None:
-                    meshes += modules.enter_context(_with_locals(value, localize))
-                elif isinstance(value, DTensor):
-                    meshes.append(value.device_mesh)
-                    if in_placements is not None and wanted is None:
-                        raise PlacementError(
-                            f"local_map expects placements for argument {i}, a DTensor; in_placements has None for it"
-                        )
-                    value = localize(value)
-                locals_.append(value)
-            out = inner(*tree_unflatten(locals_, tree), **kwargs)
-        return _wrap_outputs(out, out_placements, mesh or meshes[0]) if meshes else out
 
-    return wrapped
+@dataclass(frozen=True, slots=True)
+class _Boundary:
+    """What is stated of a function's arguments and results."""
+
+    results: Any
+    arguments: tuple[Placements, ...] | None
+    gradients: tuple[Placements, ...] | None
+    mesh: Any
+    redistribute: bool
+
+    def around(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(func)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            flat, tree = tree_flatten(args)
+            self._check_count(len(flat))
+            mesh: DeviceMesh | None = None if self.mesh is None else as_mesh(self.mesh)
+            meshes: list[DeviceMesh] = []
+            with contextlib.ExitStack() as modules:
+                locals_ = [self._local_of(i, value, meshes, modules) for i, value in enumerate(flat)]
+                out = func(*tree_unflatten(locals_, tree), **kwargs)
+            return _wrap_outputs(out, self.results, mesh or meshes[0]) if meshes else out
+
+        return wrapped
+
+    def _check_count(self, count: int) -> None:
+        for name, given in (("in_placements", self.arguments), ("in_grad_placements", self.gradients)):
+            if given is not None and len(given) != count:
+                raise PlacementError(f"local_map: {count} flattened arguments, but {name} has {len(given)} entries")
+
+    def _local_of(self, i: int, value: Any, meshes: list[DeviceMesh], modules: contextlib.ExitStack) -> Any:
+        """What the function gets for argument ``i``, whose meshes are noted; a module has locals until ``modules`` is left."""
+        wanted = None if self.arguments is None else self.arguments[i]
+        grad = None if self.gradients is None else self.gradients[i]
+        localize = functools.partial(_localize, position=i, wanted=wanted, grad=grad, redistribute=self.redistribute)
+        if isinstance(value, nn.Module) and wanted is not None:
+            meshes += modules.enter_context(_with_locals(value, localize))
+        elif isinstance(value, DTensor):
+            meshes.append(value.device_mesh)
+            if self.arguments is not None and wanted is None:
+                raise PlacementError(f"local_map expects placements for argument {i}, a DTensor; in_placements has None for it")
+            return localize(value)
+        return value
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
 from dtensor.comm import PerRank
 from dtensor.errors import DTensorError
-from dtensor.tensor.dtensor import restore_tensor
+from dtensor.tensor.copies import restore_tensor
 from dtensor.testing import scatter
 
 X = torch.arange(30.0).reshape(5, 6)

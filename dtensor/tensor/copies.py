@@ -1,0 +1,78 @@
+"""Copies of a DTensor, and what it is in a file: its local, its layout, its flags, and what users hung on it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from ..comm import PerRank
+from ..dispatch.wrapping import wrap_local
+from ..errors import DTensorError, UnsupportedOperationError
+from ..layout.layout import Layout, restore_layout
+from ..mesh.device_mesh import restore_mesh
+from ..placement import Partial, Replicate, Shard
+
+_OWN = frozenset(
+    ["_is_param", "_grad_layout", "_apart", "_counted", "_counter", "_group", "_origin", "_place", "_pending", "_data_parallel"]
+)
+
+
+def shallow(x: Any) -> Any:
+    """Another tensor of the same memory."""
+    made = x.detach()
+    _dress(made, x)
+    made.__dict__.update(_marks(x))
+    return made
+
+
+def deep(x: Any, memo: dict[int, Any]) -> Any:
+    """A leaf with memory of its own."""
+    if not x.is_leaf:
+        raise UnsupportedOperationError("only leaf DTensors can be deep-copied; use x.detach().clone()")
+    if id(x) in memo:
+        return memo[id(x)]
+    with torch.no_grad():
+        made = wrap_local(x._local.detach().clone(), x._layout)
+    _dress(made, x)
+    memo[id(x)] = made
+    made.__dict__.update(copy.deepcopy(_marks(x), memo))
+    if x.grad is not None:
+        made.grad = copy.deepcopy(x.grad, memo)
+    return made
+
+
+def reduced(x: Any, protocol: Any) -> Any:
+    """Pickles this rank's piece and the layout, without process groups; restored where a rank, or all of them, are again."""
+    made = x._local.detach(), x._layout, x.requires_grad, getattr(x, "_is_param", False)
+    return restore_tensor, (*made, marks) if (marks := _marks(x)) else made
+
+
+def restore_tensor(local: Any, layout: Layout, requires_grad: bool, is_param: bool, marks: Any = None) -> Any:
+    if isinstance(local, PerRank) != (layout.mesh.kind == "in_process"):
+        held = "all ranks' pieces" if isinstance(local, PerRank) else "one rank's piece"
+        where = f"a DTensor with {held}, but {layout.mesh!r} has kind {layout.mesh.kind!r} here"
+        raise DTensorError(f"{where}: restore it in processes like those that sent it, or send x.full_tensor()")
+    made: Any = wrap_local(local, layout)
+    made.__dict__.update(marks or {})
+    if is_param:
+        made._is_param = True
+    return made.requires_grad_() if requires_grad else made
+
+
+def _dress(made: Any, like: Any) -> None:
+    """Give a new leaf the flags of another."""
+    if getattr(like, "_is_param", False):
+        made._is_param = True
+    if like.requires_grad:
+        made.requires_grad_()
+
+
+def _marks(x: Any) -> dict[str, Any]:
+    """What users hung on it, which travels with copies as a plain tensor's does."""
+    return {name: value for name, value in x.__dict__.items() if name not in _OWN}
+
+
+# What a saved DTensor is made of: values only, so that torch.load(weights_only=True) reads it.
+torch.serialization.add_safe_globals([restore_tensor, restore_layout, restore_mesh, PerRank, Shard, Replicate, Partial])
