@@ -51,7 +51,8 @@ def operand_terms(pattern: Pattern, call: Call) -> tuple[int, ...] | None:
     else:
         found = list(range(len(call.names)))
     if fixed:
-        found = [NUMBER if i in fixed else k for i, k in enumerate(found)]
+        added = {k for k, term in enumerate(pattern.operands) if term.additive}  # once, as a number too
+        found = [NUMBER if i in fixed and k not in added else k for i, k in enumerate(found)]
     return tuple(found) if max(found, default=0) < len(pattern.operands) else None
 
 

@@ -41,7 +41,8 @@ ACCEPTED: dict[tuple[str, str], str] = {}
 
 # Functions of torch written in Python that join DTensors with constants of their own. No rule declares these, so they are refused
 # unless the program says that every rank holds the same; that is how they are tried here. (With add_zero_attn: zeros in ``cat``.)
-CONSTANTS_IN_PYTHON = ("svd_lowrank", "pca_lowrank", "nn_MultiheadAttention")
+# (``torch.masked`` counts a tensor of ones where it is given no mask.)
+CONSTANTS_IN_PYTHON = ("svd_lowrank", "pca_lowrank", "nn_MultiheadAttention", "masked_mean", "masked_var", "masked_std")
 
 
 def said_alike(name: str) -> AbstractContextManager[Any]:

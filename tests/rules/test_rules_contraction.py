@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -153,3 +154,19 @@ def test_integers_are_scaled_by_fractions_where_a_block_is_empty(dtype: torch.dt
                     placements=[[Replicate()], *([w] for w in where)],
                     kwargs={"beta": beta, "alpha": alpha},
                 )
+
+
+@pytest.mark.parametrize("name", ["addmm", "addmv", "addbmm", "baddbmm"])
+def test_a_plain_number_is_added_once(name: str) -> None:
+    shapes: dict[str, Any] = {
+        "addmm": ((5, 6), (6, 7)),
+        "addmv": ((5, 6), (6,)),
+        "addbmm": ((3, 5, 6), (3, 6, 7)),
+        "baddbmm": ((3, 5, 6), (3, 6, 7)),
+    }
+    a, b = (torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape) for shape in shapes[name])
+    inner: Any = ([Shard(a.ndim - 1)], [Shard(max(0, b.ndim - 2))])
+    places = [inner, ([Shard(0)], [Shard(0)])] if a.ndim == 3 else [inner]
+    for left, right in places:
+        for number in (torch.tensor(10.0, dtype=torch.float64), torch.full((1,), 10.0, dtype=torch.float64)):
+            check(getattr(torch, name), number, a, b, mesh=dt.init_device_mesh("cpu", (2,)), placements=[None, left, right])
