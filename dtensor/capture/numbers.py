@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from threading import Lock, get_ident
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Numbers:
     def __init__(self, fresh: Callable[[], Var], append: Callable[[Step], None]) -> None:
         self._fresh, self._append = fresh, append
         self._frames: list[_Frame] = []
+        self._until = ExitStack()  # the end of the run
         self.seen = self.reading = False
         self.live: int | None = None
         self.last: Var | None = None
@@ -70,6 +72,8 @@ class Numbers:
         """A float known as ``var``."""
         made = Number(value)
         made.numbers, made.var, made.places, made.read = self, var, places, read
+        if not self.seen and self.follows:
+            self._until.enter_context(_MATH)
         self.seen = True
         return made
 
@@ -145,33 +149,50 @@ class Numbers:
         """Inside, numbers are followed."""
         self.live = get_ident()
         try:
-            with _MATH, _Mode(self):
+            with ExitStack() as self._until, _Mode(self):
+                if self.seen:
+                    self._until.enter_context(_MATH)
                 yield
         finally:
             self.live = None
 
 
 class _Math:
-    """``math`` while anybody records: its functions take the bits of a float, which nothing shows, so there are others in their
-    places. They are the same for everybody: a number knows its recording, and all else goes to the function itself."""
+    """``math`` while anybody records a run in which there are numbers.
+
+    Its functions take the bits of a float, which nothing shows, so there are others in their places. They are the same for
+    everybody: a number knows its recording, and all else goes to the function itself. A module that was imported meanwhile may
+    hold some: it gets the functions themselves.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._entered = 0
         self._own: dict[str, Any] = {}
+        self._modules: set[str] = set()
 
     def __enter__(self) -> None:
         with self._lock:
             self._entered += 1
             if self._entered == 1:
                 self._own = {name: fn for name, fn in vars(math).items() if isinstance(fn, BuiltinFunctionType)}
+                self._modules = set(sys.modules)
                 vars(math).update({name: _followed(fn) for name, fn in self._own.items()})
 
     def __exit__(self, *raised: Any) -> None:
         with self._lock:
             self._entered -= 1
             if not self._entered:
+                own = {vars(math)[name]: fn for name, fn in self._own.items()}
                 vars(math).update(self._own)
+                for name in sys.modules.keys() - self._modules:
+                    if isinstance(module := sys.modules.get(name), ModuleType):
+                        _exchange(vars(module), own)
+
+
+def _exchange(names: dict[str, Any], own: dict[Any, Any]) -> None:
+    """Functions for those that stood in their places."""
+    names.update({name: own[fn] for name, fn in list(names.items()) if isinstance(fn, FunctionType) and fn in own})
 
 
 _MATH = _Math()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..mesh.device_mesh import DeviceMesh, as_mesh
-from ..ranks.per_rank import PerRank, per_rank, shards_of
+from ..ranks.per_rank import PerRank, handed_out, per_rank, shards_of
 from ..ranks.rank_values import RankNumber, RankValues
 from . import events
 from .binding import Local
@@ -65,4 +65,5 @@ def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: An
     mesh = as_mesh(mesh)
     if mesh.current_member() is None:
         return None
-    return communicator_of(mesh).map(lambda member, *a, **k: fn(mesh.coordinates[member], *a, **k), *args, **kwargs)
+    communicator, coordinates = communicator_of(mesh), mesh.coordinates
+    return handed_out(communicator.map(lambda member, *a, **k: fn(coordinates[member], *a, **k), *args, **kwargs))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..mesh.current_rank import RUNNING, running_as
 from ..mesh.device_mesh import DeviceMesh
-from ..ranks.joint_function import watch_functions
 from ..ranks.per_rank import PerRank, count_ranks, merge, parts
 from ..ranks.rank_values import RankValues
 from .binding import Dims, Local, Reduction, Run
@@ -33,7 +32,6 @@ class InProcess(Communicator):
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
         self.held = mesh.members
-        watch_functions()
 
     def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         members = self.mesh.members

@@ -94,10 +94,10 @@ CHANGES = (
     ),
     Change(
         "torch.autograd.function.Function.apply",
-        "the first in-process mesh",
-        "a user's function over the tensors of all ranks keeps its gradient; torch asks no subclass there",
+        "the first tensors of all ranks that a program gets (to_local(), per_rank(), map_ranks()) or that require gradients",
+        "a user's function over the tensors of all ranks keeps its gradient; torch asks no subclass there: its code does",
         "2.11",
-        "Function.apply = classmethod(ranks.joint_function._PLAIN_APPLY)",
+        "ranks.joint_function.leave_functions()",
     ),
     Change(
         "torch.optim.optimizer._global_optimizer_pre_hooks",

@@ -4,12 +4,17 @@
 the graph. Here the function runs once for all ranks, as the code around it does: its ``forward`` and ``backward`` get ``PerRank``
 tensors, so collectives inside are met by all ranks, while autograd sees the ranks' own tensors. That is the law of a recomputing
 checkpoint as well, which is such a function around a piece of program.
+
+Torch asks nobody there, so its function is told to: from the first tensors of all ranks that a program is given, or that require
+gradients (:func:`handed_out`), and not for DTensors alone. Told is the function itself, by its code: programs keep methods of
+classes, ``scaled = Scaled.apply``, often from before there was any mesh.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -22,7 +27,9 @@ from .joint_autograd import flat
 from .per_rank import _BEFORE, _JOINT, PerRank
 from .rank_values import agreed
 
-_PLAIN_APPLY: Callable[..., Any] = Function.__dict__["apply"].__func__
+_TORCHS = Function.__dict__["apply"].__func__  # every bound ``Something.apply`` is of this one
+_CODE = _TORCHS.__code__
+_PLAIN_APPLY: Callable[..., Any] = FunctionType(_CODE, _TORCHS.__globals__, "apply", closure=_TORCHS.__closure__)
 
 _KEEPS_INPUTS = getattr(
     torch.utils.checkpoint, "_NoopSaveInputs", None
@@ -30,19 +37,32 @@ _KEEPS_INPUTS = getattr(
 
 
 def watch_functions() -> None:
-    """Have ``Function.apply`` take ``PerRank`` arguments; asked for by the first mesh whose ranks live in this process."""
-    if Function.__dict__["apply"].__func__ is _PLAIN_APPLY:
-        Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
+    """Have ``Function.apply`` take ``PerRank`` arguments, in whatever program holds it."""
+    if _TORCHS.__code__ is _CODE:
+        _TORCHS.__kwdefaults__ = {"_applied": _apply}  # before the code that reads it
+        _TORCHS.__code__ = _asking()
 
 
-def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+def leave_functions() -> None:
+    """Torch's function as it was."""
+    _TORCHS.__code__, _TORCHS.__kwdefaults__ = _CODE, None
+
+
+def _asking() -> CodeType:
+    """The code of a function that asks its default; like torch's it is inside of a class, which it names."""
+    function: Any = Function
+
+    def apply(cls: Any, *args: Any, _applied: Any, **kwargs: Any) -> Any:
+        return _applied(function, cls, args, kwargs)
+
+    return apply.__code__
+
+
+def _apply(function: Any, cls: Any, args: Any, kwargs: Any) -> Any:
     for arg in args:
         if type(arg) is PerRank and cls is not _KEEPS_INPUTS:
             return _joint(cls, args, kwargs)
     return _PLAIN_APPLY(cls, *args, **kwargs)
-
-
-_apply.__name__ = "apply"  # what compilers look for
 
 
 def _joint(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

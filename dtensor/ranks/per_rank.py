@@ -54,7 +54,8 @@ class PerRank(Tensor):
         shards = tuple(shards)
         if not shards or any(not isinstance(shard, Tensor) or isinstance(shard, PerRank) for shard in shards):
             raise PlacementError("per_rank takes one plain tensor per rank: per_rank([tensor_of_rank_0, tensor_of_rank_1, ...])")
-        return _holding(shards)
+        made = _holding(shards)
+        return handed_out(made) if any(shard.requires_grad for shard in shards) else made
 
     def __init__(self, shards: Iterable[Tensor]) -> None:
         pass
@@ -101,14 +102,20 @@ class PerRank(Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return PerRank, (list(self.shards),)
+        return per_rank, (list(self.shards),)
 
 
 def per_rank(tensors: Sequence[Tensor]) -> PerRank:
     """A :class:`PerRank` of ``tensors``, one for each member of the mesh's root in order; shapes may differ."""
-    for prepare in _BEFORE:
-        prepare()
-    return PerRank(tensors)
+    return handed_out(PerRank(tensors))
+
+
+def handed_out(local: Any) -> Any:
+    """``local``, which a program is given; what such tensors need of torch is prepared where it holds those of all ranks."""
+    if type(local) is PerRank:
+        for prepare in _BEFORE:
+            prepare()
+    return local
 
 
 def _indented(shard: Tensor) -> str:
@@ -322,5 +329,5 @@ def _like(sequence: Any, items: list[Any]) -> Any:
 
 
 _JOINT: dict[Any, Callable[..., Any]] = {}  # what does not simply run once per rank; see ``joint_autograd.py``
-_BEFORE: list[Callable[[], None]] = []  # what has to be set up before users meet such tensors; see ``joint_function.py``
+_BEFORE: list[Callable[[], None]] = []  # what has to be set up where programs meet such tensors; see ``joint_function.py``
 _EACH_RANK.append(PerRank.__torch_function__)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..comm import PerRank
+from ..comm import PerRank, per_rank
 from ..dispatch.wrapping import wrap_local
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout, restore_layout
@@ -75,4 +75,4 @@ def _marks(x: Any) -> dict[str, Any]:
 
 
 # What a saved DTensor is made of: values only, so that torch.load(weights_only=True) reads it.
-torch.serialization.add_safe_globals([restore_tensor, restore_layout, restore_mesh, PerRank, Shard, Replicate, Partial])
+torch.serialization.add_safe_globals([restore_tensor, restore_layout, restore_mesh, per_rank, Shard, Replicate, Partial])

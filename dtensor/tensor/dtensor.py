@@ -23,6 +23,7 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Replicate
 from ..ranks.hidden import each_rank
+from ..ranks.per_rank import handed_out
 from ..redistribute import Plan as MovePlan
 from ..redistribute import Transit, plan, plan_between
 from . import copies, host
@@ -100,7 +101,7 @@ class DTensor(torch.Tensor):
     @property
     def _local_tensor(self) -> torch.Tensor:
         """This rank's piece, no gradients (all ranks' pieces when they live in this process)."""
-        return self._local
+        return cast(torch.Tensor, handed_out(self._local))
 
     # --- between local and global -------------------------------------------------------------------------------
     @staticmethod
@@ -161,7 +162,7 @@ class DTensor(torch.Tensor):
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
             # a tensor of its own: `requires_grad_` is not said of the DTensor's. (A recorder knows the piece by its identity.)
-            return self._local if ACTIVE else self._local.detach()
+            return handed_out(self._local if ACTIVE else self._local.detach())
         return as_local(self, grad_placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 import threading
@@ -149,3 +150,43 @@ def test_threads_share_one_captured_function() -> None:
             assert torch.equal(f(x).full_tensor(), torch.arange(7.0) * k)
 
     _together(call, call, call)
+
+
+def test_math_is_followed_only_where_there_are_numbers() -> None:
+    own, seen = math.sqrt, []
+
+    def without(x: Any) -> Any:
+        seen.append(math.sqrt is own)
+        return x * 2
+
+    def reading(x: Any) -> Any:
+        scale = x.sum().item()
+        seen.append(math.sqrt is own)
+        return x * math.sqrt(scale)
+
+    x = dt.distribute_tensor(torch.ones(4), MESH, [S0])
+    dt.capture(without)(x)
+    replayed = dt.capture(reading)
+    replayed(x)
+    assert seen == [True, False]
+    assert math.sqrt is own
+    torch.testing.assert_close(replayed(x * 4).full_tensor(), torch.full((4,), 16.0))
+
+
+def test_a_module_imported_while_recording_holds_maths_own_functions(tmp_path: Any, monkeypatch: Any) -> None:
+    (tmp_path / "imported_meanwhile.py").write_text("from math import sqrt as root\nimport math\nNAMES = {}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    held: list[Any] = []
+
+    def step(x: Any) -> Any:
+        scale = x.sum().item()
+        held.append(importlib.import_module("imported_meanwhile"))
+        return x * held[0].root(scale)
+
+    try:
+        x = dt.distribute_tensor(torch.ones(4), MESH, [S0])
+        dt.capture(step)(x)
+        assert held[0].root is math.sqrt
+        assert type(math.sqrt).__name__ == "builtin_function_or_method"
+    finally:
+        sys.modules.pop("imported_meanwhile", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dtensor as dt
 from dtensor import DTensor, Replicate, Shard, per_rank
+from dtensor.ranks.joint_function import leave_functions
+from dtensor.ranks.per_rank import PerRank
 
 
 class Scaled(torch.autograd.Function):
@@ -125,3 +128,68 @@ def test_ranks_draw_alike() -> None:
     for own, plain in zip(found, wanted, strict=True):
         for shard in own.shards:  # type: ignore[attr-defined]  # PerRank
             torch.testing.assert_close(shard, plain)
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return x * 3 if weight is None else x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return 3 * grad, grad if ctx.needs_input_grad[1:] == (True,) else None
+
+
+BOUND_AT_IMPORT = Tripled.apply  # before there is any mesh, as programs do
+
+
+@pytest.fixture
+def as_torch_has_it() -> Any:
+    leave_functions()
+    yield
+    leave_functions()
+
+
+@pytest.mark.usefixtures("as_torch_has_it")
+@pytest.mark.parametrize("source", ["to_local", "per_rank", "map_ranks", "a leaf", "unpickled"])
+def test_a_function_bound_before_the_mesh_keeps_gradients(source: str) -> None:
+    bound = Tripled.apply
+    mesh = dt.init_device_mesh("cpu", (2,))
+    match source:
+        case "to_local":
+            whole = dt.distribute_tensor(torch.ones(3), mesh, [Shard(0)]).requires_grad_()
+            x: Any = whole.to_local()
+        case "map_ranks":
+            x = dt.map_ranks(lambda at: torch.ones(2, requires_grad=True), mesh=mesh)
+        case "unpickled":
+            x = pickle.loads(pickle.dumps(per_rank(pieces()))).requires_grad_()
+        case "per_rank":
+            x = per_rank(pieces()).requires_grad_()
+        case _:
+            x = PerRank([torch.ones(2), torch.ones(1, requires_grad=True)])
+    for function in (bound, BOUND_AT_IMPORT, Tripled.apply):
+        found = function(x)
+        grads = torch.autograd.grad(found.shards[1].sum(), x.shards[1])
+        torch.testing.assert_close(grads[0], torch.full_like(x.shards[1], 3))
+
+
+@pytest.mark.usefixtures("as_torch_has_it")
+def test_a_plain_weight_keeps_its_gradient_beside_locals_that_need_none() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    weight = torch.ones(1, requires_grad=True)
+    x = dt.distribute_tensor(torch.arange(3.0), mesh, [Shard(0)]).to_local()
+    BOUND_AT_IMPORT(x * 1, weight).sum().backward()
+    assert weight.grad is not None
+
+
+@pytest.mark.usefixtures("as_torch_has_it")
+def test_distributed_tensors_alone_leave_torchs_function_as_it_is() -> None:
+    code = torch.autograd.Function.__dict__["apply"].__func__.__code__
+    x = dt.distribute_tensor(torch.ones(3), dt.init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
+    Tripled.apply(x).sum().backward()
+    assert torch.autograd.Function.__dict__["apply"].__func__.__code__ is code
+    assert x.grad is not None
+    x.to_local()
+    assert torch.autograd.Function.__dict__["apply"].__func__.__code__ is not code
+    leave_functions()
+    assert torch.autograd.Function.__dict__["apply"].__func__.__code__ is code
