@@ -20,6 +20,7 @@ from ..comm import communicator_of
 from ..layout.layout import Layout
 from ..layout.splits import Split, offsets_of
 from ..placement import Monoid
+from ..ranks.per_rank import shards_of
 from .call import Call
 
 
@@ -73,8 +74,7 @@ class KernelContext:
     def all_gather(self, x: Any, shape_of: Callable[[int], tuple[int, ...]] | None = None) -> list[Any]:
         """Every group position's ``x``; ``shape_of(member)`` tells their shapes, ``None`` if those of one group are alike."""
         if shape_of is None:
-            shapes: dict[int, tuple[int, ...]] = {}
-            self.comm.map(lambda member, own: shapes.update({member: tuple(own.shape)}), x)
+            shapes = dict(zip(self.comm.held, [tuple(own.shape) for own in shards_of(x)], strict=False))
             alike = next(iter(shapes.values()))  # where only one rank's is here, the others asked about are of its group
             shape_of = lambda member: shapes.get(member, alike)  # noqa: E731
         return list(self.comm.all_gather(x, self.mesh_dims, shape_of).wait())
