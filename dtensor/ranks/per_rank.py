@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -175,7 +175,8 @@ def _plain_column(arg: Any, count: int) -> Sequence[Any] | None:
     """What each rank has of an argument; None: it may be of the kinds that need care (plain tensors, numbers of each rank)."""
     kind = type(arg)
     if kind is PerRank and len(arg.shards) == count:
-        return cast("Sequence[Any]", arg.shards)
+        own: tuple[Any, ...] = arg.shards
+        return own
     if kind in _SHARED:
         return (arg,) * count
     if kind not in _LISTS:

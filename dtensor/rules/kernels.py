@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from ..layout.splits import Split, offsets_of
 from ..placement import Monoid
 from ..ranks.per_rank import shards_of
 from .call import Call
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,19 @@ class KernelContext:
             shape_of = lambda member: shapes.get(member, alike)  # noqa: E731
         return list(self.comm.all_gather(x, self.mesh_dims, shape_of).wait())
 
+    def once(self, find: Callable[[Call], T]) -> T:
+        """``find(call)``, of a function that tells something of a call: worked out once for all runs of the plan."""
+        if find not in self.known:
+            self.known[find] = find(self.call)
+        return cast(T, self.known[find])
+
     def counts(self, total: int) -> list[int]:
         """How many of ``total`` elements, the product of all its factors' sizes and others', each group position has."""
+        if total not in self.known:
+            self.known[total] = self._counts(total)
+        return cast("list[int]", self.known[total])
+
+    def _counts(self, total: int) -> list[int]:
         shares = [math.prod(sizes) for sizes in product(*(split.sizes for split in self.splits.values()))]
         return [total * share // max(1, sum(shares)) for share in shares]
 
@@ -92,7 +105,7 @@ class KernelContext:
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The kernel's arguments by name, where overloads have them in different places."""
-        return dict(zip((argument.name for argument in self.call.func._schema.arguments), args, strict=False)) | kwargs
+        return dict(zip(self.once(argument_names), args, strict=False)) | kwargs
 
     def dtype(self, result: int) -> torch.dtype:
         """The dtype of a result that is a tensor."""
@@ -124,6 +137,11 @@ class KernelContext:
         for mesh_dim in self.mesh_dims:
             index = index * self.call.mesh.shape[mesh_dim] + coordinate[mesh_dim]
         return At(member, index, offsets_of(self.sizes)[index], self.sizes[index])
+
+
+def argument_names(call: Call) -> tuple[str, ...]:
+    """The names of all arguments, in order."""
+    return tuple([argument.name for argument in call.func._schema.arguments])
 
 
 # --- what kernels of several families say -------------------------------------------------------------------------------

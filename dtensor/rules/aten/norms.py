@@ -29,9 +29,9 @@ aten = torch.ops.aten
 
 
 # --- what all of them are made of: what one rank computes before and after the collective ---------------------------
-def moments(at: KernelContext, x: Any, dims: tuple[int, ...], count: int) -> tuple[Any, Any]:
-    """Mean and biased variance over ``dims`` (kept) of the whole, ``count`` values each, that ``x`` is a block of."""
-    return combined(at.all_gather(block_moments(x, dims)), at.counts(count))
+def moments(at: KernelContext, x: Any, dims: tuple[int, ...], count: int) -> tuple[list[Any], list[int]]:
+    """Over ``dims`` (kept) of the whole, ``count`` values each, that ``x`` is a block of, as :func:`combined` takes them."""
+    return at.all_gather(block_moments(x, dims)), at.counts(count)
 
 
 @on_each_rank
@@ -42,7 +42,6 @@ def block_moments(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return torch.stack((mean, (x - mean).square().sum(dims, keepdim=True)))
 
 
-@on_each_rank
 def combined(blocks: list[Tensor], counts: list[int]) -> tuple[Any, Any]:
     """Mean and biased variance of the union of blocks."""
     held = [(size, block) for size, block in zip(counts, blocks, strict=True) if size]
@@ -51,7 +50,6 @@ def combined(blocks: list[Tensor], counts: list[int]) -> tuple[Any, Any]:
     return mean, sum((block[1] + (block[0] - mean).square() * size for size, block in held), zero) / total
 
 
-@on_each_rank
 def centred(x: Tensor, mean: Tensor, variance: Tensor, eps: float, weight: Any, bias: Any, kept: torch.dtype) -> Any:
     """What was centred and scaled, its mean, and the reciprocal deviation."""
     rstd = (variance + eps).rsqrt()
@@ -188,8 +186,15 @@ def last(normalized_shape: Any) -> tuple[int, ...]:
 
 
 def layer_norm(at: KernelContext, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
-    mean, variance = moments(at, x, last(normalized_shape), math.prod(normalized_shape))
-    return centred(x, mean, variance, eps, weight, bias, at.dtype(1))
+    parts = moments(at, x, last(normalized_shape), math.prod(normalized_shape))
+    return layer_normalized(x, *parts, eps, weight, bias, at.dtype(1))
+
+
+@on_each_rank
+def layer_normalized(
+    x: Tensor, blocks: list[Tensor], counts: list[int], eps: float, weight: Any, bias: Any, kept: torch.dtype
+) -> Any:
+    return centred(x, *combined(blocks, counts), eps, weight, bias, kept)
 
 
 def layer_norm_backward(
@@ -269,14 +274,16 @@ def over_groups(call: Call) -> Seen:
     return Seen(dims, sizes, ("c", *spatial) if call["C"] else (), ("n",), whole)
 
 
-@on_each_rank
-def by_groups(x: Tensor | None, channels: int, groups: int) -> Tensor | None:
+def split_in_groups(x: Any, channels: int, groups: int) -> Any:
     """(n, channels, ...) or (channels,) as (n, groups, channels of a group, positions), of which a block has some."""
     if x is None:
         return None
     n, own, *spatial = x.shape if x.ndim > 1 else (1, *x.shape)
     split = (1, own) if groups == 1 else (own // (channels // groups), channels // groups)
     return x.reshape(n, *split, math.prod(spatial))
+
+
+by_groups = on_each_rank(split_in_groups)
 
 
 @on_each_rank
@@ -286,10 +293,17 @@ def like(x: Tensor, made: Tensor) -> Tensor:
 
 def group_norm(at: KernelContext, x: Any, weight: Any, bias: Any, *sizes: Any) -> Any:
     _, channels, positions, groups, eps = sizes
-    block, weight, bias = (by_groups(value, channels, groups) for value in (x, weight, bias))
-    mean, variance = moments(at, block, INNER, channels // groups * positions)
-    out, mean, rstd = centred(block, mean, variance, eps, weight, bias, at.dtype(1))
-    return like(x, out), mean[:, :, 0, 0], rstd[:, :, 0, 0]
+    parts = moments(at, by_groups(x, channels, groups), INNER, channels // groups * positions)
+    return groups_normalized(x, *parts, weight, bias, channels, groups, eps, at.dtype(1))
+
+
+@on_each_rank
+def groups_normalized(
+    x: Tensor, blocks: list[Tensor], counts: list[int], weight: Any, bias: Any, channels: int, groups: int, eps: float, kept: Any
+) -> Any:
+    block, weight, bias = (split_in_groups(value, channels, groups) for value in (x, weight, bias))
+    out, mean, rstd = centred(block, *combined(blocks, counts), eps, weight, bias, kept)
+    return out.reshape(x.shape).to(x.dtype), mean[:, :, 0, 0], rstd[:, :, 0, 0]
 
 
 def group_norm_backward(at: KernelContext, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, *sizes: Any) -> Any:
