@@ -89,9 +89,10 @@ class KernelContext:
 
     def counts(self, total: int) -> list[int]:
         """How many of ``total`` elements, the product of all its factors' sizes and others', each group position has."""
-        if total not in self.known:
-            self.known[total] = self._counts(total)
-        return cast("list[int]", self.known[total])
+        key = "counts", total
+        if key not in self.known:
+            self.known[key] = self._counts(total)
+        return cast("list[int]", self.known[key])
 
     def _counts(self, total: int) -> list[int]:
         shares = [math.prod(sizes) for sizes in product(*(split.sizes for split in self.splits.values()))]
