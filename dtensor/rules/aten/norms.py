@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -44,10 +46,12 @@ def block_moments(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 def combined(blocks: list[Tensor], counts: list[int]) -> tuple[Any, Any]:
     """Mean and biased variance of the union of blocks."""
-    held = [(size, block) for size, block in zip(counts, blocks, strict=True) if size]
-    zero, total = torch.zeros_like(blocks[0][0]), max(1, sum(counts))
-    mean = sum((block[0] * (size / total) for size, block in held), zero)
-    return mean, sum((block[1] + (block[0] - mean).square() * size for size, block in held), zero) / total
+    held = [(size, block[0], block[1]) for size, block in zip(counts, blocks, strict=True) if size]
+    if not held:
+        return torch.zeros_like(blocks[0][0]), torch.zeros_like(blocks[0][0])
+    total = sum(counts)
+    mean = reduce(add, [own * (size / total) for size, own, _ in held])
+    return mean, reduce(add, [squares + (own - mean).square() * size for size, own, squares in held]) / total
 
 
 def centred(x: Tensor, mean: Tensor, variance: Tensor, eps: float, weight: Any, bias: Any, kept: torch.dtype) -> Any:
@@ -190,11 +194,7 @@ def layer_norm(at: KernelContext, x: Any, normalized_shape: Any, weight: Any, bi
     return layer_normalized(x, *parts, eps, weight, bias, at.dtype(1))
 
 
-@on_each_rank
-def layer_normalized(
-    x: Tensor, blocks: list[Tensor], counts: list[int], eps: float, weight: Any, bias: Any, kept: torch.dtype
-) -> Any:
-    return centred(x, *combined(blocks, counts), eps, weight, bias, kept)
+layer_normalized = on_each_rank(lambda x, blocks, counts, *rest: centred(x, *combined(blocks, counts), *rest))
 
 
 def layer_norm_backward(
@@ -274,16 +274,14 @@ def over_groups(call: Call) -> Seen:
     return Seen(dims, sizes, ("c", *spatial) if call["C"] else (), ("n",), whole)
 
 
-def split_in_groups(x: Any, channels: int, groups: int) -> Any:
+@on_each_rank
+def by_groups(x: Any, channels: int, groups: int) -> Any:
     """(n, channels, ...) or (channels,) as (n, groups, channels of a group, positions), of which a block has some."""
     if x is None:
         return None
     n, own, *spatial = x.shape if x.ndim > 1 else (1, *x.shape)
     split = (1, own) if groups == 1 else (own // (channels // groups), channels // groups)
     return x.reshape(n, *split, math.prod(spatial))
-
-
-by_groups = on_each_rank(split_in_groups)
 
 
 @on_each_rank
@@ -294,14 +292,12 @@ def like(x: Tensor, made: Tensor) -> Tensor:
 def group_norm(at: KernelContext, x: Any, weight: Any, bias: Any, *sizes: Any) -> Any:
     _, channels, positions, groups, eps = sizes
     parts = moments(at, by_groups(x, channels, groups), INNER, channels // groups * positions)
-    return groups_normalized(x, *parts, weight, bias, channels, groups, eps, at.dtype(1))
+    return groups_normalized(x, *parts, weight, bias, [channels, groups], eps, at.dtype(1))
 
 
 @on_each_rank
-def groups_normalized(
-    x: Tensor, blocks: list[Tensor], counts: list[int], weight: Any, bias: Any, channels: int, groups: int, eps: float, kept: Any
-) -> Any:
-    block, weight, bias = (split_in_groups(value, channels, groups) for value in (x, weight, bias))
+def groups_normalized(x: Tensor, blocks: Any, counts: Any, weight: Any, bias: Any, of: list[int], eps: float, kept: Any) -> Any:
+    block, weight, bias = (by_groups(value, *of) for value in (x, weight, bias))
     out, mean, rstd = centred(block, *combined(blocks, counts), eps, weight, bias, kept)
     return out.reshape(x.shape).to(x.dtype), mean[:, :, 0, 0], rstd[:, :, 0, 0]
 
