@@ -204,8 +204,7 @@ def layer_norm_backward(
     *parts, terms = gradient_terms(grad, x, mean, rstd, weight, dims if mask[0] else ())
     sums = at.all_reduce(terms, "sum") if mask[0] else None
     rows = tuple(range(len(call["input"].shape) - len(normalized_shape)))
-    dtypes = asked_dtypes(call, mask)
-    return gradients(parts, sums, math.prod(normalized_shape), rstd, rows, dtypes)
+    return gradients(parts, sums, math.prod(normalized_shape), rstd, rows, asked_dtypes(call, mask))
 
 
 @on_each_rank
