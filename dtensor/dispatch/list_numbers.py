@@ -15,14 +15,13 @@ from torch import Tensor
 from ..base.recording import ACTIVE
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator
-from ..rules.facts import facts_of
 
 _CONVERTED = (torch.float32, torch.float64)  # in half precision the kernels compute with the number in single
 
 
 def with_numbers_once(plan: Plan, operator: Operator, func: Callable[..., Any]) -> Callable[..., Any]:
     """``func``, the local function of ``operator``, or a form of it that makes a tensor of its numbers first."""
-    if not facts_of(operator.func).takes_tensors or plan.call.mesh.device_type != "cpu":
+    if not operator.facts.takes_tensors or plan.call.mesh.device_type != "cpu":
         return func
     numbers = plan.call.arguments[operator.names[1]]
     dtypes = {layout.dtype for layout in plan.call.operands if layout is not None}

@@ -44,8 +44,8 @@ def meshes_of(values: Any) -> dict[DeviceMesh, None]:
     for value in values:
         if isinstance(value, (list, tuple)):
             found.update(meshes_of(value))
-        elif _layout(value) is not None:
-            found[_layout(value).mesh] = None
+        elif (layout := _layout(value)) is not None:
+            found[layout.mesh] = None
     return found
 
 

@@ -18,7 +18,6 @@ from ..base.memory_order import dense_in, memory_order
 from ..base.torch_internals import FakeTensorMode, UnsupportedFakeTensorException
 from ..layout.layout import Layout
 from ..rules.call import Call, Meta
-from ..rules.facts import facts_of
 from ..rules.rule import Rule, Shapes
 from .schema import Operator
 
@@ -68,7 +67,7 @@ def _as_told(metas: tuple[Any, ...], shapes: Shapes) -> Answer | None:
 def _lawful(operator: Operator, rule: Rule, call: Call) -> Any:
     """The shapes that the rule tells, for operands that the law speaks of."""
     assert rule.shapes is not None
-    if operator.per_element or operator.outs or facts_of(operator.func).by_device:
+    if operator.per_element or operator.outs or operator.facts.by_device:
         return None
     for layout in call.operands:
         if (
@@ -118,7 +117,7 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
         return ()  # some optimizer steps have no meta kernel, and nothing is to be found out
     if operator.returns and not operator.gives_tensors:
         return (None,) * len(operator.returns)  # a Python value: it depends on data
-    if facts_of(operator.func).by_device:
+    if operator.facts.by_device:
         with _fake_mode():
             return _run(operator, {name: _to_meta(value, None) for name, value in arguments.items()}, arguments)
     bound = {name: _to_meta(value) for name, value in arguments.items()}
@@ -194,7 +193,7 @@ def _as_new(operator: Operator, bound: dict[str, Any], metas: tuple[Any, ...], r
 
 def _as_computed(operator: Operator, metas: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...]:
     """With the strides that a kernel gives new results."""
-    law = facts_of(operator.func).strides
+    law = operator.facts.strides
     if law is None:
         return metas
     owned = zip(operator.returns, metas, strict=True)
@@ -202,7 +201,7 @@ def _as_computed(operator: Operator, metas: tuple[Any, ...], given: dict[str, An
 
 
 def _result_of(operator: Operator, bound: dict[str, Any], arguments: dict[str, Any]) -> Any:
-    infer = facts_of(operator.func).infer
+    infer = operator.facts.infer
     try:
         if infer is None:
             return operator.call(bound)

@@ -19,7 +19,6 @@ from ..mesh.device_mesh import DeviceMesh
 from ..redistribute import Plan as Move
 from ..redistribute import plan as plan_move
 from ..rules.call import Call, Meta
-from ..rules.facts import facts_of
 from ..rules.registry import foreach_base, lookup
 from ..rules.rule import Rule
 from .choose import Chooser, Chosen, choose
@@ -104,7 +103,7 @@ def propagate(
         plain: slots that hold plain tensors or numbers, the same on all ranks (they are never moved).
         choose: which rows a rule's call follows.
     """
-    for check in facts_of(operator.func).refuses:
+    for check in operator.facts.refuses:
         check(operator.name, bound)
     call, slots = make_call(operator, mesh, bound, plain)
     base = foreach_base(operator.func) if operator.per_element else None

@@ -10,7 +10,7 @@ import torch
 
 from ..base.caches import remembered
 from ..base.torch_internals import CustomOpDef, OpOverload, OpOverloadPacket
-from ..rules.facts import facts_of
+from ..rules.facts import Facts, facts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class Operator:
         per_element: it works on lists, on each element by itself.
         numbered, sized: what follows the first argument, a tensor: nothing but ints, bools and strings; a list of ints.
         flat: and reads its operands as flat memory, in the strides of the first list.
+        facts: what is known of it beside its schema.
     """
 
     func: Any
@@ -55,6 +56,7 @@ class Operator:
     numbered: bool
     sized: bool
     flat: bool
+    facts: Facts
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Argument values by name, defaults filled in."""
@@ -161,6 +163,7 @@ def operator_of(func: Any) -> Operator:
         gives_tensors=any("Tensor" in str(r.type) for r in schema.returns),
         seeded=torch.Tag.nondeterministic_seeded in func.tags,
         reshapes=torch.Tag.inplace_view in func.tags,
+        facts=facts_of(func),
         is_view=(facts_of(func).is_view and not written)
         or any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
         numbered=first == "Tensor" and all(kind in ("int", "Optional[int]", "bool", "str") for kind in rest),

@@ -142,7 +142,8 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     rows = None if kwargs else _rows(args)
     if rows is not None:
         results = [func(*own) for own in rows]
-        if type(results[0]) is Tensor and results[0] is not args[0].shards[0] and all(type(x) is Tensor for x in results):
+        first = args[0].shards[0] if type(args[0]) is PerRank else None
+        if type(results[0]) is Tensor and results[0] is not first and all(type(x) is Tensor for x in results):
             return _holding(tuple(results))
     else:
         count = count_ranks((args, kwargs))
@@ -161,18 +162,37 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 
 def _rows(args: Sequence[Any]) -> Iterable[tuple[Any, ...]] | None:
-    """For each rank its arguments, where the first is a ``PerRank`` and the others are that too or the same for all ranks."""
-    if not args or type(args[0]) is not PerRank:
+    """For each rank its arguments, where the first is a ``PerRank``, or begins with one, and the others are that, the same for
+    all ranks, or lists of these."""
+    first = args[0] if args else None
+    while type(first) in _LISTS and first:
+        first = first[0]
+    if type(first) is not PerRank:
         return None
-    count, columns = len(args[0].shards), []
+    columns, count = [], len(first.shards)
     for arg in args:
-        if type(arg) is PerRank and len(arg.shards) == count:
-            columns.append(arg.shards)
-        elif type(arg) in _SHARED or (type(arg) is list and all(type(item) is int for item in arg)):
-            columns.append((arg,) * count)
-        else:
+        column = _plain_column(arg, count)
+        if column is None:
             return None
+        columns.append(column)
     return zip(*columns, strict=True)
+
+
+def _plain_column(arg: Any, count: int) -> Sequence[Any] | None:
+    """What each rank has of an argument; None: it may be of the kinds that need care (plain tensors, numbers of each rank)."""
+    kind = type(arg)
+    if kind is PerRank and len(arg.shards) == count:
+        own: tuple[Any, ...] = arg.shards
+        return own
+    if kind in _SHARED:
+        return (arg,) * count
+    if kind not in _LISTS:
+        return None
+    columns = [() if type(item) is int else _plain_column(item, count) for item in arg]
+    if not any(columns):
+        return None if None in columns else (arg,) * count
+    whole = [column or (item,) * count for column, item in zip(columns, arg, strict=True) if column is not None]
+    return [kind(row) for row in zip(*whole, strict=True)] if len(whole) == len(arg) else None
 
 
 def _each_its_own(values: Sequence[Any], count: int) -> list[Any]:
@@ -212,6 +232,7 @@ def _written_back(results: list[Any], targets: Sequence[tuple[Tensor, PerRank]])
 
 
 _SHARED = frozenset((int, float, bool, complex, type(None), torch.dtype))
+_LISTS = (list, tuple)
 
 
 def _holding(shards: tuple[Tensor, ...]) -> PerRank:
@@ -262,12 +283,15 @@ def count_ranks(value: Any, expected: int = 0) -> int:
             raise MeshError(f"values of {count} ranks do not go together with {expected} ranks: they belong to different meshes")
         return count
     for item in _items(value):
-        if isinstance(item, (PerRank, *_HOLDERS)):
+        if type(item) is PerRank and len(item.shards) == expected:
+            continue
+        if isinstance(item, _INSIDE):
             expected = count_ranks(item, expected)
     return expected
 
 
 _HOLDERS = (list, tuple, dict, slice, RankNumber)  # RankValues is a tuple
+_INSIDE = (PerRank, *_HOLDERS)
 
 
 def _items(value: Any) -> Iterable[Any]:

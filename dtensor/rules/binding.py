@@ -8,78 +8,71 @@ from typing import Any
 
 from ..base.caches import remembered
 from ..placement import Monoid
-from .call import Call, Meta
-from .notation import EACH, Pattern, is_group, is_picked
-from .recipe import NUMBER, Binder, Picks, Recipe, argument_of, label_of, lacking, recipe_of
+from .call import Call
+from .notation import Pattern, argument_of, is_group, is_picked
+from .recipe import NUMBER, Binder, Picks, Recipe, label_of, lacking, operand_terms, recipe_of, result_terms
 from .rule import Dims, Factors, Shapes, Word
 
 Reduction = str | Monoid
 Sizes = Mapping[str, str | Callable[[Call], int]]  # letter -> the argument that is its size, or what computes it
 
 
-def bind(pattern: Pattern, call: Call, reduce_op: Any = "sum", sizes: Sizes | None = None) -> Factors | None:
-    """The factors of a call under a pattern; None if the number of dims does not fit."""
-    made = [meta for meta in call.results if meta is not None]
-    terms = operand_terms(pattern, call)
-    outs = result_terms(pattern, call.results)
-    if terms is None or outs is None:
-        return None
-    shapes = [tuple(layout.shape) for layout in call.operands]
-    recipe = recipe_of(
-        pattern, terms, tuple(map(len, shapes)), outs, tuple([len(meta.shape) for meta in made]), picks(pattern, call)
-    )
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The factors of a call's tensors, and what its recipe says of them."""
+
+    recipe: Recipe
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: dict[str, int]
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Factors of operands that some result lacks."""
+        return self.recipe.summed if self.results == self.recipe.results else lacking(self.operands, self.results)
+
+
+def bound(pattern: Pattern, call: Call, sizes: Sizes, left_out: frozenset[int] = frozenset()) -> Bound | None:
+    """``call`` under a pattern, but for the results ``left_out``; None if the number of dims does not fit."""
+    metas = [None if meta is None or i in left_out else meta.shape for i, meta in enumerate(call.results)]
+    shapes = [layout.shape for layout in call.operands]
+    out_ndims = tuple([None if shape is None else len(shape) for shape in metas])
+    recipe = recipe_of(pattern, call.names, call.fixed, tuple(map(len, shapes)), out_ndims, picks(pattern, call))
     if recipe is None:
         return None
-    known = sizes_of(recipe, shapes, call, sizes or {})
+    made = [shape for shape in metas if shape is not None]
+    known = sizes_of(recipe, shapes, made, call, sizes)
     if known is None:
         return None
     operands = tuple([_fitted(dims, shape, known) for dims, shape in zip(recipe.operands, shapes, strict=True)])
-    results = tuple([_fitted(dims, meta.shape, known) for dims, meta in zip(recipe.results, made, strict=True)])
-    summed = recipe.summed if results == recipe.results else lacking(operands, results)
-    reduced = {} if reduce_op is None else dict.fromkeys(summed, reduce_op)
-    return Factors(operands, results, known, recipe.whole, reduced, recipe.additive)
+    results = tuple([_fitted(dims, shape, known) for dims, shape in zip(recipe.results, made, strict=True)])
+    return Bound(recipe, operands, results, known)
 
 
-def operand_terms(pattern: Pattern, call: Call) -> tuple[int, ...] | None:
-    """For each operand its term in the pattern; None if it has none."""
-    fixed = call.fixed
-    if pattern.operands[0].name == EACH:
-        found = [0] * len(call.names)
-    elif pattern.named:
-        places = {term.name: i for i, term in enumerate(pattern.operands)}
-        found = [places.get(name, NUMBER if i in fixed else len(places)) for i, name in enumerate(call.names)]
-    else:
-        found = list(range(len(call.names)))
-    if fixed:
-        added = {k for k, term in enumerate(pattern.operands) if term.additive}  # once, as a number too
-        found = [NUMBER if i in fixed and k not in added else k for i, k in enumerate(found)]
-    return tuple(found) if max(found, default=0) < len(pattern.operands) else None
-
-
-def result_terms(pattern: Pattern, results: Sequence[Meta | None]) -> tuple[int, ...] | None:
-    """For each result tensor its term in the pattern."""
-    each = pattern.results[0].name == EACH
-    found = tuple([0 if each else i for i, meta in enumerate(results) if meta is not None])
-    return None if found and found[-1] >= len(pattern.results) else found
+def bind(pattern: Pattern, call: Call, reduce_op: Any = "sum", sizes: Sizes | None = None) -> Factors | None:
+    """The factors of a call under a pattern; None if the number of dims does not fit."""
+    found = bound(pattern, call, sizes or {})
+    if found is None:
+        return None
+    reduced = {} if reduce_op is None else dict.fromkeys(found.summed, reduce_op)
+    return Factors(found.operands, found.results, found.sizes, found.recipe.whole, reduced, found.recipe.additive)
 
 
 def picks(pattern: Pattern, call: Call) -> Picks:
     """What the arguments that pick dims say."""
+    if not pattern.picking:
+        return ()
     found = []
-    for name in _picking(pattern):
+    for name in pattern.picking:
         value = call.arguments.get(name.rstrip("!"))
         found.append((name, tuple(value) if isinstance(value, (list, tuple)) else value))
     return tuple(found)
 
 
-@remembered(1024)
-def _picking(pattern: Pattern) -> tuple[str, ...]:
-    terms = (*pattern.operands, *pattern.results)
-    return tuple(dict.fromkeys(argument_of(dim) for term in terms for dim in term.dims if is_picked(dim)))
-
-
 # --- sizes, for each call ---------------------------------------------------------------------------------------------
-def sizes_of(recipe: Recipe, shapes: Sequence[tuple[int, ...]], call: Call, given: Sizes) -> dict[str, int] | None:
+def sizes_of(
+    recipe: Recipe, shapes: Sequence[Sequence[int]], made: Sequence[Sequence[int]], call: Call, given: Sizes
+) -> dict[str, int] | None:
     """The size of each factor: the largest that it has anywhere; None if products do not come out."""
     sizes: dict[str, int] = {}
     for dims, shape in zip(recipe.operands, shapes, strict=True):
@@ -89,8 +82,7 @@ def sizes_of(recipe: Recipe, shapes: Sequence[tuple[int, ...]], call: Call, give
     if recipe.products:
         for letter, value in given.items():
             sizes[letter] = int(value(call) if callable(value) else call[value])
-        metas = [meta.shape for meta in call.results if meta is not None]
-        tensors = [*zip(recipe.operands, shapes, strict=True), *zip(recipe.results, metas, strict=False)]
+        tensors = [*zip(recipe.operands, shapes, strict=True), *zip(recipe.results, made, strict=False)]
         for dims, shape in (*tensors, *tensors):
             for dim, size in zip(dims, shape, strict=True):
                 if len(dim) > 1 and not _divided(dim, size, sizes):
@@ -128,16 +120,10 @@ class ShapesOf(Word):
     pattern: Pattern
 
     def __call__(self, call: Call) -> Shapes | None:
-        terms = operand_terms(self.pattern, call)
-        if terms is None:
-            return None
-        shapes = [tuple(layout.shape) for layout in call.operands]
-        count = len(call.func._schema.returns)
-        outs = tuple(range(count)) if self.pattern.results[0].name != EACH else (0,) * count
-        if outs and outs[-1] >= len(self.pattern.results):
-            return None
+        shapes = [layout.shape for layout in call.operands]
+        ndims, count = tuple(map(len, shapes)), len(call.func._schema.returns)
         recipe = _forward(
-            self.pattern, terms, tuple(map(len, shapes)), outs, picks(self.pattern, call), bool(call.get("keepdim"))
+            self.pattern, call.names, call.fixed, ndims, count, picks(self.pattern, call), bool(call.get("keepdim"))
         )
         if recipe is None or recipe.products:
             return None
@@ -151,11 +137,18 @@ class ShapesOf(Word):
 
 @remembered(4096)
 def _forward(
-    pattern: Pattern, terms: tuple[int, ...], ndims: tuple[int, ...], outs: tuple[int, ...], picked: Picks, keepdim: bool
+    pattern: Pattern,
+    names: tuple[str, ...],
+    fixed: frozenset[int],
+    ndims: tuple[int, ...],
+    count: int,
+    picked: Picks,
+    keepdim: bool,
 ) -> Recipe | None:
-    """As :func:`recipe_of`, for results whose numbers of dims are not known yet."""
-    operands = recipe_of(pattern, terms, ndims, (), (), picked)
-    if operands is None:
+    """As :func:`recipe_of`, for ``count`` results whose numbers of dims are not known yet."""
+    terms, outs = operand_terms(pattern, names, fixed), result_terms(pattern, (0,) * count)
+    operands = recipe_of(pattern, names, fixed, ndims, (), picked)
+    if operands is None or terms is None or outs is None:
         return None
     binder = Binder(pattern, dict(picked))
     given = [(pattern.operands[k], ndim) for k, ndim in zip(terms, ndims, strict=True) if k != NUMBER]
@@ -172,4 +165,4 @@ def _forward(
             binder.lengths.get(dim[0], 0) if is_group(dim) else gone[argument_of(dim)] if is_picked(dim) else 1 for dim in dims
         )
         ndims_out.append(own + (sum(gone.values()) if keepdim and not any(map(is_picked, dims)) else 0))
-    return recipe_of(pattern, terms, ndims, outs, tuple(ndims_out), picked)
+    return recipe_of(pattern, names, fixed, ndims, tuple(ndims_out), picked)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ..base.nested import tensors
 from ..comm.fold import identity
 from ..layout.splits import Split
 from ..placement import Monoid, Partial
-from .binding import Sizes, bind
+from .binding import Bound, Sizes, bound
 from .call import Call
 from .kernels import At, KernelContext, plain_op
 from .notation import Pattern, Term, is_group
@@ -40,7 +40,7 @@ class fitting(Word):  # noqa: N801
     patterns: tuple[Pattern, ...]
 
     def __call__(self, call: Call) -> Pattern | None:
-        return next((pattern for pattern in self.patterns if bind(pattern, call) is not None), None)
+        return next((pattern for pattern in self.patterns if bound(pattern, call, {}) is not None), None)
 
     @property
     def table(self) -> Mapping[Any, Pattern]:
@@ -73,29 +73,33 @@ class Notation(Word):
     sizes: Sizes = field(default_factory=dict)
 
     def __call__(self, call: Call) -> Factors | None:
+        if isinstance(self.pattern, fitting):
+            return next((found for pattern in self.pattern.patterns if (found := self._under(pattern, call)) is not None), None)
         pattern = self.pattern if isinstance(self.pattern, Pattern) else self.pattern(call)
+        return None if pattern is None else self._under(pattern, call)
+
+    def _under(self, pattern: Pattern, call: Call) -> Factors | None:
         markers = _markers(pattern, call)
-        if markers:
-            call = replace(call, results=tuple(None if i in markers else meta for i, meta in enumerate(call.results)))
-        factors = None if pattern is None else bind(pattern, call, "sum", self.sizes)
+        factors = bound(pattern, call, self.sizes, markers)
         if factors is None:
             return None
         reduced, kernels = self._reduced(call, factors) if self.left else ({}, {})
-        whole = factors.whole
+        whole = factors.recipe.whole
         kernel = self.kernel(call) if callable(self.kernel) else self.kernel
         if kernel is not None:
             kernels.update(dict.fromkeys(sorted(whole), kernel))
             whole = frozenset()
-        kernels.update({name: kernel for name, kernel in self.kernels.items() if name in factors.sizes})
+        if self.kernels:
+            kernels.update({name: kernel for name, kernel in self.kernels.items() if name in factors.sizes})
         if markers:  # they lack every factor, and are the same on all ranks
             kernels = {name: Kernel(plain_op) for name in factors.sizes if name not in whole} | kernels
         results = factors.results if not markers else _with_markers(factors, markers, call)
-        return Factors(factors.operands, results, factors.sizes, whole, reduced, factors.additive, kernels)
+        return Factors(factors.operands, results, factors.sizes, whole, reduced, factors.recipe.additive, kernels)
 
-    def _reduced(self, call: Call, factors: Factors) -> tuple[dict[str, Reduced], dict[str, Kernel]]:
+    def _reduced(self, call: Call, factors: Bound) -> tuple[dict[str, Reduced], dict[str, Kernel]]:
         """What shards leave, and kernels for blocks that the operator does not combine."""
         reduced: dict[str, Reduced] = {}
-        for name in factors.reduced:
+        for name in factors.summed:
             left = self.left.get(label_of(name), self.left.get("*"))
             op = left(call) if callable(left) and not isinstance(left, Monoid) else left
             if op is not None:
@@ -122,10 +126,12 @@ class Notation(Word):
 
 
 # --- results that were not asked for: empty markers of shape (0,) ------------------------------------------------------
-def _markers(pattern: Any, call: Call) -> frozenset[int]:
-    terms = pattern.results if pattern is not None else ()
-    pairs = enumerate(zip(terms, call.results, strict=False))
-    return frozenset(i for i, (term, meta) in pairs if meta is not None and meta.shape == (0,) and _is_left_out(term))
+def _markers(pattern: Pattern, call: Call) -> frozenset[int]:
+    empty = [i for i, meta in enumerate(call.results) if meta is not None and meta.shape == (0,)]
+    return frozenset([i for i in empty if i < len(pattern.results) and _is_left_out(pattern.results[i])]) if empty else NONE
+
+
+NONE: frozenset[int] = frozenset()
 
 
 def _is_left_out(term: Term) -> bool:
@@ -133,7 +139,7 @@ def _is_left_out(term: Term) -> bool:
     return own > 1 or (own == 0 and not term.dims)
 
 
-def _with_markers(factors: Factors, markers: frozenset[int], call: Call) -> Any:
+def _with_markers(factors: Bound, markers: frozenset[int], call: Call) -> Any:
     following = iter(factors.results)
     places = [i for i, meta in enumerate(call.results) if meta is not None or i in markers]
     return tuple([((),) if i in markers else next(following) for i in places])

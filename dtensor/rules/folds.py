@@ -20,7 +20,7 @@ from ..placement import Monoid, Partial
 from .binding import Reduction, bind
 from .call import Call
 from .factoring import by, fitting
-from .kernels import At, KernelContext
+from .kernels import At, KernelContext, argument_names
 from .notation import Pattern
 from .rule import Kernel, R, Word
 
@@ -36,13 +36,11 @@ class Part:
         dtype: the dtype of the state, in which floating blocks come.
     """
 
-    __slots__ = ("_arguments", "_at", "_here", "dims", "dtype")
+    __slots__ = ("_arguments", "_member", "_plan", "dims", "dtype")
 
-    def __init__(
-        self, at: KernelContext, here: At, arguments: Mapping[str, Any], dims: tuple[int, ...], dtype: torch.dtype
-    ) -> None:
-        self._at, self._here, self._arguments = at, here, arguments
-        self.dims, self.dtype = dims, dtype
+    def __init__(self, plan: _Plan, member: int, arguments: Mapping[str, Any]) -> None:
+        self._plan, self._member, self._arguments = plan, member, arguments
+        self.dims, self.dtype = plan.dims, plan.dtype
 
     def __getitem__(self, name: str) -> Any:
         """The value of an argument in this call."""
@@ -51,18 +49,18 @@ class Part:
     @property
     def shape(self) -> tuple[int, ...]:
         """The global shape of operand 0."""
-        return tuple(self._at.operands[0].shape)
+        return tuple(self._plan.folded.shape)
 
     @property
     def count(self) -> int:
         """How many elements of the whole are folded into one."""
-        return math.prod(self.shape[d] for d in self.dims)
+        return self._plan.count
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """Where the block of operand 0 begins."""
-        layout = self._at.operands[0]
-        return layout.local_offset(layout.mesh.coordinates[self._here.member])
+        layout = self._plan.folded
+        return layout.local_offset(layout.mesh.coordinates[self._member])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +95,11 @@ class Fold(Word):
         plan: _Plan = at.known["fold"]
         arguments = dict(zip(plan.names, args, strict=False)) | kwargs
         blocks = [arguments[name] for name in plan.tensors]
+        parts: dict[int, Part] = {}
 
         def state_of(here: At, *blocks: Tensor) -> Tensor:
-            part = Part(at, here, arguments, plan.dims, plan.dtype)
-            blocks = tuple([plan.wide(block) for block in blocks])
-            return self.state(part, plan, *blocks)
+            part = parts[here.member] = Part(plan, here.member, arguments)
+            return self.state(part, plan, *[plan.wide(block) for block in blocks])
 
         state = at.map(state_of, *blocks)
         if self.finish is not None:
@@ -112,9 +110,8 @@ class Fold(Word):
         def finished(here: At, state: Tensor, *blocks: Tensor) -> Any:
             if self.finish is None:
                 return plan.shaped(here.member, (state,))
-            part = Part(at, here, arguments, plan.dims, plan.dtype)
             numbers = (state,) if self.numbers == 1 else state.unbind(0)
-            value = self.finish(part, *[plan.wide(block) for block in blocks], *numbers)
+            value = self.finish(parts[here.member], *[plan.wide(block) for block in blocks], *numbers)
             return plan.shaped(here.member, value if isinstance(value, tuple) else (value,))
 
         return at.map(finished, state, *blocks)
@@ -174,17 +171,20 @@ class _Plan:
     dims: tuple[int, ...]
     dtype: torch.dtype
     monoid: Reduction
+    folded: Layout  # operand 0
+    count: int
     results: tuple[Layout, ...]
     shapes: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict, compare=False)  # of results, by member
 
     @classmethod
     def of(cls, fold: Fold, at: KernelContext) -> _Plan:
         call = at.call
-        names = tuple(argument.name for argument in call.func._schema.arguments)
         given = tuple(dict.fromkeys(name for i, name in enumerate(call.names) if i not in call.fixed))
         monoid = fold.monoid if isinstance(fold.monoid, (str, Monoid)) else fold.monoid(call)
         results = tuple(layout for layout in at.results if layout is not None)
-        return cls(names, given, _folded(fold.pattern, call), _state_dtype(fold, call), monoid, results)
+        folded, dims = at.operands[0], _folded(fold.pattern, call)
+        count = math.prod([folded.shape[d] for d in dims])
+        return cls(at.once(argument_names), given, dims, _state_dtype(fold, call), monoid, folded, count, results)
 
     def wide(self, block: Tensor) -> Tensor:
         return block if block.dtype is self.dtype or not self.dtype.is_floating_point else block.to(self.dtype)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ from ..comm import communicator_of
 from ..layout.layout import Layout
 from ..layout.splits import Split, offsets_of
 from ..placement import Monoid
+from ..ranks.per_rank import shards_of
 from .call import Call
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +76,25 @@ class KernelContext:
     def all_gather(self, x: Any, shape_of: Callable[[int], tuple[int, ...]] | None = None) -> list[Any]:
         """Every group position's ``x``; ``shape_of(member)`` tells their shapes, ``None`` if those of one group are alike."""
         if shape_of is None:
-            shapes: dict[int, tuple[int, ...]] = {}
-            self.comm.map(lambda member, own: shapes.update({member: tuple(own.shape)}), x)
+            shapes = dict(zip(self.comm.held, [tuple(own.shape) for own in shards_of(x)], strict=False))
             alike = next(iter(shapes.values()))  # where only one rank's is here, the others asked about are of its group
             shape_of = lambda member: shapes.get(member, alike)  # noqa: E731
         return list(self.comm.all_gather(x, self.mesh_dims, shape_of).wait())
 
+    def once(self, find: Callable[[Call], T]) -> T:
+        """``find(call)``, of a function that tells something of a call: worked out once for all runs of the plan."""
+        if find not in self.known:
+            self.known[find] = find(self.call)
+        return cast(T, self.known[find])
+
     def counts(self, total: int) -> list[int]:
         """How many of ``total`` elements, the product of all its factors' sizes and others', each group position has."""
+        key = "counts", total
+        if key not in self.known:
+            self.known[key] = self._counts(total)
+        return cast("list[int]", self.known[key])
+
+    def _counts(self, total: int) -> list[int]:
         shares = [math.prod(sizes) for sizes in product(*(split.sizes for split in self.splits.values()))]
         return [total * share // max(1, sum(shares)) for share in shares]
 
@@ -92,7 +106,7 @@ class KernelContext:
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The kernel's arguments by name, where overloads have them in different places."""
-        return dict(zip((argument.name for argument in self.call.func._schema.arguments), args, strict=False)) | kwargs
+        return dict(zip(self.once(argument_names), args, strict=False)) | kwargs
 
     def dtype(self, result: int) -> torch.dtype:
         """The dtype of a result that is a tensor."""
@@ -124,6 +138,11 @@ class KernelContext:
         for mesh_dim in self.mesh_dims:
             index = index * self.call.mesh.shape[mesh_dim] + coordinate[mesh_dim]
         return At(member, index, offsets_of(self.sizes)[index], self.sizes[index])
+
+
+def argument_names(call: Call) -> tuple[str, ...]:
+    """The names of all arguments, in order."""
+    return tuple([argument.name for argument in call.func._schema.arguments])
 
 
 # --- what kernels of several families say -------------------------------------------------------------------------------

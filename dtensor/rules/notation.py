@@ -53,17 +53,18 @@ class Term:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pattern:
-    """A parsed rule notation; each text has one."""
+    """A parsed rule notation; each text has one.
+
+    Attributes:
+        whole: what stands in brackets.
+        picking: the arguments that pick dims, as written (``dim``, ``dim!``).
+    """
 
     text: str
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
     whole: frozenset[str]
-
-    @property
-    def named(self) -> bool:
-        """Whether operands are told apart by their arguments, not by their places."""
-        return bool(self.operands[0].name)
+    picking: tuple[str, ...]
 
 
 def is_group(dim: Dim) -> bool:
@@ -74,6 +75,11 @@ def is_group(dim: Dim) -> bool:
 def is_picked(dim: Dim) -> bool:
     """Whether an argument tells which dims these are."""
     return len(dim) == 1 and dim[0][0] == "@"
+
+
+def argument_of(dim: Dim) -> str:
+    """The argument that picks a dim, as the notation writes it."""
+    return dim[0][1:]
 
 
 @remembered(8192)
@@ -95,7 +101,8 @@ def parse(text: str) -> Pattern:
     unknown = {name for term in results for dim in term.dims for name in dim if name[0] != "@"} - known
     if unknown:
         raise RuleError(f"pattern {text!r}: {sorted(unknown)} stand only on the right")
-    return Pattern(text, operands, results, frozenset(whole))
+    picking = dict.fromkeys(argument_of(dim) for term in (*operands, *results) for dim in term.dims if is_picked(dim))
+    return Pattern(text, operands, results, frozenset(whole), tuple(picking))
 
 
 def _term(part: str, text: str, whole: set[str]) -> Term:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import torch
@@ -122,19 +124,24 @@ def _located(at: KernelContext, member: int, address: Address, given: Any, dims:
     """
     layout = at.operands[0]
     extents = at.known.get(member) or at.known.setdefault(member, _extents(layout, member, dims))
+    if address.form not in ("places", "flat"):
+        ((offset, size, total),) = extents
+        inside, position = _in_block(_checked(address, given, total), offset, size)
+        return inside, [position]
     if address.form == "flat":
         indices = _unravelled(_checked(address, given, layout.numel), tuple(layout.shape))
     else:
-        indices = [index for index in given if index is not None] if address.form == "places" else [given]
+        indices = [index for index in given if index is not None]
         indices = [_checked(address, index, total) for index, (_, _, total) in zip(indices, extents, strict=True)]
-    inside, positions = None, []
-    for index, (offset, size, _) in zip(torch.broadcast_tensors(*indices) if indices[1:] else indices, extents, strict=True):
-        position = index - offset if offset else index
-        here = (position >= 0) & (position < size)
-        inside = here if inside is None else inside & here
-        positions.append(position.clamp(0, max(0, size - 1)))
-    assert inside is not None  # something is indexed
-    return inside, positions
+    pairs = zip(torch.broadcast_tensors(*indices) if indices[1:] else indices, extents, strict=True)
+    found = [_in_block(index, offset, size) for index, (offset, size, _) in pairs]
+    return reduce(and_, [inside for inside, _ in found]), [position for _, position in found]
+
+
+def _in_block(index: Tensor, offset: int, size: int) -> tuple[Tensor, Tensor]:
+    """Which of these positions along a dim a block has, and where in it; valid places for the others."""
+    position = index - offset if offset else index
+    return (position >= 0) & (position < size), position.clamp(0, max(0, size - 1))
 
 
 def _extents(layout: Layout, member: int, dims: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
@@ -178,7 +185,7 @@ def _with_index(address: Address, rest: Sequence[Any], positions: list[Tensor], 
 def _with_room(block: Tensor, dims: Sequence[int], more: int = 0) -> Tensor:
     """``block``, or a copy with ``more`` along the first of ``dims`` and at least one element along each: zeros."""
     shape = list(block.shape)
-    if not more and all(shape[d] for d in dims):
+    if not more and (0 not in shape or all(shape[d] for d in dims)):
         return block
     shape[dims[0]] += more
     for d in dims:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..base.caches import remembered
-from .notation import Pattern, Term, is_group, is_picked
+from .notation import EACH, Pattern, Term, argument_of, is_group, is_picked
 from .rule import Dims
 
 Picks = tuple[tuple[str, Any], ...]  # argument -> the dims that it picks, as given
@@ -42,20 +42,46 @@ class Recipe:
 @remembered(4096)
 def recipe_of(
     pattern: Pattern,
-    terms: tuple[int, ...],
+    names: tuple[str, ...],
+    fixed: frozenset[int],
     ndims: tuple[int, ...],
-    outs: tuple[int, ...],
-    out_ndims: tuple[int, ...],
+    out_ndims: tuple[int | None, ...],
     picked: Picks,
 ) -> Recipe | None:
-    """The factors of tensors of ``ndims`` dims; None if they do not fit."""
+    """The factors of operands (of these arguments, ``fixed`` are numbers) and results of so many dims (None: no tensor); None if
+    they do not fit."""
+    terms, outs = operand_terms(pattern, names, fixed), result_terms(pattern, out_ndims)
+    if terms is None or outs is None:
+        return None
+    known = [ndim for ndim in out_ndims if ndim is not None]
     try:
         return Binder(pattern, dict(picked)).recipe(
             [(Term(()) if k == NUMBER else pattern.operands[k], ndim) for k, ndim in zip(terms, ndims, strict=True)],
-            [(pattern.results[k], ndim) for k, ndim in zip(outs, out_ndims, strict=True)],
+            [(pattern.results[k], ndim) for k, ndim in zip(outs, known, strict=True)],
         )
     except Misfit:
         return None
+
+
+def operand_terms(pattern: Pattern, names: tuple[str, ...], fixed: frozenset[int]) -> tuple[int, ...] | None:
+    """For each operand its term in the pattern; None if it has none."""
+    if pattern.operands[0].name == EACH:
+        found = [0] * len(names)
+    elif pattern.operands[0].name:  # operands are told apart by their arguments, not by their places
+        places = {term.name: i for i, term in enumerate(pattern.operands)}
+        found = [places.get(name, len(places)) for name in names]
+    else:
+        found = list(range(len(names)))
+    added = {k for k, term in enumerate(pattern.operands) if term.additive}  # once, as a number too
+    found = [NUMBER if i in fixed and k not in added else k for i, k in enumerate(found)]
+    return tuple(found) if max(found, default=0) < len(pattern.operands) else None
+
+
+def result_terms(pattern: Pattern, ndims: Sequence[int | None]) -> tuple[int, ...] | None:
+    """For each result tensor its term in the pattern."""
+    each = pattern.results[0].name == EACH
+    found = tuple([0 if each else i for i, ndim in enumerate(ndims) if ndim is not None])
+    return None if found and found[-1] >= len(pattern.results) else found
 
 
 class Binder:
@@ -186,8 +212,3 @@ def lacking(operands: Sequence[Dims], results: Sequence[Dims]) -> tuple[str, ...
 def label_of(factor: str) -> str:
     """How the notation writes a factor: ``m``, ``s*`` for one of a group, ``@dim`` for a picked one (``s`` and ``dim`` here)."""
     return factor.partition(".")[0]
-
-
-def argument_of(dim: tuple[str, ...]) -> str:
-    """The argument that picks a dim, as the notation writes it."""
-    return dim[0][1:]

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..base.caches import remembered
 from ..placement import REDUCE_OPS
 from .call import Call
 from .rule import ANY_PARTIAL, Partials, Row, Word
@@ -29,8 +30,25 @@ falling = ("max -> min", "min -> max")
 copies = ANY_PARTIAL
 
 
+class ByNames(Word):
+    """Rows that follow from the names of a call's operands, which of them are plain, and how many results are tensors."""
+
+    __slots__ = ()
+
+    def __call__(self, call: Call) -> tuple[str, ...]:
+        return _rows_of(self, call.names, call.plain, sum([meta is not None for meta in call.results]))
+
+    def made(self, names: tuple[str, ...], plain: frozenset[int], results: int) -> Iterable[str]:
+        raise NotImplementedError
+
+
+@remembered(4096)
+def _rows_of(word: ByNames, names: tuple[str, ...], plain: frozenset[int], results: int) -> tuple[str, ...]:
+    return tuple(word.made(names, plain, results))
+
+
 @dataclass(frozen=True, slots=True)
-class linear(Word):  # noqa: N801  a word, used like a function
+class linear(ByNames):  # noqa: N801  a word, used like a function
     """Rows of an operation that is linear in some arguments (see the table above); a list of tensors counts as one argument.
 
     >>> linear("grad")
@@ -42,23 +60,22 @@ class linear(Word):  # noqa: N801  a word, used like a function
     def __init__(self, *names: str) -> None:
         object.__setattr__(self, "names", names)
 
-    def __call__(self, call: Call) -> tuple[str, ...]:
+    def made(self, names: tuple[str, ...], plain: frozenset[int], results: int) -> Iterable[str]:
         rest = "R" if len(self.names) == 1 else "finite"
-        groups = [{name} for name in self.names] or [set(call.names)]
-        factors = {*self.names, *(call.names[i] for i in call.plain)}  # numbers of list operators have names of their own
-        rows = []
+        groups = [{name} for name in self.names] or [set(names)]
+        factors = {*self.names, *(names[i] for i in plain)}  # numbers of list operators have names of their own
         for here in groups:
             for op in ("sum", "avg"):
-                left = [op if name in here else rest if name in factors else "R" for name in call.names]
-                rows += [_row(left, op, call)] if op in left else []
-        return tuple(rows)
+                left = [op if name in here else rest if name in factors else "R" for name in names]
+                if op in left:
+                    yield _row(left, op, results)
 
     def __repr__(self) -> str:
         return f"linear({', '.join(map(repr, self.names))})"
 
 
 @dataclass(frozen=True, slots=True)
-class one_of(Word):  # noqa: N801
+class one_of(ByNames):  # noqa: N801
     """Rows of a choice: all of the named arguments in terms of one kind, or one of them beside whole ones, which are the mean,
     the maximum and the minimum of themselves."""
 
@@ -67,19 +84,19 @@ class one_of(Word):  # noqa: N801
     def __init__(self, *names: str) -> None:
         object.__setattr__(self, "names", names)
 
-    def __call__(self, call: Call) -> tuple[str, ...]:
-        given = [name for name in self.names if name in call.names]
-        rows = [_row([op if name in given else "R" for name in call.names], op, call) for op in REDUCE_OPS]
+    def made(self, names: tuple[str, ...], plain: frozenset[int], results: int) -> Iterable[str]:
+        given = [name for name in self.names if name in names]
+        for op in REDUCE_OPS:
+            yield _row([op if name in given else "R" for name in names], op, results)
         for op in ("avg", "max", "min"):
-            rows += [_row([op if name == own else "R" for name in call.names], op, call) for own in given if len(given) > 1]
-        return tuple(rows)
+            for own in given if len(given) > 1 else ():
+                yield _row([op if name == own else "R" for name in names], op, results)
 
 
 @dataclass(frozen=True, slots=True)
-class _Forgets(Word):
-    def __call__(self, call: Call) -> tuple[str, ...]:
-        rest = ["R"] * (len(call.operands) - 1)
-        return tuple(_row([op, *rest], "R", call) for op in REDUCE_OPS)
+class _Forgets(ByNames):
+    def made(self, names: tuple[str, ...], plain: frozenset[int], results: int) -> Iterable[str]:
+        return (_row([op, *["R"] * (len(names) - 1)], "R", results) for op in REDUCE_OPS)
 
 
 forgets = _Forgets()
@@ -113,9 +130,8 @@ class on_bools(_Of):  # noqa: N801
         return self.rows if call.operands[0].dtype is torch.bool else ()
 
 
-def _row(left: Iterable[str], right: str, call: Call) -> str:
-    count = sum(meta is not None for meta in call.results)
-    return f"{','.join(left)} -> {','.join([right] * count)}"
+def _row(left: Iterable[str], right: str, results: int) -> str:
+    return f"{','.join(left)} -> {','.join([right] * results)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +141,10 @@ class together(Word):  # noqa: N801
     parts: tuple[Any, ...]
 
     def __call__(self, call: Call) -> tuple[str | Row, ...]:
-        return tuple(row for part in self.parts for row in ((part(call) or ()) if callable(part) else (part,)))
+        found: list[str | Row] = []
+        for part in self.parts:
+            found += (part(call) or ()) if callable(part) else (part,)
+        return tuple(found)
 
     def own(self) -> tuple[Any, ...]:
         return tuple(part for part in self.parts if callable(part) and not isinstance(part, Word))

@@ -25,6 +25,7 @@ from .norms import (
     asked_dtypes,
     centred,
     centred_gradient,
+    combined,
     factors_of,
     gradient_terms,
     input_shape,
@@ -83,36 +84,46 @@ def samples(call: Call) -> int:
 
 
 def batch_norm(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    own, count, dims = at.named(args, kwargs), samples(at.call), around_channels(at.call)
-    mean, variance = moments(at, own["input"], dims, count)
-    return normalized_and_kept(own, mean, variance, dims, count, tuple(at.dtype(i) for i in range(1, len(at.results))))
+    own, count, dims = at.named(args, kwargs), at.once(samples), at.once(around_channels)
+    blocks, counts = moments(at, own["input"], dims, count)
+    eps, step = own.get("eps", own.get("epsilon")), own.get("momentum", own.get("exponential_average_factor"))
+    given = [own.get(name) for name in ("weight", "bias", *RUNNING)]
+    kept = [at.dtype(i) for i in range(1, len(at.results))]
+    return normalized_and_kept(own["input"], blocks, counts, given, eps, step, dims, count, kept)
 
 
 @on_each_rank
 def normalized_and_kept(
-    own: dict[str, Any], mean: Tensor, variance: Tensor, dims: tuple[int, ...], count: int, kept: tuple[torch.dtype, ...]
+    x: Tensor,
+    blocks: list[Tensor],
+    counts: list[int],
+    given: list[Any],
+    eps: float,
+    step: float,
+    dims: tuple[int, ...],
+    count: int,
+    kept: list[torch.dtype],
 ) -> Any:
-    """The normalized block and what is saved; updates the running statistics."""
-    x, eps = own["input"], own.get("eps", own.get("epsilon"))
-    weight, bias = (per_channel(own[name], dims) for name in ("weight", "bias"))
+    """The normalized block and what is saved; updates the running statistics (``given``, behind weight and bias)."""
+    mean, variance = combined(blocks, counts)
+    weight, bias = (per_channel(value, dims) for value in given[:2])
     out, mean, rstd = centred(x, mean, variance, eps, weight, bias, mean.dtype)
-    step: Any = own.get("momentum", own.get("exponential_average_factor"))
-    for name, value in zip(RUNNING, (mean, variance * (count / max(1, count - 1))), strict=True):
-        if own.get(name) is not None:
-            own[name].mul_(1 - step).add_(value.reshape(-1), alpha=step)
+    for running, value in zip(given[2:], (mean, variance * (count / max(1, count - 1))), strict=True):
+        if running is not None:
+            running.mul_(1 - step).add_(value.reshape(-1), alpha=step)
     saved = (value.reshape(-1).to(dtype) for value, dtype in zip((mean, rstd), kept, strict=False))
     return out, *saved, *(x.new_empty(0, dtype=dtype) for dtype in kept[2:])
 
 
 def batch_norm_backward(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
     """Gradients of input, weight and bias; the last two are the sums that the first needs."""
-    own, dims = at.named(args, kwargs), around_channels(at.call)
+    own, dims = at.named(args, kwargs), at.once(around_channels)
     mean, rstd = per_channel(own["save_mean"], dims), per_channel(own.get("save_invstd", own.get("save_var")), dims)
     grad = own.get("grad_out", own.get("grad_output"))
     _, normalized, upstream, terms = gradient_terms(grad, own["input"], mean, rstd, None, dims)
     scale = affine(rstd, per_channel(own["weight"], dims))
     asked = asked_dtypes(at.call, own.get("output_mask", [True] * 3))
-    return channel_gradients(upstream, normalized, at.all_reduce(terms, "sum"), samples(at.call), scale, asked)
+    return channel_gradients(upstream, normalized, at.all_reduce(terms, "sum"), at.once(samples), scale, asked)
 
 
 @on_each_rank

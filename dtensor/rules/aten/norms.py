@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -29,9 +31,9 @@ aten = torch.ops.aten
 
 
 # --- what all of them are made of: what one rank computes before and after the collective ---------------------------
-def moments(at: KernelContext, x: Any, dims: tuple[int, ...], count: int) -> tuple[Any, Any]:
-    """Mean and biased variance over ``dims`` (kept) of the whole, ``count`` values each, that ``x`` is a block of."""
-    return combined(at.all_gather(block_moments(x, dims)), at.counts(count))
+def moments(at: KernelContext, x: Any, dims: tuple[int, ...], count: int) -> tuple[list[Any], list[int]]:
+    """Over ``dims`` (kept) of the whole, ``count`` values each, that ``x`` is a block of, as :func:`combined` takes them."""
+    return at.all_gather(block_moments(x, dims)), at.counts(count)
 
 
 @on_each_rank
@@ -42,16 +44,16 @@ def block_moments(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return torch.stack((mean, (x - mean).square().sum(dims, keepdim=True)))
 
 
-@on_each_rank
 def combined(blocks: list[Tensor], counts: list[int]) -> tuple[Any, Any]:
     """Mean and biased variance of the union of blocks."""
-    held = [(size, block) for size, block in zip(counts, blocks, strict=True) if size]
-    zero, total = torch.zeros_like(blocks[0][0]), max(1, sum(counts))
-    mean = sum((block[0] * (size / total) for size, block in held), zero)
-    return mean, sum((block[1] + (block[0] - mean).square() * size for size, block in held), zero) / total
+    held = [(size, block[0], block[1]) for size, block in zip(counts, blocks, strict=True) if size]
+    if not held:
+        return torch.zeros_like(blocks[0][0]), torch.zeros_like(blocks[0][0])
+    total = sum(counts)
+    mean = reduce(add, [own * (size / total) for size, own, _ in held])
+    return mean, reduce(add, [squares + (own - mean).square() * size for size, own, squares in held]) / total
 
 
-@on_each_rank
 def centred(x: Tensor, mean: Tensor, variance: Tensor, eps: float, weight: Any, bias: Any, kept: torch.dtype) -> Any:
     """What was centred and scaled, its mean, and the reciprocal deviation."""
     rstd = (variance + eps).rsqrt()
@@ -188,8 +190,11 @@ def last(normalized_shape: Any) -> tuple[int, ...]:
 
 
 def layer_norm(at: KernelContext, x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> Any:
-    mean, variance = moments(at, x, last(normalized_shape), math.prod(normalized_shape))
-    return centred(x, mean, variance, eps, weight, bias, at.dtype(1))
+    parts = moments(at, x, last(normalized_shape), math.prod(normalized_shape))
+    return layer_normalized(x, *parts, eps, weight, bias, at.dtype(1))
+
+
+layer_normalized = on_each_rank(lambda x, blocks, counts, *rest: centred(x, *combined(blocks, counts), *rest))
 
 
 def layer_norm_backward(
@@ -199,8 +204,7 @@ def layer_norm_backward(
     *parts, terms = gradient_terms(grad, x, mean, rstd, weight, dims if mask[0] else ())
     sums = at.all_reduce(terms, "sum") if mask[0] else None
     rows = tuple(range(len(call["input"].shape) - len(normalized_shape)))
-    dtypes = asked_dtypes(call, mask)
-    return gradients(parts, sums, math.prod(normalized_shape), rstd, rows, dtypes)
+    return gradients(parts, sums, math.prod(normalized_shape), rstd, rows, asked_dtypes(call, mask))
 
 
 @on_each_rank
@@ -270,7 +274,7 @@ def over_groups(call: Call) -> Seen:
 
 
 @on_each_rank
-def by_groups(x: Tensor | None, channels: int, groups: int) -> Tensor | None:
+def by_groups(x: Any, channels: int, groups: int) -> Any:
     """(n, channels, ...) or (channels,) as (n, groups, channels of a group, positions), of which a block has some."""
     if x is None:
         return None
@@ -286,10 +290,15 @@ def like(x: Tensor, made: Tensor) -> Tensor:
 
 def group_norm(at: KernelContext, x: Any, weight: Any, bias: Any, *sizes: Any) -> Any:
     _, channels, positions, groups, eps = sizes
-    block, weight, bias = (by_groups(value, channels, groups) for value in (x, weight, bias))
-    mean, variance = moments(at, block, INNER, channels // groups * positions)
-    out, mean, rstd = centred(block, mean, variance, eps, weight, bias, at.dtype(1))
-    return like(x, out), mean[:, :, 0, 0], rstd[:, :, 0, 0]
+    parts = moments(at, by_groups(x, channels, groups), INNER, channels // groups * positions)
+    return groups_normalized(x, *parts, weight, bias, [channels, groups], eps, at.dtype(1))
+
+
+@on_each_rank
+def groups_normalized(x: Tensor, blocks: Any, counts: Any, weight: Any, bias: Any, of: list[int], eps: float, kept: Any) -> Any:
+    block, weight, bias = (by_groups(value, *of) for value in (x, weight, bias))
+    out, mean, rstd = centred(block, *combined(blocks, counts), eps, weight, bias, kept)
+    return out.reshape(x.shape).to(x.dtype), mean[:, :, 0, 0], rstd[:, :, 0, 0]
 
 
 def group_norm_backward(at: KernelContext, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, *sizes: Any) -> Any:
