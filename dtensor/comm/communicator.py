@@ -7,8 +7,9 @@ Those of separate tensors stand here: they bind a collective of :mod:`.binding` 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -23,7 +24,7 @@ from .pending import Pending
 from .regions import Route, Scatter, Traffic, Transfer
 from .rows import Shape, announced, apart, broadcast, exchanged, gathered, joined, runs
 
-Shapes = dict[int, tuple[tuple[int, ...], ...]]  # by member
+Lengths = Callable[[int], Sequence[int]]  # of rows, for a member
 
 
 class Communicator(Binding):
@@ -48,20 +49,27 @@ class Communicator(Binding):
             return Pending.of([self._own(x)] * size)
         shapes = {member: tuple(shape_of(member)) for group in self._groups(dims) for member in group}
         row = self.map(lambda member, piece: joined([announced(piece, shapes[member], member)]), x)
-        return self._gather_of(dims, shapes, row.dtype)(row).then(
+        bound = self._known(
+            ("all_gather", dims, *shapes.items(), row.dtype),
+            lambda: self.bind_gather(dims, lambda at: [math.prod(shapes[k]) for k in self.mesh.members_of(dims, at)], row.dtype),
+        )
+        return cast(Run, bound)(row).then(
             lambda whole: self.map(lambda at, own: apart(own, [shapes[k] for k in self.mesh.members_of(dims, at)]), whole)
         )
 
-    def _gather_of(self, dims: Dims, shapes: dict[int, tuple[int, ...]], dtype: torch.dtype) -> Run:
+    def bind_gather(self, mesh_dims: Sequence[int], lengths_of: Lengths, dtype: torch.dtype) -> Run:
+        """The rows of a group, one behind the other, as one; ``lengths_of(member)`` those of its group, by position."""
+        dims = tuple(mesh_dims)
+        if self.group_size(dims) == 1:
+            return lambda row: Pending.of(self._own(row))
+        lengths = self._by_group(dims, lengths_of)
+
         @functools.cache
         def route_of(member: int) -> Route:
             group = self.mesh.members_of(dims, member)
-            return gathered([shapes[other] for other in group], group.index(member))
+            return gathered([(length,) for length in lengths[group]], group.index(member))
 
-        return self._known(
-            ("all_gather", dims, *shapes.items(), dtype),
-            lambda: self.bind_transfer(dims, Transfer(route_of, dtype, "all_gather")),
-        )
+        return self.bind_transfer(dims, Transfer(route_of, dtype, "all_gather"))
 
     @site
     def reduce_scatter(self, chunks: Sequence[Local], mesh_dims: Sequence[int], op: Op = "sum") -> Pending[Local]:
@@ -86,19 +94,43 @@ class Communicator(Binding):
             arrived = self._exchange(chunks, dims, shape_of, "reduce_scatter")
             return arrived.then(lambda terms: self.map(lambda _, *own: fold(own, op), *terms))
         row = self.map(lambda _, *own: joined(own), *chunks)
-        return self._scatter_of(dims, shapes, op, row.dtype)(row).then(
+        bound = self._known(
+            ("reduce_scatter", dims, *shapes.items(), op, row.dtype),
+            lambda: self.bind_scatter(dims, lambda member: [math.prod(shape) for shape in shapes[member]], op, row.dtype),
+        )
+        return cast(Run, bound)(row).then(
             lambda reduced: self.map(lambda member, own: own.view(shape_of(member, member)), reduced)
         )
 
-    def _scatter_of(self, dims: Dims, shapes: Shapes, op: str, dtype: torch.dtype) -> Run:
-        boxes = {member: tuple(runs(own)) for member, own in shapes.items()}
-        own = next(iter(boxes.values()))  # alike in a group, of which others need not be here
+    def bind_scatter(self, mesh_dims: Sequence[int], lengths_of: Lengths, op: str, dtype: torch.dtype) -> Run:
+        """Part k of a group's rows, reduced, for position k; ``lengths_of(member)`` are the parts' in its group."""
+        dims = tuple(mesh_dims)
+        if self.group_size(dims) == 1:
+            return lambda row: Pending.of(self.map(lambda _, term: fold([term], op), row) if self.held else row)
+        parts = {group: tuple(runs([(n,) for n in each])) for group, each in self._by_group(dims, lengths_of).items()}
+        wholes = {group: (sum(box.numel for box in boxes),) for group, boxes in parts.items()}
+        members_of = self.mesh.members_of
+        scatter = Scatter(lambda at: parts[members_of(dims, at)], op, lambda at: wholes[members_of(dims, at)], dtype)
+        return self.bind_reduce_scatter(dims, scatter)
 
-        def length_of(member: int) -> tuple[int, ...]:
-            return (sum(box.numel for box in boxes.get(member, own)),)
+    def bind_exchange(self, mesh_dims: Sequence[int], leaving: Lengths, arriving: Lengths, dtype: torch.dtype) -> Run:
+        """What comes, one part behind the other by position, of rows whose part k goes to position k; lengths by position."""
+        dims = tuple(mesh_dims)
 
-        scatter = Scatter(lambda member: boxes.get(member, own), op, length_of, dtype)
-        return self._known(("reduce_scatter", dims, *shapes.items(), op, dtype), lambda: self.bind_reduce_scatter(dims, scatter))
+        @functools.cache
+        def route_of(member: int) -> Route:
+            sends, receives = ([(length,) for length in lengths_of(member)] for lengths_of in (leaving, arriving))
+            return exchanged(sends, receives, self.mesh.members_of(dims, member).index(member))
+
+        return self.bind_transfer(dims, self._between_all(dims, route_of, dtype, "all_to_all"))
+
+    def _between_all(self, dims: Dims, route_of: Callable[[int], Route], dtype: torch.dtype, kind: str) -> Transfer:
+        """Where all are taken to meet all: a rank need not know what others have for each other."""
+        everybody = Traffic(0, self.group_size(dims), False)
+        return Transfer(route_of, dtype, kind, lambda _: everybody)
+
+    def _by_group(self, dims: Dims, of: Lengths) -> dict[Dims, Sequence[int]]:
+        return {group: of(next(at for at in group if at in self.held)) for group in self._groups(dims)}
 
     @site
     def all_to_all(
@@ -132,8 +164,7 @@ class Communicator(Binding):
             return joined([announced(piece, shape_of(member, to), member) for piece, to in pairs])
 
         row = self.map(row_of, *chunks)
-        everybody = Traffic(0, len(chunks), False)  # taken to be so: a rank need not know what others have for each other
-        bound = self.bind_transfer(dims, Transfer(route_of, row.dtype, kind, lambda _: everybody))
+        bound = self.bind_transfer(dims, self._between_all(dims, route_of, row.dtype, kind))
         return bound(row).then(lambda whole: self.map(lambda member, own: apart(own, arriving(member)), whole))
 
     @site

@@ -77,13 +77,15 @@ class InProcess(Communicator):
         return Reduction(run)
 
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
+        wanted = []
+        for member in self.held:
+            group = self.mesh.members_of(dims, member)
+            wanted.append([(source, scatter.chunks_of(source)[group.index(member)]) for source in group])
+
         def run(x: Local) -> Pending[Local]:
-            shards, results = self._shards(x), {}
-            for group in self._groups(dims):
-                for k, member in enumerate(group):
-                    terms = [region(shards[source], scatter.chunks_of(source)[k]) for source in group]
-                    results[member] = fold(terms, scatter.op)
-            return self._ended(results)
+            shards = self._shards(x)
+            reduced = (fold([region(shards[source], box) for source, box in terms], scatter.op) for terms in wanted)
+            return Pending.of(PerRank(reduced))
 
         return run
 

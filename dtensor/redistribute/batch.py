@@ -10,7 +10,7 @@ too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..base.caches import remembered
 from ..comm import Communicator, Pending, communicator_of
 from ..comm.fold import divided
-from ..comm.regions import region
+from ..comm.regions import Box, region
 from ..comm.rows import flat_bytes, from_bytes
 from ..placement import Monoid
 from .executor import Local, bound_of, route
@@ -27,6 +27,7 @@ from .rows import Rows, aligned
 from .step import AllGather, AllReduce, Plan, ReduceScatter, Step
 
 Merged = Pending[list[Local]]
+Together = Callable[[list[Local], list[Local | None]], Merged]  # of values, and memory for what is gathered
 
 
 def execute_many(plans: Sequence[Plan], locals_: Sequence[Local], *, out: Sequence[Local] | None = None) -> Pending[list[Local]]:
@@ -67,7 +68,7 @@ class _Run:
         steps = [self.plans[i].steps[self.at[i]] for i in group]
         last = [self.at[i] + 1 == len(self.bound[i]) for i in group]
         out = [self.out[i] if ends else None for i, ends in zip(group, last, strict=True)]
-        return _merged(communicator_of(steps[0].before.mesh), steps, [self.values[i] for i in group], out)
+        return _merged(tuple(steps))([self.values[i] for i in group], out)
 
     def finish(self, pending: list[tuple[list[int], Merged]]) -> list[Local]:
         while pending:
@@ -95,62 +96,74 @@ def _kind(step: Step, index: int) -> Hashable:
             return over
 
 
-def _merged(comm: Communicator, steps: list[Any], values: list[Local], out: list[Local | None]) -> Merged:
+@remembered(512)
+def _merged(steps: tuple[Any, ...]) -> Together:
+    """Steps of one kind as one; regions and groups are worked out once."""
     match steps[0]:
         case AllReduce():
-            return _all_reduce(comm, steps, values)
+            return _all_reduce(steps)
         case ReduceScatter():
-            return _reduce_scatter(comm, steps, values)
+            return _reduce_scatter(steps)
         case _ if all(isinstance(step, AllGather) for step in steps):
-            return _all_gather(comm, steps, values, out)
+            return _all_gather(steps)
         case _:
-            return _exchange(comm, steps, values)
+            return _exchange(steps)
 
 
 # --- reductions: the elements of all tensors in one row -------------------------------------------------------------------
-def _all_reduce(comm: Communicator, steps: list[AllReduce], values: list[Local]) -> Merged:
-    row = comm.map(lambda _, *parts: torch.cat([part.reshape(-1) for part in parts]), *values)
-    pending = comm.all_reduce(row, steps[0].mesh_dims, steps[0].op)
+def _all_reduce(steps: tuple[Any, ...]) -> Together:
+    comm, divisor = communicator_of(steps[0].before.mesh), steps[0].divisor
+    reduction = comm.bind_all_reduce(steps[0].mesh_dims, steps[0].op, steps[0].before.dtype)
+    bound = reduction.taking or reduction.run
 
     def apart(member: int, reduced: Tensor, *parts: Tensor) -> list[Tensor]:
-        reduced = divided(reduced, steps[0].divisor) if steps[0].divisor > 1 else reduced
-        rows = reduced.split([part.numel() for part in parts])
+        rows = (divided(reduced, divisor) if divisor > 1 else reduced).split([part.numel() for part in parts])
         return [row.view(part.shape) for row, part in zip(rows, parts, strict=True)]
 
-    return pending.then(lambda reduced: comm.map(apart, reduced, *values))
+    def start(values: list[Local], out: list[Local | None]) -> Merged:
+        row = comm.map(lambda _, *parts: torch.cat([part.reshape(-1) for part in parts]), *values)
+        return bound(row).then(lambda reduced: comm.map(apart, reduced, *values))
+
+    return start
 
 
-def _reduce_scatter(comm: Communicator, steps: list[ReduceScatter], values: list[Local]) -> Merged:
-    together, every = tuple(steps), range(len(steps))
+def _reduce_scatter(steps: tuple[Any, ...]) -> Together:
+    mesh, every, dtype, divisor = steps[0].before.mesh, range(len(steps)), steps[0].before.dtype, steps[0].divisor
+    comm, rows = communicator_of(mesh), _rows_of(steps)
+    bound = comm.bind_scatter(steps[0].mesh_dims, lambda member: rows[member].parts(every, 0), steps[0].op, dtype)
 
-    def chunks(member: int, *parts: Tensor) -> list[Tensor]:
-        return _rows_of(together, member).chunks(every, parts, parts[0].dtype, parts[0].device)
-
-    pending = comm.reduce_scatter(comm.map(chunks, *values), steps[0].mesh_dims, steps[0].op)
+    def terms(member: int, *parts: Tensor) -> Tensor:
+        return rows[member].terms(every, parts, dtype, parts[0].device)
 
     def apart(member: int, reduced: Tensor) -> list[Tensor]:
-        reduced = divided(reduced, steps[0].divisor) if steps[0].divisor > 1 else reduced
-        return _rows_of(together, member).split(every, reduced)[:-1]
+        return rows[member].split(every, divided(reduced, divisor) if divisor > 1 else reduced)[:-1]
 
-    return pending.then(lambda reduced: comm.map(apart, reduced))
+    return lambda values, out: bound(comm.map(terms, *values)).then(lambda reduced: comm.map(apart, reduced))
 
 
-# --- transfers: the bytes of all tensors in one row per rank, so dtypes may differ ----------------------------------------
-def _all_gather(comm: Communicator, steps: list[AllGather], values: list[Local], out: list[Local | None]) -> Merged:
-    together = tuple(steps)
-    row = comm.map(lambda member, *parts: _rows_of(together, member).pack(parts, parts[0].device), *values)
-    pending = comm.all_gather(row, steps[0].mesh_dims, lambda member: (_rows_of(together, member).nbytes,))
+# --- transfers: all tensors in one row per rank, as bytes where dtypes differ ---------------------------------------------
+def _all_gather(steps: tuple[Any, ...]) -> Together:
+    comm, rows = communicator_of(steps[0].before.mesh), _rows_of(steps)
+    seen = next(iter(rows.values())).seen
+    bound = comm.bind_gather(steps[0].mesh_dims, lambda member: rows[member].lengths, seen)
 
-    def joined(member: int, arrived: list[Tensor], *targets: Tensor | None) -> list[Tensor]:
-        rows = _rows_of(together, member)
+    def joined(member: int, arrived: Tensor, *targets: Tensor | None) -> list[Tensor]:
+        own = rows[member]
         made = [
-            arrived[0].new_empty(shape, dtype=dtype) if target is None else target
-            for target, shape, dtype in zip(targets, rows.shapes, rows.dtypes, strict=True)
+            arrived.new_empty(shape, dtype=dtype) if target is None else target
+            for target, shape, dtype in zip(targets, own.shapes, own.dtypes, strict=True)
         ]
-        rows.unpack(arrived, (), rows.targets([x.data for x in made]))
+        own.unpack(arrived, (), own.targets([x.data for x in made]))
         return made
 
-    return pending.then(lambda arrived: comm.map(joined, arrived, *out))
+    def start(values: list[Local], out: list[Local | None]) -> Merged:
+        row = comm.map(lambda member, *parts: rows[member].pack(parts, parts[0].device), *values)
+        return bound(row).then(lambda arrived: settled(comm.map(joined, arrived, *out), out))
+
+    def settled(made: list[Local], out: list[Local | None]) -> list[Local]:
+        return [x if target is None else target for x, target in zip(made, out, strict=True)]
+
+    return start
 
 
 def broadcast_many(comm: Communicator, values: Sequence[Local], mesh_dims: Sequence[int]) -> list[Local]:
@@ -169,59 +182,48 @@ def broadcast_many(comm: Communicator, values: Sequence[Local], mesh_dims: Seque
     return [arrived[order.index(i)] for i in range(len(values))]
 
 
-@remembered(1024)
-def _rows_of(steps: tuple[Any, ...], member: int) -> Rows:
-    """The rows of steps that gather, or (mirrored) that reduce."""
-    gathers = isinstance(steps[0], AllGather)
+def _rows_of(steps: tuple[Any, ...]) -> dict[int, Rows]:
+    """The rows of steps that gather, or (mirrored) that reduce, of each member held here."""
+    gathers, mesh, mesh_dims = isinstance(steps[0], AllGather), steps[0].before.mesh, steps[0].mesh_dims
     pairs = [(step.before, step.after) if gathers else (step.after, step.before) for step in steps]
-    group = steps[0].before.mesh.members_of(steps[0].mesh_dims, member)
-    return Rows.of(pairs, [step.before.dtype for step in steps], [True] * len(steps), member, group)
+    dtypes, cut = [step.before.dtype for step in steps], [True] * len(steps)
+    members = communicator_of(mesh).held
+    return {member: Rows.of(pairs, dtypes, cut, member, mesh.members_of(mesh_dims, member)) for member in members}
 
 
-def _exchange(comm: Communicator, steps: list[Any], values: list[Local]) -> Merged:
-    mesh, mesh_dims = steps[0].before.mesh, steps[0].mesh_dims
-
-    def rows(member: int, *parts: Tensor) -> list[Tensor]:
-        sent = [route(step, member).sends for step in steps]
-        empty = parts[0].new_empty(0, dtype=torch.uint8)
-        return [
-            torch.cat(
-                [empty, *(flat_bytes(region(part, box)) for part, box in zip(parts, boxes, strict=True) if box is not None)]
-            )
-            for boxes in zip(*sent, strict=True)
-        ]
+def _exchange(steps: tuple[Any, ...]) -> Together:
+    """By position and tensor, what is sent; so it arrives."""
+    comm, sizes = communicator_of(steps[0].before.mesh), [step.before.dtype.itemsize for step in steps]
 
     @functools.cache
-    def lengths(member: int, side: str) -> list[int]:
-        boxes = zip(*(getattr(route(step, member), side) for step in steps), strict=True)
-        sizes = [step.before.dtype.itemsize for step in steps]
-        return [sum(box.numel * size for box, size in zip(row, sizes, strict=True) if box is not None) for row in boxes]
+    def boxes(member: int, side: str) -> list[tuple[Box | None, ...]]:
+        return list(zip(*(getattr(route(step, member), side) for step in steps), strict=True))
 
-    def shape_of(source: int, target: int) -> tuple[int, ...]:
-        if target == mesh.current_member():  # one's own part tells what comes, too
-            return (lengths(target, "receives")[mesh.members_of(mesh_dims, target).index(source)],)
-        return (lengths(source, "sends")[mesh.members_of(mesh_dims, source).index(target)],)
+    @functools.cache
+    def lengths(member: int, side: str) -> list[list[int]]:
+        each = boxes(member, side)
+        return [[0 if box is None else box.numel * size for box, size in zip(own, sizes, strict=True)] for own in each]
 
-    pending = comm.all_to_all(comm.map(rows, *values), mesh_dims, shape_of)
-    return pending.then(lambda arrived: comm.map(_place, arrived, steps, *values))
+    def sent(member: int, *parts: Tensor) -> Tensor:
+        pairs = [pair for own in boxes(member, "sends") for pair in zip(parts, own, strict=True)]
+        row = [flat_bytes(region(part, box)) for part, box in pairs if box is not None]
+        return torch.cat(row) if row else parts[0].new_empty(0, dtype=torch.uint8)
 
+    def placed(member: int, arrived: Tensor, *parts: Tensor) -> list[Tensor]:
+        results = []
+        pieces = iter(arrived.split([length for own in lengths(member, "receives") for length in own]))
+        for part, own in zip(parts, (route(step, member) for step in steps), strict=True):
+            results.append(part.new_empty(own.new))
+            if own.kept is not None:
+                region(results[-1], own.kept[1]).copy_(region(part.detach(), own.kept[0]))
+        for each in boxes(member, "receives"):
+            for result, box, piece in zip(results, each, pieces, strict=False):
+                if box is not None:
+                    region(result, box).copy_(aligned(piece, result.itemsize).view(result.dtype).view(box.size))
+        return results
 
-def _place(member: int, arrived: list[Tensor], steps: list[Any], *parts: Tensor) -> list[Tensor]:
-    """The new blocks, from one row per group position that holds what it has for each tensor, in order."""
-    offsets = [0] * len(arrived)
-    results = []
-    mine = steps[0].before.mesh.members_of(steps[0].mesh_dims, member).index(member)
-    for step, part in zip(steps, parts, strict=True):
-        own = route(step, member)
-        result = part.new_empty(own.new)
-        if own.kept is not None:
-            old, new = own.kept
-            region(result, new).copy_(region(part.detach(), old))
-        for k, box in enumerate(own.receives):
-            if box is not None and k != mine:
-                length = box.numel * result.itemsize
-                row = arrived[k][offsets[k] : offsets[k] + length]
-                region(result, box).copy_(aligned(row, result.itemsize).view(result.dtype).view(box.size))
-                offsets[k] += length
-        results.append(result)
-    return results
+    def total(side: str) -> Callable[[int], list[int]]:
+        return lambda member: [sum(own) for own in lengths(member, side)]
+
+    bound = comm.bind_exchange(steps[0].mesh_dims, total("sends"), total("receives"), torch.uint8)
+    return lambda values, out: bound(comm.map(sent, *values)).then(lambda arrived: comm.map(placed, arrived, *values))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm.regions import Box
-from ..comm.rows import flat_bytes
+from ..comm.rows import flat
 from ..layout.layout import Layout
 from .executor import inside
 
@@ -26,9 +26,12 @@ class Rows:
         shapes: of what positions have together, as this member holds it.
         sizes, numels: by position, by tensor, of its block.
         narrowed: where that lies in what they have together: tensor dims that it is a part of, with start and length.
-        sections: by position, bytes of its blocks of what is cut.
         mine: this member's position.
-        nbytes: of this member's row.
+        seen: the dtype of rows: the one of all that is cut, else bytes.
+        lengths: of rows, by position.
+        pieces: of all rows one behind the other: the length of each block that is cut, and of what pads a row after its blocks.
+        blocks: which of the pieces are blocks, with their size and dtype.
+        padding: of this member's row.
     """
 
     cut: tuple[bool, ...]
@@ -37,9 +40,12 @@ class Rows:
     sizes: tuple[tuple[tuple[int, ...], ...], ...]
     numels: tuple[tuple[int, ...], ...]
     narrowed: tuple[tuple[tuple[tuple[int, int, int], ...], ...], ...]
-    sections: tuple[tuple[int, ...], ...]
     mine: int
-    nbytes: int
+    seen: torch.dtype
+    lengths: tuple[int, ...]
+    pieces: tuple[int, ...]
+    blocks: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
+    padding: int
 
     @staticmethod
     def of(
@@ -56,24 +62,36 @@ class Rows:
         sizes = tuple(tuple(box.size for box in each) for each in boxes)
         numels = tuple(tuple(box.numel for box in each) for each in boxes)
         narrowed = tuple(tuple(map(_narrowed, each, shapes)) for each in boxes)
-        sections = tuple(
-            tuple(n * dtype.itemsize for n, dtype, is_cut in zip(each, dtypes, cut, strict=True) if is_cut) for each in numels
-        )
+        kinds = {dtype for dtype, is_cut in zip(dtypes, cut, strict=True) if is_cut}
+        seen = kinds.pop() if len(kinds) == 1 else torch.uint8
+        lengths, pieces, blocks = [], [], []
+        for each in sizes:
+            start = len(pieces)
+            for size, dtype, is_cut in zip(each, dtypes, cut, strict=True):
+                if is_cut:
+                    blocks.append((len(pieces), size, dtype))
+                    pieces.append(math.prod(size) * dtype.itemsize // seen.itemsize)
+            unit, filled = max(1, alignment // seen.itemsize), sum(pieces[start:])
+            lengths.append(-(-filled // unit) * unit)
+            pieces.append(lengths[-1] - filled)
         mine = list(group).index(member)
-        nbytes = -(-sum(sections[mine]) // alignment) * alignment
-        return Rows(tuple(cut), tuple(dtypes), shapes, sizes, numels, narrowed, sections, mine, nbytes)
+        padding = pieces[(mine + 1) * (sum(cut) + 1) - 1]
+        many = (cut, dtypes, shapes, sizes, numels, narrowed)
+        return Rows(*map(tuple, many), mine, seen, tuple(lengths), tuple(pieces), tuple(blocks), padding)
 
     # --- blocks become whole -----------------------------------------------------------------------------------------
     def pack(
         self, locals_: Sequence[Tensor], device: str | torch.device, join: Callable[[list[Tensor]], Tensor] = torch.cat
     ) -> Tensor:
-        """This member's row of bytes. ``join`` puts blocks behind one another, in memory that nobody writes to later."""
-        triples = zip(locals_, self.cut, self.dtypes, strict=True)
-        parts = [flat_bytes(local.detach().to(dtype)) for local, cut, dtype in triples if cut]
-        filled = sum(part.numel() for part in parts)
-        if filled < self.nbytes:
-            parts.append(torch.zeros(self.nbytes - filled, dtype=torch.uint8, device=locals_[0].device))
-        return join(parts).to(device, non_blocking=True) if parts else torch.zeros(0, dtype=torch.uint8, device=device)
+        """This member's row. ``join`` puts blocks behind one another, in memory that nobody writes to later."""
+        parts = []
+        for local, cut, dtype in zip(locals_, self.cut, self.dtypes, strict=True):
+            if cut:
+                row = flat(local.to(dtype))
+                parts.append(row if dtype is self.seen else row.view(self.seen))
+        if self.padding:
+            parts.append(torch.zeros(self.padding, dtype=self.seen, device=locals_[0].device))
+        return join(parts).to(device, non_blocking=True) if parts else torch.zeros(0, dtype=self.seen, device=device)
 
     def buffer(self, device: str) -> list[Tensor]:
         """A buffer of bytes, then each whole tensor as a view of it."""
@@ -90,48 +108,50 @@ class Rows:
         regions = [_part(x, where) for each in self.narrowed for x, where, cut in zip(full, each, self.cut, strict=True) if cut]
         return regions + [x for x, cut in zip(full, self.cut, strict=True) if not cut]
 
-    def unpack(self, rows: Sequence[Tensor], locals_: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Copy rows, by position, to the regions; what is not cut from ``locals_``."""
+    def unpack(self, row: Tensor | None, locals_: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Copy all rows, one behind the other by position, to the regions; what is not cut from ``locals_``."""
         sources: list[Tensor] = []
-        mixed = len(set(self.dtypes)) > 1  # blocks of other dtypes may stand where this one's elements cannot be read
-        for row, sizes, sections in zip(rows, self.sizes, self.sections, strict=False):  # no rows where nothing is cut
-            kinds = [(size, dtype) for size, dtype, cut in zip(sizes, self.dtypes, self.cut, strict=True) if cut]
-            for piece, (size, dtype) in zip(row.split([*sections, row.numel() - sum(sections)]), kinds, strict=False):
-                sources.append((aligned(piece, dtype.itemsize) if mixed else piece).view(dtype).view(size))
+        pieces = () if row is None else row.split(self.pieces)
+        for k, size, dtype in self.blocks:
+            piece = pieces[k]
+            sources.append((piece if dtype is self.seen else aligned(piece, dtype.itemsize).view(dtype)).view(size))
         sources += [local.detach() for local, cut in zip(locals_, self.cut, strict=bool(locals_)) if not cut]
         torch._foreach_copy_(list(targets), sources)
 
     # --- the mirror: whole ones are reduced to blocks ----------------------------------------------------------------
-    def chunks(
+    def terms(
         self,
         chosen: Sequence[int],
         wholes: Sequence[Tensor | None],
         dtype: torch.dtype,
         device: torch.device,
         behind: Sequence[Tensor] = (),
-    ) -> list[Tensor]:
-        """By position what it shall reduce: its block of each of the chosen tensors (None: zeros), and then what stands behind.
+    ) -> Tensor:
+        """What positions shall reduce: for each its block of every chosen tensor (None: zeros), then what stands ``behind``.
 
-        What is not cut stands in every chunk, so every rank gets its reduction.
+        What is not cut stands in every part, so every rank gets its reduction.
         """
-        result = []
+        parts: list[Tensor] = []
         for numels, narrowed in zip(self.numels, self.narrowed, strict=True):
-            parts = [
-                torch.zeros(numels[i], dtype=dtype, device=device)
-                if whole is None
-                else _part(whole, narrowed[i]).to(dtype).reshape(-1)
-                for i, whole in zip(chosen, wholes, strict=True)
-            ]
-            result.append(torch.cat([*parts, *behind]))
-        return result
+            for i, whole in zip(chosen, wholes, strict=True):
+                if whole is None:
+                    parts.append(torch.zeros(numels[i], dtype=dtype, device=device))
+                else:
+                    parts.append(_part(whole, narrowed[i]).to(dtype).reshape(-1))
+            parts += behind
+        return torch.cat(parts)
+
+    def parts(self, chosen: Sequence[int], behind: int) -> list[int]:
+        """The lengths of the positions' parts of :meth:`terms`."""
+        return [sum(numels[i] for i in chosen) + behind for numels in self.numels]
 
     def bucket(self, chosen: Sequence[int], dtype: torch.dtype, device: torch.device, behind: int) -> list[Tensor]:
-        """Memory for this member's chunk, and its parts: a view for each tensor, one for the ``behind`` elements after."""
-        flat = torch.empty(sum(self.numels[self.mine][i] for i in chosen) + behind, dtype=dtype, device=device)
+        """Memory for this member's part, and its parts: a view for each tensor, one for the ``behind`` elements after."""
+        flat = torch.empty(self.parts(chosen, behind)[self.mine], dtype=dtype, device=device)
         return [flat, *self.split(chosen, flat)]
 
     def split(self, chosen: Sequence[int], flat: Tensor) -> list[Tensor]:
-        """This member's reduced chunk as blocks, and what stands behind them."""
+        """This member's reduced part as blocks, and what stands behind them."""
         sizes, filled = self.sizes[self.mine], [self.numels[self.mine][i] for i in chosen]
         pieces = flat.split([*filled, flat.numel() - sum(filled)])
         return [*(piece.view(sizes[i]) for piece, i in zip(pieces, chosen, strict=False)), pieces[-1]]

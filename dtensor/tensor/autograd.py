@@ -177,8 +177,10 @@ def laid(x: Any, placements: Sequence[Placement]) -> Any:
     """``x`` (a DTensor, also one that ``torch.func`` hides) under other placements; differentiable."""
     layout = seen(x)._layout
     target = layout.replace(placements=placements)
-    if target is layout:
-        return x
+    return x if target is layout else _moved(x, target)
+
+
+def _moved(x: Any, target: Layout) -> Any:
     return redistributed(x, target, False, None) if is_recorded(x) else move_apart(x, target)
 
 
@@ -205,8 +207,8 @@ def to_whole(x: Any, grad_placements: Sequence[Placement] | None) -> torch.Tenso
     if grad_placements is not None:
         grad_layout(layout, grad_placements)  # wrong ones raise before anything is moved
     mesh, target = layout.mesh, layout.replace(placements=[Replicate()] * layout.mesh.ndim)
-    is_whole = all(isinstance(placement, Replicate) for placement in layout.placements)
-    whole = x if is_whole else laid(x, target.placements)
+    is_whole = target is layout
+    whole = x if is_whole else _moved(x, target)
     if mesh.kind == "in_process" and not mesh.spans_root:
         made = as_local(whole, grad_placements)
         return made.clone() if is_whole else made

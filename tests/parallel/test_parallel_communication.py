@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import dtensor as dt
 from dtensor import DTensor
+from dtensor.comm.in_process import InProcess
 from dtensor.debug import CommDebugMode
 from dtensor.errors import DTensorError, MeshError, UnsupportedOperationError
 from dtensor.parallel import (
@@ -24,12 +25,14 @@ from dtensor.parallel import (
     FSDPModule,
     MixedPrecisionPolicy,
     ReduceScatter,
+    ZeroRedundancyOptimizer,
     fully_shard,
     materialize,
     replicate,
     share_comm_ctx,
 )
 from dtensor.parallel.data.module_state import unit_of
+from dtensor.redistribute.rows import Rows
 
 X = torch.randn(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -233,19 +236,47 @@ def test_sums_only_means_that_nothing_else_is_asked_of_collectives() -> None:
         layer.set_force_sum_reduction_for_comms(True)
     comm = unit_of(plain[0]).groups[0].comm  # type: ignore[union-attr]
     asked: list[Any] = []
-    reduce_scatter = comm.reduce_scatter
-    comm.reduce_scatter = lambda chunks, dims, op, **options: asked.append(op) or reduce_scatter(chunks, dims, op, **options)  # type: ignore[method-assign,func-returns-value]
+    bind_scatter = comm.bind_scatter
+
+    def bound(dims: Any, lengths_of: Any, op: str, dtype: torch.dtype) -> Any:
+        run = bind_scatter(dims, lengths_of, op, dtype)
+        return lambda row: asked.append(op) or run(row)  # type: ignore[func-returns-value]
+
+    comm.bind_scatter = bound  # type: ignore[method-assign]
     try:
         assert_same(step(summing, mesh), alone(3))
         assert_same(step(plain, mesh), alone(3))
     finally:
-        del comm.reduce_scatter  # type: ignore[method-assign]
+        del comm.bind_scatter  # type: ignore[method-assign]
     assert asked == ["sum"] * 3 + ["avg"] * 3
     with pytest.warns(FutureWarning, match="is now set_gradient_divide_factor"):
         summing[0].set_reduce_scatter_divide_factor(1.0)
     summing.zero_grad()
     expected = alone(3)
     assert_same(step(summing, mesh)[:2], [3 * x for x in expected[:2]])
+
+
+@pytest.mark.parametrize("way", ["fully_shard", "replicate", "zero"])
+def test_a_later_step_finds_no_regions_and_binds_no_collective(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = flat_mesh(3)
+    model: Any = wrapped(mesh) if way == "fully_shard" else replicate(net(), mesh)
+    optimizer: Any = (
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        if way == "zero"
+        else torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+
+    def train() -> None:
+        model(own(mesh)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    made: list[str] = []
+    train()  # then nothing is new
+    for at, name in ((InProcess, "_transfer"), (InProcess, "_reduce_scatter"), (InProcess, "_all_reduce"), (Rows, "of")):
+        monkeypatch.setattr(at, name, lambda *args, name=name: made.append(name))
+    train()
+    assert not made
 
 
 # --- primitives of the user's own ----------------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from ...comm import Communicator, Pending, communicator_of
 from ...comm.backends import all_gather_single, reduce_scatter_single
+from ...comm.communicator import Lengths
 from ...comm.events import Event, issuing, listeners, report
+from ...comm.rows import joined
 from ...mesh.groups import group_of
 from .layouts import Axes
 
@@ -97,57 +99,52 @@ class _Aside:
 
 
 # --- a user's primitives -----------------------------------------------------------------------------------------------
-def gather_rows(axes: Axes, by: AllGather, row: Any, dtype: torch.dtype, length_of: Callable[[int], int]) -> Pending[list[Any]]:
-    """The rows of all group positions: bytes, which ``by`` sees as ``dtype``. ``length_of(member)``: the bytes of its row."""
-    comm, device = communicator_of(axes.mesh), torch.device(axes.mesh.device_type)
+def gather_rows(axes: Axes, by: AllGather, lengths_of: Lengths, row: Any) -> Pending[Any]:
+    """The rows of all group positions, one behind the other; ``lengths_of(member)``: theirs."""
+    comm, device, dtype = communicator_of(axes.mesh), torch.device(axes.mesh.device_type), row.dtype
     handle, order = _torch_group(axes)
 
-    def lengths(member: int) -> list[int]:
-        return [length_of(other) for other in axes.mesh.members_of(axes.shard, member)]
-
     def sent(member: int, x: Tensor) -> Tensor:
-        most = max(lengths(member))
-        return _filled(
-            by.allocate((most // dtype.itemsize,), dtype=dtype, device=device), [x.view(dtype)], most // dtype.itemsize
-        )
+        most = max(lengths_of(member))
+        return _filled(by.allocate((most,), dtype=dtype, device=device), [x], most)
 
     def room(member: int) -> Tensor:
-        each = lengths(member)
-        return by.allocate((len(each) * max(each) // dtype.itemsize,), dtype=dtype, device=device)
+        each = lengths_of(member)
+        return by.allocate((len(each) * max(each),), dtype=dtype, device=device)
 
-    def rows(member: int, got: Tensor) -> list[Tensor]:
-        each = lengths(member)
-        parts = got.view(torch.uint8).view(-1).split(max(1, max(each)))
-        return [parts[order[k]][:n] if n else got.new_empty(0, dtype=torch.uint8) for k, n in enumerate(each)]
+    def rows(member: int, got: Tensor) -> Tensor:
+        each, flat = lengths_of(member), got.view(-1)
+        return joined([flat.narrow(0, order[k] * max(each), n) for k, n in enumerate(each)])
 
     source, output = comm.map(sent, row), comm.map(room)
-    _report("all_gather", axes, max(max(lengths(member)) for member in axes.mesh.members))
+    _report("all_gather", axes, max(max(lengths_of(member)) for member in axes.mesh.members) * dtype.itemsize)
     work = issuing(by)(output_tensor=output, input_tensor=source, group=handle, async_op=True)
     return _ended(work, lambda: comm.map(rows, output))
 
 
-def scatter_chunks(axes: Axes, by: ReduceScatter, chunks: Sequence[Any], op: str) -> Pending[Any]:
-    """Position k's ``chunks[k]``, reduced."""
-    comm, device = communicator_of(axes.mesh), torch.device(axes.mesh.device_type)
+def scatter_row(axes: Axes, by: ReduceScatter, op: str, lengths_of: Lengths, row: Any) -> Pending[Any]:
+    """Position k's part of the rows, reduced; ``lengths_of(member)``: of the parts."""
+    comm, device, dtype = communicator_of(axes.mesh), torch.device(axes.mesh.device_type), row.dtype
     handle, order = _torch_group(axes)
 
-    def sent(member: int, own: list[Tensor]) -> Tensor:
-        most = max(chunk.numel() for chunk in own)
-        placed = [own[order.index(k)] for k in range(len(own))]
-        return _filled(by.allocate((len(own) * most,), dtype=own[0].dtype, device=device), placed, most)
+    def sent(member: int, own: Tensor) -> Tensor:
+        each = lengths_of(member)
+        parts = own.split(list(each))
+        placed = [parts[order.index(k)] for k in range(len(parts))]
+        return _filled(by.allocate((len(each) * max(each),), dtype=dtype, device=device), placed, max(each))
 
-    def room(member: int, own: list[Tensor]) -> Tensor:
-        return by.allocate((max(chunk.numel() for chunk in own),), dtype=own[0].dtype, device=device)
+    def room(member: int) -> Tensor:
+        return by.allocate((max(lengths_of(member)),), dtype=dtype, device=device)
 
-    def mine(member: int, got: Tensor, own: list[Tensor]) -> Tensor:
+    def mine(member: int, got: Tensor) -> Tensor:
         position = axes.mesh.members_of(axes.shard, member).index(member)
-        return got.view(-1)[: own[position].numel()]
+        return got.view(-1)[: lengths_of(member)[position]]
 
-    source, output = comm.map(sent, chunks), comm.map(room, chunks)
+    source, output = comm.map(sent, row), comm.map(room)
     reduction = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
     _report("reduce_scatter", axes, output.nbytes)
     work = issuing(by)(output_tensor=output, input_tensor=source, group=handle, op=reduction, async_op=True)
-    return _ended(work, lambda: comm.map(mine, output, chunks))
+    return _ended(work, lambda: comm.map(mine, output))
 
 
 def _report(kind: str, axes: Axes, nbytes: int) -> None:

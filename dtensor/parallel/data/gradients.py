@@ -19,7 +19,6 @@ from ...comm import Pending, shards_of
 from ...errors import DTensorError
 from ...tensor.dtensor import wrap
 from .comm_hook import Reducer
-from .custom_collectives import scatter_chunks
 from .gradient_node import Column
 from .offload import Host
 from .param_group import Group
@@ -54,29 +53,26 @@ class Reduction:
 
         self._buckets = {} if axes.scattered else group.buckets.pop(self._key(dtype), {})
 
-        def chunks(member: int) -> list[Tensor]:
+        def row(member: int) -> Tensor:
             own = [column[member if in_process else 0] for column in columns]
             if axes.scattered:
                 flags = torch.ones(len(own), dtype=dtype, device=device)  # made there: a copy from the host would wait
                 for k, grad in enumerate(own):
                     if grad is None:
                         flags[k] = 0
-                return group.rows(member).chunks(self.chosen, own, dtype, device, [flags])
+                return group.rows(member).terms(self.chosen, own, dtype, device, [flags])
             bucket = self._buckets.get(member)
             if bucket is None:
                 bucket = self._buckets[member] = group.rows(member).bucket(self.chosen, dtype, device, len(own))
-            return [_filled(bucket, own)]
+            return _filled(bucket, own)
 
         with torch.no_grad():
-            packed = comm.map(chunks)
+            packed = comm.map(row)
             if axes.scattered:
-                by = group.settings.scatters
-                if by is not None:
-                    return scatter_chunks(axes, by, packed, self._op)
-                return (group.settings.scatter_comm or comm).reduce_scatter(packed, axes.scattered, self._op)
+                return group.scattering(self.chosen, dtype, self._op)(packed)
             if self._hooked is not None:
-                return self._hooked(comm, axes.reduced, packed[0], [group.managed[i].parameter for i in self.chosen])
-            return comm.all_reduce(packed[0], axes.reduced, self._op)
+                return self._hooked(comm, axes.reduced, packed, [group.managed[i].parameter for i in self.chosen])
+            return comm.all_reduce(packed, axes.reduced, self._op)
 
     def _key(self, dtype: torch.dtype) -> Any:
         return tuple(self.chosen), dtype

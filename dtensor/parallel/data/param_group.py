@@ -8,6 +8,7 @@ saved of them is right again once the buffer is filled again in backward (Zhao e
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,12 +16,13 @@ import torch
 from torch import Tensor
 
 from ...comm import Communicator, Pending, PerRank, communicator_of, shards_of
+from ...comm.binding import Run
 from ...errors import DTensorError, UnitError
 from ...layout.layout import Layout
 from ...redistribute.rows import Rows
 from ...tensor.dtensor import wrap
 from ...tensor.versions import stamp
-from .custom_collectives import Settings, gather_rows
+from .custom_collectives import Settings, gather_rows, scatter_row
 from .layouts import Axes
 from .neighbours import Neighbours
 from .parameters import Managed
@@ -49,12 +51,13 @@ class Group:
         self.settings = Settings()
         self.scattered: dict[Any, Any] = {}
         self._stamp: list[Any] = []
-        self._pending: Pending[list[Any]] | None = None
+        self._pending: Pending[Any] | None = None
         self._kept: tuple[Neighbours, Any] | None = None  # parts of the gathered values, between forward and backward
         self._buffer: Any = None
         self._full: list[Any] = []
         self._targets: list[Any] = []
         self._rows: dict[int, Rows] = {}
+        self._bound: dict[Any, Run] = {}  # collectives
         self.add(managed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
@@ -87,7 +90,7 @@ class Group:
 
     def forget(self) -> None:
         """Drop the buffer and what was computed from the list of parameters."""
-        self.gathered, self._buffer, self._pending, self._full, self._rows = False, None, None, [], {}
+        self.gathered, self._buffer, self._pending, self._full, self._rows, self._bound = False, None, None, [], {}, {}
         self._kept = None
         self.buckets: dict[Any, dict[int, list[Tensor]]] = {}  # memory of gradients on their way, see Reduction
         self._inside: dict[bool, list[Layout | None]] = {}
@@ -190,17 +193,37 @@ class Group:
             self._pending = neighbours.gather(parts, lambda member: sizes[member if len(sizes) > 1 else 0])
         elif self.axes.shard:
             join: Callable[[list[Tensor]], Tensor] = torch.cat if self.axes.host is None else self.axes.host.joined
-            row = self.comm.map(lambda member, own: self.rows(member).pack(own, self.axes.mesh.device_type, join), locals_)
-            self._pending = self._gathering(row)
+            row = self.comm.map(lambda member, *own: self.rows(member).pack(own, self.axes.mesh.device_type, join), *locals_)
+            self._pending = self._bound_to(self.settings.gathers, self._gathering)(row)
         else:
-            self._pending = Pending.of([])
+            self._pending = Pending.of(None)
 
-    def _gathering(self, row: Any) -> Pending[list[Any]]:
-        if (by := self.settings.gathers) is not None:
-            dtypes = {self.dtype_of(m) for m in self.managed if m.cut is not None}
-            seen_as = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-            return gather_rows(self.axes, by, row, seen_as, lambda member: self.rows(member).nbytes)
-        return self.comm.all_gather(row, self.axes.shard, lambda member: (self.rows(member).nbytes,))
+    def _gathering(self) -> Run:
+        """What makes this member's row those of all."""
+        by, seen = self.settings.gathers, self.rows(self.comm.held[0]).seen
+        if by is not None:
+            return functools.partial(gather_rows, self.axes, by, lambda member: self.rows(member).lengths)
+        return self.comm.bind_gather(self.axes.shard, lambda member: self.rows(member).lengths, seen)
+
+    def scattering(self, chosen: Sequence[int], dtype: torch.dtype, op: str) -> Run:
+        """What reduces gradients of the chosen parameters, and a flag for each, to this member's part."""
+        by, comm = self.settings.scatters, self.settings.scatter_comm or self.comm
+
+        def lengths_of(member: int) -> list[int]:
+            return self.rows(member).parts(chosen, len(chosen))
+
+        def bind() -> Run:
+            if by is not None:
+                return functools.partial(scatter_row, self.axes, by, op, lengths_of)
+            return comm.bind_scatter(self.axes.scattered, lengths_of, op, dtype)
+
+        return self._bound_to((tuple(chosen), dtype, op, by, comm), bind)
+
+    def _bound_to(self, key: Any, bind: Callable[[], Run]) -> Run:
+        found = self._bound.get(key)
+        if found is None:
+            found = self._bound[key] = bind()
+        return found
 
     def gather(self) -> None:
         """The parameters, whole, in the buffer."""
