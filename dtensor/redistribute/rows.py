@@ -64,7 +64,9 @@ class Rows:
         narrowed = tuple(tuple(map(_narrowed, each, shapes)) for each in boxes)
         kinds = {dtype for dtype, is_cut in zip(dtypes, cut, strict=True) if is_cut}
         seen = kinds.pop() if len(kinds) == 1 else torch.uint8
-        lengths, pieces, blocks = [], [], []
+        lengths: list[int] = []
+        pieces: list[int] = []
+        blocks: list[tuple[int, tuple[int, ...], torch.dtype]] = []
         for each in sizes:
             start = len(pieces)
             for size, dtype, is_cut in zip(each, dtypes, cut, strict=True):
@@ -76,8 +78,8 @@ class Rows:
             pieces.append(lengths[-1] - filled)
         mine = list(group).index(member)
         padding = pieces[(mine + 1) * (sum(cut) + 1) - 1]
-        many = (cut, dtypes, shapes, sizes, numels, narrowed)
-        return Rows(*map(tuple, many), mine, seen, tuple(lengths), tuple(pieces), tuple(blocks), padding)
+        found = (tuple(lengths), tuple(pieces), tuple(blocks), padding)
+        return Rows(tuple(cut), tuple(dtypes), shapes, sizes, numels, narrowed, mine, seen, *found)
 
     # --- blocks become whole -----------------------------------------------------------------------------------------
     def pack(
