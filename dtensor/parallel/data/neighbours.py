@@ -5,12 +5,14 @@ Backward then gathers from those neighbours only, say from the ranks of one mach
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...comm import Pending, PerRank, communicator_of
+from ...comm import PerRank, communicator_of
+from ...comm.binding import Run
 from ...errors import UnsupportedOperationError
 from .layouts import Axes
 
@@ -48,16 +50,19 @@ class Neighbours:
         with torch.no_grad():
             return communicator_of(self.axes.mesh).map(part, buffer)
 
-    def gather(self, kept: Any, numel: Any) -> Pending[list[Any]]:
-        """The parts of all neighbours, by position; ``numel(member)``: of the whole buffer."""
-        parts = communicator_of(self._mesh).all_gather(
-            self._there(kept), (self._dim,), lambda k: (self._bounds(self._order[k], numel(self._order[k]))[1],)
-        )
-        return parts.then(lambda arrived: [self._here(part) for part in arrived])
+    def gathering(self, numel_of: Callable[[int], int]) -> Run:
+        """What makes kept parts whole buffers; ``numel_of(member)``: of those."""
 
-    def fill(self, parts: list[Any], buffer: Any) -> None:
+        def lengths_of(k: int) -> list[int]:
+            group = [self._order[other] for other in self._mesh.members_of((self._dim,), k)]
+            return [self._bounds(member, numel_of(member))[1] for member in group]
+
+        bound = communicator_of(self._mesh).bind_gather((self._dim,), lengths_of, torch.uint8)
+        return lambda kept: bound(self._there(kept)).then(self._here)
+
+    def fill(self, row: Any, buffer: Any) -> None:
         """The buffer whole again; through ``.data``, which leaves the version counters alone that autograd checks."""
-        communicator_of(self.axes.mesh).map(lambda member, own, whole: torch.cat(own, out=whole.data), parts, buffer)
+        communicator_of(self.axes.mesh).map(lambda member, own, whole: whole.data.copy_(own), row, buffer)
 
     def _bounds(self, member: int, numel: int) -> tuple[int, int]:
         position = self.axes.mesh.coordinates[member][self.axes.shard[0]] % self.size

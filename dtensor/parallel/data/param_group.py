@@ -188,9 +188,10 @@ class Group:
         if self.borrows:
             self._full, self.gathered = locals_, True
         elif self._kept is not None:
-            sizes = [buffer.numel() for buffer in shards_of(self._buffer)]
             neighbours, parts = self._kept
-            self._pending = neighbours.gather(parts, lambda member: sizes[member if len(sizes) > 1 else 0])
+            sizes = [buffer.numel() for buffer in shards_of(self._buffer)]
+            size_of = sizes.__getitem__ if len(sizes) > 1 else lambda member: sizes[0]
+            self._pending = self._bound_to(neighbours, lambda: neighbours.gathering(size_of))(parts)
         elif self.axes.shard:
             join: Callable[[list[Tensor]], Tensor] = torch.cat if self.axes.host is None else self.axes.host.joined
             row = self.comm.map(lambda member, *own: self.rows(member).pack(own, self.axes.mesh.device_type, join), *locals_)

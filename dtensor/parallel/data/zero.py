@@ -167,13 +167,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return redistribute_local(self._local(value), whole, layout.replace(dtype=whole.dtype, stride=whole.stride)).clone()
 
     def _local(self, value: Tensor) -> Any:
-        if isinstance(value, DTensor):
-            return value._local
-        return PerRank([value] * len(self.mesh.members)) if self._shared(value) else value
-
-    def _shared(self, value: Tensor) -> bool:
-        """One plain tensor that stands for all ranks in this process."""
-        return self.mesh.kind == "in_process" and not isinstance(value, (PerRank, DTensor))
+        return value._local if isinstance(value, DTensor) else _everywhere(value, self.mesh)
 
     def _make_whole(self, parts: list[_Part]) -> None:
         """The updated parts gathered into the parameters: one all-gather for all that are cut over the same ranks."""
@@ -220,12 +214,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             return value
         target = layout.replace(dtype=value.dtype)
         whole = target.replace(placements=[Replicate()] * layout.mesh.ndim)
-        local = (
-            PerRank([value] * len(layout.mesh.members))
-            if layout.mesh.kind == "in_process" and not isinstance(value, PerRank)
-            else value
-        )
-        return wrap(redistribute_local(local, whole, target).clone(), target)
+        return wrap(redistribute_local(_everywhere(value, layout.mesh), whole, target).clone(), target)
+
+
+def _everywhere(value: Tensor, mesh: DeviceMesh) -> Any:
+    """A plain tensor as the local that it is: one stands for all ranks in this process."""
+    alone = mesh.kind == "in_process" and not isinstance(value, PerRank)
+    return PerRank([value] * len(mesh.members)) if alone else value
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:
