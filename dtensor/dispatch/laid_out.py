@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..base.memory_order import Stride
+from ..base.memory_order import Stride, dense_in
 from ..layout.layout import Layout
 from ..propagation.propagate import Plan
 from ..propagation.schema import Form, Operator
@@ -34,11 +34,15 @@ def in_memory_order(plan: Plan, operator: Operator, form: Form) -> list[Before]:
 
 
 def _strides_of(layout: Layout) -> list[Stride]:
-    """The strides of the blocks held here, by member where all ranks live in this process."""
+    """The strides of the blocks held here, by member where all ranks live in this process.
+
+    Dims that the global tensor repeats (stride 0) stand outermost: nothing is known of their place, and operators that read rows
+    need these whole.
+    """
     mesh = layout.mesh
-    if mesh.kind == "in_process":
-        return [layout.local_stride(coordinate) for coordinate in mesh.coordinates]
-    return [layout.local_stride(mesh.get_coordinate())]
+    order = sorted(range(layout.ndim), key=lambda d: (layout.stride[d] != 0, -layout.stride[d]))
+    coordinates = mesh.coordinates if mesh.kind == "in_process" else [mesh.get_coordinate()]
+    return [dense_in(layout.local_shape(coordinate), order) for coordinate in coordinates]
 
 
 def _ordered(local: Any, strides: list[Stride]) -> Any:
@@ -53,10 +57,10 @@ def _is(a: Any, b: Any) -> bool:
 
 
 def _one(x: torch.Tensor, stride: Stride) -> torch.Tensor:
-    """``x`` with these strides; those of dims of one element, or of no elements at all, mean nothing."""
+    """``x`` with these strides; those of dims of one element, that are repeated, or of no elements at all, mean nothing."""
     have = x.stride()
     if have == stride or not x.numel():
         return x
-    if all(a == b or size == 1 for a, b, size in zip(have, stride, x.shape, strict=True)):
+    if all(a in (b, 0) or size == 1 for a, b, size in zip(have, stride, x.shape, strict=True)):
         return x
     return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)

@@ -149,3 +149,15 @@ def test_fused_multi_head_attention_decomposes(mask_type: int | None, need_weigh
             got = spread(source, source, source, need_weights=need_weights, **given)
             assert torch.allclose(got[0].full_tensor(), expected[0])
             assert not need_weights or torch.allclose(got[1].full_tensor(), expected[1])
+
+
+@pytest.mark.parametrize("places", [([R], [R], [R]), ([S1], [R], [R]), ([R], [S0], [S0]), ([R], [R], [Partial()])], ids=str)
+def test_a_query_that_is_repeated_over_the_batch(places: Any) -> None:
+    """A learned query, as attention that pools has: its strides of 0 stand for no order in memory."""
+
+    def program(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        heads = [t.view(3, -1, 4, 8).transpose(1, 2) for t in (query.expand(3, -1, -1), key, value)]
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads)[0]
+
+    given = [x(*shape, 32) for shape in ((1, 1), (3, 16), (3, 16))]
+    check(program, *given, mesh=dt.init_device_mesh("cpu", (2,)), placements=places, strides=False)
