@@ -66,6 +66,11 @@ class Pattern:
     whole: frozenset[str]
     picking: tuple[str, ...]
 
+    @property
+    def named(self) -> bool:
+        """Whether operands are told apart by their arguments, not by their places."""
+        return bool(self.operands[0].name)
+
 
 def is_group(dim: Dim) -> bool:
     """Whether these are any number of dims."""

@@ -67,7 +67,7 @@ def operand_terms(pattern: Pattern, names: tuple[str, ...], fixed: frozenset[int
     """For each operand its term in the pattern; None if it has none."""
     if pattern.operands[0].name == EACH:
         found = [0] * len(names)
-    elif pattern.operands[0].name:  # operands are told apart by their arguments, not by their places
+    elif pattern.named:
         places = {term.name: i for i, term in enumerate(pattern.operands)}
         found = [places.get(name, len(places)) for name in names]
     else:
