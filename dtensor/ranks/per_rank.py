@@ -11,6 +11,7 @@ One thing torch keeps from us: ``torch.autograd.Function.apply`` is no torch fun
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
@@ -87,7 +88,8 @@ class PerRank(Tensor):
         )
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's own takes tensor_contents, for its printing only
-        return "PerRank(" + "".join(f"\n  rank {rank}: {_indented(shard)}" for rank, shard in enumerate(self.shards)) + "\n)"
+        shown = [repr(shard).replace("\n", "\n          ") for shard in self.shards]
+        return "PerRank(" + "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(shown)) + "\n)"
 
     def __format__(self, spec: str) -> str:
         texts = [format(shard, spec) for shard in self.shards]
@@ -116,10 +118,6 @@ def handed_out(local: Any) -> Any:
         for prepare in _BEFORE:
             prepare()
     return local
-
-
-def _indented(shard: Tensor) -> str:
-    return repr(shard).replace("\n", "\n          ")
 
 
 def recorded_again(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -156,7 +154,7 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
             return _written_back(results, targets)
     if isinstance(results[0], Tensor):
         for arg in (*args[:1], *kwargs.values()):
-            if isinstance(arg, PerRank) and results[0] is arg.shards[0] and all(map(_is, results, arg.shards)):
+            if isinstance(arg, PerRank) and results[0] is arg.shards[0] and all(map(operator.is_, results, arg.shards)):
                 return arg
     return merge(results, lambda values: agreed(values, _name_of(func)), ragged=False)
 
@@ -260,10 +258,6 @@ def _column(value: Any, count: int) -> Iterable[Any]:
     return [pick(value, rank) for rank in range(count)] if isinstance(value, _HOLDERS) else repeat(value, count)
 
 
-def _is(a: Any, b: Any) -> bool:
-    return a is b
-
-
 def _name_of(func: Any) -> str:
     name = getattr(func, "__name__", str(func))
     if name == "__get__":  # of a property such as Tensor.shape
@@ -314,7 +308,7 @@ def pick(value: Any, rank: int) -> Any:
         return value.values[rank]
     items = list(_items(value))
     picked = [pick(item, rank) for item in items]
-    if all(map(_is, items, picked)):
+    if all(map(operator.is_, items, picked)):
         return value
     if isinstance(value, dict):
         return dict(zip(value, picked, strict=True))
