@@ -259,9 +259,8 @@ def _column(value: Any, count: int) -> Iterable[Any]:
 
 
 def _name_of(func: Any) -> str:
-    name = getattr(func, "__name__", str(func))
-    if name == "__get__":  # of a property such as Tensor.shape
-        name = getattr(getattr(func, "__self__", None), "__name__", "an attribute")
+    of = func.__self__ if getattr(func, "__name__", "") == "__get__" else func  # a property such as Tensor.shape
+    name = getattr(of, "__name__", str(of))
     return f"`{name}` of a PerRank tensor"
 
 
