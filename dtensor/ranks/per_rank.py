@@ -159,21 +159,13 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     return merge(results, lambda values: agreed(values, _name_of(func)), ragged=False)
 
 
-def _rows(args: Sequence[Any]) -> Iterable[tuple[Any, ...]] | None:
+def _rows(args: Sequence[Any]) -> Sequence[Sequence[Any]] | None:
     """For each rank its arguments, where the first is a ``PerRank``, or begins with one, and the others are that, the same for
     all ranks, or lists of these."""
     first = args[0] if args else None
     while type(first) in _LISTS and first:
         first = first[0]
-    if type(first) is not PerRank:
-        return None
-    columns, count = [], len(first.shards)
-    for arg in args:
-        column = _plain_column(arg, count)
-        if column is None:
-            return None
-        columns.append(column)
-    return zip(*columns, strict=True)
+    return _plain_column(args, len(first.shards)) if type(first) is PerRank else None
 
 
 def _plain_column(arg: Any, count: int) -> Sequence[Any] | None:
