@@ -25,8 +25,6 @@ from ..base.torch_internals import TensorBase
 from ..errors import CaptureError
 from .graph import Step, Var
 
-Label = str | int  # of an argument: its keyword, or its place among the floats
-
 
 class Number(float):
     """A float that is a variable of the tape. ``places``: of the variables of the function that it was computed from;

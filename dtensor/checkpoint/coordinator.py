@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -89,6 +89,11 @@ class Ranks:
             return _receive(self.world_ranks[0], self.group), None
         except RuntimeError as error:
             return (None, f"rank 0 was lost; {left}"), error
+
+
+def other_rank(told: Sequence[object]) -> int | None:
+    """The first rank that has told something else than rank 0 has; None if all have told the same."""
+    return next((rank for rank, each in enumerate(told) if each != told[0]), None)
 
 
 # --- messages --------------------------------------------------------------------------------------------------------------

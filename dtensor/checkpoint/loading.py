@@ -15,7 +15,7 @@ from ..tensor.blocks import Held, held_here
 from . import dcp_metadata as metadata
 from . import safetensors as hugging_face
 from .block_io import Files
-from .coordinator import Ranks
+from .coordinator import Ranks, other_rank
 from .digest import MASK, digest
 from .files import present
 from .manifest import NAME, Block, Entry, Manifest, check_files, read_manifest
@@ -127,8 +127,7 @@ def read_tree(path: str | os.PathLike[str]) -> Any:
 
 
 def _same_everywhere(prints: list[str]) -> None:
-    if len(set(prints)) > 1:
-        other = next(rank for rank, told in enumerate(prints) if told != prints[0])
+    if (other := other_rank(prints)) is not None:
         raise CheckpointError(f"rank {other} asks for other tensors, shapes, layouts or keys than rank 0")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import CheckpointError
-from .coordinator import Ranks
+from .coordinator import Ranks, other_rank
 
 T = TypeVar("T")
 
@@ -82,8 +82,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def same_state(prints: list[str]) -> None:
-    if len(set(prints)) > 1:
-        other = next(rank for rank, told in enumerate(prints) if told != prints[0])
+    if (other := other_rank(prints)) is not None:
         raise CheckpointError(
             f"the state of rank {other} differs from that of rank 0 in its keys, shapes, layouts or plain values; "
             "what belongs to one rank goes under a key of its own, gathered on all ranks"

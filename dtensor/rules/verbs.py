@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RuleError
-from ..placement import Monoid
 from .binding import Reduction, ShapesOf, Sizes
 from .binding import bind as bind
 from .call import Call
@@ -198,7 +197,7 @@ class _OneShape(Word):
         return None if len(found) > 1 else tuple(found) * len(call.func._schema.returns)
 
 
-POINTWISE = broadcast_factors = _Pointwise()
+POINTWISE = _Pointwise()
 ONE_SHAPE = one_shape = _OneShape()
 
 
@@ -216,20 +215,6 @@ def kernel_rule(names: str, factors: Callable[[Call], Factors | None], *, partia
     if not callable(factors):
         raise RuleError(f"kernel_rule({names!r}) needs a function of the call")
     return register(names, Rule(factors, rows(partials), kind="kernel", **options))
-
-
-def reduction_factors(call: Call, dims: tuple[int, ...], op: str | Monoid | None, kernel: Kernel | None = None) -> Factors:
-    """Factors of a reduction over ``dims`` of operand 0; kept dims of size one are recognised by the number of result dims."""
-    shape = call.shape(0)
-    sizes = {f"d{d}": size for d, size in enumerate(shape)}
-    picked = frozenset(f"d{d}" for d in dims)
-    operand: Dims = tuple((f"d{d}",) for d in range(len(shape)))
-    short = tuple(dim for dim in operand if dim[0] not in picked)
-    kept = tuple(() if dim[0] in picked else dim for dim in operand)
-    results = tuple(kept if len(meta.shape) == len(operand) else short for meta in call.results if meta is not None)
-    kernels = dict.fromkeys(picked, kernel) if kernel is not None else {}
-    whole = picked if op is None and kernel is None else frozenset()
-    return Factors((operand,), results, sizes, whole, {} if op is None else dict.fromkeys(picked, op), kernels=kernels)
 
 
 def composed(names: str, function: Callable[..., Any]) -> Rule:

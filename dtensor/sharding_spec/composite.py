@@ -19,21 +19,6 @@ from ..layout.splits import chunk_sizes
 from .rank_device import Place
 from .specs import MeshSplit, SingleSplit, Spec, Whole, replicas_of
 
-__all__ = [
-    "Composite",
-    "MeshSplit",
-    "SingleSplit",
-    "Spec",
-    "Whole",
-    "as_spec",
-    "composite",
-    "from_data",
-    "mesh",
-    "single_split",
-    "spec_of",
-    "whole",
-]
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Composite:

@@ -16,8 +16,9 @@ from ..mesh.device_mesh import DeviceMesh
 from ..placement import Shard
 from ..tensor.dtensor import DTensor, wrap
 from .blocks import Cell
-from .composite import Spec, as_spec, spec_of
+from .composite import as_spec, spec_of
 from .rank_device import device_type_of, members_of
+from .specs import Spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ from ..tensor.dtensor import DTensor
 from ..tensor.materialize import check_initialisers
 from ..tensor.materialize import materialize as give_values
 from ..tensor.replaced import replacing
-from .composite import Composite, Spec, Whole, as_spec
+from .composite import Composite, as_spec
 from .rank_device import Place, device_type_of, members_of
+from .specs import Spec, Whole
 
 Init = Callable[[nn.Module], None]
 

@@ -17,7 +17,7 @@ from dtensor.rules.call import Call
 from dtensor.rules.kernels import KernelContext
 from dtensor.rules.registry import lookup
 from dtensor.rules.rule import Choice, Factors, Kernel, Row
-from dtensor.rules.verbs import einsum, kernel_rule, pointwise, reduction_factors, view
+from dtensor.rules.verbs import einsum, kernel_rule, pointwise, view
 from dtensor.testing import Report, Sample, check, forced, verify_rule
 
 Tensor = torch.Tensor
@@ -54,7 +54,11 @@ def binary(fn: Callable[..., Any], rows: set[str], declare: Callable[[str], Any]
 
 def sums(op: str | None, kernel: Kernel | None = None, **options: Any) -> Callable[[str], Any]:
     def factors(call: Call) -> Factors:
-        return reduction_factors(call, tuple(range(len(call.shape(0)))), op, kernel)
+        sizes = {f"d{d}": size for d, size in enumerate(call.shape(0))}
+        reduced = {} if op is None else dict.fromkeys(sizes, op)
+        kernels = {} if kernel is None else dict.fromkeys(sizes, kernel)
+        whole = frozenset(sizes) if op is None and kernel is None else frozenset()
+        return Factors((tuple((name,) for name in sizes),), ((),), sizes, whole, reduced, kernels=kernels)
 
     return lambda name: kernel_rule(name, factors, **options)
 
