@@ -25,6 +25,7 @@ from .flat_lists import through_memory
 from .laid_out import in_memory_order
 from .list_numbers import with_numbers_once
 from .local_op import local_function
+from .settled import kept_apart
 from .steps import After, Before, Given, Runner, counted, finishing, into_locals, moving, refusing, running, written_back
 from .unbound import absent, decomposed, drawn_alike
 from .wrapping import wrap_local
@@ -71,6 +72,8 @@ def _bound(plan: Plan, operator: Operator, form: Form) -> Layout | Runner:
         return absent(plan, operator, form, before, in_step)
     before += _arranging(plan, operator, form)
     given, call = _call(plan, operator, form, before)
+    if any(move.communicates for _, move in plan.moves) and not operator.is_view:
+        call = kept_apart(call)
     after, finish = _writing(plan, operator, form), finishing(plan, operator, form)
     if (
         isinstance(finish, Layout)
@@ -83,7 +86,7 @@ def _bound(plan: Plan, operator: Operator, form: Form) -> Layout | Runner:
 
 def _arranging(plan: Plan, operator: Operator, form: Form) -> list[Before]:
     """Operands brought to where and how the local operator wants them; room for ``out=`` results."""
-    before = [moving(plan, form)] if plan.moves else []
+    before = [moving(plan, operator, form)] if plan.moves else []
     if plan.rule is not None and plan.rule.as_laid_out:
         before += in_memory_order(plan, operator, form)
     if operator.outs:
@@ -103,7 +106,7 @@ def _writing(plan: Plan, operator: Operator, form: Form) -> list[After]:
 def _omitting(names: tuple[str, ...]) -> Before:
     """Kernels and functions of rules give new results."""
 
-    def step(local_args: list[Any], local_kwargs: dict[str, Any]) -> None:
+    def step(args: Any, kwargs: Any, local_args: list[Any], local_kwargs: dict[str, Any]) -> None:
         for name in names:
             local_kwargs.pop(name, None)
 
@@ -114,7 +117,7 @@ def _making_room(plan: Plan, operator: Operator) -> Before:
     """Fresh tensors to compute ``out=`` results in, of their local shapes; they are copied to the user's in their layouts."""
     layouts = {name: plan.results[operator.returns.index(name)] if plan.results else None for name in operator.outs}
 
-    def step(local_args: list[Any], local_kwargs: dict[str, Any]) -> None:
+    def step(args: Any, kwargs: Any, local_args: list[Any], local_kwargs: dict[str, Any]) -> None:
         for name, layout in layouts.items():
             local_kwargs[name] = _room(layout, local_kwargs[name])
 
@@ -210,7 +213,7 @@ def _rewritten(
     if plan.call.mesh.kind != "in_process":
         (member,) = by_member
         if keywords := named[member]:
-            before.append(lambda local_args, local_kwargs: local_kwargs.update(keywords))
+            before.append(lambda args, kwargs, local_args, local_kwargs: local_kwargs.update(keywords))
         return given[member], func
     comm = communicator_of(plan.call.mesh)
 

@@ -26,7 +26,7 @@ def in_memory_order(plan: Plan, operator: Operator, form: Form) -> list[Before]:
     single |= {name: x for name, x in zip(plan.call.names, plan.operands, strict=True) if (name, None) in moved}
     places = [(form.place(name), _strides_of(x)) for name, x in single.items() if x.ndim > 1]
 
-    def step(local_args: list[Any], local_kwargs: dict[str, Any]) -> None:
+    def step(args: Any, kwargs: Any, local_args: list[Any], local_kwargs: dict[str, Any]) -> None:
         for place, strides in places:
             put(place, local_args, local_kwargs, _ordered(at(place, local_args, local_kwargs), strides))
 

@@ -22,12 +22,13 @@ from ..redistribute import execute as run_move
 from ..redistribute import execute_many as run_moves
 from ..redistribute import plan as plan_move
 from .report import announce, describe
+from .settled import moved
 from .wrapping import wrap_local
 
 Args = tuple[Any, ...]
 Keywords = dict[str, Any]
 Runner = Callable[[Args, Keywords, list[Any], Keywords], Any]  # the user's arguments, then the same with locals for DTensors
-Before = Callable[[list[Any], Keywords], None]
+Before = Callable[[Args, Keywords, list[Any], Keywords], None]
 After = Callable[[Args, Keywords, list[Any], Keywords, Any], None]
 Finish = Callable[[Args, Keywords, Any], Any]
 Given = Sequence[tuple[Any, Any]]  # places (slices of them) and the constants that stand there
@@ -49,7 +50,7 @@ def running(
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
         for step in before:
-            step(local_args, local_kwargs)
+            step(args, kwargs, local_args, local_kwargs)
         for where, value in given:
             local_args[where] = value
         made = call(*local_args, **local_kwargs)
@@ -78,7 +79,7 @@ def put(place: Place, local_args: list[Any], local_kwargs: Keywords, value: Any)
 def refusing(plan: Plan, operator: Operator) -> Before:
     """Under ``explicit()`` nothing is communicated; an operator that gathers says so, once."""
 
-    def step(local_args: list[Any], local_kwargs: Keywords) -> None:
+    def step(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> None:
         if EXPLICIT.held and EXPLICIT:
             raise ImplicitCommunicationError(f"{operator.name} would communicate under explicit():\n{describe(plan)}")
         if plan.how == "gather":
@@ -87,16 +88,23 @@ def refusing(plan: Plan, operator: Operator) -> Before:
     return step
 
 
-def moving(plan: Plan, form: Form) -> Before:
-    """Operands redistributed; those of lists, as of foreach operators, together, in few collectives."""
+def moving(plan: Plan, operator: Operator, form: Form) -> Before:
+    """Operands redistributed; those of lists, as of foreach operators, together, in few collectives.
+
+    What is written to, or seen by a view, is moved for this call alone.
+    """
     places = [(form.place(name), index, move) for (name, index), move in plan.moves]
+    written = operator.mutated.union(name for (name, _), _ in plan.write_back)
+    own = {form.place(name) for (name, _), _ in plan.moves if operator.is_view or name in written}
     if sum(index is not None for _, index, _ in places) > 1:
         return _moving_together(places)
 
-    def step(local_args: list[Any], local_kwargs: Keywords) -> None:
+    def step(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> None:
         for place, index, move in places:
             if index is None:
-                put(place, local_args, local_kwargs, run_move(move, at(place, local_args, local_kwargs)))
+                local = at(place, local_args, local_kwargs)
+                there = run_move(move, local) if place in own else moved(at(place, args, kwargs), move, local)
+                put(place, local_args, local_kwargs, there)
             else:
                 held = at(place, local_args, local_kwargs)
                 held[index] = run_move(move, held[index])
@@ -107,14 +115,14 @@ def moving(plan: Plan, form: Form) -> Before:
 def _moving_together(places: list[tuple[Place, int | None, Any]]) -> Before:
     moves = [move for *_, move in places]
 
-    def step(local_args: list[Any], local_kwargs: Keywords) -> None:
+    def step(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> None:
         held = [at(place, local_args, local_kwargs) for place, _, _ in places]
         values = [value if index is None else value[index] for value, (_, index, _) in zip(held, places, strict=True)]
-        for value, (place, index, _), moved in zip(held, places, run_moves(moves, values).wait(), strict=True):
+        for value, (place, index, _), there in zip(held, places, run_moves(moves, values).wait(), strict=True):
             if index is None:
-                put(place, local_args, local_kwargs, moved)
+                put(place, local_args, local_kwargs, there)
             else:
-                value[index] = moved
+                value[index] = there
 
     return step
 

@@ -14,6 +14,7 @@ from ..propagation.propagate import Plan
 from ..propagation.schema import Form, Operator
 from ..random.draw import default_generator, set_state, state_of, synchronize
 from ..ranks.assign import assign
+from .settled import nested
 from .steps import Args, Before, Keywords, Runner, as_tuple, at
 from .wrapping import wrap_local
 
@@ -22,7 +23,7 @@ from .wrapping import wrap_local
 def decomposed(plan: Plan, operator: Operator, form: Form) -> Runner:
     """The operations that an operator is made of; a rule's own know no ``out=`` and get no plain tensors."""
     if plan.rule is None or plan.rule.decompose is None:
-        return lambda args, kwargs, local_args, local_kwargs: operator.func.decompose(*args, **kwargs)
+        return nested(lambda args, kwargs, local_args, local_kwargs: operator.func.decompose(*args, **kwargs))
     compose, tail = plan.rule.decompose, form.tail
     layouts = [plan.call.arguments.get(name) for name in operator.names[: form.count]]
     lacking = {name: value for name, value in form.lacking.items() if name not in operator.outs}
@@ -37,7 +38,7 @@ def decomposed(plan: Plan, operator: Operator, form: Form) -> Runner:
         )
         return _given_to(operator, form, args, kwargs, made) if any(operator.returns) else made
 
-    return run
+    return nested(run)
 
 
 def _given_to(operator: Operator, form: Form, args: Args, kwargs: Keywords, made: Any) -> Any:
@@ -95,7 +96,7 @@ def absent(plan: Plan, operator: Operator, form: Form, before: Sequence[Before],
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
         for step in before:
-            step(local_args, local_kwargs)
+            step(args, kwargs, local_args, local_kwargs)
         if in_step is not None:
             in_step(args, kwargs, list(local_args), dict(local_kwargs))
         if plan.rule is not None and plan.rule.absent is not None:

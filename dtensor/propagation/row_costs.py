@@ -8,7 +8,7 @@ where it wants them is free whatever their size, and is found by a look-up.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,9 +197,14 @@ def _keeps_order(source: torch.dtype, target: torch.dtype) -> bool:
 
 # --- prices ------------------------------------------------------------------------------------------------------------
 def free_rows(table: Table, factors: Factors, call: Call, kept: Kept) -> tuple[Row, ...] | None:
-    """Per mesh dim the best of the rows that cost nothing; None if some mesh dim has none. :func:`ranked` has them first."""
+    """Per mesh dim the best of the rows that move nothing; None if some mesh dim has none.
+
+    Terms are debt: whether to pass them on or to add them up first is a question of prices, so none is free where there are some.
+    """
     picked = []
     for mesh_dim, ranks in enumerate(call.mesh.shape):
+        if any(layout.partials[mesh_dim] is not None for layout in call.operands):
+            return None
         fixed = call.fixed
         here = tuple([None if i in fixed else _current(layout, mesh_dim) for i, layout in enumerate(call.operands)])
         lines = [
@@ -219,12 +224,14 @@ def free_rows(table: Table, factors: Factors, call: Call, kept: Kept) -> tuple[R
 
 
 def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int) -> list[tuple[Any, Row]]:
-    """All rows by price on one mesh dim: (seconds of communication, whether it shards what nobody has sharded, operands that
-    change, bytes per rank of the results, declaration order).
+    """All rows by price on one mesh dim: (seconds of communication, now and owed, whether it shards what nobody has sharded,
+    operands that change, bytes per rank of the results, declaration order).
 
-    A replicated or partial value is not cut only because that is free: results keep the placements that their operands suggest.
+    A result in terms is owed a reduction. A replicated or partial value is not cut only because that is free: results keep the
+    placements that their operands suggest.
     """
     ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed, _result_bytes(call)
+    owed = _debts(call, nbytes, mesh_dim)
     current = [_current(layout, mesh_dim) for layout in call.operands]
     moving: dict[tuple[int, Where], float] = {}
     priced = []
@@ -245,6 +252,7 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
                 cost = _move(line.results[r], current[kept[r]], call.operands[kept[r]], mesh_dim)
                 seconds += cost
                 changes += cost > 0
+        seconds += sum(owed[r](where) for r, where in enumerate(line.results) if r not in kept)
         if row.kernel is not None and ranks > 1:
             rate = link_of(call.mesh, (mesh_dim,)).exchange
             seconds += row.kernel.collectives * rate.seconds(ranks, 0) + row.kernel.nbytes(call) / rate.bandwidth
@@ -252,6 +260,26 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
         priced.append((price, row))
     priced.sort(key=lambda item: item[0])
     return priced
+
+
+def _debts(call: Call, nbytes: list[int], mesh_dim: int) -> list[Callable[[Where], float]]:
+    """Seconds that each result costs whoever needs it whole, by what it is left as on one mesh dim: terms are added up sooner or
+    later; the last dim is what the next product sums over, and half of those gather it.
+
+    On the other mesh dims it is as small a part as that of any operand.
+    """
+    ranks, link = call.mesh.shape[mesh_dim], link_of(call.mesh, (mesh_dim,))
+    parts = [
+        math.prod(n for i, n in enumerate(call.mesh.shape) if i != mesh_dim and isinstance(layout.placements[i], Shard))
+        for layout in call.operands
+    ]
+    metas = [meta for meta in call.results if meta is not None]
+
+    def debt(size: float, last: int) -> Callable[[Where], float]:
+        reduced, gathered = link.all_reduce.seconds(ranks, 2 * size), link.all_gather.seconds(ranks, size * (ranks - 1) / ranks)
+        return lambda where: reduced if isinstance(where, Partial) else gathered / 2 if where == last else 0.0
+
+    return [debt(size / max(parts, default=1), len(meta.shape) - 1) for size, meta in zip(nbytes, metas, strict=True)]
 
 
 def _result_bytes(call: Call) -> list[int]:

@@ -17,6 +17,7 @@ from ..comm import PerRank
 from ..dispatch.dispatcher import dispatch
 from ..dispatch.local_op import seen
 from ..dispatch.plain_operands import laid_out_alike
+from ..dispatch.settled import users
 from ..dispatch.wrapping import install, wrap_local
 from ..errors import DTensorError, LayoutError
 from ..layout.layout import Layout
@@ -44,7 +45,7 @@ from .autograd import grad_placements_of as grad_placements_of  # of a leaf
 from .extensions import provided
 from .local_layout import layout_of_locals
 from .printing import pieces
-from .versions import counted_together
+from ..dispatch.versions import counted_together
 
 _make = make_wrapper_subclass
 
@@ -101,7 +102,7 @@ class DTensor(torch.Tensor):
     @property
     def _local_tensor(self) -> torch.Tensor:
         """This rank's piece, no gradients (all ranks' pieces when they live in this process)."""
-        return cast(torch.Tensor, handed_out(self._local))
+        return cast(torch.Tensor, handed_out(users(self)._local))
 
     # --- between local and global -------------------------------------------------------------------------------
     @staticmethod
@@ -144,20 +145,23 @@ class DTensor(torch.Tensor):
         if mesh.kind == "in_process":
             shards = local_tensor.shards if isinstance(local_tensor, PerRank) else everywhere(local_tensor, layout)
             copied = not isinstance(local_tensor, PerRank)
-            return from_pieces(layout, backward, copied, *shards)
+            return users(from_pieces(layout, backward, copied, *shards))
         if not is_recorded(local_tensor):
-            return wrap(local_tensor.detach() if mesh.current_member() is not None else nothing_of(local_tensor, layout), layout)
-        return from_pieces(layout, backward, False, local_tensor)
+            held = local_tensor.detach() if mesh.current_member() is not None else nothing_of(local_tensor, layout)
+            return users(wrap(held, layout))
+        return users(from_pieces(layout, backward, False, local_tensor))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece (all ranks' as a ``per_rank`` tensor when they live in this process); differentiable, no cost.
 
         It is a view: what is written to it is written to the DTensor. To a replicated piece all ranks must write the same.
+        From now on operators that need the DTensor in another layout move it each time (nobody sees what is written to pieces).
 
         Args:
             grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial
                 replaced by Replicate. Give ``[Partial()]`` where each rank uses a replicated piece differently.
         """
+        users(self)
         if not is_recorded(self):
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same

@@ -16,7 +16,7 @@ from ...comm import communicator_of
 from ...layout.layout import Layout
 from ...redistribute.batch import broadcast_many
 from ...tensor.dtensor import DTensor, wrap
-from ...tensor.versions import stamp
+from ...dispatch.versions import stamp
 from .layouts import Axes
 from .parameters import _joined, _on
 

@@ -21,7 +21,7 @@ from ...errors import DTensorError, UnitError
 from ...layout.layout import Layout
 from ...redistribute.rows import Rows
 from ...tensor.dtensor import wrap
-from ...tensor.versions import stamp
+from ...dispatch.versions import stamp
 from .custom_collectives import Settings, gather_rows, scatter_row
 from .layouts import Axes
 from .neighbours import Neighbours

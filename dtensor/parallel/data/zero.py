@@ -22,7 +22,7 @@ from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Placement, Replicate, Shard
 from ...redistribute import execute_many, plan, redistribute_local
 from ...tensor.dtensor import DTensor, wrap
-from ...tensor.versions import stamp
+from ...dispatch.versions import stamp
 from .layouts import WAYS, Axes
 from .parameters import same_root
 

@@ -28,7 +28,7 @@ from ...rules.aten.views import check_memory, own_strides
 from ...rules.facts import facts_of
 from ..dtensor import DTensor, wrap
 from ..host import offset_in
-from ..versions import counted_together, versions_of
+from ...dispatch.versions import counted_together, versions_of
 
 _make: Any = make_wrapper_subclass  # the documented way to build wrapper subclasses
 _OPERATE: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # what operations do on such views, installed by write_through.py

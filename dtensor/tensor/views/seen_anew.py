@@ -16,7 +16,7 @@ from ...base.recording import ACTIVE
 from ...base.torch_internals import CreationMeta, creation_meta, swap_impl
 from ...errors import UnsupportedOperationError
 from ..dtensor import DTensor, wrap
-from ..versions import pass_version_on
+from ...dispatch.versions import pass_version_on
 from .remote_view import RemoteView, twin
 
 _OF_MEMORY = ("_apart", "_counted", "_grad_layout")  # instance attributes that speak of the memory, not of the object

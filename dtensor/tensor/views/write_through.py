@@ -15,6 +15,7 @@ import torch
 
 from ...base.memory_order import overlaps
 from ...dispatch.dispatcher import dispatch
+from ...dispatch.settled import NESTED
 from ...errors import UnsupportedOperationError
 from ...layout.layout import Layout
 from ...propagation.schema import Operator, operator_of
@@ -43,8 +44,9 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if written and all(view._origin.pinned for view in written):  # a part of a write in progress, on the value that will arrive
         return dispatch(DTensor, func, (), args, kwargs)
     if written and not operator.reshapes:
-        elementwise = _by_element(operator, args, kwargs)
-        return _write_elements(operator, args, kwargs) if elementwise else _write_value(operator, args, kwargs, written)
+        with NESTED:
+            elementwise = _by_element(operator, args, kwargs)
+            return _write_elements(operator, args, kwargs) if elementwise else _write_value(operator, args, kwargs, written)
     found = on_the_stack(func, args, kwargs)
     if found is not NotImplemented:
         return found

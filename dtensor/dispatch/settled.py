@@ -1,0 +1,202 @@
+"""A value is settled once: a tensor remembers the forms that operators needed it in.
+
+An operator that needs a value in another layout than it has moves it there. The tensor keeps what was moved, for whoever needs it
+so again, or in a form that is had from it for less: the next operator, the backward pass. Its placements and pieces stay what they
+are. Nothing is kept of
+
+- a parameter, which would stay whole as long as it lives;
+- a tensor whose pieces the user has (``from_local``, ``to_local``): what is written to them is seen by no counter;
+- a tensor that was written to meanwhile, under any of its views.
+
+What is cut and was made by no recorded program (a gradient, an input, a buffer) keeps its forms until a few others have been
+moved. All of this follows from the program, so it is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from threading import local as per_thread
+from typing import Any
+
+import torch
+
+from ..base.caches import remembered
+from ..base.memory_order import memory_order
+from ..base.recording import ACTIVE, current
+from ..comm import shards_of
+from ..layout.layout import Layout
+from ..redistribute import Plan as Move
+from ..redistribute import execute
+from ..redistribute import plan as plan_move
+from . import wrapping
+from .versions import versions_of
+
+_FORMS = "_forms"  # the attribute of a tensor that has those of its memory, its views' too
+
+
+class Forms:
+    """What was moved of one memory: layout that it had -> layout that it was brought to -> local. Layouts and locals are turned
+    so that the dims stand as they lie in memory: a matrix and its transpose are one value.
+
+    Attributes:
+        recorder: who recorded it. A recording may use only what is in it.
+        versions: of the memory when it was moved; see :func:`~dtensor.dispatch.versions.versions_of`.
+    """
+
+    __slots__ = ("__weakref__", "held", "recorder", "versions")
+
+    def __init__(self, recorder: Any, versions: Any) -> None:
+        self.recorder, self.versions = recorder, versions
+        self.held: dict[Layout, dict[Layout, Any]] = {}
+
+
+_GIVEN = Forms(None, None)
+
+
+class _Lately(per_thread):
+    """By mesh, what was moved last of tensors that may live for long."""
+
+    limit = 4
+
+    def __init__(self) -> None:
+        self.by_mesh: weakref.WeakKeyDictionary[Any, deque[tuple[Any, Layout, Layout]]] = weakref.WeakKeyDictionary()
+
+    def add(self, forms: Forms, source: Layout, target: Layout) -> None:
+        kept = self.by_mesh.setdefault(source.mesh, deque())
+        kept.append((weakref.ref(forms), source, target))
+        if len(kept) > self.limit:
+            ref, source, target = kept.popleft()
+            if (found := ref()) is not None:
+                found.held.get(source, {}).pop(target, None)
+
+
+_LATELY = _Lately()
+
+
+class _Nested(per_thread):
+    """Inside of an operator that runs as several, nobody counts what those write."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+NESTED = _Nested()
+
+
+def nested(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, inside of one operator."""
+
+    def within(*args: Any) -> Any:
+        with NESTED:
+            return run(*args)
+
+    return within
+
+
+def users(x: Any) -> Any:
+    """``x`` (a DTensor), of which the user holds the pieces from now on."""
+    _home(x).__dict__[_FORMS] = _GIVEN
+    return x
+
+
+def moved(x: Any, move: Move, local: Any) -> Any:
+    """``local``, that of ``x``, after ``move``: as it was moved before, if it was."""
+    if not move.communicates or type(x) is not wrapping.TENSOR or NESTED.depth:
+        return execute(move, local)
+    home = _home(x)
+    if home.__dict__.get(_FORMS) is _GIVEN or (home.is_leaf and home.requires_grad):
+        return execute(move, local)
+    versions = versions_of(home)
+    if versions is None:  # nobody counts
+        return execute(move, local)
+    forms = _forms(home if _same_memory(x, home) else x, current() if ACTIVE else None, versions)
+    order, back = _orders(move.src)
+    source, target = _turned(move.src, order), _turned(move.dst, order)
+    held = forms.held.setdefault(source, {})
+    found = held.get(target)
+    if found is None:
+        found = _nearest(held, source, target, local if not order else local.permute(order))
+        held[target] = found
+        if home.grad_fn is None and all(op is None for op in source.partials):
+            _LATELY.add(forms, source, target)
+    return found if not order else found.permute(back)
+
+
+def _forms(keeper: Any, recorder: Any, versions: Any) -> Forms:
+    forms: Forms | None = keeper.__dict__.get(_FORMS)
+    if forms is None or forms.recorder is not recorder or forms.versions != versions:
+        forms = keeper.__dict__[_FORMS] = Forms(recorder, versions)
+    return forms
+
+
+def _nearest(held: dict[Layout, Any], source: Layout, target: Layout, local: Any) -> Any:
+    """``local`` as ``target`` has it, from whatever form is cheapest."""
+    ways = [(plan_move(have, target), value) for have, value in ((source, local), *held.items())]
+    move, value = min(ways, key=lambda way: way[0].cost)
+    return execute(move, value)
+
+
+@remembered(1024)
+def _orders(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dims as they lie in memory, and where each has gone; () if that is their order, or they have none."""
+    order = memory_order(layout.shape, layout.stride) or ()
+    return order, tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+@remembered(4096)
+def _turned(layout: Layout, order: tuple[int, ...]) -> Layout:
+    if not order:
+        return layout
+    splits, shape, stride = ([dims[d] for d in order] for dims in (layout.splits, layout.shape, layout.stride))
+    return Layout.from_splits(layout.mesh, splits, layout.partials, shape, stride, layout.dtype)
+
+
+def _home(x: Any) -> Any:
+    """Whose counter tells of writes to the memory of ``x``."""
+    root = x if x._base is None else x._base
+    return root.__dict__.get("_counted", root)
+
+
+def _same_memory(x: Any, home: Any) -> bool:
+    """Whether ``x`` shows each element of ``home``, as it is: then its layout says all that there is to say of it."""
+    seen, whole = x._layout, home._layout
+    return x is home or (
+        seen.dtype is whole.dtype
+        and not seen.is_complex
+        and seen.numel == whole.numel
+        and all(memory_order(layout.shape, layout.stride) is not None for layout in (seen, whole))
+    )
+
+
+def kept_apart(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` with results that share no memory with its arguments: those may be kept, and results are written to."""
+
+    def run(*local_args: Any, **local_kwargs: Any) -> Any:
+        made = call(*local_args, **local_kwargs)
+        given = {_memory(shard) for x in (*local_args, *local_kwargs.values()) for shard in _shards(x)} - {0}
+        if isinstance(made, (tuple, list)) and not hasattr(made, "shards"):
+            return type(made)(_apart(x, given) for x in made)
+        return _apart(made, given)
+
+    return run
+
+
+def _shards(x: Any) -> Sequence[Any]:
+    return shards_of(x) if isinstance(x, torch.Tensor) or hasattr(x, "shards") else ()
+
+
+def _apart(made: Any, given: set[int]) -> Any:
+    shared = [_memory(shard) in given for shard in _shards(made)]
+    return made.clone() if any(shared) else made
+
+
+def _memory(x: Any) -> int:
+    """Where its storage begins; 0 where there is none to tell by (fake tensors, meta tensors)."""
+    return x.untyped_storage().data_ptr() if type(x) is torch.Tensor else 0
