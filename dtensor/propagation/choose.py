@@ -172,7 +172,10 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
 
 
 def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: Mapping[int, int]) -> Split:
-    """How ``name`` is cut by ``mesh_dims``: as in the operand that already is (written ones first, then the largest)."""
+    """How ``name`` is cut by ``mesh_dims``: as in the operand that already is (written ones first, then the largest).
+
+    Where operands are cut differently some move anyhow: then evenly, if that leaves nobody with more (written ones stay).
+    """
     wanted, size = set(mesh_dims), factors.sizes[name]
     cut: list[tuple[int, int, Split]] = []  # operand, its dim, how that is cut
     for i, dims in enumerate(factors.operands):
@@ -184,14 +187,21 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
         written = set(kept.values())
         cut.sort(key=lambda item: (item[0] not in written, -call.operands[item[0]].numel, item[0]))
     pieces: list[tuple[tuple[int, ...], tuple[int, ...], range]] = []
+    whole: list[Split] = []
     for i, d, current in cut:
         window = factors.windows.get(("operand", i, name))
         sizes = factors.sizes if window is None else {**factors.sizes, name: len(window)}
         found = cut_in(factors.operands[i][d], name, current, wanted, sizes, call.mesh.shape)
         if found is not None and window is None:
-            return found
+            if i in kept.values():
+                return found
+            whole.append(found)
         if found is not None and window is not None:
             pieces.append((*found, window))
+    if whole:
+        even = chunk_sizes(size, tuple(call.mesh.shape[i] for i in whole[0].mesh_dims))
+        differ = any(found != whole[0] for found in whole)
+        return Split(whole[0].mesh_dims, even) if differ and max(even) < max(whole[0].sizes) else whole[0]
     ordered = pieces[0][0] if pieces else tuple(sorted(mesh_dims))
     default = chunk_sizes(size, tuple(call.mesh.shape[i] for i in ordered))
     return Split(ordered, covering(default, [(blocks, window) for nesting, blocks, window in pieces if nesting == ordered]))

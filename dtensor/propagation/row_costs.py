@@ -8,7 +8,7 @@ where it wants them is free whatever their size, and is found by a look-up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,11 +205,9 @@ def free_rows(table: Table, factors: Factors, call: Call, kept: Kept) -> tuple[R
     for mesh_dim, ranks in enumerate(call.mesh.shape):
         if any(layout.partials[mesh_dim] is not None for layout in call.operands):
             return None
-        fixed = call.fixed
-        here = tuple([None if i in fixed else _current(layout, mesh_dim) for i, layout in enumerate(call.operands)])
         lines = [
             line
-            for line in table.wanting.get(here, ())
+            for line in table.wanting.get(_here(call, mesh_dim), ())
             if line.row.kernel is None
             and not line.kernel
             and all(line.results[r] == _current(call.operands[i], mesh_dim) for r, i in kept.items() if r < len(line.results))
@@ -231,13 +229,13 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
     placements that their operands suggest.
     """
     ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed, _result_bytes(call)
-    owed = _debts(call, nbytes, mesh_dim)
+    owed = _debts(table, factors, call, nbytes, mesh_dim)
     current = [_current(layout, mesh_dim) for layout in call.operands]
     moving: dict[tuple[int, Where], float] = {}
     priced = []
     for line in table.lines:
         row = line.row_for(factors)
-        seconds, changes, invented = 0.0, 0, row.factor is not None
+        seconds, changes, invented, anew = 0.0, 0, row.factor is not None, row.factor is not None
         for i, target in enumerate(line.operands):
             if i in fixed or target is None:
                 continue
@@ -247,12 +245,16 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
             seconds += cost
             changes += cost > 0
             invented = invented and not isinstance(current[i], int)
+            anew = anew and not (isinstance(target, int) and current[i] == target)
         for r in kept:
             if r < min(len(line.results), len(nbytes)):
                 cost = _move(line.results[r], current[kept[r]], call.operands[kept[r]], mesh_dim)
                 seconds += cost
                 changes += cost > 0
-        seconds += sum(owed[r](where) for r, where in enumerate(line.results) if r not in kept)
+        for r, where in enumerate(line.results):
+            if r not in kept and not isinstance(where, Replicate):
+                summed, cut = owed[r]
+                seconds += summed if isinstance(where, Partial) else cut if anew else 0.0
         if row.kernel is not None and ranks > 1:
             rate = link_of(call.mesh, (mesh_dim,)).exchange
             seconds += row.kernel.collectives * rate.seconds(ranks, 0) + row.kernel.nbytes(call) / rate.bandwidth
@@ -262,24 +264,41 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
     return priced
 
 
-def _debts(call: Call, nbytes: list[int], mesh_dim: int) -> list[Callable[[Where], float]]:
-    """Seconds that each result costs whoever needs it whole, by what it is left as on one mesh dim: terms are added up sooner or
-    later; the last dim is what the next product sums over, and half of those gather it.
+def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_dim: int) -> list[tuple[float, float]]:
+    """Seconds that each result costs later on: if it is left in terms, to add them up; if it is cut as no operand was, to cut it as
+    the others are. None of them where a row moves nothing and there are no terms yet.
 
-    On the other mesh dims it is as small a part as that of any operand.
+    Latencies do not count: what is owed may be paid together with something else. On the other mesh dims a result is as small a part
+    as that of any operand.
     """
-    ranks, link = call.mesh.shape[mesh_dim], link_of(call.mesh, (mesh_dim,))
+    current = _here(call, mesh_dim)
+    fitting = (line for line in table.lines if all(map(_fits, current, line.operands)))
+    if not any(isinstance(where, Partial) for where in current) and any(_moves_nothing(line, factors) for line in fitting):
+        return [(0.0, 0.0)] * len(nbytes)
+    link = link_of(call.mesh, (mesh_dim,))
     parts = [
         math.prod(n for i, n in enumerate(call.mesh.shape) if i != mesh_dim and isinstance(layout.placements[i], Shard))
         for layout in call.operands
     ]
-    metas = [meta for meta in call.results if meta is not None]
+    sizes = [size / max(parts, default=1) for size in nbytes]
+    ranks = call.mesh.shape[mesh_dim]
+    return [(2 * size / link.all_reduce.bandwidth, size / ranks / link.exchange.bandwidth) for size in sizes]
 
-    def debt(size: float, last: int) -> Callable[[Where], float]:
-        reduced, gathered = link.all_reduce.seconds(ranks, 2 * size), link.all_gather.seconds(ranks, size * (ranks - 1) / ranks)
-        return lambda where: reduced if isinstance(where, Partial) else gathered / 2 if where == last else 0.0
 
-    return [debt(size / max(parts, default=1), len(meta.shape) - 1) for size, meta in zip(nbytes, metas, strict=True)]
+def _here(call: Call, mesh_dim: int) -> tuple[Where | None, ...]:
+    fixed = call.fixed
+    return tuple([None if i in fixed else _current(layout, mesh_dim) for i, layout in enumerate(call.operands)])
+
+
+def _fits(where: Where | None, wanted: Where | None) -> bool:
+    """Whether it is there, or is added once: what is whole counts as a term on one rank."""
+    return where == wanted or (isinstance(where, Replicate) and isinstance(wanted, Partial))
+
+
+def _moves_nothing(line: Line, factors: Factors) -> bool:
+    """Of a row that finds its operands where it wants them."""
+    kernel = line.row_for(factors).kernel
+    return kernel is None or kernel.collectives == 0
 
 
 def _result_bytes(call: Call) -> list[int]:
