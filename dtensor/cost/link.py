@@ -1,4 +1,5 @@
-"""What a step takes: seconds by an alpha-beta model per backend and collective, latency plus bytes over bandwidth.
+"""What a step takes: of a transfer seconds by an alpha-beta model per backend and collective, latency plus bytes over bandwidth;
+of a local operation those that :class:`~dtensor.cost.device.Device` says.
 
 The constants are those of the :class:`~dtensor.cost.profile.Profile` that all ranks go by, for the mesh dims concerned: a group
 within one host may have a faster link than one that reaches over several.
@@ -9,11 +10,13 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+import torch
 
 from ..base.caches import remembered
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.groups import backend_of
+from ..mesh.groups import backend_of, settled_by_first
 from ..mesh.positions import groups
+from .device import DEVICES, STANDS_FOR, Device, named
 from .profile import Link, profile_of
 
 Collective = Literal["exchange", "all_gather", "reduce_scatter", "all_reduce"]
@@ -35,6 +38,21 @@ def link_of(mesh: DeviceMesh, mesh_dims: tuple[int, ...] = ()) -> Link:
     ranks = np.asarray(mesh.ranks)[groups(mesh, mesh_dims or tuple(range(mesh.ndim)))]
     hosts = ranks // profile.ranks_per_host
     return profile.link(backend, between_hosts=bool((hosts != hosts[:, :1]).any()))
+
+
+@remembered(1024)
+def device_of(mesh: DeviceMesh) -> Device:
+    """What computing takes on the devices of ``mesh``, all ranks going by one: measured, or built in for the kind they are."""
+    kind = mesh.device_type
+    measured = profile_of(mesh).devices.get(kind)
+    if measured is not None:
+        return measured
+    name = STANDS_FOR.get(kind, "H100")
+    if kind == "cuda" and torch.cuda.is_available():
+        name = named(torch.cuda.get_device_name())
+        if mesh.kind == "process_group":
+            name = settled_by_first(mesh._root.world, "dtensor/device", name) or STANDS_FOR[kind]
+    return DEVICES[name]
 
 
 def collective_seconds(mesh: DeviceMesh, mesh_dims: tuple[int, ...], kind: Collective, nbytes: int) -> float:

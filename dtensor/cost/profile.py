@@ -1,4 +1,4 @@
-"""What communication takes on a machine: built-in constants, or those that ``python -m dtensor calibrate`` measured.
+"""What communication and computing take on a machine: built-in constants, or those that ``python -m dtensor calibrate`` measured.
 
 A profile is a small JSON file, ``$DTENSOR_PROFILE`` or ``~/.cache/dtensor/profile.json`` (``$XDG_CACHE_HOME`` is respected);
 ``DTENSOR_PROFILE=off`` means the built-in constants. Plans follow from it, so all ranks must go by the same one: the first
@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import settled_by_first
+from .device import Device, parsed, positive
 
 FORMAT = 1
 COLLECTIVES = ("exchange", "all_gather", "reduce_scatter", "all_reduce")
@@ -69,11 +69,13 @@ class Profile:
         links: backend -> constants among ranks of one host.
         between_hosts: the same for groups that reach over several hosts, where they differ.
         ranks_per_host: consecutive ranks that share a host; 0 if all do.
+        devices: torch's type of device -> what was measured of computing on it.
     """
 
     links: Mapping[str, Link] = field(default_factory=dict)
     between_hosts: Mapping[str, Link] = field(default_factory=dict)
     ranks_per_host: int = 0
+    devices: Mapping[str, Device] = field(default_factory=dict)
 
     def link(self, backend: str, between_hosts: bool = False) -> Link:
         """The constants for a group; those of NCCL for a backend that nobody measured."""
@@ -99,7 +101,8 @@ class Profile:
         ranks_per_host = read.get("ranks_per_host", 0)
         if not isinstance(ranks_per_host, int) or ranks_per_host < 0:
             raise ValueError(f"ranks_per_host must be a count, got {ranks_per_host!r}")
-        return cls({**BUILT_IN.links, **links}, {**BUILT_IN.between_hosts, **between}, ranks_per_host)
+        devices = parsed(read.get("devices", {}))
+        return cls({**BUILT_IN.links, **links}, {**BUILT_IN.between_hosts, **between}, ranks_per_host, devices)
 
 
 BUILT_IN = Profile({"gloo": _GLOO, "nccl": _NCCL}, {"nccl": _NCCL_BETWEEN_HOSTS})
@@ -110,7 +113,7 @@ def _links(read: Any) -> dict[str, Link]:
         raise ValueError(f"links by backend are expected, got {type(read).__name__}")
     try:
         return {
-            backend: Link(**{kind: _rate(given[kind]) for kind in COLLECTIVES}, memory=_number(given["memory"]))
+            backend: Link(**{kind: _rate(given[kind]) for kind in COLLECTIVES}, memory=positive(given["memory"]))
             for backend, given in read.items()
         }
     except (KeyError, TypeError) as error:
@@ -118,15 +121,11 @@ def _links(read: Any) -> dict[str, Link]:
 
 
 def _rate(given: Any) -> Rate:
-    bandwidth = _number(given["bandwidth"])
-    return Rate(_number(given["latency"], or_zero=True), _number(given["per_peer"], or_zero=True), bandwidth)
+    return Rate(_latency(given["latency"]), _latency(given["per_peer"]), positive(given["bandwidth"]))
 
 
-def _number(value: Any, or_zero: bool = False) -> float:
-    number = float(value)
-    if not math.isfinite(number) or number < 0 or (number == 0 and not or_zero):
-        raise ValueError(f"no time or rate: {value!r}")
-    return number
+def _latency(value: Any) -> float:
+    return 0.0 if value == 0 else positive(value)
 
 
 # --- which one holds ------------------------------------------------------------------------------------------------------
@@ -148,7 +147,7 @@ def read_profile() -> Profile:
         return Profile.loads(path.read_text())
     except (OSError, ValueError) as error:
         warnings.warn(
-            f"{path} is no profile of communication ({error}): built-in constants are used; "
+            f"{path} is no profile of a machine ({error}): built-in constants are used; "
             "run `python -m dtensor calibrate` to measure them again",
             stacklevel=2,
         )
@@ -167,7 +166,7 @@ def _of_world(world: Any) -> Profile:
     if not _settled or _settled[0][0] is not world:
         mine, per_host = _of_this_process(), os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun's
         if not mine.ranks_per_host and per_host.isdigit():
-            mine = Profile(mine.links, mine.between_hosts, int(per_host))
+            mine = replace(mine, ranks_per_host=int(per_host))
         text = settled_by_first(world, "dtensor/profile", mine.dumps())
         _settled[:] = [(world, BUILT_IN if text is None else Profile.loads(text))]
     return _settled[0][1]
@@ -182,5 +181,5 @@ def profile_of(mesh: DeviceMesh) -> Profile:
         return _of_world(mesh._root.world)
     found = _of_this_process()
     if mesh.kind == "dry_run" and not found.ranks_per_host:
-        return Profile(found.links, found.between_hosts, _DRY_RUN_HOST)
+        return replace(found, ranks_per_host=_DRY_RUN_HOST)
     return found

@@ -179,6 +179,7 @@ class Rule:
         plain: arguments that may be plain tensors, the same on all ranks, beside DTensors (tables of indices, class weights).
         floats_matter: the plan depends on the value of Python floats (an output size, say): they enter the cache key.
         as_laid_out: the operator chooses, refuses or reads memory by its operands' strides: blocks get the order of the global.
+        flops: of the products of a whole call, where the factors do not show them (see ``work.py``).
         kind: the verb that made it, for the docs.
         samples: arguments to verify it with, as whoever declared it gave them.
     """
@@ -201,6 +202,7 @@ class Rule:
     plain: tuple[str, ...] = ()
     floats_matter: bool = False
     as_laid_out: bool = False
+    flops: Callable[[Call], float] | None = None
     kind: str = "rule"
     samples: tuple[Any, ...] = ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from gloo import run_gloo
 from dtensor.__main__ import main
 from dtensor.cost import calibrate
 from dtensor.cost import profile as profiles
+from dtensor.cost.device import DEVICES
+from dtensor.cost.link import device_of
 from dtensor.cost.profile import BUILT_IN, COLLECTIVES, Link, Profile, Rate, profile_path, read_profile
 from dtensor.layout.layout import Layout
 from dtensor.mesh.device_mesh import DeviceMesh
@@ -35,6 +38,22 @@ def test_a_profile_reads_what_it_writes() -> None:
     assert Profile.loads(read.dumps()) == read
 
 
+def test_what_was_measured_of_computing_is_kept_and_an_old_file_has_none() -> None:
+    made = Profile(devices={"cpu": replace(DEVICES["CPU"], name="mine", launch=3e-6)})
+    assert Profile.loads(made.dumps()).devices == made.devices
+    assert Profile.loads('{"format": 1}').devices == {}
+
+
+def test_computing_takes_what_was_measured_or_what_the_kind_of_device_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [70, 71]  # of meshes that nothing is remembered of
+    assert device_of(DeviceMesh("cpu", ranks)) == DEVICES["CPU"]
+    assert device_of(DeviceMesh("meta", ranks)) == DEVICES["H100"]
+    mine = replace(DEVICES["CPU"], name="mine")
+    monkeypatch.setattr(profiles, "_of_this_process", lambda: Profile(devices={"cpu": mine}))
+    assert device_of(DeviceMesh("cpu", [72, 73])) == mine
+    assert device_of(DeviceMesh("meta", [72, 73])) == DEVICES["H100"]
+
+
 BROKEN = {
     "empty": "",
     "no JSON": "{",
@@ -45,6 +64,9 @@ BROKEN = {
     "a number is none": BUILT_IN.dumps().replace("0.0001", '"fast"'),
     "a time is negative": BUILT_IN.dumps().replace("0.0001", "-1"),
     "a bandwidth is zero": BUILT_IN.dumps().replace("1000000000.0", "0"),
+    "devices are none": '{"format": 1, "devices": 3}',
+    "a kind of arithmetic is missing": json.dumps({"format": 1, "devices": {"cpu": {"flops": {"float32": 1e9}}}}),
+    "a rate is zero": Profile(devices={"cpu": DEVICES["CPU"]}).dumps().replace("8000000000.0", "0"),
     "hosts are no count": '{"format": 1, "ranks_per_host": -2}',
 }
 

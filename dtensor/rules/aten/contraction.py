@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,16 @@ def no_empty_block_of_a_number(choice: Choice) -> bool:
 
 
 einsum("addmv", "+m, m k, k -> m", when=no_empty_block_of_a_number)
-blockwise("_addmm_activation", "+m n, m [k], [k] n -> m n")  # the activation needs the whole sum
+
+
+def dotted(name: str, call: Call) -> int:
+    """FLOPs where each element of the result takes all of a row of argument ``name``."""
+    result = call.results[0]
+    return 0 if result is None else 2 * math.prod(result.shape) * call.shape(call.names.index(name))[-1]
+
+
+# the activation needs the whole sum
+blockwise("_addmm_activation", "+m n, m [k], [k] n -> m n", flops=partial(dotted, "mat1"))
 
 # a weight of one dim gives no output dim; without a bias there are two operands
 WITHOUT_BIAS = tuple(row for op in ("sum", "avg") for row in (f"{op},finite -> {op}", f"finite,{op} -> {op}"))
@@ -64,6 +74,7 @@ blockwise(
     "linear_backward",
     "b* k, b* n, n k -> b* k, n k, n",
     sums={"b": "sum", "n": "sum", "k": "R"},  # the gradient of the bias does not know k
+    flops=lambda call: 2 * math.prod(call.shape(0)) * call.shape(1)[-1] * sum(call["output_mask"][:2]),
     local=on_each_rank(linear_gradients),
 )
 
@@ -167,8 +178,8 @@ def distance_factors(call: Call) -> Factors | None:
     return replace(factors, kernels={"m": Kernel(distances_of_coordinates, collectives=1, nbytes=lambda call: nbytes)})
 
 
-kernel_rule("_cdist_forward", distance_factors, local_args=same_method, floats_matter=True)
-blockwise("_euclidean_dist", "... p [m], ... r [m] -> ... p r")
+kernel_rule("_cdist_forward", distance_factors, local_args=same_method, floats_matter=True, flops=partial(dotted, "x1"))
+blockwise("_euclidean_dist", "... p [m], ... r [m] -> ... p r", flops=partial(dotted, "x1"))
 # with the distances given, the gradient of one coordinate needs only that coordinate
 blockwise("_cdist_backward", "... p r, ... p m, ... r m, ... p r -> ... p m", sums="r")
 blockwise("_pdist_forward", "[p] [m] -> [p]", as_laid_out=True)
@@ -203,4 +214,4 @@ def scaled_factors(call: Call) -> Factors | None:
     return Factors(tuple(operands), ((("m",), ("n",)),), sizes, whole=frozenset("k"))
 
 
-kernel_rule("_scaled_mm", scaled_factors, when=blocks_of_eight)
+kernel_rule("_scaled_mm", scaled_factors, when=blocks_of_eight, flops=partial(dotted, "self"))

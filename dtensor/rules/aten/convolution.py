@@ -6,6 +6,7 @@ the weight, and in nothing else.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ..call import Call
@@ -41,6 +42,19 @@ def local_backward(call: Call, view: LocalView) -> dict[str, Any]:
     return {"groups": groups_of(call, x, weight, grad), "bias_sizes": call["bias_sizes"] and [grad[1]]}
 
 
+def products(call: Call) -> int:
+    """FLOPs of one convolution: every position of the outputs meets the weight of an output channel, transposed every input's."""
+    x, weight = (call.shape(call.names.index(name)) for name in ("input", "weight"))
+    made = call.results[0] if "grad_output" not in call.names else call.operands[call.names.index("grad_output")]
+    met = x if call["transposed"] or made is None else made.shape
+    return 2 * math.prod(met) * math.prod(weight[1:])
+
+
+def products_of_gradients(call: Call) -> int:
+    """As many for the gradient of the input, and as many for that of the weight."""
+    return products(call) * sum(call["output_mask"][:2])
+
+
 blockwise(
     "convolution",
     FORWARD,
@@ -49,6 +63,7 @@ blockwise(
     nonempty="g i o",
     partials="R,R,avg -> avg",
     local_args=local_groups,
+    flops=products,
     kind="einsum",
 )
 blockwise(
@@ -58,5 +73,6 @@ blockwise(
     sizes=SIZES,
     nonempty="g i o",
     local_args=local_backward,
+    flops=products_of_gradients,
     kind="einsum",
 )

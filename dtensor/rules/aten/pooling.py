@@ -76,7 +76,8 @@ for _count, _grid in {2: "h w", 3: "d h w"}.items():
     _image = POSITIONS[_count]
     blockwise(f"grid_sampler_{_count}d", f"n c {_image}, n {_grid} [t] -> n c {_grid}", partials=linear("input"))
     _pattern = f"n c {_grid}, n c {_image}, n {_grid} [t] -> n c {_image}, n {_grid} [t]"
-    blockwise(f"grid_sampler_{_count}d_backward", _pattern, sums=f"c {_grid}")
+    # a few neighbours of each position are read and written, not the whole image
+    blockwise(f"grid_sampler_{_count}d_backward", _pattern, sums=f"c {_grid}", flops=lambda call: 0)
 
 
 def local_size_of_grid(call: Call, at: LocalView) -> dict[str, Any]:

@@ -118,6 +118,23 @@ def bytes_passed(call: Call) -> int:
     return (ranks_in_ring(call) - 1) * (key.max_local_nbytes + value.max_local_nbytes)
 
 
+# --- FLOPs, all rows meeting all keys, as torch counts them -----------------------------------------------------------------
+def forward_flops(call: Call) -> int:
+    """Products of queries and keys, and of their weights and the values."""
+    return _products(call, keys=1, values=1)
+
+
+def backward_flops(call: Call) -> int:
+    """The weights again; then gradients of weights and values, and of queries and keys."""
+    return _products(call, keys=3, values=2)
+
+
+def _products(call: Call, keys: int, values: int) -> int:
+    batch, heads, rows, e = call.shape(call.names.index("query"))
+    _, _, s, v = call.shape(call.names.index("value"))
+    return 2 * batch * heads * rows * s * (keys * e + values * v)
+
+
 def linear_in_value(call: Call) -> tuple[str, ...]:
     """The rows' sums do not depend on the values."""
     mask = ",R" * (len(call.operands) - 3)
@@ -130,6 +147,7 @@ register(
         forward_factors,
         linear_in_value,
         local=attention_block,
+        flops=forward_flops,
         floats_matter=True,
         as_laid_out=True,
         kind="kernel",
@@ -140,6 +158,7 @@ register(
     Rule(
         backward_factors,
         local=attention_gradients,
+        flops=backward_flops,
         floats_matter=True,
         as_laid_out=True,
         kind="kernel",
@@ -187,8 +206,8 @@ def cuda_backward_factors(call: Call) -> Factors | None:
 
 
 for name in ("flash", "efficient", "cudnn"):
-    forward = Rule(cuda_forward_factors, floats_matter=True, kind="einsum")
-    backward = Rule(cuda_backward_factors, floats_matter=True, kind="einsum")
+    forward = Rule(cuda_forward_factors, floats_matter=True, flops=forward_flops, kind="einsum")
+    backward = Rule(cuda_backward_factors, floats_matter=True, flops=backward_flops, kind="einsum")
     register(f"_scaled_dot_product_{name}_attention", forward)
     register(f"_scaled_dot_product_{name}_attention_backward", backward)
 
