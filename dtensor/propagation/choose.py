@@ -15,6 +15,7 @@ from ..rules.call import Call, Kind, Meta
 from ..rules.compound import NotBlocks, composed, cut_in
 from ..rules.rule import Choice, Dims, Factors, Row, Rule, Spec, stands
 from ..rules.windows import covering, windowed
+from ..rules.work import work_of
 from .row_costs import Table, free_rows, idle, ranked, table_of
 
 _TRIES = 256
@@ -68,7 +69,8 @@ def _cheapest(rule: Rule, table: Table, factors: Factors, call: Call, kept: Mapp
         chosen = realized(rule, free, factors, call, kept)
         if chosen is not None and not _moved(call, chosen):
             return chosen
-    priced = [ranked(table, factors, call, kept, mesh_dim) for mesh_dim in range(call.mesh.ndim)]
+    work = work_of(rule, factors, call)
+    priced = [ranked(table, factors, call, kept, mesh_dim, work) for mesh_dim in range(call.mesh.ndim)]
     best: tuple[tuple[float, ...], int, Chosen] | None = None
     for price, picked in _best_first(priced):
         if best is not None and price[:2] > best[0]:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from ..base.caches import watched
-from ..cost.link import link_of
+from ..cost.link import device_of, link_of
 from ..layout.layout import Layout
 from ..placement import Monoid, Partial, Placement, Replicate, Shard
 from ..rules.call import Call, Kind
 from ..rules.rule import ANY_PARTIAL, Along, Dims, Factors, Partials, R, Row, Spec, candidates, stands
+from ..rules.work import Work, elsewhere, row_seconds
 
 LOCAL_STEP = 1e-7  # seconds: a local slice or zero costs next to nothing
 Where = int | Placement  # a tensor dim, or Replicate / Partial
@@ -221,15 +222,17 @@ def free_rows(table: Table, factors: Factors, call: Call, kept: Kept) -> tuple[R
     return tuple(picked)
 
 
-def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int) -> list[tuple[Any, Row]]:
-    """All rows by price on one mesh dim: (seconds of communication, now and owed, whether it shards what nobody has sharded,
-    operands that change, bytes per rank of the results, declaration order).
+def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int, work: Work) -> list[tuple[Any, Row]]:
+    """All rows by price on one mesh dim: (seconds of communication, now and owed, and of products, whether it shards what nobody has
+    sharded, operands that change, bytes per rank of the results, declaration order).
 
-    A result in terms is owed a reduction. A replicated or partial value is not cut only because that is free: results keep the
+    A result in terms is owed a reduction. Work counts where products take longer than memory. A replicated or partial value is not cut only because that is free: results keep the
     placements that their operands suggest.
     """
     ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed, _result_bytes(call)
     owed = _debts(table, factors, call, nbytes, mesh_dim)
+    device, work = device_of(call.mesh), elsewhere(work, call, mesh_dim)
+    multiplies = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
     current = [_current(layout, mesh_dim) for layout in call.operands]
     moving: dict[tuple[int, Where], float] = {}
     priced = []
@@ -255,6 +258,8 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
             if r not in kept and not isinstance(where, Replicate):
                 summed, cut = owed[r]
                 seconds += summed if isinstance(where, Partial) else cut if anew else 0.0
+        if multiplies:
+            seconds += row_seconds(device, work, row, ranks, factors.sizes)
         if row.kernel is not None and ranks > 1:
             rate = link_of(call.mesh, (mesh_dim,)).exchange
             seconds += row.kernel.collectives * rate.seconds(ranks, 0) + row.kernel.nbytes(call) / rate.bandwidth
