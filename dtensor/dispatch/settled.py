@@ -5,7 +5,7 @@ so again, or in a form that is had from it for less: the next operator, the back
 are. Nothing is kept of
 
 - a parameter, which would stay whole as long as it lives;
-- a tensor whose pieces the user has (``from_local``, ``to_local``): what is written to them is seen by no counter;
+- a tensor whose pieces the user has (``from_local``, ``to_local``, ``data``): what is written to them is seen by no counter;
 - a tensor that was written to meanwhile, under any of its views.
 
 What is cut and was made by no recorded program (a gradient, an input, a buffer) keeps its forms until a few others have been
@@ -34,6 +34,7 @@ from . import wrapping
 from .versions import versions_of
 
 _FORMS = "_forms"  # the attribute of a tensor that has those of its memory, its views' too
+_GIVEN = "_given"  # whether somebody writes to its memory and is not counted: a list of one, shared by what was detached of it
 
 
 class Forms:
@@ -50,9 +51,6 @@ class Forms:
     def __init__(self, recorder: Any, versions: Any) -> None:
         self.recorder, self.versions = recorder, versions
         self.held: dict[Layout, dict[Layout, Any]] = {}
-
-
-_GIVEN = Forms(None, None)
 
 
 class _Lately(per_thread):
@@ -101,9 +99,28 @@ def nested(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def users(x: Any) -> Any:
-    """``x`` (a DTensor), of which the user holds the pieces from now on."""
-    _home(x).__dict__[_FORMS] = _GIVEN
+    """``x`` (a DTensor), whose memory the user may write to from now on without being counted."""
+    _given(x)[0] = True
     return x
+
+
+def sharing(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, whose result is memory of its argument, and autograd does not say so (``detach``)."""
+
+    def detached(args: Sequence[Any], *rest: Any) -> Any:
+        made = run(args, *rest)
+        made.__dict__[_GIVEN] = _given(args[0])
+        return made
+
+    return detached
+
+
+def _given(x: Any) -> list[bool]:
+    home = x if x._base is None else x._base
+    found: list[bool] | None = home.__dict__.get(_GIVEN)
+    if found is None:
+        found = home.__dict__[_GIVEN] = [False]
+    return found
 
 
 def moved(x: Any, move: Move, local: Any) -> Any:
@@ -111,7 +128,7 @@ def moved(x: Any, move: Move, local: Any) -> Any:
     if not move.communicates or type(x) is not wrapping.TENSOR or NESTED.depth:
         return execute(move, local)
     home = _home(x)
-    if home.__dict__.get(_FORMS) is _GIVEN or (home.is_leaf and home.requires_grad):
+    if _given(x)[0] or (home.is_leaf and home.requires_grad):
         return execute(move, local)
     versions = versions_of(home)
     if versions is None:  # nobody counts

@@ -15,7 +15,7 @@ from ..mesh.device_mesh import restore_mesh
 from ..placement import Partial, Replicate, Shard
 
 _OWN = frozenset(
-    ["_is_param", "_grad_layout", "_apart", "_counted", "_counter", "_group", "_origin", "_place", "_pending", "_data_parallel"]
+    ["_is_param", "_grad_layout", "_apart", "_counted", "_counter", "_group", "_origin", "_place", "_pending", "_data_parallel", "_forms", "_given"]
 )
 
 

@@ -253,7 +253,7 @@ class DTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The same memory with a version of its own: autograd does not see what is written to it, views of this tensor do."""
-        return self._uncounted().detach()
+        return users(self)._uncounted().detach()  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from ...comm import communicator_of
 from ...dispatch.bind import bind, runner_of
 from ...dispatch.dispatcher import dispatch, install_views
 from ...dispatch.operands import plan_for
+from ...dispatch.settled import sharing
 from ...dispatch.steps import Runner
 from ...layout.layout import Layout
 from ...propagation.propagate import Plan
@@ -178,6 +179,8 @@ def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | 
         return deferred
     if not is_local(plan) or (plan.rule is not None and plan.rule.run is not None) or changes(plan):
         return deferred
+    if operator.func is _DETACH:
+        return sharing(runner_of(found, operator))
     if not facts_of(operator.func).needs_strides:
         return found
 
@@ -233,7 +236,7 @@ def _restriding(operator: Operator, plan: Plan) -> Runner:
     return run
 
 
-_AS_STRIDED = torch.ops.aten.as_strided.default
+_AS_STRIDED, _DETACH = torch.ops.aten.as_strided.default, torch.ops.aten.detach.default
 
 install_views(viewing)
 

@@ -1,0 +1,144 @@
+"""A value that operators need in another layout is moved once; its placements, pieces and memory stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.debug import CommDebugMode
+
+X = torch.arange(24, dtype=torch.float64).reshape(6, 4) / 20 - 0.5
+
+
+def mesh() -> dt.DeviceMesh:
+    return dt.init_device_mesh("cpu", (3,))
+
+
+def in_terms() -> dt.DTensor:
+    left, right = (dt.distribute_tensor(x, mesh(), [p]) for x, p in ((X, Shard(1)), (X.t().contiguous(), Shard(0))))
+    return left @ right
+
+
+def collectives(run: Callable[[], Any]) -> int:
+    with CommDebugMode() as seen:
+        run()
+    return seen.get_total_counts()
+
+
+def test_terms_are_added_up_once_for_all_who_need_them() -> None:
+    y = in_terms()
+    assert y.placements == (Partial(),)
+    assert collectives(lambda: (y.exp(), y.sin(), y.abs(), y.t().cos())) == 1
+    assert y.placements == (Partial(),)
+    torch.testing.assert_close(y.exp().full_tensor(), (X @ X.t()).exp())
+
+
+def test_a_value_needed_whole_and_cut_is_moved_once() -> None:
+    y, z = in_terms(), dt.distribute_tensor(torch.ones(6, 6, dtype=X.dtype), mesh(), [Shard(1)])
+    assert collectives(lambda: (y.exp(), y * z)) == 1
+    torch.testing.assert_close((y * z).full_tensor(), X @ X.t())
+
+
+def test_backward_uses_what_forward_moved() -> None:
+    w = dt.distribute_tensor(X, mesh(), [Shard(1)]).requires_grad_()
+    y = w @ dt.distribute_tensor(X.t().contiguous(), mesh(), [Shard(0)])
+    loss = y.square().sum()
+    whole = X.clone().requires_grad_()
+    (whole @ X.t()).square().sum().backward()
+    assert collectives(loss.backward) == 0
+    torch.testing.assert_close(w.grad.full_tensor(), whole.grad)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y: y.add_(1),
+        lambda y: y.t().add_(1),
+        lambda y: y[1:3].add_(1),
+        lambda y: y.detach().add_(1),
+        lambda y: y.data.add_(1),
+        lambda y: y.view(36).mul_(2),
+        lambda y: y.to_local().mul_(2),
+        lambda y: y.zero_(),
+        lambda y: y.copy_(y.exp()),
+        lambda y: torch.add(y, 1, out=y),
+        lambda y: torch._foreach_add_([y], 1),
+        lambda y: y.requires_grad_().detach().view(6, 6).neg_(),
+        lambda y: y.unsqueeze_(0).squeeze_(0),
+        lambda y: y.set_(dt.distribute_tensor(X @ X.t() + 3, mesh(), [Replicate()])),
+    ],
+)
+@pytest.mark.parametrize("before", [lambda y: y.exp(), lambda y: y.t().exp(), lambda y: y.detach().exp(), lambda y: y.view(4, 9).exp()])
+def test_what_is_written_is_seen(write: Callable[[Any], Any], before: Callable[[Any], Any]) -> None:
+    y, plain = in_terms(), X @ X.t()
+    views = [y.t(), y.detach(), y[2:], y.view(36)]
+    for view in (y, *views):
+        view.sin()
+    before(y)
+    if "to_local" in write.__code__.co_names:
+        plain.mul_(2)
+    elif "set_" in write.__code__.co_names:
+        plain = X @ X.t() + 3
+        views = []
+    else:
+        write(plain)
+    write(y)
+    shown = [plain.t(), plain.detach(), plain[2:], plain.view(36)]
+    for mine, other in zip((y, *views), (plain, *shown), strict=False):
+        torch.testing.assert_close(mine.exp().detach().full_tensor(), other.exp().detach())
+
+
+def test_a_result_that_shares_memory_with_what_was_moved_is_the_users() -> None:
+    y = in_terms()
+    flat = torch.ops.aten._unsafe_view(y.exp(), [36])
+    y.exp()
+    flat.zero_()
+    torch.testing.assert_close(y.exp().full_tensor(), (X @ X.t()).exp())
+
+
+def test_pieces_that_the_user_has_are_moved_each_time() -> None:
+    y = dt.DTensor.from_local(dt.per_rank([X, X, X]), mesh(), [Partial()])
+    assert collectives(lambda: (y.exp(), y.exp())) == 2
+    z = in_terms()
+    z.to_local()
+    assert collectives(lambda: (z.exp(), z.t().exp())) == 2
+
+
+def test_a_parameter_is_not_kept_whole() -> None:
+    w = torch.nn.Parameter(dt.distribute_tensor(X, mesh(), [Shard(0)]))
+    x = dt.distribute_tensor(X, mesh(), [Shard(0)])
+    assert collectives(lambda: (x @ w.t(), x @ w.t())) == 2
+
+
+def test_a_cut_activation_is_gathered_once_for_several_products() -> None:
+    w = [dt.distribute_tensor(torch.randn(4, 300, dtype=X.dtype), mesh(), [Shard(1)]).requires_grad_() for _ in range(3)]
+    x = dt.distribute_tensor(X, mesh(), [Shard(0)]).requires_grad_() * 1
+    assert collectives(lambda: [x @ each for each in w]) == 1
+
+
+def test_forms_of_long_lived_tensors_are_few() -> None:
+    xs = [dt.distribute_tensor(X, mesh(), [Shard(0)]) for _ in range(9)]
+    w = dt.distribute_tensor(torch.randn(4, 300, dtype=X.dtype), mesh(), [Shard(1)])
+    for x in xs:
+        x @ w
+    assert collectives(lambda: xs[-1] @ w) == 0
+    assert collectives(lambda: xs[0] @ w) == 1
+    held = [x for x in xs if any(forms for forms in x.__dict__["_forms"].held.values())]
+    assert len(held) == 4
+
+
+def test_a_recording_uses_what_is_in_it() -> None:
+    y = in_terms()
+    y.exp()
+    f = dt.capture(lambda v: v.exp() + v.sin())
+    with torch.no_grad():
+        for scale in (1, 2, 3):
+            v = in_terms().mul_(scale)
+            v.exp()
+            torch.testing.assert_close(f(v).full_tensor(), (X @ X.t() * scale).exp() + (X @ X.t() * scale).sin())
+    assert f.cache_info().replayed >= 1
