@@ -33,6 +33,7 @@ from ..redistribute import plan as plan_move
 from . import wrapping
 from .versions import versions_of
 
+Runner = Callable[[Any, Any, list[Any], dict[str, Any]], Any]
 _FORMS = "_forms"  # the attribute of a tensor that has those of its memory, its views' too
 _GIVEN = "_given"  # whether somebody writes to its memory and is not counted: a list of one, shared by what was detached of it
 
@@ -104,11 +105,11 @@ def users(x: Any) -> Any:
     return x
 
 
-def sharing(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, whose result is memory of its argument, and autograd does not say so (``detach``)."""
+def sharing(func: Callable[..., Any], layout: Layout) -> Runner:
+    """What wraps the result of ``func``, memory of its argument of which autograd does not say so (``detach``)."""
 
-    def detached(args: Sequence[Any], *rest: Any) -> Any:
-        made = run(args, *rest)
+    def detached(args: Any, kwargs: Any, local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        made = wrapping.wrap_local(func(*local_args), layout)
         made.__dict__[_GIVEN] = _given(args[0])
         return made
 
@@ -116,10 +117,11 @@ def sharing(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _given(x: Any) -> list[bool]:
-    home = x if x._base is None else x._base
-    found: list[bool] | None = home.__dict__.get(_GIVEN)
-    if found is None:
-        found = home.__dict__[_GIVEN] = [False]
+    home = (x if x._base is None else x._base).__dict__
+    try:
+        found: list[bool] = home[_GIVEN]
+    except KeyError:
+        found = home[_GIVEN] = [False]
     return found
 
 
