@@ -49,10 +49,12 @@ class Binding(ABC):
 
     Attributes:
         held: the members whose locals are here: all in one process, this process's own, none outside the mesh.
+        holds_all: whether that are all, and locals those of all ranks as one (:class:`..ranks.per_rank.PerRank`).
         talks: whether there may be others to ask.
     """
 
     held: Sequence[int]
+    holds_all: bool = False
     talks: bool = True
 
     def __init__(self, mesh: DeviceMesh) -> None:

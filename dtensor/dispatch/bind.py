@@ -34,7 +34,7 @@ Constants = dict[str, Any]  # arguments by name that a rank gets otherwise than 
 
 def bind(plan: Plan, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout | Runner:
     """How to run ``plan`` for calls of the form that these arguments have."""
-    if any(name in kwargs for name in operator.names[len(args) : operator.positional]):
+    if kwargs and any(name in kwargs for name in operator.names[len(args) : operator.positional]):
         return _in_order(operator, runner_of(bind(plan, operator, *operator.in_order(args, kwargs)), operator))
     found = _bound(plan, operator, Form(operator, len(args), frozenset(kwargs)))
     return carried_out(runner_of(found, operator)) if is_complex(plan) else found
@@ -65,7 +65,7 @@ def _bound(plan: Plan, operator: Operator, form: Form) -> Layout | Runner:
     if plan.how == "decompose":
         return decomposed(plan, operator, form)
     before: list[Before] = [refusing(plan, operator)] if plan.communicates else []
-    if plan.call.mesh.current_member() is None:
+    if not communicator_of(plan.call.mesh).held:
         random = plan.rule is not None and plan.rule.kind == "random"
         in_step = running([], *_call(plan, operator, form, []), [], lambda *_: None) if random else None
         return absent(plan, operator, form, before, in_step)

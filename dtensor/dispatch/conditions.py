@@ -15,8 +15,10 @@ from .steps import Args, Keywords, Runner
 
 def floats_by_default(plan: Plan) -> bool:
     """Whether results have a floating dtype that no distributed operand has: the default one when the plan is made."""
-    given = any(_floats(layout) for i, layout in enumerate(plan.call.operands) if i not in plan.call.plain)
-    return not given and any(_floats(layout) for made in plan.results for layout in (made if isinstance(made, list) else [made]))
+    for i, layout in enumerate(plan.call.operands):
+        if _floats(layout) and i not in plan.call.plain:
+            return False
+    return any(_floats(layout) for made in plan.results for layout in (made if isinstance(made, list) else [made]))
 
 
 def _floats(layout: Any) -> bool:

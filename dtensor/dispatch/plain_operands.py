@@ -77,8 +77,8 @@ def agree_on_declared(operator: Operator, bound: dict[str, Any], mesh: DeviceMes
     Raises:
         MixedTensorError: on all ranks, if they differ.
     """
-    names = () if MODES.implicit_replication or in_autograd() else declared(operator)
-    for name in names:
+    names = declared(operator)
+    for name in names if names and not (MODES.implicit_replication or in_autograd()) else ():
         items = bound.get(name)
         for item in items if isinstance(items, (list, tuple)) else (items,):
             if isinstance(item, torch.Tensor) and not hasattr(item, "_layout") and not is_number(item):

@@ -133,9 +133,6 @@ class Layout:
     @staticmethod
     def _interned(mesh: Any, placements: Any, splits: Any, shape: Any, stride: Any, dtype: Any) -> Layout:
         key = (mesh, placements, shape, stride, dtype)
-        found = _LAYOUTS.get(key)
-        if found is not None:
-            return found
         with _MAKING:  # two threads that want the same one get the same one
             if (found := _LAYOUTS.get(key)) is not None:
                 return found

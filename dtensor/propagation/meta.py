@@ -120,7 +120,7 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
     if operator.facts.by_device:
         with _fake_mode():
             return _run(operator, {name: _to_meta(value, None) for name, value in arguments.items()}, arguments)
-    bound = {name: _to_meta(value) for name, value in arguments.items()}
+    bound = {name: _to_meta(value) if name in operator.tensors else value for name, value in arguments.items()}
     if bound.get("device") is not None:
         bound["device"] = META
     if bound.get("pin_memory"):
@@ -142,9 +142,15 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
 def _without_elements(operator: Operator, arguments: dict[str, Any]) -> bool:
     """Whether it costs nothing to ask the operator itself, which of tensors without elements often says something else than its
     meta kernel: what one refuses the other takes, or they use other words."""
-    given = [value for value in arguments.values() if isinstance(value, Layout)]
-    known = operator.func.namespace == "aten" and not operator.seeded and not operator.mutated
-    return known and bool(given) and not any(layout.numel for layout in given)
+    if operator.func.namespace != "aten" or operator.seeded or operator.mutated:
+        return False
+    empty = False
+    for value in arguments.values():
+        if isinstance(value, Layout):
+            if 0 not in value.shape:
+                return False
+            empty = True
+    return empty
 
 
 _SMALL = 1 << 16  # elements of results that are made of nothing, as by new_zeros
@@ -156,7 +162,8 @@ def _fake_mode() -> FakeTensorMode:
 
 
 def _run(operator: Operator, bound: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, ...]:
-    sizes = {name: bound[name].shape for name in operator.outs if isinstance(bound.get(name), torch.Tensor)}
+    outs = [name for name in operator.outs if isinstance(bound.get(name), torch.Tensor)] if operator.outs else ()
+    sizes = {name: bound[name].shape for name in outs} if outs else None
     try:
         result = _result_of(operator, bound, arguments)
     except (NotImplementedError, UnsupportedFakeTensorException, ZeroDivisionError) as error:
@@ -172,7 +179,9 @@ def _run(operator: Operator, bound: dict[str, Any], arguments: dict[str, Any]) -
     if result is None:
         return ()
     values = (result,) if len(operator.returns) == 1 else result
-    metas = _as_computed(operator, tuple(_meta_of(value) for value in values), bound)
+    metas = _as_computed(operator, tuple([_meta_of(value) for value in values]), bound)
+    if sizes is None:
+        return metas
     pairs = zip(operator.returns, metas, strict=False)
     resized = [isinstance(meta, Meta) and sizes.get(str(out), meta.shape) != meta.shape for out, meta in pairs]
     return _as_new(operator, bound, metas, resized) if any(resized) else metas

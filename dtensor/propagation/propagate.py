@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -59,11 +60,10 @@ class Plan:
     def communicates(self) -> bool:
         """Whether running it issues a collective (a kernel's own included)."""
         kernel = None if self.chosen is None else self.chosen.kernel_row
-        return (
-            any(move.communicates for _, move in (*self.moves, *self.write_back))
-            or (kernel is not None and kernel.kernel is not None and kernel.kernel.collectives > 0)
-            or self.how == "gather"
-        )
+        if self.how == "gather" or (kernel is not None and kernel.kernel is not None and kernel.kernel.collectives > 0):
+            return True
+        moves = self.moves + self.write_back
+        return bool(moves) and any(move.communicates for _, move in moves)
 
 
 def make_call(
@@ -160,10 +160,10 @@ def _by_rule(
     moves = tuple(
         (slot, plan_move(have, need))
         for slot, have, need in zip(slots, call.operands, chosen.operands, strict=True)
-        if not have.same_data(need)
+        if have is not need and not have.same_data(need)
     )
     results = _like(metas, chosen.results)
-    moved = {slot[0] for slot, _ in moves}
+    moved = [slot[0] for slot, _ in moves] if moves else ()
     back = _write_back(operator, call, results, moved, reshapes) + _written_aside(operator, rule, call, slots, chosen.operands)
     return Plan("rule", call, moves, chosen.operands, results, back, rule=rule, chosen=chosen, by_numbers=chosen.by_numbers)
 
@@ -208,18 +208,19 @@ def _written_aside(
     operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...], operands: tuple[Layout, ...]
 ) -> tuple[tuple[Slot, Move], ...]:
     """Moves back for arguments that are written to but not returned (running statistics), where they were moved first."""
-    returned = {owner for owner in operator.returns if owner is not None}
-    written = _written(operator, rule, call)
+    written = _written(operator, rule, call).difference(operator.returns)
+    if not written:
+        return ()
     return tuple(
         (slot, plan_move(need, have))
         for slot, have, need in zip(slots, call.operands, operands, strict=True)
-        if slot[0] in written and slot[0] not in returned and not have.same_data(need)
+        if slot[0] in written and not have.same_data(need)
     )
 
 
 def _written(operator: Operator, rule: Rule | None, call: Call) -> frozenset[str]:
     """The arguments that a call writes to, said by its schema or not."""
-    return operator.mutated | frozenset(rule.writes(call) if rule is not None and rule.writes is not None else ())
+    return operator.mutated if rule is None or rule.writes is None else operator.mutated.union(rule.writes(call))
 
 
 def _per_element(
@@ -334,7 +335,7 @@ def _map_meta(fn: Callable[[Meta], Layout], value: Any) -> Any:
 
 
 def _flat(metas: tuple[Any, ...]) -> tuple[Meta | None, ...]:
-    return tuple(item for meta in metas for item in (meta if isinstance(meta, list) else [meta]))
+    return tuple(chain.from_iterable([meta if isinstance(meta, list) else (meta,) for meta in metas]))
 
 
 def _like(metas: tuple[Any, ...], flat: tuple[Layout | None, ...]) -> tuple[Any, ...]:

@@ -86,8 +86,8 @@ class Operator:
     def call(self, bound: dict[str, Any], func: Any = None) -> Any:
         """Call the overload (or ``func``, a function with its signature but for ``out=``) with arguments by name."""
         positional = [bound[name] for name in self.names[: self.positional]]
-        given = (name for name in self.names[self.positional :] if func is None or name not in self.outs)
-        keywords = {name: bound[name] for name in given if name in bound}
+        left_out = () if func is None else self.outs
+        keywords = {name: bound[name] for name in self.names[self.positional :] if name in bound and name not in left_out}
         return (func or self.func)(*positional, **keywords)
 
 

@@ -60,8 +60,8 @@ def rules() -> dict[str, Rule]:
 
 def lookup(func: Any) -> Rule | None:
     """The rule for an operator overload: its own, its operator's, or that of the operator it is an in-place variant of."""
-    known, schema = read_all(), func._schema
-    name = schema.name
+    known = read_all() if _unread else _RULES
+    name = func._schema.name
     found = known.get(f"{name}.{overload_served(func) or 'default'}")
     if found is not None:
         return found

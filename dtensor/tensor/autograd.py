@@ -84,7 +84,7 @@ class FromLocal(Transformed):
         scale, grad = _share(ctx.layout), distributed(grad, ctx.layout)
         target = seen(grad)._layout.replace(placements=ctx.target.placements)
         moved = redistributed(grad, target, False, None)
-        pieces = to_local(moved if scale == 1 else moved / scale, _differing(target, ctx.layout, ctx.copied))
+        pieces = to_local(moved if scale == 1 else moved / scale, target, _differing(target, ctx.layout, ctx.copied))
         return None, None, None, *(pieces if type(pieces) is tuple else (pieces,))
 
 
@@ -92,23 +92,23 @@ class ToLocal(Transformed):
     """Global -> this rank's piece; a tuple with one per rank where all ranks are in this process."""
 
     @staticmethod
-    def forward(x: Any, backward: Layout) -> Any:
+    def forward(x: Any, source: Layout, backward: Layout) -> Any:
         local = x._local
         return tuple(piece.view_as(piece) for piece in local.shards) if isinstance(local, PerRank) else local.view_as(local)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.source, ctx.target = seen(inputs[0])._layout, inputs[1]
+        _, ctx.source, ctx.target = inputs
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Any, _: Any) -> Any:
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
         tangent = distributed(tangent, ctx.source)
-        return to_local(laid(tangent, ctx.source.placements), ctx.target)
+        return to_local(laid(tangent, ctx.source.placements), ctx.source, ctx.target)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         layout = ctx.target
-        return from_pieces(layout, grad_layout(layout, None), False, *map(plain, grads)), None
+        return from_pieces(layout, grad_layout(layout, None), False, *map(plain, grads)), None, None
 
 
 def whole_piece(x: Any, shared: bool) -> torch.Tensor:
@@ -219,7 +219,8 @@ def to_whole(x: Any, grad_placements: Sequence[Placement] | None) -> torch.Tenso
 
 def as_local(x: Any, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
     """The pieces of a DTensor, recorded; see ``DTensor.to_local``."""
-    made = to_local(x, grad_layout(seen(x)._layout, grad_placements))
+    layout = seen(x)._layout
+    made = to_local(x, layout, grad_layout(layout, grad_placements))
     return as_one(made, PerRank) if type(made) is tuple else made
 
 

@@ -13,7 +13,7 @@ from ..base.torch_internals import disabled_torch_function, make_wrapper_subclas
 from ..base.torch_internals import foreach_supported_types as _foreach_types
 from ..base.torch_internals import optimizer_supported_types as _optimizer_types
 from ..base.validation import element_type, strided
-from ..comm import PerRank
+from ..comm import PerRank, communicator_of
 from ..dispatch.dispatcher import dispatch
 from ..dispatch.local_op import seen
 from ..dispatch.plain_operands import laid_out_alike
@@ -22,13 +22,12 @@ from ..errors import DTensorError, LayoutError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Replicate
-from ..ranks.hidden import each_rank
+from ..ranks.hidden import as_one, each_rank
 from ..ranks.per_rank import handed_out
 from ..redistribute import Plan as MovePlan
 from ..redistribute import Transit, plan, plan_between
 from . import copies, host
 from .autograd import (
-    as_local,
     everywhere,
     from_pieces,
     grad_layout,
@@ -38,6 +37,7 @@ from .autograd import (
     note_layout,
     nothing_of,
     redistributed,
+    to_local,
     to_whole,
 )
 from .autograd import grad_placements_of as grad_placements_of  # of a leaf
@@ -137,16 +137,14 @@ class DTensor(torch.Tensor):
             raise LayoutError(
                 "from_local takes this rank's plain tensor, got a DTensor; use x.redistribute(...) or x.to_local() first"
             )
-        strided(local_tensor, "from_local")
-        local_tensor = each_rank(local_tensor)
+        local_tensor, comm = each_rank(strided(local_tensor, "from_local")), communicator_of(mesh)
         layout = layout_of_locals(local_tensor, mesh, placements, shape, stride, check=run_check)
         backward = grad_layout(layout, grad_placements)
-        if mesh.kind == "in_process":
-            shards = local_tensor.shards if isinstance(local_tensor, PerRank) else everywhere(local_tensor, layout)
-            copied = not isinstance(local_tensor, PerRank)
-            return from_pieces(layout, backward, copied, *shards)
+        if comm.holds_all:
+            given = local_tensor.shards if isinstance(local_tensor, PerRank) else everywhere(local_tensor, layout)
+            return from_pieces(layout, backward, not isinstance(local_tensor, PerRank), *given)
         if not is_recorded(local_tensor):
-            return wrap(local_tensor.detach() if mesh.current_member() is not None else nothing_of(local_tensor, layout), layout)
+            return wrap(local_tensor.detach() if comm.held else nothing_of(local_tensor, layout), layout)
         return from_pieces(layout, backward, False, local_tensor)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -162,8 +160,10 @@ class DTensor(torch.Tensor):
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
             # a tensor of its own: `requires_grad_` is not said of the DTensor's. (A recorder knows the piece by its identity.)
-            return handed_out(self._local if ACTIVE else self._local.detach())
-        return as_local(self, grad_placements)
+            local = self._local if ACTIVE else self._local.detach()
+            return handed_out(local) if type(local) is PerRank else local
+        made = to_local(self, self._layout, grad_layout(self._layout, grad_placements))
+        return as_one(made, PerRank) if type(made) is tuple else made
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The global value as a plain tensor on every rank, with memory of its own; differentiable.
