@@ -92,11 +92,11 @@ def _arranging(plan: Plan, operator: Operator, form: Form) -> list[Before]:
 
 
 def _writing(plan: Plan, operator: Operator, form: Form) -> list[After]:
-    kernel = is_kernel(plan) and not operator.flat
+    kernel = is_kernel(plan) and not operator.facts.flat
     after = [into_locals(operator, form)] if kernel and operator.mutated.difference(operator.outs) else []
     if plan.write_back:
         after.append(written_back(plan, operator, form, kernel))
-    return [*after, counted(operator, form)] if operator.per_element and operator.mutated else after
+    return [*after, counted(operator, form)] if operator.facts.per_element and operator.mutated else after
 
 
 # --- out= ---------------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def _room(layout: Layout | None, like: Any) -> Any:
 def _call(plan: Plan, operator: Operator, form: Form, before: list[Before]) -> tuple[Given, Callable[..., Any]]:
     """The function that locals are given to, and the arguments that it gets otherwise than the user gave them."""
     rule = plan.rule
-    if operator.flat:
+    if operator.facts.flat:
         return [], through_memory(operator)
     if plan.how == "gather":
         return [], drawn_alike(plan, operator) if operator.seeded else operator.func
@@ -144,7 +144,7 @@ def _call(plan: Plan, operator: Operator, form: Form, before: list[Before]) -> t
     if by_member:
         return _rewritten(plan, operator, form, by_member, before)
     func = own or with_numbers_once(plan, operator, local_function(operator.func))
-    if not own and operator.mutated and not operator.outs and not operator.per_element and _may_share_memory(plan):
+    if not own and operator.mutated and not operator.outs and not operator.facts.per_element and _may_share_memory(plan):
         return [], _apart_if_refused(plan, func)
     return [], func
 

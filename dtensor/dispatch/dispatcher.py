@@ -23,7 +23,8 @@ from ..mesh.device_mesh import DeviceMesh
 from ..propagation.choose import Chooser, choose
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator, operator_of
-from ..rules.registry import foreach_base, lookup
+from ..rules.facts import rule_of_each
+from ..rules.registry import lookup
 from . import wrapping
 from .bind import bind, runner_of
 from .conditions import by_kinds, floats_by_default, under_default_dtype
@@ -48,7 +49,7 @@ class Entry:
         self.func = func
         self.local = local_function(func)
         self.operator: Operator = operator_of(func)
-        rule = lookup(func) or foreach_base(func)
+        rule = lookup(func) or rule_of_each(func)
         by_type = frozenset() if rule is None or rule.floats_matter else self.operator.scalars | self.operator.tensors
         self.scalar_names = by_type
         self.scalar_positions = frozenset(i for i, name in enumerate(self.operator.names) if name in by_type)

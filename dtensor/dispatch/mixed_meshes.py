@@ -59,7 +59,7 @@ def across_places(operator: Operator, bound: dict[str, Any], meshes: Sequence[De
     Raises:
         MeshError: it is none of the cases above.
     """
-    groups = _by_mesh(operator, bound) if operator.per_element else ()
+    groups = _by_mesh(operator, bound) if operator.facts.per_element else ()
     if len(groups) > 1:
         return lambda args, kwargs, *_: _mesh_by_mesh(operator, operator.bind(args, kwargs), groups)
     if _writes_numbers(operator, bound):

@@ -67,7 +67,7 @@ def _as_told(metas: tuple[Any, ...], shapes: Shapes) -> Answer | None:
 def _lawful(operator: Operator, rule: Rule, call: Call) -> Any:
     """The shapes that the rule tells, for operands that the law speaks of."""
     assert rule.shapes is not None
-    if operator.per_element or operator.outs or operator.facts.by_device:
+    if operator.facts.per_element or operator.outs or operator.facts.by_device:
         return None
     for layout in call.operands:
         if (
@@ -113,7 +113,7 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
     Raises:
         NotInferable: see there. Errors that plain torch raises for wrong arguments pass through.
     """
-    if operator.per_element and not operator.returns:
+    if operator.facts.per_element and not operator.returns:
         return ()  # some optimizer steps have no meta kernel, and nothing is to be found out
     if operator.returns and not operator.gives_tensors:
         return (None,) * len(operator.returns)  # a Python value: it depends on data

@@ -20,7 +20,8 @@ from ..mesh.device_mesh import DeviceMesh
 from ..redistribute import Plan as Move
 from ..redistribute import plan as plan_move
 from ..rules.call import Call, Meta
-from ..rules.registry import foreach_base, lookup
+from ..rules.facts import rule_of_each
+from ..rules.registry import lookup
 from ..rules.rule import Rule
 from .choose import Chooser, Chosen, choose
 from .meta import NotInferable, results_of
@@ -106,7 +107,7 @@ def propagate(
     for check in operator.facts.refuses:
         check(operator.name, bound)
     call, slots = make_call(operator, mesh, bound, plain)
-    base = foreach_base(operator.func) if operator.per_element else None
+    base = rule_of_each(operator.func) if operator.facts.per_element else None
     rule = lookup(operator.func)
     if rule is not None and rule.answer is not None:
         answer = rule.answer(call)
@@ -128,7 +129,7 @@ def propagate(
     if operator.fills_lists:
         return gather(operator, call, slots, metas)
     call.results = _flat(metas)
-    if operator.per_element and (rule is not None or base is not None):
+    if operator.facts.per_element and (rule is not None or base is not None):
         plan = _per_element(operator, rule or base, call, slots, metas, choose)  # type: ignore[arg-type]  # one of them is a rule
         if plan is not None:
             return plan
@@ -226,7 +227,7 @@ def _written(operator: Operator, rule: Rule | None, call: Call) -> frozenset[str
 def _per_element(
     operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...], metas: tuple[Any, ...], choose: Chooser
 ) -> Plan | None:
-    """A ``_foreach_`` or ``_fused_`` operator: element i of every list follows the rule by itself, one local call does them all.
+    """A list operator: element i of every list follows the rule by itself, one local call does them all.
 
     A tensor that all elements share (a step size) is whole on every rank. Elements for which only a kernel would do are
     made whole.
@@ -277,7 +278,7 @@ def _cast(layout: Layout, like: Layout) -> Layout:
 
 
 def _item(meta: Any, i: int) -> Meta | None:
-    """Element ``i`` of a list (lists of ``_fused_`` operators may be empty), or what is no list."""
+    """Element ``i`` of a list (some lists may be empty), or what is no list."""
     if isinstance(meta, list):
         return meta[i] if i < len(meta) else None
     return meta

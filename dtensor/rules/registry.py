@@ -1,4 +1,4 @@
-"""Where rules are found: by operator name, for all its overloads, in-place, ``out=`` and ``_foreach_`` variants.
+"""Where rules are found: by operator name, for all its overloads, in-place and ``out=`` variants.
 
 Modules of declarations, the library's own among them, are named here and read at the first question, not at import: half of the
 package is declarations.
@@ -89,12 +89,3 @@ def overload_served(func: Any) -> str:
 
 def _taken(schema: Any) -> list[str]:
     return [str(argument.type) for argument in schema.arguments if not argument.is_out]
-
-
-def foreach_base(func: Any) -> Rule | None:
-    """The rule that each element of a ``_foreach_`` operator follows."""
-    namespace, _, name = func._schema.name.partition("::")
-    if not name.startswith("_foreach_"):
-        return None
-    base = name.removeprefix("_foreach_").removesuffix("_")
-    return read_all().get(f"{namespace}::{base}")

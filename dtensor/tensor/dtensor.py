@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from ..base.recording import ACTIVE
-from ..base.torch_internals import disabled_torch_function, make_wrapper_subclass
+from ..base.torch_internals import disabled_torch_function, forward_ad, make_wrapper_subclass
 from ..base.torch_internals import foreach_supported_types as _foreach_types
 from ..base.torch_internals import optimizer_supported_types as _optimizer_types
 from ..base.validation import element_type, strided
@@ -46,7 +46,7 @@ from .local_layout import layout_of_locals
 from .printing import pieces
 from .versions import counted_together
 
-_make = make_wrapper_subclass
+_make, _grad_enabled = make_wrapper_subclass, torch.is_grad_enabled
 
 
 class DTensor(torch.Tensor):
@@ -156,7 +156,7 @@ class DTensor(torch.Tensor):
             grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial
                 replaced by Replicate. Give ``[Partial()]`` where each rank uses a replicated piece differently.
         """
-        if not is_recorded(self):
+        if not (self.requires_grad and _grad_enabled()) and forward_ad._current_level < 0:  # to transforms it is a constant
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
             # a tensor of its own: `requires_grad_` is not said of the DTensor's. (A recorder knows the piece by its identity.)
