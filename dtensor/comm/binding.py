@@ -18,6 +18,7 @@ from ..base.caches import Shared
 from ..base.recording import ACTIVE, current, site
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Monoid
+from ..ranks.per_rank import shards_of
 from . import events
 from .fold import Op, check_reduction, fold
 from .pending import Pending
@@ -161,6 +162,10 @@ class Binding(ABC):
         """The local whose pieces these are, one per member held here."""
         return pieces[0]
 
+    def pieces(self, local: Local) -> dict[int, torch.Tensor]:
+        """What a local is made of, by member held here."""
+        return dict(zip(self.held, shards_of(local), strict=False))  # a rank outside the mesh has none
+
     # --- what they share -------------------------------------------------------------------------------------------
     def group_size(self, mesh_dims: Sequence[int]) -> int:
         """Number of ranks in a group over ``mesh_dims``."""
@@ -188,5 +193,4 @@ def spanning(one: DeviceMesh, other: DeviceMesh) -> DeviceMesh | None:
 
 def _nbytes(x: Local) -> int:
     """Bytes of a local, the largest over the members held here."""
-    shards: tuple[torch.Tensor, ...] = getattr(x, "shards", (x,))
-    return max(shard.numel() * shard.dtype.itemsize for shard in shards)
+    return max(shard.numel() * shard.dtype.itemsize for shard in shards_of(x))

@@ -207,12 +207,12 @@ def _rewritten(
         member: {name: value for name, value in values.items() if name in known and name not in positional}
         for member, values in by_member.items()
     }
-    if plan.call.mesh.kind != "in_process":
+    comm = communicator_of(plan.call.mesh)
+    if not comm.holds_all:
         (member,) = by_member
         if keywords := named[member]:
             before.append(lambda local_args, local_kwargs: local_kwargs.update(keywords))
         return given[member], func
-    comm = communicator_of(plan.call.mesh)
 
     def one(member: int, local_args: Sequence[Any], local_kwargs: dict[str, Any]) -> Any:
         local_args = list(local_args)

@@ -26,7 +26,7 @@ from ..base.caches import remembered
 from ..base.modes import MODES
 from ..base.recording import aside
 from ..base.torch_internals import FakeTensor, graph_task
-from ..comm import PerRank, communicator_of
+from ..comm import PerRank, communicator_of, reordered
 from ..errors import ImplicitCommunicationError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -233,9 +233,7 @@ def _missing(mesh: DeviceMesh, home: DeviceMesh) -> tuple[int, ...]:
 
 def _by_member_of(home: DeviceMesh, mesh: DeviceMesh, local: Any) -> Any:
     """``local`` in the order of the other mesh's members, where all ranks live in this process."""
-    if not isinstance(local, PerRank) or mesh.ranks == home.ranks:
-        return local
-    return PerRank(local.shards[mesh.ranks.index(rank)] for rank in home.ranks)
+    return local if mesh.ranks == home.ranks else reordered(local, [mesh.ranks.index(rank) for rank in home.ranks])
 
 
 def _told(local: Any, mesh: DeviceMesh, home: DeviceMesh, name: str) -> Any:

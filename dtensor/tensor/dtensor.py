@@ -140,12 +140,11 @@ class DTensor(torch.Tensor):
         local_tensor, comm = each_rank(strided(local_tensor, "from_local")), communicator_of(mesh)
         layout = layout_of_locals(local_tensor, mesh, placements, shape, stride, check=run_check)
         backward = grad_layout(layout, grad_placements)
-        if comm.holds_all:
-            given = local_tensor.shards if isinstance(local_tensor, PerRank) else everywhere(local_tensor, layout)
-            return from_pieces(layout, backward, not isinstance(local_tensor, PerRank), *given)
-        if not is_recorded(local_tensor):
-            return wrap(local_tensor.detach() if comm.held else nothing_of(local_tensor, layout), layout)
-        return from_pieces(layout, backward, False, local_tensor)
+        if isinstance(local_tensor, PerRank):
+            return from_pieces(layout, backward, False, *local_tensor.shards)
+        if comm.holds_all or is_recorded(local_tensor):
+            return from_pieces(layout, backward, comm.holds_all, *everywhere(local_tensor, layout))
+        return wrap(local_tensor.detach() if comm.held else nothing_of(local_tensor, layout), layout)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece (all ranks' as a ``per_rank`` tensor when they live in this process); differentiable, no cost.
