@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..base.caches import watched
+from ..base.caches import Bounded
 from ..base.memory_order import dense_in, memory_order
 from ..base.torch_internals import FakeTensorMode, UnsupportedFakeTensorException
 from ..layout.layout import Layout
@@ -29,9 +29,7 @@ class NotInferable(Exception):
 
 
 Answer = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # dtype and memory order of each result
-_ANSWERS: dict[Any, Answer | None] = {}  # None: the results do not look as the rule says
-_LIMIT = 4096
-watched("infer.answers", lambda: (len(_ANSWERS), _LIMIT))
+_ANSWERS: Bounded[Any, Answer | None] = Bounded(4096, "infer.answers")  # None: the results do not look as the rule says
 
 
 def results_of(operator: Operator, rule: Rule | None, call: Call) -> tuple[Any, ...]:
@@ -49,9 +47,7 @@ def results_of(operator: Operator, rule: Rule | None, call: Call) -> tuple[Any, 
         return tuple([Meta(shape, dense_in(shape, order), dtype) for shape, (dtype, order) in zip(shapes, known, strict=True)])
     metas = infer(operator, call.arguments)
     if known is not None:
-        if len(_ANSWERS) >= _LIMIT:
-            _ANSWERS.clear()
-        _ANSWERS[key] = _as_told(metas, shapes)
+        _ANSWERS.keep(key, _as_told(metas, shapes))
     return metas
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..base.caches import watched
+from ..base.caches import Bounded
 from ..base.memory_order import stride_like
 from ..base.recording import exchange
 from ..base.validation import sizes_of
@@ -71,7 +71,7 @@ def layout_of_locals(
         else:
             _fits(layout, pieces)
             if key is not None:
-                _keep(key, layout)
+                _KNOWN.keep(key, layout)
     else:
         layout = _measured(mesh, wanted, pieces, stride, dtype, check)
     if check:
@@ -99,7 +99,7 @@ def _measured(
         layout = _KNOWN.get(key)
         if layout is None:
             steps = strides[_telling(shapes)] if stride is None else stride
-            layout = _keep(key, _tiled(mesh, placements, shapes, steps, stride is None, dtype))
+            layout = _KNOWN.keep(key, _tiled(mesh, placements, shapes, steps, stride is None, dtype))
         return layout
     for p in _cutting(mesh, placements):
         if p.sizes is not None:
@@ -109,16 +109,7 @@ def _measured(
     return layout
 
 
-def _keep(key: Any, layout: Layout) -> Layout:
-    if len(_KNOWN) >= _LIMIT:
-        _KNOWN.clear()
-    _KNOWN[key] = layout
-    return layout
-
-
-_KNOWN: dict[Any, Layout] = {}
-_LIMIT = 4096
-watched("local_layout.known", lambda: (len(_KNOWN), _LIMIT))
+_KNOWN: Bounded[Any, Layout] = Bounded(4096, "local_layout.known")
 
 
 def _tiled(

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from ...base.caches import watched
+from ...base.caches import Bounded
 from ...base.torch_internals import make_wrapper_subclass
 from ...comm import communicator_of
 from ...dispatch.bind import bind, runner_of
@@ -292,20 +292,14 @@ def _resolved(local: Any) -> Any:
     return local.resolve_conj() if local.is_complex() else local
 
 
-_PLANS: dict[Any, Plan] = {}
-_LIMIT = 4096
-watched("remote_view.plans", lambda: (len(_PLANS), _LIMIT))
+_PLANS: Bounded[Any, Plan] = Bounded(4096, "remote_view.plans")
 
 
 def plan_of(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """The plan of a view operation, found again by its arguments."""
     key = (operator.func, args[0]._layout, _hashable(args[1:]), _hashable(tuple(sorted(kwargs.items()))))
     found = _PLANS.get(key)
-    if found is None:
-        if len(_PLANS) >= _LIMIT:
-            _PLANS.clear()
-        found = _PLANS[key] = plan_for(operator, args, kwargs)
-    return found
+    return _PLANS.keep(key, plan_for(operator, args, kwargs)) if found is None else found
 
 
 def _hashable(value: Any) -> Any:
