@@ -42,6 +42,27 @@ def fullness() -> dict[str, tuple[int, int]]:
     return {name: found() for name, found in sorted(_CACHES.items())}
 
 
+class Bounded(dict[K, T]):
+    """A dictionary of what is made again where it is missing: it keeps ``limit`` entries, and then forgets the older half.
+
+    Without a name it is not :func:`watched`.
+    """
+
+    def __init__(self, limit: int, name: str | None = None) -> None:
+        super().__init__()
+        self.limit = limit
+        if name is not None:
+            watched(name, lambda: (len(self), self.limit))
+
+    def keep(self, key: K, value: T) -> T:
+        """``value``, kept."""
+        if len(self) >= self.limit:
+            for oldest in list(self)[: max(1, self.limit // 2)]:
+                self.pop(oldest, None)  # another thread may have been faster
+        self[key] = value
+        return value
+
+
 class Shared(Generic[K, T]):
     """Dictionaries that keep ``each`` entries, and ``together`` all of them: one that changes much forgets its own first.
 

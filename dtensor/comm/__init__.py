@@ -8,6 +8,7 @@ from typing import Any
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..ranks.per_rank import PerRank, handed_out, per_rank, shards_of
 from ..ranks.rank_values import RankNumber, RankValues
+from ..ranks.shards import each_shard, reordered
 from . import events
 from .binding import Local
 from .communicator import Communicator
@@ -28,10 +29,12 @@ __all__ = [
     "RankNumber",
     "RankValues",
     "communicator_of",
+    "each_shard",
     "events",
     "fold",
     "map_ranks",
     "per_rank",
+    "reordered",
     "shards_of",
 ]
 

@@ -18,6 +18,7 @@ from ..base.caches import Shared
 from ..base.recording import ACTIVE, current, site
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Monoid
+from ..ranks.per_rank import shards_of
 from . import events
 from .fold import Op, check_reduction, fold
 from .pending import Pending
@@ -49,10 +50,12 @@ class Binding(ABC):
 
     Attributes:
         held: the members whose locals are here: all in one process, this process's own, none outside the mesh.
+        holds_all: whether that are all, and locals those of all ranks as one (:class:`..ranks.per_rank.PerRank`).
         talks: whether there may be others to ask.
     """
 
     held: Sequence[int]
+    holds_all: bool = False
     talks: bool = True
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -159,6 +162,10 @@ class Binding(ABC):
         """The local whose pieces these are, one per member held here."""
         return pieces[0]
 
+    def pieces(self, local: Local) -> dict[int, torch.Tensor]:
+        """What a local is made of, by member held here."""
+        return dict(zip(self.held, shards_of(local), strict=False))  # a rank outside the mesh has none
+
     # --- what they share -------------------------------------------------------------------------------------------
     def group_size(self, mesh_dims: Sequence[int]) -> int:
         """Number of ranks in a group over ``mesh_dims``."""
@@ -186,5 +193,4 @@ def spanning(one: DeviceMesh, other: DeviceMesh) -> DeviceMesh | None:
 
 def _nbytes(x: Local) -> int:
     """Bytes of a local, the largest over the members held here."""
-    shards: tuple[torch.Tensor, ...] = getattr(x, "shards", (x,))
-    return max(shard.numel() * shard.dtype.itemsize for shard in shards)
+    return max(shard.numel() * shard.dtype.itemsize for shard in shards_of(x))

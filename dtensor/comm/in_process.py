@@ -27,7 +27,7 @@ Copy = tuple[int, Box, Box]  # from which shard, which region of it, to which re
 class InProcess(Communicator):
     """All members here. On a submesh every copy of it communicates, each among its own ranks."""
 
-    talks = False
+    holds_all, talks = True, False
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)

@@ -35,7 +35,7 @@ Constants = dict[str, Any]  # arguments by name that a rank gets otherwise than 
 
 def bind(plan: Plan, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Layout | Runner:
     """How to run ``plan`` for calls of the form that these arguments have."""
-    if any(name in kwargs for name in operator.names[len(args) : operator.positional]):
+    if kwargs and any(name in kwargs for name in operator.names[len(args) : operator.positional]):
         return _in_order(operator, runner_of(bind(plan, operator, *operator.in_order(args, kwargs)), operator))
     found = _bound(plan, operator, Form(operator, len(args), frozenset(kwargs)))
     return carried_out(runner_of(found, operator)) if is_complex(plan) else found
@@ -66,7 +66,7 @@ def _bound(plan: Plan, operator: Operator, form: Form) -> Layout | Runner:
     if plan.how == "decompose":
         return decomposed(plan, operator, form)
     before: list[Before] = [refusing(plan, operator)] if plan.communicates else []
-    if plan.call.mesh.current_member() is None:
+    if not communicator_of(plan.call.mesh).held:
         random = plan.rule is not None and plan.rule.kind == "random"
         in_step = running([], *_call(plan, operator, form, []), [], lambda *_: None) if random else None
         return absent(plan, operator, form, before, in_step)
@@ -95,11 +95,11 @@ def _arranging(plan: Plan, operator: Operator, form: Form) -> list[Before]:
 
 
 def _writing(plan: Plan, operator: Operator, form: Form) -> list[After]:
-    kernel = is_kernel(plan) and not operator.flat
+    kernel = is_kernel(plan) and not operator.facts.flat
     after = [into_locals(operator, form)] if kernel and operator.mutated.difference(operator.outs) else []
     if plan.write_back:
         after.append(written_back(plan, operator, form, kernel))
-    return [*after, counted(operator, form)] if operator.per_element and operator.mutated else after
+    return [*after, counted(operator, form)] if operator.facts.per_element and operator.mutated else after
 
 
 # --- out= ---------------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def _room(layout: Layout | None, like: Any) -> Any:
 def _call(plan: Plan, operator: Operator, form: Form, before: list[Before]) -> tuple[Given, Callable[..., Any]]:
     """The function that locals are given to, and the arguments that it gets otherwise than the user gave them."""
     rule = plan.rule
-    if operator.flat:
+    if operator.facts.flat:
         return [], through_memory(operator)
     if plan.how == "gather":
         return [], drawn_alike(plan, operator) if operator.seeded else operator.func
@@ -147,7 +147,7 @@ def _call(plan: Plan, operator: Operator, form: Form, before: list[Before]) -> t
     if by_member:
         return _rewritten(plan, operator, form, by_member, before)
     func = own or with_numbers_once(plan, operator, local_function(operator.func))
-    if not own and operator.mutated and not operator.outs and not operator.per_element and _may_share_memory(plan):
+    if not own and operator.mutated and not operator.outs and not operator.facts.per_element and _may_share_memory(plan):
         return [], _apart_if_refused(plan, func)
     return [], func
 
@@ -210,12 +210,12 @@ def _rewritten(
         member: {name: value for name, value in values.items() if name in known and name not in positional}
         for member, values in by_member.items()
     }
-    if plan.call.mesh.kind != "in_process":
+    comm = communicator_of(plan.call.mesh)
+    if not comm.holds_all:
         (member,) = by_member
         if keywords := named[member]:
             before.append(lambda args, kwargs, local_args, local_kwargs: local_kwargs.update(keywords))
         return given[member], func
-    comm = communicator_of(plan.call.mesh)
 
     def one(member: int, local_args: Sequence[Any], local_kwargs: dict[str, Any]) -> Any:
         local_args = list(local_args)

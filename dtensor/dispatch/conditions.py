@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..base.caches import Bounded
 from ..layout.layout import Layout
 from ..propagation.propagate import Plan
 from ..rules.call import kind_of
@@ -15,8 +16,10 @@ from .steps import Args, Keywords, Runner
 
 def floats_by_default(plan: Plan) -> bool:
     """Whether results have a floating dtype that no distributed operand has: the default one when the plan is made."""
-    given = any(_floats(layout) for i, layout in enumerate(plan.call.operands) if i not in plan.call.plain)
-    return not given and any(_floats(layout) for made in plan.results for layout in (made if isinstance(made, list) else [made]))
+    for i, layout in enumerate(plan.call.operands):
+        if _floats(layout) and i not in plan.call.plain:
+            return False
+    return any(_floats(layout) for made in plan.results for layout in (made if isinstance(made, list) else [made]))
 
 
 def _floats(layout: Any) -> bool:
@@ -35,15 +38,14 @@ def under_default_dtype(runner: Runner, again: Runner) -> Runner:
 
 def by_kinds(runner: Runner, args: Args, kwargs: Keywords, plan: Callable[[Args, Keywords], Runner]) -> Runner:
     """``runner`` for numbers of the kinds that these arguments have, for others what ``plan`` makes of them, once."""
-    runners = {_kinds(args, kwargs): runner}
+    runners: Bounded[Any, Runner] = Bounded(64)  # long lists of numbers have many
+    runners.keep(_kinds(args, kwargs), runner)
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
         kinds = _kinds(args, kwargs)
         found = runners.get(kinds)
         if found is None:
-            if len(runners) >= 64:  # long lists of numbers
-                runners.clear()
-            found = runners[kinds] = plan(args, kwargs)
+            found = runners.keep(kinds, plan(args, kwargs))
         return found(args, kwargs, local_args, local_kwargs)
 
     return run

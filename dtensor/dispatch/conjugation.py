@@ -23,8 +23,11 @@ _set_off = set_key_excluded
 
 def is_complex(plan: Plan) -> bool:
     """Whether complex numbers take part."""
-    results = [item for result in plan.results for item in (result if isinstance(result, list) else [result])]
-    return any(isinstance(layout, Layout) and layout.dtype.is_complex for layout in (*plan.call.operands, *results))
+    for each in (plan.call.operands, plan.results, *plan.results):
+        for layout in each if isinstance(each, (list, tuple)) else ():
+            if isinstance(layout, Layout) and layout.is_complex:
+                return True
+    return False
 
 
 def carried_out(run: Callable[P, T]) -> Callable[P, T]:

@@ -7,7 +7,7 @@ and kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -19,16 +19,18 @@ from ..base.modes import IMPLICIT_REPLICATION, MODES
 from ..base.torch_internals import find_torch_dispatch_rule
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh
 from ..propagation.choose import Chooser, choose
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator, operator_of
-from ..rules.registry import foreach_base, lookup
+from ..rules.facts import rule_of_each
+from ..rules.registry import lookup
 from . import wrapping
 from .bind import bind, runner_of
 from .conditions import by_kinds, floats_by_default, under_default_dtype
 from .keys import AS_IT_IS, static
 from .local_op import local_function
-from .mixed_meshes import across_places
+from .mixed_meshes import across_places, meshes_of
 from .operands import plan_of_bound
 from .plain_operands import agree_on_declared, through_copies
 from .steps import Runner
@@ -47,7 +49,7 @@ class Entry:
         self.func = func
         self.local = local_function(func)
         self.operator: Operator = operator_of(func)
-        rule = lookup(func) or foreach_base(func)
+        rule = lookup(func) or rule_of_each(func)
         by_type = frozenset() if rule is None or rule.floats_matter else self.operator.scalars | self.operator.tensors
         self.scalar_names = by_type
         self.scalar_positions = frozenset(i for i, name in enumerate(self.operator.names) if name in by_type)
@@ -199,10 +201,11 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
             "one value; use x.redistribute(placements=...), or give it the piece: x.to_local()"
         )
     operator, bound = entry.operator, entry.operator.bind(args, kwargs)
-    special = across_places(operator, bound) or through_copies(operator, bound)
+    meshes = tuple(meshes_of(bound.values()))
+    special = across_places(operator, bound, meshes) or through_copies(operator, bound)
     if special is not None:
         return _kept(entry, signature, special)
-    plan, found = _planned(operator, args, kwargs, bound)
+    plan, found = _planned(operator, args, kwargs, bound, meshes)
     agree_on_declared(operator, bound, plan.call.mesh)
     if plan.by_numbers:
         found = by_kinds(runner_of(found, operator), args, kwargs, partial(_for_numbers, operator))
@@ -212,15 +215,21 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
 
 
 def _planned(
-    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], bound: dict[str, Any], choose: Chooser = choose
+    operator: Operator,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    bound: dict[str, Any],
+    meshes: Sequence[DeviceMesh],
+    choose: Chooser = choose,
 ) -> tuple[Plan, Layout | Runner]:
-    plan = plan_of_bound(operator, bound, choose)
+    plan = plan_of_bound(operator, bound, meshes, choose)
     found = bind(plan, operator, args, kwargs)
     return plan, _VIEWING(plan, operator, found) if operator.is_view or operator.reshapes else found
 
 
 def _for_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
-    return runner_of(_planned(operator, args, kwargs, operator.bind(args, kwargs))[1], operator)
+    bound = operator.bind(args, kwargs)
+    return runner_of(_planned(operator, args, kwargs, bound, tuple(meshes_of(bound.values())))[1], operator)
 
 
 def _kept(entry: Entry, signature: tuple[Any, ...], found: Layout | Runner) -> Layout | Runner:
@@ -236,7 +245,8 @@ def _anew(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
 def run_chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser) -> Any:
     """The results of one call whose rows ``choose`` picks. The plan is made anew and not kept."""
     operator = operator_of(func)
-    _, found = _planned(operator, args, kwargs, operator.bind(args, kwargs), choose)
+    bound = operator.bind(args, kwargs)
+    _, found = _planned(operator, args, kwargs, bound, tuple(meshes_of(bound.values())), choose)
     local_args = [static(value, [], False) for value in args]
     local_kwargs = {name: static(value, [], False) for name, value in kwargs.items()}
     return runner_of(found, operator)(args, kwargs, local_args, local_kwargs)

@@ -7,15 +7,16 @@ a block). Most operators do not care. Some choose by strides, raise because of t
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 import torch
 
 from ..base.memory_order import Stride, dense_in
+from ..comm import PerRank, communicator_of
 from ..layout.layout import Layout
 from ..propagation.propagate import Plan
 from ..propagation.schema import Form, Operator
-from ..ranks.per_rank import PerRank
 from .steps import Before, at, put
 
 
@@ -41,19 +42,14 @@ def _strides_of(layout: Layout) -> list[Stride]:
     """
     mesh = layout.mesh
     order = sorted(range(layout.ndim), key=lambda d: (layout.stride[d] != 0, -layout.stride[d]))
-    coordinates = mesh.coordinates if mesh.kind == "in_process" else [mesh.get_coordinate()]
-    return [dense_in(layout.local_shape(coordinate), order) for coordinate in coordinates]
+    return [dense_in(layout.local_shape(mesh.coordinates[member]), order) for member in communicator_of(mesh).held]
 
 
 def _ordered(local: Any, strides: list[Stride]) -> Any:
     if not isinstance(local, PerRank):
         return _one(local, strides[0])
     ordered = [_one(shard, stride) for shard, stride in zip(local.shards, strides, strict=True)]
-    return local if all(map(_is, ordered, local.shards)) else PerRank(ordered)
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b
+    return local if all(map(is_, ordered, local.shards)) else PerRank(ordered)
 
 
 def _one(x: torch.Tensor, stride: Stride) -> torch.Tensor:

@@ -26,7 +26,7 @@ from ..base.caches import remembered
 from ..base.modes import MODES
 from ..base.recording import aside
 from ..base.torch_internals import FakeTensor, graph_task
-from ..comm import PerRank, communicator_of
+from ..comm import PerRank, communicator_of, reordered
 from ..errors import ImplicitCommunicationError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -42,25 +42,29 @@ def meshes_of(values: Any) -> dict[DeviceMesh, None]:
     """The meshes of all DTensors among arguments, in order."""
     found: dict[DeviceMesh, None] = {}
     for value in values:
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, torch.Tensor):
+            if (layout := getattr(value, "_layout", None)) is not None:
+                found[layout.mesh] = None
+        elif isinstance(value, (list, tuple)):
             found.update(meshes_of(value))
-        elif (layout := _layout(value)) is not None:
-            found[layout.mesh] = None
     return found
 
 
-def across_places(operator: Operator, bound: dict[str, Any]) -> Runner | None:
+def across_places(operator: Operator, bound: dict[str, Any], meshes: Sequence[DeviceMesh]) -> Runner | None:
     """How to run a call, its arguments by name, whose operands live in several places; None: all in one.
+
+    Args:
+        meshes: :func:`meshes_of` the arguments.
 
     Raises:
         MeshError: it is none of the cases above.
     """
-    groups = _by_mesh(operator, bound)
+    groups = _by_mesh(operator, bound) if operator.facts.per_element else ()
     if len(groups) > 1:
         return lambda args, kwargs, *_: _mesh_by_mesh(operator, operator.bind(args, kwargs), groups)
     if _writes_numbers(operator, bound):
         return lambda args, kwargs, *_: _with_numbers(operator, operator.bind(args, kwargs))
-    return _at_home(operator, bound) if len(meshes_of(bound.values())) > 1 else None
+    return _at_home(operator, bound) if len(meshes) > 1 else None
 
 
 def _at_home(operator: Operator, bound: dict[str, Any]) -> Runner:
@@ -85,7 +89,7 @@ def _layout(value: Any) -> Any:
 def _by_mesh(operator: Operator, bound: dict[str, Any]) -> list[list[int]]:
     """Positions of the elements of a list operator, one group for each mesh of the first list's."""
     lists = [bound[name] for name in operator.names if name in operator.tensors and isinstance(bound.get(name), (list, tuple))]
-    if not operator.per_element or not lists:
+    if not lists:
         return []
     groups: dict[Any, list[int]] = {}
     for i, value in enumerate(lists[0]):
@@ -229,9 +233,7 @@ def _missing(mesh: DeviceMesh, home: DeviceMesh) -> tuple[int, ...]:
 
 def _by_member_of(home: DeviceMesh, mesh: DeviceMesh, local: Any) -> Any:
     """``local`` in the order of the other mesh's members, where all ranks live in this process."""
-    if not isinstance(local, PerRank) or mesh.ranks == home.ranks:
-        return local
-    return PerRank(local.shards[mesh.ranks.index(rank)] for rank in home.ranks)
+    return local if mesh.ranks == home.ranks else reordered(local, [mesh.ranks.index(rank) for rank in home.ranks])
 
 
 def _told(local: Any, mesh: DeviceMesh, home: DeviceMesh, name: str) -> Any:

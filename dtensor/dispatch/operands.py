@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from .plain_operands import admit
 
 def plan_for(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser = choose) -> Plan:
     """The plan of a call with these arguments; nothing runs."""
-    return plan_of_bound(operator, operator.bind(args, kwargs), choose)
+    bound = operator.bind(args, kwargs)
+    return plan_of_bound(operator, bound, tuple(meshes_of(bound.values())), choose)
 
 
-def plan_of_bound(operator: Operator, bound: dict[str, Any], choose: Chooser = choose) -> Plan:
-    """The same for arguments by name."""
-    meshes = meshes_of(bound.values())
+def plan_of_bound(operator: Operator, bound: dict[str, Any], meshes: Sequence[DeviceMesh], choose: Chooser = choose) -> Plan:
+    """The same for arguments by name, and the meshes that they live on."""
     if len(meshes) != 1:
         raise MeshError(
             f"{operator.name}: operands live on different meshes: {', '.join(map(repr, meshes))}; "
@@ -31,7 +32,10 @@ def plan_of_bound(operator: Operator, bound: dict[str, Any], choose: Chooser = c
         )
     (mesh,) = meshes
     plain: set[Slot] = set()
-    layouts = {name: _layout(value, (name, None), operator, mesh, plain) for name, value in bound.items()}
+    layouts = {
+        name: _layout(value, (name, None), operator, mesh, plain) if name in operator.tensors else value
+        for name, value in bound.items()
+    }
     return propagate(operator, mesh, layouts, frozenset(plain), choose)
 
 

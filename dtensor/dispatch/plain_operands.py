@@ -56,8 +56,9 @@ def admit(value: torch.Tensor, name: str, operator: Operator) -> None:
         MixedTensorError: the law above does not allow it.
     """
     anything = MODES.implicit_replication or in_autograd()
-    # step counts of optimizers are alike on all ranks; results under the mode take the whole value
-    if name in operator.mutated and not (operator.per_element and value.ndim == 0) and not (anything and name in operator.outs):
+    number = operator.facts.per_element and value.ndim == 0  # step counts of optimizers are alike on all ranks
+    # results under the mode take the whole value
+    if name in operator.mutated and not (number or (anything and name in operator.outs)):
         raise MixedTensorError(
             f"{operator.name} would write a DTensor's value into the plain tensor {name!r}; "
             "make it distributed first with distribute_tensor(t, mesh, [Replicate()] * mesh.ndim), or, if every rank holds "
@@ -77,8 +78,8 @@ def agree_on_declared(operator: Operator, bound: dict[str, Any], mesh: DeviceMes
     Raises:
         MixedTensorError: on all ranks, if they differ.
     """
-    names = () if MODES.implicit_replication or in_autograd() else declared(operator)
-    for name in names:
+    names = declared(operator)
+    for name in names if names and not (MODES.implicit_replication or in_autograd()) else ():
         items = bound.get(name)
         for item in items if isinstance(items, (list, tuple)) else (items,):
             if isinstance(item, torch.Tensor) and not hasattr(item, "_layout") and not is_number(item):
@@ -88,7 +89,7 @@ def agree_on_declared(operator: Operator, bound: dict[str, Any], mesh: DeviceMes
 def through_copies(operator: Operator, bound: dict[str, Any]) -> Runner | None:
     """How to run a call that writes to plain tensors, under ``implicit_replication()``: on replicated copies of them, from which
     every rank takes the whole values (``out=`` arguments have their own way). None: it does not."""
-    if not operator.mutated or operator.per_element or not MODES.implicit_replication:
+    if not operator.mutated or operator.facts.per_element or not MODES.implicit_replication:
         return None
     written = (name for name in operator.names if name in operator.mutated and name not in operator.outs)
     names = tuple(name for name in written if isinstance(bound.get(name), torch.Tensor) and not hasattr(bound[name], "_layout"))

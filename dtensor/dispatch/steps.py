@@ -7,7 +7,7 @@ step knows where its argument stands (a :data:`Place`), and what was left out is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -192,9 +192,9 @@ def finishing(plan: Plan, operator: Operator, form: Form) -> Layout | Finish | N
     if not returns:
         return lambda args, kwargs, made: None
     layouts: tuple[Any, ...] = plan.results or (None,) * len(returns)
-    if plan.how == "rule" and all(owner is None for owner in returns) and all(isinstance(x, Layout) for x in layouts):
-        if len(layouts) == 1:
-            return cast(Layout, layouts[0])
+    if plan.how == "rule" and returns == (None,) and isinstance(layouts[0], Layout):
+        return layouts[0]
+    if plan.how == "rule" and not any(returns) and all(isinstance(x, Layout) for x in layouts):
         return lambda args, kwargs, made: tuple(map(wrap_local, made, layouts))
     if len(returns) == 1 and returns[0] not in (None, *operator.outs) and form.place(str(returns[0])) == 0:
         return None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import PerRank
+from ..comm import communicator_of, each_shard, shards_of
 from ..mesh.device_mesh import DeviceMesh
 from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor, wrap
@@ -87,7 +87,7 @@ def _load_onto_meta(model: nn.Module, state: dict[str, Any], strict: bool) -> An
 
 
 def _all_here(model: nn.Module) -> bool:
-    return any(isinstance(x, DTensor) and x.device_mesh.kind == "in_process" for x in _tensors(model))
+    return any(isinstance(x, DTensor) and communicator_of(x.device_mesh).holds_all for x in _tensors(model))
 
 
 def _like(dtensor: Any, plain: Any) -> Any:
@@ -96,21 +96,16 @@ def _like(dtensor: Any, plain: Any) -> Any:
     if what == "_gather_state_dict":
         return lambda x, *_: _whole(x)
     if what == "_create_cpu_state_dict":
-        return lambda x, *rest: x if x.ndim == 0 else wrap(_each(plain, x._local, rest), x._layout)
+        return lambda x, *rest: x if x.ndim == 0 else wrap(each_shard(plain, x._local, *rest), x._layout)
     return dtensor
-
-
-def _each(fn: Any, local: Any, rest: Any) -> Any:
-    return PerRank(fn(shard, *rest) for shard in local.shards) if isinstance(local, PerRank) else fn(local, *rest)
 
 
 def _whole(x: DTensor) -> Tensor:
     """One plain tensor, also of the copies on a submesh in one process, unless they differ."""
     with torch.no_grad():
         found = x.full_tensor()
-    if isinstance(found, PerRank) and all(torch.equal(shard, found.shards[0]) for shard in found.shards[1:]):
-        return found.shards[0]
-    return found
+    first, *others = shards_of(found)
+    return first if all(torch.equal(shard, first) for shard in others) else found
 
 
 def _cut(value: Tensor, mesh: Any, placements: Any) -> DTensor:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..base.caches import watched
+from ..base.caches import Bounded
 from ..base.memory_order import Stride, contiguous_stride, stride_like
 from ..base.validation import element_type, sizes_of
 from ..errors import LayoutError
@@ -98,9 +98,7 @@ class Layout:
             wanted = normalize(asked, mesh.ndim, len(shape))
             splits = tuple(split_of(mesh, wanted, d, size) for d, size in enumerate(shape))
             found = Layout._interned(mesh, canonical(mesh, wanted, splits, shape), splits, shape, stride, dtype)
-            if len(_BY_REQUEST) >= _LIMIT:
-                _BY_REQUEST.clear()
-            _BY_REQUEST[key] = found
+            _BY_REQUEST.keep(key, found)
         return found
 
     @staticmethod
@@ -133,9 +131,6 @@ class Layout:
     @staticmethod
     def _interned(mesh: Any, placements: Any, splits: Any, shape: Any, stride: Any, dtype: Any) -> Layout:
         key = (mesh, placements, shape, stride, dtype)
-        found = _LAYOUTS.get(key)
-        if found is not None:
-            return found
         with _MAKING:  # two threads that want the same one get the same one
             if (found := _LAYOUTS.get(key)) is not None:
                 return found
@@ -179,17 +174,16 @@ class Layout:
     def _placed(self, placements: Any) -> Layout:
         """The same tensor under other placements: what is asked most is remembered here."""
         key = tuple(placements) if isinstance(placements, (list, tuple)) else placements
-        memo: dict[Any, Layout] = self.__dict__.setdefault("_memo", {})
+        memo: Bounded[Any, Layout] | None = self.__dict__.get("_memo")
+        if memo is None:
+            memo = self.__dict__.setdefault("_memo", Bounded(_NEIGHBOURS))
         try:
             found = memo.get(key)
         except TypeError:  # no placements at all, or in something that is no list
             key = normalize(placements, self.mesh.ndim, self.ndim)
             found = memo.get(key)
         if found is None:
-            found = Layout.of(self.mesh, placements, self.shape, self.stride, self.dtype)
-            if len(memo) >= _NEIGHBOURS:
-                memo.clear()
-            memo[key] = found
+            found = memo.keep(key, Layout.of(self.mesh, placements, self.shape, self.stride, self.dtype))
         return found
 
     # --- pure integer maths: the single source of truth for who holds what ------------------------------------
@@ -284,9 +278,7 @@ def restore_layout(mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, d
 
 _LAYOUTS: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()  # those in use, and requested lately
 _MAKING = RLock()  # of all tables: the collector may run finalizers here, which make layouts
-_BY_REQUEST: dict[Any, Layout] = {}
-_LIMIT = 8192
-watched("layout.requests", lambda: (len(_BY_REQUEST), _LIMIT))
+_BY_REQUEST: Bounded[Any, Layout] = Bounded(8192, "layout.requests")
 _NEIGHBOURS = 64
 
 

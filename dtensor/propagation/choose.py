@@ -23,17 +23,18 @@ _TRIES = 256
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A choice with the layouts that follow from it. ``by_numbers``: for other kinds of numbers it may be another one."""
+    """A choice with the layouts that follow from it.
+
+    Attributes:
+        kernel_row: the row whose kernel runs (one of them, if a joint kernel has several factors).
+        by_numbers: for other kinds of numbers it may be another choice.
+    """
 
     choice: Choice
     operands: tuple[Layout, ...]
     results: tuple[Layout | None, ...]
+    kernel_row: Row | None = None
     by_numbers: bool = False
-
-    @property
-    def kernel_row(self) -> Row | None:
-        """The row whose kernel runs (one of them, if a joint kernel has several factors)."""
-        return next((row for row in self.choice.rows if row.kernel is not None and row.factor in self.choice.splits), None)
 
     @property
     def kernel_splits(self) -> dict[str, Split]:
@@ -170,7 +171,8 @@ def _realize(rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[
         r = next(tensors)
         specs = [row.results[r] for row in rows]
         results.append(_place(mesh, factors.results[r], specs, splits_of("result", r), sizes, meta, call.operands))
-    return Chosen(Choice(call, factors, rows, splits), tuple(operands), tuple(results))
+    kernel_row = next((row for row in rows if row.kernel is not None and row.factor in splits), None) if kernels else None
+    return Chosen(Choice(call, factors, rows, splits), tuple(operands), tuple(results), kernel_row)
 
 
 def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: Mapping[int, int]) -> Split:

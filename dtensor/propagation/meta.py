@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..base.caches import watched
+from ..base.caches import Bounded
 from ..base.memory_order import dense_in, memory_order
 from ..base.torch_internals import FakeTensorMode, UnsupportedFakeTensorException
 from ..layout.layout import Layout
@@ -29,9 +29,7 @@ class NotInferable(Exception):
 
 
 Answer = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # dtype and memory order of each result
-_ANSWERS: dict[Any, Answer | None] = {}  # None: the results do not look as the rule says
-_LIMIT = 4096
-watched("infer.answers", lambda: (len(_ANSWERS), _LIMIT))
+_ANSWERS: Bounded[Any, Answer | None] = Bounded(4096, "infer.answers")  # None: the results do not look as the rule says
 
 
 def results_of(operator: Operator, rule: Rule | None, call: Call) -> tuple[Any, ...]:
@@ -49,9 +47,7 @@ def results_of(operator: Operator, rule: Rule | None, call: Call) -> tuple[Any, 
         return tuple([Meta(shape, dense_in(shape, order), dtype) for shape, (dtype, order) in zip(shapes, known, strict=True)])
     metas = infer(operator, call.arguments)
     if known is not None:
-        if len(_ANSWERS) >= _LIMIT:
-            _ANSWERS.clear()
-        _ANSWERS[key] = _as_told(metas, shapes)
+        _ANSWERS.keep(key, _as_told(metas, shapes))
     return metas
 
 
@@ -67,7 +63,7 @@ def _as_told(metas: tuple[Any, ...], shapes: Shapes) -> Answer | None:
 def _lawful(operator: Operator, rule: Rule, call: Call) -> Any:
     """The shapes that the rule tells, for operands that the law speaks of."""
     assert rule.shapes is not None
-    if operator.per_element or operator.outs or operator.facts.by_device:
+    if operator.facts.per_element or operator.outs or operator.facts.by_device:
         return None
     for layout in call.operands:
         if (
@@ -113,14 +109,14 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
     Raises:
         NotInferable: see there. Errors that plain torch raises for wrong arguments pass through.
     """
-    if operator.per_element and not operator.returns:
+    if operator.facts.per_element and not operator.returns:
         return ()  # some optimizer steps have no meta kernel, and nothing is to be found out
     if operator.returns and not operator.gives_tensors:
         return (None,) * len(operator.returns)  # a Python value: it depends on data
     if operator.facts.by_device:
         with _fake_mode():
             return _run(operator, {name: _to_meta(value, None) for name, value in arguments.items()}, arguments)
-    bound = {name: _to_meta(value) for name, value in arguments.items()}
+    bound = {name: _to_meta(value) if name in operator.tensors else value for name, value in arguments.items()}
     if bound.get("device") is not None:
         bound["device"] = META
     if bound.get("pin_memory"):
@@ -142,9 +138,15 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
 def _without_elements(operator: Operator, arguments: dict[str, Any]) -> bool:
     """Whether it costs nothing to ask the operator itself, which of tensors without elements often says something else than its
     meta kernel: what one refuses the other takes, or they use other words."""
-    given = [value for value in arguments.values() if isinstance(value, Layout)]
-    known = operator.func.namespace == "aten" and not operator.seeded and not operator.mutated
-    return known and bool(given) and not any(layout.numel for layout in given)
+    if operator.func.namespace != "aten" or operator.seeded or operator.mutated:
+        return False
+    empty = False
+    for value in arguments.values():
+        if isinstance(value, Layout):
+            if 0 not in value.shape:
+                return False
+            empty = True
+    return empty
 
 
 _SMALL = 1 << 16  # elements of results that are made of nothing, as by new_zeros
@@ -156,7 +158,8 @@ def _fake_mode() -> FakeTensorMode:
 
 
 def _run(operator: Operator, bound: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, ...]:
-    sizes = {name: bound[name].shape for name in operator.outs if isinstance(bound.get(name), torch.Tensor)}
+    outs = [name for name in operator.outs if isinstance(bound.get(name), torch.Tensor)] if operator.outs else ()
+    sizes = {name: bound[name].shape for name in outs} if outs else None
     try:
         result = _result_of(operator, bound, arguments)
     except (NotImplementedError, UnsupportedFakeTensorException, ZeroDivisionError) as error:
@@ -172,7 +175,9 @@ def _run(operator: Operator, bound: dict[str, Any], arguments: dict[str, Any]) -
     if result is None:
         return ()
     values = (result,) if len(operator.returns) == 1 else result
-    metas = _as_computed(operator, tuple(_meta_of(value) for value in values), bound)
+    metas = _as_computed(operator, tuple([_meta_of(value) for value in values]), bound)
+    if sizes is None:
+        return metas
     pairs = zip(operator.returns, metas, strict=False)
     resized = [isinstance(meta, Meta) and sizes.get(str(out), meta.shape) != meta.shape for out, meta in pairs]
     return _as_new(operator, bound, metas, resized) if any(resized) else metas

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,8 @@ from ..mesh.device_mesh import DeviceMesh
 from ..redistribute import Plan as Move
 from ..redistribute import plan as plan_move
 from ..rules.call import Call, Meta
-from ..rules.registry import foreach_base, lookup
+from ..rules.facts import rule_of_each
+from ..rules.registry import lookup
 from ..rules.rule import Rule
 from .choose import Chooser, Chosen, choose
 from .meta import NotInferable, results_of
@@ -59,11 +61,10 @@ class Plan:
     def communicates(self) -> bool:
         """Whether running it issues a collective (a kernel's own included)."""
         kernel = None if self.chosen is None else self.chosen.kernel_row
-        return (
-            any(move.communicates for _, move in (*self.moves, *self.write_back))
-            or (kernel is not None and kernel.kernel is not None and kernel.kernel.collectives > 0)
-            or self.how == "gather"
-        )
+        if self.how == "gather" or (kernel is not None and kernel.kernel is not None and kernel.kernel.collectives > 0):
+            return True
+        moves = self.moves + self.write_back
+        return bool(moves) and any(move.communicates for _, move in moves)
 
 
 def make_call(
@@ -106,7 +107,7 @@ def propagate(
     for check in operator.facts.refuses:
         check(operator.name, bound)
     call, slots = make_call(operator, mesh, bound, plain)
-    base = foreach_base(operator.func) if operator.per_element else None
+    base = rule_of_each(operator.func) if operator.facts.per_element else None
     rule = lookup(operator.func)
     if rule is not None and rule.answer is not None:
         answer = rule.answer(call)
@@ -128,7 +129,7 @@ def propagate(
     if operator.fills_lists:
         return gather(operator, call, slots, metas)
     call.results = _flat(metas)
-    if operator.per_element and (rule is not None or base is not None):
+    if operator.facts.per_element and (rule is not None or base is not None):
         plan = _per_element(operator, rule or base, call, slots, metas, choose)  # type: ignore[arg-type]  # one of them is a rule
         if plan is not None:
             return plan
@@ -160,10 +161,10 @@ def _by_rule(
     moves = tuple(
         (slot, plan_move(have, need))
         for slot, have, need in zip(slots, call.operands, chosen.operands, strict=True)
-        if not have.same_data(need)
+        if have is not need and not have.same_data(need)
     )
     results = _like(metas, chosen.results)
-    moved = {slot[0] for slot, _ in moves}
+    moved = [slot[0] for slot, _ in moves] if moves else ()
     back = _write_back(operator, call, results, moved, reshapes) + _written_aside(operator, rule, call, slots, chosen.operands)
     return Plan("rule", call, moves, chosen.operands, results, back, rule=rule, chosen=chosen, by_numbers=chosen.by_numbers)
 
@@ -208,24 +209,25 @@ def _written_aside(
     operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...], operands: tuple[Layout, ...]
 ) -> tuple[tuple[Slot, Move], ...]:
     """Moves back for arguments that are written to but not returned (running statistics), where they were moved first."""
-    returned = {owner for owner in operator.returns if owner is not None}
-    written = _written(operator, rule, call)
+    written = _written(operator, rule, call).difference(operator.returns)
+    if not written:
+        return ()
     return tuple(
         (slot, plan_move(need, have))
         for slot, have, need in zip(slots, call.operands, operands, strict=True)
-        if slot[0] in written and slot[0] not in returned and not have.same_data(need)
+        if slot[0] in written and not have.same_data(need)
     )
 
 
 def _written(operator: Operator, rule: Rule | None, call: Call) -> frozenset[str]:
     """The arguments that a call writes to, said by its schema or not."""
-    return operator.mutated | frozenset(rule.writes(call) if rule is not None and rule.writes is not None else ())
+    return operator.mutated if rule is None or rule.writes is None else operator.mutated.union(rule.writes(call))
 
 
 def _per_element(
     operator: Operator, rule: Rule, call: Call, slots: tuple[Slot, ...], metas: tuple[Any, ...], choose: Chooser
 ) -> Plan | None:
-    """A ``_foreach_`` or ``_fused_`` operator: element i of every list follows the rule by itself, one local call does them all.
+    """A list operator: element i of every list follows the rule by itself, one local call does them all.
 
     A tensor that all elements share (a step size) is whole on every rank. Elements for which only a kernel would do are
     made whole.
@@ -276,7 +278,7 @@ def _cast(layout: Layout, like: Layout) -> Layout:
 
 
 def _item(meta: Any, i: int) -> Meta | None:
-    """Element ``i`` of a list (lists of ``_fused_`` operators may be empty), or what is no list."""
+    """Element ``i`` of a list (some lists may be empty), or what is no list."""
     if isinstance(meta, list):
         return meta[i] if i < len(meta) else None
     return meta
@@ -334,7 +336,7 @@ def _map_meta(fn: Callable[[Meta], Layout], value: Any) -> Any:
 
 
 def _flat(metas: tuple[Any, ...]) -> tuple[Meta | None, ...]:
-    return tuple(item for meta in metas for item in (meta if isinstance(meta, list) else [meta]))
+    return tuple(chain.from_iterable([meta if isinstance(meta, list) else (meta,) for meta in metas]))
 
 
 def _like(metas: tuple[Any, ...], flat: tuple[Layout | None, ...]) -> tuple[Any, ...]:

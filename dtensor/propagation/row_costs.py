@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..base.caches import watched
+from ..base.caches import Bounded
 from ..cost.link import device_of, link_of
 from ..layout.layout import Layout
 from ..placement import Monoid, Partial, Placement, Replicate, Shard
@@ -61,9 +61,7 @@ def _word(where: Where) -> str:
     return str(where.reduce_op) if isinstance(where, Partial) else f"S({where})" if isinstance(where, int) else str(where)
 
 
-_TABLES: dict[Any, Table] = {}
-_LIMIT = 2048
-watched("prices.tables", lambda: (len(_TABLES), _LIMIT))
+_TABLES: Bounded[Any, Table] = Bounded(2048, "prices.tables")
 
 
 def table_of(factors: Factors, partials: Partials, call: Call) -> Table:
@@ -87,9 +85,8 @@ def table_of(factors: Factors, partials: Partials, call: Call) -> Table:
     )
     found = _TABLES.get(key)
     if found is None:
-        if len(_TABLES) >= _LIMIT:
-            _TABLES.clear()
-        found = _TABLES[key] = _table(factors, (*partials, *_monoid_rows(factors, monoids, partials)), call, fixed, dtypes)
+        rows = (*partials, *_monoid_rows(factors, monoids, partials))
+        found = _TABLES.keep(key, _table(factors, rows, call, fixed, dtypes))
     return found
 
 

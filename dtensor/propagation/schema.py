@@ -30,9 +30,7 @@ class Operator:
         is_view: some result aliases an argument without writing to it.
         reshapes: the argument written to is the same memory seen in another way (``unsqueeze_``).
         seeded: it draws random numbers.
-        per_element: it works on lists, on each element by itself.
         numbered, sized: what follows the first argument, a tensor: nothing but ints, bools and strings; a list of ints.
-        flat: and reads its operands as flat memory, in the strides of the first list.
         facts: what is known of it beside its schema.
     """
 
@@ -52,10 +50,8 @@ class Operator:
     is_view: bool
     reshapes: bool
     seeded: bool
-    per_element: bool
     numbered: bool
     sized: bool
-    flat: bool
     facts: Facts
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -86,8 +82,8 @@ class Operator:
     def call(self, bound: dict[str, Any], func: Any = None) -> Any:
         """Call the overload (or ``func``, a function with its signature but for ``out=``) with arguments by name."""
         positional = [bound[name] for name in self.names[: self.positional]]
-        given = (name for name in self.names[self.positional :] if func is None or name not in self.outs)
-        keywords = {name: bound[name] for name in given if name in bound}
+        left_out = () if func is None else self.outs
+        keywords = {name: bound[name] for name in self.names[self.positional :] if name in bound and name not in left_out}
         return (func or self.func)(*positional, **keywords)
 
 
@@ -145,7 +141,6 @@ def operator_of(func: Any) -> Operator:
         next((owners[name] for name in r.alias_info.before_set if name in owners), None) if r.alias_info is not None else None
         for r in schema.returns
     )
-    base = schema.name.partition("::")[2]
     first, *rest = [kinds[a.name] for a in arguments if not a.kwarg_only] or [""]
     return Operator(
         func=func,
@@ -168,8 +163,6 @@ def operator_of(func: Any) -> Operator:
         or any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
         numbered=first == "Tensor" and all(kind in ("int", "Optional[int]", "bool", "str") for kind in rest),
         sized=first == "Tensor" and rest[:1] == ["List[int]"],
-        flat=base.startswith("_fused_") and any(kind == "List[Tensor]" for kind in kinds.values()),
-        per_element=base.startswith(_LIST_FAMILIES) and any(kind == "List[Tensor]" for kind in kinds.values()),
     )
 
 
@@ -177,7 +170,6 @@ def _kinds(func: Any) -> list[str]:
     return [str(a.type) for a in func._schema.arguments]
 
 
-_LIST_FAMILIES = ("_foreach_", "_fused_", "_amp_foreach_")
 _NUMBERS = frozenset(("number", "Optional[number]", "float", "Optional[float]", "List[number]", "List[float]"))
 
 

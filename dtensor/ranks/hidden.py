@@ -77,8 +77,10 @@ def below_transforms(x: Any) -> Any:
 
 def each_rank(x: Any) -> Any:
     """``x``; as a ``PerRank`` where transforms hide that it is one."""
+    if not is_functorch_wrapped(x):
+        return x
     found = below_transforms(x)
-    return type(found)(EachRank.apply(x)) if found is not x and hasattr(found, "shards") else x
+    return type(found)(EachRank.apply(x)) if hasattr(found, "shards") else x
 
 
 def as_one(shards: Sequence[Tensor], kind: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.generators import go_to, state_now
-from ..base.torch_internals import DisableTorchFunctionSubclass, custom_function_call, functorch_active, make_dual, nn_functions
+from ..base.torch_internals import DisableTorchFunctionSubclass, custom_function_call, functorch_active, make_dual
 from .hidden import EachRank
 from .per_rank import _JOINT, PerRank, over_ranks
 
@@ -112,7 +112,7 @@ _DRAWING = """
     rand rand_like randint randint_like randn randn_like random_ randperm rnn_relu rnn_tanh rrelu rrelu_
     scaled_dot_product_attention uniform_
 """
-_PLACES = (torch, torch.Tensor, nn.functional, nn.init, nn_functions)
+_PLACES = (torch, torch.Tensor, nn.functional, nn.init)
 
 _JOINT.update({torch.autograd.backward: _backward, torch.autograd.grad: _grad, make_dual: _make_dual})
 _JOINT[custom_function_call] = _custom_function

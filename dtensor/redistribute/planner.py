@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ..base.caches import watched
+from ..base.caches import Bounded
 from ..errors import LayoutError
 from ..layout.layout import Layout
 from ..layout.splits import Split
@@ -27,9 +27,7 @@ from .partials import Changes, Reduction, changes, may_pad
 from .step import Plan, Step
 from .transition import move_step, reduce_step, spread_step
 
-_PLANS: dict[tuple[Layout, Layout], Plan] = {}
-_LIMIT = 4096
-watched("redistributions", lambda: (len(_PLANS), _LIMIT))
+_PLANS: Bounded[tuple[Layout, Layout], Plan] = Bounded(4096, "redistributions")
 
 
 def plan(src: Layout, dst: Layout) -> Plan:
@@ -43,10 +41,7 @@ def plan(src: Layout, dst: Layout) -> Plan:
     found = _PLANS.get((src, dst))
     if found is None:
         _check(src, dst)
-        found = Plan(src, dst, () if src.same_data(dst) else _cheapest(src, dst))
-        if len(_PLANS) >= _LIMIT:
-            _PLANS.clear()
-        _PLANS[src, dst] = found
+        found = _PLANS.keep((src, dst), Plan(src, dst, () if src.same_data(dst) else _cheapest(src, dst)))
     return found
 
 

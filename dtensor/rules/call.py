@@ -104,8 +104,9 @@ class Call:
 
         Asked for such a number, it raises ``RuleError``.
         """
-        names = self.scalars.union([self.names[i] for i in self.plain])
-        return replace(self, stale=frozenset(n for n in names if isinstance(self.arguments.get(n), (int, float, complex))))
+        names = self.scalars.union([self.names[i] for i in self.plain]) if self.plain else self.scalars
+        stale = [name for name in names if isinstance(self.arguments.get(name), (int, float, complex))]
+        return replace(self, stale=frozenset(stale)) if stale else self
 
     def shape(self, operand: int) -> tuple[int, ...]:
         return tuple(self.operands[operand].shape)

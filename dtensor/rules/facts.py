@@ -14,6 +14,7 @@ from ..base.caches import remembered
 from ..errors import RuleError
 from .call import Meta
 from .registry import read_all
+from .rule import Rule
 
 Given = dict[str, Any]  # arguments by name, as tensors without data
 Ask = Callable[..., Any]  # the operator itself (or the function that follows) on these
@@ -34,6 +35,9 @@ class Facts:
         needs_strides: a view that the strides of a block may not allow, where those of the whole do.
         spelled: the function to call on locals; None, the operator itself, where torch's of that name takes other arguments.
         takes_tensors: a list operator that makes a tensor of each number, converted to the dtype of its element.
+        per_element: it works on each element of its lists by itself.
+        each: the operator whose rule each element follows, where it has none of its own.
+        flat: it reads its lists as flat memory, in the strides of the first.
     """
 
     strides: Law | None = None
@@ -45,9 +49,13 @@ class Facts:
     needs_strides: bool = False
     spelled: Callable[..., Any] | bool | None = False
     takes_tensors: bool = False
+    per_element: bool = False
+    each: str | None = None
+    flat: bool = False
 
 
 _FACTS: dict[str, Facts] = {}
+_LISTS: list[str] = []  # how the names of list operators begin that are called as what they do to each element
 _NOTHING = Facts()
 
 
@@ -63,6 +71,23 @@ def fact(names: str, **known: Any) -> None:
         _FACTS[f"aten::{name}"] = Facts(**known)
 
 
+def lists(prefix: str) -> None:
+    """Declare that operators with this prefix do to each element of their lists what the rest of their name says."""
+    _LISTS.append(prefix)
+
+
+def list_forms(name: str) -> list[str]:
+    """The names that list forms of ``"mul"`` may have."""
+    read_all()
+    return [prefix + name for prefix in _LISTS]
+
+
+def rule_of_each(func: Any) -> Rule | None:
+    """The rule that each element of a list operator follows."""
+    each = facts_of(func).each
+    return None if each is None else read_all().get(each)
+
+
 @remembered(8192)
 def facts_of(func: Any) -> Facts:
     """What is known of an overload: its own, its operator's, or that of the operator it is an in-place variant of."""
@@ -70,6 +95,11 @@ def facts_of(func: Any) -> Facts:
     schema = func._schema
     names = (f"{schema.name}.{schema.overload_name or 'default'}", schema.name, schema.name.removesuffix("_"))
     found = [_FACTS[name] for name in dict.fromkeys(names) if name in _FACTS]
+    namespace, _, own = schema.name.partition("::")
+    for prefix in _LISTS:
+        if own.startswith(prefix):
+            each = own.removeprefix(prefix).removesuffix("_")
+            found.append(Facts(per_element=True, each=f"{namespace}::{each}"))
     return found[0] if len(found) == 1 else _merged(found) if found else _NOTHING
 
 

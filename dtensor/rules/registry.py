@@ -1,4 +1,4 @@
-"""Where rules are found: by operator name, for all its overloads, in-place, ``out=`` and ``_foreach_`` variants.
+"""Where rules are found: by operator name, for all its overloads, in-place and ``out=`` variants.
 
 Modules of declarations, the library's own among them, are named here and read at the first question, not at import: half of the
 package is declarations.
@@ -60,8 +60,8 @@ def rules() -> dict[str, Rule]:
 
 def lookup(func: Any) -> Rule | None:
     """The rule for an operator overload: its own, its operator's, or that of the operator it is an in-place variant of."""
-    known, schema = read_all(), func._schema
-    name = schema.name
+    known = read_all() if _unread else _RULES
+    name = func._schema.name
     found = known.get(f"{name}.{overload_served(func) or 'default'}")
     if found is not None:
         return found
@@ -89,12 +89,3 @@ def overload_served(func: Any) -> str:
 
 def _taken(schema: Any) -> list[str]:
     return [str(argument.type) for argument in schema.arguments if not argument.is_out]
-
-
-def foreach_base(func: Any) -> Rule | None:
-    """The rule that each element of a ``_foreach_`` operator follows."""
-    namespace, _, name = func._schema.name.partition("::")
-    if not name.startswith("_foreach_"):
-        return None
-    base = name.removeprefix("_foreach_").removesuffix("_")
-    return read_all().get(f"{namespace}::{base}")

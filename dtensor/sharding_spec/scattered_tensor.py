@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..comm import PerRank, communicator_of
+from ..comm import communicator_of
 from ..errors import PlacementError, UnsupportedOperationError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -153,10 +153,9 @@ class ScatteredTensor:
     def local_shards(self) -> dict[int, list[torch.Tensor]]:
         """Rank -> its blocks, for the ranks of this process."""
         mesh, dealt = self.device_mesh, _dealt(self._spec, self.shape)
-        local: Any = self.packed._local
-        pieces = dict(zip(mesh.ranks, local.shards, strict=True)) if isinstance(local, PerRank) else {mesh.get_rank(): local}
         found = {}
-        for rank, flat in pieces.items():
+        for member, flat in communicator_of(mesh).pieces(self.packed._local).items():
+            rank = mesh.ranks[member]
             cells = dealt.get(rank, [])
             parts = flat.split([math.prod(cell.shape) for cell in cells]) if cells else ()
             found[rank] = [part.view(cell.shape) for part, cell in zip(parts, cells, strict=True)]

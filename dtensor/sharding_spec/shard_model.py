@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm import PerRank, shards_of
+from ..comm import PerRank, communicator_of, shards_of
 from ..errors import MeshError, PlacementError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
@@ -278,7 +278,7 @@ def _collected(value: Any, rank: int) -> tuple[Any, bool]:
     match value:
         case DTensor():
             mesh = value.device_mesh
-            if mesh.kind == "in_process":
+            if communicator_of(mesh).holds_all:
                 whole = value.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor
                 return shards_of(whole)[0], True
             alone = DeviceMesh(mesh.device_type, [rank])

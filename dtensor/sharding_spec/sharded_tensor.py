@@ -20,29 +20,11 @@ from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
 from .scattered_tensor import (
     ScatteredTensor,
-    ShardedTensorMetadata,
-    ShardMetadata,
     noted,
     one_spec,
     reshard,
     whole_mesh,
 )
-
-__all__ = [
-    "ScatteredTensor",
-    "ShardMetadata",
-    "ShardedTensor",
-    "ShardedTensorMetadata",
-    "empty",
-    "full",
-    "ones",
-    "rand",
-    "randn",
-    "reshard",
-    "shard_tensor",
-    "zeros",
-]
-
 
 ShardedTensor = DTensor
 

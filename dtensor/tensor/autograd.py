@@ -24,7 +24,7 @@ import torch
 
 from ..base.caches import remembered
 from ..base.torch_internals import forward_ad, functorch_active
-from ..comm import Pending, PerRank, shards_of
+from ..comm import Pending, PerRank, communicator_of, shards_of
 from ..dispatch.local_op import Transformed, is_wrapped, recorded, seen
 from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import DTensorError, UnsupportedOperationError
@@ -60,11 +60,10 @@ class FromLocal(Transformed):
 
     @staticmethod
     def forward(layout: Layout, backward: Layout, copied: bool, *pieces: torch.Tensor) -> Any:
-        if layout.mesh.current_member() is None:
+        comm = communicator_of(layout.mesh)
+        if not comm.held:
             return wrap_local(nothing_of(pieces[0], layout), layout)
-        if layout.mesh.kind != "in_process":
-            return wrap_local(pieces[0].detach(), layout)
-        return wrap_local(PerRank(piece.detach().clone() if copied else piece.detach() for piece in pieces), layout)
+        return wrap_local(comm.local([piece.detach().clone() if copied else piece.detach() for piece in pieces]), layout)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -79,12 +78,12 @@ class FromLocal(Transformed):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        if ctx.layout.mesh.current_member() is None:
+        if not communicator_of(ctx.layout.mesh).held:
             return None, None, None, torch.zeros(ctx.outside[0], dtype=ctx.layout.dtype, device=ctx.outside[1])
         scale, grad = _share(ctx.layout), distributed(grad, ctx.layout)
         target = seen(grad)._layout.replace(placements=ctx.target.placements)
         moved = redistributed(grad, target, False, None)
-        pieces = to_local(moved if scale == 1 else moved / scale, _differing(target, ctx.layout, ctx.copied))
+        pieces = to_local(moved if scale == 1 else moved / scale, target, _differing(target, ctx.layout, ctx.copied))
         return None, None, None, *(pieces if type(pieces) is tuple else (pieces,))
 
 
@@ -92,23 +91,23 @@ class ToLocal(Transformed):
     """Global -> this rank's piece; a tuple with one per rank where all ranks are in this process."""
 
     @staticmethod
-    def forward(x: Any, backward: Layout) -> Any:
+    def forward(x: Any, source: Layout, backward: Layout) -> Any:
         local = x._local
         return tuple(piece.view_as(piece) for piece in local.shards) if isinstance(local, PerRank) else local.view_as(local)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.source, ctx.target = seen(inputs[0])._layout, inputs[1]
+        _, ctx.source, ctx.target = inputs
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Any, _: Any) -> Any:
+    def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:
         tangent = distributed(tangent, ctx.source)
-        return to_local(laid(tangent, ctx.source.placements), ctx.target)
+        return to_local(laid(tangent, ctx.source.placements), ctx.source, ctx.target)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         layout = ctx.target
-        return from_pieces(layout, grad_layout(layout, None), False, *map(plain, grads)), None
+        return from_pieces(layout, grad_layout(layout, None), False, *map(plain, grads)), None, None
 
 
 def whole_piece(x: Any, shared: bool) -> torch.Tensor:
@@ -134,9 +133,8 @@ class FullTensor(Transformed):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        layout, copied = ctx.target, ctx.target.mesh.kind == "in_process"
-        pieces = everywhere(plain(grad), layout) if copied else [plain(grad)]
-        return from_pieces(layout, grad_layout(layout, None), copied, *pieces), None, None
+        layout, copied = ctx.target, communicator_of(ctx.target.mesh).holds_all
+        return from_pieces(layout, grad_layout(layout, None), copied, *everywhere(plain(grad), layout)), None, None
 
 
 def move_apart(x: Any, target: Layout, async_op: bool = False) -> Any:
@@ -209,7 +207,7 @@ def to_whole(x: Any, grad_placements: Sequence[Placement] | None) -> torch.Tenso
     mesh, target = layout.mesh, layout.replace(placements=[Replicate()] * layout.mesh.ndim)
     is_whole = target is layout
     whole = x if is_whole else _moved(x, target)
-    if mesh.kind == "in_process" and not mesh.spans_root:
+    if communicator_of(mesh).holds_all and not mesh.spans_root:
         made = as_local(whole, grad_placements)
         return made.clone() if is_whole else made
     if is_recorded(whole):
@@ -219,7 +217,8 @@ def to_whole(x: Any, grad_placements: Sequence[Placement] | None) -> torch.Tenso
 
 def as_local(x: Any, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
     """The pieces of a DTensor, recorded; see ``DTensor.to_local``."""
-    made = to_local(x, grad_layout(seen(x)._layout, grad_placements))
+    layout = seen(x)._layout
+    made = to_local(x, layout, grad_layout(layout, grad_placements))
     return as_one(made, PerRank) if type(made) is tuple else made
 
 
@@ -275,8 +274,7 @@ def distributed(grad: Any, like: Layout) -> Any:
     if hasattr(seen(grad), "_layout"):
         return grad
     layout = Layout.replicated(like.mesh, grad.shape, grad.stride(), grad.dtype)
-    pieces = everywhere(grad, layout)
-    return from_pieces(layout, layout, True, *(pieces if layout.mesh.kind == "in_process" else [grad.clone()]))
+    return from_pieces(layout, layout, True, *everywhere(grad, layout))
 
 
 def _differing(grad: Layout, source: Layout, copied: bool) -> Layout:
@@ -291,9 +289,11 @@ def _differing(grad: Layout, source: Layout, copied: bool) -> Layout:
 
 
 def everywhere(value: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """One plain tensor as the piece of every member. Replicas are one value, as are the copies on a submesh: its gradient comes
-    once, from the first."""
+    """One plain tensor as the piece of every member held here. Where that are all, replicas are one value, as are the copies on a
+    submesh: its gradient comes once, from the first."""
     mesh, firsts = layout.mesh, set()
+    if not communicator_of(mesh).holds_all:
+        return [value]
     again = [i for i, p in enumerate(layout.placements) if isinstance(p, Replicate)]
     pieces = []
     for at in mesh.coordinates:

@@ -88,8 +88,7 @@ def piece_of(tensor: Any, member: int | None) -> torch.Tensor:
     """The local tensor of one member that lives here, or a plain tensor itself."""
     if member is None:
         return tensor
-    local = tensor._local
-    return local.shards[member] if isinstance(local, PerRank) else local
+    return communicator_of(tensor._layout.mesh).pieces(tensor._local)[member]
 
 
 def _numel(shape: Shape) -> int:

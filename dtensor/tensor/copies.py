@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..comm import PerRank, per_rank
+from ..comm import PerRank, communicator_of, per_rank
 from ..dispatch.wrapping import wrap_local
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout, restore_layout
@@ -15,7 +15,20 @@ from ..mesh.device_mesh import restore_mesh
 from ..placement import Partial, Replicate, Shard
 
 _OWN = frozenset(
-    ["_is_param", "_grad_layout", "_apart", "_counted", "_counter", "_group", "_origin", "_place", "_pending", "_data_parallel", "_forms", "_given"]
+    [
+        "_is_param",
+        "_grad_layout",
+        "_apart",
+        "_counted",
+        "_counter",
+        "_group",
+        "_origin",
+        "_place",
+        "_pending",
+        "_data_parallel",
+        "_forms",
+        "_given",
+    ]
 )
 
 
@@ -50,7 +63,7 @@ def reduced(x: Any, protocol: Any) -> Any:
 
 
 def restore_tensor(local: Any, layout: Layout, requires_grad: bool, is_param: bool, marks: Any = None) -> Any:
-    if isinstance(local, PerRank) != (layout.mesh.kind == "in_process"):
+    if isinstance(local, PerRank) != communicator_of(layout.mesh).holds_all:
         held = "all ranks' pieces" if isinstance(local, PerRank) else "one rank's piece"
         where = f"a DTensor with {held}, but {layout.mesh!r} has kind {layout.mesh.kind!r} here"
         raise DTensorError(f"{where}: restore it in processes like those that sent it, or send x.full_tensor()")

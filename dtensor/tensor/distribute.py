@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..base.validation import strided, whole
-from ..comm import PerRank, communicator_of
+from ..comm import PerRank, communicator_of, shards_of
 from ..comm.agreement import alike
 from ..errors import ArgumentError, LayoutError, MeshError
 from ..layout.layout import Layout
@@ -89,9 +89,7 @@ def _layout_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layou
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides that a clone would have: the layout describes dense memory."""
-    if isinstance(tensor, PerRank):
-        tensor = tensor.shards[0]
-    return torch.empty_like(tensor, device="meta").stride()
+    return torch.empty_like(shards_of(tensor)[0], device="meta").stride()
 
 
 def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
@@ -105,7 +103,7 @@ def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
         return comm.map(lambda member: _empty(layout, member, torch.device("meta")))
     if mesh.current_member() is None:
         return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=tensor.device)
-    if position is None or (mesh.kind == "in_process" and not isinstance(tensor, PerRank)):
+    if position is None or (comm.holds_all and not isinstance(tensor, PerRank)):
         return comm.map(lambda member, full: block_of(full, layout, member), tensor)
     everywhere = tuple(range(mesh.ndim))
     if all(split is None for split in layout.splits):

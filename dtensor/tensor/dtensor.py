@@ -9,27 +9,27 @@ from typing import Any, cast
 import torch
 
 from ..base.recording import ACTIVE
-from ..base.torch_internals import disabled_torch_function, make_wrapper_subclass
+from ..base.torch_internals import disabled_torch_function, forward_ad, make_wrapper_subclass
 from ..base.torch_internals import foreach_supported_types as _foreach_types
 from ..base.torch_internals import optimizer_supported_types as _optimizer_types
 from ..base.validation import element_type, strided
-from ..comm import PerRank
+from ..comm import PerRank, communicator_of
 from ..dispatch.dispatcher import dispatch
 from ..dispatch.local_op import seen
 from ..dispatch.plain_operands import laid_out_alike
 from ..dispatch.settled import users
+from ..dispatch.versions import counted_together
 from ..dispatch.wrapping import install, wrap_local
 from ..errors import DTensorError, LayoutError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Replicate
-from ..ranks.hidden import each_rank
+from ..ranks.hidden import as_one, each_rank
 from ..ranks.per_rank import handed_out
 from ..redistribute import Plan as MovePlan
 from ..redistribute import Transit, plan, plan_between
 from . import copies, host
 from .autograd import (
-    as_local,
     everywhere,
     from_pieces,
     grad_layout,
@@ -39,15 +39,15 @@ from .autograd import (
     note_layout,
     nothing_of,
     redistributed,
+    to_local,
     to_whole,
 )
 from .autograd import grad_placements_of as grad_placements_of  # of a leaf
 from .extensions import provided
 from .local_layout import layout_of_locals
 from .printing import pieces
-from ..dispatch.versions import counted_together
 
-_make = make_wrapper_subclass
+_make, _grad_enabled = make_wrapper_subclass, torch.is_grad_enabled
 
 
 class DTensor(torch.Tensor):
@@ -138,18 +138,14 @@ class DTensor(torch.Tensor):
             raise LayoutError(
                 "from_local takes this rank's plain tensor, got a DTensor; use x.redistribute(...) or x.to_local() first"
             )
-        strided(local_tensor, "from_local")
-        local_tensor = each_rank(local_tensor)
+        local_tensor, comm = each_rank(strided(local_tensor, "from_local")), communicator_of(mesh)
         layout = layout_of_locals(local_tensor, mesh, placements, shape, stride, check=run_check)
         backward = grad_layout(layout, grad_placements)
-        if mesh.kind == "in_process":
-            shards = local_tensor.shards if isinstance(local_tensor, PerRank) else everywhere(local_tensor, layout)
-            copied = not isinstance(local_tensor, PerRank)
-            return users(from_pieces(layout, backward, copied, *shards))
-        if not is_recorded(local_tensor):
-            held = local_tensor.detach() if mesh.current_member() is not None else nothing_of(local_tensor, layout)
-            return users(wrap(held, layout))
-        return users(from_pieces(layout, backward, False, local_tensor))
+        if isinstance(local_tensor, PerRank):
+            return users(from_pieces(layout, backward, False, *local_tensor.shards))
+        if comm.holds_all or is_recorded(local_tensor):
+            return users(from_pieces(layout, backward, comm.holds_all, *everywhere(local_tensor, layout)))
+        return users(wrap(local_tensor.detach() if comm.held else nothing_of(local_tensor, layout), layout))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's piece (all ranks' as a ``per_rank`` tensor when they live in this process); differentiable, no cost.
@@ -162,12 +158,14 @@ class DTensor(torch.Tensor):
                 replaced by Replicate. Give ``[Partial()]`` where each rank uses a replicated piece differently.
         """
         users(self)
-        if not is_recorded(self):
+        if not (self.requires_grad and _grad_enabled()) and forward_ad._current_level < 0:  # to transforms it is a constant
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
             # a tensor of its own: `requires_grad_` is not said of the DTensor's. (A recorder knows the piece by its identity.)
-            return handed_out(self._local if ACTIVE else self._local.detach())
-        return as_local(self, grad_placements)
+            local = self._local if ACTIVE else self._local.detach()
+            return handed_out(local) if type(local) is PerRank else local
+        made = to_local(self, self._layout, grad_layout(self._layout, grad_placements))
+        return as_one(made, PerRank) if type(made) is tuple else made
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The global value as a plain tensor on every rank, with memory of its own; differentiable.

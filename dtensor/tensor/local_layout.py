@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..base.caches import watched
+from ..base.caches import Bounded
 from ..base.memory_order import stride_like
 from ..base.recording import exchange
 from ..base.validation import sizes_of
@@ -37,7 +37,7 @@ def layout_of_locals(
         LayoutError: a piece does not have the shape that the layout gives it, or (``check``) ranks disagree.
     """
     key = None
-    if shape is not None and not check and mesh.kind == "process_group" and type(local) is torch.Tensor:
+    if shape is not None and not check and type(local) is torch.Tensor:
         key = (mesh, _hashable(placements), _hashable(shape), _hashable(stride), local.dtype, local.shape)
         try:
             known = _KNOWN.get(key)
@@ -46,9 +46,9 @@ def layout_of_locals(
         else:
             if known is not None:  # a piece of this shape fits what was asked for
                 return known
-    pieces = shards_of(local)
-    if isinstance(local, PerRank) and (mesh.kind != "in_process" or len(pieces) != len(mesh.members)):
-        has = f"has {len(mesh.members)} ranks" if mesh.kind == "in_process" else "does not live in this process: give its piece"
+    pieces, here = shards_of(local), communicator_of(mesh).holds_all
+    if isinstance(local, PerRank) and not (here and len(pieces) == len(mesh.members)):
+        has = f"has {len(mesh.members)} ranks" if here else "does not live in this process: give its piece"
         raise LayoutError(f"per_rank with {len(pieces)} tensors for {mesh!r}, which {has}")
     shape = None if shape is None else sizes_of(shape, "from_local(shape=)")
     stride = None if stride is None else sizes_of(stride, "from_local(stride=)")
@@ -71,7 +71,7 @@ def layout_of_locals(
         else:
             _fits(layout, pieces)
             if key is not None:
-                _keep(key, layout)
+                _KNOWN.keep(key, layout)
     else:
         layout = _measured(mesh, wanted, pieces, stride, dtype, check)
     if check:
@@ -99,7 +99,7 @@ def _measured(
         layout = _KNOWN.get(key)
         if layout is None:
             steps = strides[_telling(shapes)] if stride is None else stride
-            layout = _keep(key, _tiled(mesh, placements, shapes, steps, stride is None, dtype))
+            layout = _KNOWN.keep(key, _tiled(mesh, placements, shapes, steps, stride is None, dtype))
         return layout
     for p in _cutting(mesh, placements):
         if p.sizes is not None:
@@ -109,16 +109,7 @@ def _measured(
     return layout
 
 
-def _keep(key: Any, layout: Layout) -> Layout:
-    if len(_KNOWN) >= _LIMIT:
-        _KNOWN.clear()
-    _KNOWN[key] = layout
-    return layout
-
-
-_KNOWN: dict[Any, Layout] = {}
-_LIMIT = 4096
-watched("local_layout.known", lambda: (len(_KNOWN), _LIMIT))
+_KNOWN: Bounded[Any, Layout] = Bounded(4096, "local_layout.known")
 
 
 def _tiled(
@@ -178,7 +169,7 @@ _Table = tuple[tuple[int, ...], ...]
 def _all_pieces(mesh: DeviceMesh, pieces: Sequence[torch.Tensor], told: str) -> tuple[_Table, _Table]:
     """Every member's shape and strides, by position in the mesh as the current rank sees it; ``told`` must be alike on all."""
     mine, steps = tuple(pieces[0].shape), pieces[0].stride()
-    if mesh.kind == "in_process" and len(pieces) > 1:
+    if len(pieces) > 1:
         seen = [pieces[m] for m in mesh.members_of(range(mesh.ndim), 0)]
         shapes = tuple(tuple(piece.shape) for piece in seen)
         _same_dims(shapes)
@@ -240,7 +231,7 @@ def _check(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
     mesh, comm = layout.mesh, communicator_of(layout.mesh)
     everywhere = tuple(range(mesh.ndim))
     members = mesh.members_of(everywhere, mesh.current_member() or 0)
-    if mesh.kind == "in_process":
+    if comm.holds_all:
         facts = [_facts(pieces[m]) for m in members] if len(pieces) > 1 else []
     else:
         facts = comm.all_gather_object(_facts(pieces[0]), everywhere)

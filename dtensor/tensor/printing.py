@@ -6,20 +6,16 @@ from typing import Any
 
 import torch
 
-from ..comm import PerRank
+from ..comm import communicator_of, shards_of
 
 
 def pieces(x: Any) -> str:
     """Every piece that this process holds, one labelled line (or block) a rank."""
     mesh = x._layout.mesh
-    local = x._local
     if mesh.kind == "dry_run":
         return ""
-    if isinstance(local, PerRank):
-        shown = list(zip(mesh.ranks, local.shards, strict=True))
-    else:
-        shown = [(mesh.get_rank(), local)]
-    return "".join(f"\n  rank {rank}: {_indented(piece)}" for rank, piece in shown)
+    ranks = mesh.ranks if communicator_of(mesh).holds_all else [mesh.get_rank()]
+    return "".join(f"\n  rank {rank}: {_indented(piece)}" for rank, piece in zip(ranks, shards_of(x._local), strict=True))
 
 
 def _indented(piece: torch.Tensor) -> str:

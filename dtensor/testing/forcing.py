@@ -149,7 +149,7 @@ def _places(operator: Operator, bound: dict[str, Any], call: Call, xs: Sequence[
         for k, x in enumerate(items):
             own = call.operands_of(name)
             if id(x) in place_of:
-                places[place_of[id(x)]] = own[0 if operator.per_element else k]
+                places[place_of[id(x)]] = own[0 if operator.facts.per_element else k]
     return places
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ..base.nested import replace, tensors
 from ..base.torch_internals import resolve_packet
+from ..rules.facts import list_forms
 from .samples import Sample
 
 
@@ -72,9 +73,9 @@ def variants(rule_name: str, sample: Sample) -> Iterator[Variant]:
             yield Variant(other, sample, True)
     if "out" not in sample.kwargs and (written := _with_out(f"{namespace}.{base}", sample)) is not None:
         yield Variant(f"{namespace}.{base}", written, True)
-    lists = f"{namespace}._foreach_{base}"
-    if exists(lists) and (listed := _listed(lists, sample)) is not None:
-        yield Variant(lists, listed, False)
+    for lists in (f"{namespace}.{form}" for form in list_forms(base)):
+        if exists(lists) and (listed := _listed(lists, sample)) is not None:
+            yield Variant(lists, listed, False)
 
 
 def _writes(name: str) -> bool:

@@ -31,8 +31,8 @@ from dtensor.testing.verify import MESHES, placed
 
 DEVICE = "pretended"
 # Where torch's inference on such a device raises and its kernels do not: interpolation of empty tensors; a view of a term whose
-# memory has another order than the global tensor's, which runs as a copy.
-TORCHS = ("cond must be a bool", "Cannot view a tensor with shape")
+# memory has another order than the global tensor's, which runs as a copy; gradients of group norm on a block without channels.
+TORCHS = ("cond must be a bool", "Cannot view a tensor with shape", "integer division or modulo by zero")
 
 
 def on_device(value: Any) -> Any:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import dtensor as dt
+from dtensor.base.caches import Bounded
 from dtensor.dispatch import dispatcher as dispatching
 from dtensor.layout import layout
 from dtensor.propagation import meta as infer
@@ -41,12 +42,9 @@ def test_numbers_do_not_make_plans() -> None:
 def test_changing_shapes_keep_caches_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.each", 20)
     monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.together", 70)
-    monkeypatch.setattr("dtensor.layout.layout._LIMIT", 30)
-    monkeypatch.setattr("dtensor.redistribute.planner._LIMIT", 20)
-    monkeypatch.setattr("dtensor.propagation.meta._LIMIT", 2)
-    monkeypatch.setattr("dtensor.propagation.row_costs._LIMIT", 2)
-    for module in (infer._ANSWERS, prices._TABLES, layout._BY_REQUEST, planner._PLANS):
-        module.clear()
+    for cache, limit in ((infer._ANSWERS, 2), (prices._TABLES, 2), (layout._BY_REQUEST, 30), (planner._PLANS, 20)):
+        cache.clear()
+        monkeypatch.setattr(cache, "limit", limit)
     dispatching.clear_plans()  # type: ignore[attr-defined]  # a module
     for size in range(1, 120):
         _step(size, 1 / size)
@@ -61,9 +59,12 @@ OPERATORS = (torch.cos, torch.sin, torch.exp, torch.tanh, torch.relu, torch.abs,
 def test_changing_shapes_keep_the_plans_of_all_operators_together_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the operators comes near a bound of its own; what is alive keeps its layout, whatever was forgotten."""
     monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.together", 64)
-    for name in ("layout.layout._BY_REQUEST", "redistribute.planner._PLANS", "propagation.row_costs._TABLES"):
-        monkeypatch.setattr(f"dtensor.{name}", {})
-    monkeypatch.setattr("dtensor.layout.layout._LIMIT", 16)
+    for name, limit in (
+        ("layout.layout._BY_REQUEST", 16),
+        ("redistribute.planner._PLANS", 99),
+        ("propagation.row_costs._TABLES", 99),
+    ):
+        monkeypatch.setattr(f"dtensor.{name}", Bounded(limit))
     dispatching.clear_plans()  # type: ignore[attr-defined]  # a module
     held = dt.zeros(77, device_mesh=MESH, placements=[dt.Shard(0)])
     twin = held.cos()

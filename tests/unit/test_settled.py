@@ -73,7 +73,9 @@ def test_backward_uses_what_forward_moved() -> None:
         lambda y: y.set_(dt.distribute_tensor(X @ X.t() + 3, mesh(), [Replicate()])),
     ],
 )
-@pytest.mark.parametrize("before", [lambda y: y.exp(), lambda y: y.t().exp(), lambda y: y.detach().exp(), lambda y: y.view(4, 9).exp()])
+@pytest.mark.parametrize(
+    "before", [lambda y: y.exp(), lambda y: y.t().exp(), lambda y: y.detach().exp(), lambda y: y.view(4, 9).exp()]
+)
 def test_what_is_written_is_seen(write: Callable[[Any], Any], before: Callable[[Any], Any]) -> None:
     y, plain = in_terms(), X @ X.t()
     views = [y.t(), y.detach(), y[2:], y.view(36)]

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import communicator_of
+from ...dispatch.versions import stamp
 from ...layout.layout import Layout
 from ...redistribute.batch import broadcast_many
 from ...tensor.dtensor import DTensor, wrap
-from ...dispatch.versions import stamp
 from .layouts import Axes
 from .parameters import _joined, _on
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...comm import Communicator, Pending, PerRank
+from ...comm import Communicator, Pending, shards_of
 
 CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
@@ -31,7 +31,7 @@ class Bucket:
     def gradients(self) -> list[Tensor]:
         """Views of :meth:`buffer`, in the shapes of this rank's parameters."""
         locals_: list[Any] = [p._local for p in self._parameters]  # type: ignore[attr-defined]  # DTensors
-        shapes = [(x.shards[0] if isinstance(x, PerRank) else x).shape for x in locals_]
+        shapes = [shards_of(x)[0].shape for x in locals_]
         pieces = self._flat.split([shape.numel() for shape in shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 

@@ -49,7 +49,7 @@ class Reduction:
 
     def _issue(self, columns: Sequence[Column], dtype: torch.dtype) -> Pending[Tensor]:
         group, comm, axes = self.group, self.group.comm, self.group.axes
-        device, in_process = torch.device(axes.mesh.device_type), axes.mesh.kind == "in_process"
+        device, in_process = torch.device(axes.mesh.device_type), comm.holds_all
 
         self._buckets = {} if axes.scattered else group.buckets.pop(self._key(dtype), {})
 

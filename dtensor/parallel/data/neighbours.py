@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import PerRank, communicator_of
+from ...comm import communicator_of, reordered
 from ...comm.binding import Run
 from ...errors import UnsupportedOperationError
 from .layouts import Axes
@@ -58,7 +58,8 @@ class Neighbours:
             return [self._bounds(member, numel_of(member))[1] for member in group]
 
         bound = communicator_of(self._mesh).bind_gather((self._dim,), lengths_of, torch.uint8)
-        return lambda kept: bound(self._there(kept)).then(self._here)
+        back = [self._order.index(k) for k in range(len(self._order))]
+        return lambda kept: bound(reordered(kept, self._order)).then(lambda local: reordered(local, back))
 
     def fill(self, row: Any, buffer: Any) -> None:
         """The buffer whole again; through ``.data``, which leaves the version counters alone that autograd checks."""
@@ -69,11 +70,3 @@ class Neighbours:
         each = -(-numel // self.size)
         start = min(position * each, numel)
         return start, min(each, numel - start)
-
-    def _there(self, local: Any) -> Any:
-        return PerRank(local.shards[k] for k in self._order) if isinstance(local, PerRank) else local
-
-    def _here(self, local: Any) -> Any:
-        return (
-            PerRank(local.shards[self._order.index(k)] for k in range(len(self._order))) if isinstance(local, PerRank) else local
-        )

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm import Communicator, Pending, PerRank, communicator_of, shards_of
+from ...comm import Communicator, Pending, communicator_of, each_shard, shards_of
 from ...comm.binding import Run
+from ...dispatch.versions import stamp
 from ...errors import DTensorError, UnitError
 from ...layout.layout import Layout
 from ...redistribute.rows import Rows
 from ...tensor.dtensor import wrap
-from ...dispatch.versions import stamp
 from .custom_collectives import Settings, gather_rows, scatter_row
 from .layouts import Axes
 from .neighbours import Neighbours
@@ -112,10 +112,8 @@ class Group:
         for full, layout in zip(self._full, self._layouts_inside(distributed), strict=True):
             if layout is not None:
                 flat.append(wrap(_alias(full), layout))
-            elif isinstance(full, PerRank):
-                flat.extend(shard.data for shard in full.shards)
             else:
-                flat.append(full.data)
+                flat.extend([shard.data for shard in shards_of(full)])
         return flat
 
     def _layouts_inside(self, distributed: bool) -> list[Layout | None]:
@@ -139,12 +137,12 @@ class Group:
 
     def regrouped(self, flat: Sequence[Tensor], distributed: bool) -> list[Any]:
         """Flat outputs, one item per parameter again."""
-        if self.axes.mesh.kind != "in_process":
+        if not self.comm.holds_all:
             return list(flat)
         result, items = [], iter(flat)
-        for m, full, layout in zip(self.managed, self._full, self._layouts_inside(distributed), strict=True):
+        for m, layout in zip(self.managed, self._layouts_inside(distributed), strict=True):
             own = [next(items) for _ in range(self.outputs_of(m, distributed))]
-            result.append(PerRank(own) if layout is None and isinstance(full, PerRank) else own[0])
+            result.append(self.comm.local(own) if layout is None else own[0])
         return result
 
     def put_parameters(self) -> None:
@@ -161,7 +159,7 @@ class Group:
     @property
     def pieces(self) -> int:
         """How many members' tensors this process holds."""
-        return len(self.axes.mesh.members) if self.axes.mesh.kind == "in_process" else 1
+        return max(1, len(self.comm.held))
 
     @property
     def borrows(self) -> bool:
@@ -309,7 +307,7 @@ class Group:
 
 def _alias(full: Any) -> Any:
     """The same memory as a tensor of its own: no view, its own version counter."""
-    return PerRank(s.data for s in full.shards) if isinstance(full, PerRank) else full.data
+    return each_shard(lambda shard: shard.data, full)
 
 
 def _copied(m: Managed, memo: dict[int, Any]) -> Managed:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.torch_internals import forward_ad, is_traceable_wrapper_subclass
-from ...comm import PerRank, communicator_of
+from ...comm import PerRank, communicator_of, shards_of
 from ...errors import MeshError, PlacementError, UnsupportedOperationError
 from ...layout.layout import Layout
 from ...mesh.device_mesh import DeviceMesh
@@ -168,8 +168,7 @@ def _followed(x: Tensor) -> bool:
 
 def shards_in(parameter: Tensor) -> tuple[Tensor, ...]:
     """The tensors that a parameter, distributed or not, is made of here."""
-    local = parameter._local if isinstance(parameter, DTensor) else parameter
-    return local.shards if isinstance(local, PerRank) else (local,)
+    return shards_of(parameter._local if isinstance(parameter, DTensor) else parameter)
 
 
 def _asked(parameter: nn.Parameter, where: ShardPlacement | None) -> int:
@@ -201,7 +200,7 @@ def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout) -> Any:
         return local
     device = axes.mesh.device_type
     local = local.to(device)
-    if not (mesh.kind == "in_process" and not isinstance(local, PerRank)):
+    if isinstance(local, PerRank) or not comm.holds_all:
         local = comm.broadcast(local, axes.both).wait()
 
     def block(member: int, full: torch.Tensor) -> torch.Tensor:

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...comm import PerRank
+from ...comm import communicator_of, shards_of
+from ...dispatch.versions import stamp
 from ...errors import MeshError, UnsupportedOperationError
 from ...layout.layout import Layout
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Placement, Replicate, Shard
 from ...redistribute import execute_many, plan, redistribute_local
 from ...tensor.dtensor import DTensor, wrap
-from ...dispatch.versions import stamp
 from .layouts import WAYS, Axes
 from .parameters import same_root
 
@@ -158,8 +158,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def _stored(self, p: Tensor) -> Layout:
         if isinstance(p, DTensor):
             return p._layout
-        shape = p.shards[0].shape if isinstance(p, PerRank) else p.shape
-        return Layout.of(self.mesh, None, shape, None, p.dtype)
+        return Layout.of(self.mesh, None, shards_of(p)[0].shape, None, p.dtype)
 
     def _cut(self, value: Tensor, layout: Layout) -> Any:
         """The local part of ``value``, in memory of its own."""
@@ -219,8 +218,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
 def _everywhere(value: Tensor, mesh: DeviceMesh) -> Any:
     """A plain tensor as the local that it is: one stands for all ranks in this process."""
-    alone = mesh.kind == "in_process" and not isinstance(value, PerRank)
-    return PerRank([value] * len(mesh.members)) if alone else value
+    return communicator_of(mesh).map(lambda _, x: x, value)
 
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...base.memory_order import contiguous_stride, memory_order, outermost_first
 from ...base.torch_internals import assert_async
+from ..facts import fact
 from ..verbs import composed
 
 aten = torch.ops.aten
@@ -180,6 +181,7 @@ def check_and_unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor)
 
 
 composed("_amp_foreach_non_finite_check_and_unscale_", check_and_unscale)
+fact("_amp_foreach_non_finite_check_and_unscale", per_element=True)
 
 
 # --- the fused inference operators of nn.TransformerEncoderLayer and nn.MultiheadAttention ---

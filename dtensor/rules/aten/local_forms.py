@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...base.caches import remembered
-from ..facts import fact
+from ..facts import fact, lists
 
 
 def _slice(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> torch.Tensor:
@@ -36,7 +36,8 @@ fact("view.default", shows="all", needs_strides=True)
 fact("view view_as_complex view_as_real", needs_strides=True)
 fact("squeeze unsqueeze", shows="all")
 # Composites write through it into `out=`, although its schema says that it is no view.
-fact("_unsafe_view", is_view=True)
+fact("_unsafe_view", is_view=True, shows="all")
+lists("_foreach_")
 for _name in ("add", "sub", "mul", "div"):
     fact(f"_foreach_{_name}.Scalar _foreach_{_name}.ScalarList", takes_tensors=True)
     fact(f"_foreach_{_name}_.Scalar _foreach_{_name}_.ScalarList", takes_tensors=True)

@@ -13,6 +13,7 @@ import torch
 
 from ...placement import REDUCE_OPS
 from ..factoring import by
+from ..facts import fact
 from ..rows import copies, falling, forgets, linear, monotone, on_floats, one_of
 from ..verbs import pointwise
 
@@ -263,3 +264,4 @@ pointwise("fill zeros_like ones_like empty_like full_like", partials=forgets)
 
 # --- optimizer steps over lists: every element by itself ----------------------------------------------------------------
 pointwise("_fused_adam _fused_adamw _fused_sgd _fused_adagrad")
+fact("_fused_adam _fused_adamw _fused_sgd _fused_adagrad", per_element=True, flat=True)

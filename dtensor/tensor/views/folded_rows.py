@@ -19,12 +19,11 @@ from ..dtensor import DTensor
 from .remote_view import RemoteView
 
 _aten = torch.ops.aten
-_VIEWS = ("aten::view", "aten::_unsafe_view", "aten::_reshape_alias")
 
 
 def stack_of(rows: Any) -> DTensor | None:
     """The stack of which ``rows`` is all dims but the last folded into one."""
-    if not isinstance(rows, RemoteView) or rows._origin.operator.func._schema.name not in _VIEWS or rows._origin.pinned:
+    if not isinstance(rows, RemoteView) or rows._origin.shows != "all" or rows._origin.pinned:
         return None
     base = rows._origin.base
     folded = rows.ndim == 2 and base.ndim > 2 and rows.shape[-1] == base.shape[-1] and base.shape[-1] > 0

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from ...base.caches import watched
+from ...base.caches import Bounded
 from ...base.torch_internals import make_wrapper_subclass
 from ...comm import communicator_of
 from ...dispatch.bind import bind, runner_of
@@ -23,6 +23,7 @@ from ...dispatch.local_op import local_function
 from ...dispatch.operands import plan_for
 from ...dispatch.settled import sharing
 from ...dispatch.steps import Runner
+from ...dispatch.versions import counted_together, versions_of
 from ...layout.layout import Layout
 from ...propagation.propagate import Plan
 from ...propagation.schema import Operator
@@ -30,7 +31,6 @@ from ...rules.aten.views import check_memory, own_strides
 from ...rules.facts import facts_of
 from ..dtensor import DTensor, wrap
 from ..host import offset_in
-from ...dispatch.versions import counted_together, versions_of
 
 _make: Any = make_wrapper_subclass  # the documented way to build wrapper subclasses
 _OPERATE: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # what operations do on such views, installed by write_through.py
@@ -296,20 +296,14 @@ def _resolved(local: Any) -> Any:
     return local.resolve_conj() if local.is_complex() else local
 
 
-_PLANS: dict[Any, Plan] = {}
-_LIMIT = 4096
-watched("remote_view.plans", lambda: (len(_PLANS), _LIMIT))
+_PLANS: Bounded[Any, Plan] = Bounded(4096, "remote_view.plans")
 
 
 def plan_of(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """The plan of a view operation, found again by its arguments."""
     key = (operator.func, args[0]._layout, _hashable(args[1:]), _hashable(tuple(sorted(kwargs.items()))))
     found = _PLANS.get(key)
-    if found is None:
-        if len(_PLANS) >= _LIMIT:
-            _PLANS.clear()
-        found = _PLANS[key] = plan_for(operator, args, kwargs)
-    return found
+    return _PLANS.keep(key, plan_for(operator, args, kwargs)) if found is None else found
 
 
 def _hashable(value: Any) -> Any:

@@ -14,12 +14,18 @@ import torch
 
 from ...base.recording import ACTIVE
 from ...base.torch_internals import CreationMeta, creation_meta, swap_impl
+from ...dispatch.versions import pass_version_on
 from ...errors import UnsupportedOperationError
 from ..dtensor import DTensor, wrap
-from ...dispatch.versions import pass_version_on
 from .remote_view import RemoteView, twin
 
-_OF_MEMORY = ("_apart", "_counted", "_forms", "_given", "_grad_layout")  # instance attributes that speak of the memory, not of the object
+_OF_MEMORY = (
+    "_apart",
+    "_counted",
+    "_forms",
+    "_given",
+    "_grad_layout",
+)  # instance attributes that speak of the memory, not of the object
 _IN_PLACE = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_")
 
 
