@@ -43,6 +43,7 @@ from .autograd import (
 from .autograd import grad_placements_of as grad_placements_of  # of a leaf
 from .extensions import provided
 from .local_layout import layout_of_locals
+from .observed import observed, tell_looked_at
 from .printing import pieces
 from .versions import counted_together
 
@@ -86,6 +87,8 @@ class DTensor(torch.Tensor):
     @property
     def placements(self) -> tuple[Placement, ...]:
         """One placement per mesh dim."""
+        if observed:
+            tell_looked_at(self)
         return self._layout.placements
 
     @property
@@ -101,6 +104,8 @@ class DTensor(torch.Tensor):
     @property
     def _local_tensor(self) -> torch.Tensor:
         """This rank's piece, no gradients (all ranks' pieces when they live in this process)."""
+        if observed:
+            tell_looked_at(self)
         return cast(torch.Tensor, handed_out(self._local))
 
     # --- between local and global -------------------------------------------------------------------------------
@@ -161,6 +166,8 @@ class DTensor(torch.Tensor):
         if not is_recorded(self):
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
+            if observed:
+                tell_looked_at(self)
             # a tensor of its own: `requires_grad_` is not said of the DTensor's. (A recorder knows the piece by its identity.)
             return handed_out(self._local if ACTIVE else self._local.detach())
         return as_local(self, grad_placements)
