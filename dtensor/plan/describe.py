@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..layout.layout import Layout
+from ..placement import Monoid
 from ..redistribute import plan as plan_move
 from ..rules.rule import Row
 from .graph import Graph, Node
@@ -62,8 +63,8 @@ class _Writing:
         )
 
     def _path(self, number: int | None, target: Layout | None) -> list[Layout]:
-        """The forms that an operand passes."""
-        if number is None or target is None:
+        """The forms that an operand passes. Terms of a user's own reduction have no name, and are taken as they lie."""
+        if number is None or target is None or any(isinstance(op, Monoid) for op in target.partials):
             return []
         for source, layout in self.moves.get(number, ()):
             if layout.same_data(target) and any(source is via for _, via in self.moves[number]):
