@@ -16,6 +16,7 @@ from .interop.state_dicts import teach_state_dicts as _teach_state_dicts
 from .layout.layout import Layout
 from .mesh.device_mesh import DeviceMesh, init_device_mesh
 from .placement import Monoid, Partial, Placement, Replicate, Shard
+from .plan import ProgramPlan, plan
 from .random.seed import manual_seed, random_mode
 from .rules.registry import read_from as _read_from
 from .tensor.composites import constants as _constants
@@ -43,6 +44,7 @@ __all__ = [
     "Partial",
     "PerRank",
     "Placement",
+    "ProgramPlan",
     "Replicate",
     "Shard",
     "cache_info",
@@ -60,6 +62,7 @@ __all__ = [
     "map_ranks",
     "ones",
     "per_rank",
+    "plan",
     "rand",
     "randn",
     "random_mode",

@@ -61,5 +61,9 @@ class CheckpointError(DTensorError):
     """A checkpoint could not be saved or loaded; all ranks raise it with the same words, and nothing was changed."""
 
 
+class PlanError(DTensorError):
+    """A program cannot be planned."""
+
+
 class CaptureError(DTensorError):
     """A captured function does what a replay could not do again; the message names it and says what to do instead."""

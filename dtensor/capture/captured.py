@@ -15,7 +15,9 @@ from ..base.torch_internals import DeviceContext, pytree
 from ..base.torch_internals import current_dispatch_modes as _get_current_dispatch_mode_stack
 from ..base.torch_internals import current_function_modes as _get_current_function_mode_stack
 from ..errors import ArgumentError, CaptureError
+from ..plan.program_plan import ProgramPlan
 from .confirm import confirmed
+from .planned import Plans
 from .program import Program, Sources, sources_of
 from .record import Recording
 from .replay import replayed
@@ -96,8 +98,8 @@ def _watched() -> bool:
 class Captured(Generic[P, T]):
     """See :func:`capture`."""
 
-    def __init__(self, fn: Callable[P, T], limit: int) -> None:
-        self.fn = fn
+    def __init__(self, fn: Callable[P, T], limit: int, plans: Plans | None = None) -> None:
+        self.fn, self._plans = fn, plans
         self._limit = limit
         self._entries: dict[Any, list[_Kept]] = {}
         self._surveyed = _Surveyed()
@@ -137,12 +139,17 @@ class Captured(Generic[P, T]):
     def _record(self, key: Any, signature: Signature, environment: Environment, waiting: _Kept | None = None) -> T:
         """``waiting``: a recording that serves, but waits for its backward pass or for another one that confirms it."""
         self._recorded += 1
+        if self._plans is not None and self._plans.wants(key):
+            return self._plans.make(key, self.fn, signature)
+        fn, followed = (self.fn, bool) if self._plans is None else self._plans.run(key, self.fn)
         entries = self._entries.get(key, [])
         changing = () if waiting is None else waiting.changing
         if waiting is None:  # floats that have changed between calls are variables from now on
             differing = [(kept.differing(environment), kept) for kept in entries]
             changing = next((tuple({*found, *kept.changing}) for found, kept in differing if found), ())
-        result, program, changed = Recording(self.fn, signature, environment, changing).run()
+        result, program, changed = Recording(fn, signature, environment, changing).run()
+        if self._plans is not None and not followed():
+            return result
         if program is not None:
             same = not program.followed or (waiting is not None and confirmed(waiting.program, program))
             self._entries[key] = [*(kept for kept in entries if kept is not waiting), _Kept(environment, program, same)]
@@ -160,6 +167,10 @@ class Captured(Generic[P, T]):
     def programs(self) -> list[Program]:
         """The recordings that are kept."""
         return [kept.program for entries in self._entries.values() for kept in entries]
+
+    def plans(self) -> list[ProgramPlan]:
+        """The plans that calls follow, with ``plan="program"`` one for each kind of call."""
+        return [] if self._plans is None else list(self._plans)
 
     def source(self) -> str:
         """The text that runs at a replay, for each recording: Python over the local tensors of this process."""
@@ -199,7 +210,7 @@ def _bases(program: Program, sources: Sources) -> list[Any]:
     return [rest[number] if number in rest else next(made) for number in range(len(program.bases))]
 
 
-def capture(fn: Callable[P, T], *, limit: int = KEPT) -> Captured[P, T]:
+def capture(fn: Callable[P, T], *, limit: int = KEPT, plan: str | ProgramPlan | None = None) -> Captured[P, T]:
     """``fn``, recorded when it is first called and replayed afterwards over local tensors, without dispatch of DTensors.
 
     Forward and backward tapes stand behind one autograd function, so gradients, hooks and optimizers work as ever. Replays give
@@ -208,6 +219,8 @@ def capture(fn: Callable[P, T], *, limit: int = KEPT) -> Captured[P, T]:
     Args:
         fn: a function or module of DTensors; what it reads besides its arguments is found and guarded.
         limit: most recordings kept, one for each kind of call (layouts, Python values, modes); further ones run as they are.
+        plan: ``"program"``: the first call of a kind runs as it is and is planned, the next is recorded by that plan (see
+            docs/plan.md); results are equal up to the order of additions. Or a plan, as ``dt.plan`` made or a file has it.
 
     Raises:
         CaptureError: when ``fn`` does what a replay could not do again, on all ranks alike; it says what to do instead.
@@ -220,4 +233,4 @@ def capture(fn: Callable[P, T], *, limit: int = KEPT) -> Captured[P, T]:
     """
     if not callable(fn):
         raise ArgumentError(f"capture takes a function or a module, got {fn!r}")
-    return Captured(fn, limit)
+    return Captured(fn, limit, None if plan is None else Plans(plan))

@@ -1,8 +1,8 @@
 """A value is settled once: a tensor remembers the forms that operators needed it in.
 
 An operator that needs a value in another layout than it has moves it there. The tensor keeps what was moved, for whoever needs it
-so again, or in a form that is had from it for less: the next operator, the backward pass. Its placements and pieces stay what they
-are. Nothing is kept of
+so again, or in a form that is had from it for less: the next operator, the backward pass. Its placements and pieces stay what
+they are. Nothing is kept of
 
 - a parameter, which would stay whole as long as it lives;
 - a tensor whose pieces the user has (``from_local``, ``to_local``, ``data``): what is written to them is seen by no counter;

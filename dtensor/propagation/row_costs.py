@@ -220,11 +220,11 @@ def free_rows(table: Table, factors: Factors, call: Call, kept: Kept) -> tuple[R
 
 
 def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int, work: Work) -> list[tuple[Any, Row]]:
-    """All rows by price on one mesh dim: (seconds of communication, now and owed, and of products, whether it shards what nobody has
-    sharded, operands that change, bytes per rank of the results, declaration order).
+    """All rows by price on one mesh dim: (seconds of communication, now and owed, and of products, whether it shards what nobody
+    has sharded, operands that change, bytes per rank of the results, declaration order).
 
-    A result in terms is owed a reduction. Work counts where products take longer than memory. A replicated or partial value is not cut only because that is free: results keep the
-    placements that their operands suggest.
+    A result in terms is owed a reduction. Work counts where products take longer than memory. A replicated or partial value is not
+    cut only because that is free: results keep the placements that their operands suggest.
     """
     ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed, _result_bytes(call)
     owed = _debts(table, factors, call, nbytes, mesh_dim)
@@ -267,11 +267,11 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
 
 
 def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_dim: int) -> list[tuple[float, float]]:
-    """Seconds that each result costs later on: if it is left in terms, to add them up; if it is cut as no operand was, to cut it as
-    the others are. None of them where a row moves nothing and there are no terms yet.
+    """Seconds that each result costs later on: if it is left in terms, to add them up; if it is cut as no operand was, to cut it
+    as the others are. None of them where a row moves nothing and there are no terms yet.
 
-    Latencies do not count: what is owed may be paid together with something else. On the other mesh dims a result is as small a part
-    as that of any operand.
+    Latencies do not count: what is owed may be paid together with something else. On the other mesh dims a result is as small a
+    part as that of any operand.
     """
     current = _here(call, mesh_dim)
     fitting = (line for line in table.lines if all(map(_fits, current, line.operands)))

@@ -32,6 +32,7 @@ from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate
 from ..ranks.hidden import as_one
 from ..redistribute import execute, move_between, plan, start
+from .observed import observed, tell_arrived, tell_looked_at, tell_moved
 
 
 def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
@@ -142,9 +143,11 @@ def move_apart(x: Any, target: Layout, async_op: bool = False) -> Any:
     moves = None if x._layout.mesh != target.mesh else plan(x._layout, target)
     if moves is not None and not (async_op and moves.communicates):
         local = execute(moves, x._local)
-        return wrap_local(local if moves.communicates else apart(local, x._local), target)
-    arriving = move_between(x._local, x._layout, target) if moves is None else start(moves, x._local)
-    return wrap_pending(unwritten(arriving, [x]), target, x._local) if async_op else wrap_local(arriving.wait(), target)
+        made = wrap_local(local if moves.communicates else apart(local, x._local), target)
+    else:
+        arriving = move_between(x._local, x._layout, target) if moves is None else start(moves, x._local)
+        made = wrap_pending(unwritten(arriving, [x]), target, x._local) if async_op else wrap_local(arriving.wait(), target)
+    return tell_moved(x, made) if observed else made
 
 
 class Redistribute(Transformed):
@@ -217,6 +220,8 @@ def to_whole(x: Any, grad_placements: Sequence[Placement] | None) -> torch.Tenso
 
 def as_local(x: Any, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
     """The pieces of a DTensor, recorded; see ``DTensor.to_local``."""
+    if observed and hasattr(x, "_layout"):
+        tell_looked_at(x)
     layout = seen(x)._layout
     made = to_local(x, layout, grad_layout(layout, grad_placements))
     return as_one(made, PerRank) if type(made) is tuple else made
@@ -236,6 +241,8 @@ def keep_grad_layout(leaf: Any) -> None:
         layout = current[0]
         if grad is None:
             return None
+        if observed:
+            tell_arrived(grad, layout)
         if type(grad) is kind and grad._layout is layout is _without_partials(layout):  # most often
             return None
         if is_wrapped(grad):
@@ -245,9 +252,7 @@ def keep_grad_layout(leaf: Any) -> None:
             return distributed(grad, layout).redistribute(placements=wanted)
         if grad._layout.mesh != mesh:  # the leaf was a number in a program on another mesh
             return grad.redistribute(mesh, wanted)
-        if grad._layout.placements == wanted:
-            return None
-        return grad.redistribute(placements=wanted)
+        return None if grad._layout.placements == wanted else grad.redistribute(placements=wanted)
 
     leaf.register_hook(to_leaf_layout)
     leaf.__dict__["_grad_layout"] = current

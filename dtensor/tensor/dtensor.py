@@ -45,6 +45,7 @@ from .autograd import (
 from .autograd import grad_placements_of as grad_placements_of  # of a leaf
 from .extensions import provided
 from .local_layout import layout_of_locals
+from .observed import observed, tell_looked_at
 from .printing import pieces
 
 _make, _grad_enabled = make_wrapper_subclass, torch.is_grad_enabled
@@ -87,6 +88,8 @@ class DTensor(torch.Tensor):
     @property
     def placements(self) -> tuple[Placement, ...]:
         """One placement per mesh dim."""
+        if observed:
+            tell_looked_at(self)
         return self._layout.placements
 
     @property
@@ -102,6 +105,8 @@ class DTensor(torch.Tensor):
     @property
     def _local_tensor(self) -> torch.Tensor:
         """This rank's piece, no gradients (all ranks' pieces when they live in this process)."""
+        if observed:
+            tell_looked_at(self)
         return cast(torch.Tensor, handed_out(users(self)._local))
 
     # --- between local and global -------------------------------------------------------------------------------
@@ -158,6 +163,8 @@ class DTensor(torch.Tensor):
                 replaced by Replicate. Give ``[Partial()]`` where each rank uses a replicated piece differently.
         """
         users(self)
+        if observed:
+            tell_looked_at(self)
         if not (self.requires_grad and _grad_enabled()) and forward_ad._current_level < 0:  # to transforms it is a constant
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same

@@ -15,6 +15,7 @@ from ..base.torch_internals import TorchDispatchMode
 from ..dispatch.operands import plan_for
 from ..errors import DTensorError
 from ..placement import Placement
+from ..plan.options import by_text
 from ..propagation.choose import Chosen, choose, declared
 from ..propagation.propagate import composite
 from ..propagation.schema import operator_of
@@ -22,7 +23,7 @@ from ..rules.call import Call
 from ..rules.rule import Factors, Rule
 from ..tensor.dtensor import DTensor
 from .differences import Options, differences
-from .forcing import Undeclared, by_text, forced, overload_for
+from .forcing import Undeclared, forced, overload_for
 from .oracle import Outcome, compare
 from .placements import Combination, mesh_of
 from .reproduction import oracle_call, placement_text

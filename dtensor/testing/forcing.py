@@ -12,6 +12,7 @@ import torch
 from ..base.nested import tensors
 from ..base.torch_internals import TorchDispatchMode, resolve_packet
 from ..dispatch.dispatcher import run_chosen
+from ..plan.options import by_text
 from ..propagation.choose import Chooser, Chosen, declared, realized
 from ..propagation.propagate import composite
 from ..propagation.row_costs import Line, Where
@@ -90,18 +91,6 @@ def _picked(rows: Sequence[str], rule: Rule, factors: Factors, call: Call, kept:
     if chosen is None:
         raise Undeclared(f"the rule of {call.func} does not allow {' & '.join(rows)} for this call")
     return chosen
-
-
-def by_text(lines: Sequence[Line]) -> dict[str, Line]:
-    """Rows by what they say; those that say the same are numbered."""
-    found: dict[str, Line] = {}
-    for line in lines:
-        text, count = str(line), 1
-        while text in found:
-            count += 1
-            text = f"{line} #{count}"
-        found[text] = line
-    return found
 
 
 # --- what a rule declares --------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ LAYERS = (
     "parallel",
     "sharding_spec",
     "checkpoint",
+    "plan",
     "capture",
     "testing",
     "debug",

@@ -1,0 +1,69 @@
+"""Functions captured by a plan of the whole program: planned at the first call of a kind, recorded by that plan at the next."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import ArgumentError
+from ..plan.follow import Following
+from ..plan.make import planned
+from ..plan.program_plan import ProgramPlan
+from .signature import Signature
+
+TRIES = 3  # plans for one kind of call that later runs may leave, as the run does that makes an optimizer's state
+
+
+class Plans:
+    """The plans of one function, one for each kind of call.
+
+    Args:
+        given: ``"program"``, or the plan for all of them.
+    """
+
+    def __init__(self, given: str | ProgramPlan) -> None:
+        if given != "program" and not isinstance(given, ProgramPlan):
+            raise ArgumentError(f'capture takes plan="program" or a ProgramPlan, got {given!r}')
+        self._given = given if isinstance(given, ProgramPlan) else None
+        self._found: dict[Any, ProgramPlan] = {}
+        self._left: dict[Any, int] = {}
+
+    def __iter__(self) -> Any:
+        return iter(self._found.values() if self._given is None else (self._given,))
+
+    def wants(self, key: Any) -> bool:
+        """Whether calls of this kind are still to be planned."""
+        return self._given is None and key not in self._found and self._left.get(key, 0) < TRIES
+
+    def make(self, key: Any, fn: Callable[..., Any], signature: Signature) -> Any:
+        """What ``fn`` gives; it runs as it is, and is planned."""
+        args, kwargs = signature.rebuild(signature.tensors)
+        made, self._found[key] = planned(fn, args, kwargs)
+        return made
+
+    def run(self, key: Any, fn: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[], bool]]:
+        """``fn`` by the plan of this kind of calls, and what tells afterwards whether it was followed to its end."""
+        plan = self._given or self._found.get(key)
+        if plan is None:
+            return fn, lambda: True
+        following = Following(plan)
+
+        @functools.wraps(fn, updated=())
+        def by_plan(*args: Any, **kwargs: Any) -> Any:
+            with following:
+                return fn(*args, **kwargs)
+
+        return by_plan, functools.partial(self._followed, key, following)
+
+    def _followed(self, key: Any, following: Following) -> bool:
+        if following.followed:
+            return True
+        if self._given is not None or self._left.get(key, 0) == TRIES - 1:
+            warnings.warn(
+                f"capture: the program is not the one that was planned, and runs without a plan: {following.left}", stacklevel=6
+            )
+        self._left[key] = self._left.get(key, 0) + 1
+        self._found.pop(key, None)
+        return self._given is not None

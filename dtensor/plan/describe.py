@@ -1,0 +1,112 @@
+"""From options to a plan in words: what each call does, what is moved for it, and what would have been second best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..layout.layout import Layout
+from ..placement import Monoid
+from ..redistribute import plan as plan_move
+from ..rules.rule import Row
+from .graph import Graph, Node
+from .options import Form, Option, Options, by_text, form_of, lines_of, options_along
+from .prices import move_seconds
+from .program_plan import PlannedCall, PlannedMove, ProgramPlan, Spelled, spelled
+from .total import Move, Total, bytes_of
+
+
+def described(graph: Graph, taken: Sequence[Option], eager: Sequence[Option]) -> ProgramPlan:
+    """The plan that these options are."""
+    mesh, total = graph.mesh, Total(graph)
+    assert mesh is not None
+    moves, before = total.all_moves(taken), total.all_moves(eager)
+    others = [options_along(graph, taken, i) for i, ranks in enumerate(mesh.shape) if ranks > 1]
+    writing = _Writing(graph, list(taken), total, moves, others)
+    calls = [writing.call(node) for node in graph.nodes if node.kind not in ("input", "same")]
+    return ProgramPlan(
+        tuple(mesh.shape),
+        tuple(calls),
+        total.seconds(taken),
+        bytes_of(move for own in moves.values() for move in own),
+        total.seconds(eager),
+        bytes_of(move for own in before.values() for move in own),
+    )
+
+
+@dataclass(slots=True)
+class _Writing:
+    graph: Graph
+    taken: list[Option]
+    total: Total
+    moves: dict[int, list[Move]]
+    others: list[Options]
+    told: set[tuple[int, Form]] = field(default_factory=set)  # forms that are there
+
+    def call(self, node: Node) -> PlannedCall:
+        option = self.taken[node.number]
+        paths = [self._path(number, layout) for number, layout in zip(node.operands, option.operands, strict=True)]
+        moves = tuple(move for place in range(len(paths)) for move in self._new(node, place, paths[place]))
+        runner_up, extra = self._runner_up(node) if moves else ("", 0.0)
+        return PlannedCall(
+            node.name,
+            repr(node.key),
+            node.kind,
+            tuple(_texts(node, option.rows)),
+            tuple(tuple(spelled(layout.placements) for layout in path) for path in paths),
+            tuple(i for i, number in enumerate(node.operands) if number in self.moves and self._is_last(node, number)),
+            node.line,
+            node.backward,
+            moves,
+            runner_up,
+            extra,
+        )
+
+    def _path(self, number: int | None, target: Layout | None) -> list[Layout]:
+        """The forms that an operand passes. Terms of a user's own reduction have no name, and are taken as they lie."""
+        if number is None or target is None or any(isinstance(op, Monoid) for op in target.partials):
+            return []
+        for source, layout in self.moves.get(number, ()):
+            if layout.same_data(target) and any(source is via for _, via in self.moves[number]):
+                return [source, target]
+        return [target]
+
+    def _new(self, node: Node, place: int, path: list[Layout]) -> list[PlannedMove]:
+        """Moves for an operand that nobody has asked for before."""
+        number, found = node.operands[place], []
+        for source, target in self.moves.get(number, ()) if number is not None else ():
+            key = number or 0, form_of(target)
+            if key in self.told or not any(layout.same_data(target) for layout in path):
+                continue
+            self.told.add(key)
+            cost = plan_move(source, target)
+            if cost.communicates:
+                producer = self.graph.values[number or 0].producer
+                what = f"{producer.name} {list(source.shape)}"
+                ends: tuple[Spelled, Spelled] = spelled(source.placements), spelled(target.placements)
+                found.append(PlannedMove(what, *ends, cost.bytes, move_seconds(source, target)))
+        return found
+
+    def _is_last(self, node: Node, number: int) -> bool:
+        return max(user.number for user, _ in self.total.users[number]) == node.number
+
+    def _runner_up(self, node: Node) -> tuple[str, float]:
+        """The next best rows, everything else as planned, and how many seconds they take more."""
+        own = self.taken[node.number]
+        here, best = self.total.near(node, self.taken), ("", float("inf"))
+        for options in self.others:
+            for option in options[node.number]:
+                if option is not own and option.rows != own.rows:
+                    self.taken[node.number] = option
+                    extra = self.total.near(node, self.taken) - here
+                    best = min(best, (" & ".join(_texts(node, option.rows)), extra), key=lambda found: found[1])
+        self.taken[node.number] = own
+        return best if best[0] else ("", 0.0)
+
+
+def _texts(node: Node, rows: Sequence[Row]) -> list[str]:
+    """Rows as the rule's lines are written."""
+    if node.asked is None or not rows:
+        return []
+    named = {line.row_for(node.asked.factors): text for text, line in by_text(lines_of(node)).items()}
+    return [named[row] for row in rows]

@@ -1,0 +1,152 @@
+"""Run a program by its plan: each call takes the rows that the plan says, on operands in the forms that it says.
+
+A moved form of a value is kept for the calls that want it later, and dropped after the last of them. What differs from the
+recorded program ends the plan: from there on every call chooses for itself. Every value is a global value all the time: that is
+right, and since what calls are is a global fact, all ranks leave the plan at the same call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..base.torch_internals import OpOverload, TorchDispatchMode, tree_leaves
+from ..dispatch.dispatcher import run_chosen
+from ..dispatch.mixed_meshes import across_places
+from ..dispatch.plain_operands import through_copies
+from ..dispatch.wrapping import wrap_local
+from ..propagation.choose import Chosen, choose, declared, realized
+from ..propagation.schema import Operator, operator_of
+from ..redistribute import execute
+from ..redistribute import plan as plan_move
+from ..rules.call import Call
+from ..rules.rule import Factors, Rule
+from ..tensor.dtensor import DTensor
+from .options import by_text
+from .program_plan import PlannedCall, ProgramPlan, Spelled, placements_of
+from .record import key_of, places_of, version_of
+
+
+class Following(TorchDispatchMode):
+    """Inside, operator calls go by the plan.
+
+    Attributes:
+        left: the call at which the program differed from the recorded one; None as long as it does not.
+    """
+
+    def __init__(self, plan: ProgramPlan) -> None:
+        super().__init__()
+        self.plan = plan
+        self._calls = [call for call in plan.calls if call.kind in ("call", "fixed", "parts")]
+        self._at = 0
+        self.left: str | None = None
+        self._forms: dict[int, _Forms] = {}
+
+    @property
+    def followed(self) -> bool:
+        """Whether the whole program went by the plan."""
+        return self.left is None and self._at == len(self._calls)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.left is not None or not isinstance(func, OpOverload):
+            return func(*args, **kwargs)
+        if not any(isinstance(x, DTensor) for x in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        operator = operator_of(func)
+        bound = operator.bind(args, kwargs)
+        call = self._next(operator, bound)
+        if call is None:
+            return func(*args, **kwargs)
+        if call.kind == "parts":
+            with self:
+                return run_chosen(func, args, kwargs, choose)
+        self._move(operator, bound, call)
+        names = operator.names[: len(args)]
+        args, kwargs = tuple(bound[name] for name in names), {name: bound[name] for name in kwargs}
+        if call.kind == "fixed" or _is_special(operator, bound):
+            return func(*args, **kwargs)
+        if operator.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
+            with torch.inference_mode(False):  # as in dispatch
+                return run_chosen(func, args, kwargs, partial(_as_planned, call.rows))
+        return run_chosen(func, args, kwargs, partial(_as_planned, call.rows))
+
+    def _next(self, operator: Operator, bound: dict[str, Any]) -> PlannedCall | None:
+        """What the plan says of this call; None, and nothing more from now on, if it is another one."""
+        call = self._calls[self._at] if self._at < len(self._calls) else None
+        key = repr(key_of(operator, bound))
+        if call is None or call.key != key:
+            self.left = f"call {self._at} is {key}, not {call.key if call is not None else 'the end'}"
+            self._forms.clear()
+            return None
+        self._at += 1
+        return call
+
+    # --- operands ------------------------------------------------------------------------------------------------------
+    def _move(self, operator: Operator, bound: dict[str, Any], call: PlannedCall) -> None:
+        """Brings operands to the forms that the plan says; those that are written to are taken as they lie."""
+        taken = []
+        for place, (name, index, x) in enumerate(places_of(operator, bound)):
+            path = call.operands[place] if place < len(call.operands) else ()
+            if not isinstance(x, DTensor) or not path or name in operator.mutated:
+                continue
+            if len(path[-1]) != x._layout.mesh.ndim:
+                continue
+            taken.append((name, index, self._form(x, path)))
+            if place in call.last:
+                self._forms.pop(id(x), None)
+        for name, index, x in taken:
+            if index is None:
+                bound[name] = x
+            else:
+                bound[name] = [*bound[name][:index], x, *bound[name][index + 1 :]]
+
+    def _form(self, x: DTensor, path: Sequence[Spelled]) -> DTensor:
+        at = x
+        for words in path:
+            target = x._layout.replace(placements=placements_of(words))
+            if at._layout.same_data(target):
+                continue
+            forms = self._forms.get(id(x))
+            if forms is None or not forms.hold(x):
+                forms = self._forms[id(x)] = _Forms(x)
+            made = forms.made.get(target)
+            if made is None:
+                made = forms.made[target] = wrap_local(execute(plan_move(at._layout, target), at._local), target)
+            at = made
+        return at
+
+
+class _Forms:
+    """Other forms of one value."""
+
+    __slots__ = ("made", "tensor", "version")
+
+    def __init__(self, x: DTensor) -> None:
+        self.tensor, self.version = weakref.ref(x), version_of(x)
+        self.made: dict[Any, DTensor] = {}
+
+    def hold(self, x: DTensor) -> bool:
+        """Whether they are forms of ``x`` as it is now."""
+        return self.tensor() is x and self.version == version_of(x) and self.version >= 0
+
+
+def _is_special(operator: Operator, bound: dict[str, Any]) -> bool:
+    """Whether a call has a way of its own: over several meshes, plain tensors written to, views that are computed when read."""
+    first = bound.get(operator.names[0])
+    remote = isinstance(first, DTensor) and type(first) is not DTensor and (operator.is_view or operator.mutated)
+    return bool(remote or across_places(operator, bound) or through_copies(operator, bound))
+
+
+def _as_planned(texts: Sequence[str], rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
+    """The choice of the rows that a plan names; where the layouts at hand do not allow them, the cheapest."""
+    lines = by_text(declared(rule, factors, call).lines)
+    if all(text in lines for text in texts):
+        found = realized(rule, tuple([lines[text].row_for(factors) for text in texts]), factors, call, kept)
+        if found is not None:
+            return found
+    return choose(rule, factors, call, kept)

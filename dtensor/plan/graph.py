@@ -1,0 +1,108 @@
+"""The program as a graph: operator calls on global tensors, and the values between them. Nothing in it depends on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh
+from ..propagation.choose import Chosen
+from ..rules.call import Call
+from ..rules.rule import Factors, Rule
+
+Kind = Literal["input", "call", "fixed", "move", "same", "parts"]
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """A global tensor between two writes to it.
+
+    Attributes:
+        producer: the node that gives it, and which of its results it is.
+        layout: how it lies in the recorded program.
+        root: the value whose memory it shows (itself, if it is no view).
+        kept: it must be given as recorded: the user looks at it, or code that asks for placements.
+    """
+
+    number: int
+    producer: Node
+    place: int
+    layout: Layout
+    root: int
+    kept: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a rule is asked for a call, and what was taken in the recorded program."""
+
+    rule: Rule
+    factors: Factors
+    call: Call
+    kept: Mapping[int, int]
+    chosen: Chosen | None
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """What makes values of values.
+
+    Attributes:
+        kind: one of
+
+            - ``"input"``: given from outside, it lies where it lies;
+            - ``"call"``: an operator whose rule has rows;
+            - ``"fixed"``: it runs as recorded, whatever the plan;
+            - ``"move"``: an explicit redistribution, whose result is the user's choice;
+            - ``"same"``: a tensor after a write to memory that it shares, which lies as it lay;
+            - ``"parts"``: a call whose parts are the nodes that follow.
+        key: what a later run is compared with: operator, static arguments, shapes and dtypes.
+        operands: values by number, None for plain tensors and numbers.
+        results: values by number, None for what is no tensor.
+        pinned: operands that are taken as they lie, since they are written to or looked at in place.
+        asked: of a ``"call"``.
+        wanted: layouts of the operands in the recorded program.
+        line: the user's source line; of a backward call that of its forward call.
+        gathers: it is a part of adding up a leaf's gradient, which stays when the program has ended.
+    """
+
+    number: int
+    kind: Kind
+    name: str
+    key: tuple[object, ...] = ()
+    operands: list[int | None] = field(default_factory=list)
+    results: list[int | None] = field(default_factory=list)
+    pinned: frozenset[int] = frozenset()
+    asked: Asked | None = None
+    wanted: tuple[Layout | None, ...] = ()
+    view: bool = False
+    line: str = ""
+    backward: bool = False
+    gathers: bool = False
+
+
+@dataclass(slots=True)
+class Graph:
+    """A recorded program."""
+
+    nodes: list[Node] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of most calls; what lies on others is not planned."""
+        counts: dict[DeviceMesh, int] = {}
+        for value in self.values:
+            counts[value.layout.mesh] = counts.get(value.layout.mesh, 0) + 1
+        return max(counts, key=lambda mesh: counts[mesh]) if counts else None
+
+    def users(self) -> list[list[tuple[Node, int]]]:
+        """For each value the nodes that take it, and as which operand."""
+        found: list[list[tuple[Node, int]]] = [[] for _ in self.values]
+        for node in self.nodes:
+            for place, number in enumerate(node.operands):
+                if number is not None:
+                    found[number].append((node, place))
+        return found

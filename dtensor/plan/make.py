@@ -1,0 +1,82 @@
+"""``plan``: record a program, choose for all of its calls together, and say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from ..comm import communicator_of
+from ..errors import PlanError
+from .describe import described
+from .graph import Graph
+from .options import Option, eager_options, options_along
+from .program_plan import ProgramPlan
+from .record import recorded
+from .solver import Assembly
+from .total import Total
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_SWEEPS = 3
+
+
+def plan(step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> ProgramPlan:
+    """How a program should run: rows for all of its operator calls together, so that the whole takes least time by the model.
+
+    ``step`` runs once, as it is. On a dry run (``init_device_mesh("meta", ...)``) that costs no data and no ranks.
+
+    Raises:
+        PlanError: there is nothing to plan, or scipy is missing (the extra ``dtensor[plan]``).
+
+    >>> import torch, dtensor as dt
+    >>> mesh = dt.init_device_mesh("meta", (8,))
+    >>> w1, w2 = (dt.empty(4096, 4096, device_mesh=mesh, placements=[dt.Shard(d)]) for d in (1, 0))
+    >>> x = dt.empty(512, 4096, device_mesh=mesh)
+    >>> found = dt.plan(lambda: (torch.relu(x @ w1) @ w2).redistribute(placements=[dt.Replicate()]))
+    >>> [str(move) for call in found.calls for move in call.moves], found.seconds <= found.eager_seconds
+    (['...P(sum) -> R...'], True)
+    """
+    return planned(step, args, kwargs)[1]
+
+
+def planned(
+    step: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float = 60.0
+) -> tuple[T, ProgramPlan]:
+    """What ``step`` gives, and its plan."""
+    made, graph = recorded(step, args, kwargs)
+    mesh = graph.mesh
+    if mesh is None:
+        raise PlanError("plan: the program has no calls on DTensors")
+    return made, agreed(mesh, lambda: plan_of(graph, seconds))
+
+
+def agreed(mesh: Any, make: Callable[[], ProgramPlan]) -> ProgramPlan:
+    """One plan for all ranks: the first of the mesh makes it. A solver that runs out of time may end otherwise elsewhere."""
+    if mesh.kind != "process_group":
+        return make()
+    first = mesh.current_member() == 0
+    text = make().dumps() if first else ""
+    return ProgramPlan.loads(communicator_of(mesh).all_gather_object(text, tuple(range(mesh.ndim)))[0])
+
+
+def plan_of(graph: Graph, seconds: float = 60.0) -> ProgramPlan:
+    """The plan of a recorded program: never worse than it, by the model."""
+    eager = eager_options(graph)
+    return described(graph, best_options(graph, eager, seconds), eager)
+
+
+def best_options(graph: Graph, start: Sequence[Option], seconds: float) -> list[Option]:
+    """Mesh dim by mesh dim the best options given those on the others, until nothing gets better."""
+    mesh, total = graph.mesh, Total(graph)
+    assert mesh is not None
+    taken, price = list(start), total.seconds(start)
+    dims = [i for i, ranks in enumerate(mesh.shape) if ranks > 1]
+    since = 0  # mesh dims tried without success
+    for mesh_dim in dims * _SWEEPS:
+        if since >= len(dims):
+            break
+        found = Assembly(graph, options_along(graph, taken, mesh_dim), mesh_dim).solved(seconds)
+        since += 1
+        if found is not None and (now := total.seconds(found)) < price * (1 - 1e-6):
+            taken, price, since = found, now, 1
+    return taken

@@ -1,0 +1,171 @@
+"""The ways in which a node of the program can run: rows of its rule, the layouts that they want, and what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..layout.layout import Layout
+from ..placement import Partial, Placement, Replicate, Shard
+from ..propagation.choose import declared, realized
+from ..propagation.row_costs import Line, Where
+from ..rules.call import Call
+from ..rules.rule import Row
+from .graph import Graph, Node
+from .prices import work_seconds
+
+Form = tuple[object, object]  # where the elements are, whatever the strides
+
+
+def form_of(layout: Layout) -> Form:
+    """What two layouts of one tensor share that need no move between them."""
+    return layout.splits, layout.partials
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run a node.
+
+    Attributes:
+        rows: per mesh dim a row of its rule; () for nodes without.
+        operands: the layouts that it takes operands in; None for what is no DTensor.
+        results: the layouts that it leaves.
+        seconds: what it takes by itself, moves of operands not counted.
+    """
+
+    rows: tuple[Row, ...]
+    operands: tuple[Layout | None, ...]
+    results: tuple[Layout | None, ...]
+    seconds: float = 0.0
+
+
+Options = list[list[Option]]  # by node
+
+
+def eager_options(graph: Graph) -> list[Option]:
+    """What the recorded program took."""
+    return [_as_recorded(graph, node) for node in graph.nodes]
+
+
+def _as_recorded(graph: Graph, node: Node) -> Option:
+    results = tuple(None if number is None else graph.values[number].layout for number in node.results)
+    operands = tuple(None if number is None else layout for number, layout in zip(node.operands, node.wanted, strict=False))
+    if node.asked is None or node.asked.chosen is None:
+        return Option((), operands, results)
+    rows = node.asked.chosen.choice.rows
+    return Option(rows, operands, results, work_seconds(node, rows, operands, results))
+
+
+def options_along(graph: Graph, state: Sequence[Option], mesh_dim: int) -> Options:
+    """For each node the options that differ from ``state`` on one mesh dim only, the present one first."""
+    found: Options = []
+    layouts: list[list[Layout]] = [[] for _ in graph.values]  # that values may have
+    for node, now in zip(graph.nodes, state, strict=True):
+        options = [now]
+        if node.kind == "call":
+            options += _of_call(graph, node, now, mesh_dim, layouts)
+        elif node.kind == "same":
+            options = [replace(now, operands=(layout,), results=(layout,)) for layout in layouts[node.operands[0] or 0]]
+        options = _without_repeats([option for option in options if option is now or _allowed(graph, node, option)])
+        for place, number in enumerate(node.results):
+            if number is not None:
+                made = {form_of(layout): layout for option in options if (layout := option.results[place]) is not None}
+                layouts[number] = list(made.values())
+        found.append(options)
+    return found
+
+
+def _of_call(graph: Graph, node: Node, now: Option, mesh_dim: int, layouts: list[list[Layout]]) -> Iterator[Option]:
+    assert node.asked is not None
+    asked, call = node.asked, node.asked.call
+    for line in lines_of(node):
+        if not _reachable(line, node, mesh_dim, layouts):
+            continue
+        rows = (*now.rows[:mesh_dim], line.row_for(asked.factors), *now.rows[mesh_dim + 1 :])
+        given = tuple(
+            layout if where is None else _seed(call, i, where, now, mesh_dim)
+            for i, (layout, where) in enumerate(zip(call.operands, line.operands, strict=True))
+        )
+        chosen = realized(asked.rule, rows, asked.factors, replace(call, operands=given), asked.kept)
+        if chosen is None:
+            continue
+        operands = tuple(None if n is None else x for n, x in zip(node.operands, chosen.operands, strict=True))
+        results = tuple(None if n is None else x for n, x in zip(node.results, chosen.results, strict=True))
+        yield Option(rows, operands, results, work_seconds(node, rows, operands, results))
+
+
+def lines_of(node: Node) -> tuple[Line, ...]:
+    """All rows that the node's rule has for its call."""
+    assert node.asked is not None
+    return declared(node.asked.rule, node.asked.factors, node.asked.call).lines
+
+
+def by_text(lines: Sequence[Line]) -> dict[str, Line]:
+    """Rows by what they say; those that say the same are numbered."""
+    found: dict[str, Line] = {}
+    for line in lines:
+        text, count = str(line), 1
+        while text in found:
+            count += 1
+            text = f"{line} #{count}"
+        found[text] = line
+    return found
+
+
+def _seed(call: Call, i: int, where: Where, now: Option, mesh_dim: int) -> Layout:
+    """An operand as ``now`` takes it, but for one mesh dim."""
+    before = now.operands[i] if i < len(now.operands) else None
+    layout = before if before is not None else call.operands[i]
+    if _placed(layout, mesh_dim) == where:
+        return layout
+    placements: list[Placement] = [_plain(p) for p in layout.placements]
+    placements[mesh_dim] = Shard(where) if isinstance(where, int) else where
+    return layout.replace(placements=placements)
+
+
+def _plain(placement: Placement) -> Placement:
+    return Shard(placement.dim) if isinstance(placement, Shard) else placement
+
+
+def _placed(layout: Layout, mesh_dim: int) -> Where:
+    placement = layout.placements[mesh_dim]
+    return placement.dim if isinstance(placement, Shard) else placement
+
+
+def _reachable(line: Line, node: Node, mesh_dim: int, layouts: list[list[Layout]]) -> bool:
+    """Terms are of use where some operand comes in terms of that kind."""
+    terms = [(i, where) for i, where in enumerate(line.operands) if isinstance(where, Partial)]
+    return not terms or any(
+        (number := node.operands[i]) is not None and any(layout.placements[mesh_dim] == where for layout in layouts[number])
+        for i, where in terms
+    )
+
+
+def _allowed(graph: Graph, node: Node, option: Option) -> bool:
+    """What is written to stays where it is; what the user looks at lies as it lay."""
+    for r, i in node.asked.kept.items() if node.asked is not None else ():
+        result, operand = option.results[r], option.operands[i]
+        if result is not None and operand is not None and form_of(result) != form_of(operand):
+            return False
+    for number, layout in zip(node.results, option.results, strict=True):
+        kept = number is not None and graph.values[number].kept
+        if kept and layout is not None and form_of(layout) != form_of(graph.values[number].layout):  # type: ignore[index]
+            return False
+    return True
+
+
+def _without_repeats(options: list[Option]) -> list[Option]:
+    """Of options that take and leave the same the first of the cheapest."""
+    best: dict[object, Option] = {}
+    for option in options:
+        key = tuple(None if x is None else form_of(x) for x in (*option.operands, *option.results))
+        if key not in best or option.seconds < best[key].seconds:
+            best[key] = option
+    return list(best.values())
+
+
+def whole(layout: Layout, mesh_dim: int) -> Layout:
+    """``layout`` with everything on every rank of one mesh dim."""
+    placements: list[Placement] = [_plain(p) for p in layout.placements]
+    placements[mesh_dim] = Replicate()
+    return layout.replace(placements=placements)

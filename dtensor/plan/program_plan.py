@@ -1,0 +1,176 @@
+"""``ProgramPlan``: what each call of a program does, what that costs, and why: a value that prints itself and goes to JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError
+from ..placement import Partial, Placement, Replicate, Shard
+
+FORMAT = 1
+Spelled = tuple[str, ...]  # placements as text, one for each mesh dim
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMove:
+    """A value that changes its placements: between which, the bytes that a rank receives, seconds."""
+
+    what: str
+    source: Spelled
+    target: Spelled
+    nbytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.what}: {_joined(self.source)} -> {_joined(self.target)}, {self.nbytes:,} B, {self.seconds * 1e6:,.0f} us"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCall:
+    """One call.
+
+    Attributes:
+        name, key: which operator, with what: a run that differs does not follow the plan from there on.
+        kind: ``"call"``, ``"fixed"`` (it chooses for itself) or ``"parts"`` (a decomposition; its parts follow).
+        rows: per mesh dim the row of the operator's rule.
+        operands: for each operand the placements that it passes on its way to the call; () as it lies.
+        last: operands whose other forms nobody needs afterwards.
+        line: the user's source line; ``backward``: it is that of the forward call.
+        moves: what is moved for it, and for nobody before it.
+        runner_up, extra: the next best rows, and by how many seconds they lose.
+    """
+
+    name: str
+    key: str
+    kind: str
+    rows: tuple[str, ...] = ()
+    operands: tuple[tuple[Spelled, ...], ...] = ()
+    last: tuple[int, ...] = ()
+    line: str = ""
+    backward: bool = False
+    moves: tuple[PlannedMove, ...] = ()
+    runner_up: str = ""
+    extra: float = 0.0
+
+    def __str__(self) -> str:
+        rows = f" [{' & '.join(self.rows)}]" if self.rows else ""
+        why = f"\n    next best: {self.runner_up}, {self.extra * 1e6:+,.0f} us" if self.runner_up else ""
+        moves = "".join(f"\n    {move}" for move in self.moves)
+        return f"  {self.name}{' (backward)' if self.backward else ''}{rows}{moves}{why}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramPlan:
+    """How a program runs on a mesh.
+
+    Attributes:
+        mesh: the shape of the mesh.
+        calls: every operator call, in order.
+        seconds, nbytes: predicted: time of a step, and bytes that one rank receives.
+        eager_seconds, eager_nbytes: the same for the program without a plan, its moves shared as a plan shares them.
+        optimal: the solver has proved that no better choice exists along any one mesh dim.
+    """
+
+    mesh: tuple[int, ...]
+    calls: tuple[PlannedCall, ...]
+    seconds: float
+    nbytes: int
+    eager_seconds: float
+    eager_nbytes: int
+    facts: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        head = (
+            f"{len(self.calls)} calls on a mesh of {'x'.join(map(str, self.mesh))}: {self.seconds * 1e3:.3f} ms, "
+            f"{self.nbytes:,} B received per rank (without a plan {self.eager_seconds * 1e3:.3f} ms, {self.eager_nbytes:,} B)"
+        )
+        lines = [head]
+        where = None
+        for call in self.calls:
+            if call.moves:
+                if call.line != where:
+                    where = call.line
+                    lines.append(where or "(no line of the user's)")
+                lines.append(str(call))
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def dumps(self) -> str:
+        """The plan as JSON."""
+        return json.dumps({"format": FORMAT, **asdict(self)})
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file."""
+        Path(path).write_text(self.dumps())
+
+    @classmethod
+    def loads(cls, text: str) -> ProgramPlan:
+        """The plan in ``text``.
+
+        Raises:
+            ArgumentError: it is no plan of this format.
+        """
+        read = json.loads(text)
+        if not isinstance(read, dict) or read.pop("format", None) != FORMAT:
+            raise ArgumentError(f"no plan of format {FORMAT}")
+        calls = tuple(_call_of(call) for call in read.pop("calls"))
+        return cls(mesh=tuple(read.pop("mesh")), calls=calls, **read)
+
+    @classmethod
+    def load(cls, path: str | Path) -> ProgramPlan:
+        """The plan in a file."""
+        return cls.loads(Path(path).read_text())
+
+
+def _call_of(read: dict[str, Any]) -> PlannedCall:
+    moves = tuple(
+        PlannedMove(**{**move, "source": tuple(move["source"]), "target": tuple(move["target"])}) for move in read["moves"]
+    )
+    operands = tuple(tuple(map(tuple, path)) for path in read["operands"])
+    lists = {"rows": tuple(read["rows"]), "last": tuple(read["last"]), "operands": operands, "moves": moves}
+    return PlannedCall(**{**read, **lists})
+
+
+# --- placements as text -------------------------------------------------------------------------------------------------
+def spelled(placements: Iterable[Placement]) -> Spelled:
+    """Placements as text.
+
+    >>> spelled((Shard(0, level=1), Partial(), Replicate()))
+    ('S(0@1)', 'P(sum)', 'R')
+    """
+    return tuple(map(str, placements))
+
+
+_SHARD = re.compile(r"S\((\d+)(?::([\d+]+))?(?:@(\d+))?\)")
+
+
+def placements_of(words: Sequence[str]) -> tuple[Placement, ...]:
+    """What :func:`spelled` gave, read back.
+
+    >>> placements_of(("S(1:3+2)", "R"))
+    (Shard(dim=1, sizes=(3, 2)), Replicate())
+    """
+    return tuple(map(_read, words))
+
+
+def _read(word: str) -> Placement:
+    if word == "R":
+        return Replicate()
+    if word.startswith("P("):
+        return Partial(word[2:-1])
+    found = _SHARD.fullmatch(word)
+    if found is None:
+        raise ArgumentError(f"{word!r} in a plan is no placement")
+    dim, sizes, level = found.groups()
+    blocks = None if sizes is None else tuple(map(int, sizes.split("+")))
+    return Shard(int(dim), blocks, None if level is None else int(level))
+
+
+def _joined(words: Spelled) -> str:
+    return words[0] if len(words) == 1 else f"({', '.join(words)})"

@@ -1,0 +1,255 @@
+"""Record a program: it runs as it is, and every operator call on DTensors becomes a node of a graph."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..base.torch_internals import OpOverload, TorchDispatchMode, autograd_node, sequence_number, tree_leaves
+from ..dispatch.dispatcher import run_chosen
+from ..dispatch.mixed_meshes import across_places
+from ..dispatch.operands import plan_of_bound
+from ..dispatch.plain_operands import through_copies
+from ..layout.layout import Layout
+from ..propagation.choose import Chosen, choose
+from ..propagation.propagate import Plan
+from ..propagation.schema import Operator, operator_of
+from ..rules.call import Call
+from ..rules.rule import Factors, Rule
+from ..tensor.dtensor import DTensor
+from ..tensor.observed import OBSERVERS
+from .graph import Asked, Graph, Kind, Node, Value
+
+_OURS, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+
+
+def recorded(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Graph]:
+    """What ``step`` gives, and the graph of its calls. It runs once, as it would without being recorded."""
+    recorder = Recorder()
+    with recorder, OBSERVERS.entered(recorder):
+        made = step(*args, **kwargs)
+    for x in tree_leaves(made):
+        if isinstance(x, DTensor):
+            recorder.given_back(x)
+    recorder.settle_views()
+    return made, recorder.graph
+
+
+class Listening:
+    """A ``choose`` that remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[Asked] = []
+
+    def __call__(self, rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
+        chosen = choose(rule, factors, call, kept)
+        self.calls.append(Asked(rule, factors, call, kept, chosen))
+        return chosen
+
+
+class Recorder(TorchDispatchMode):
+    """Listens to operator calls below autograd; to moves and looks outside of them as an observer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = Graph()
+        self._known: dict[int, tuple[Any, int, int]] = {}  # id -> the tensor (weakly), its version, its value
+        self._lines: dict[int, str] = {}  # of forward calls, by autograd's number
+        self._written: set[int] = set()  # values that others show, and whose memory is written to
+
+    # --- operator calls ------------------------------------------------------------------------------------------------
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload) or not any(isinstance(x, DTensor) for x in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        operator, listening = operator_of(func), Listening()
+        bound = operator.bind(args, kwargs)
+        if across_places(operator, bound) or through_copies(operator, bound):
+            return self._opaque(operator, bound, func, args, kwargs)
+        plan = plan_of_bound(operator, bound, listening)
+        if plan.how == "decompose":
+            self._node("parts", operator.name).key = key_of(operator, bound)
+            with self:
+                return run_chosen(func, args, kwargs, choose)
+        asked = listening.calls[0] if len(listening.calls) == 1 else None
+        if plan.how != "rule" or plan.chosen is None or asked is None or _writes_otherwise(plan, operator, asked):
+            return self._opaque(operator, bound, func, args, kwargs, plan)
+        return self._call(operator, plan, asked, bound, func, args, kwargs)
+
+    def _call(self, operator: Operator, plan: Plan, asked: Asked, bound: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        operands = [self._value(x) for _, _, x in places_of(operator, bound)]
+        node = self._node("call", operator.name)
+        node.key, node.operands = key_of(operator, bound), operands
+        node.asked, node.wanted, node.view = asked, plan.operands, operator.is_view
+        node.pinned = frozenset(asked.kept.values())
+        made = func(*args, **kwargs)
+        root = self.graph.values[node.operands[0]].root if node.view and node.operands[0] is not None else None
+        self._results(node, made, root)
+        if len(node.results) != len(plan.chosen.results):  # type: ignore[union-attr]  # calls have one
+            node.kind, node.asked = "fixed", None
+        return made
+
+    def _opaque(self, operator: Operator, bound: Any, func: Any, args: Any, kwargs: Any, plan: Plan | None = None) -> Any:
+        given = [x for _, _, x in places_of(operator, bound)]
+        operands = [self._value(x) for x in given]
+        node = self._node("fixed", operator.name)
+        node.key, node.view, node.operands = key_of(operator, bound), operator.is_view, operands
+        taken = plan.operands if plan is not None and len(plan.operands) == len(given) else ()
+        node.wanted = taken or tuple(x._layout if isinstance(x, DTensor) else None for x in given)
+        written = {id(x) for name in operator.mutated for x in tree_leaves(bound.get(name)) if isinstance(x, DTensor)}
+        if operator.is_view or operator.reshapes:
+            written |= {id(x) for x in given}
+        node.pinned = frozenset(i for i, x in enumerate(given) if id(x) in written)
+        made = func(*args, **kwargs)
+        views = operator.is_view and node.operands and node.operands[0] is not None
+        self._results(node, made, self.graph.values[node.operands[0]].root if views else None)  # type: ignore[index]  # views
+        return made
+
+    def _results(self, node: Node, made: Any, root: int | None) -> None:
+        for place, x in enumerate(_flat(made)):
+            value = self._new(x, node, place, root) if isinstance(x, DTensor) else None
+            node.results.append(None if value is None else value.number)
+            if value is not None and node.gathers:
+                value.kept = True
+
+    def _node(self, kind: Kind, name: str) -> Node:
+        running = autograd_node()
+        if running is None:
+            line = self._lines[sequence_number()] = _user_line()
+        else:
+            line = self._lines.get(running._sequence_nr() + 1, "")
+        node = Node(len(self.graph.nodes), kind, name, line=line, backward=running is not None)
+        node.gathers = running is not None and running.name() == "torch::autograd::AccumulateGrad"
+        self.graph.nodes.append(node)
+        return node
+
+    # --- values --------------------------------------------------------------------------------------------------------
+    def _value(self, x: Any) -> int | None:
+        """The value that a tensor is now."""
+        if not isinstance(x, DTensor):
+            return None
+        found = self._known.get(id(x))
+        if found is None or found[0]() is not x:
+            base = x._base
+            root = None if base is None or base is x else self._value(base)
+            return self._new(x, self._node("input", "input"), 0, None if root is None else self.graph.values[root].root).number
+        if found[1] != version_of(x):
+            before = self.graph.values[found[2]]
+            node = self._node("same", "written")
+            node.operands, node.wanted, node.pinned = [before.number], (before.layout,), frozenset((0,))
+            return self._new(x, node, 0, before.root).number
+        return found[2]
+
+    def _new(self, x: DTensor, node: Node, place: int, root: int | None = None) -> Value:
+        number = len(self.graph.values)
+        if node.kind in ("input", "same"):
+            node.results = [number]
+        before = self._known.get(id(x))
+        if root is None and before is not None and before[0]() is x:  # written to
+            root = self.graph.values[before[2]].root
+            self._written.add(root)
+        value = Value(number, node, place, x._layout, number if root is None else root)
+        self.graph.values.append(value)
+        self._known[id(x)] = weakref.ref(x), version_of(x), number
+        return value
+
+    # --- what happens beside operator calls ----------------------------------------------------------------------------
+    def moved(self, x: Any, made: Any) -> None:
+        """An explicit redistribution, or a leaf's gradient on its way to the leaf's layout."""
+        operands = [self._value(x)]
+        node = self._node("move", "redistribute")
+        node.operands, node.wanted = operands, (made._layout,)
+        self._results(node, made, None)
+
+    def arrived(self, grad: Any, leaf: Layout) -> None:
+        """From here on the gradient lies as the leaf's gradients do, whether it has to be moved for that or not."""
+        operands = [self._value(grad)]
+        node = self._node("move", "gradient")
+        target = grad._layout.replace(placements=leaf.reduced().placements)
+        node.operands, node.wanted, node.key = operands, (target,), tuple(leaf.shape)
+        value = self._new(grad, node, 0, len(self.graph.values))
+        node.results, value.layout = [value.number], target
+
+    def looked_at(self, x: Any) -> None:
+        """The user sees how it lies."""
+        number = self._value(x)
+        if number is not None:
+            self.graph.values[number].kept = True
+
+    def given_back(self, x: Any) -> None:
+        """The user gets it, and may write to it."""
+        self.looked_at(x)
+        value = self.graph.values[self._value(x) or 0]
+        if value.root != value.number:
+            self._written.add(value.root)
+
+    def settle_views(self) -> None:
+        """Views of memory that is written to are made of it as it lies: they must show the writes."""
+        values = self.graph.values
+        for node in self.graph.nodes:
+            if not node.view or node.operands[0] is None or values[node.operands[0]].root not in self._written:
+                continue
+            node.kind, node.asked, node.pinned = "fixed", None, node.pinned | {0}
+            node.wanted = tuple(None if n is None else values[n].layout for n in node.operands)
+
+
+def version_of(x: torch.Tensor) -> int:
+    """How often it was written to; tensors of inference mode do not count."""
+    return -1 if x.is_inference() else x._version
+
+
+def places_of(operator: Operator, bound: Mapping[str, Any]) -> Iterator[tuple[str, int | None, Any]]:
+    """The operands of a call with where they stand, as :func:`~dtensor.propagation.propagate.make_call` numbers them."""
+    for name in operator.names:
+        if name in operator.outs or not (name in operator.tensors or name in operator.number_operands):
+            continue
+        value = bound.get(name)
+        listed = isinstance(value, (list, tuple)) and name in operator.tensors
+        for index, item in enumerate(value) if listed else ((None, value),):  # type: ignore[arg-type]  # a list
+            if isinstance(item, (int, float, complex, torch.Tensor)):
+                yield name, index, item
+
+
+def key_of(operator: Operator, bound: dict[str, Any]) -> tuple[object, ...]:
+    """What two calls must share to be the same call of a program: nothing of layouts, nor of numbers that change."""
+    return (operator.name, *(_static(bound.get(name), name in operator.scalars) for name in operator.names))
+
+
+def _static(value: Any, number: bool) -> object:
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), *value.shape)
+    if isinstance(value, (list, tuple)):
+        return tuple(_static(item, number) for item in value)
+    if isinstance(value, float) or (number and isinstance(value, int)):
+        return "number"
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def _writes_otherwise(plan: Plan, operator: Operator, asked: Asked) -> bool:
+    """Whether something is written that is no result (running statistics, ``out=``, how a tensor is seen), or is moved for it."""
+    returned = {name for name in operator.returns if name is not None}
+    declared = plan.rule.writes(plan.call) if plan.rule is not None and plan.rule.writes is not None else ()
+    moved = any(not plan.operands[i].same_data(plan.call.operands[i]) for i in asked.kept.values())
+    aside = operator.outs or operator.reshapes or operator.mutated - returned or set(declared) - returned
+    return bool(aside or plan.write_back or moved)
+
+
+def _flat(made: Any) -> list[Any]:
+    """Results one by one."""
+    return [x for item in made for x in _flat(item)] if isinstance(made, (list, tuple)) else [made]
+
+
+def _user_line() -> str:
+    """Where the user's program is: the innermost frame outside of this library and of torch."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((_OURS, _TORCH, "<")):
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

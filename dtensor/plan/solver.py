@@ -1,0 +1,161 @@
+"""The cheapest combination of options, as a 0/1 program for HiGHS.
+
+Variables: which option each node takes; how each value gets from the form that it is made in to each form that somebody needs, as
+a flow for each use; and which moves are made. A move is paid for once, whoever uses it, and a form that follows from another one
+without communication uses that one's move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import PlanError
+from ..layout.layout import Layout
+from .graph import Graph
+from .options import Form, Option, Options, form_of, whole
+from .prices import FREE, move_seconds
+
+Terms = list[tuple[int, float]]  # variables and their coefficients
+
+
+@dataclass(slots=True)
+class Program:
+    """A linear program under construction, minimised: costs by variable, rows by their bounds."""
+
+    costs: list[float] = field(default_factory=list)
+    whole: list[int] = field(default_factory=list)  # variables that are 0 or 1
+    rows: list[tuple[Terms, float, float]] = field(default_factory=list)
+
+    def variable(self, cost: float = 0.0, whole: bool = False) -> int:
+        self.costs.append(cost)
+        if whole:
+            self.whole.append(len(self.costs) - 1)
+        return len(self.costs) - 1
+
+    def equal(self, terms: Terms, value: float) -> None:
+        self.rows.append((terms, value, value))
+
+    def at_most(self, terms: Terms, value: float) -> None:
+        self.rows.append((terms, -math.inf, value))
+
+    def solved(self, seconds: float, gap: float) -> list[float] | None:
+        """The values of the variables in the best solution found; None if there is none."""
+        try:
+            import numpy as np
+            from scipy.optimize import Bounds, LinearConstraint, milp
+            from scipy.sparse import csr_array
+        except ImportError:
+            raise PlanError('planning a program needs scipy: pip install "dtensor[plan]"') from None
+        at, columns, data = [0], [], []
+        for terms, _, _ in self.rows:
+            columns += [variable for variable, _ in terms]
+            data += [value for _, value in terms]
+            at.append(len(columns))
+        matrix: Any = csr_array((data, columns, at), shape=(len(self.rows), len(self.costs)))
+        kinds = np.zeros(len(self.costs))
+        kinds[self.whole] = 1
+        found = milp(
+            np.asarray(self.costs) * 1e6,
+            integrality=kinds,
+            bounds=Bounds(0, 1),
+            constraints=LinearConstraint(matrix, [row[1] for row in self.rows], [row[2] for row in self.rows]),
+            options={"time_limit": seconds, "mip_rel_gap": gap},
+        )
+        return None if found.x is None else list(found.x)
+
+
+class Assembly:
+    """The program of a graph along one mesh dim."""
+
+    def __init__(self, graph: Graph, options: Options, mesh_dim: int) -> None:
+        self.graph, self.options, self.mesh_dim = graph, options, mesh_dim
+        self.program = Program()
+        self.takes = [[self.program.variable(option.seconds, whole=len(own) > 1) for option in own] for own in options]
+        for variables in self.takes:
+            self.program.equal([(variable, 1.0) for variable in variables], 1.0)
+        for number, users in enumerate(graph.users()):
+            if users:
+                self._value(number, users)
+
+    def _value(self, number: int, users: Sequence[Any]) -> None:
+        value = self.graph.values[number]
+        made: dict[Form, tuple[Layout, list[int]]] = {}
+        for option, variable in zip(self.options[value.producer.number], self.takes[value.producer.number], strict=True):
+            layout = option.results[value.place]
+            assert layout is not None
+            made.setdefault(form_of(layout), (layout, []))[1].append(variable)
+        needs = [self._needs(node.number, place) for node, place in users]
+        moves = _Moves(self, list(made.values()), needs)
+        for (node, place), need in zip(users, needs, strict=True):
+            moves.use(need, pinned=place in node.pinned, alone=len(users) == 1)
+
+    def _needs(self, node: int, place: int) -> dict[Form, tuple[Layout, list[int]]]:
+        need: dict[Form, tuple[Layout, list[int]]] = {}
+        for option, variable in zip(self.options[node], self.takes[node], strict=True):
+            layout = option.operands[place]
+            assert layout is not None
+            need.setdefault(form_of(layout), (layout, []))[1].append(variable)
+        return need
+
+    def solved(self, seconds: float, gap: float = 1e-4) -> list[Option] | None:
+        """The option that each node takes."""
+        found = self.program.solved(seconds, gap)
+        if found is None:
+            return None
+        return [
+            own[max(range(len(own)), key=lambda k: found[variables[k]])]
+            for own, variables in zip(self.options, self.takes, strict=True)
+        ]
+
+
+class _Moves:
+    """The moves of one value."""
+
+    def __init__(self, assembly: Assembly, made: list[Any], needs: list[dict[Form, Any]]) -> None:
+        self.program, self.made = assembly.program, made
+        targets = {form: layout for need in needs for form, (layout, _) in need.items()}
+        together = whole(made[0][0], assembly.mesh_dim)
+        targets.setdefault(form_of(together), together)
+        self.targets = targets
+        self._shared: dict[tuple[int, Form], int] = {}
+
+    def _move(self, source: int, target: Form) -> int:
+        """The variable of a move that whoever needs it shares."""
+        key = source, target
+        if key not in self._shared:
+            layout, variables = self.made[source]
+            variable = self._shared[key] = self.program.variable(move_seconds(layout, self.targets[target]))
+            self.program.at_most([(variable, 1.0), *((v, -1.0) for v in variables)], 0.0)
+        return self._shared[key]
+
+    def use(self, need: dict[Form, Any], pinned: bool, alone: bool) -> None:
+        """The flow of one use: all that is made goes to what is needed."""
+        leaving: list[Terms] = [[] for _ in self.made]
+        for form, (target, wanting) in need.items():
+            arriving: Terms = []
+            for source, (layout, _) in enumerate(self.made):
+                flow = self._flow(source, layout, form, target, pinned, alone)
+                if flow is not None:
+                    arriving.append((flow, 1.0))
+                    leaving[source].append((flow, 1.0))
+            self.program.equal([*arriving, *((variable, -1.0) for variable in wanting)], 0.0)
+        for (_, variables), terms in zip(self.made, leaving, strict=True):
+            self.program.equal([*terms, *((variable, -1.0) for variable in variables)], 0.0)
+
+    def _flow(self, source: int, layout: Layout, form: Form, target: Layout, pinned: bool, alone: bool) -> int | None:
+        seconds = move_seconds(layout, target)
+        if math.isinf(seconds) or (pinned and seconds):
+            return None
+        if alone or seconds < FREE:
+            return self.program.variable(seconds)
+        flow = self.program.variable()
+        enough = [other for other, via in self.targets.items() if other == form or self._follows(layout, via, target, seconds)]
+        self.program.at_most([(flow, 1.0), *((self._move(source, other), -1.0) for other in enough)], 0.0)
+        return flow
+
+    def _follows(self, layout: Layout, via: Layout, target: Layout, seconds: float) -> bool:
+        """Whether ``target`` comes for nothing once there is ``via``."""
+        return move_seconds(via, target) < FREE and not math.isinf(move_seconds(layout, via))

@@ -1,0 +1,92 @@
+"""``capture(step, plan="program")``: planned at the first call, recorded by the plan at the second, replayed from the third."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import dtensor as dt
+from dtensor.debug import CommDebugMode
+
+R, S = dt.Replicate(), dt.Shard
+
+
+def trained(
+    mesh: dt.DeviceMesh, steps: int, plan: Any, fused: bool = True
+) -> tuple[list[float], list[torch.Tensor], Any, list[int]]:
+    """Losses, parameters and bytes of each step of a residual stack under AdamW."""
+    dt.manual_seed(3)
+    leaves = [dt.randn(12, 12, device_mesh=mesh, placements=[S(i)]).requires_grad_() for _ in range(2) for i in (0, 1)]
+    scale = dt.ones(12, device_mesh=mesh).requires_grad_()
+    optimizer = torch.optim.AdamW([*leaves, scale], lr=0.01, fused=fused)
+
+    def step(x: Any) -> Any:
+        h = x
+        for a, b in zip(leaves[::2], leaves[1::2], strict=True):
+            h = h + F.linear(torch.tanh(F.linear(F.rms_norm(h, (12,), scale), a)), b)
+        loss = h.square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([*leaves, scale], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    run = dt.capture(step, plan=plan) if plan is not None else step
+    losses, nbytes = [], []
+    for k in range(steps):
+        x = dt.distribute_tensor(torch.sin(torch.arange(7 * 12.0) + k).view(7, 12), mesh, [R])
+        with CommDebugMode() as comm:
+            losses.append(run(x).item())
+        nbytes.append(sum(event.bytes for event in comm.events))
+    return losses, [x.full_tensor() for x in (*leaves, scale)], run, nbytes
+
+
+def test_a_planned_step_trains_as_one_without_a_plan() -> None:
+    mesh = dt.init_device_mesh("cpu", (4,))
+    losses, parameters, _, eager = trained(mesh, 7, None)
+    found, others, run, nbytes = trained(mesh, 7, "program")
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses))
+    torch.testing.assert_close(others, parameters)
+    info = run.cache_info()
+    assert info.replayed >= 2
+    assert info.plain == 0
+    assert nbytes[-1] < eager[-1]
+    (plan,) = run.plans()
+    assert plan.nbytes <= plan.eager_nbytes
+
+
+def test_a_plan_from_a_file_is_recorded_at_once() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    a, b = (dt.randn(6, 6, device_mesh=mesh, placements=[S(i)]) for i in (1, 0))
+
+    def step(x: Any) -> Any:
+        return (torch.relu(x @ a) @ b).square().sum()
+
+    x = dt.randn(5, 6, device_mesh=mesh)
+    plan = dt.ProgramPlan.loads(dt.plan(step, x).dumps())
+    run = dt.capture(step, plan=plan)
+    for _ in range(3):
+        torch.testing.assert_close(run(x).full_tensor(), step(x).full_tensor())
+    assert run.cache_info().recorded == 1
+    assert run.cache_info().replayed == 2
+
+
+def test_a_plan_of_another_program_is_told_and_left() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = dt.randn(5, 6, device_mesh=mesh, placements=[S(0)])
+    run = dt.capture(lambda x: (x * 2).sum(), plan=dt.plan(lambda x: (x + 2).sum(), x))
+    with pytest.warns(UserWarning, match="not the one that was planned"):
+        y = run(x)
+    torch.testing.assert_close(y.full_tensor(), (x * 2).sum().full_tensor())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(x)
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    with pytest.raises(dt.errors.ArgumentError, match="program"):
+        dt.capture(lambda x: x, plan="model")

@@ -1,0 +1,205 @@
+"""Plans of programs: what they predict is what runs, results are those of the program without a plan, and nothing gets dearer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import dtensor as dt
+from dtensor.debug import CommDebugMode
+from dtensor.plan.follow import Following
+from dtensor.plan.make import planned
+from dtensor.plan.program_plan import ProgramPlan, placements_of, spelled
+
+R, S = dt.Replicate(), dt.Shard
+Run = tuple[list[torch.Tensor], Any]
+
+
+def whole(x: Any) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, dt.DTensor) else x
+
+
+def measured(step: Callable[[], Any], leaves: list[dt.DTensor], plan: ProgramPlan | None) -> tuple[list[torch.Tensor], list[Any]]:
+    """Results and gradients of a step, and the collectives that it issued."""
+    for leaf in leaves:
+        leaf.grad = None
+    with CommDebugMode() as comm:
+        if plan is None:
+            made = step()
+        else:
+            with Following(plan) as following:
+                made = step()
+            assert following.followed, following.left
+    made = made if isinstance(made, tuple) else (made,)
+    return [whole(x) for x in (*made, *(leaf.grad for leaf in leaves))], list(comm.events)
+
+
+def checked(step: Callable[[], Any], leaves: list[dt.DTensor]) -> tuple[ProgramPlan, list[Any], list[Any]]:
+    """The plan of a step that was run without and with it: equal results, no more bytes than predicted and than without."""
+    expected, eager = measured(step, leaves, None)
+    for leaf in leaves:
+        leaf.grad = None
+    _, plan = planned(step, (), {})
+    got, events = measured(step, leaves, plan)
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(b, a)
+    assert sum(event.bytes for event in events) == plan.nbytes
+    assert plan.seconds <= plan.eager_seconds
+    for leaf in leaves:
+        assert leaf.grad is None or leaf.grad.placements == leaf.placements
+    return plan, eager, events
+
+
+def made(mesh: dt.DeviceMesh, shape: tuple[int, ...], *placements: Any) -> dt.DTensor:
+    return dt.randn(*shape, dtype=torch.float64, device_mesh=mesh, placements=placements).requires_grad_()
+
+
+def mlps(mesh: dt.DeviceMesh, width: int, layers: int) -> tuple[Callable[[], Any], list[dt.DTensor]]:
+    """A residual stack whose weights are cut as Megatron does."""
+    leaves = [made(mesh, (width, width), S(i)) for _ in range(layers) for i in (0, 1)]
+    x = dt.randn(2, 8, width, dtype=torch.float64, device_mesh=mesh)
+
+    def step() -> Any:
+        h = x
+        for a, b in zip(leaves[::2], leaves[1::2], strict=True):
+            h = h + F.linear(torch.tanh(F.linear(h.square(), a)), b)
+        loss = h.square().mean()
+        loss.backward()
+        return loss
+
+    return step, leaves
+
+
+def test_a_stack_cut_as_megatron_does_moves_no_more_than_megatrons_program() -> None:
+    mesh, width = dt.init_device_mesh("cpu", (4,)), 256
+    step, leaves = mlps(mesh, width, 2)
+    plan, eager, events = checked(step, leaves)
+    stream = 2 * 8 * width * 8
+    by_hand = 3 * 2 * 3 * stream // 4  # two all-reduces forward, one backward (the input has no gradient)
+    assert sum(event.bytes for event in events) <= by_hand + 64 < sum(event.bytes for event in eager)
+    assert {event.kind for event in events} <= {"all_reduce", "reduce_scatter", "all_gather"}
+    assert "test_program_plan.py" in str(plan)
+    assert "next best" in str(plan)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+def test_uneven_shards(shape: tuple[int, ...]) -> None:
+    mesh = dt.init_device_mesh("cpu", shape)
+    spots = [(S(0), S(1)), (S(1), S(0)), (S(0), R)]
+    a, b, c = (made(mesh, sizes, *spot[: len(shape)]) for sizes, spot in zip([(7, 5), (6, 7), (6,)], spots, strict=True))
+    x = dt.randn(3, 5, 5, dtype=torch.float64, device_mesh=mesh, placements=[S(1)] + [R] * (len(shape) - 1))
+
+    def step() -> Any:
+        h = F.linear(F.gelu(F.linear(x, a)), b, c)
+        y = torch.softmax(h, -1) * h
+        y.sum(1).square().sum().backward()
+        return y
+
+    checked(step, [a, b, c])
+
+
+def test_attention_and_norms() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    q, k, v = (made(mesh, (8, 8), S(0)) for _ in range(3))
+    o, scale = made(mesh, (8, 8), S(1)), made(mesh, (8,), R)
+    x = dt.randn(2, 5, 8, dtype=torch.float64, device_mesh=mesh)
+
+    def heads(w: Any, h: Any) -> Any:
+        return F.linear(h, w).view(2, 5, 4, 2).transpose(1, 2)
+
+    def step() -> Any:
+        h = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * scale
+        made = F.scaled_dot_product_attention(heads(q, h), heads(k, h), heads(v, h), is_causal=True)
+        y = x + F.linear(made.transpose(1, 2).reshape(2, 5, 8), o)
+        F.layer_norm(y, (8,)).square().sum().backward()
+        return y
+
+    plan, _, _ = checked(step, [q, k, v, o, scale])
+    assert any(call.kind == "call" and "attention" in call.name for call in plan.calls)
+
+
+def test_writes_in_place_and_through_views_are_seen() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    w = made(mesh, (6, 6), S(0))
+    x = dt.randn(6, 6, dtype=torch.float64, device_mesh=mesh, placements=[S(1)])
+
+    def step() -> Any:
+        h = x @ w.detach()
+        row, turned = h[1], h.t()
+        h.mul_(2)
+        row.add_(1)
+        turned[2].zero_()
+        return h @ x, h.t() @ h, row + 1, turned * 1
+
+    checked(step, [])
+
+
+def test_what_the_user_looks_at_lies_as_it_lay() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    a, b = made(mesh, (6, 6), S(1)), made(mesh, (6, 6), S(0))
+    seen: list[Any] = []
+
+    def step() -> Any:
+        h = torch.relu(a @ b)
+        seen.append((h.placements, (h * 2).to_local().shape))
+        return h + 1
+
+    expected = step().placements
+    _, plan = planned(step, (), {})
+    with Following(plan) as following:
+        y = step()
+    assert following.followed
+    assert y.placements == expected
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_another_program_leaves_the_plan_and_is_right() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    a, b = made(mesh, (6, 6), S(1)), made(mesh, (6, 6), S(0))
+    _, plan = planned(lambda: torch.relu(a @ b) @ b, (), {})
+    with Following(plan) as following:
+        y = torch.tanh(a @ b) @ b
+    assert not following.followed
+    assert "tanh" in str(following.left)
+    torch.testing.assert_close(y.full_tensor(), torch.tanh(a.full_tensor() @ b.full_tensor()) @ b.full_tensor())
+
+
+def test_plans_go_through_json(tmp_path: Any) -> None:
+    step, leaves = mlps(dt.init_device_mesh("cpu", (4,)), 16, 1)
+    _, plan = planned(step, (), {})
+    plan.save(tmp_path / "plan.json")
+    again = ProgramPlan.load(tmp_path / "plan.json")
+    assert again == plan
+    measured(step, leaves, again)
+    with pytest.raises(dt.errors.ArgumentError, match="format"):
+        ProgramPlan.loads('{"format": 0}')
+
+
+def test_placements_are_read_as_they_are_written() -> None:
+    placements = (S(0, level=1), S(2, sizes=(3, 0, 2)), dt.Partial("max"), R, S(1, sizes=(2, 2), level=0))
+    assert placements_of(spelled(placements)) == placements
+    with pytest.raises(dt.errors.ArgumentError, match="no placement"):
+        placements_of(["T(0)"])
+
+
+def test_a_dry_run_is_planned_on_thousands_of_ranks() -> None:
+    mesh = dt.init_device_mesh("meta", (512, 8), mesh_dim_names=("dp", "tp"))
+    a = dt.empty(4096, 4096, device_mesh=mesh, placements=[R, S(1)], dtype=torch.bfloat16).requires_grad_()
+    b = dt.empty(4096, 4096, device_mesh=mesh, placements=[R, S(0)], dtype=torch.bfloat16).requires_grad_()
+    x = dt.empty(4096, 1024, 4096, device_mesh=mesh, placements=[S(0), R], dtype=torch.bfloat16)
+
+    def step() -> None:
+        (torch.relu(x @ a) @ b).square().mean().backward()
+
+    plan = dt.plan(step)
+    assert plan.mesh == (512, 8)
+    assert plan.seconds <= plan.eager_seconds
+
+
+def test_nothing_to_plan_is_said() -> None:
+    with pytest.raises(dt.errors.PlanError, match="no calls"):
+        dt.plan(lambda: torch.ones(3) + 1)
