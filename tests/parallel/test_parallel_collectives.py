@@ -70,8 +70,8 @@ class Several(nn.Module):
 
 
 def plan(prefix: str, columns: str, rows: str, local: bool, given: Any = None, left: Any = None) -> dict[str, Any]:
-    column = ColwiseParallel(use_local_output=local, **({"input_layouts": given} if given else {}))
-    row = RowwiseParallel(use_local_output=local, **({"output_layouts": left} if left else {}))
+    column = ColwiseParallel(use_local_output=local, input_layouts=given)
+    row = RowwiseParallel(use_local_output=local, output_layouts=left)
     return {f"{prefix}{columns}": column, f"{prefix}{rows}": row}
 
 
@@ -134,8 +134,8 @@ CONFIG = Config(vocabulary=32, context=LENGTH, width=WIDTH, heads=8, layers=2)
 
 
 def model_plan(sequence: bool) -> dict[str, Any]:
-    cut = {"input_layouts": Shard(1)} if sequence else {}
-    left = {"output_layouts": Shard(1), "use_local_output": False} if sequence else {}
+    cut: dict[str, Any] = {"input_layouts": Shard(1)} if sequence else {}
+    left: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False} if sequence else {}
     found: dict[str, Any] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), **left),
         "blocks.*.attention.query": ColwiseParallel(use_local_output=not sequence),
@@ -243,6 +243,6 @@ def test_two_threads_share_nothing() -> None:
     given = [torch.full((2, WIDTH), float(k + 1), dtype=torch.float64, requires_grad=True) for k in range(3)]
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda x: model(x).sum().backward(), given))
-    expected = sum(p.detach().sum(0) for p in Pair().parameters())
+    expected = torch.stack([p.detach().sum(0) for p in Pair().parameters()]).sum(0)
     for x in given:
         torch.testing.assert_close(x.grad, expected.expand(2, -1))
