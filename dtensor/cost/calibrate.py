@@ -1,8 +1,9 @@
-"""``python -m dtensor calibrate``: measures collectives on this machine and fits the constants that plans are made by.
+"""``python -m dtensor calibrate``: measures collectives and computing on this machine, and fits what plans are made by.
 
 Every collective runs through the engine's own executor (which is handed in: it plans by what is measured here), so what is
 measured is the algorithm that will be used. The model,
 ``latency + per_peer * other ranks + bytes / bandwidth``, is fitted to relative errors: small tensors count as much as large ones.
+Computing is measured while all ranks compute: products of matrices by kind of arithmetic, copies, and an operation on one number.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import backend_of
 from ..placement import Partial, Placement, Replicate, Shard
+from .device import DEVICES, STANDS_FOR, Device, named
 from .profile import COLLECTIVES, Link, Profile, Rate, profile_path
 
 _PAIRS: dict[str, tuple[Placement, Placement]] = {
@@ -103,7 +105,32 @@ def measure(moves: Moves, device_type: str, seconds: float = 0.05) -> Profile:
         heads = ranks[::per_host]
         groups = [heads[:n] for n in sorted({2, len(heads)}) if len(heads) >= n]
         between[backend] = _link(moves, [*groups, ranks], device_type, seconds)
-    return Profile(links, between, per_host if per_host < world else 0)
+    devices = {device_type: _computing(device_type, seconds)}
+    return Profile(links, between, per_host if per_host < world else 0, devices)
+
+
+# --- computing ------------------------------------------------------------------------------------------------------------
+_MULTIPLIED = {"float64": torch.float64, "float32": torch.float32, "half": torch.bfloat16}
+_MATRICES = {"cpu": (128, 256, 512), "cuda": (1024, 4096, 8192)}
+
+
+def _computing(device_type: str, seconds: float) -> Device:
+    """What this machine gets; of 8-bit numbers and integers what is built in for devices of its kind."""
+    name = "this CPU" if device_type == "cpu" else torch.cuda.get_device_name()
+    built_in = DEVICES[STANDS_FOR[device_type] if device_type == "cpu" else named(name)]
+    number = torch.ones((), device=device_type)
+    rates = {kind: _multiplied(dtype, device_type, seconds) for kind, dtype in _MULTIPLIED.items()}
+    memory = 2 * _copied(device_type, seconds)  # read and written
+    return Device(name, {**built_in.flops, **rates}, memory, _slowest(lambda: number + number, device_type, seconds, ()))
+
+
+def _multiplied(dtype: torch.dtype, device_type: str, seconds: float) -> float:
+    """FLOPs per second of the size of matrices that suits best."""
+    rates = []
+    for side in _MATRICES[device_type]:
+        x = torch.ones(side, side, dtype=dtype, device=device_type)
+        rates.append(2 * side**3 / _slowest(lambda x=x: x @ x, device_type, seconds, ()))  # type: ignore[misc]  # of this turn
+    return max(rates)
 
 
 def _link(moves: Moves, groups: Sequence[Sequence[int]], device_type: str, seconds: float) -> Link:
@@ -219,7 +246,7 @@ def _rank(rank: int, moves: Moves, ranks: int, device_type: str, folder: str, ma
 
 
 def table(profile: Profile, backend: str) -> str:
-    """The constants of one backend as a person reads them."""
+    """The constants of one backend, and of computing, as a person reads them."""
     lines = [f"{'':16} {'latency':>10} {'per peer':>10} {'bandwidth':>10}"]
     for where, links in (("", profile.links), (" between hosts", profile.between_hosts)):
         link = links.get(backend)
@@ -230,4 +257,7 @@ def table(profile: Profile, backend: str) -> str:
                 for kind in COLLECTIVES
                 for rate in [getattr(link, kind)]
             ]
+    for device in profile.devices.values():
+        rates = ", ".join(f"{kind} {rate / 1e9:.4g}" for kind, rate in device.flops.items())
+        lines += [f"{device.name}: GFLOP/s {rates}; memory {device.memory / 1e9:.4g} GB/s; launch {device.launch * 1e6:.1f} us"]
     return "\n".join(lines)

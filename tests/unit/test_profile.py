@@ -158,6 +158,11 @@ def test_calibrate_writes_a_profile_that_is_read(
     text = capsys.readouterr().out
     assert all(kind in text for kind in COLLECTIVES)
     assert str(path) in text
+    assert "GFLOP/s" in text
     read = read_profile()
     assert read.links["gloo"] != BUILT_IN.links["gloo"]
+    assert read.devices["cpu"] != DEVICES["CPU"]
+    assert all(1e8 < read.devices["cpu"].flops[kind] < 1e13 for kind in ("float64", "float32"))
+    assert read.devices["cpu"].memory > 1e8
+    assert 0 < read.devices["cpu"].launch < 1e-2
     assert all(getattr(read.links["gloo"], kind).bandwidth > 1e6 for kind in COLLECTIVES)

@@ -11,9 +11,8 @@ from torch import nn
 from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Placement
-from ...tensor.dtensor import DTensor
 from .matrix import positive
-from .style import ParallelStyle, annotated, local_if, one_dim, placed
+from .style import ParallelStyle, annotated, brought, local_if, one_dim
 
 Layouts = Placement | Sequence[Any] | Mapping[str, Any] | None  # nested as the values are
 
@@ -160,9 +159,9 @@ def _moved(x: Any, mesh: DeviceMesh, given: Layouts, wanted: Layouts, use_local:
         raise PlacementError(
             f"the layout {given} is for a tensor, got {_shown(x)}; give None to leave it alone, or nested layouts"
         )
-    distributed: DTensor = annotated(x, mesh, given)
-    if isinstance(wanted, Placement):
-        distributed = placed(distributed, mesh, positive(wanted, distributed.ndim))
+    distributed = (
+        brought(x, mesh, given, positive(wanted, x.ndim)) if isinstance(wanted, Placement) else annotated(x, mesh, given)
+    )
     return local_if(distributed, use_local)
 
 

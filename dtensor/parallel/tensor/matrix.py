@@ -17,9 +17,9 @@ from ...tensor.dtensor import DTensor
 from .style import (
     ParallelStyle,
     after_forward,
-    annotated,
     before_forward,
     behind,
+    brought,
     checked,
     lay_out,
     local_if,
@@ -86,7 +86,7 @@ class _MatrixParallel(ParallelStyle):
 
         def prepare_input(x: Any) -> Any:
             last = isinstance(given, Shard) and given.dim in (-1, x.ndim - 1)
-            return placed(annotated(x, mesh, given, features if last else None), mesh, positive(wanted, x.ndim))
+            return brought(x, mesh, given, positive(wanted, x.ndim), features if last else None)
 
         def prepare_output(x: Any) -> Any:
             return local_if(placed(x, mesh, positive(output, x.ndim)), self.use_local_output)
@@ -166,7 +166,7 @@ class SequenceParallel(ParallelStyle):
         replicate_rest(module, mesh, self.src_data_rank)
 
         def cut_sequence(x: Any) -> DTensor:
-            return placed(annotated(x, mesh, cut), mesh, positive(cut, x.ndim))
+            return brought(x, mesh, cut, positive(cut, x.ndim))
 
         before_forward(module, cut_sequence)
         after_forward(module, lambda x: local_if(cut_sequence(x), self.use_local_output))

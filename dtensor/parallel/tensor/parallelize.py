@@ -11,6 +11,7 @@ from torch import nn
 
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...tensor.replaced import replacing
+from .crossing import shared_within
 from .style import ParallelStyle
 
 Plan = ParallelStyle | Mapping[str, Any]
@@ -60,7 +61,15 @@ def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None) 
             )
         for submodule in found:
             _apply(submodule, mesh, inner, source)
+        for holder in holders_of(module, path):
+            shared_within(holder)
     return module
+
+
+def holders_of(module: nn.Module, path: str) -> list[nn.Module]:
+    """The modules on the way from ``module``, which is one, to the submodules that a path names."""
+    tokens = path.split(".") if path else []
+    return [holder for k in range(len(tokens)) for holder in submodules_at(module, ".".join(tokens[:k]))]
 
 
 def submodules_at(module: nn.Module, path: str) -> list[nn.Module]:

@@ -19,6 +19,7 @@ from ...ranks.hidden import each_rank
 from ...tensor.autograd import as_local, laid
 from ...tensor.distribute import distribute_tensor
 from ...tensor.dtensor import DTensor
+from .crossing import crossed
 
 
 class ParallelStyle(ABC):
@@ -150,6 +151,11 @@ def placed(x: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     else:
         wanted = tuple(placement if i == dim_of(own, mesh) else p for i, p in enumerate(layout.placements))
     return laid(x, wanted)
+
+
+def brought(x: Any, mesh: DeviceMesh, given: Placement, wanted: Placement, whole: int | None = None) -> DTensor:
+    """``x``, whose pieces lie as ``given`` if it is plain, under ``wanted``: one DTensor for all modules that are given it."""
+    return crossed(x, (mesh, given, wanted, whole), lambda: placed(annotated(x, mesh, given, whole), mesh, wanted))
 
 
 def dim_of(mesh: DeviceMesh, part: DeviceMesh) -> int:

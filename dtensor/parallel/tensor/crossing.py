@@ -1,0 +1,71 @@
+"""What a value becomes at the boundary of a parallel module, remembered for the module beside it.
+
+Query, key and value, or the two columns of a gated MLP, are given one tensor. Each would make a DTensor of it, gather it, and in
+backward reduce its own share of its gradient. They get one DTensor instead: it is gathered once, and the shares are added before
+they are reduced, once. The memory of this is short: the last value, inside a call of the modules that hold the styled ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...base.scoped import Block, Scoped
+from ...base.torch_internals import functorch_active
+from ...tensor.versions import stamp
+
+
+class Crossing:
+    """The value that crossed last, as it was then, and what was made of it."""
+
+    __slots__ = ("made", "then", "value")
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.then: Any = None
+        self.made: dict[Hashable, tuple[Any, Any]] = {}
+
+    def of(self, x: torch.Tensor, way: Hashable, make: Callable[[], Any]) -> Any:
+        """What ``make()`` gives; or gave before, if neither it nor ``x`` was written to since."""
+        now = x.requires_grad, stamp(x)
+        if self.value is not x or self.then != now:
+            self.value, self.then, self.made = x, now, {}
+        found = self.made.get(way)
+        if found is None or found[1] != stamp(found[0]):
+            made = make()
+            found = self.made[way] = made, stamp(made)
+        return found[0]
+
+
+_INSIDE: Scoped[Crossing] = Scoped("crossing")
+
+
+def crossed(x: Any, way: Hashable, make: Callable[[], Any]) -> Any:
+    """``make()``, which makes ``x`` what a module asks for in this ``way``; the same for all modules that ask so."""
+    inside = _INSIDE.last(None)
+    if inside is None or not isinstance(x, torch.Tensor) or functorch_active():
+        return make()
+    if torch.is_inference_mode_enabled() or x.is_inference():  # nobody counts what is written
+        return make()
+    return inside.of(x, (way, torch.is_grad_enabled()), make)
+
+
+def shared_within(module: nn.Module) -> None:
+    """Have the parallel modules that ``module`` holds share what they are given, while it runs."""
+    if getattr(module, "_shares_crossings", False):
+        return
+    module._shares_crossings = True  # type: ignore[assignment]
+    entered: list[Block[Crossing]] = []
+
+    def begin(*_: Any) -> None:
+        entered.append(_INSIDE.enter(Crossing()))
+
+    def end(*_: Any) -> None:
+        if entered:
+            _INSIDE.leave_one(entered)
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end, always_call=True)
