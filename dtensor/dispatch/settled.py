@@ -173,8 +173,8 @@ def _orders(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _turned(layout: Layout, order: tuple[int, ...]) -> Layout:
     if not order:
         return layout
-    splits, shape, stride = ([dims[d] for d in order] for dims in (layout.splits, layout.shape, layout.stride))
-    return Layout.from_splits(layout.mesh, splits, layout.partials, shape, stride, layout.dtype)
+    splits, shape = [layout.splits[d] for d in order], [layout.shape[d] for d in order]
+    return Layout.from_splits(layout.mesh, splits, layout.partials, shape, [layout.stride[d] for d in order], layout.dtype)
 
 
 def _home(x: Any) -> Any:

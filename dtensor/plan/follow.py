@@ -16,7 +16,7 @@ import torch
 
 from ..base.torch_internals import OpOverload, TorchDispatchMode, tree_leaves
 from ..dispatch.dispatcher import run_chosen
-from ..dispatch.mixed_meshes import across_places
+from ..dispatch.mixed_meshes import across_places, meshes_of
 from ..dispatch.plain_operands import through_copies
 from ..dispatch.wrapping import wrap_local
 from ..propagation.choose import Chosen, choose, declared, realized
@@ -139,7 +139,7 @@ def _is_special(operator: Operator, bound: dict[str, Any]) -> bool:
     """Whether a call has a way of its own: over several meshes, plain tensors written to, views that are computed when read."""
     first = bound.get(operator.names[0])
     remote = isinstance(first, DTensor) and type(first) is not DTensor and (operator.is_view or operator.mutated)
-    return bool(remote or across_places(operator, bound) or through_copies(operator, bound))
+    return bool(remote or across_places(operator, bound, tuple(meshes_of(bound.values()))) or through_copies(operator, bound))
 
 
 def _as_planned(texts: Sequence[str], rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:

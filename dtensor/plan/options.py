@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate, Shard
 from ..propagation.choose import declared, realized
-from ..propagation.row_costs import Line, Where
+from ..propagation.row_table import Line, Where
 from ..rules.call import Call
 from ..rules.rule import Row
 from .graph import Graph, Node

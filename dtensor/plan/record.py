@@ -12,7 +12,7 @@ import torch
 
 from ..base.torch_internals import OpOverload, TorchDispatchMode, autograd_node, sequence_number, tree_leaves
 from ..dispatch.dispatcher import run_chosen
-from ..dispatch.mixed_meshes import across_places
+from ..dispatch.mixed_meshes import across_places, meshes_of
 from ..dispatch.operands import plan_of_bound
 from ..dispatch.plain_operands import through_copies
 from ..layout.layout import Layout
@@ -69,9 +69,10 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         operator, listening = operator_of(func), Listening()
         bound = operator.bind(args, kwargs)
-        if across_places(operator, bound) or through_copies(operator, bound):
+        meshes = tuple(meshes_of(bound.values()))
+        if across_places(operator, bound, meshes) or through_copies(operator, bound):
             return self._opaque(operator, bound, func, args, kwargs)
-        plan = plan_of_bound(operator, bound, listening)
+        plan = plan_of_bound(operator, bound, meshes, listening)
         if plan.how == "decompose":
             self._node("parts", operator.name).key = key_of(operator, bound)
             with self:

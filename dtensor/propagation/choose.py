@@ -16,7 +16,8 @@ from ..rules.compound import NotBlocks, composed, cut_in
 from ..rules.rule import Choice, Dims, Factors, Row, Rule, Spec, stands
 from ..rules.windows import covering, windowed
 from ..rules.work import work_of
-from .row_costs import Table, free_rows, idle, ranked, table_of
+from .row_costs import free_rows, ranked
+from .row_table import Table, idle, table_of
 
 _TRIES = 256
 

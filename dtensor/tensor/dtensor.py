@@ -258,7 +258,7 @@ class DTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The same memory with a version of its own: autograd does not see what is written to it, views of this tensor do."""
-        return users(self)._uncounted().detach()  # type: ignore[no-any-return]
+        return users(self)._uncounted().detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:

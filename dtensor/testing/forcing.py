@@ -15,7 +15,7 @@ from ..dispatch.dispatcher import run_chosen
 from ..plan.options import by_text
 from ..propagation.choose import Chooser, Chosen, declared, realized
 from ..propagation.propagate import composite
-from ..propagation.row_costs import Line, Where
+from ..propagation.row_table import Line, Where
 from ..propagation.schema import Operator, operator_of
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule

@@ -13,7 +13,7 @@ from ..base.nested import replace, tensors
 from ..layout.splits import chunk_sizes
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate, Shard
-from ..propagation.row_costs import Where
+from ..propagation.row_table import Where
 from ..rules.rows import written
 from ..rules.rule import Rule, parse_partial
 from .forcing import Rows, rows_of

@@ -19,7 +19,7 @@ from dtensor.base.caches import Bounded
 from dtensor.dispatch import dispatcher as dispatching
 from dtensor.layout import layout
 from dtensor.propagation import meta as infer
-from dtensor.propagation import row_costs as prices
+from dtensor.propagation import row_table as prices
 from dtensor.redistribute import planner
 
 MESH = dt.DeviceMesh("meta", 4)
@@ -62,7 +62,7 @@ def test_changing_shapes_keep_the_plans_of_all_operators_together_bounded(monkey
     for name, limit in (
         ("layout.layout._BY_REQUEST", 16),
         ("redistribute.planner._PLANS", 99),
-        ("propagation.row_costs._TABLES", 99),
+        ("propagation.row_table._TABLES", 99),
     ):
         monkeypatch.setattr(f"dtensor.{name}", Bounded(limit))
     dispatching.clear_plans()  # type: ignore[attr-defined]  # a module

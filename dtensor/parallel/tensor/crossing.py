@@ -15,7 +15,7 @@ from torch import nn
 
 from ...base.scoped import Block, Scoped
 from ...base.torch_internals import functorch_active
-from ...tensor.versions import stamp
+from ...dispatch.versions import stamp
 
 
 class Crossing:

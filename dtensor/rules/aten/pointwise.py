@@ -4,7 +4,7 @@ A row holds for all values, or it is not here: ``f(sum of terms) = sum of f(term
 ``f(max(a, b)) = max(f(a), f(b))`` for non-decreasing ``f`` that keeps NaN. A product is linear in terms as long as the other
 factor is finite, ``0 * inf`` being NaN, and a quotient as long as the divisor is not zero (``"sum,finite -> sum"``).
 (``add`` has no ``"sum,R -> sum"``: the replicated operand would be counted once per rank. Propagation turns it into a partial
-sum first, which costs nothing.) Rows hold where the dtype keeps the algebra: see ``row_costs``.
+sum first, which costs nothing.) Rows hold where the dtype keeps the algebra: see ``row_table``.
 """
 
 from __future__ import annotations
