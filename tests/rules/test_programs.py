@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import Program, failures, minimize, random_program, random_view_program, run
+from programs import Program, failures, minimize, random_program, random_read_program, random_view_program, run
 
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Replicate, Shard
@@ -39,6 +39,21 @@ def test_longer_programs(block: int) -> None:
 def test_programs_of_views_and_writes(block: int) -> None:
     first = START + block * BLOCK
     for failure in failures(range(first, first + BLOCK), length=8, make=random_view_program):
+        pytest.fail(str(failure))
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_programs_whose_values_are_read_before_they_are_written_to(block: int) -> None:
+    first = 50_000 + START + block * BLOCK
+    for failure in failures(range(first, first + BLOCK), length=8, make=random_read_program):
+        pytest.fail(str(failure))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(100))
+def test_longer_programs_whose_values_are_read(block: int) -> None:
+    first = 200_000 + START + block * BLOCK
+    for failure in failures(range(first, first + BLOCK), length=12, make=random_read_program):
         pytest.fail(str(failure))
 
 

@@ -45,12 +45,16 @@ _BOUND = 1e4  # of their size, so that rounding stays small
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Statements over named inputs; what lines make is called ``v0``, ``v1``, ..."""
+    """Statements over named inputs; what lines make is called ``v0``, ``v1``, ...
+
+    ``read``: all values are read after each line, so that what a tensor remembers of its value is there before it is written to.
+    """
 
     inputs: tuple[str, ...]
     lines: tuple[str, ...]
     seed: int = 0
     gradients: bool = True
+    read: bool = False
 
     def values(self) -> list[torch.Tensor]:
         """The inputs' values."""
@@ -58,7 +62,14 @@ class Program:
 
     def __call__(self, *values: Any) -> list[Any]:
         """All values after the last line."""
-        made = list(run(self.lines, dict(zip(self.inputs, values, strict=True))).values())
+        given = dict(zip(self.inputs, values, strict=True))
+        if not self.read:
+            made = list(run(self.lines, given).values())
+        else:
+            for line in self.lines:
+                given = run((line,), given)
+                seen = [x.sin() for x in given.values() if isinstance(x, torch.Tensor)]
+            made = [*given.values(), *seen]
         for x in made:
             getattr(x, "_local", None)  # a view may be computed only now, and raise
         return made
@@ -93,6 +104,11 @@ def random_view_program(seed: int, length: int = 8) -> Program:
         return _grown(Program(tuple(MEMORY), (), seed, gradients=False), VIEW_MAKERS, length)
     made = Program(("a", "z"), ("v0 = a * 1", "v1 = z * 1"), seed)
     return _grown(made, [(weight, make) for weight, make in VIEW_MAKERS if make is not seen_anew], length)
+
+
+def random_read_program(seed: int, length: int = 8) -> Program:
+    """One that writes through views, and whose values are read all along."""
+    return replace(random_view_program(seed, length), read=True)
 
 
 def _grown(program: Program, makers: Sequence[tuple[int, Make]], length: int) -> Program:
@@ -191,7 +207,7 @@ class Failure:
     @property
     def reproduction(self) -> str:
         program = self.program
-        made = f"Program({program.inputs!r}, {program.lines!r}, {program.seed}, {program.gradients})"
+        made = f"Program({program.inputs!r}, {program.lines!r}, {program.seed}, {program.gradients}, {program.read})"
         return (
             "from dtensor import Partial, Replicate, Shard\n"
             "from programs import Program, compare_program\n"
