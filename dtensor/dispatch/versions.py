@@ -50,6 +50,12 @@ def counted_together(x: torch.Tensor, y: torch.Tensor) -> None:
         ref().__dict__["_group"] = group
 
 
+def counting_as(x: Any, detached: Any) -> Any:
+    """``detached`` of ``x``, which shares its counter: those that count with ``x`` count with it."""
+    detached.__dict__["_counter"] = x.__dict__.get("_counter", x)
+    return detached
+
+
 def pass_version_on(x: Any, root: torch.Tensor) -> None:
     """``root`` is now what ``x`` was: those that got the same memory otherwise count with it."""
     if "_counter" in x.__dict__:

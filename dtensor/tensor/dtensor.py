@@ -18,7 +18,7 @@ from ..dispatch.dispatcher import dispatch
 from ..dispatch.local_op import seen
 from ..dispatch.plain_operands import laid_out_alike
 from ..dispatch.settled import users
-from ..dispatch.versions import counted_together
+from ..dispatch.versions import counted_together, counting_as
 from ..dispatch.wrapping import install, wrap_local
 from ..errors import DTensorError, LayoutError
 from ..layout.layout import Layout
@@ -258,7 +258,8 @@ class DTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The same memory with a version of its own: autograd does not see what is written to it, views of this tensor do."""
-        return users(self)._uncounted().detach()
+        apart = users(users(self)._uncounted())
+        return counting_as(apart, apart.detach())
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -267,7 +268,8 @@ class DTensor(torch.Tensor):
         counted_together(self, given)
 
     def _become(self, other: DTensor) -> None:
-        """Be the memory that ``other`` is, in its shape; the version counter stays."""
+        """Be the memory that ``other`` is, in its shape; the version counter stays, and autograd's base, whose memory it no longer is."""
+        users(self)
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         other._share(self)
         note_layout(self)

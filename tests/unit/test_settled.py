@@ -144,3 +144,26 @@ def test_a_recording_uses_what_is_in_it() -> None:
             v.exp()
             torch.testing.assert_close(f(v).full_tensor(), (X @ X.t() * scale).exp() + (X @ X.t() * scale).sin())
     assert f.cache_info().replayed >= 1
+
+
+def test_what_data_gave_sees_what_is_written_to_the_tensor() -> None:
+    y, plain = in_terms(), X @ X.t()
+    same, other = y.data, plain.data
+    row, other_row = same.chunk(2, 0)[-1], other.chunk(2, 0)[-1]
+    for write in (lambda x: x.t().add_(1), lambda x: x.view(36).mul_(2), lambda x: x[1:].sub_(1)):
+        assert same.sin() is not row.sin()
+        write(y)
+        write(plain)
+        torch.testing.assert_close(same.sin().full_tensor(), other.sin())
+        torch.testing.assert_close(row.sin().full_tensor(), other_row.sin())
+
+
+def test_a_tensor_that_became_other_memory_is_no_view_of_what_it_was() -> None:
+    y, z = in_terms(), in_terms() + 1
+    y.sin()
+    view = y.view(36)
+    view.sin()
+    view.data = z
+    torch.testing.assert_close(view.sin().full_tensor(), (X @ X.t() + 1).sin())
+    z.zero_()
+    torch.testing.assert_close(view.sin().full_tensor(), torch.zeros(6, 6, dtype=X.dtype))
