@@ -268,7 +268,7 @@ class DTensor(torch.Tensor):
         counted_together(self, given)
 
     def _become(self, other: DTensor) -> None:
-        """Be the memory that ``other`` is, in its shape; the version counter stays, and autograd's base, whose memory it no longer is."""
+        """Be the memory that ``other`` is, in its shape; the version counter and autograd's base stay, whatever memory that has."""
         users(self)
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         other._share(self)
