@@ -33,7 +33,6 @@ from torch.utils.flop_counter import flop_registry
 import dtensor as dt
 from dtensor.parallel import parallelize_module
 
-
 # --- counting --------------------------------------------------------------------------------------------------------------
 aten = torch.ops.aten
 COUNTED = flop_registry | {  # the CPU's attention, which torch leaves out, as the GPU's
