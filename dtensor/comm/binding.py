@@ -166,6 +166,10 @@ class Binding(ABC):
         """What a local is made of, by member held here."""
         return dict(zip(self.held, shards_of(local), strict=False))  # a rank outside the mesh has none
 
+    def map_outside_too(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """As ``map``; on ranks outside the mesh ``fn(None, *args)``."""
+        return self.map(fn, *args) if self.held else fn(None, *args)
+
     # --- what they share -------------------------------------------------------------------------------------------
     def group_size(self, mesh_dims: Sequence[int]) -> int:
         """Number of ranks in a group over ``mesh_dims``."""

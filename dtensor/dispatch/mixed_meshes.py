@@ -126,7 +126,7 @@ def _with_numbers(operator: Operator, bound: dict[str, Any]) -> Any:
     """Run the call with what is distributed replaced by its value. A rank outside the mesh, which has none, writes nothing."""
     ranked = any(isinstance(value, PerRank) for value in _leaves(list(bound.values())))
     made = {name: _number(value, operator.name, ranked) for name, value in bound.items()}
-    if any(mesh.current_member() is None for mesh in meshes_of(bound.values())):
+    if not all(communicator_of(mesh).held for mesh in meshes_of(bound.values())):
         return bound[operator.returns[0]] if len(operator.returns) == 1 and operator.returns[0] else None
     return operator.call(made)
 
@@ -242,12 +242,12 @@ def _told(local: Any, mesh: DeviceMesh, home: DeviceMesh, name: str) -> Any:
     Raises:
         MeshError: the copies differ (on all ranks that share them).
     """
-    mesh_dims = _missing(mesh, home)
-    if not mesh_dims or home.current_member() is None:
+    mesh_dims, comm = _missing(mesh, home), communicator_of(home)
+    if not mesh_dims or not comm.held:
         return local
     if MODES.explicit:
         raise ImplicitCommunicationError(f"{name} would compare the copies of a number on {mesh!r} under explicit()")
-    comm, shape = communicator_of(home), tuple(local.shape)
+    shape = tuple(local.shape)
     copies = comm.all_gather(local, mesh_dims, lambda member: shape).wait()
     comm.map(lambda _, *rows: _alike(rows, name, mesh), *copies)
     return copies[0]

@@ -102,7 +102,7 @@ def _through_copies(operator: Operator, names: tuple[str, ...], args: tuple[Any,
     (mesh,) = meshes_of(bound.values())
     bound.update({name: replicated(value, mesh) for name, value in given.items()})
     result = operator.call(bound)
-    for name, value in given.items() if mesh.current_member() is not None else ():
+    for name, value in given.items() if communicator_of(mesh).held else ():
         assign(value, bound[name]._local)
     if len(operator.returns) == 1:
         return given.get(operator.returns[0] or "", result)

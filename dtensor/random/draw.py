@@ -62,9 +62,7 @@ def draw(layout: Layout, whole: Callable[[torch.device], torch.Tensor]) -> Any:
     if device.type == "meta":
         return torch.empty(layout.local_shape(mesh.coordinates[0]), dtype=layout.dtype, device=device)
     drawn = whole(device)
-    if mesh.current_member() is None:
-        return block_of(drawn, layout, None)
-    return communicator_of(mesh).map(lambda member: block_of(drawn, layout, member))
+    return communicator_of(mesh).map_outside_too(lambda member: block_of(drawn, layout, member))
 
 
 @site
@@ -89,7 +87,7 @@ def draw_counted(layout: Layout, sampler: Sampler, given: Arguments, generator: 
             else torch.empty_strided(size, layout.local_stride(coordinate), dtype=layout.dtype, device=device).copy_(made)
         )
 
-    return one(None) if mesh.current_member() is None else communicator_of(mesh).map(one)
+    return communicator_of(mesh).map_outside_too(one)
 
 
 def next_key(generator: torch.Generator) -> int:

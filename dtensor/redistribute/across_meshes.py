@@ -203,6 +203,6 @@ def move_between(local: Local, src: Layout, dst: Layout) -> Pending[Local]:
 
 
 def _arrived(transit: Transit, local: Local) -> Local:
-    if transit.dst.mesh.current_member() is None:
+    if not communicator_of(transit.dst.mesh).held:
         return local.new_zeros(transit.dst.local_shape(None))
     return execute(transit.entering, local)

@@ -93,9 +93,9 @@ def bound_of(plan: Plan) -> tuple[Bound, ...]:
 
 
 def _bind_all(plan: Plan) -> tuple[Bound, ...]:
-    if not plan.steps or plan.src.mesh.current_member() is None:
-        return ()
     comm = communicator_of(plan.src.mesh)
+    if not plan.steps or not comm.held:
+        return ()
     bound = tuple(_bind(comm, step) for step in plan.steps)
     if plan.dst.dense or not plan.communicates:
         return bound

@@ -105,9 +105,7 @@ def drawn_alike(at: KernelContext, generator: Any, one: Callable[..., Any], *loc
         set_state(source, state)
         return one(member, *values)
 
-    if mesh.current_member() is None:  # it draws too, see ``draw``
-        return from_start(None, *locals_)
-    return communicator_of(mesh).map(from_start, *locals_)
+    return communicator_of(mesh).map_outside_too(from_start, *locals_)  # who is outside draws too, see ``draw``
 
 
 def drawn(

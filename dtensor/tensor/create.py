@@ -7,7 +7,7 @@ All take the global shape (as ints or one sequence), ``device_mesh`` (default: t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -61,13 +61,12 @@ def _filled(
 ) -> DTensor:
     layout, reduced, requires_grad = _prepare(size, placements, device_mesh, options, fill)
     mesh, device = layout.mesh, torch.device(layout.mesh.device_type)
-    if mesh.current_member() is None:  # a rank outside the mesh holds no elements
-        local = torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=device)
-    else:
-        local = communicator_of(mesh).map(
-            lambda member: fill(layout.local_shape(mesh.coordinates[member]), dtype=layout.dtype, device=device)
-        )
-    return _finish(local, layout, reduced, requires_grad)
+
+    def block(member: int | None) -> torch.Tensor:
+        made, coordinate = (torch.zeros, None) if member is None else (fill, mesh.coordinates[member])
+        return cast(torch.Tensor, made(layout.local_shape(coordinate), dtype=layout.dtype, device=device))
+
+    return _finish(communicator_of(mesh).map_outside_too(block), layout, reduced, requires_grad)
 
 
 def _drawn(

@@ -97,12 +97,10 @@ def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
     position = None if source is None else _position(mesh, source)
     if mesh.device_type in ("cpu", "cuda") and tensor.device.type not in ("meta", mesh.device_type):
         tensor = tensor.to(mesh.device_type)
-    if tensor.is_meta and mesh.current_member() is None:
-        return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device="meta")
+    if not comm.held:
+        return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=tensor.device)
     if tensor.is_meta or mesh.kind == "dry_run":
         return comm.map(lambda member: _empty(layout, member, torch.device("meta")))
-    if mesh.current_member() is None:
-        return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=tensor.device)
     if position is None or (comm.holds_all and not isinstance(tensor, PerRank)):
         return comm.map(lambda member, full: block_of(full, layout, member), tensor)
     everywhere = tuple(range(mesh.ndim))

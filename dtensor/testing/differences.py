@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..comm import PerRank, communicator_of
+from ..comm import communicator_of
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement
 from ..tensor.dtensor import DTensor
@@ -87,7 +87,7 @@ def _different_pieces(got: DTensor, expected: torch.Tensor, options: Options) ->
         detached = got.detach()
         assert isinstance(detached, DTensor)
         whole = detached.redistribute(placements=layout.reduced().placements)
-    for member, local in _held(whole):
+    for member, local in communicator_of(layout.mesh).pieces(whole._local).items():
         want = piece(expected, whole.layout, member)
         if not close(local, want, options.tolerance):
             problems.append(
@@ -98,22 +98,13 @@ def _different_pieces(got: DTensor, expected: torch.Tensor, options: Options) ->
 
 def _unfitting(got: DTensor) -> list[str]:
     layout, problems = got.layout, []
-    for member, local in _held(got):
+    for member, local in communicator_of(layout.mesh).pieces(got._local).items():
         block = layout.local_shape(layout.mesh.coordinates[member])
         if tuple(local.shape) != block or local.dtype != layout.dtype:
             problems.append(
                 f"rank {layout.mesh.ranks[member]} holds {local.dtype}{tuple(local.shape)}, {layout!r} gives it {block}"
             )
     return problems
-
-
-def _held(x: DTensor) -> list[tuple[int, torch.Tensor]]:
-    """(member, piece) of the pieces in this process."""
-    local = x._local
-    if isinstance(local, PerRank):
-        return list(enumerate(local.shards))
-    own = x.device_mesh.current_member()
-    return [] if own is None else [(own, local)]
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, tolerance: tuple[float, float] | None = None) -> bool:

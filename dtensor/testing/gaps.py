@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..base.nested import replace, tensors
-from ..comm import PerRank
+from ..comm import shards_of
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
 from .differences import close
@@ -149,9 +149,7 @@ def _right_results(variant: Variant, mesh: DeviceMesh, placements: Combination, 
 
 
 def _pieces_of(x: torch.Tensor, mesh: DeviceMesh, where: Sequence[Placement], seed: int) -> tuple[torch.Tensor, ...]:
-    local = scatter(x, mesh, where, seed=seed)._local
-    assert isinstance(local, PerRank)
-    return local.shards
+    return shards_of(scatter(x, mesh, where, seed=seed)._local)
 
 
 def _called(variant: Variant, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:

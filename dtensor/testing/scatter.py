@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..comm import per_rank
+from ..comm import communicator_of
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Monoid, Placement
@@ -25,12 +25,17 @@ def scatter(
     stride = torch.empty_like(value, device="meta").stride()
     layout = Layout.of(mesh, placements, value.shape, stride, value.dtype)
     terms = terms_of(value.detach(), layout, seed)
-    if mesh.kind == "in_process":
-        local: torch.Tensor = per_rank([piece(terms_at(terms, layout, member), layout, member) for member in mesh.members])
-    else:
-        own = mesh.current_member()
-        local = value.new_zeros(layout.local_shape(None)) if own is None else piece(terms_at(terms, layout, own), layout, own)
-    made = DTensor.from_local(local, mesh, layout.placements, shape=layout.shape, stride=layout.stride)
+
+    def block(member: int | None) -> torch.Tensor:
+        return (
+            value.new_zeros(layout.local_shape(None))
+            if member is None
+            else piece(terms_at(terms, layout, member), layout, member)
+        )
+
+    made = DTensor.from_local(
+        communicator_of(mesh).map_outside_too(block), mesh, layout.placements, shape=layout.shape, stride=layout.stride
+    )
     return made.requires_grad_(requires_grad)
 
 

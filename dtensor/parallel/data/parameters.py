@@ -196,7 +196,7 @@ def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout) -> Any:
         return comm.map(
             lambda member: torch.empty(layout.local_shape(mesh.coordinates[member]), dtype=layout.dtype, device="meta")
         )
-    if mesh.current_member() is None:
+    if not communicator_of(mesh).held:
         return local
     device = axes.mesh.device_type
     local = local.to(device)
@@ -231,7 +231,7 @@ def _relocate(m: Managed, mesh: DeviceMesh) -> None:
     old = m.parameter
     further = tuple(i for i, dims in enumerate(mesh._dims) if dims not in m.stored.mesh._dims)
     local = old._local  # type: ignore[attr-defined]  # a DTensor
-    if not old.is_meta and mesh.current_member() is not None:
+    if not old.is_meta:
         local = communicator_of(mesh).broadcast(local, further).wait()
     m.stored, m.compute = _on(mesh, m.stored), _on(mesh, m.compute)
     m.parameter = nn.Parameter(wrap(local, m.stored), requires_grad=old.requires_grad)

@@ -80,7 +80,7 @@ def leak(
     at: KernelContext, x: Any, noise: Any, lower: Any = 0.125, upper: Any = 1 / 3, training: bool = False, generator: Any = None
 ) -> Any:
     """Slopes where elements are not positive: one draw for each, in row-major order."""
-    if not training or at.call.mesh.current_member() is None:  # a rank outside of the mesh cannot know how many are drawn
+    if not training or not at.comm.held:  # a rank outside of the mesh cannot know how many are drawn
         return at.map(lambda _, block, own: torch.ops.aten.rrelu_with_noise(block, own, lower, upper, False), x, noise)
     layout, mesh = at.operands[0], at.call.mesh
     cut = tuple(sorted({mesh_dim for split in layout.splits if split is not None for mesh_dim in split.mesh_dims}))

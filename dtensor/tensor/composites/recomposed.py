@@ -167,7 +167,7 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
         return F.one_hot(x.contiguous().redistribute(placements=whole.placements), num_classes)
     if not x.numel() and num_classes <= 0:
         raise RuntimeError("Can not infer total number of classes from empty tensor.")
-    if x.numel() and whole.mesh.current_member() is not None:
+    if x.numel():
         communicator_of(whole.mesh).map(_are_classes, x._local, num_classes)
     count = num_classes if num_classes > 0 else int(x.max()) + 1
     classes = torch.arange(count, dtype=x.dtype, device=x.device)
