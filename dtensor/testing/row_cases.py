@@ -181,9 +181,3 @@ def _possible(xs: Sequence[torch.Tensor], where: Combination) -> bool:
         can_be_partial(x.dtype, p.reduce_op) if isinstance(p, Partial) else not isinstance(p, Shard) or p.dim < x.ndim
         for x, p in pairs
     )
-
-
-def woven(streams: Sequence[Iterator[Case]]) -> Iterator[Case]:
-    """One case of each stream in turn."""
-    for group in itertools.zip_longest(*streams):
-        yield from (case for case in group if case is not None)

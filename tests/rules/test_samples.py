@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
 
-from dtensor.testing import Sample
-from dtensor.testing.samples import samples_of
+import dtensor as dt
+from dtensor.testing import Sample, verify_rule
+from dtensor.testing.samples import samples_of, without_sample
 from dtensor.testing.samples.written import table
 
 
@@ -63,3 +67,66 @@ def test_what_cannot_be_read_is_named() -> None:
 def test_pointwise_operators_have_samples_by_schema_in_all_dtypes() -> None:
     notes = {sample.note.split()[1] for sample in samples_of("aten::add") if sample.note.startswith("Tensor ")}
     assert notes == {"float64", "int64", "bool", "complex128"}
+
+
+# --- what no one wrote -----------------------------------------------------------------------------------------------------
+@torch.library.custom_op("unwritten::weighted", mutates_args=())
+def weighted(x: torch.Tensor, weight: torch.Tensor, factor: float) -> torch.Tensor:
+    return (x * factor) @ weight
+
+
+@torch.library.custom_op("unwritten::turned", mutates_args=())
+def turned(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.flip(dim)
+
+
+weighted.register_fake(lambda x, weight, factor: x @ weight)
+turned.register_fake(lambda x, dim: torch.empty_like(x))
+turned.register_autograd(
+    lambda ctx, grad: (grad.flip(ctx.dim), None), setup_context=lambda ctx, inputs, output: setattr(ctx, "dim", inputs[1])
+)
+
+
+@pytest.fixture
+def declared() -> Iterator[Callable[..., str]]:
+    names: list[str] = []
+
+    def declare(name: str, notation: str, **options: Any) -> str:
+        names.append(name)
+        dt.register_sharding(getattr(torch.ops.unwritten, name.partition("::")[2]).default, notation, **options)
+        return name
+
+    yield declare
+    for name in names:
+        dt.unregister_sharding(getattr(torch.ops.unwritten, name.partition("::")[2]).default)
+
+
+def test_an_operator_of_which_no_sample_is_written_is_tried_as_its_notation_says(declared: Callable[..., str]) -> None:
+    name = declared("unwritten::weighted", "a b, b c -> a c")
+    x, weight, _ = next(sample.args for sample in samples_of(name) if sample.args[0].dtype is torch.float64)
+    assert x.shape[1] == weight.shape[0]
+    assert len({*x.shape, *weight.shape}) == 3
+    report = verify_rule(name, meshes=[(2,), (3,)], limit=40)
+    assert not report.wrong, str(report)
+    assert {"S(0),R -> S(0)", "R,S(1) -> S(1)"} <= report.rows.forced
+
+
+def test_arguments_that_pick_dims_pick_those_of_the_notation(declared: Callable[..., str]) -> None:
+    name = declared("unwritten::turned", "a* [@dim] b* -> a* [@dim] b*")
+    found = samples_of(name)
+    assert {(sample.args[0].ndim, sample.args[1]) for sample in found} == {(3, 1)}
+    assert any(sample.gradients for sample in found)  # one is registered
+    report = verify_rule(name, meshes=[(2,), (3,)], limit=40)
+    assert not report.wrong, str(report)
+    assert {"S(0) -> S(0)", "S(2) -> S(2)"} <= report.rows.forced
+
+
+def test_a_false_notation_is_found_without_samples(declared: Callable[..., str]) -> None:
+    report = verify_rule(declared("unwritten::turned", "s* -> s*"), meshes=[(2,)], limit=40)
+    assert [wrong.rows for wrong in report.wrong] == [("S(1) -> S(1)",)], str(report)
+
+
+def test_what_its_notation_does_not_fit_has_no_samples(declared: Callable[..., str]) -> None:
+    name = declared("unwritten::weighted", "a b, c d -> a d")
+    assert samples_of(name) == []
+    assert name in without_sample()

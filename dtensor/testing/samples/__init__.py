@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 
+import torch
+
 from ...rules import rules
+from .of_notation import samples_by_notation
 from .sample import Builder, Sample, Samples
 
 __all__ = ["ELSEWHERE", "Builder", "Sample", "Samples", "samples_of", "without_sample"]
@@ -40,8 +43,12 @@ def full_name(name: str) -> str:
 
 
 def samples_of(name: str) -> list[Sample]:
-    """The samples of a rule: those of its name, and for an operator those of its overloads that have no rule of their own."""
-    return list(_find(full_name(name)))
+    """The samples of a rule: those of its name, and for an operator those of its overloads that have no rule of their own.
+
+    Of operators that are not torch's, where none are written, those that its notation says.
+    """
+    written = list(_find(full_name(name)))
+    return written or _derived(full_name(name))
 
 
 def _find(name: str) -> Iterator[Sample]:
@@ -56,6 +63,16 @@ def _find(name: str) -> Iterator[Sample]:
                 yield builder if isinstance(builder, Sample) else builder()
 
 
+def _derived(name: str) -> list[Sample]:
+    namespace, _, own = name.partition("::")
+    if namespace == "aten" or name not in rules():  # torch's may end the process, given what makes no sense
+        return []
+    packet = getattr(getattr(torch.ops, namespace), own.partition(".")[0])
+    overloads = [getattr(packet, which) for which in ([own.partition(".")[2]] if "." in own else packet.overloads())]
+    return list(samples_by_notation(overloads, rules()[name]))
+
+
 def without_sample() -> list[str]:
     """Registered rules that no sample exercises, those aside that have no kernel on a CPU."""
-    return sorted(name for name in rules() if name.removeprefix("aten::") not in ELSEWHERE and not any(True for _ in _find(name)))
+    unwritten = [name for name in rules() if not any(True for _ in _find(name))]  # one is enough to make
+    return sorted(name for name in unwritten if name.removeprefix("aten::") not in ELSEWHERE and not _derived(name))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ...base.nested import replace
+from ...base.nested import replace, tensors
 from .sample import Sample
 
 Shape = tuple[int, ...]
@@ -48,33 +48,39 @@ def _of_overload(op: Any, dtypes: Sequence[torch.dtype], span: tuple[float, floa
         for k, shapes in enumerate(SHAPES.get(count, (((5, 7),) * count,))):
             if k and (dtype is not torch.float64 or not broadcast):
                 continue  # a broadcast is alike in all dtypes
-            sample = _made(schema, shapes, dtype, span)
-            if _accepted(op, sample):
+            sample = sample_of(schema, dict(_tensors(schema, shapes, dtype, span)), dtype)
+            if accepted(op, sample):
                 yield sample
 
 
-def _made(schema: Any, shapes: Sequence[Shape], dtype: torch.dtype, span: tuple[float, float]) -> Sample:
+def _tensors(schema: Any, shapes: Sequence[Shape], dtype: torch.dtype, span: tuple[float, float]) -> Iterator[tuple[str, Any]]:
     following = iter(shapes)
-    args, kwargs = [], {}
     for seed, argument in enumerate(schema.arguments):
-        bound = str(argument.type) == "Optional[Tensor]" and argument.name in ("min", "max")
-        if argument.has_default_value() and not bound:
+        kind, needed = str(argument.type), not argument.has_default_value()
+        if kind == "Tensor" and needed:
+            wanted = torch.bool if argument.name in ("condition", "mask") else dtype
+            yield argument.name, tensor(next(following), wanted, seed, *span)
+        elif kind == "Optional[Tensor]" and (needed or argument.name in ("min", "max")):
+            yield argument.name, tensor((7,), dtype, seed, *span)
+
+
+def sample_of(schema: Any, given: Mapping[str, Any], dtype: torch.dtype) -> Sample:
+    """A call with these arguments by name, and numbers for others that it needs."""
+    args, kwargs = [], {}
+    for argument in schema.arguments:
+        if argument.name not in given and argument.has_default_value():
             continue
-        value = _value(argument, following, dtype, span, seed)
+        value = given[argument.name] if argument.name in given else _number(argument, dtype)
         if argument.kwarg_only or argument.has_default_value():
             kwargs[argument.name] = value
         else:
             args.append(value)
-    return Sample(tuple(args), kwargs, f"{schema.overload_name or 'default'} {str(dtype).removeprefix('torch.')} {list(shapes)}")
+    shapes = [tuple(x.shape) for x in tensors(given)]
+    return Sample(tuple(args), kwargs, f"{schema.overload_name or 'default'} {str(dtype).removeprefix('torch.')} {shapes}")
 
 
-def _value(argument: Any, shapes: Iterator[Shape], dtype: torch.dtype, span: tuple[float, float], seed: int) -> Any:
+def _number(argument: Any, dtype: torch.dtype) -> Any:
     match str(argument.type):
-        case "Tensor":
-            wanted = torch.bool if argument.name in ("condition", "mask") else dtype
-            return tensor(next(shapes), wanted, seed, *span)
-        case "Optional[Tensor]":
-            return tensor((7,), dtype, seed, *span)
         case "number" | "float":
             return {torch.int64: 2, torch.bool: True}.get(dtype, 0.75)
         case "bool":
@@ -103,7 +109,8 @@ def _short(x: torch.Tensor) -> torch.Tensor:
     return (x * 64).round() / 64
 
 
-def _accepted(op: Any, sample: Sample) -> bool:
+def accepted(op: Any, sample: Sample) -> bool:
+    """Whether plain torch takes it."""
     args, kwargs = replace(torch.clone, (sample.args, sample.kwargs))
     try:
         op(*args, **kwargs)
