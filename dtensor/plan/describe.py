@@ -45,7 +45,8 @@ class _Writing:
 
     def call(self, node: Node) -> PlannedCall:
         option = self.taken[node.number]
-        paths = [self._path(number, layout) for number, layout in zip(node.operands, option.operands, strict=True)]
+        given = enumerate(zip(node.operands, option.operands, strict=True))
+        paths = [[] if place in node.pinned else self._path(number, layout) for place, (number, layout) in given]
         moves = tuple(move for place in range(len(paths)) for move in self._new(node, place, paths[place]))
         runner_up, extra = self._runner_up(node) if moves else ("", 0.0)
         return PlannedCall(

@@ -20,6 +20,7 @@ from ..propagation.choose import Chosen, choose
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator, operator_of
 from ..rules.call import Call
+from ..rules.registry import lookup
 from ..rules.rule import Factors, Rule
 from ..tensor.dtensor import DTensor
 from ..tensor.observed import OBSERVERS
@@ -102,7 +103,8 @@ class Recorder(TorchDispatchMode):
         node.key, node.view, node.operands = key_of(operator, bound), operator.is_view, operands
         taken = plan.operands if plan is not None and len(plan.operands) == len(given) else ()
         node.wanted = taken or tuple(x._layout if isinstance(x, DTensor) else None for x in given)
-        written = {id(x) for name in operator.mutated for x in tree_leaves(bound.get(name)) if isinstance(x, DTensor)}
+        names = operator.mutated.union(_declared_writes(plan) if plan is not None else ())
+        written = {id(x) for name in names for x in tree_leaves(bound.get(name)) if isinstance(x, DTensor)}
         if operator.is_view or operator.reshapes:
             written |= {id(x) for x in given}
         node.pinned = frozenset(i for i, x in enumerate(given) if id(x) in written)
@@ -234,10 +236,15 @@ def _static(value: Any, number: bool) -> object:
 def _writes_otherwise(plan: Plan, operator: Operator, asked: Asked) -> bool:
     """Whether something is written that is no result (running statistics, ``out=``, how a tensor is seen), or is moved for it."""
     returned = {name for name in operator.returns if name is not None}
-    declared = plan.rule.writes(plan.call) if plan.rule is not None and plan.rule.writes is not None else ()
     moved = any(not plan.operands[i].same_data(plan.call.operands[i]) for i in asked.kept.values())
-    aside = operator.outs or operator.reshapes or operator.mutated - returned or set(declared) - returned
+    aside = operator.outs or operator.reshapes or operator.mutated - returned or set(_declared_writes(plan)) - returned
     return bool(aside or plan.write_back or moved)
+
+
+def _declared_writes(plan: Plan) -> tuple[str, ...]:
+    """Arguments that are written to, though the schema does not say so."""
+    rule = lookup(plan.call.func)
+    return rule.writes(plan.call) if rule is not None and rule.writes is not None else ()
 
 
 def _flat(made: Any) -> list[Any]:
