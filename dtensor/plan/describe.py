@@ -10,7 +10,7 @@ from ..placement import Monoid
 from ..redistribute import plan as plan_move
 from ..rules.rule import Row
 from .graph import Graph, Node
-from .options import Form, Option, Options, by_text, form_of, lines_of, options_along
+from .options import Form, Option, Options, by_text, form_of, options_along
 from .prices import move_seconds
 from .program_plan import PlannedCall, PlannedMove, ProgramPlan, Spelled, spelled
 from .total import Move, Total, bytes_of
@@ -109,5 +109,5 @@ def _texts(node: Node, rows: Sequence[Row]) -> list[str]:
     """Rows as the rule's lines are written."""
     if node.asked is None or not rows:
         return []
-    named = {line.row_for(node.asked.factors): text for text, line in by_text(lines_of(node)).items()}
+    named = {line.row_for(node.asked.factors): text for text, line in by_text(node.asked.lines).items()}
     return [named[row] for row in rows]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..propagation.choose import Chosen
+from ..propagation.choose import Chosen, declared
+from ..propagation.row_costs import Line
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule
 
@@ -34,15 +36,25 @@ class Value:
     kept: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Asked:
-    """What a rule is asked for a call, and what was taken in the recorded program."""
+    """What a rule is asked for a call, and what was taken in the recorded program; calls that are alike share one.
+
+    Attributes:
+        answers: what was found for rows and layouts of operands.
+    """
 
     rule: Rule
     factors: Factors
     call: Call
     kept: Mapping[int, int]
     chosen: Chosen | None
+    answers: dict[Any, Any] = field(default_factory=dict)
+
+    @cached_property
+    def lines(self) -> tuple[Line, ...]:
+        """All rows that the rule has for the call."""
+        return declared(self.rule, self.factors, self.call).lines
 
 
 @dataclass(slots=True, eq=False)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate, Shard
-from ..propagation.choose import declared, realized
+from ..propagation.choose import realized
 from ..propagation.row_table import Line, Where
 from ..rules.call import Call
 from ..rules.rule import Row
-from .graph import Graph, Node
+from .graph import Asked, Graph, Node
 from .prices import work_seconds
 
 Form = tuple[object, object]  # where the elements are, whatever the strides
@@ -78,7 +78,7 @@ def options_along(graph: Graph, state: Sequence[Option], mesh_dim: int) -> Optio
 def _of_call(graph: Graph, node: Node, now: Option, mesh_dim: int, layouts: list[list[Layout]]) -> Iterator[Option]:
     assert node.asked is not None
     asked, call = node.asked, node.asked.call
-    for line in lines_of(node):
+    for line in asked.lines:
         if not _reachable(line, node, mesh_dim, layouts):
             continue
         rows = (*now.rows[:mesh_dim], line.row_for(asked.factors), *now.rows[mesh_dim + 1 :])
@@ -86,18 +86,20 @@ def _of_call(graph: Graph, node: Node, now: Option, mesh_dim: int, layouts: list
             layout if where is None else _seed(call, i, where, now, mesh_dim)
             for i, (layout, where) in enumerate(zip(call.operands, line.operands, strict=True))
         )
-        chosen = realized(asked.rule, rows, asked.factors, replace(call, operands=given), asked.kept)
-        if chosen is None:
-            continue
-        operands = tuple(None if n is None else x for n, x in zip(node.operands, chosen.operands, strict=True))
-        results = tuple(None if n is None else x for n, x in zip(node.results, chosen.results, strict=True))
-        yield Option(rows, operands, results, work_seconds(node, rows, operands, results))
+        key = rows, given
+        if key not in asked.answers:
+            asked.answers[key] = _realized(node, asked, rows, given)
+        if (option := asked.answers[key]) is not None:
+            yield option
 
 
-def lines_of(node: Node) -> tuple[Line, ...]:
-    """All rows that the node's rule has for its call."""
-    assert node.asked is not None
-    return declared(node.asked.rule, node.asked.factors, node.asked.call).lines
+def _realized(node: Node, asked: Asked, rows: tuple[Row, ...], given: tuple[Layout, ...]) -> Option | None:
+    chosen = realized(asked.rule, rows, asked.factors, replace(asked.call, operands=given), asked.kept)
+    if chosen is None:
+        return None
+    operands = tuple(None if n is None else x for n, x in zip(node.operands, chosen.operands, strict=True))
+    results = tuple(None if n is None else x for n, x in zip(node.results, chosen.results, strict=True))
+    return Option(rows, operands, results, work_seconds(node, rows, operands, results))
 
 
 def by_text(lines: Sequence[Line]) -> dict[str, Line]:

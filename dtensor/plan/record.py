@@ -61,6 +61,7 @@ class Recorder(TorchDispatchMode):
         self.graph = Graph()
         self._known: dict[int, tuple[Any, int, int]] = {}  # id -> the tensor (weakly), its version, its value
         self._lines: dict[int, str] = {}  # of forward calls, by autograd's number
+        self._asked: dict[Any, Asked] = {}
         self._written: set[int] = set()  # values that others show, and whose memory is written to
 
     # --- operator calls ------------------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ class Recorder(TorchDispatchMode):
         operands = [self._value(x) for _, _, x in places_of(operator, bound)]
         node = self._node("call", operator.name)
         node.key, node.operands = key_of(operator, bound), operands
-        node.asked, node.wanted, node.view = asked, plan.operands, operator.is_view
+        node.asked, node.wanted, node.view = self._shared(asked, operands), plan.operands, operator.is_view
         node.pinned = frozenset(asked.kept.values())
         made = func(*args, **kwargs)
         root = self.graph.values[node.operands[0]].root if node.view and node.operands[0] is not None else None
@@ -95,6 +96,14 @@ class Recorder(TorchDispatchMode):
         if len(node.results) != len(plan.chosen.results):  # type: ignore[union-attr]  # calls have one
             node.kind, node.asked = "fixed", None
         return made
+
+    def _shared(self, asked: Asked, operands: list[int | None]) -> Asked:
+        """One question for calls that are alike in all that rules look at."""
+        kinds = tuple(number is None for number in operands)
+        try:
+            return self._asked.setdefault((asked.call.func, asked.call.operands, kinds, _frozen(asked.call.arguments)), asked)
+        except TypeError:  # an argument that is not hashed
+            return asked
 
     def _opaque(self, operator: Operator, bound: Any, func: Any, args: Any, kwargs: Any, plan: Plan | None = None) -> Any:
         given = [x for _, _, x in places_of(operator, bound)]
@@ -245,6 +254,15 @@ def _declared_writes(plan: Plan) -> tuple[str, ...]:
     """Arguments that are written to, though the schema does not say so."""
     rule = lookup(plan.call.func)
     return rule.writes(plan.call) if rule is not None and rule.writes is not None else ()
+
+
+def _frozen(value: Any) -> Any:
+    """Arguments as a key; of numbers their type too, as True is 1 and 1 is 1.0."""
+    if isinstance(value, dict):
+        return tuple((name, _frozen(item)) for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    return value if isinstance(value, Layout) else (type(value), value)
 
 
 def _flat(made: Any) -> list[Any]:
