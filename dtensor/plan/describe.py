@@ -9,6 +9,7 @@ from ..layout.layout import Layout
 from ..placement import Monoid
 from ..redistribute import plan as plan_move
 from ..rules.rule import Row
+from .classes import Classes
 from .graph import Graph, Node
 from .options import Form, Option, Options, by_text, form_of, options_along
 from .prices import move_seconds
@@ -16,12 +17,13 @@ from .program_plan import PlannedCall, PlannedMove, ProgramPlan, Spelled, spelle
 from .total import Move, Total, bytes_of
 
 
-def described(graph: Graph, taken: Sequence[Option], eager: Sequence[Option]) -> ProgramPlan:
+def described(graph: Graph, classes: Classes, taken: Sequence[Option], eager: Sequence[Option]) -> ProgramPlan:
     """The plan that these options are."""
     mesh, total = graph.mesh, Total(graph)
     assert mesh is not None
     moves, before = total.all_moves(taken), total.all_moves(eager)
-    others = [options_along(graph, taken, i) for i, ranks in enumerate(mesh.shape) if ranks > 1]
+    state = classes.together(taken)
+    others = [classes.spread(options_along(graph, classes, state, i)) for i, ranks in enumerate(mesh.shape) if ranks > 1]
     writing = _Writing(graph, list(taken), total, moves, others)
     calls = [writing.call(node) for node in graph.nodes if node.kind not in ("input", "same")]
     return ProgramPlan(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.choose import Chosen, declared
-from ..propagation.row_costs import Line
+from ..propagation.row_table import Line
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule
 

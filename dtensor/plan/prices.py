@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ..base.caches import remembered
 from ..cost.link import link_of
 from ..layout.layout import Layout
 from ..propagation.row_costs import LOCAL_STEP
@@ -16,6 +17,7 @@ FREE = 1e-6  # seconds: what moves nothing between ranks may take so long; it is
 _PEAK = {"cpu": 5e10, "meta": 4e14, "cuda": 4e14}
 
 
+@remembered(1 << 17)
 def move_seconds(source: Layout, target: Layout) -> float:
     """Seconds from one layout to the other; infinite where there is no way."""
     if source.same_data(target):

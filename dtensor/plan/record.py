@@ -12,7 +12,7 @@ import torch
 
 from ..base.torch_internals import OpOverload, TorchDispatchMode, autograd_node, sequence_number, tree_leaves
 from ..dispatch.dispatcher import run_chosen
-from ..dispatch.mixed_meshes import across_places, meshes_of
+from ..dispatch.mixed_meshes import across_places
 from ..dispatch.operands import plan_of_bound
 from ..dispatch.plain_operands import through_copies
 from ..layout.layout import Layout
@@ -61,7 +61,7 @@ class Recorder(TorchDispatchMode):
         self.graph = Graph()
         self._known: dict[int, tuple[Any, int, int]] = {}  # id -> the tensor (weakly), its version, its value
         self._lines: dict[int, str] = {}  # of forward calls, by autograd's number
-        self._asked: dict[Any, Asked] = {}
+        self._plans: dict[Any, tuple[Plan, Asked | None]] = {}
         self._written: set[int] = set()  # values that others show, and whose memory is written to
 
     # --- operator calls ------------------------------------------------------------------------------------------------
@@ -69,17 +69,15 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or not any(isinstance(x, DTensor) for x in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
-        operator, listening = operator_of(func), Listening()
+        operator = operator_of(func)
         bound = operator.bind(args, kwargs)
-        meshes = tuple(meshes_of(bound.values()))
-        if across_places(operator, bound, meshes) or through_copies(operator, bound):
+        if across_places(operator, bound) or through_copies(operator, bound):
             return self._opaque(operator, bound, func, args, kwargs)
-        plan = plan_of_bound(operator, bound, meshes, listening)
+        plan, asked = self._planned(operator, bound)
         if plan.how == "decompose":
             self._node("parts", operator.name).key = key_of(operator, bound)
             with self:
                 return run_chosen(func, args, kwargs, choose)
-        asked = listening.calls[0] if len(listening.calls) == 1 else None
         if plan.how != "rule" or plan.chosen is None or asked is None or _writes_otherwise(plan, operator, asked):
             return self._opaque(operator, bound, func, args, kwargs, plan)
         return self._call(operator, plan, asked, bound, func, args, kwargs)
@@ -88,7 +86,7 @@ class Recorder(TorchDispatchMode):
         operands = [self._value(x) for _, _, x in places_of(operator, bound)]
         node = self._node("call", operator.name)
         node.key, node.operands = key_of(operator, bound), operands
-        node.asked, node.wanted, node.view = self._shared(asked, operands), plan.operands, operator.is_view
+        node.asked, node.wanted, node.view = asked, plan.operands, operator.is_view
         node.pinned = frozenset(asked.kept.values())
         made = func(*args, **kwargs)
         root = self.graph.values[node.operands[0]].root if node.view and node.operands[0] is not None else None
@@ -97,13 +95,20 @@ class Recorder(TorchDispatchMode):
             node.kind, node.asked = "fixed", None
         return made
 
-    def _shared(self, asked: Asked, operands: list[int | None]) -> Asked:
-        """One question for calls that are alike in all that rules look at."""
-        kinds = tuple(number is None for number in operands)
+    def _planned(self, operator: Operator, bound: dict[str, Any]) -> tuple[Plan, Asked | None]:
+        """The plan of a call, and what its rule was asked if that was one question; calls that are alike share both."""
         try:
-            return self._asked.setdefault((asked.call.func, asked.call.operands, kinds, _frozen(asked.call.arguments)), asked)
+            key = operator.func, _frozen(bound)
+            found = self._plans.get(key)
         except TypeError:  # an argument that is not hashed
-            return asked
+            key, found = None, None
+        if found is None:
+            listening = Listening()
+            plan = plan_of_bound(operator, bound, listening)
+            found = plan, listening.calls[0] if len(listening.calls) == 1 else None
+            if key is not None:
+                self._plans[key] = found
+        return found
 
     def _opaque(self, operator: Operator, bound: Any, func: Any, args: Any, kwargs: Any, plan: Plan | None = None) -> Any:
         given = [x for _, _, x in places_of(operator, bound)]
@@ -262,7 +267,9 @@ def _frozen(value: Any) -> Any:
         return tuple((name, _frozen(item)) for name, item in value.items())
     if isinstance(value, (list, tuple)):
         return tuple(map(_frozen, value))
-    return value if isinstance(value, Layout) else (type(value), value)
+    if isinstance(value, torch.Tensor):
+        return value._layout if isinstance(value, DTensor) else (tuple(value.shape), value.stride(), value.dtype)
+    return type(value), value
 
 
 def _flat(made: Any) -> list[Any]:
