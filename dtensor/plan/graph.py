@@ -14,7 +14,7 @@ from ..propagation.row_table import Line
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule
 
-Kind = Literal["input", "call", "fixed", "move", "same", "parts"]
+Kind = Literal["input", "call", "fixed", "move", "same", "parts", "gradient"]
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +69,8 @@ class Node:
             - ``"fixed"``: it runs as recorded, whatever the plan;
             - ``"move"``: an explicit redistribution, whose result is the user's choice;
             - ``"same"``: a tensor after a write to memory that it shares, which lies as it lay;
-            - ``"parts"``: a call whose parts are the nodes that follow.
+            - ``"parts"``: a call whose parts are the nodes that follow;
+            - ``"gradient"``: where leaves are placed, a leaf's gradient, brought to where the leaf lies, its second operand.
         key: what a later run is compared with: operator, static arguments, shapes and dtypes.
         operands: values by number, None for plain tensors and numbers.
         results: values by number, None for what is no tensor.
@@ -78,6 +79,7 @@ class Node:
         wanted: layouts of the operands in the recorded program.
         line: the user's source line; of a backward call that of its forward call.
         gathers: it is a part of adding up a leaf's gradient, which stays when the program has ended.
+        memory: of an input that is placed by the plan, bytes that are held for each of its bytes; None where it is given.
     """
 
     number: int
@@ -93,6 +95,7 @@ class Node:
     line: str = ""
     backward: bool = False
     gathers: bool = False
+    memory: float | None = None
 
 
 @dataclass(slots=True)

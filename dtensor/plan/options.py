@@ -67,7 +67,7 @@ def classes_from(graph: Graph, start: Sequence[Option]) -> Classes:
         what: Any = id(node.asked) if node.asked is not None else (node.name, node.key)
         forms = tuple([None if layout is None else form_of(layout) for layout in (*option.operands, *option.results)])
         kept = tuple([number is not None and graph.values[number].kept for number in node.results])
-        found.append((node.kind, what, forms, option.rows, node.pinned, kept))
+        found.append((node.kind, what, forms, option.rows, node.pinned, kept, node.memory))
     return classes_of(graph, found)
 
 
@@ -89,6 +89,10 @@ def _options(graph: Graph, own: Class, now: Option, mesh_dim: int, forms: list[d
     options, node = [now], own.node
     if node.kind == "call":
         options += [option for option in _of_call(own, now, mesh_dim, forms) if _allowed(graph, node, option)]
+    elif node.kind == "input" and node.memory is not None:
+        options += _placed_along(now, mesh_dim)
+    elif node.kind == "gradient":
+        options += _of_gradient(own, now, forms)
     elif node.kind == "same":
         before = {form: layout for value in own.feeds[0] for form, layout in forms[value].items()}
         options += [replace(now, operands=(layout,), results=(layout,)) for layout in before.values()]
@@ -157,6 +161,33 @@ def _plain(placement: Placement) -> Placement:
 def _placed(layout: Layout, mesh_dim: int) -> Where:
     placement = layout.placements[mesh_dim]
     return placement.dim if isinstance(placement, Shard) else placement
+
+
+def _placed_along(now: Option, mesh_dim: int) -> Iterator[Option]:
+    """The ways in which an input can lie along one mesh dim: whole, or cut in even parts."""
+    layout = now.results[0]
+    assert layout is not None
+    ranks = layout.mesh.shape[mesh_dim]
+    cuts = [d for d, blocks in enumerate(_blocks(layout, mesh_dim)) if blocks and blocks % ranks == 0]
+    for placement in (Replicate(), *map(Shard, cuts)):
+        placements: list[Placement] = [_plain(p) for p in layout.placements]
+        placements[mesh_dim] = placement
+        yield replace(now, results=(layout.replace(placements=placements),))
+
+
+def _blocks(layout: Layout, mesh_dim: int) -> list[int]:
+    """What the other mesh dims leave of each tensor dim."""
+    other = whole(layout, mesh_dim)
+    return [size if split is None else min(split.sizes) for size, split in zip(other.shape, other.splits, strict=True)]
+
+
+def _of_gradient(own: Class, now: Option, forms: list[dict[Form, Layout]]) -> Iterator[Option]:
+    """A gradient lies as its leaf does."""
+    given = now.operands[0]
+    assert given is not None
+    for leaf in (layout for value in own.feeds[1] for layout in forms[value].values()):
+        target = given.replace(placements=[_plain(p) for p in leaf.placements])
+        yield replace(now, operands=(target, leaf), results=(target,))
 
 
 def _reachable(line: Line, own: Class, mesh_dim: int, forms: list[dict[Form, Layout]]) -> bool:

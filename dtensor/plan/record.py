@@ -54,11 +54,15 @@ class Listening:
 
 
 class Recorder(TorchDispatchMode):
-    """Listens to operator calls below autograd; to moves and looks outside of them as an observer."""
+    """Listens to operator calls below autograd; to moves and looks outside of them as an observer.
 
-    def __init__(self) -> None:
+    Args:
+        placing: inputs are going to be placed: nothing has to lie as it does in this run.
+    """
+
+    def __init__(self, placing: bool = False) -> None:
         super().__init__()
-        self.graph = Graph()
+        self.graph, self.placing = Graph(), placing
         self._known: dict[int, tuple[Any, int, int]] = {}  # id -> the tensor (weakly), its version, its value
         self._lines: dict[int, str] = {}  # of forward calls, by autograd's number
         self._plans: dict[Any, tuple[Plan, Asked | None]] = {}
@@ -68,6 +72,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or not any(isinstance(x, DTensor) for x in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        if self.placing and _accumulates(autograd_node()):
             return func(*args, **kwargs)
         operator = operator_of(func)
         bound = operator.bind(args, kwargs)
@@ -141,11 +147,16 @@ class Recorder(TorchDispatchMode):
         else:
             line = self._lines.get(running._sequence_nr() + 1, "")
         node = Node(len(self.graph.nodes), kind, name, line=line, backward=running is not None)
-        node.gathers = running is not None and running.name() == "torch::autograd::AccumulateGrad"
+        node.gathers = _accumulates(running)
         self.graph.nodes.append(node)
         return node
 
     # --- values --------------------------------------------------------------------------------------------------------
+    def value_of(self, x: Any) -> Value | None:
+        """The value that a tensor is now; None if no call has taken it."""
+        found = self._known.get(id(x))
+        return None if found is None or found[0]() is not x else self.graph.values[found[2]]
+
     def _value(self, x: Any) -> int | None:
         """The value that a tensor is now."""
         if not isinstance(x, DTensor):
@@ -183,18 +194,26 @@ class Recorder(TorchDispatchMode):
         node.operands, node.wanted = operands, (made._layout,)
         self._results(node, made, None)
 
-    def arrived(self, grad: Any, leaf: Layout) -> None:
+    def arrived(self, grad: Any, leaf: list[Layout]) -> None:
         """From here on the gradient lies as the leaf's gradients do, whether it has to be moved for that or not."""
         operands = [self._value(grad)]
-        node = self._node("move", "gradient")
-        target = grad._layout.replace(placements=leaf.reduced().placements)
-        node.operands, node.wanted, node.key = operands, (target,), tuple(leaf.shape)
+        target = grad._layout.replace(placements=leaf[0].reduced().placements)
+        owner = self._leaf(leaf) if self.placing else None
+        node = self._node("move" if owner is None else "gradient", "gradient")
+        node.operands, node.wanted, node.key = operands, (target,), tuple(leaf[0].shape)
+        if owner is not None:
+            node.operands, node.wanted, node.pinned = [*operands, owner], (target, leaf[0]), frozenset((1,))
         value = self._new(grad, node, 0, len(self.graph.values))
         node.results, value.layout = [value.number], target
 
+    def _leaf(self, place: list[Layout]) -> int | None:
+        """The value of the leaf that knows its layout by this list."""
+        known = ((found[0](), found[2]) for found in self._known.values())
+        return next((number for x, number in known if x is not None and x.__dict__.get("_grad_layout") is place), None)
+
     def looked_at(self, x: Any) -> None:
         """The user sees how it lies."""
-        number = self._value(x)
+        number = None if self.placing else self._value(x)
         if number is not None:
             self.graph.values[number].kept = True
 
@@ -213,6 +232,11 @@ class Recorder(TorchDispatchMode):
                 continue
             node.kind, node.asked, node.pinned = "fixed", None, node.pinned | {0}
             node.wanted = tuple(None if n is None else values[n].layout for n in node.operands)
+
+
+def _accumulates(running: Any) -> bool:
+    """Whether autograd is adding up a leaf's gradient."""
+    return running is not None and running.name() == "torch::autograd::AccumulateGrad"
 
 
 def version_of(x: torch.Tensor) -> int:
