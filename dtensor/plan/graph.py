@@ -13,6 +13,7 @@ from ..propagation.choose import Chosen, declared
 from ..propagation.row_table import Line
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule
+from ..rules.work import Work, work_of
 
 Kind = Literal["input", "call", "fixed", "move", "same", "parts", "gradient"]
 
@@ -55,6 +56,11 @@ class Asked:
     def lines(self) -> tuple[Line, ...]:
         """All rows that the rule has for the call."""
         return declared(self.rule, self.factors, self.call).lines
+
+    @cached_property
+    def work(self) -> Work:
+        """What the whole call computes and touches."""
+        return work_of(self.rule, self.factors, self.call)
 
 
 @dataclass(slots=True, eq=False)

@@ -12,10 +12,11 @@ import torch
 
 from ..base.torch_internals import OpOverload, TorchDispatchMode, autograd_node, sequence_number, tree_leaves
 from ..dispatch.dispatcher import run_chosen
-from ..dispatch.mixed_meshes import across_places
+from ..dispatch.mixed_meshes import across_places, meshes_of
 from ..dispatch.operands import plan_of_bound
 from ..dispatch.plain_operands import through_copies
 from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh
 from ..propagation.choose import Chosen, choose
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator, operator_of
@@ -77,9 +78,10 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         operator = operator_of(func)
         bound = operator.bind(args, kwargs)
-        if across_places(operator, bound) or through_copies(operator, bound):
+        meshes = tuple(meshes_of(bound.values()))
+        if across_places(operator, bound, meshes) or through_copies(operator, bound):
             return self._opaque(operator, bound, func, args, kwargs)
-        plan, asked = self._planned(operator, bound)
+        plan, asked = self._planned(operator, bound, meshes)
         if plan.how == "decompose":
             self._node("parts", operator.name).key = key_of(operator, bound)
             with self:
@@ -101,7 +103,7 @@ class Recorder(TorchDispatchMode):
             node.kind, node.asked = "fixed", None
         return made
 
-    def _planned(self, operator: Operator, bound: dict[str, Any]) -> tuple[Plan, Asked | None]:
+    def _planned(self, operator: Operator, bound: dict[str, Any], meshes: tuple[DeviceMesh, ...]) -> tuple[Plan, Asked | None]:
         """The plan of a call, and what its rule was asked if that was one question; calls that are alike share both."""
         try:
             key = operator.func, _frozen(bound)
@@ -110,7 +112,7 @@ class Recorder(TorchDispatchMode):
             key, found = None, None
         if found is None:
             listening = Listening()
-            plan = plan_of_bound(operator, bound, listening)
+            plan = plan_of_bound(operator, bound, meshes, listening)
             found = plan, listening.calls[0] if len(listening.calls) == 1 else None
             if key is not None:
                 self._plans[key] = found
