@@ -9,19 +9,21 @@ from ..layout.layout import Layout
 from ..placement import Monoid
 from ..redistribute import plan as plan_move
 from ..rules.rule import Row
+from .classes import Classes
 from .graph import Graph, Node
-from .options import Form, Option, Options, by_text, form_of, lines_of, options_along
+from .options import Form, Option, Options, by_text, form_of, options_along
 from .prices import move_seconds
 from .program_plan import PlannedCall, PlannedMove, ProgramPlan, Spelled, spelled
 from .total import Move, Total, bytes_of
 
 
-def described(graph: Graph, taken: Sequence[Option], eager: Sequence[Option]) -> ProgramPlan:
+def described(graph: Graph, classes: Classes, taken: Sequence[Option], eager: Sequence[Option]) -> ProgramPlan:
     """The plan that these options are."""
     mesh, total = graph.mesh, Total(graph)
     assert mesh is not None
     moves, before = total.all_moves(taken), total.all_moves(eager)
-    others = [options_along(graph, taken, i) for i, ranks in enumerate(mesh.shape) if ranks > 1]
+    state = classes.together(taken)
+    others = [classes.spread(options_along(graph, classes, state, i)) for i, ranks in enumerate(mesh.shape) if ranks > 1]
     writing = _Writing(graph, list(taken), total, moves, others)
     calls = [writing.call(node) for node in graph.nodes if node.kind not in ("input", "same")]
     return ProgramPlan(
@@ -45,7 +47,8 @@ class _Writing:
 
     def call(self, node: Node) -> PlannedCall:
         option = self.taken[node.number]
-        paths = [self._path(number, layout) for number, layout in zip(node.operands, option.operands, strict=True)]
+        given = enumerate(zip(node.operands, option.operands, strict=True))
+        paths = [[] if place in node.pinned else self._path(number, layout) for place, (number, layout) in given]
         moves = tuple(move for place in range(len(paths)) for move in self._new(node, place, paths[place]))
         runner_up, extra = self._runner_up(node) if moves else ("", 0.0)
         return PlannedCall(
@@ -108,5 +111,5 @@ def _texts(node: Node, rows: Sequence[Row]) -> list[str]:
     """Rows as the rule's lines are written."""
     if node.asked is None or not rows:
         return []
-    named = {line.row_for(node.asked.factors): text for text, line in by_text(lines_of(node)).items()}
+    named = {line.row_for(node.asked.factors): text for text, line in by_text(node.asked.lines).items()}
     return [named[row] for row in rows]

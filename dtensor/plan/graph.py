@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from ..propagation.choose import Chosen
+from ..propagation.choose import Chosen, declared
+from ..propagation.row_table import Line
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule
+from ..rules.work import Work, work_of
 
-Kind = Literal["input", "call", "fixed", "move", "same", "parts"]
+Kind = Literal["input", "call", "fixed", "move", "same", "parts", "gradient"]
 
 
 @dataclass(slots=True, eq=False)
@@ -34,15 +37,30 @@ class Value:
     kept: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Asked:
-    """What a rule is asked for a call, and what was taken in the recorded program."""
+    """What a rule is asked for a call, and what was taken in the recorded program; calls that are alike share one.
+
+    Attributes:
+        answers: what was found for rows and layouts of operands.
+    """
 
     rule: Rule
     factors: Factors
     call: Call
     kept: Mapping[int, int]
     chosen: Chosen | None
+    answers: dict[Any, Any] = field(default_factory=dict)
+
+    @cached_property
+    def lines(self) -> tuple[Line, ...]:
+        """All rows that the rule has for the call."""
+        return declared(self.rule, self.factors, self.call).lines
+
+    @cached_property
+    def work(self) -> Work:
+        """What the whole call computes and touches."""
+        return work_of(self.rule, self.factors, self.call)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +75,8 @@ class Node:
             - ``"fixed"``: it runs as recorded, whatever the plan;
             - ``"move"``: an explicit redistribution, whose result is the user's choice;
             - ``"same"``: a tensor after a write to memory that it shares, which lies as it lay;
-            - ``"parts"``: a call whose parts are the nodes that follow.
+            - ``"parts"``: a call whose parts are the nodes that follow;
+            - ``"gradient"``: where leaves are placed, a leaf's gradient, brought to where the leaf lies, its second operand.
         key: what a later run is compared with: operator, static arguments, shapes and dtypes.
         operands: values by number, None for plain tensors and numbers.
         results: values by number, None for what is no tensor.
@@ -66,6 +85,7 @@ class Node:
         wanted: layouts of the operands in the recorded program.
         line: the user's source line; of a backward call that of its forward call.
         gathers: it is a part of adding up a leaf's gradient, which stays when the program has ended.
+        memory: of an input that is placed by the plan, bytes that are held for each of its bytes; None where it is given.
     """
 
     number: int
@@ -81,6 +101,7 @@ class Node:
     line: str = ""
     backward: bool = False
     gathers: bool = False
+    memory: float | None = None
 
 
 @dataclass(slots=True)

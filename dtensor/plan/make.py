@@ -7,9 +7,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..comm import communicator_of
 from ..errors import PlanError
+from .classes import Classes
 from .describe import described
 from .graph import Graph
-from .options import Option, eager_options, options_along
+from .options import Option, classes_from, eager_options, options_along
 from .program_plan import ProgramPlan
 from .record import recorded
 from .solver import Assembly
@@ -62,11 +63,12 @@ def agreed(mesh: Any, make: Callable[[], ProgramPlan]) -> ProgramPlan:
 def plan_of(graph: Graph, seconds: float = 60.0) -> ProgramPlan:
     """The plan of a recorded program: never worse than it, by the model."""
     eager = eager_options(graph)
-    return described(graph, best_options(graph, eager, seconds), eager)
+    classes = classes_from(graph, eager)
+    return described(graph, classes, best_options(graph, classes, eager, seconds), eager)
 
 
-def best_options(graph: Graph, start: Sequence[Option], seconds: float) -> list[Option]:
-    """Mesh dim by mesh dim the best options given those on the others, until nothing gets better."""
+def best_options(graph: Graph, classes: Classes, start: Sequence[Option], seconds: float) -> list[Option]:
+    """Mesh dim by mesh dim the best options given those on the others, until nothing gets better; for each node."""
     mesh, total = graph.mesh, Total(graph)
     assert mesh is not None
     taken, price = list(start), total.seconds(start)
@@ -75,8 +77,9 @@ def best_options(graph: Graph, start: Sequence[Option], seconds: float) -> list[
     for mesh_dim in dims * _SWEEPS:
         if since >= len(dims):
             break
-        found = Assembly(graph, options_along(graph, taken, mesh_dim), mesh_dim).solved(seconds)
+        options = options_along(graph, classes, classes.together(taken), mesh_dim)
+        found = Assembly(classes, options, mesh_dim).solved(seconds)
         since += 1
-        if found is not None and (now := total.seconds(found)) < price * (1 - 1e-6):
-            taken, price, since = found, now, 1
+        if found is not None and (now := total.seconds(spread := classes.spread(found))) < price * (1 - 1e-6):
+            taken, price, since = spread, now, 1
     return taken

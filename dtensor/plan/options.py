@@ -1,25 +1,29 @@
-"""The ways in which a node of the program can run: rows of its rule, the layouts that they want, and what they give."""
+"""The ways in which calls of a class can run: rows of their rule, the layouts that they want, and what they give."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from ..base.caches import remembered
 from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate, Shard
-from ..propagation.choose import declared, realized
+from ..propagation.choose import realized
 from ..propagation.row_table import Line, Where
 from ..rules.call import Call
 from ..rules.rule import Row
-from .graph import Graph, Node
+from .classes import Class, Classes, classes_of
+from .graph import Asked, Graph, Node
 from .prices import work_seconds
 
-Form = tuple[object, object]  # where the elements are, whatever the strides
+Form = Layout  # one for all layouts that differ in strides only, and in the spelling of mesh dims of one rank
 
 
+@remembered(65536)
 def form_of(layout: Layout) -> Form:
     """What two layouts of one tensor share that need no move between them."""
-    return layout.splits, layout.partials
+    return Layout.from_splits(layout.mesh, layout.splits, layout.partials, layout.shape, None, layout.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Option:
     seconds: float = 0.0
 
 
-Options = list[list[Option]]  # by node
+Options = list[list[Option]]  # by class
 
 
 def eager_options(graph: Graph) -> list[Option]:
@@ -56,48 +60,75 @@ def _as_recorded(graph: Graph, node: Node) -> Option:
     return Option(rows, operands, results, work_seconds(node, rows, operands, results))
 
 
-def options_along(graph: Graph, state: Sequence[Option], mesh_dim: int) -> Options:
-    """For each node the options that differ from ``state`` on one mesh dim only, the present one first."""
-    found: Options = []
-    layouts: list[list[Layout]] = [[] for _ in graph.values]  # that values may have
-    for node, now in zip(graph.nodes, state, strict=True):
-        options = [now]
-        if node.kind == "call":
-            options += _of_call(graph, node, now, mesh_dim, layouts)
-        elif node.kind == "same":
-            options = [replace(now, operands=(layout,), results=(layout,)) for layout in layouts[node.operands[0] or 0]]
-        options = _without_repeats([option for option in options if option is now or _allowed(graph, node, option)])
-        for place, number in enumerate(node.results):
-            if number is not None:
-                made = {form_of(layout): layout for option in options if (layout := option.results[place]) is not None}
-                layouts[number] = list(made.values())
-        found.append(options)
+def classes_from(graph: Graph, start: Sequence[Option]) -> Classes:
+    """The classes of a graph whose nodes start from these options."""
+    found: list[Any] = []
+    for node, option in zip(graph.nodes, start, strict=True):
+        what: Any = id(node.asked) if node.asked is not None else (node.name, node.key)
+        forms = tuple([None if layout is None else form_of(layout) for layout in (*option.operands, *option.results)])
+        kept = tuple([number is not None and graph.values[number].kept for number in node.results])
+        found.append((node.kind, what, forms, option.rows, node.pinned, kept, node.memory))
+    return classes_of(graph, found)
+
+
+def options_along(graph: Graph, classes: Classes, state: Sequence[Option], mesh_dim: int) -> Options:
+    """For each class the options that differ from ``state`` on one mesh dim only, the present one first.
+
+    Terms are of use where some operand comes in terms of that kind, which is known when all options of its makers are: so until
+    nothing new is found.
+    """
+    forms: list[dict[Form, Layout]] = [{} for _ in classes.makers]  # that values may have
+    known = -1
+    while known != (now := sum(map(len, forms))):
+        known = now
+        found = [_options(graph, own, option, mesh_dim, forms) for own, option in zip(classes.classes, state, strict=True)]
     return found
 
 
-def _of_call(graph: Graph, node: Node, now: Option, mesh_dim: int, layouts: list[list[Layout]]) -> Iterator[Option]:
-    assert node.asked is not None
-    asked, call = node.asked, node.asked.call
-    for line in lines_of(node):
-        if not _reachable(line, node, mesh_dim, layouts):
+def _options(graph: Graph, own: Class, now: Option, mesh_dim: int, forms: list[dict[Form, Layout]]) -> list[Option]:
+    options, node = [now], own.node
+    if node.kind == "call":
+        options += [option for option in _of_call(own, now, mesh_dim, forms) if _allowed(graph, node, option)]
+    elif node.kind == "input" and node.memory is not None:
+        options += _placed_along(now, mesh_dim)
+    elif node.kind == "gradient":
+        options += _of_gradient(own, now, forms)
+    elif node.kind == "same":
+        before = {form: layout for value in own.feeds[0] for form, layout in forms[value].items()}
+        options += [replace(now, operands=(layout,), results=(layout,)) for layout in before.values()]
+    options = _without_repeats(options)
+    for place, value in enumerate(own.results):
+        for option in options if value is not None else ():
+            if (layout := option.results[place]) is not None:
+                forms[value].setdefault(form_of(layout), layout)  # type: ignore[index]  # no tensor is None
+    return options
+
+
+def _of_call(own: Class, now: Option, mesh_dim: int, forms: list[dict[Form, Layout]]) -> Iterator[Option]:
+    asked = own.node.asked
+    assert asked is not None
+    for line in asked.lines:
+        if not _reachable(line, own, mesh_dim, forms):
             continue
         rows = (*now.rows[:mesh_dim], line.row_for(asked.factors), *now.rows[mesh_dim + 1 :])
         given = tuple(
-            layout if where is None else _seed(call, i, where, now, mesh_dim)
-            for i, (layout, where) in enumerate(zip(call.operands, line.operands, strict=True))
+            layout if where is None else _seed(asked.call, i, where, now, mesh_dim)
+            for i, (layout, where) in enumerate(zip(asked.call.operands, line.operands, strict=True))
         )
-        chosen = realized(asked.rule, rows, asked.factors, replace(call, operands=given), asked.kept)
-        if chosen is None:
-            continue
-        operands = tuple(None if n is None else x for n, x in zip(node.operands, chosen.operands, strict=True))
-        results = tuple(None if n is None else x for n, x in zip(node.results, chosen.results, strict=True))
-        yield Option(rows, operands, results, work_seconds(node, rows, operands, results))
+        key = rows, given
+        if key not in asked.answers:
+            asked.answers[key] = _realized(own.node, asked, rows, given)
+        if (option := asked.answers[key]) is not None:
+            yield option
 
 
-def lines_of(node: Node) -> tuple[Line, ...]:
-    """All rows that the node's rule has for its call."""
-    assert node.asked is not None
-    return declared(node.asked.rule, node.asked.factors, node.asked.call).lines
+def _realized(node: Node, asked: Asked, rows: tuple[Row, ...], given: tuple[Layout, ...]) -> Option | None:
+    chosen = realized(asked.rule, rows, asked.factors, replace(asked.call, operands=given), asked.kept)
+    if chosen is None:
+        return None
+    operands = tuple(None if n is None else x for n, x in zip(node.operands, chosen.operands, strict=True))
+    results = tuple(None if n is None else x for n, x in zip(node.results, chosen.results, strict=True))
+    return Option(rows, operands, results, work_seconds(node, rows, operands, results))
 
 
 def by_text(lines: Sequence[Line]) -> dict[str, Line]:
@@ -132,12 +163,38 @@ def _placed(layout: Layout, mesh_dim: int) -> Where:
     return placement.dim if isinstance(placement, Shard) else placement
 
 
-def _reachable(line: Line, node: Node, mesh_dim: int, layouts: list[list[Layout]]) -> bool:
+def _placed_along(now: Option, mesh_dim: int) -> Iterator[Option]:
+    """The ways in which an input can lie along one mesh dim: whole, or cut in even parts."""
+    layout = now.results[0]
+    assert layout is not None
+    ranks = layout.mesh.shape[mesh_dim]
+    cuts = [d for d, blocks in enumerate(_blocks(layout, mesh_dim)) if blocks and blocks % ranks == 0]
+    for placement in (Replicate(), *map(Shard, cuts)):
+        placements: list[Placement] = [_plain(p) for p in layout.placements]
+        placements[mesh_dim] = placement
+        yield replace(now, results=(layout.replace(placements=placements),))
+
+
+def _blocks(layout: Layout, mesh_dim: int) -> list[int]:
+    """What the other mesh dims leave of each tensor dim."""
+    other = whole(layout, mesh_dim)
+    return [size if split is None else min(split.sizes) for size, split in zip(other.shape, other.splits, strict=True)]
+
+
+def _of_gradient(own: Class, now: Option, forms: list[dict[Form, Layout]]) -> Iterator[Option]:
+    """A gradient lies as its leaf does."""
+    given = now.operands[0]
+    assert given is not None
+    for leaf in (layout for value in own.feeds[1] for layout in forms[value].values()):
+        target = given.replace(placements=[_plain(p) for p in leaf.placements])
+        yield replace(now, operands=(target, leaf), results=(target,))
+
+
+def _reachable(line: Line, own: Class, mesh_dim: int, forms: list[dict[Form, Layout]]) -> bool:
     """Terms are of use where some operand comes in terms of that kind."""
     terms = [(i, where) for i, where in enumerate(line.operands) if isinstance(where, Partial)]
     return not terms or any(
-        (number := node.operands[i]) is not None and any(layout.placements[mesh_dim] == where for layout in layouts[number])
-        for i, where in terms
+        layout.placements[mesh_dim] == where for i, where in terms for value in own.feeds[i] for layout in forms[value].values()
     )
 
 

@@ -16,10 +16,12 @@ from ..dispatch.mixed_meshes import across_places, meshes_of
 from ..dispatch.operands import plan_of_bound
 from ..dispatch.plain_operands import through_copies
 from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh
 from ..propagation.choose import Chosen, choose
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator, operator_of
 from ..rules.call import Call
+from ..rules.registry import lookup
 from ..rules.rule import Factors, Rule
 from ..tensor.dtensor import DTensor
 from ..tensor.observed import OBSERVERS
@@ -53,13 +55,18 @@ class Listening:
 
 
 class Recorder(TorchDispatchMode):
-    """Listens to operator calls below autograd; to moves and looks outside of them as an observer."""
+    """Listens to operator calls below autograd; to moves and looks outside of them as an observer.
 
-    def __init__(self) -> None:
+    Args:
+        placing: inputs are going to be placed: nothing has to lie as it does in this run.
+    """
+
+    def __init__(self, placing: bool = False) -> None:
         super().__init__()
-        self.graph = Graph()
+        self.graph, self.placing = Graph(), placing
         self._known: dict[int, tuple[Any, int, int]] = {}  # id -> the tensor (weakly), its version, its value
         self._lines: dict[int, str] = {}  # of forward calls, by autograd's number
+        self._plans: dict[Any, tuple[Plan, Asked | None]] = {}
         self._written: set[int] = set()  # values that others show, and whose memory is written to
 
     # --- operator calls ------------------------------------------------------------------------------------------------
@@ -67,17 +74,18 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or not any(isinstance(x, DTensor) for x in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
-        operator, listening = operator_of(func), Listening()
+        if self.placing and _accumulates(autograd_node()):
+            return func(*args, **kwargs)
+        operator = operator_of(func)
         bound = operator.bind(args, kwargs)
         meshes = tuple(meshes_of(bound.values()))
         if across_places(operator, bound, meshes) or through_copies(operator, bound):
             return self._opaque(operator, bound, func, args, kwargs)
-        plan = plan_of_bound(operator, bound, meshes, listening)
+        plan, asked = self._planned(operator, bound, meshes)
         if plan.how == "decompose":
             self._node("parts", operator.name).key = key_of(operator, bound)
             with self:
                 return run_chosen(func, args, kwargs, choose)
-        asked = listening.calls[0] if len(listening.calls) == 1 else None
         if plan.how != "rule" or plan.chosen is None or asked is None or _writes_otherwise(plan, operator, asked):
             return self._opaque(operator, bound, func, args, kwargs, plan)
         return self._call(operator, plan, asked, bound, func, args, kwargs)
@@ -95,6 +103,21 @@ class Recorder(TorchDispatchMode):
             node.kind, node.asked = "fixed", None
         return made
 
+    def _planned(self, operator: Operator, bound: dict[str, Any], meshes: tuple[DeviceMesh, ...]) -> tuple[Plan, Asked | None]:
+        """The plan of a call, and what its rule was asked if that was one question; calls that are alike share both."""
+        try:
+            key = operator.func, _frozen(bound)
+            found = self._plans.get(key)
+        except TypeError:  # an argument that is not hashed
+            key, found = None, None
+        if found is None:
+            listening = Listening()
+            plan = plan_of_bound(operator, bound, meshes, listening)
+            found = plan, listening.calls[0] if len(listening.calls) == 1 else None
+            if key is not None:
+                self._plans[key] = found
+        return found
+
     def _opaque(self, operator: Operator, bound: Any, func: Any, args: Any, kwargs: Any, plan: Plan | None = None) -> Any:
         given = [x for _, _, x in places_of(operator, bound)]
         operands = [self._value(x) for x in given]
@@ -102,7 +125,8 @@ class Recorder(TorchDispatchMode):
         node.key, node.view, node.operands = key_of(operator, bound), operator.is_view, operands
         taken = plan.operands if plan is not None and len(plan.operands) == len(given) else ()
         node.wanted = taken or tuple(x._layout if isinstance(x, DTensor) else None for x in given)
-        written = {id(x) for name in operator.mutated for x in tree_leaves(bound.get(name)) if isinstance(x, DTensor)}
+        names = operator.mutated.union(_declared_writes(plan) if plan is not None else ())
+        written = {id(x) for name in names for x in tree_leaves(bound.get(name)) if isinstance(x, DTensor)}
         if operator.is_view or operator.reshapes:
             written |= {id(x) for x in given}
         node.pinned = frozenset(i for i, x in enumerate(given) if id(x) in written)
@@ -125,11 +149,16 @@ class Recorder(TorchDispatchMode):
         else:
             line = self._lines.get(running._sequence_nr() + 1, "")
         node = Node(len(self.graph.nodes), kind, name, line=line, backward=running is not None)
-        node.gathers = running is not None and running.name() == "torch::autograd::AccumulateGrad"
+        node.gathers = _accumulates(running)
         self.graph.nodes.append(node)
         return node
 
     # --- values --------------------------------------------------------------------------------------------------------
+    def value_of(self, x: Any) -> Value | None:
+        """The value that a tensor is now; None if no call has taken it."""
+        found = self._known.get(id(x))
+        return None if found is None or found[0]() is not x else self.graph.values[found[2]]
+
     def _value(self, x: Any) -> int | None:
         """The value that a tensor is now."""
         if not isinstance(x, DTensor):
@@ -167,18 +196,26 @@ class Recorder(TorchDispatchMode):
         node.operands, node.wanted = operands, (made._layout,)
         self._results(node, made, None)
 
-    def arrived(self, grad: Any, leaf: Layout) -> None:
+    def arrived(self, grad: Any, leaf: list[Layout]) -> None:
         """From here on the gradient lies as the leaf's gradients do, whether it has to be moved for that or not."""
         operands = [self._value(grad)]
-        node = self._node("move", "gradient")
-        target = grad._layout.replace(placements=leaf.reduced().placements)
-        node.operands, node.wanted, node.key = operands, (target,), tuple(leaf.shape)
+        target = grad._layout.replace(placements=leaf[0].reduced().placements)
+        owner = self._leaf(leaf) if self.placing else None
+        node = self._node("move" if owner is None else "gradient", "gradient")
+        node.operands, node.wanted, node.key = operands, (target,), tuple(leaf[0].shape)
+        if owner is not None:
+            node.operands, node.wanted, node.pinned = [*operands, owner], (target, leaf[0]), frozenset((1,))
         value = self._new(grad, node, 0, len(self.graph.values))
         node.results, value.layout = [value.number], target
 
+    def _leaf(self, place: list[Layout]) -> int | None:
+        """The value of the leaf that knows its layout by this list."""
+        known = ((found[0](), found[2]) for found in self._known.values())
+        return next((number for x, number in known if x is not None and x.__dict__.get("_grad_layout") is place), None)
+
     def looked_at(self, x: Any) -> None:
         """The user sees how it lies."""
-        number = self._value(x)
+        number = None if self.placing else self._value(x)
         if number is not None:
             self.graph.values[number].kept = True
 
@@ -197,6 +234,11 @@ class Recorder(TorchDispatchMode):
                 continue
             node.kind, node.asked, node.pinned = "fixed", None, node.pinned | {0}
             node.wanted = tuple(None if n is None else values[n].layout for n in node.operands)
+
+
+def _accumulates(running: Any) -> bool:
+    """Whether autograd is adding up a leaf's gradient."""
+    return running is not None and running.name() == "torch::autograd::AccumulateGrad"
 
 
 def version_of(x: torch.Tensor) -> int:
@@ -234,10 +276,26 @@ def _static(value: Any, number: bool) -> object:
 def _writes_otherwise(plan: Plan, operator: Operator, asked: Asked) -> bool:
     """Whether something is written that is no result (running statistics, ``out=``, how a tensor is seen), or is moved for it."""
     returned = {name for name in operator.returns if name is not None}
-    declared = plan.rule.writes(plan.call) if plan.rule is not None and plan.rule.writes is not None else ()
     moved = any(not plan.operands[i].same_data(plan.call.operands[i]) for i in asked.kept.values())
-    aside = operator.outs or operator.reshapes or operator.mutated - returned or set(declared) - returned
+    aside = operator.outs or operator.reshapes or operator.mutated - returned or set(_declared_writes(plan)) - returned
     return bool(aside or plan.write_back or moved)
+
+
+def _declared_writes(plan: Plan) -> tuple[str, ...]:
+    """Arguments that are written to, though the schema does not say so."""
+    rule = lookup(plan.call.func)
+    return rule.writes(plan.call) if rule is not None and rule.writes is not None else ()
+
+
+def _frozen(value: Any) -> Any:
+    """Arguments as a key; of numbers their type too, as True is 1 and 1 is 1.0."""
+    if isinstance(value, dict):
+        return tuple((name, _frozen(item)) for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, torch.Tensor):
+        return value._layout if isinstance(value, DTensor) else (tuple(value.shape), value.stride(), value.dtype)
+    return type(value), value
 
 
 def _flat(made: Any) -> list[Any]:

@@ -14,11 +14,12 @@ from typing import Any
 
 from ..errors import PlanError
 from ..layout.layout import Layout
-from .graph import Graph
+from .classes import Classes
 from .options import Form, Option, Options, form_of, whole
 from .prices import FREE, move_seconds
 
 Terms = list[tuple[int, float]]  # variables and their coefficients
+Made = tuple[Layout, list[int]]  # a layout, and the variables of the options that have it
 
 
 @dataclass(slots=True)
@@ -68,40 +69,39 @@ class Program:
 
 
 class Assembly:
-    """The program of a graph along one mesh dim."""
+    """The program of a graph's classes along one mesh dim."""
 
-    def __init__(self, graph: Graph, options: Options, mesh_dim: int) -> None:
-        self.graph, self.options, self.mesh_dim = graph, options, mesh_dim
+    def __init__(self, classes: Classes, options: Options, mesh_dim: int) -> None:
+        self.classes, self.options, self.mesh_dim = classes, options, mesh_dim
         self.program = Program()
-        self.takes = [[self.program.variable(option.seconds, whole=len(own) > 1) for option in own] for own in options]
+        self.takes = [
+            [self.program.variable(own.count * option.seconds, whole=len(options) > 1) for option in options]
+            for own, options in zip(classes.classes, options, strict=True)
+        ]
         for variables in self.takes:
             self.program.equal([(variable, 1.0) for variable in variables], 1.0)
-        for number, users in enumerate(graph.users()):
+        for value, users in enumerate(classes.users):
             if users:
-                self._value(number, users)
+                self._value(value, users)
 
-    def _value(self, number: int, users: Sequence[Any]) -> None:
-        value = self.graph.values[number]
-        made: dict[Form, tuple[Layout, list[int]]] = {}
-        for option, variable in zip(self.options[value.producer.number], self.takes[value.producer.number], strict=True):
-            layout = option.results[value.place]
+    def _value(self, value: int, users: Sequence[tuple[int, int]]) -> None:
+        maker, made_as = self.classes.makers[value]
+        made = self._forms(maker, [option.results[made_as] for option in self.options[maker]])
+        needs = [self._forms(user, [option.operands[place] for option in self.options[user]]) for user, place in users]
+        moves = _Moves(self, list(made.values()), needs, self.classes.classes[maker].count)
+        for (user, place), need in zip(users, needs, strict=True):
+            moves.use(need, pinned=place in self.classes.classes[user].node.pinned, alone=len(users) == 1)
+
+    def _forms(self, own: int, layouts: Sequence[Layout | None]) -> dict[Form, Made]:
+        """Which options of a class have which form."""
+        found: dict[Form, Made] = {}
+        for layout, variable in zip(layouts, self.takes[own], strict=True):
             assert layout is not None
-            made.setdefault(form_of(layout), (layout, []))[1].append(variable)
-        needs = [self._needs(node.number, place) for node, place in users]
-        moves = _Moves(self, list(made.values()), needs)
-        for (node, place), need in zip(users, needs, strict=True):
-            moves.use(need, pinned=place in node.pinned, alone=len(users) == 1)
+            found.setdefault(form_of(layout), (layout, []))[1].append(variable)
+        return found
 
-    def _needs(self, node: int, place: int) -> dict[Form, tuple[Layout, list[int]]]:
-        need: dict[Form, tuple[Layout, list[int]]] = {}
-        for option, variable in zip(self.options[node], self.takes[node], strict=True):
-            layout = option.operands[place]
-            assert layout is not None
-            need.setdefault(form_of(layout), (layout, []))[1].append(variable)
-        return need
-
-    def solved(self, seconds: float, gap: float = 1e-4) -> list[Option] | None:
-        """The option that each node takes."""
+    def solved(self, seconds: float, gap: float = 5e-4) -> list[Option] | None:
+        """The option that each class takes."""
         found = self.program.solved(seconds, gap)
         if found is None:
             return None
@@ -112,10 +112,10 @@ class Assembly:
 
 
 class _Moves:
-    """The moves of one value."""
+    """The moves of one value, of which there are ``count``."""
 
-    def __init__(self, assembly: Assembly, made: list[Any], needs: list[dict[Form, Any]]) -> None:
-        self.program, self.made = assembly.program, made
+    def __init__(self, assembly: Assembly, made: list[Made], needs: list[dict[Form, Made]], count: int) -> None:
+        self.program, self.made, self.count = assembly.program, made, count
         targets = {form: layout for need in needs for form, (layout, _) in need.items()}
         together = whole(made[0][0], assembly.mesh_dim)
         targets.setdefault(form_of(together), together)
@@ -127,11 +127,11 @@ class _Moves:
         key = source, target
         if key not in self._shared:
             layout, variables = self.made[source]
-            variable = self._shared[key] = self.program.variable(move_seconds(layout, self.targets[target]))
+            variable = self._shared[key] = self.program.variable(self.count * move_seconds(layout, self.targets[target]))
             self.program.at_most([(variable, 1.0), *((v, -1.0) for v in variables)], 0.0)
         return self._shared[key]
 
-    def use(self, need: dict[Form, Any], pinned: bool, alone: bool) -> None:
+    def use(self, need: dict[Form, Made], pinned: bool, alone: bool) -> None:
         """The flow of one use: all that is made goes to what is needed."""
         leaving: list[Terms] = [[] for _ in self.made]
         for form, (target, wanting) in need.items():
@@ -150,7 +150,7 @@ class _Moves:
         if math.isinf(seconds) or (pinned and seconds):
             return None
         if alone or seconds < FREE:
-            return self.program.variable(seconds)
+            return self.program.variable(self.count * seconds)
         flow = self.program.variable()
         enough = [other for other, via in self.targets.items() if other == form or self._follows(layout, via, target, seconds)]
         self.program.at_most([(flow, 1.0), *((self._move(source, other), -1.0) for other in enough)], 0.0)

@@ -242,7 +242,7 @@ def keep_grad_layout(leaf: Any) -> None:
         if grad is None:
             return None
         if observed:
-            tell_arrived(grad, layout)
+            tell_arrived(grad, current)
         if type(grad) is kind and grad._layout is layout is _without_partials(layout):  # most often
             return None
         if is_wrapped(grad):

@@ -17,8 +17,8 @@ class Observer(Protocol):
     def moved(self, x: Any, made: Any) -> None:
         """``made`` is ``x`` redistributed."""
 
-    def arrived(self, grad: Any, leaf: Layout) -> None:
-        """``grad`` is a leaf's gradient, and will be brought to the placements of ``leaf``."""
+    def arrived(self, grad: Any, leaf: list[Layout]) -> None:
+        """``grad`` is the gradient of the leaf that has this layout, and will be placed so; the list tells leaves apart."""
 
     def looked_at(self, x: Any) -> None:
         """Somebody takes the pieces of ``x`` as they lie."""
@@ -35,8 +35,8 @@ def tell_moved(x: Any, made: Any) -> Any:
     return made
 
 
-def tell_arrived(grad: Any, leaf: Layout) -> None:
-    if hasattr(grad, "_layout") and grad._layout.mesh is leaf.mesh:
+def tell_arrived(grad: Any, leaf: list[Layout]) -> None:
+    if hasattr(grad, "_layout") and grad._layout.mesh is leaf[0].mesh:
         for observer in OBSERVERS.values():
             observer.arrived(grad, leaf)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gloo import run_gloo
 from torch.nn import functional as F
 
 import dtensor as dt
@@ -57,6 +58,20 @@ def test_a_planned_step_trains_as_one_without_a_plan() -> None:
     assert nbytes[-1] < eager[-1]
     (plan,) = run.plans()
     assert plan.nbytes <= plan.eager_nbytes
+
+
+def _trained_here() -> Any:
+    losses, parameters, run, nbytes = trained(dt.init_device_mesh("cpu", (2,)), 6, "program")
+    return losses, parameters, nbytes[-1], run.cache_info().replayed, run.plans()[0].dumps()
+
+
+@pytest.mark.gloo
+def test_processes_follow_one_plan_and_move_what_it_predicts() -> None:
+    losses, parameters, nbytes, replayed, _ = _trained_here()
+    for others in run_gloo(_trained_here, 2):
+        torch.testing.assert_close(torch.tensor(others[0]), torch.tensor(losses))
+        torch.testing.assert_close(others[1], parameters)
+        assert others[2:4] == (nbytes, replayed)
 
 
 def test_a_plan_from_a_file_is_recorded_at_once() -> None:

@@ -12,8 +12,11 @@ from torch.nn import functional as F
 import dtensor as dt
 from dtensor.debug import CommDebugMode
 from dtensor.plan.follow import Following
-from dtensor.plan.make import planned
+from dtensor.plan.make import plan_of, planned
+from dtensor.plan.options import classes_from, eager_options, options_along
 from dtensor.plan.program_plan import ProgramPlan, placements_of, spelled
+from dtensor.plan.record import recorded
+from dtensor.plan.solver import Assembly
 
 R, S = dt.Replicate(), dt.Shard
 Run = tuple[list[torch.Tensor], Any]
@@ -203,3 +206,18 @@ def test_a_dry_run_is_planned_on_thousands_of_ranks() -> None:
 def test_nothing_to_plan_is_said() -> None:
     with pytest.raises(dt.errors.PlanError, match="no calls"):
         dt.plan(lambda: torch.ones(3) + 1)
+
+
+def test_variables_do_not_grow_with_the_layers_of_a_stack() -> None:
+    mesh = dt.init_device_mesh("meta", (4,))
+    counts = []
+    for layers in (18, 20):
+        step, _ = mlps(mesh, 16, layers)
+        _, graph = recorded(step, (), {})
+        eager = eager_options(graph)
+        classes = classes_from(graph, eager)
+        program = Assembly(classes, options_along(graph, classes, classes.together(eager), 0), 0).program
+        counts.append((len(classes.classes), len(program.costs)))
+    assert counts[0] == counts[1]
+    plan = plan_of(graph)
+    assert plan.seconds < plan.eager_seconds

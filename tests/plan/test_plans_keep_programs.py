@@ -1,0 +1,95 @@
+"""Programs of all kinds give by a plan what they give without one: values, gradients, placements of results, what is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import capture_cases
+import capture_steps
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import dtensor as dt
+from dtensor.plan.follow import Following
+from dtensor.plan.make import planned
+
+MESHES = [pytest.param((4,), marks=pytest.mark.slow), (2, 2)]
+QUICK = {"adamw_fused", "losses_as_floats", "buffers_and_averages"}
+STEPS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in capture_steps.CASES]
+
+
+def assert_close(a: Any, b: Any, what: str) -> None:
+    """The same global values, as they lay."""
+    a_leaves, a_tree = pytree.tree_flatten(a)
+    b_leaves, b_tree = pytree.tree_flatten(b)
+    assert a_tree == b_tree
+    for x, y in zip(a_leaves, b_leaves, strict=True):
+        if isinstance(x, dt.DTensor):
+            assert x.placements == y.placements, what
+            x, y = x.detach().full_tensor(), y.detach().full_tensor()
+        if isinstance(x, torch.Tensor):
+            torch.testing.assert_close(y, x, rtol=2e-4, atol=2e-5, equal_nan=True, msg=lambda text: f"{what}: {text}")
+        else:
+            assert x == (pytest.approx(y, rel=1e-5) if isinstance(y, float) else y), what
+
+
+def trained(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
+    """One forward and backward pass."""
+
+    def step() -> Any:
+        out = fn(*args)
+        results = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if results:
+            sum((x * x).sum() for x in results).backward()
+        return out
+
+    return step
+
+
+@pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("name", list(capture_cases.CASES))
+def test_functions(name: str, shape: tuple[int, ...]) -> None:
+    mesh, sides = capture_cases.mesh_of(*shape), []
+    for _ in range(3):
+        torch.manual_seed(0)
+        fn, arguments, parameters = capture_cases.CASES[name](mesh)
+        args = arguments(0)
+        sides.append((trained(fn, args), args, parameters))
+    torch.manual_seed(1)
+    expected = sides[0][0]()
+    torch.manual_seed(1)
+    _, plan = planned(sides[1][0], (), {})
+    torch.manual_seed(1)
+    with Following(plan) as following:
+        got = sides[2][0]()
+    assert following.followed, following.left
+    assert plan.seconds <= plan.eager_seconds
+    for (what, a), (_, b) in zip(_changed(*sides[0][1:]), _changed(*sides[2][1:]), strict=True):
+        assert_close(a, b, what)
+    assert_close(expected, got, "results")
+
+
+def _changed(args: Any, parameters: Any) -> list[tuple[str, Any]]:
+    leaves = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+    return [("arguments", leaves), ("gradients", [x.grad for x in (*parameters, *leaves) if x.is_leaf])]
+
+
+@pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+@pytest.mark.parametrize("name", STEPS)
+def test_steps(name: str) -> None:
+    mesh, sides = capture_cases.mesh_of(2, 2), []
+    for planning in (False, True):
+        torch.manual_seed(0)
+        step, arguments, parameters, _ = capture_steps.CASES[name](mesh)
+        run, trail = dt.capture(step, plan="program") if planning else step, []
+        for i in range(5):
+            torch.manual_seed(i)
+            args = arguments(i)
+            out = run(*args)
+            trail.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, out))
+        sides.append((trail, [x.detach() for x in parameters], [x.grad for x in parameters]))
+    for what, a, b in zip(("results", "parameters", "gradients"), *sides, strict=True):
+        assert_close(a, b, what)
