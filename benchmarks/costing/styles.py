@@ -1,0 +1,55 @@
+"""Plans of ``ColwiseParallel`` and ``RowwiseParallel`` for unchanged models, as their users write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtensor import Replicate, Shard
+from dtensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+
+Plan = dict[str, Any]
+
+
+def _matrices(prefix: str, columns: tuple[str, ...], rows: tuple[str, ...], left: dict[str, Any]) -> Plan:
+    plan: Plan = {f"{prefix}{name}": ColwiseParallel() for name in columns}
+    return plan | {f"{prefix}{name}": RowwiseParallel(**left) for name in rows}
+
+
+def llama(sequence: bool) -> Plan:
+    left: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False} if sequence else {}
+    given: dict[str, Any] = {"input_layouts": Shard(1)} if sequence else {}
+    plan = _matrices(
+        "model.layers.*.",
+        ("self_attn.[qkv]_proj", "mlp.gate_proj", "mlp.up_proj"),
+        ("self_attn.o_proj", "mlp.down_proj"),
+        left,
+    )
+    plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), **left)
+    plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False, **given)
+    if not sequence:
+        return plan
+    norms = ("model.norm", "model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm")
+    whole = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
+    plan |= {name: SequenceParallel() for name in norms}
+    plan["model.layers.*.self_attn"] = PrepareModuleInput(input_kwarg_layouts=whole[0], desired_input_kwarg_layouts=whole[1])
+    plan["model.layers.*.mlp"] = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    return plan
+
+
+def opt(sequence: bool) -> Plan:
+    plan = _matrices("model.decoder.layers.*.", ("fc1",), ("self_attn.out_proj", "fc2"), {})
+    # heads are counted by the configuration, not by the width of what a rank has: they must stay distributed
+    plan["model.decoder.layers.*.self_attn.[qkv]_proj"] = ColwiseParallel(use_local_output=False)
+    plan["model.decoder.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
+    plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    return plan
+
+
+# family -> whether its sequence can be cut too -> the plan
+PLANS = {
+    ("llama", "styles"): lambda: llama(False),
+    ("llama", "styles_sp"): lambda: llama(True),
+    ("mistral", "styles"): lambda: llama(False),
+    ("mistral", "styles_sp"): lambda: llama(True),
+    ("opt", "styles"): lambda: opt(False),
+}

@@ -1,0 +1,49 @@
+"""Rows of the table for the same Llama in jax, divided by XLA's partitioner: CPU devices, read from the compiled program."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from .families import Size, reduced
+
+RANKS = {"tp": (4,), "fsdp": (4,), "dp": (4,), "tp_dp": (2, 2)}
+
+
+def rows(size: Size, layouts: Sequence[str], python: str = "") -> Iterator[str]:
+    """One line a layout, or one that says why there is none."""
+    python = python or sys.executable
+    if subprocess.run([python, "-c", "import jax"], capture_output=True, check=False).returncode:
+        yield f"xla: skipped, {python} has no jax (python -m venv elsewhere, pip install jax, --jax-python elsewhere/bin/python)"
+        return
+    numbers = [size.layers, size.width, size.batch, size.length, size.vocabulary, size.heads[0], size.hidden]
+    for layout in layouts:
+        if layout not in RANKS:
+            continue
+        program = [python, str(Path(__file__).with_name("jax_llama.py")), layout, *map(str, numbers)]
+        run = subprocess.run(program, capture_output=True, text=True, check=False)
+        if run.returncode:
+            yield f"xla: {layout} failed: {run.stderr.strip().splitlines()[-1]}"
+            continue
+        found = json.loads(run.stdout.splitlines()[-1])
+        hand = _by_hand(layout, size, found["parameters"])
+        kinds = found["collectives"]
+        yield (
+            f"{'llama, xla':10} {layout:9} {int(found['bytes']):12,} {found['bytes'] / hand:9.2f} {found['flops']:15.2f} "
+            f"{sum(kinds.values()):14}          {kinds}"
+        )
+
+
+def _by_hand(layout: str, size: Size, parameters: int) -> float:
+    """As ``by_hand`` has it, of jax's parameters."""
+    ranks = RANKS[layout]
+    n, dp = ranks[-1], ranks[0] if len(ranks) > 1 else 1
+    if layout in ("fsdp", "dp"):
+        return {"fsdp": 3 * (n - 1) / n * parameters, "dp": reduced(parameters, n)}[layout]
+    places = size.batch // dp * size.length
+    moved = (4 * size.layers + 2) * reduced(places * size.width * 4, n) + 3 * reduced(4 * places, n)
+    norms = (2 * size.layers + 1) * size.width * 4
+    return moved + (reduced((parameters - norms) / n + norms, dp) if dp > 1 else 0)
