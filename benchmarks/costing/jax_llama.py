@@ -29,7 +29,7 @@ WIDTHS = {"f32": 4, "s32": 4, "u32": 4, "pred": 1, "bf16": 2, "s64": 8, "f64": 8
 
 
 def parameters(layers: int, width: int, vocabulary: int, inner: int) -> dict[str, Any]:
-    shapes = {name: (width, width) for name in "qkvo"} | {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+    shapes = dict.fromkeys("qkvo", (width, width)) | {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
     made: dict[str, Any] = {"embedding": (vocabulary, width), "head": (vocabulary, width), "norm": (width,)}
     for layer in range(layers):
         made |= {f"{name}.{layer}": shape for name, shape in shapes.items()}
