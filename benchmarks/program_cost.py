@@ -1,6 +1,6 @@
 """What a whole unchanged model moves and computes, beside the program written by hand: bytes, matrix FLOPs, collectives.
 
-    python benchmarks/program_cost.py [--families llama,gpt2] [--layouts tp,fsdp,dp,tp_dp,styles,styles_sp] [--layers 2] [--width 256]
+    python benchmarks/program_cost.py [--families llama,gpt2] [--layouts tp,fsdp,dp,tp_dp,styles,styles_sp] [--layers 2]
     python benchmarks/program_cost.py --dtype bfloat16
     python benchmarks/program_cost.py --cluster          # two layers as large as Llama-70B's, on a dry run of 512 x 8 ranks
     python benchmarks/program_cost.py --xla [--jax-python /path/to/python]      # the same Llama by XLA's partitioner
@@ -93,7 +93,9 @@ def measure(model: nn.Module, inputs: dict[str, Any]) -> Cost:
         loss.backward()
         for parameter in model.parameters():
             grad = parameter.grad
-            if isinstance(grad, dt.DTensor):  # an optimizer wants gradients that lie like their parameters
+            if isinstance(grad, dt.DTensor) and isinstance(
+                parameter, dt.DTensor
+            ):  # an optimizer wants gradients that lie like their parameters
                 grad.redistribute(placements=parameter.placements)
         value = loss.full_tensor() if isinstance(loss, dt.DTensor) else loss
     kinds: Counter[str] = Counter()

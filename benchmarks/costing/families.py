@@ -179,8 +179,8 @@ def reduced(nbytes: float, ranks: int) -> float:
 def by_hand(layout: str, family: Family, model: nn.Module, size: Size, ranks: tuple[int, ...]) -> tuple[float, int]:
     """Bytes and collectives of the hand-written program.
 
-    - tp, styles (Megatron): ``family.reductions`` of the residual stream; the loss is of cut logits: a maximum, a sum and the picked
-      logit of every token, in float32
+    - tp, styles (Megatron): ``family.reductions`` of the residual stream; the loss is of cut logits: a maximum, a sum and the
+      picked logit of every token, in float32
     - styles_sp: the same, each reduction a scattering and a gathering; the gradients of replicated parameters are reduced
     - fsdp: parameters gathered twice, gradients reduce-scattered
     - dp: gradients all-reduced once
