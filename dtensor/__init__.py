@@ -8,9 +8,10 @@ from .capture import Captured, CaptureInfo, capture
 from .comm import PerRank, map_ranks, per_rank
 from .dispatch.cache_info import CacheInfo, cache_info
 from .dispatch.register_sharding import register_sharding, unregister_sharding
+from .interop.compiled import constants as _constants_of_graphs
+from .interop.compiled import substitutes as _substitutes
 from .interop.dynamo import keep_from_inlining as _keep_from_inlining
 from .interop.dynamo import leave_untraced as _leave_untraced
-from .interop.dynamo import no_opaque_type as _no_opaque_type
 from .interop.dynamo import written_in_python as _written_in_python
 from .interop.state_dicts import teach_state_dicts as _teach_state_dicts
 from .layout.layout import Layout
@@ -109,6 +110,7 @@ _provided_by("dtensor.interop.dcp_protocol", "write_items", "chunks", "shard_at"
 _leave_untraced(__name__)
 _keep_from_inlining()
 _teach_state_dicts()
-_no_opaque_type(DeviceMesh)
+_constants_of_graphs(DeviceMesh, Layout, Shard, Replicate, Partial, Monoid)
+_substitutes()
 _written_in_python(DTensor)
 _written_in_python(PerRank)

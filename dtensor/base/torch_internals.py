@@ -104,6 +104,11 @@ NAMES: dict[str, Internal] = {
     "UnsupportedFakeTensorException": Internal(
         "torch._subclasses.fake_tensor.UnsupportedFakeTensorException", "operators without a meta kernel", _NONE
     ),
+    "FunctionalTensor": Internal(
+        "torch._subclasses.functional_tensor.FunctionalTensor", "a local of a program that is being compiled", _NONE
+    ),
+    "DISPATCH_MODE_KEYS": Internal("torch._C._TorchDispatchModeKey", "names of torch's own modes", _NONE),
+    "infra_mode": Internal("torch._C._get_dispatch_mode", "whether operators are recorded for a graph", _NONE),
     # --- nested values
     "tree_flatten": Internal("torch.utils._pytree.tree_flatten", "arguments of captured functions", _PYTREE),
     "tree_leaves": Internal("torch.utils._pytree.tree_leaves", "tensors among arguments", _PYTREE),
@@ -120,7 +125,9 @@ NAMES: dict[str, Internal] = {
     "StorageInfo": Internal("torch.distributed.checkpoint.filesystem._StorageInfo", "where a block of theirs lies", _NONE),
     # --- the compiler
     "eval_frame": Internal("torch._C._dynamo.eval_frame", "our own frames are not compiled", "torch.compiler.disable"),
-    "opaque_object": Internal("torch._library.opaque_object", "a mesh is no opaque type of torch's", _NONE),
+    "opaque_object": Internal("torch._library.opaque_object", "placements and meshes are constants of graphs", _NONE),
+    "graph_break": Internal("torch._dynamo.graph_break", "what is not compiled says why", _NONE),
+    "EffectType": Internal("torch._library.effects.EffectType", "compilers neither drop nor copy a collective", _NONE),
 }
 
 

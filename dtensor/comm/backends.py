@@ -79,7 +79,7 @@ _REDUCE_OPS = {
 _REDUCED_NATIVELY = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
-_LOGICAL = {"sum": "max", "max": "max", "product": "min", "min": "min"}  # on the bytes 0 and 1 of bools
+LOGICAL = {"sum": "max", "max": "max", "product": "min", "min": "min"}  # on the bytes 0 and 1 of bools
 
 
 def native_reduction(group: Group, op: Op, dtype: torch.dtype) -> tuple[dist.ReduceOp.RedOpType, torch.dtype] | None:
@@ -87,7 +87,7 @@ def native_reduction(group: Group, op: Op, dtype: torch.dtype) -> tuple[dist.Red
     if not traits_of(group).reduces or not isinstance(op, str):
         return None
     if dtype is torch.bool:
-        return _REDUCE_OPS[_LOGICAL[op]], torch.uint8
+        return _REDUCE_OPS[LOGICAL[op]], torch.uint8
     if dtype in (torch.complex64, torch.complex128) and op in ("sum", "avg"):
         return _REDUCE_OPS[op], torch.float32 if dtype is torch.complex64 else torch.float64
     return (_REDUCE_OPS[op], dtype) if dtype in _REDUCED_NATIVELY else None

@@ -13,10 +13,12 @@ import torch.distributed as dist
 
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import Group, backend_of, group_of
+from . import functional
 from .backends import all_gather_object
 from .binding import Dims, Reduction, Run, spanning
 from .communicator import Communicator
 from .fold import Op
+from .functional import either
 from .pending import Pending
 from .reductions import bind_all_reduce, bind_scatter
 from .regions import Scatter, Transfer
@@ -45,7 +47,8 @@ class ProcessGroups(Communicator):
         return found
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
-        return bind_transfer(self._group(dims), transfer)
+        group = self._group(dims)
+        return either(bind_transfer(group, transfer), lambda: functional.bind_transfer(group, transfer))
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
         rank = dist.get_rank()
@@ -63,14 +66,16 @@ class ProcessGroups(Communicator):
         backend = backend_of(handle, target.device_type)
         group = Group(handle, tuple(range(len(ranks))), ranks.index(rank), None if natural else order, backend)
         if len(in_torch) == len(ranks):
-            return bind_transfer(group, transfer)
-        return bind_direct(group, transfer.route_of(group.position))
+            return either(bind_transfer(group, transfer), lambda: functional.bind_transfer(group, transfer))
+        return either(bind_direct(group, transfer.route_of(group.position)), functional.refusing_part)
 
     def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
-        return bind_all_reduce(self._group(dims), op, dtype)
+        group = self._group(dims)
+        return functional.beside(bind_all_reduce(group, op, dtype), group, op, dtype)
 
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
-        return bind_scatter(self._group(dims), scatter)
+        group = self._group(dims)
+        return either(bind_scatter(group, scatter), lambda: functional.bind_scatter(group, scatter))
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
         group = self._group(dims)

@@ -65,12 +65,16 @@ def _directly(group: Group, transfer: Transfer, route: Route, known: Traffic | N
     return large or known.partners * traits.sparse <= group.size - 1
 
 
-def _packed(group: Group, route: Route) -> Issue:
-    """Own elements travel with the others', so that the row is regular; the backend copies them."""
+def packings(group: Group, route: Route) -> tuple[Packing, Packing]:
+    """The rows that leave and arrive. Own elements travel with the others', so that a row is regular; the backend copies them."""
     sends, receives = list(route.sends), list(route.receives)
     if route.kept is not None:
         sends[group.position], receives[group.position] = route.kept
-    leaving, arriving = Packing(tuple(group.to_torch(sends)), route.old), Packing(tuple(group.to_torch(receives)), route.new)
+    return Packing(tuple(group.to_torch(sends)), route.old), Packing(tuple(group.to_torch(receives)), route.new)
+
+
+def _packed(group: Group, route: Route) -> Issue:
+    leaving, arriving = packings(group, route)
 
     def issue(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, route.old)

@@ -25,7 +25,8 @@ import torch
 from ..base.caches import remembered
 from ..base.modes import MODES
 from ..base.recording import aside
-from ..base.torch_internals import FakeTensor, graph_task
+from ..base.torch_internals import graph_task
+from ..base.tracing import has_no_values
 from ..comm import PerRank, communicator_of, reordered
 from ..errors import ImplicitCommunicationError, MeshError
 from ..layout.layout import Layout
@@ -256,7 +257,7 @@ def _told(local: Any, mesh: DeviceMesh, home: DeviceMesh, name: str) -> Any:
 @aside
 def _alike(rows: Sequence[torch.Tensor], name: str, mesh: DeviceMesh) -> None:
     first = rows[0]
-    if first.is_meta or isinstance(first, FakeTensor):
+    if first.is_meta or has_no_values(first):
         return
     rounding = 16 * torch.finfo(first.dtype).eps if first.is_floating_point() or first.is_complex() else 0.0
     for row in rows[1:]:

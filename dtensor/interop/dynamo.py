@@ -10,29 +10,43 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from ..base.torch_internals import eval_frame, opaque_object
+from ..base.torch_internals import eval_frame
 from .when_imported import when_imported
 
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 _DONE: set[str] = set()
 
+# Values whose methods are answered at once (see compiled.py), and the functions around modules, which are the program's own.
+LOOKED_INTO = frozenset(
+    {
+        "interop/compiled",
+        "layout/layout",
+        "mesh/device_mesh",
+        "mesh/geometry",
+        "parallel/tensor/boundary",
+        "parallel/tensor/loss",
+        "parallel/tensor/matrix",
+        "parallel/tensor/style",
+        "placement",
+    }
+)
+
 
 def keep_from_inlining() -> None:
-    """Tell Dynamo, now or when it comes, that no function of this package is looked into."""
-    when_imported("torch._dynamo.trace_rules", lambda module: module.add("dtensor"))
+    """Tell Dynamo, now or when it comes, that functions of this package are not looked into, but for :data:`LOOKED_INTO`."""
+    when_imported("torch._dynamo.trace_rules", _skip)
 
 
-def no_opaque_type(kind: type) -> None:
-    """Tell Dynamo that objects of this class are ordinary ones.
-
-    It takes torch's device mesh, and so a subclass, for something that graphs pass around, with attributes that ours lacks.
-    Torch 2.11 looks at the class itself only.
-    """
-    if hasattr(opaque_object, "_resolve_opaque_type_info"):
-        opaque_object._OPAQUE_TYPES[kind] = None  # found before the entries of its bases
+def _skip(module: Any) -> None:
+    package = Path(__file__).parents[1]
+    for file in sorted(package.rglob("*.py")):
+        if file.relative_to(package).with_suffix("").as_posix() not in LOOKED_INTO:
+            module.SKIP_DIRS.append(str(file))
+    module._recompile_re()
 
 
 def written_in_python(kind: type) -> None:

@@ -216,15 +216,15 @@ class Layout:
         return self
 
     # --- questions ---------------------------------------------------------------------------------------------
-    @property
+    @cached_property
     def ndim(self) -> int:
         return len(self.shape)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the global tensor."""
         return self.numel * self.dtype.itemsize
@@ -235,12 +235,12 @@ class Layout:
         sizes = (size if split is None else max(split.sizes) for size, split in zip(self.shape, self.splits, strict=True))
         return math.prod(sizes) * self.dtype.itemsize
 
-    @property
+    @cached_property
     def is_partial(self) -> bool:
         """Whether some mesh dim (of size > 1) holds unreduced terms."""
         return any(op is not None for op in self.partials)
 
-    @property
+    @cached_property
     def is_replicated(self) -> bool:
         """Whether every rank holds the whole value."""
         return not self.is_partial and all(split is None for split in self.splits)

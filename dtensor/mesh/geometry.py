@@ -18,23 +18,26 @@ Names = tuple[str, ...] | None
 
 
 class Geometry:
-    """A root and, for each mesh dim, the root dims that make it up."""
+    """A root and, for each mesh dim, the root dims that make it up.
+
+    What is known of it is remembered in its dictionary, where a compiler finds it (see ``interop.compiled``).
+    """
 
     _root: Root
     _dims: Dims
     _names: Names
 
     # --- what it is -------------------------------------------------------------------------------------------
-    @property
+    @cached_property
     def device_type(self) -> str:
         return self._root.device_type
 
-    @property
+    @cached_property
     def kind(self) -> Kind:
         """``"process_group"``, ``"in_process"`` or ``"dry_run"``."""
         return self._root.kind
 
-    @property
+    @cached_property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
         return self._names
 
@@ -42,7 +45,7 @@ class Geometry:
     def shape(self) -> tuple[int, ...]:
         return tuple(math.prod(self._root.shape[d] for d in dims) for dims in self._dims)
 
-    @property
+    @cached_property
     def ndim(self) -> int:
         return len(self._dims)
 
@@ -57,17 +60,17 @@ class Geometry:
             raise MeshError(f"mesh dim {mesh_dim} is out of range for {self!r}; use a dim in [{-self.ndim}, {self.ndim - 1}]")
         return mesh_dim % self.ndim
 
-    @property
+    @cached_property
     def _is_root(self) -> bool:
         return self._dims == tuple((d,) for d in range(len(self._root.shape)))
 
     # --- members and coordinates: pure integer maths ------------------------------------------------------------
-    @property
+    @cached_property
     def members(self) -> range:
         """Positions of all members of the root: one local value each when all ranks live in this process."""
         return range(len(self._root.ranks))
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The rank of each member."""
         return self._root.ranks
@@ -103,7 +106,7 @@ class Geometry:
         """Number of ranks over several mesh dims."""
         return math.prod(self.shape[mesh_dim] for mesh_dim in mesh_dims)
 
-    @property
+    @cached_property
     def spans_root(self) -> bool:
         """Whether every member sees the same ranks: no root dim of size > 1 is left out."""
         used = {d for dims in self._dims for d in dims}

@@ -33,7 +33,7 @@ def work_seconds(node: Node, rows: Sequence[Row], operands: Sequence[Layout | No
         if row.kernel is not None and ranks > 1:
             rate = link_of(mesh, (mesh_dim,)).exchange
             seconds += row.kernel.collectives * rate.seconds(ranks, 0) + row.kernel.nbytes(call) / rate.bandwidth
-        if row.factor in work.sizes:
+        if row.factor is not None and row.factor in work.sizes:
             flops *= share(work.sizes[row.factor], ranks)
     if work.free:
         return seconds

@@ -28,7 +28,7 @@ from ..ranks.hidden import as_one, each_rank
 from ..ranks.per_rank import handed_out
 from ..redistribute import Plan as MovePlan
 from ..redistribute import Transit, plan, plan_between
-from . import copies, host
+from . import copies, flattened, host
 from .autograd import (
     everywhere,
     from_pieces,
@@ -268,7 +268,7 @@ class DTensor(torch.Tensor):
         counted_together(self, given)
 
     def _become(self, other: DTensor) -> None:
-        """Be the memory that ``other`` is, in its shape; the version counter and autograd's base stay, whatever memory that has."""
+        """Be the memory that ``other`` is, in its shape; version counter and autograd's base stay, whatever memory that has."""
         users(self)
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         other._share(self)
@@ -284,6 +284,13 @@ class DTensor(torch.Tensor):
             apart = self.__dict__["_apart"] = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # torch's stub
             counted_together(apart, self)
         return cast(DTensor, apart)
+
+    # --- what torch.compile asks: see :mod:`.flattened` ----------------------------------------------------------
+    __tensor_flatten__ = flattened.Flatten()
+    __tensor_unflatten__ = staticmethod(flattened.unflatten)
+    _stable_hash_for_caching = flattened.told_apart
+    __coerce_tangent_metadata__ = flattened.as_any_tangent
+    __coerce_same_metadata_as_tangent__ = flattened.as_tangent
 
     # --- copies, files, prints ----------------------------------------------------------------------------------
     __copy__, __deepcopy__, __reduce_ex__ = copies.shallow, copies.deep, copies.reduced

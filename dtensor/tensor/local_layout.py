@@ -58,7 +58,7 @@ def layout_of_locals(
     try:
         wanted = normalize(placements, mesh.ndim, ndim)
     except PlacementError as error:
-        if shape is None and (check or _measures(mesh, placements)):
+        if shape is None and (check or measures(mesh, placements)):
             _all_pieces(mesh, pieces, str(error))  # this rank's piece alone may lack the dim: the others wait for its sizes
         raise
     dtype = pieces[0].dtype
@@ -93,7 +93,7 @@ def _measured(
 ) -> Layout:
     """The layout from the sizes of all pieces; they are exchanged where a tensor dim is sharded and no sizes are given."""
     shape, order = list(pieces[0].shape), pieces[0].stride()
-    if check or _measures(mesh, placements):
+    if check or measures(mesh, placements):
         shapes, strides = _all_pieces(mesh, pieces, str(placements))
         key = (mesh, placements, shapes, strides if stride is None else stride, dtype)
         layout = _KNOWN.get(key)
@@ -144,7 +144,7 @@ def _same_dims(shapes: Sequence[tuple[int, ...]]) -> None:
         raise LayoutError(f"from_local: ranks hold pieces of different numbers of dims: {tuple(shapes)}")
 
 
-def _measures(mesh: DeviceMesh, placements: Any) -> bool:
+def measures(mesh: DeviceMesh, placements: Any) -> bool:
     """Whether ranks ask each other for sizes, by placements that need not be valid: so that all tell the same order in memory,
     which a piece of one element along a dim cannot."""
     cutting = _cutting(mesh, placements)

@@ -1,0 +1,173 @@
+"""Collectives while somebody traces the program: operators that stand in the graph (:mod:`.graph_ops`).
+
+A compiler that traced the eager ones would run them once, on nothing, and leave them out of its graph. What is issued here gives
+the same bits: the same terms are folded in the same order, in all-to-alls of rows, or by the backend's own reductions where the
+eager collectives are those.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.tracing import is_traced
+from ..errors import UnsupportedOperationError
+from ..mesh.groups import Group
+from ..placement import Monoid
+from .backends import LOGICAL, message, native_reduction, row_major, traits_of
+from .binding import Reduction, Run
+from .fold import Op, dense, fold
+from .graph_ops import operators
+from .pending import Pending
+from .regions import Packing, Scatter, Traffic, Transfer
+from .rows import as_row
+from .transfer import packings
+
+
+def either(eager: Run, bind: Any) -> Run:
+    """``eager``, and what ``bind()`` gives for locals that are being traced."""
+    bound: list[Run] = []
+
+    def issue(x: Tensor) -> Pending[Tensor]:
+        if not is_traced(x):
+            return eager(x)
+        if not bound:
+            bound.append(bind())
+        return bound[0](x)
+
+    return issue
+
+
+def _exchange(group: Group, row: Tensor, arriving: list[int], leaving: list[int]) -> Tensor:
+    """One all-to-all of the parts of ``row`` by torch's ranks."""
+    carried = message(row)
+    if carried.dtype is not row.dtype:
+        arriving, leaving = ([length * row.dtype.itemsize for length in side] for side in (arriving, leaving))
+    return _as(operators().exchange(carried, arriving, leaving, group.handle.group_name), row.dtype)
+
+
+def _as(row: Tensor, dtype: torch.dtype) -> Tensor:
+    return row if row.dtype is dtype else row.view(dtype)
+
+
+def bind_transfer(group: Group, transfer: Transfer) -> Run:
+    route = transfer.route_of(group.members[group.position])
+    if transfer.kind == "all_gather" and traits_of(group).reduces and Traffic.of_gather(route).alike:
+        return _gathered(group, route)
+    leaving, arriving = packings(group, route)
+
+    def issue(x: Tensor) -> Pending[Tensor]:
+        row = _exchange(group, leaving.pack(row_major(x, route.old)), arriving.lengths, leaving.lengths)
+        return Pending.of(arriving.unpack(row))
+
+    return issue
+
+
+def _gathered(group: Group, route: Any) -> Run:
+    boxes = list(route.receives)
+    boxes[group.position] = route.kept[1]
+    arriving = Packing(tuple(group.to_torch(boxes)), route.new)
+
+    def issue(x: Tensor) -> Pending[Tensor]:
+        row = message(as_row(row_major(x, route.old)))
+        rows = operators().gather(row, group.size, group.handle.group_name)
+        return Pending.of(arriving.unpack(_as(rows, x.dtype)))
+
+    return issue
+
+
+def refusing_part() -> Run:
+    """Between meshes whose ranks, together, have no process group of their own."""
+    raise UnsupportedOperationError(
+        "a redistribution between meshes, of which neither has all the ranks, inside torch.compile: a collective in a graph "
+        "needs a process group of just these ranks; redistribute outside of the compiled function"
+    )
+
+
+def bind_scatter(group: Group, scatter: Scatter) -> Run:
+    """``chunks[k]`` of every member's block, reduced, goes to group position k."""
+    member, op = group.members[group.position], scatter.op
+    old, chunks = tuple(scatter.old(member)), scatter.chunks_of(member)
+    own = chunks[group.position]
+    leaving = Packing(tuple(group.to_torch(chunks)), old)
+    native = _native(group, op, scatter.dtype)
+    if native is not None and len({box.size for box in chunks}) == 1:
+        return _scattered_natively(group, leaving, own.size, native)
+
+    def issue(x: Tensor) -> Pending[Tensor]:
+        rows = _exchange(group, leaving.pack(row_major(x, old)), [own.numel] * group.size, leaving.lengths)
+        return Pending.of(fold(group.to_mesh(rows.view(group.size, *own.size).unbind(0)), op))
+
+    return issue
+
+
+def _scattered_natively(group: Group, leaving: Packing, size: tuple[int, ...], native: tuple[str, torch.dtype]) -> Run:
+    op, seen = native
+
+    def issue(x: Tensor) -> Pending[Tensor]:
+        row = as_row(leaving.pack(row_major(x, leaving.shape))).view(seen)
+        reduced = operators().reduce_scatter(row, op, group.size, group.handle.group_name)
+        return Pending.of(_as(reduced, x.dtype).view(size))
+
+    return issue
+
+
+def _native(group: Group, op: Op, dtype: torch.dtype) -> tuple[str, torch.dtype] | None:
+    """The backend's reduction by name, and the dtype to view the data as."""
+    found = native_reduction(group, op, dtype)
+    if found is None:
+        return None
+    return (LOGICAL[str(op)] if dtype is torch.bool else str(op)), found[1]
+
+
+def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Run:
+    native = _native(group, op, dtype)
+    if native is not None:
+        return _reduced_natively(group, native)
+    most = math.inf if isinstance(op, Monoid) else traits_of(group).one_round_bytes
+
+    def issue(x: Tensor) -> Pending[Tensor]:
+        in_one_round = x.numel() * x.dtype.itemsize * group.size <= most
+        reduced = _in_one_round if in_one_round else _in_two_rounds
+        return Pending.of(reduced(group, row_major(x, tuple(x.shape)), op))
+
+    return issue
+
+
+def _reduced_natively(group: Group, native: tuple[str, torch.dtype]) -> Run:
+    op, seen = native
+
+    def issue(x: Tensor) -> Pending[Tensor]:
+        row = as_row(dense(x)).view(seen)
+        return Pending.of(_as(operators().reduce(row, op, group.handle.group_name), x.dtype).view(x.shape))
+
+    return issue
+
+
+def _in_one_round(group: Group, x: Tensor, op: Op) -> Tensor:
+    lengths = [x.numel()] * group.size
+    rows = _exchange(group, x.expand(group.size, *x.shape).contiguous().view(-1), lengths, lengths)
+    return fold(group.to_mesh(rows.view(group.size, *x.shape).unbind(0)), op)
+
+
+def _in_two_rounds(group: Group, x: Tensor, op: Op) -> Tensor:
+    """Reduce-scatter, then all-gather, of chunks by torch's ranks."""
+    chunk = -(-x.numel() // group.size)
+    lengths = [max(0, min(chunk, x.numel() - k * chunk)) for k in range(group.size)]
+    own = lengths[group.torch_rank]
+    rows = _exchange(group, x.view(-1), [own] * group.size, lengths)
+    reduced = fold(group.to_mesh(rows.view(group.size, own).unbind(0)), op)
+    again = reduced.expand(group.size, own).contiguous().view(-1)
+    return _exchange(group, again, lengths, [own] * group.size).view(x.shape)
+
+
+def beside(eager: Reduction, group: Group, op: Op, dtype: torch.dtype) -> Reduction:
+    """``eager``, and the same while somebody traces."""
+
+    def bind() -> Run:
+        return bind_all_reduce(group, op, dtype)
+
+    return Reduction(either(eager.run, bind), None if eager.taking is None else either(eager.taking, bind), eager.at_once)

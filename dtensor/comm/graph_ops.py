@@ -1,0 +1,73 @@
+"""The collectives that stand in a compiled program's graph: one operator each, which has ended when it returns.
+
+Every rank must issue the collectives of a program, in its order, once. Compilers drop what has no effect and no use, and a rank
+may have no use for what it gets (the first one of a cumulative sum). They keep what has an effect wherever they copy a part of
+the forward pass into the backward one, as ``wait_tensor`` of torch's functional collectives, and which part that is they choose
+by sizes, which differ between uneven blocks. So these are effects in order, which torch neither drops nor copies nor exchanges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.torch_internals import EffectType
+
+_SCHEMAS = {
+    "exchange": "(Tensor row, int[] arriving, int[] leaving, str group) -> Tensor",
+    "gather": "(Tensor row, int size, str group) -> Tensor",
+    "reduce": "(Tensor row, str op, str group) -> Tensor",
+    "reduce_scatter": "(Tensor row, str op, int size, str group) -> Tensor",
+}
+
+
+def _exchange(row: Tensor, arriving: list[int], leaving: list[int], group: str) -> Tensor:
+    return _ended(torch.ops._c10d_functional.all_to_all_single(row, arriving, leaving, group))
+
+
+def _gather(row: Tensor, size: int, group: str) -> Tensor:
+    return _ended(torch.ops._c10d_functional.all_gather_into_tensor(row, size, group))
+
+
+def _reduce(row: Tensor, op: str, group: str) -> Tensor:
+    return _ended(torch.ops._c10d_functional.all_reduce(row, op, group))
+
+
+def _reduce_scatter(row: Tensor, op: str, size: int, group: str) -> Tensor:
+    return _ended(torch.ops._c10d_functional.reduce_scatter_tensor(row, op, size, group))
+
+
+def _ended(sent: Tensor) -> Any:
+    return torch.ops._c10d_functional.wait_tensor(sent)
+
+
+_RUN: dict[str, Callable[..., Tensor]] = {
+    "exchange": _exchange,
+    "gather": _gather,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+}
+_WITHOUT_DATA: dict[str, Callable[..., Tensor]] = {
+    "exchange": lambda row, arriving, leaving, group: row.new_empty(sum(arriving)),
+    "gather": lambda row, size, group: row.new_empty(row.numel() * size),
+    "reduce": lambda row, op, group: torch.empty_like(row),
+    "reduce_scatter": lambda row, op, size, group: row.new_empty(row.numel() // size),
+}
+
+
+@cache
+def operators() -> Any:
+    """``torch.ops.dtensor``, whose operators are defined when the first of them is traced."""
+    for name, schema in _SCHEMAS.items():
+        _LIBRARY.define(name + schema)
+        _LIBRARY.impl(name, _RUN[name], "CompositeExplicitAutograd")
+        torch.library.register_fake(f"dtensor::{name}", _WITHOUT_DATA[name], lib=_LIBRARY)
+        _LIBRARY._register_effectful_op(f"dtensor::{name}", EffectType.ORDERED)
+    return torch.ops.dtensor
+
+
+_LIBRARY = torch.library.Library("dtensor", "FRAGMENT")

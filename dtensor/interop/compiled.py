@@ -1,0 +1,137 @@
+"""What ``torch.compile`` is told, so that it takes DTensors into its graphs.
+
+Placements, layouts and meshes are constants of a graph, on which it is guarded: what is asked of them is answered while the
+program is traced. Methods of DTensors are calls that stand in the graph; ``from_local`` is one where it asks no other rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import getattr_static
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from ..base import torch_internals
+from ..base.torch_internals import opaque_object
+from ..comm import PerRank, shards_of
+from ..dispatch.local_op import seen
+from ..mesh.device_mesh import DeviceMesh
+from ..placement import Partial, Placement, Replicate, Shard
+from ..ranks.hidden import each_rank
+from ..tensor.autograd import as_local, laid
+from ..tensor.dtensor import DTensor
+from ..tensor.flattened import kept, kept_object
+from ..tensor.local_layout import measures
+from .when_imported import when_imported
+
+
+def constants(*kinds: type) -> None:
+    """Objects of these classes are constants. Torch 2.11 does not know such ones: there the graph breaks at them."""
+    if not hasattr(opaque_object, "MemberType"):
+        return
+    for kind in kinds:
+        kind.__fx_repr__ = _written  # type: ignore[attr-defined]  # torch asks the class for it
+        members = dict.fromkeys(_methods(kind), opaque_object.MemberType.USE_REAL)
+        opaque_object.register_opaque_type(kind, typ="value", members=members)
+
+
+def _methods(kind: type) -> set[str]:
+    """Torch reads all of these of an object: what a property would find out it does not ask for here."""
+    found = {name: getattr_static(kind, name) for name in dir(kind)}
+    kinds = (FunctionType, staticmethod, classmethod)
+    return {name for name, value in found.items() if isinstance(value, kinds) and (name in _ASKED or not name.startswith("__"))}
+
+
+_ASKED = frozenset({"__getitem__", "__repr__", "__str__"})
+
+
+def _written(value: Any) -> tuple[str, dict[str, Any]]:
+    """In the text of a graph: what makes a placement, or where this process keeps the object.
+
+    Torch keeps compiled programs on disk under that text. Those of another process would find no process groups of these names
+    here, so they are other programs.
+    """
+    if isinstance(value, (Shard, Replicate)) or (isinstance(value, Partial) and isinstance(value.reduce_op, str)):
+        return repr(value), {type(value).__name__: type(value)}
+    return f"kept_object({kept(value)!r})", {"kept_object": kept_object}
+
+
+def _constant(function: Any) -> None:
+    function._dynamo_marked_constant = True  # what torch.compiler.assume_constant_result does, without importing the compiler
+
+
+def _break(msg: str) -> None:
+    """``graph_break`` of the compiler, once it is there."""
+
+
+def substitutes() -> None:
+    """Functions that are told otherwise to the compiler, once it comes."""
+    when_imported("torch._dynamo", _substitute)
+
+
+def _substitute(module: Any) -> None:
+    global _break
+    _break = torch_internals.graph_break
+    for function in _IN_GRAPH:
+        module.allow_in_graph(function)
+    for function, seen_as in _SEEN_AS.items():
+        module.substitute_in_graph(function, skip_signature_check=True)(seen_as)
+
+
+def _itself(x: Any) -> Any:
+    """Of a plain tensor, or a DTensor: no transform of ``torch.func`` hides it, and it is this rank's alone."""
+    if isinstance(x, PerRank):
+        _break(msg=_ALL_RANKS)
+    return x
+
+
+def _alone(x: Any) -> Any:
+    if isinstance(x, PerRank):
+        _break(msg=_ALL_RANKS)
+    return (x,)
+
+
+_ALL_RANKS = "with all ranks in this process DTensors are not compiled: start a process for each"
+
+
+def _placed(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, grad_placements: Any) -> Any:
+    return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride, grad_placements=grad_placements)
+
+
+def _from_local(
+    local_tensor: torch.Tensor,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    run_check: bool = False,
+    shape: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
+    grad_placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """``DTensor.from_local`` as the compiler sees it: what ranks ask each other is asked at every call, outside of the graph."""
+    if not _on_processes(device_mesh):
+        _break(msg=_ALL_RANKS)
+    if device_mesh is None:
+        _break(msg="DTensor.from_local without device_mesh= reads the mesh that is entered: give it")
+    if run_check:
+        _break(msg="DTensor.from_local(run_check=True) compares what ranks hold, at every call")
+    if shape is None and _asks_others(device_mesh, placements):
+        _break(msg="DTensor.from_local without shape= asks the other ranks for their sizes: give shape=")
+    return _placed(local_tensor, device_mesh, placements, shape, stride, grad_placements)
+
+
+def _on_processes(mesh: Any) -> bool:
+    return not isinstance(mesh, DeviceMesh) or mesh.kind == "process_group"
+
+
+def _asks_others(mesh: Any, placements: Any) -> bool:
+    return isinstance(mesh, DeviceMesh) and measures(mesh, placements)
+
+
+_constant(_asks_others)
+_constant(_on_processes)
+
+_IN_GRAPH: tuple[Any, ...] = (_placed, laid, as_local)
+_SEEN_AS: dict[Any, Any] = {DTensor.from_local: _from_local, seen: _itself, each_rank: _itself, shards_of: _alone}

@@ -1,0 +1,90 @@
+"""What ``torch.compile`` asks of a tensor: the piece that it holds, and the layout under which that is the whole.
+
+Compiled programs see the piece; the layout is a constant of theirs, on which they are guarded. Only this rank's piece of a mesh
+of processes is such a tensor: with all ranks in this process, and in a dry run, a DTensor does not flatten, and the graph breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from ..dispatch.wrapping import wrap_local
+from ..errors import DTensorError
+from ..layout.layout import Layout
+from .autograd import grad_layout, move, to_whole
+
+
+class Flatten:
+    """``__tensor_flatten__``: torch asks an instance whether it has one."""
+
+    def __get__(self, x: Any, kind: type) -> Callable[..., Any]:
+        if x is None:
+            return flatten
+        x._local  # noqa: B018 - one that is on its way arrives, and is a DTensor from now on
+        if x._layout.mesh.kind != "process_group":
+            raise AttributeError(f"a tensor on {x._layout.mesh!r} is not one piece: torch.compile does not look into it")
+        return partial(flatten, x)
+
+
+def flatten(x: Any) -> tuple[list[str], Layout]:
+    return ["_local"], x._layout
+
+
+def unflatten(pieces: dict[str, torch.Tensor], layout: Layout, size: Sequence[int], stride: Sequence[int]) -> Any:
+    """The DTensor with this piece; sizes that are symbols are looked at, so that the graph is one for these sizes."""
+    shape, steps = tuple(map(int, size)), tuple(map(int, stride))
+    if shape != tuple(layout.shape) or steps != tuple(layout.stride):
+        layout = layout.replace(shape=shape, stride=steps)
+    return wrap_local(pieces["_local"], layout)
+
+
+def as_any_tangent(x: Any) -> Any:
+    """A result as its gradient is laid while the backward pass is traced."""
+    layout = grad_layout(x._layout, None)
+    return x if layout is x._layout else move(x, layout)
+
+
+def as_tangent(x: Any, layout: Layout | None, expected: type | None = None) -> Any:
+    """A gradient as it was laid when the backward pass was traced."""
+    if expected is not None and layout is None:
+        return to_whole(x, None)
+    if layout is None or x._layout is layout:
+        return x
+    if x._layout.mesh != layout.mesh or x._layout.shape != layout.shape:
+        raise DTensorError(f"a gradient of {x._layout!r} for a compiled result of {layout!r}")
+    moved = move(x, layout)
+    if moved._layout.stride == layout.stride:
+        return moved
+    mesh = layout.mesh
+    member = mesh.current_member()
+    steps = layout.local_stride(None if member is None else mesh.coordinates[member])
+    local = moved._local
+    return wrap_local(local.new_empty_strided(local.shape, steps).copy_(local), layout)
+
+
+def told_apart(x: Any) -> str:
+    """What torch keeps compiled programs under, on disk too: those of another process name process groups that are not here."""
+    local = x._local
+    return f"{kept(x._layout)} {tuple(local.shape)} {local.stride()} {x.requires_grad}"
+
+
+def kept(value: Any) -> str:
+    """A name for an object that stands in compiled programs, in this process."""
+    return f"{_PROCESS} {_KEPT.setdefault(value, len(_KEPT))}"
+
+
+def kept_object(name: str) -> Any:
+    """What has that name."""
+    process, where = name.split()
+    if process != _PROCESS:
+        raise DTensorError("a program that another process compiled: its meshes are not here")
+    return list(_KEPT)[int(where)]
+
+
+_KEPT: dict[Any, int] = {}
+_PROCESS = uuid4().hex

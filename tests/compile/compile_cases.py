@@ -1,0 +1,198 @@
+"""Programs that ``torch.compile(fullgraph=True)`` takes: what each computes is compared with the same program, not compiled.
+
+A case gives a function (or a module) and its arguments, made anew for each run: on two processes of a gloo group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dtensor as dt
+from dtensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
+from dtensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+Made = tuple[Callable[..., Any], tuple[Any, ...]]
+Case = Callable[[DeviceMesh], Made]
+CASES: dict[str, Case] = {}
+S0, S1, R, P = [Shard(0)], [Shard(1)], [Replicate()], [Partial()]
+
+
+def case(fn: Case) -> Case:
+    CASES[fn.__name__] = fn
+    return fn
+
+
+def of(fn: Callable[..., Any], *given: tuple[tuple[int, ...] | torch.Tensor, list[Placement]]) -> Case:
+    """A function of random tensors, or of these, under these placements."""
+
+    def make(mesh: DeviceMesh) -> Made:
+        values = [value if isinstance(value, torch.Tensor) else torch.randn(value) for value, _ in given]
+        laid = [dt.distribute_tensor(x, mesh, where) for x, (_, where) in zip(values, given, strict=True)]
+        return fn, tuple(laid)
+
+    return make
+
+
+# --- one line each ----------------------------------------------------------------------------------------------------------
+LINES: dict[str, Case] = {
+    "matmul": of(lambda x, w: x @ w, ((5, 6), S0), ((6, 7), S1)),
+    "shape": of(lambda x: x * x.shape[0] + len(x), ((5, 6), S0)),
+    "placements": of(lambda x: x * 2 if x.placements == (Shard(0),) and (x * 2).placements[0].is_shard(0) else x, ((5, 6), S0)),
+    "mesh facts": of(
+        lambda x: x * x.device_mesh.size() * (x + 1).device_mesh.shape[0] * x.device_mesh.get_local_rank() + x.device_mesh.ndim,
+        ((5, 6), S0),
+    ),
+    "redistribute": of(lambda x: x.redistribute(placements=[Shard(1)]), ((5, 6), S0)),
+    "redistribute later": of(lambda x: (x * 2).redistribute(placements=R, async_op=True) * 2, ((5, 6), S0)),
+    "to_local": of(lambda x: x.to_local().sin(), ((5, 6), S0)),
+    "full_tensor": of(lambda x: x.full_tensor().sin(), ((5, 6), S0)),
+    "sum of all": of(lambda x: x.sum(), ((5, 6), S0)),
+    "plain number": of(lambda x: x * torch.tensor(3.0), ((5, 6), S0)),
+}
+
+
+@case
+def a_mesh_that_is_enclosed(mesh: DeviceMesh) -> Made:
+    part = mesh["tp"]
+    return of(lambda x: (x * mesh.size() * part.size()).redistribute(part, [Replicate()]), ((5, 6), S0))(mesh)
+
+
+@case
+def from_local(mesh: DeviceMesh) -> Made:
+    rows = 3 if mesh.get_local_rank() == 0 else 2
+    return (lambda a: DTensor.from_local(a * 2, mesh, [Shard(0)], shape=(5, 6)).sum(0), (torch.randn(5, 6)[:rows],))
+
+
+@case
+def from_local_of_replicas(mesh: DeviceMesh) -> Made:
+    return (lambda a: DTensor.from_local(a * 2, mesh, [Replicate()]).redistribute(placements=S1).sin(), (torch.randn(5, 6),))
+
+
+# --- mathematics ----------------------------------------------------------------------------------------------------------
+def in_place(x: Any, y: Any) -> Any:
+    z = x * 1
+    z += y
+    z.mul_(2)
+    z[0] += y[1]
+    z[:, 1:] *= 2
+    z.t_()
+    return z
+
+
+def in_place_of_an_argument(x: Any, y: Any) -> Any:
+    x += y
+    x.mul_(2)
+    return x * 1
+
+
+def under_autocast(x: Any, w: Any) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return (x @ w).float().sum(0)
+
+
+def checkpointed(x: Any, w: Any) -> Any:
+    return checkpoint(lambda x, w: torch.sin(x @ w), x, w, use_reentrant=False).sum()
+
+
+def loss_in_parallel(x: Any, t: Any) -> Any:
+    with loss_parallel():
+        return F.cross_entropy(x, t)
+
+
+TARGETS = torch.tensor([0, 3, 6, 1, 2])
+HEADS = ((2, 4, 5, 8), S1)
+MATHS: dict[str, Case] = {
+    "two layers": of(lambda x, w, b: ((x @ w + b).relu()[:, 1:] * 2).sum(), ((5, 6), S0), ((6, 7), S1), ((7,), S0)),
+    "contraction": of(lambda x, w: (x @ w).softmax(-1).sum(), ((5, 6), S1), ((6, 7), S0)),
+    "softmax over the shards": of(lambda x: (x.softmax(1) * x).sum(1), ((5, 6), S1)),
+    "layer_norm over the shards": of(lambda x: F.layer_norm(x, (6,)), ((5, 6), S1)),
+    "cross_entropy over the vocabulary": of(F.cross_entropy, ((5, 7), S1), (TARGETS, R)),
+    "cross_entropy of a batch": of(F.cross_entropy, ((5, 7), S0), (TARGETS, S0)),
+    "loss_parallel": of(loss_in_parallel, ((5, 7), S1), (TARGETS, R)),
+    "embedding": of(lambda t, w: F.embedding(t, w).sum(), (TARGETS, R), ((7, 4), S0)),
+    "attention": of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), HEADS, HEADS, HEADS),
+    "cumsum": of(lambda x: x.cumsum(0), ((5, 6), S0)),  # the first rank has no use for what it is sent
+    "std": of(lambda x: x.std(0) + x.mean(), ((5, 6), S0)),  # ranks may save different values for the backward pass
+    "sort": of(lambda x: x.sort(0)[0] * 2, ((5, 6), S0)),
+    "argmax": of(lambda x: x.argmax(0) + (x > 0).sum(0), ((5, 6), S0)),
+    "where": of(lambda x: torch.where(x > 0, x, x.mean(0)).masked_fill(x > 1, 0), ((5, 6), S0)),
+    "made in the graph": of(
+        lambda x: x * torch.ones_like(x) + torch.zeros_like(x).fill_(3) + x.new_full((5, 6), 2.0), ((5, 6), S0)
+    ),
+    "empty shards": of(lambda x: (x * 2).cumsum(0).sum(0) + x.amax(0), ((1, 6), S0)),
+    "no elements": of(lambda x: (x * 2).sum(0), ((0, 6), S0)),
+    "views": of(lambda x: (x.reshape(-1)[3:].view(9, 3).t() @ x[:3].flatten()[:9].view(9, 1)).sum(1), ((5, 6), S0)),
+    "views of columns": of(lambda x: x.t().flip(0).unfold(1, 2, 1).sum(-1).chunk(2)[1], ((5, 6), S1)),
+    "in place": of(in_place, ((5, 6), S0), ((5, 6), S0)),
+    "in place of an argument": of(in_place_of_an_argument, ((5, 6), S0), ((5, 6), S0)),
+    "autocast": of(under_autocast, ((5, 6), S0), ((6, 7), S1)),
+    "activation checkpointing": of(checkpointed, ((5, 6), S1), ((6, 7), S0)),
+    "large reductions": of(lambda x: (x @ x.t()).sum(), ((800, 600), S1)),
+}
+
+# --- every way to redistribute --------------------------------------------------------------------------------------------
+LYING: dict[str, list[Placement]] = {
+    "S0": S0,
+    "S1": S1,
+    "R": R,
+    "P": P,
+    "ragged": [Shard(0, sizes=(5, 0))],
+    "max": [Partial("max")],
+}
+
+
+def moving(source: list[Placement], target: list[Placement]) -> Case:
+    given = R if isinstance(source[0], Partial) else source
+    return of(lambda x: x.redistribute(placements=source).redistribute(placements=target) * 1, ((5, 6), given))
+
+
+MOVES = {f"{a} to {b}": moving(LYING[a], LYING[b]) for a in LYING for b in LYING if b != "max"}
+
+
+# --- modules -----------------------------------------------------------------------------------------------------------------
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+def planned(plan: Callable[[], dict[str, Any]], *shape: int) -> Case:
+    def make(mesh: DeviceMesh) -> Made:
+        model = Block()
+        parallelize_module(model, mesh, plan())
+        return model, (torch.randn(shape),)
+
+    return make
+
+
+MODULES = {
+    "columns and rows": planned(lambda: {"up": ColwiseParallel(), "down": RowwiseParallel()}, 5, 6),
+    "sequence parallel": planned(
+        lambda: {
+            "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        },
+        2,
+        3,
+        6,
+    ),
+}
+ALL: dict[str, Case] = {**LINES, **CASES, **MATHS, **MODULES, **MOVES}

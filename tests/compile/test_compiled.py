@@ -1,0 +1,103 @@
+"""Compiled as one graph, programs compute what they compute otherwise: values, gradients, placements. On two gloo processes."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from compile_cases import ALL, LINES, Case
+from gloo import run_gloo
+from torch import nn
+
+import dtensor as dt
+from dtensor import DTensor
+
+pytestmark = pytest.mark.gloo
+FEW = [*LINES, "from_local", "from_local_of_replicas", "two layers", "cumsum", "std", "columns and rows"]
+
+
+def outcome(make: Case, mesh: dt.DeviceMesh, backend: str | None) -> list[Any]:
+    """Results of two calls, then gradients, then the arguments as they are left."""
+    torch.manual_seed(7)
+    run, args = make(mesh)
+    if isinstance(run, nn.Module):
+        leaves = list(run.parameters())
+    else:
+        args = tuple(arg.detach().clone() for arg in args)
+        leaves = [arg for arg in args if arg.is_floating_point() and getattr(run, "__name__", "") != "in_place_of_an_argument"]
+        for leaf in leaves:
+            leaf.requires_grad_()
+    call = run if backend is None else torch.compile(run, backend=backend, fullgraph=True)
+    outs = []
+    for _ in range(2):
+        outs.append(call(*args))
+        if outs[-1].requires_grad:
+            outs[-1].sin().sum().backward()
+    return [*outs, *(leaf.grad for leaf in leaves), *args]
+
+
+def differing(one: Any, other: Any) -> str:
+    """What is not alike of two results; "" for nothing."""
+    if one is None or other is None:
+        return "" if one is other else f"{one} against {other}"
+    if type(one) is not type(other):
+        return f"{type(one)} against {type(other)}"
+    whole = one.detach(), other.detach()
+    if isinstance(one, DTensor):
+        if one.layout != other.layout:
+            return f"{one.layout} against {other.layout}"
+        whole = one.detach().full_tensor(), other.detach().full_tensor()
+    try:
+        torch.testing.assert_close(*whole, rtol=1e-5, atol=1e-5)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def compared(names: list[str], backend: str) -> dict[str, str]:
+    """Per case what went wrong. Compiled first: a plan that is made while a program is traced is right afterwards, too."""
+    mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found = {}
+    for name in names:
+        torch._dynamo.reset()
+        try:
+            got, wanted = outcome(ALL[name], mesh, backend), outcome(ALL[name], mesh, None)
+            found[name] = "\n".join(filter(None, map(differing, got, wanted)))
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@functools.cache
+def results(backend: str, names: tuple[str, ...]) -> list[dict[str, str]]:
+    return run_gloo(compared, 2, list(names), backend, timeout_s=280.0)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_few_through_autograd(name: str) -> None:
+    for rank in results("aot_eager", tuple(FEW)):
+        assert not rank[name], rank[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ALL if name not in FEW])
+def test_all_through_autograd(name: str) -> None:
+    for rank in results("aot_eager", tuple(name for name in ALL if name not in FEW)):
+        assert not rank[name], rank[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEW)
+def test_graphs_as_dynamo_makes_them(name: str) -> None:
+    for rank in results("eager", tuple(FEW)):
+        assert not rank[name], rank[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEW)
+def test_generated_code(name: str) -> None:
+    for rank in results("inductor", tuple(FEW)):
+        assert not rank[name], rank[name]
