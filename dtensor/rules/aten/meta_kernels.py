@@ -85,6 +85,23 @@ def dim_in_range(name: str, arguments: dict[str, Any]) -> None:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})")
 
 
+def dim_below_ndim(name: str, arguments: dict[str, Any]) -> None:
+    """``dim`` is not beyond those of ``self``; below them another error says so."""
+    if arguments["dim"] >= arguments["self"].ndim:
+        raise RuntimeError(f"{name}: expected a dim below {arguments['self'].ndim}, got {arguments['dim']}")
+
+
+def out_of(dtype: torch.dtype) -> Callable[[str, dict[str, Any]], None]:
+    """``out`` has this dtype: results are not converted."""
+
+    def check(name: str, arguments: dict[str, Any]) -> None:
+        out = arguments["out"]
+        if isinstance(out, Layout) and out.dtype is not dtype:
+            raise RuntimeError(f"{name}: expected out of {dtype}, not {out.dtype}")
+
+    return check
+
+
 def no_numbers(name: str, arguments: dict[str, Any]) -> None:
     """The meta kernel takes dims for granted."""
     if any(not x.shape for x in arguments["tensors"] if isinstance(x, Layout)):
@@ -122,3 +139,5 @@ fact("binary_cross_entropy", refuses=(of_one_dtype("self", "target"),), strides=
 fact("masked_scatter", refuses=(of_one_dtype("self", "source"),))
 fact("slice_scatter select_scatter unique_dim unique_consecutive unique_dim_consecutive", refuses=(dim_in_range,))
 fact("cat.default", refuses=(no_numbers,))
+fact("narrow_copy", refuses=(dim_below_ndim,))
+fact("multinomial.out", refuses=(out_of(_LONG),))
