@@ -15,10 +15,16 @@ _MAKE = make_wrapper_subclass
 _CPU = torch.device("cpu")
 
 
-def install(tensor_type: Any, pending: Any) -> None:
-    """Tell dispatch which class it serves (a layer above this one) and how to make one whose local is on its way."""
-    global TENSOR, _PENDING
-    TENSOR, _PENDING = tensor_type, pending
+def install(tensor_type: Any) -> None:
+    """Tell dispatch which class it serves (a layer above this one)."""
+    global TENSOR
+    TENSOR = tensor_type
+
+
+def install_pending(pending: Any) -> None:
+    """Tell dispatch how to make one whose local is on its way."""
+    global _PENDING
+    _PENDING = pending
 
 
 def wrap_local(local: Any, layout: Layout) -> Any:

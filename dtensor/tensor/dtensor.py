@@ -45,7 +45,7 @@ from .autograd import (
 from .autograd import grad_placements_of as grad_placements_of  # of a leaf
 from .extensions import provided
 from .local_layout import layout_of_locals
-from .observed import observed, tell_looked_at
+from .observed import observed, taken_apart, tell_looked_at
 from .printing import pieces
 
 _make, _grad_enabled = make_wrapper_subclass, torch.is_grad_enabled
@@ -105,9 +105,7 @@ class DTensor(torch.Tensor):
     @property
     def _local_tensor(self) -> torch.Tensor:
         """This rank's piece, no gradients (all ranks' pieces when they live in this process)."""
-        if observed:
-            tell_looked_at(self)
-        return cast(torch.Tensor, handed_out(users(self)._local))
+        return cast(torch.Tensor, handed_out(taken_apart(self)._local))
 
     # --- between local and global -------------------------------------------------------------------------------
     @staticmethod
@@ -162,9 +160,7 @@ class DTensor(torch.Tensor):
             grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial
                 replaced by Replicate. Give ``[Partial()]`` where each rank uses a replicated piece differently.
         """
-        users(self)
-        if observed:
-            tell_looked_at(self)
+        taken_apart(self)
         if not (self.requires_grad and _grad_enabled()) and forward_ad._current_level < 0:  # to transforms it is a constant
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same
@@ -328,28 +324,7 @@ def _target(layout: Layout, device_mesh: Any, placements: Sequence[Placement] | 
     return Layout.of(mesh, placements, layout.shape, layout.stride, layout.dtype)
 
 
-class _Awaited(DTensor):
-    """A DTensor whose local is still on its way; it becomes a plain DTensor when the local is first needed."""
-
-    _pending: Any  # in the instance dictionary: the class can change only while slots are alike
-
-    @property
-    def _local(self) -> Any:
-        made: Any = self
-        arrived, layout = made._pending.wait(), made._layout
-        del made._pending
-        made.__class__ = DTensor
-        made._local, made._layout = arrived, layout
-        return arrived
-
-
-def _await(pending: Any, layout: Layout, like: Any) -> DTensor:
-    made = _make(_Awaited, layout.shape, strides=layout.stride, dtype=layout.dtype, device=like.device)
-    made._pending, made._layout = pending, layout
-    return made
-
-
-install(DTensor, _await)
+install(DTensor)
 wrap: Callable[[Any, Layout], DTensor] = wrap_local
 # Lists of DTensors have rules, so torch may take its `_foreach_` ways (clip_grad_norm_) with them as with plain tensors.
 _optimizer_types.append(DTensor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from ..base.scoped import Scoped
+from ..dispatch.settled import users
 from ..layout.layout import Layout
 
 
@@ -44,3 +45,10 @@ def tell_arrived(grad: Any, leaf: list[Layout]) -> None:
 def tell_looked_at(x: Any) -> None:
     for observer in OBSERVERS.values():
         observer.looked_at(x)
+
+
+def taken_apart(x: Any) -> Any:
+    """``x``, whose pieces the user gets, and may write to."""
+    if observed:
+        tell_looked_at(x)
+    return users(x)
