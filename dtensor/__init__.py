@@ -17,7 +17,7 @@ from .interop.state_dicts import teach_state_dicts as _teach_state_dicts
 from .layout.layout import Layout
 from .mesh.device_mesh import DeviceMesh, init_device_mesh
 from .placement import Monoid, Partial, Placement, Replicate, Shard
-from .plan import ProgramPlan, plan
+from .plan import ProgramPlan, Sharding, auto_shard, plan
 from .random.seed import manual_seed, random_mode
 from .rules.registry import read_from as _read_from
 from .tensor import awaited as _awaited
@@ -49,6 +49,8 @@ __all__ = [
     "ProgramPlan",
     "Replicate",
     "Shard",
+    "Sharding",
+    "auto_shard",
     "cache_info",
     "capture",
     "distribute_module",

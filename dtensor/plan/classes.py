@@ -47,6 +47,13 @@ class Classes:
     makers: list[tuple[int, int]]
     users: list[list[tuple[int, int]]]
 
+    def number(self, value: int) -> int:
+        """One of the graph's values that a value stands for."""
+        own, place = self.makers[value]
+        found = self.classes[own].node.results[place]
+        assert found is not None
+        return found
+
     def together(self, chosen: Sequence[Any]) -> list[Any]:
         """What was chosen for nodes, alike in each class, for each class."""
         return [chosen[own.node.number] for own in self.classes]

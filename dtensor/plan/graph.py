@@ -85,7 +85,7 @@ class Node:
         wanted: layouts of the operands in the recorded program.
         line: the user's source line; of a backward call that of its forward call.
         gathers: it is a part of adding up a leaf's gradient, which stays when the program has ended.
-        memory: of an input that is placed by the plan, bytes that are held for each of its bytes; None where it is given.
+        memory: of an input that is placed, bytes that are held for each of its bytes; ``given``: it lies where the user says.
     """
 
     number: int
@@ -102,6 +102,7 @@ class Node:
     backward: bool = False
     gathers: bool = False
     memory: float | None = None
+    given: bool = False
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from ..errors import PlanError
 from .classes import Classes
 from .describe import described
 from .graph import Graph
+from .memory import Memory
 from .options import Option, classes_from, eager_options, options_along
 from .program_plan import ProgramPlan
 from .record import recorded
@@ -67,19 +68,32 @@ def plan_of(graph: Graph, seconds: float = 60.0) -> ProgramPlan:
     return described(graph, classes, best_options(graph, classes, eager, seconds), eager)
 
 
-def best_options(graph: Graph, classes: Classes, start: Sequence[Option], seconds: float) -> list[Option]:
-    """Mesh dim by mesh dim the best options given those on the others, until nothing gets better; for each node."""
+def best_options(
+    graph: Graph, classes: Classes, start: Sequence[Option], seconds: float, memory: Memory | None = None, reverse: bool = False
+) -> list[Option]:
+    """Mesh dim by mesh dim the best options given those on the others, until nothing gets better; for each node.
+
+    Args:
+        memory: what a rank may hold: what does not fit costs so much that less comes first.
+        reverse: begin with the last mesh dim.
+    """
     mesh, total = graph.mesh, Total(graph)
     assert mesh is not None
-    taken, price = list(start), total.seconds(start)
-    dims = [i for i, ranks in enumerate(mesh.shape) if ranks > 1]
+    penalty = 0.0 if memory is None else 100 * total.seconds(start) / memory.limit
+
+    def price_of(options: Sequence[Option]) -> float:
+        excess = 0.0 if memory is None else max(0.0, memory.bytes(graph, total, options) - memory.limit)
+        return total.seconds(options) + penalty * excess
+
+    taken, price = list(start), price_of(start)
+    dims = [i for i, ranks in enumerate(mesh.shape) if ranks > 1][:: -1 if reverse else 1]
     since = 0  # mesh dims tried without success
     for mesh_dim in dims * _SWEEPS:
         if since >= len(dims):
             break
         options = options_along(graph, classes, classes.together(taken), mesh_dim)
-        found = Assembly(classes, options, mesh_dim).solved(seconds)
+        found = Assembly(classes, options, mesh_dim, memory, penalty).solved(seconds)
         since += 1
-        if found is not None and (now := total.seconds(spread := classes.spread(found))) < price * (1 - 1e-6):
+        if found is not None and (now := price_of(spread := classes.spread(found))) < price * (1 - 1e-6):
             taken, price, since = spread, now, 1
     return taken

@@ -67,7 +67,7 @@ def classes_from(graph: Graph, start: Sequence[Option]) -> Classes:
         what: Any = id(node.asked) if node.asked is not None else (node.name, node.key)
         forms = tuple([None if layout is None else form_of(layout) for layout in (*option.operands, *option.results)])
         kept = tuple([number is not None and graph.values[number].kept for number in node.results])
-        found.append((node.kind, what, forms, option.rows, node.pinned, kept, node.memory))
+        found.append((node.kind, what, forms, option.rows, node.pinned, kept, node.memory, node.given))
     return classes_of(graph, found)
 
 
@@ -89,7 +89,7 @@ def _options(graph: Graph, own: Class, now: Option, mesh_dim: int, forms: list[d
     options, node = [now], own.node
     if node.kind == "call":
         options += [option for option in _of_call(own, now, mesh_dim, forms) if _allowed(graph, node, option)]
-    elif node.kind == "input" and node.memory is not None:
+    elif node.kind == "input" and node.memory is not None and not node.given:
         options += _placed_along(now, mesh_dim)
     elif node.kind == "gradient":
         options += _of_gradient(own, now, forms)

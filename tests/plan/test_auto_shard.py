@@ -1,0 +1,89 @@
+"""``auto_shard`` finds the known ways of parallelism where they are best, and never loses to them by its own model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dtensor as dt
+
+R, S = dt.Replicate(), dt.Shard
+
+
+class Block(nn.Module):
+    """A transformer block and its head; the loss is its result."""
+
+    def __init__(self, width: int, heads: int, vocabulary: int = 64) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        batch, length, width = x.shape
+        h = F.layer_norm(x, (width,))
+        q, k, v = (m(h).view(batch, length, self.heads, -1).transpose(1, 2) for m in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(mixed.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.down(F.gelu(self.up(F.layer_norm(x, (width,)))))
+        return self.head(F.layer_norm(x, (width,))).float().square().mean()
+
+
+MEGATRON = {"q": S(0), "k": S(0), "v": S(0), "o": S(1), "up": S(0), "down": S(1)}
+
+
+def found(width: int, batch: int, length: int, **options: Any) -> dt.Sharding:
+    with torch.device("meta"):
+        model, x = Block(width, width // 128).bfloat16(), torch.empty(batch, length, width, dtype=torch.bfloat16)
+    return dt.auto_shard(model, dt.init_device_mesh("meta", (8,)), example=(x,), **options)
+
+
+def test_data_parallelism_where_parameters_are_small() -> None:
+    sharding = found(256, 64, 512)
+    assert set(sharding.placements.values()) == {(R,)}
+    assert sharding.batch == ((S(0),),)
+
+
+def test_megatrons_cut_where_the_batch_is_one_sequence() -> None:
+    sharding = found(8192, 1, 2048)
+    assert {name: sharding.placements[f"{name}.weight"][0] for name in MEGATRON} == MEGATRON
+    by_hand = found(8192, 1, 2048, placements={f"{name}.weight": [place] for name, place in MEGATRON.items()})
+    copies = found(8192, 1, 2048, placements={f"{name}.weight": [R] for name in MEGATRON})
+    assert sharding.seconds <= 1.05 * min(by_hand.seconds, copies.seconds)
+    assert by_hand.seconds < copies.seconds
+
+
+def test_weights_are_cut_where_memory_binds() -> None:
+    free = found(2048, 64, 512)
+    limit = free.memory * 0.5
+    bound = found(2048, 64, 512, memory=limit)
+    assert bound.memory <= limit < free.memory
+    assert bound.batch == ((S(0),),)
+    assert sum(places != (R,) for places in bound.placements.values()) > sum(
+        places != (R,) for places in free.placements.values()
+    )
+    assert bound.seconds >= free.seconds
+    with pytest.raises(dt.errors.PlanError, match="least memory"):
+        found(2048, 64, 512, memory=1000.0)
+
+
+def test_what_was_found_is_applied_and_computes_the_same() -> None:
+    torch.manual_seed(0)
+    model, x = Block(16, 4), torch.randn(4, 6, 16)
+    sharding = dt.auto_shard(model, dt.init_device_mesh("meta", (2,)), example={"x": x})
+    mesh = dt.init_device_mesh("cpu", (2,))
+    sharded = sharding.apply(copy.deepcopy(model), mesh)
+    assert all(p.placements == sharding.placements[name] for name, p in sharded.named_parameters())
+    loss = sharded(dt.distribute_tensor(x, mesh, sharding.batch[0]))
+    torch.testing.assert_close(loss.full_tensor(), model(x))
+    assert "ms a step" in str(sharding)
+    with pytest.raises(dt.errors.ArgumentError, match="mesh of shape"):
+        sharding.apply(model, dt.init_device_mesh("cpu", (3,)))
+    with pytest.raises(dt.errors.ArgumentError, match="does not have"):
+        dt.auto_shard(model, mesh, example=(x,), placements={"w": [R]})
