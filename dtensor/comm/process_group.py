@@ -5,6 +5,7 @@ Which algorithm runs depends on the backend, dtype, shapes and group size only, 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +14,15 @@ import torch.distributed as dist
 
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import Group, backend_of, group_of
-from .backends import all_gather_object
 from .binding import Dims, Reduction, Run, spanning
 from .communicator import Communicator
 from .fold import Op
 from .pending import Pending
 from .reductions import bind_all_reduce, bind_scatter
 from .regions import Scatter, Transfer
+from .rows import gathered
 from .transfer import bind_direct, bind_transfer
+from .watched import watched
 
 
 class ProcessGroups(Communicator):
@@ -45,7 +47,8 @@ class ProcessGroups(Communicator):
         return found
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
-        return bind_transfer(self._group(dims), transfer)
+        group = self._group(dims)
+        return watched(group, f"{transfer.kind}{self._over(dims)} {transfer.said}".rstrip(), bind_transfer(group, transfer))
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
         rank = dist.get_rank()
@@ -62,18 +65,34 @@ class ProcessGroups(Communicator):
         natural = order == tuple(range(len(in_torch)))
         backend = backend_of(handle, target.device_type)
         group = Group(handle, tuple(range(len(ranks))), ranks.index(rank), None if natural else order, backend)
-        if len(in_torch) == len(ranks):
-            return bind_transfer(group, transfer)
-        return bind_direct(group, transfer.route_of(group.position))
+        all_of_it = len(in_torch) == len(ranks)
+        run = bind_transfer(group, transfer) if all_of_it else bind_direct(group, transfer.route_of(group.position))
+        return watched(group, f"transfer to another mesh {transfer.said}".rstrip(), run)
 
     def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
-        return bind_all_reduce(self._group(dims), op, dtype)
+        group, made = self._group(dims), bind_all_reduce(self._group(dims), op, dtype)
+        said = f"all_reduce({op}){self._over(dims)}"
+        run, taking = (None if each is None else watched(group, said, each, shaped=True) for each in (made.run, made.taking))
+        return Reduction(run or made.run, taking, made.at_once)
 
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
-        return bind_scatter(self._group(dims), scatter)
+        group, said = self._group(dims), f"reduce_scatter({scatter.op}){self._over(dims)} {scatter.said}"
+        return watched(group, said.rstrip(), bind_scatter(group, scatter))
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
-        group = self._group(dims)
-        values: list[Any] = [None] * group.size
-        all_gather_object(values, value, group=group.handle)
-        return group.to_mesh(values)
+        """In two transfers: how long what each rank says is, then all of it."""
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        position = self._group(dims).position
+        lengths = self._gathered(dims, torch.tensor([len(own)]), [1] * self.group_size(dims), position).tolist()
+        rows = self._gathered(dims, own, lengths, position).split(lengths)
+        return [pickle.loads(row.numpy().tobytes()) for row in rows]
+
+    def _gathered(self, dims: Dims, row: torch.Tensor, lengths: list[int], position: int) -> torch.Tensor:
+        route = gathered([(length,) for length in lengths], position)
+        run = self._transfer(dims, Transfer(lambda _: route, row.dtype, "all_gather", said="of what ranks say"))
+        whole: torch.Tensor = run(row.to(self.mesh.device_type)).wait()
+        return whole.cpu()
+
+    def _over(self, dims: Dims) -> str:
+        names = self.mesh.mesh_dim_names
+        return f" over {', '.join(str(dim) if names is None else names[dim] for dim in dims)}"
