@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL ?= -n 2 --dist worksteal
 
-.PHONY: demo demo-4 test test-4 test-hf test-all check lint format types layers docs bench profile clean
+.PHONY: demo demo-4 test test-4 test-chaos test-hf test-all check lint format types layers docs bench profile clean
 
 demo: $(VENV)/.test
 	$(BIN)/python docs/examples/train_gpt.py
@@ -19,6 +19,9 @@ test: $(VENV)/.test
 
 test-4: $(VENV)/.test
 	$(PYTEST) -m gloo
+
+test-chaos: $(VENV)/.test
+	DTENSOR_CHAOS=1 $(PYTEST) tests/divergence
 
 test-hf: $(VENV)/.hf
 	HF_HUB_OFFLINE=1 $(PYTEST) tests/hf $(PARALLEL)

@@ -33,6 +33,7 @@ from .tensor.local_map import local_map
 from .tensor.redistribute_many import redistribute_many
 from .tensor.views import seen_anew as _seen_anew
 from .tensor.views import write_through as _write_through
+from .watch.levels import check_ranks
 
 __all__ = [
     "CacheInfo",
@@ -51,6 +52,7 @@ __all__ = [
     "Shard",
     "cache_info",
     "capture",
+    "check_ranks",
     "distribute_module",
     "distribute_tensor",
     "empty",

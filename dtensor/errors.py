@@ -67,3 +67,11 @@ class PlanError(DTensorError):
 
 class CaptureError(DTensorError):
     """A captured function does what a replay could not do again; the message names it and says what to do instead."""
+
+
+class DivergenceError(DTensorError):
+    """Ranks do not do the same: all of them raise this, with the same words, and no number was mixed up."""
+
+
+class RankLostError(DivergenceError):
+    """A rank has failed, left or been killed while others needed it; all of them raise this, with its name and last line."""

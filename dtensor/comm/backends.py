@@ -67,7 +67,7 @@ def traits_of(group: Group) -> Traits:
 # Renamed in torch 2.13, which warns at the names of 2.11.
 all_gather_single = issuing(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
 reduce_scatter_single = issuing(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)
-broadcast, all_gather_object = issuing(dist.broadcast), issuing(dist.all_gather_object)
+broadcast = issuing(dist.broadcast)
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,

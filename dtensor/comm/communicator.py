@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -69,7 +69,8 @@ class Communicator(Binding):
             group = self.mesh.members_of(dims, member)
             return gathered([(length,) for length in lengths[group]], group.index(member))
 
-        return self.bind_transfer(dims, Transfer(route_of, dtype, "all_gather"))
+        said = _said(lengths[group] for group in lengths)
+        return self.bind_transfer(dims, Transfer(route_of, dtype, "all_gather", said=said))
 
     @site
     def reduce_scatter(self, chunks: Sequence[Local], mesh_dims: Sequence[int], op: Op = "sum") -> Pending[Local]:
@@ -110,7 +111,8 @@ class Communicator(Binding):
         parts = {group: tuple(runs([(n,) for n in each])) for group, each in self._by_group(dims, lengths_of).items()}
         wholes = {group: (sum(box.numel for box in boxes),) for group, boxes in parts.items()}
         members_of = self.mesh.members_of
-        scatter = Scatter(lambda at: parts[members_of(dims, at)], op, lambda at: wholes[members_of(dims, at)], dtype)
+        said = _said([box.numel for box in boxes] for boxes in parts.values())
+        scatter = Scatter(lambda at: parts[members_of(dims, at)], op, lambda at: wholes[members_of(dims, at)], dtype, said)
         return self.bind_reduce_scatter(dims, scatter)
 
     def bind_exchange(self, mesh_dims: Sequence[int], leaving: Lengths, arriving: Lengths, dtype: torch.dtype) -> Run:
@@ -182,7 +184,8 @@ class Communicator(Binding):
             shape = next(shapes[one] for one in (group[source], member, *shapes) if one in shapes)
             return broadcast(shape, size, source, group.index(member))
 
-        return self.bind_transfer(dims, Transfer(route_of, x.dtype, "broadcast"))(x)
+        said = f"from {source}, {next(iter(shapes.values()))}"
+        return self.bind_transfer(dims, Transfer(route_of, x.dtype, "broadcast", said=said))(x)
 
     @exchange
     def all_gather_object(self, value: Any, mesh_dims: Sequence[int]) -> list[Any]:
@@ -230,6 +233,11 @@ class Communicator(Binding):
         if len(chunks) != (size := self.group_size(mesh_dims)):
             raise LayoutError(f"{kind} in a group of {size} ranks takes {size} chunks, got {len(chunks)}")
         return tuple(mesh_dims), list(chunks)
+
+
+def _said(lengths: Iterable[Sequence[int]]) -> str:
+    """The lengths of this rank's group's rows."""
+    return "of rows of " + ", ".join(map(str, next(iter(lengths))))
 
 
 def same_in_group(shapes: dict[int, Any]) -> None:

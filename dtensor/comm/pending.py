@@ -36,6 +36,13 @@ class Pending(Generic[T]):
             self._finish = None
         return self._result  # a T once _finish is gone
 
+    def within(self, around: Callable[[Callable[[], T]], T]) -> Pending[T]:
+        """Itself: what ends it runs as ``around(finish)``."""
+        finish = self._finish
+        if finish is not None:
+            self._finish = lambda: around(finish)
+        return self
+
     def then(self, make: Callable[[T], R]) -> Pending[R]:
         """``make(result)``, made by whoever waits first."""
         return Pending(lambda: make(self.wait()))

@@ -5,6 +5,7 @@ Which algorithm runs depends on the backend, dtype, shapes and group size only, 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import Group, backend_of, group_of
 from . import functional
-from .backends import all_gather_object
 from .binding import Dims, Reduction, Run, spanning
 from .communicator import Communicator
 from .fold import Op
@@ -22,7 +22,9 @@ from .functional import either
 from .pending import Pending
 from .reductions import bind_all_reduce, bind_scatter
 from .regions import Scatter, Transfer
+from .rows import gathered
 from .transfer import bind_direct, bind_transfer
+from .watched import watched
 
 
 class ProcessGroups(Communicator):
@@ -48,7 +50,8 @@ class ProcessGroups(Communicator):
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
         group = self._group(dims)
-        return either(bind_transfer(group, transfer), lambda: functional.bind_transfer(group, transfer))
+        said = f"{transfer.kind}{self._over(dims)} {transfer.said}"
+        return either(watched(group, said, bind_transfer(group, transfer)), lambda: functional.bind_transfer(group, transfer))
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
         rank = dist.get_rank()
@@ -65,20 +68,39 @@ class ProcessGroups(Communicator):
         natural = order == tuple(range(len(in_torch)))
         backend = backend_of(handle, target.device_type)
         group = Group(handle, tuple(range(len(ranks))), ranks.index(rank), None if natural else order, backend)
+        said = f"transfer to another mesh {transfer.said}"
         if len(in_torch) == len(ranks):
-            return either(bind_transfer(group, transfer), lambda: functional.bind_transfer(group, transfer))
-        return either(bind_direct(group, transfer.route_of(group.position)), functional.refusing_part)
+            run = watched(group, said, bind_transfer(group, transfer))
+            return either(run, lambda: functional.bind_transfer(group, transfer))
+        run = watched(group, said, bind_direct(group, transfer.route_of(group.position)))
+        return either(run, functional.refusing_part)
 
     def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
-        group = self._group(dims)
-        return functional.beside(bind_all_reduce(group, op, dtype), group, op, dtype)
+        group, made = self._group(dims), bind_all_reduce(self._group(dims), op, dtype)
+        said = f"all_reduce({op}){self._over(dims)}"
+        run = watched(group, said, made.run, shaped=True)
+        taking = None if made.taking is None else watched(group, said, made.taking, shaped=True)
+        return functional.beside(Reduction(run, taking, made.at_once), group, op, dtype)
 
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
-        group = self._group(dims)
-        return either(bind_scatter(group, scatter), lambda: functional.bind_scatter(group, scatter))
+        group, said = self._group(dims), f"reduce_scatter({scatter.op}){self._over(dims)} {scatter.said}"
+        return either(watched(group, said, bind_scatter(group, scatter)), lambda: functional.bind_scatter(group, scatter))
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
+        """In two transfers: how long what each rank says is, then all of it."""
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        position = self._group(dims).position
+        lengths = self._gathered(dims, torch.tensor([len(own)]), [1] * self.group_size(dims), position).tolist()
+        rows = self._gathered(dims, own, lengths, position).split(lengths)
+        return [pickle.loads(row.numpy().tobytes()) for row in rows]
+
+    def _gathered(self, dims: Dims, row: torch.Tensor, lengths: list[int], position: int) -> torch.Tensor:
+        route = gathered([(length,) for length in lengths], position)
         group = self._group(dims)
-        values: list[Any] = [None] * group.size
-        all_gather_object(values, value, group=group.handle)
-        return group.to_mesh(values)
+        run = watched(group, "all_gather of what ranks say", bind_transfer(group, Transfer(lambda _: route, row.dtype, "all_gather")))
+        whole: torch.Tensor = run(row.to(self.mesh.device_type)).wait()
+        return whole.cpu()
+
+    def _over(self, dims: Dims) -> str:
+        names = self.mesh.mesh_dim_names
+        return f" over {', '.join(str(dim) if names is None else names[dim] for dim in dims)}"

@@ -82,25 +82,28 @@ class Transfer:
         route_of: each member's part.
         kind: what it amounts to: ``"all_gather"`` (every member gets the blocks of all), ``"broadcast"`` or ``"all_to_all"``.
         traffic_of: a member's group's :class:`Traffic`, where that is found sooner than by all routes; None where only they tell.
+        said: what it is, in words that are the same on all ranks of the group: they compare them.
     """
 
     route_of: Callable[[int], Route]
     dtype: torch.dtype
     kind: str = "all_to_all"
     traffic_of: Callable[[int], Traffic | None] | None = None
+    said: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scatter:
     """Region ``chunks_of(member)[k]`` of the blocks of a group, reduced by ``op``, for position k.
 
-    ``old(member)`` is the shape of its block; regions of one position are of one shape on all ranks.
+    ``old(member)`` is the shape of its block; regions of one position are of one shape on all ranks. ``said``: as of a transfer.
     """
 
     chunks_of: Callable[[int], tuple[Box, ...]]
     op: str | Monoid
     old: Callable[[int], tuple[int, ...]]
     dtype: torch.dtype
+    said: str = ""
 
 
 def region(x: Tensor, box: Box) -> Tensor:

@@ -25,9 +25,12 @@ from ..propagation.propagate import Plan
 from ..propagation.schema import Operator, operator_of
 from ..rules.facts import rule_of_each
 from ..rules.registry import lookup
+from ..watch.levels import Level
+from ..watch.watching import note
 from . import wrapping
 from .bind import bind, runner_of
 from .conditions import by_kinds, floats_by_default, under_default_dtype
+from .counted import counting
 from .keys import AS_IT_IS, static
 from .local_op import local_function
 from .mixed_meshes import across_places, meshes_of
@@ -91,6 +94,9 @@ def clear_plans() -> None:
             _LIBRARY = None
 
 
+Level.changed.append(clear_plans)
+
+
 def plans_of_operators() -> dict[str, tuple[int, int]]:
     """Per operator: plans kept, plans made."""
     return {str(entry.func): (len(entry.plans), entry.misses) for entry in list(_ENTRIES.values())}
@@ -125,34 +131,38 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
     numbered, sized = entry.operator.numbered, entry.operator.sized
 
     def run(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if is_view and _IN_INFERENCE() and not args[0].is_inference():
-            with torch.inference_mode(False):  # a view of an ordinary tensor is one: autograd gives it the tensor's version
-                return run(cls, func, types, args, kwargs)
-        if not kwargs:
-            kwargs = {}
-            if args and type(args[0]) is tensor:  # the most frequent forms: the same look-up in fewer steps
-                if len(args) == 2 and type(args[1]) is tensor:
-                    found = find(signature := (args[0]._layout, args[1]._layout))
-                    if type(found) is Layout:
-                        return wrap_local(local_op(args[0]._local, args[1]._local), found)
-                    if found is None:
-                        found = runner_of(_miss(entry, signature, args, kwargs), entry.operator)
-                    return found(args, kwargs, [args[0]._local, args[1]._local], {})  # type: ignore[operator]  # a Runner
-                if numbered or len(args) == 1 or (sized and len(args) == 2):
-                    try:
-                        signature = (args[0]._layout, tuple(args[1])) if sized else (args[0]._layout, *args[1:])
-                        found = find(signature)
-                    except (TypeError, IndexError):  # sizes that are symbols, or left out
-                        pass
-                    else:
-                        if found is None:
-                            found = _miss(entry, signature, args, kwargs)
+        try:
+            if is_view and _IN_INFERENCE() and not args[0].is_inference():
+                with torch.inference_mode(False):  # a view of an ordinary tensor is one: autograd gives it the tensor's version
+                    return run(cls, func, types, args, kwargs)
+            if not kwargs:
+                kwargs = {}
+                if args and type(args[0]) is tensor:  # the most frequent forms: the same look-up in fewer steps
+                    if len(args) == 2 and type(args[1]) is tensor:
+                        found = find(signature := (args[0]._layout, args[1]._layout))
                         if type(found) is Layout:
-                            return wrap_local(local_op(args[0]._local, *args[1:]), found)
-                        return found(args, kwargs, [args[0]._local, *args[1:]], {})  # type: ignore[operator]  # a Runner
-        return general(args, kwargs)
+                            return wrap_local(local_op(args[0]._local, args[1]._local), found)
+                        if found is None:
+                            found = runner_of(_miss(entry, signature, args, kwargs), entry.operator)
+                        return found(args, kwargs, [args[0]._local, args[1]._local], {})  # type: ignore[operator]  # a Runner
+                    if numbered or len(args) == 1 or (sized and len(args) == 2):
+                        try:
+                            signature = (args[0]._layout, tuple(args[1])) if sized else (args[0]._layout, *args[1:])
+                            found = find(signature)
+                        except (TypeError, IndexError):  # sizes that are symbols, or left out
+                            pass
+                        else:
+                            if found is None:
+                                found = _miss(entry, signature, args, kwargs)
+                            if type(found) is Layout:
+                                return wrap_local(local_op(args[0]._local, *args[1:]), found)
+                            return found(args, kwargs, [args[0]._local, *args[1:]], {})  # type: ignore[operator]  # a Runner
+            return general(args, kwargs)
+        except Exception as error:
+            note(error)
+            raise
 
-    return run
+    return counting(entry.operator.name, run) if Level.now == "strict" else run
 
 
 def _general_form_of(entry: Entry) -> Callable[..., Any]:

@@ -72,7 +72,7 @@ class Crossing:
     @cached_property
     def bound(self) -> Run:
         """The transfer, for this process."""
-        transfer = Transfer(self.route_of, self.before.dtype)
+        transfer = Transfer(self.route_of, self.before.dtype, said=f"{place(self.before)} -> {place(self.after)}")
         return communicator_of(self.before.mesh).bind_transfer_to(self.after.mesh, self.ranks, transfer)
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ from ..placement import Monoid
 from .partials import KEEPING
 from .planner import plan as plan_of
 from .routes import gather_traffic, gathered, routes, traffic
-from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, Step
+from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Slice, Spread, Step, described, place
 
 Local = Any  # a torch.Tensor, or a PerRank of them (docs/design.md)
 
@@ -118,7 +118,7 @@ def _bind(comm: Communicator, step: Step) -> Bound:
                 group = before.mesh.members_of(mesh_dims, member)
                 return tuple(inside(before, member, after, other) for other in group)
 
-            scatter = Scatter(chunks_of, op, functools.partial(_local_shape, before), before.dtype)
+            scatter = Scatter(chunks_of, op, functools.partial(_local_shape, before), before.dtype, _said(step))
             return _collective(comm, comm.bind_reduce_scatter(mesh_dims, scatter), step)
         case AllGather() | Exchange():
             return _collective(comm, _transfer(comm, step), step)
@@ -134,11 +134,15 @@ def _transfer(comm: Communicator, step: AllGather | Exchange) -> Run:
         if not bound:
             kind, find = ("all_gather", gather_traffic) if isinstance(step, AllGather) else ("all_to_all", traffic)
             traffic_of = functools.partial(find, step.before, step.after, step.mesh_dims)
-            transfer = Transfer(functools.partial(route, step), step.before.dtype, kind, traffic_of)
+            transfer = Transfer(functools.partial(route, step), step.before.dtype, kind, traffic_of, _said(step))
             bound.append(comm.bind_transfer(step.mesh_dims, transfer))
         return bound[0](x)
 
     return issue
+
+
+def _said(step: Step) -> str:
+    return f"{described(step.before)} -> {place(step.after)}"
 
 
 def route(step: AllGather | Exchange, member: int) -> Route:

@@ -22,6 +22,7 @@ LAYERS = (
     "ranks",
     "mesh",
     "layout",
+    "watch",
     "comm",
     "cost",
     "random",

@@ -1,0 +1,121 @@
+"""What ``check_ranks`` costs on gloo: one small all-reduce and a fully sharded training step, all levels in turn in one run.
+
+    python benchmarks/check_ranks.py [--ranks 2] [--rounds 10]
+
+"host" is the processor time of a rank, which other programs on the machine hardly change; both are the least of all rounds, in
+brackets over "off". The last line is what is done for a collective besides it, alone: written down, compared, its wait announced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import dtensor as dt  # noqa: E402  # it is found by the path above
+from dtensor.comm import communicator_of  # noqa: E402
+from dtensor.parallel import fully_shard  # noqa: E402
+from dtensor.watch.watching import chain_of  # noqa: E402
+
+LEVELS = ("off", "watch", "strict")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run, (options.ranks, options.rounds, folder), options.ranks)
+
+
+def run(rank: int, size: int, rounds: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    mesh = dt.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+    for name, step, repeated in (("all-reduce", all_reduce(mesh), 100), ("FSDP step", training_step(mesh), 3)):
+        found = timed(step, repeated, rounds)
+        for level in LEVELS:
+            wall, host = (min(each[k] for each in found[level]) for k in (0, 1))
+            wall_off, host_off = (min(each[k] for each in found["off"]) for k in (0, 1))
+            if rank == 0:
+                ratios = (
+                    f"wall {wall * 1e6:10,.1f} us ({wall / wall_off:.3f})  host {host * 1e6:10,.1f} us ({host / host_off:.3f})"
+                )
+                print(f"{size} ranks  {name:<11} {level:<7} {ratios}", flush=True)
+    if rank == 0:
+        print(f"{size} ranks  besides a collective {alone(mesh) * 1e6:.2f} us", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def timed(step: Callable[[], None], repeated: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of a step, by the clock and of the processor, for each level and round."""
+    found: dict[str, list[tuple[float, float]]] = {level: [] for level in LEVELS}
+    for turn in range(rounds + 1):
+        for level in LEVELS:
+            dt.check_ranks(level)
+            step()
+            dist.barrier()
+            clock, host = time.perf_counter(), time.process_time()
+            for _ in range(repeated):
+                step()
+            if turn:
+                found[level].append(((time.perf_counter() - clock) / repeated, (time.process_time() - host) / repeated))
+    dt.check_ranks("watch")
+    return found
+
+
+def all_reduce(mesh: dt.DeviceMesh) -> Callable[[], None]:
+    reduce, x = communicator_of(mesh).bind_all_reduce((0,), "sum", torch.float32), torch.ones(64)
+    return lambda: reduce.run(x).wait()
+
+
+def training_step(mesh: dt.DeviceMesh) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer, x = torch.optim.AdamW(model.parameters(), foreach=True), torch.ones(64, 256)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def alone(mesh: dt.DeviceMesh) -> float:
+    """Seconds that the watch takes for one collective, the ranks' pages being as far as they are."""
+    chain = chain_of(communicator_of(mesh)._group((0,)))  # type: ignore[attr-defined]  # of process groups
+    assert chain is not None
+
+    def once() -> None:
+        chain.take_down(123, 45)
+        chain.begin_wait(chain.count)
+        chain.end_wait()
+
+    times = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        for _ in range(1000):
+            once()
+        times.append((time.perf_counter() - begin) / 1000)
+    return min(times)
+
+
+if __name__ == "__main__":
+    main()

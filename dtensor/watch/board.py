@@ -1,0 +1,211 @@
+"""The board: a folder in which each rank of one host has a page that says what it does, and where the verdict is left.
+
+The ranks find it through the job's store, where the first of a host leaves its place. It outlives them if they are killed; the
+last one to leave by itself takes it away.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..base.torch_internals import default_store
+from . import lines
+from .pages import Page
+
+RUNNING, WAITING, FAILED, LEFT = range(4)
+# Words of a rank's page. WHERE it is, its last ERROR and that one's line are texts. COUNT is of its waits, ERROR_COUNT of those
+# before that error, ERRORS of errors; THREADS whether several threads have waited.
+PID, STATE, CHAIN, NUMBER, SINCE, COUNT, WHERE = range(7)
+ERROR, ERROR_LINE, ERROR_AT, ERROR_COUNT, ERRORS, IN_TORCH, IN_TORCH_SINCE, THREADS = range(7, 15)
+_WORDS = 16
+WHERE_TEXT, CALL_TEXT, ERROR_TEXT, LINE_TEXT = range(4)  # places of its changing texts
+
+
+_ROOM = 1 << 25  # bytes that must be free
+
+
+class Board:
+    """What the ranks of one world show each other."""
+
+    def __init__(self, world: Any) -> None:
+        self.world = weakref.ref(world)  # its connections end with it
+        self.rank, self.size, self.pid = dist.get_rank(), dist.get_world_size(), os.getpid()
+        self.chains: list[int] = []  # keys of those that this process takes part in
+        self.host, self._hosts = _host(), dict[int, str]()
+        self._store = default_store()
+        self._key, self.folder = self._found_folder()
+        self._pages: dict[str, Page] = {}
+        self.page = self.own(f"rank-{self.rank}", _WORDS)
+        self.words = self.page.words
+        self.words[PID] = self.pid
+        self._store.set(f"{self._key}/host/{self.rank}", self.host)
+        self.thread = threading.get_ident()
+        self.verdict: dict[str, Any] | None = None
+        self.left = False
+
+    def _found_folder(self) -> tuple[str, Path]:
+        """The folder of this host's ranks, and what its keys in the store begin with, new in this world."""
+        ours = Path(_shared(), f"dtensor-ranks-{uuid.uuid4().hex[:16]}")
+        ours.mkdir()
+        for generation in itertools.count():
+            key = f"dtensor/ranks/{generation}"
+            folder = Path(self._store.compare_set(f"{key}/{self.host}", "", str(ours)).decode())
+            if folder == ours:
+                break
+            if folder.exists() and not (folder / f"rank-{self.rank}").exists() and not (folder / "verdict").exists():
+                ours.rmdir()
+                break
+        return key, folder
+
+    # --- pages -----------------------------------------------------------------------------------------------------------
+    def own(self, name: str, count: int) -> Page:
+        """This rank's page of that name."""
+        made = self._pages[name] = Page(self.folder / name, count, ours=True)
+        return made
+
+    def of(self, name: str, count: int = _WORDS) -> Page | None:
+        """A page of any rank; None while it has not made it."""
+        found = self._pages.get(name)
+        if found is None:
+            path = self.folder / name
+            if not path.exists():
+                return None
+            found = self._pages[name] = Page(path, count, ours=False)
+        return found
+
+    def rank_page(self, rank: int) -> Page | None:
+        return self.of(f"rank-{rank}")
+
+    def here(self, ranks: tuple[int, ...]) -> bool:
+        """Whether all these ranks are on this host; where torchrun has not said so, it waits until they tell."""
+        if os.environ.get("LOCAL_WORLD_SIZE", "") == str(self.size):
+            return True
+        for rank in ranks:
+            while rank not in self._hosts:
+                if self._store.check([f"{self._key}/host/{rank}"]):
+                    self._hosts[rank] = self._store.get(f"{self._key}/host/{rank}").decode()
+                elif self.found() is not None:
+                    return True
+                else:
+                    time.sleep(0.005)
+        return all(self._hosts[rank] == self.host for rank in ranks)
+
+    # --- the verdict -----------------------------------------------------------------------------------------------------
+    def judge(self, verdict: dict[str, Any]) -> dict[str, Any]:
+        """The verdict: this one, unless another rank was faster."""
+        unnamed = self.folder / f".verdict.{uuid.uuid4().hex}"  # both threads of a rank may judge at once
+        unnamed.write_text(json.dumps(verdict))
+        try:
+            os.link(unnamed, self.folder / "verdict")
+        except FileExistsError:
+            pass
+        finally:
+            unnamed.unlink(missing_ok=True)
+        return self.found() or verdict
+
+    def found(self) -> dict[str, Any] | None:
+        """The verdict, if there is one."""
+        if self.verdict is None:
+            path = self.folder / "verdict"
+            if path.exists():
+                self.verdict = json.loads(path.read_text())
+        return self.verdict
+
+    def note(self, error: BaseException) -> None:
+        """Leaves word of an error that an operation of this rank met; the program may go on after it."""
+        words = self.words
+        self._put_error(error, lines.here(2))
+        words[ERROR_AT], words[ERROR_COUNT] = time.monotonic_ns(), words[COUNT]
+        words[ERRORS] += 1
+
+    def _put_error(self, error: BaseException, line: str) -> None:
+        self.words[ERROR], self.words[ERROR_LINE] = self.page.put(ERROR_TEXT, told(error)), self.page.put(LINE_TEXT, line)
+
+    @property
+    def present(self) -> bool:
+        """Whether the world is still there."""
+        return dist.is_initialized() and self.world() is dist.group.WORLD
+
+    # --- the end ---------------------------------------------------------------------------------------------------------
+    def leave(self) -> None:
+        """Says that this rank has ended, and of what error."""
+        if self.left or os.getpid() != self.pid:
+            return
+        self.left = True
+        error = _under_way()
+        if isinstance(error, Exception | KeyboardInterrupt):
+            self._put_error(error, lines.of_error(error.__traceback__))
+            self.words[STATE] = FAILED
+        else:
+            self.words[STATE] = LEFT
+        pages = (self.rank_page(rank) for rank in range(self.size))
+        if all(page is not None and ended(page) for page in pages):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _under_way() -> BaseException | None:
+    """The error that the main thread is leaving with, or has left with."""
+    error: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    if isinstance(error, tuple):  # Python 3.11
+        error = error[1]
+    return error or getattr(sys, "last_value", None)
+
+
+def told(error: BaseException) -> str:
+    """An error for others: its class and its words."""
+    return json.dumps([type(error).__module__, type(error).__qualname__, str(error)[:1500]])
+
+
+def ended(page: Page) -> bool:
+    """Whether a rank has said that it leaves, or its process is gone."""
+    return page.words[STATE] in (FAILED, LEFT) or not alive(page.words[PID])
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has asked for its end does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return process_state(pid) not in ("Z", "X")
+
+
+def process_state(pid: int) -> str:
+    """``"R"`` ``"S"`` ``"T"`` (stopped) ``"Z"``, ..., as Linux says; empty elsewhere."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _shared() -> str:
+    """Memory where there is some: nothing is to be written to a disk."""
+    memory = "/dev/shm"
+    return memory if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > _ROOM else tempfile.gettempdir()
+
+
+def _host() -> str:
+    """What processes share that see the same files and processes."""
+    said = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/mnt", "/proc/self/ns/pid"):
+        try:
+            said.append(os.readlink(path) if "ns" in path else Path(path).read_text().strip())
+        except OSError:
+            said.append("")
+    return "/".join(said)

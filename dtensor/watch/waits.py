@@ -1,0 +1,168 @@
+"""Why a wait will not end: others do something else, are gone, or wait for those who wait for them.
+
+Only what is certain counts. A rank that computes may come yet, so nothing is said of it, however long it takes.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from .board import (
+    CHAIN,
+    COUNT,
+    ERROR_AT,
+    ERROR_COUNT,
+    ERRORS,
+    IN_TORCH,
+    IN_TORCH_SINCE,
+    NUMBER,
+    SINCE,
+    STATE,
+    THREADS,
+    WAITING,
+    WHERE,
+    Board,
+    ended,
+)
+from .chain import entry_of
+from .pages import Page
+from .verdict import Verdict, differing, lost, named, shown, stuck
+
+PATIENCE_S = 2.0  # before ranks that wait for each other are said to be stuck
+_GAVE_UP_S = 3.0  # after an error of which nothing followed
+_AGAIN_S = 0.2  # they are looked at twice: nothing may have moved
+
+
+class Wait(NamedTuple):
+    """What a rank waits in: a collective of ours by chain and number, or one of torch's (``key`` 0)."""
+
+    rank: int
+    key: int
+    number: int
+    since: int
+    waits: int
+
+
+def why(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict | None:
+    """Why the wait of these ranks in collective ``number`` will not end; None where it may."""
+    entries = {rank: entry_of(board, key, rank, number) for rank in ranks}
+    if len({entry.hash for entry in entries.values() if entry is not None}) > 1:
+        return differing(board, key, ranks, number)
+    missing = [rank for rank, entry in entries.items() if entry is None]
+    came = next((rank for rank, entry in entries.items() if entry is not None), None)
+    what = "" if came is None else shown(board, key, came, number)
+    for rank in missing:
+        page = board.rank_page(rank)
+        if page is not None and (ended(page) or _gave_up(board, page)):
+            came_too = [rank for rank in ranks if rank not in missing]
+            return lost(board, rank, f"{named(came_too)} {'needs' if len(came_too) == 1 else 'need'} it for {what}")
+    return _circle(board)
+
+
+def gone(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict | None:
+    """As :func:`why`, of a connection that broke: it counts, too, who has come and is gone now."""
+    for rank in ranks:
+        page = board.rank_page(rank)
+        if rank != board.rank and page is not None and ended(page):
+            return lost(board, rank, f"{named([board.rank])} needs it for {shown(board, key, board.rank, number)}")
+    return why(board, ranks, key, number)
+
+
+def _gave_up(board: Board, page: Page) -> bool:
+    """Whether a rank met an error that this one did not, and nothing of it was seen since."""
+    words = page.words
+    long_ago = time.monotonic_ns() - words[ERROR_AT] > _GAVE_UP_S * 1e9
+    return words[ERRORS] > board.words[ERRORS] and long_ago and words[COUNT] == words[ERROR_COUNT]
+
+
+# --- circles -------------------------------------------------------------------------------------------------------------
+def _circle(board: Board) -> Verdict | None:
+    first = _closure(board)
+    if first is None:
+        return None
+    time.sleep(_AGAIN_S)
+    if first != _closure(board):
+        return None
+    return stuck(board, {wait.rank: _place(board, wait) for wait in first.values()})
+
+
+def _closure(board: Board) -> dict[int, Wait] | None:
+    """All that this rank waits for, directly or not; None unless each of them waits, and for somebody."""
+    found: dict[int, Wait] = {}
+    to_see = [board.rank]
+    while to_see:
+        rank = to_see.pop()
+        if rank in found:
+            continue
+        wait = _wait_of(board, rank)
+        if wait is None or time.monotonic_ns() - wait.since < PATIENCE_S * 1e9:
+            return None
+        awaited = list(_awaited(board, wait))
+        if not awaited:  # everybody has come: it is under way
+            return None
+        found[rank] = wait
+        to_see += awaited
+    return found
+
+
+def _wait_of(board: Board, rank: int) -> Wait | None:
+    page = board.rank_page(rank)
+    if page is None or page.words[THREADS]:  # while one thread waits another may be at work
+        return None
+    words = page.words
+    if words[STATE] == WAITING:
+        return Wait(rank, words[CHAIN], words[NUMBER], words[SINCE], words[COUNT])
+    return Wait(rank, 0, words[IN_TORCH], words[IN_TORCH_SINCE], words[COUNT]) if words[IN_TORCH] else None
+
+
+def _awaited(board: Board, wait: Wait) -> Iterator[int]:
+    if wait.key:
+        ranks = ast.literal_eval((board.folder / f"chain-{wait.key:016x}").read_text())
+        yield from (rank for rank in ranks if entry_of(board, wait.key, rank, wait.number) is None)
+        return
+    page = board.rank_page(wait.rank)
+    assert page is not None
+    for rank in ast.literal_eval(page.text(wait.number).partition(" ")[2] or "()"):
+        other = _wait_of(board, rank)
+        if other is None or other.key:  # not in a collective of torch's: it has not come to this one
+            yield rank
+
+
+def _place(board: Board, wait: Wait) -> str:
+    if wait.key:
+        return shown(board, wait.key, wait.rank, wait.number)
+    page = board.rank_page(wait.rank)
+    assert page is not None
+    return f"torch.distributed.{page.text(wait.number).partition(' ')[0]}   {page.text(page.words[WHERE])}"
+
+
+# --- what this process waits for in torch's own collectives ------------------------------------------------------------------
+_COLLECTIVES = frozenset(
+    name
+    for name in dir(dist)
+    if name.startswith(("all_", "barrier", "broadcast", "reduce", "gather", "scatter", "monitored_barrier"))
+    and "coalesced" not in name
+)
+
+
+def in_torch() -> tuple[str, int] | None:
+    """The collective of torch.distributed that the main thread is in, with its ranks, and which call it is."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _COLLECTIVES and code.co_filename.endswith("distributed_c10d.py"):
+            group: Any = frame.f_locals.get("group") or dist.group.WORLD
+            try:
+                return f"{code.co_name} {tuple(dist.get_process_group_ranks(group))!r}", id(frame)
+            except (ValueError, RuntimeError, KeyError, TypeError):  # not a group of this process
+                return None
+        frame = frame.f_back
+    return None

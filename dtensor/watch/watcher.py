@@ -1,0 +1,164 @@
+"""The watcher: a thread that asks, while this rank waits, whether its wait can end, and ends it if it cannot."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from multiprocessing import util
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import lines
+from .board import (
+    CALL_TEXT,
+    CHAIN,
+    IN_TORCH,
+    IN_TORCH_SINCE,
+    NUMBER,
+    PID,
+    SINCE,
+    STATE,
+    WAITING,
+    WHERE,
+    WHERE_TEXT,
+    Board,
+    process_state,
+)
+from .chain import Chain, entry_of
+from .verdict import Verdict, lost, named, raised
+from .waits import in_torch, why
+
+_PERIOD_S = 0.1
+_NOTHING_YET_S = 0.3  # a wait shorter than this is none of anybody's business
+_SLOW_S = 10.0
+_STOPPED_S = 2.5
+_TAG = 0x7D7D  # of a message that nobody sends
+_LOG = logging.getLogger("dtensor.ranks")
+
+
+class Watcher:
+    """Of one world; ``chains`` by their ranks."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self.chains: dict[tuple[int, ...], Chain] = {}
+        self._stopped = threading.Event()
+        self._told, self._call = _SLOW_S, 0
+        self._looks: dict[int, int] = {}  # by rank, how often one after the other it was seen to be stopped
+        self._thread = threading.Thread(target=self._run, name="dtensor-ranks", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+        util.Finalize(None, self.stop, exitpriority=100)  # of a process of multiprocessing, which ends without atexit
+
+    def stop(self) -> None:
+        """Says on the board that this rank leaves."""
+        self.board.leave()
+        self._stopped.set()
+        if threading.current_thread() is not self._thread and os.getpid() == self.board.pid:
+            self._thread.join(2.0)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_PERIOD_S):
+            try:
+                if self._look():
+                    return
+            except Exception:  # a page of a rank that goes away meanwhile
+                _LOG.debug("the ranks could not be looked at", exc_info=True)
+
+    def _look(self) -> bool:
+        """Whether all is over."""
+        board = self.board
+        if not board.present:
+            board.leave()
+            return True
+        self._say_where()
+        verdict = board.found()
+        waits = self._waits()
+        if verdict is None and waits is not None:
+            chain, number = waits
+            verdict = why(board, chain.ranks, chain.key, number) or self._stopped_rank(chain, number)
+            if verdict is not None and self._waits() == waits:
+                verdict = board.judge(verdict)
+        if verdict is None:
+            return False
+        for chain in list(self.chains.values()):
+            chain.failed = lambda: raised(verdict)
+        if board.words[IN_TORCH]:  # which will raise in words of its own
+            _LOG.error("%s", verdict["words"])
+        time.sleep(_PERIOD_S)  # so that others have the verdict before their connections break
+        self._end_waits()
+        return True
+
+    def _stopped_rank(self, chain: Chain, number: int) -> Verdict | None:
+        """That a rank is needed which a signal has stopped: at each of so many looks, for all may have been stopped together."""
+        for rank in chain.ranks:
+            page = self.board.rank_page(rank)
+            stopped = page is not None and process_state(page.words[PID]) == "T"
+            self._looks[rank] = self._looks.get(rank, 0) + 1 if stopped else 0
+            if self._looks[rank] * _PERIOD_S > _STOPPED_S:
+                return lost(self.board, rank, f"{named([self.board.rank])} needs it", "is stopped by a signal")
+        return None
+
+    def _waits(self) -> tuple[Chain, int] | None:
+        """The collective that this rank has waited in for a while."""
+        words = self.board.words
+        key, number, since = words[CHAIN], words[NUMBER], words[SINCE]
+        seconds = (time.monotonic_ns() - since) / 1e9
+        if words[STATE] != WAITING or seconds < _NOTHING_YET_S:
+            self._told = _SLOW_S
+            return None
+        chain = next((chain for chain in list(self.chains.values()) if chain.key == key), None)
+        if chain is not None and seconds > self._told:
+            self._told *= 2
+            self._say_slow(chain, number, seconds)
+        return None if chain is None else (chain, number)
+
+    def _say_where(self) -> None:
+        """Leaves on the board where the main thread is, and whether it waits in one of torch's own collectives."""
+        words, page = self.board.words, self.board.page
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        words[WHERE] = page.put(WHERE_TEXT, lines.at(frame))
+        found = None if words[STATE] == WAITING else in_torch()
+        if found is None:
+            words[IN_TORCH] = self._call = 0
+        elif found[1] != self._call:
+            self._call = found[1]
+            words[IN_TORCH_SINCE] = time.monotonic_ns()
+            words[IN_TORCH] = page.put(CALL_TEXT, found[0])
+
+    def _say_slow(self, chain: Chain, number: int, seconds: float) -> None:
+        for rank in chain.ranks:
+            page = self.board.rank_page(rank)
+            if page is not None and entry_of(self.board, chain.key, rank, number) is None:
+                where = page.text(page.words[WHERE])
+                _LOG.warning("rank %d has waited %.0f s for rank %d, which is at %s", self.board.rank, seconds, rank, where)
+
+    def _end_waits(self) -> None:
+        """Ends what this process waits for, in each group. Gloo has no other way than a wait of its own that runs out of time:
+        it breaks the group's connections, and with them all waits.
+        """
+        handles = [self.board.world(), *(chain.handle() for chain in list(self.chains.values()))]
+        for handle in {id(handle): handle for handle in handles if handle is not None}.values():
+            with contextlib.suppress(Exception):
+                _end_waits_of(handle)
+
+
+def _end_waits_of(handle: Any) -> None:
+    size, rank = handle.size(), handle.rank()
+    if size == 1:
+        return
+    if "gloo" not in dist.get_backend_config(handle):
+        handle.abort()
+        return
+    for step in range(1, size):  # one whose connection is closed already breaks no other
+        with contextlib.suppress(RuntimeError):
+            work = handle.recv([torch.zeros(1, dtype=torch.uint8)], (rank + step) % size, _TAG)
+            work.wait(timedelta(milliseconds=1))

@@ -1,0 +1,130 @@
+"""``Pool``: gloo processes that run programs, each in a world of its own, and tell what came of each on every rank."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import signal
+import tempfile
+import time
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from gloo import _processes
+
+TIMEOUT_S = float(os.environ.get("DTENSOR_CHAOS_TIMEOUT", "300"))  # of the groups: what ends before did not end by that
+
+
+class Outcome(NamedTuple):
+    """What came of a program on one rank.
+
+    Attributes:
+        kind: "result", "error" (class and words follow), "exit" (a signal, as -9, or an exit code), "timeout".
+        seconds: until then.
+    """
+
+    kind: str
+    name: str
+    words: str
+    value: Any
+    seconds: float
+
+
+class Pool:
+    """Processes are started when they are needed, and again after one was lost."""
+
+    def __init__(self, size: int, environment: dict[str, str] | None = None) -> None:
+        self.size, self._environment = size, environment or {}
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="pool-")
+        self._count = 0
+
+    def run(self, module: str, name: str, timeout_s: float = 150.0) -> list[Outcome]:
+        """``module.name(rank)`` on each rank."""
+        if not self._ranks:
+            self._start()
+        self._count += 1
+        begin = time.monotonic()
+        for _, pipe in self._ranks:
+            pipe.send((module, name, f"{self._folder.name}/{self._count}"))
+        found = self._collect(begin, begin + timeout_s)
+        if any(outcome.kind in ("exit", "timeout") for outcome in found):
+            self._end()
+        return found
+
+    def close(self) -> None:
+        self._end()
+        self._folder.cleanup()
+
+    def _end(self) -> None:
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._ranks = []
+
+    def _start(self) -> None:
+        for rank in range(self.size):
+            ours, theirs = _processes.Pipe()
+            process = _processes.Process(target=_main, args=(theirs, rank, self.size, self._environment))
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+        for _, pipe in self._ranks:
+            pipe.recv()
+
+    def _collect(self, begin: float, deadline: float) -> list[Outcome]:
+        found: dict[int, Outcome] = {}
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank, seconds = waiting.pop(pipe), time.monotonic() - begin
+                try:
+                    found[rank] = Outcome(*pipe.recv(), seconds)
+                except (EOFError, ConnectionResetError):
+                    self._ranks[rank][0].join(2.0)
+                    found[rank] = Outcome("exit", str(self._ranks[rank][0].exitcode), "", None, seconds)
+        for rank in waiting.values():
+            found[rank] = Outcome("timeout", "", "", None, time.monotonic() - begin)
+        return [found[rank] for rank in range(self.size)]
+
+
+def _main(pipe: Connection, rank: int, size: int, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    importlib.import_module("table").warm_up()
+    pipe.send("ready")
+    with suppress(EOFError):
+        while True:
+            module, name, store = pipe.recv()
+            pipe.send(_outcome(module, name, store, rank, size))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _outcome(module: str, name: str, store: str, rank: int, size: int) -> tuple[str, str, str, Any]:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    try:
+        value = importlib.import_module(module).PROGRAMS[name].run(rank)
+        time.sleep(0.2)  # others may still be reading
+        _leave()
+        return "result", "", "", value
+    except Exception as error:
+        _leave()
+        return "error", type(error).__name__, str(error), None
+
+
+def _leave() -> None:
+    time.sleep(0.2)  # the watcher looks ten times a second
+    with suppress(Exception):
+        dist.destroy_process_group()
+    time.sleep(0.2)

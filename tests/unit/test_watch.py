@@ -1,0 +1,106 @@
+"""Pages, lines and words: what the watch over ranks is made of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dtensor as dt
+from dtensor.errors import ArgumentError, DivergenceError, LayoutError, RankLostError
+from dtensor.watch import lines
+from dtensor.watch.board import alive, process_state
+from dtensor.watch.chain import fingerprint
+from dtensor.watch.levels import Level
+from dtensor.watch.pages import TEXT, Page
+from dtensor.watch.verdict import differing_words, error_of
+
+
+def test_a_page_is_read_by_others_and_after_its_writer_was_killed(tmp_path: Path) -> None:
+    program = f"""
+import os, signal
+from pathlib import Path
+from dtensor.watch.pages import Page
+page = Page(Path({str(tmp_path / "page")!r}), 4, ours=True)
+page.words[0], page.words[1] = 2**64 - 1, page.keep("what it did last")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
+    page = Page(tmp_path / "page", 4, ours=False)
+    assert page.words[0] == 2**64 - 1
+    assert page.text(page.words[1]) == "what it did last"
+
+
+def test_a_full_page_keeps_what_it_has(tmp_path: Path) -> None:
+    page = Page(tmp_path / "page", 4, ours=True)
+    places = [page.keep(f"{k} " * 400) for k in range(TEXT // 800)]
+    assert places[-1] == 0
+    assert page.text(places[0]) == "0 " * 400
+    assert page.keep("0 " * 400) == places[0]
+    assert page.text(page.put(1, "over")) == "over"
+    assert page.text(page.put(1, "and over")) == "and over"
+    assert page.put(1, "") == 0
+
+
+def test_fingerprints_are_the_same_in_all_processes() -> None:
+    assert fingerprint("all_reduce(sum)") == 1227811750619147766  # as hash() would not be
+
+
+def test_the_users_line_is_this_one() -> None:
+    assert lines.here().startswith("test_watch.py:")
+    assert "lines.here()" in lines.here()
+    with pytest.raises(ArgumentError) as refused:
+        dt.check_ranks("loud")
+    assert 'dt.check_ranks("loud")' in lines.of_error(refused.tb)
+
+
+def test_the_words_name_the_few() -> None:
+    found = {0: (7, "a   x.py:1"), 1: (7, "a   x.py:1"), 2: (8, "b   x.py:3"), 3: (7, "a   x.py:1")}
+    verdict = differing_words(range(4), 1204, found)
+    assert verdict["words"] == (
+        "collective 1,204 of ranks 0, 1, 2, 3: rank 2 differs from ranks 0, 1, 3\n  0,1,3: a   x.py:1\n  2:     b   x.py:3"
+    )
+    assert "rank 0 and rank 1 differ" in differing_words((0, 1), 1, {0: (1, "a"), 1: (2, "b")})["words"]
+    assert isinstance(error_of(verdict), DivergenceError)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "expected"),
+    [
+        ("builtins", "IndexError", IndexError),
+        ("dtensor.errors", "LayoutError", LayoutError),
+        ("builtins", "UnicodeDecodeError", RankLostError),  # it takes more than words
+        ("builtins", "print", RankLostError),
+        ("somewhere", "Error", RankLostError),
+    ],
+)
+def test_a_ranks_error_is_that_of_all(module: str, name: str, expected: type) -> None:
+    error = error_of({"kind": "error", "error": [module, name], "words": "no (on rank 1)"})
+    assert type(error) is expected
+    assert str(error) == "no (on rank 1)"
+
+
+def test_levels_are_these() -> None:
+    before = Level.now
+    try:
+        for level in ("off", "strict", "watch"):
+            dt.check_ranks(level)
+            assert Level.now == level
+        with pytest.raises(ArgumentError, match="takes one of"):
+            dt.check_ranks("loud")
+    finally:
+        dt.check_ranks(before)
+
+
+def test_processes_that_are_gone_are_known() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    try:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert process_state(child.pid) in ("Z", "")
+        assert alive(os.getpid())
+    finally:
+        child.wait()
+    assert not alive(child.pid)
