@@ -17,8 +17,9 @@ import threading
 import time
 import uuid
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -28,10 +29,11 @@ from .pages import Page
 
 RUNNING, WAITING, FAILED, LEFT = range(4)
 # Words of a rank's page. WHERE it is, its last ERROR and that one's line are texts. COUNT is of its waits, ERROR_COUNT of those
-# before that error, ERRORS of errors; THREADS whether several threads have waited.
+# before that error, ERRORS of errors; BEAT is when its watcher looked last, THREADS whether several threads
+# have waited.
 PID, STATE, CHAIN, NUMBER, SINCE, COUNT, WHERE = range(7)
-ERROR, ERROR_LINE, ERROR_AT, ERROR_COUNT, ERRORS, IN_TORCH, IN_TORCH_SINCE, THREADS = range(7, 15)
-_WORDS = 16
+ERROR, ERROR_LINE, ERROR_AT, ERROR_COUNT, ERRORS, IN_TORCH, IN_TORCH_SINCE, BEAT, THREADS = range(7, 16)
+_WORDS = 32
 WHERE_TEXT, CALL_TEXT, ERROR_TEXT, LINE_TEXT = range(4)  # places of its changing texts
 
 
@@ -55,6 +57,7 @@ class Board:
         self._store.set(f"{self._key}/host/{self.rank}", self.host)
         self.thread = threading.get_ident()
         self.verdict: dict[str, Any] | None = None
+        self.failed: Callable[[], NoReturn] | None = None  # what is raised instead of the next collective, after a verdict
         self.left = False
 
     def _found_folder(self) -> tuple[str, Path]:

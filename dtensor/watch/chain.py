@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from . import lines
 from .board import CHAIN, COUNT, NUMBER, RUNNING, SINCE, STATE, THREADS, WAITING, Board
@@ -37,7 +36,6 @@ class Chain:
 
     Attributes:
         count: how many there were.
-        failed: what is raised instead of the next one; None while all is well.
     """
 
     def __init__(self, board: Board, ranks: tuple[int, ...], handle: Any, backend: str) -> None:
@@ -49,7 +47,6 @@ class Chain:
         self.apart = False  # whether its ranks are on several hosts
         self.page = board.own(f"{self.name}-{board.rank}", WORDS)
         self.words, self.count, self.hash = self.page.words, 0, 0
-        self.failed: Callable[[], NoReturn] | None = None
         self.kept: dict[Any, Any] = {}  # what the exchange of hashes is bound to
         self._to_come = [rank for rank in ranks if rank != board.rank]
         self._others: list[memoryview] = []
@@ -60,8 +57,8 @@ class Chain:
 
     def take_down(self, hashed: int, text: int) -> bool:
         """Takes down the next collective; whether all who have come to its number mean the same."""
-        if self.failed is not None:
-            self.failed()
+        if self.board.failed is not None:
+            self.board.failed()
         number = self.count = self.count + 1
         mixed = self.hash = ((self.hash ^ hashed) * _MIX + number) & _MASK
         if Level.operations:
@@ -145,6 +142,12 @@ def entry_of(board: Board, key: int, rank: int, number: int) -> Entry | None:
     page = board.of(f"chain-{key:016x}-{rank}", WORDS)
     found = None if page is None else Entry(page, number)
     return found if found is not None and found.there else None
+
+
+def has_come(board: Board, key: int, rank: int, number: int) -> bool:
+    """Whether a rank has come to a collective, perhaps long ago."""
+    page = board.of(f"chain-{key:016x}-{rank}", WORDS)
+    return page is not None and page.words[0] >= number
 
 
 def last_of(board: Board, key: int, rank: int) -> Entry | None:

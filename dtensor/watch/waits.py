@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from .board import (
+    BEAT,
     CHAIN,
     COUNT,
     ERROR_AT,
@@ -32,12 +33,13 @@ from .board import (
     Board,
     ended,
 )
-from .chain import entry_of
+from .chain import entry_of, has_come
 from .pages import Page
 from .verdict import Verdict, differing, lost, named, shown, stuck
 
 PATIENCE_S = 2.0  # before ranks that wait for each other are said to be stuck
 _GAVE_UP_S = 3.0  # after an error of which nothing followed
+_FRESH_S = 0.5  # how old a look of another rank's watcher may be
 _AGAIN_S = 0.2  # they are looked at twice: nothing may have moved
 
 
@@ -56,7 +58,7 @@ def why(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict 
     entries = {rank: entry_of(board, key, rank, number) for rank in ranks}
     if len({entry.hash for entry in entries.values() if entry is not None}) > 1:
         return differing(board, key, ranks, number)
-    missing = [rank for rank, entry in entries.items() if entry is None]
+    missing = [rank for rank in ranks if not has_come(board, key, rank, number)]
     came = next((rank for rank, entry in entries.items() if entry is not None), None)
     what = "" if came is None else shown(board, key, came, number)
     for rank in missing:
@@ -120,13 +122,15 @@ def _wait_of(board: Board, rank: int) -> Wait | None:
     words = page.words
     if words[STATE] == WAITING:
         return Wait(rank, words[CHAIN], words[NUMBER], words[SINCE], words[COUNT])
-    return Wait(rank, 0, words[IN_TORCH], words[IN_TORCH_SINCE], words[COUNT]) if words[IN_TORCH] else None
+    if not words[IN_TORCH] or time.monotonic_ns() - words[BEAT] > _FRESH_S * 1e9:  # its watcher does not get to look
+        return None
+    return Wait(rank, 0, words[IN_TORCH], words[IN_TORCH_SINCE], words[COUNT])
 
 
 def _awaited(board: Board, wait: Wait) -> Iterator[int]:
     if wait.key:
         ranks = ast.literal_eval((board.folder / f"chain-{wait.key:016x}").read_text())
-        yield from (rank for rank in ranks if entry_of(board, wait.key, rank, wait.number) is None)
+        yield from (rank for rank in ranks if not has_come(board, wait.key, rank, wait.number))
         return
     page = board.rank_page(wait.rank)
     assert page is not None

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from . import lines
 from .board import (
+    BEAT,
     CALL_TEXT,
     CHAIN,
     IN_TORCH,
@@ -32,7 +33,7 @@ from .board import (
     Board,
     process_state,
 )
-from .chain import Chain, entry_of
+from .chain import Chain, has_come
 from .verdict import Verdict, lost, named, raised
 from .waits import in_torch, why
 
@@ -89,8 +90,7 @@ class Watcher:
                 verdict = board.judge(verdict)
         if verdict is None:
             return False
-        for chain in list(self.chains.values()):
-            chain.failed = lambda: raised(verdict)
+        board.failed = lambda: raised(verdict)
         if board.words[IN_TORCH]:  # which will raise in words of its own
             _LOG.error("%s", verdict["words"])
         time.sleep(_PERIOD_S)  # so that others have the verdict before their connections break
@@ -124,6 +124,7 @@ class Watcher:
     def _say_where(self) -> None:
         """Leaves on the board where the main thread is, and whether it waits in one of torch's own collectives."""
         words, page = self.board.words, self.board.page
+        words[BEAT] = time.monotonic_ns()
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         words[WHERE] = page.put(WHERE_TEXT, lines.at(frame))
         found = None if words[STATE] == WAITING else in_torch()
@@ -137,7 +138,7 @@ class Watcher:
     def _say_slow(self, chain: Chain, number: int, seconds: float) -> None:
         for rank in chain.ranks:
             page = self.board.rank_page(rank)
-            if page is not None and entry_of(self.board, chain.key, rank, number) is None:
+            if page is not None and not has_come(self.board, chain.key, rank, number):
                 where = page.text(page.words[WHERE])
                 _LOG.warning("rank %d has waited %.0f s for rank %d, which is at %s", self.board.rank, seconds, rank, where)
 
