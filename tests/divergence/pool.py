@@ -39,8 +39,8 @@ class Outcome(NamedTuple):
 class Pool:
     """Processes are started when they are needed, and again after one was lost."""
 
-    def __init__(self, size: int, environment: dict[str, str] | None = None) -> None:
-        self.size, self._environment = size, environment or {}
+    def __init__(self, size: int, level: str = "watch") -> None:
+        self.size, self._level = size, level
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="pool-")
         self._count = 0
@@ -72,7 +72,7 @@ class Pool:
     def _start(self) -> None:
         for rank in range(self.size):
             ours, theirs = _processes.Pipe()
-            process = _processes.Process(target=_main, args=(theirs, rank, self.size, self._environment))
+            process = _processes.Process(target=_main, args=(theirs, rank, self.size, self._level))
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -96,11 +96,10 @@ class Pool:
         return [found[rank] for rank in range(self.size)]
 
 
-def _main(pipe: Connection, rank: int, size: int, environment: dict[str, str]) -> None:
-    os.environ.update(environment)
+def _main(pipe: Connection, rank: int, size: int, level: str) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
-    importlib.import_module("table").warm_up()
+    importlib.import_module("table").warm_up(level)
     pipe.send("ready")
     with suppress(EOFError):
         while True:

@@ -39,10 +39,11 @@ class Scene:
         return dt.distribute_tensor(value, self.mesh, [placement], src_data_rank=None)
 
 
-def warm_up() -> None:
+def warm_up(level: str) -> None:
     """Loads what first calls load, in one process, so that they are not measured."""
     if not hasattr(dt, "check_ranks"):
         return
+    dt.check_ranks(level)
     mesh = dt.DeviceMesh("cpu", 2)
     x = dt.distribute_tensor(torch.arange(64.0).reshape(8, 8), mesh, [Shard(0)])
     (x @ x.t()).softmax(0).sum(0).full_tensor()

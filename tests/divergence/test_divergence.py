@@ -34,7 +34,7 @@ def level(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def pool(level: str) -> Iterator[Pool]:
-    made = Pool(SIZE, {"DTENSOR_CHECK_RANKS": level})
+    made = Pool(SIZE, level)
     yield made
     made.close()
 
