@@ -97,7 +97,9 @@ class ProcessGroups(Communicator):
     def _gathered(self, dims: Dims, row: torch.Tensor, lengths: list[int], position: int) -> torch.Tensor:
         route = gathered([(length,) for length in lengths], position)
         group = self._group(dims)
-        run = watched(group, "all_gather of what ranks say", bind_transfer(group, Transfer(lambda _: route, row.dtype, "all_gather")))
+        run = watched(
+            group, "all_gather of what ranks say", bind_transfer(group, Transfer(lambda _: route, row.dtype, "all_gather"))
+        )
         whole: torch.Tensor = run(row.to(self.mesh.device_type)).wait()
         return whole.cpu()
 
