@@ -50,8 +50,8 @@ class ProcessGroups(Communicator):
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
         group = self._group(dims)
-        run = watched(group, f"{transfer.kind}{self._over(dims)} {transfer.said}".rstrip(), bind_transfer(group, transfer))
-        return either(run, lambda: functional.bind_transfer(group, transfer))
+        said = f"{transfer.kind}{self._over(dims)} {transfer.said}"
+        return either(watched(group, said, bind_transfer(group, transfer)), lambda: functional.bind_transfer(group, transfer))
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
         rank = dist.get_rank()
@@ -68,21 +68,23 @@ class ProcessGroups(Communicator):
         natural = order == tuple(range(len(in_torch)))
         backend = backend_of(handle, target.device_type)
         group = Group(handle, tuple(range(len(ranks))), ranks.index(rank), None if natural else order, backend)
-        all_of_it, said = len(in_torch) == len(ranks), f"transfer to another mesh {transfer.said}".rstrip()
-        run = bind_transfer(group, transfer) if all_of_it else bind_direct(group, transfer.route_of(group.position))
-        traced = (lambda: functional.bind_transfer(group, transfer)) if all_of_it else functional.refusing_part
-        return either(watched(group, said, run), traced)
+        said = f"transfer to another mesh {transfer.said}"
+        if len(in_torch) == len(ranks):
+            run = watched(group, said, bind_transfer(group, transfer))
+            return either(run, lambda: functional.bind_transfer(group, transfer))
+        run = watched(group, said, bind_direct(group, transfer.route_of(group.position)))
+        return either(run, functional.refusing_part)
 
     def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
         group, made = self._group(dims), bind_all_reduce(self._group(dims), op, dtype)
         said = f"all_reduce({op}){self._over(dims)}"
-        run, taking = (None if each is None else watched(group, said, each, shaped=True) for each in (made.run, made.taking))
-        return functional.beside(Reduction(run or made.run, taking, made.at_once), group, op, dtype)
+        run = watched(group, said, made.run, shaped=True)
+        taking = None if made.taking is None else watched(group, said, made.taking, shaped=True)
+        return functional.beside(Reduction(run, taking, made.at_once), group, op, dtype)
 
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
         group, said = self._group(dims), f"reduce_scatter({scatter.op}){self._over(dims)} {scatter.said}"
-        run = watched(group, said.rstrip(), bind_scatter(group, scatter))
-        return either(run, lambda: functional.bind_scatter(group, scatter))
+        return either(watched(group, said, bind_scatter(group, scatter)), lambda: functional.bind_scatter(group, scatter))
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
         """In two transfers: how long what each rank says is, then all of it."""
@@ -94,7 +96,10 @@ class ProcessGroups(Communicator):
 
     def _gathered(self, dims: Dims, row: torch.Tensor, lengths: list[int], position: int) -> torch.Tensor:
         route = gathered([(length,) for length in lengths], position)
-        run = self._transfer(dims, Transfer(lambda _: route, row.dtype, "all_gather", said="of what ranks say"))
+        group = self._group(dims)
+        run = watched(
+            group, "all_gather of what ranks say", bind_transfer(group, Transfer(lambda _: route, row.dtype, "all_gather"))
+        )
         whole: torch.Tensor = run(row.to(self.mesh.device_type)).wait()
         return whole.cpu()
 

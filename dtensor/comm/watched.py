@@ -36,7 +36,7 @@ def watched(group: Group, said: str, run: Issue, shaped: bool = False) -> Issue:
         key = (x.dtype, x.shape) if shaped else x.dtype
         found = known.get(key)
         if found is None:
-            found = _described(chain, known, key, f"{said} {_operand(x, shaped)}")
+            found = _described(chain, known, key, f"{said.rstrip()} {_operand(x, shaped)}")
         admitted(chain, group, level, found)
         number = chain.count
         try:

@@ -16,7 +16,7 @@ from pool import Outcome, Pool
 SIZE = 3
 ALL = bool(os.environ.get("DTENSOR_CHAOS"))
 ENDS_S = 10.0  # after which every wait is over: promised are 5, of a machine that has the time
-STOPPED_S = 60.0  # how long a stopped rank is waited for
+STOPPED_S = 25.0  # how long a stopped rank is waited for
 # The collectives are the same: only what is computed between them differs, which nobody compares but "strict".
 ALIKE = {"sum0/mean0", "sum_then_product/item", "sum_then_large_sum/item", "sum_then_large_sum/nothing", "nothing/item"}
 
