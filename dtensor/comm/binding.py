@@ -140,7 +140,7 @@ class Binding(ABC):
             return Reduction(lambda x: Pending.of(self.map(lambda _, term: fold([term], op), x)))
 
         def told(run: Run) -> Run:
-            return self._issuing("all_reduce", dims, run, lambda x: events.reduced(_nbytes(x), size))
+            return self._issuing("all_reduce", dims, run, lambda x: events.reduced(_nbytes(x), size, op))
 
         made = self._all_reduce(dims, op, dtype)
         return Reduction(told(made.run), None if made.taking is None else told(made.taking), made.at_once)

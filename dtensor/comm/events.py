@@ -13,6 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..base.scoped import Scoped
 from ..mesh.device_mesh import DeviceMesh
+from ..placement import Monoid
+from .fold import Op
 from .regions import Route
 
 P = ParamSpec("P")
@@ -29,7 +31,8 @@ class Event:
         mesh_dims: dims of ``mesh``, first one major.
         group_size: number of ranks that talk to each other.
         bytes: what one rank receives, the largest over the ranks of the groups that this process sees. For an
-            all-reduce what the bandwidth-optimal algorithm receives: ``2 (n - 1) / n`` times the tensor.
+            all-reduce what the bandwidth-optimal algorithm receives: ``2 (n - 1) / n`` times the tensor (a
+            monoid's terms stay whole, and come from all ``n - 1`` others).
         mesh: the mesh that ``mesh_dims`` belong to.
         direct: whether the program itself called ``torch.distributed``.
     """
@@ -99,8 +102,11 @@ def reported() -> bool:
 
 
 # --- bytes that one rank receives, per kind ------------------------------------------------------------------------
-def reduced(nbytes: int, group_size: int) -> int:
-    """All-reduce: all but one n-th of the tensor in each of its two halves, reduce-scatter and all-gather."""
+def reduced(nbytes: int, group_size: int, op: Op = "sum") -> int:
+    """All-reduce: all but one n-th of the tensor in each of its two halves, reduce-scatter and all-gather; of the terms of a
+    monoid, which stay whole, those of all others."""
+    if isinstance(op, Monoid):
+        return (group_size - 1) * nbytes
     return -(-2 * (group_size - 1) * nbytes // group_size)
 
 

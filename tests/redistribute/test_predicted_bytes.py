@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
+from dtensor.comm import backends
+from dtensor.cost import profile as profiles
+from dtensor.cost.device import DEVICES
+from dtensor.cost.profile import BUILT_IN, Profile
 from dtensor.debug import CommDebugMode
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -29,6 +34,8 @@ class Received(TorchDispatchMode):
         self.nbytes, self.unknown = 0, set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, dt.DTensor) for kind in types):
+            return NotImplemented  # what it becomes on this rank comes here again
         if func.namespace == "c10d":
             count = COUNTED.get(func._opname)
             if count is None:
@@ -83,21 +90,23 @@ def moves(mesh: dt.DeviceMesh) -> None:
 
 def styles(mesh: dt.DeviceMesh) -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)).to(mesh.device_type)
-    parallelize_module(model, mesh, {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))})
+    plan = {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))}
+    parallelize_module(model, mesh, plan, src_data_rank=None)  # all ranks have the parameters
     x = made(mesh, (8, 16), Shard(0)).requires_grad_()
     model(x).square().sum().backward()
 
 
-def norms(mesh: dt.DeviceMesh) -> None:
-    x, weight = made(mesh, (8, 16), Shard(1)).requires_grad_(), made(mesh, (16,), Shard(0)).requires_grad_()
-    F.layer_norm(x, (16,), weight).softmax(-1).log().sum().backward()
+def kernels(mesh: dt.DeviceMesh) -> None:
+    made(mesh, (8, 16), Shard(1)).requires_grad_().softmax(-1).log().sum().backward()
 
 
-PROGRAMS = (matrices, moves, styles, norms)
+PROGRAMS = (matrices, moves, styles, kernels)
 
 
 def received(size: int) -> list[tuple[int, int, list[str]]]:
     """Of each program: bytes that this rank received, those that its events say, and operators that are not counted here."""
+    # up to 2 MiB gloo's all-reduces go in one round, which moves more: what is this small goes in two, as large ones do
+    backends._TRAITS["gloo"] = replace(backends._TRAITS["gloo"], one_round_bytes=0)
     mesh = dt.init_device_mesh("cpu", (size,))
     found = []
     for program in PROGRAMS:
@@ -108,8 +117,13 @@ def received(size: int) -> list[tuple[int, int, list[str]]]:
     return found
 
 
-def predicted(size: int) -> list[int]:
-    mesh = dt.init_device_mesh("meta", (size,))
+GLOO = BUILT_IN.links["gloo"]
+LIKE_GLOO = Profile({"gloo": GLOO, "nccl": GLOO}, {}, 8, {"meta": DEVICES["CPU"]})
+
+
+def predicted(device: str, size: int) -> list[int]:
+    """What all ranks in this process, or none at all, say of the programs."""
+    mesh = dt.init_device_mesh(device, (size,))
     found = []
     for program in PROGRAMS:
         with CommDebugMode() as comm:
@@ -120,9 +134,12 @@ def predicted(size: int) -> list[int]:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_dry_run_predicts_what_processes_receive(size: int) -> None:
-    expected = predicted(size)
+def test_a_dry_run_predicts_what_processes_receive(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine like this one: a dry run stands for GPUs, unless the profile says what it stands for."""
+    monkeypatch.setattr(profiles, "_of_this_process", lambda: LIKE_GLOO)
+    expected = predicted("meta", size)
     assert all(expected)
+    assert predicted("cpu", size) == expected
     for rank in run_gloo(received, size, size):
         assert [counted for counted, _, _ in rank] == expected
         assert [told for _, told, _ in rank] == expected
