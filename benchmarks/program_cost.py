@@ -2,6 +2,7 @@
 
     python benchmarks/program_cost.py [--families llama,gpt2] [--layouts tp,fsdp,dp,tp_dp,styles,styles_sp] [--layers 2]
     python benchmarks/program_cost.py --dtype bfloat16
+    python benchmarks/program_cost.py --plan             # by a plan of the whole program (the extra ``plan``)
     python benchmarks/program_cost.py --cluster          # two layers as large as Llama-70B's, on a dry run of 512 x 8 ranks
     python benchmarks/program_cost.py --xla [--jax-python /path/to/python]      # the same Llama by XLA's partitioner
 
@@ -19,6 +20,7 @@ import argparse
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +34,7 @@ from torch.utils.flop_counter import flop_registry
 
 import dtensor as dt
 from dtensor.parallel import parallelize_module
+from dtensor.plan.follow import Following
 
 # --- counting --------------------------------------------------------------------------------------------------------------
 aten = torch.ops.aten
@@ -86,9 +89,10 @@ class Cost:
         return sum(self.collectives.values())
 
 
-def measure(model: nn.Module, inputs: dict[str, Any]) -> Cost:
+def measure(model: nn.Module, inputs: dict[str, Any], way: Callable[[], Any] = nullcontext) -> Cost:
+    """One step, inside of a context that ``way`` makes."""
     device = next(model.parameters()).device.type
-    with dt.implicit_replication(), dt.debug.CommDebugMode() as comm, Flops(device) as flops:
+    with dt.implicit_replication(), dt.debug.CommDebugMode() as comm, Flops(device) as flops, way():
         loss = model(**inputs).loss
         loss.backward()
         for parameter in model.parameters():
@@ -145,10 +149,22 @@ def prepared(
     return distribute(model, mesh, placements[layout]), laid_out(inputs, mesh, [cut]), mesh.shape
 
 
+def by_plan(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
+    """What makes a context in which the step goes by its plan."""
+
+    def step() -> None:
+        with dt.implicit_replication():
+            model(**inputs).loss.backward()
+
+    plan = dt.plan(step)
+    model.zero_grad()
+    return lambda: Following(plan)
+
+
 # --- rows of the table -----------------------------------------------------------------------------------------------------
-def row(name: str, layout: str, size: Size, one: Cost, kinds: bool) -> str:
+def row(name: str, layout: str, size: Size, one: Cost, kinds: bool, plan: bool) -> str:
     model, inputs, ranks = prepared(layout, name, size)
-    found = measure(model, inputs)
+    found = measure(model, inputs, by_plan(model, inputs) if plan else nullcontext)
     hand, count = by_hand(layout, FAMILIES[name], model_of(FAMILIES[name], size), size, ranks)
     close = (1e-4 if size.dtype is torch.float32 else 2e-2) * abs(one.loss)
     wrong = "" if abs(found.loss - one.loss) < close else f"  WRONG: {one.loss}"
@@ -187,6 +203,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--kinds", action="store_true", help="collectives by kind")
+    parser.add_argument("--plan", action="store_true", help="by a plan of the whole program")
     parser.add_argument("--cluster", action="store_true", help="one row: Llama-70B's layers on 4,096 ranks")
     parser.add_argument("--xla", action="store_true", help="also the same Llama in jax, divided by XLA's partitioner")
     parser.add_argument("--jax-python", default="", help="the interpreter that has jax; default this one")
@@ -203,7 +220,7 @@ def main() -> None:
         one = measure(model_of(family, size), family.inputs(size))
         for layout in options.layouts.split(","):
             if not layout.startswith("styles") or (name, layout) in PLANS:
-                print(row(name, layout, size, one, options.kinds), flush=True)
+                print(row(name, layout, size, one, options.kinds, options.plan), flush=True)
     if options.xla:
         for line in xla.rows(size, options.layouts.split(","), options.jax_python):
             print(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,6 @@ class ProgramPlan:
         calls: every operator call, in order.
         seconds, nbytes: predicted: time of a step, and bytes that one rank receives.
         eager_seconds, eager_nbytes: the same for the program without a plan, its moves shared as a plan shares them.
-        optimal: the solver has proved that no better choice exists along any one mesh dim.
     """
 
     mesh: tuple[int, ...]
@@ -82,7 +81,6 @@ class ProgramPlan:
     nbytes: int
     eager_seconds: float
     eager_nbytes: int
-    facts: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         head = (
