@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .base.tracing import constant_of_graph
 from .base.validation import index_of
 from .errors import PlacementError
 
@@ -38,7 +39,7 @@ class Placement:
         return False
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)
 class Shard(Placement):
     """Split tensor dim ``dim`` over the mesh dim, in rank order.
 
@@ -97,7 +98,7 @@ class Shard(Placement):
         return f"S({self.dim}{extra})"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)
 class Replicate(Placement):
     """Every rank of the mesh dim holds the whole tensor."""
 
@@ -117,7 +118,7 @@ class Replicate(Placement):
         return "R"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Monoid:
     """A user's own associative reduction, for ``Partial(Monoid(...))``.
 
@@ -146,7 +147,7 @@ class Monoid:
         return self.name
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)
 class Partial(Placement):
     """Every rank of the mesh dim holds a term; the value is their reduction.
 
@@ -202,6 +203,7 @@ def normalize(placements: Any, mesh_ndim: int, ndim: int) -> tuple[Placement, ..
 
 
 def _checked(placement: Placement, ndim: int) -> Placement:
+    placement = constant_of_graph(placement)
     if isinstance(placement, Shard):
         dim = placement.dim
         if not -ndim <= dim < ndim:

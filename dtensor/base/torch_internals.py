@@ -109,6 +109,10 @@ NAMES: dict[str, Internal] = {
     ),
     "DISPATCH_MODE_KEYS": Internal("torch._C._TorchDispatchModeKey", "names of torch's own modes", _NONE),
     "infra_mode": Internal("torch._C._get_dispatch_mode", "whether operators are recorded for a graph", _NONE),
+    "WrappedConstant": Internal(
+        "torch._library.fake_class_registry.FakeScriptObject", "a constant that comes out of a broken graph", _NONE
+    ),
+    "without_modes": Internal("torch.utils._python_dispatch._disable_current_modes", "planning is not traced", _NONE),
     # --- nested values
     "tree_flatten": Internal("torch.utils._pytree.tree_flatten", "arguments of captured functions", _PYTREE),
     "tree_leaves": Internal("torch.utils._pytree.tree_leaves", "tensors among arguments", _PYTREE),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from .torch_internals import DISPATCH_MODE_KEYS, FakeTensor, FunctionalTensor, infra_mode
+from .torch_internals import DISPATCH_MODE_KEYS, FakeTensor, FunctionalTensor, WrappedConstant, infra_mode, without_modes
 
 _STAND_INS = (FakeTensor, FunctionalTensor)
 _PROXY = DISPATCH_MODE_KEYS.PROXY
+_TRACING = (_PROXY, DISPATCH_MODE_KEYS.FUNCTIONAL, DISPATCH_MODE_KEYS.FAKE)
 
 
 def has_no_values(x: Any) -> bool:
@@ -18,3 +20,18 @@ def has_no_values(x: Any) -> bool:
 def is_traced(x: Any) -> bool:
     """Whether ``x`` does, or operators are being recorded for a graph."""
     return isinstance(x, _STAND_INS) or infra_mode(_PROXY) is not None
+
+
+def under_way() -> bool:
+    """Whether some program is being traced here."""
+    return any(infra_mode(key) is not None for key in _TRACING)
+
+
+def aside() -> AbstractContextManager[Any]:
+    """A block that is no part of the program that is traced: what is computed there is computed now."""
+    return without_modes() if under_way() else nullcontext()
+
+
+def constant_of_graph(x: Any) -> Any:
+    """``x``; where a graph broke, torch may hand on a constant that was made in it in a wrapper of its own."""
+    return x.real_obj if type(x) is WrappedConstant else x

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..base import tracing
 from ..base.caches import Shared, watched
 from ..base.modes import IMPLICIT_REPLICATION, MODES
 from ..base.torch_internals import find_torch_dispatch_rule
@@ -232,9 +233,10 @@ def _planned(
     meshes: Sequence[DeviceMesh],
     choose: Chooser = choose,
 ) -> tuple[Plan, Layout | Runner]:
-    plan = plan_of_bound(operator, bound, meshes, choose)
-    found = bind(plan, operator, args, kwargs)
-    return plan, _VIEWING(plan, operator, found) if operator.is_view or operator.reshapes else found
+    with tracing.aside():
+        plan = plan_of_bound(operator, bound, meshes, choose)
+        found = bind(plan, operator, args, kwargs)
+        return plan, _VIEWING(plan, operator, found) if operator.is_view or operator.reshapes else found
 
 
 def _for_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:

@@ -28,6 +28,7 @@ LOOKED_INTO = frozenset(
         "mesh/device_mesh",
         "mesh/geometry",
         "parallel/tensor/boundary",
+        "parallel/tensor/crossing",
         "parallel/tensor/loss",
         "parallel/tensor/matrix",
         "parallel/tensor/style",

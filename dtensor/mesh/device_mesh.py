@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from ..base.scoped import Scoped
+from ..base.tracing import constant_of_graph
 from ..errors import MeshError
 from .current_rank import current_coordinate, current_rank
 from .derive import concatenated, dims_of_ranks, flattened, sliced, unflattened
@@ -257,8 +258,8 @@ def current_mesh() -> DeviceMesh:
 
 def as_mesh(mesh: Any) -> DeviceMesh:
     """``mesh`` as a :class:`DeviceMesh`: itself, a torch mesh converted, or None for the entered one."""
-    match mesh:
-        case DeviceMesh():
+    match constant_of_graph(mesh):
+        case DeviceMesh() as mesh:
             return mesh
         case None:
             return current_mesh()

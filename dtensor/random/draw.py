@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 
+from ..base import tracing
 from ..base.generators import go_to, state_now
 from ..base.recording import aside, site
 from ..base.scoped import Scoped
 from ..comm import communicator_of
+from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from .distributions import Arguments, Sampler, sample
@@ -119,6 +121,11 @@ def place_in(whole: torch.Tensor, layout: Layout, coordinate: tuple[int, ...]) -
 @aside
 def synchronize(mesh: DeviceMesh) -> None:
     """On process groups, once for all ranks that share a draw: they take over the first one's generator state."""
+    if tracing.under_way() and mesh.kind == "process_group":
+        raise UnsupportedOperationError(
+            "random numbers of a DTensor inside torch.compile: they are those of one device, drawn from torch's generator, which "
+            "no graph carries; draw them outside, or let the graph break there (fullgraph=False)"
+        )
     comm, seeded, dims = communicator_of(mesh), mesh._root.seeded, mesh.group_id(range(mesh.ndim))
     if not comm.talks or seeded.issuperset(dims):
         return

@@ -92,7 +92,7 @@ def _measured(
     check: bool,
 ) -> Layout:
     """The layout from the sizes of all pieces; they are exchanged where a tensor dim is sharded and no sizes are given."""
-    shape, order = list(pieces[0].shape), pieces[0].stride()
+    shape, order = list(map(int, pieces[0].shape)), tuple(map(int, pieces[0].stride()))  # symbols are looked at
     if check or measures(mesh, placements):
         shapes, strides = _all_pieces(mesh, pieces, str(placements))
         key = (mesh, placements, shapes, strides if stride is None else stride, dtype)
@@ -218,7 +218,7 @@ def _fits(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
     members = mesh.members if len(pieces) > 1 else [mesh.current_member()]
     for member, piece in zip(members, pieces, strict=True):
         expected = layout.local_shape(None if member is None else mesh.coordinates[member])
-        if member is not None and tuple(piece.shape) != expected:
+        if member is not None and tuple(map(int, piece.shape)) != expected:
             raise LayoutError(
                 f"from_local: rank {mesh.ranks[member]} holds a piece of shape {tuple(piece.shape)}, "
                 f"but {layout!r} gives it {expected}; "

@@ -5,7 +5,7 @@ A case gives a function (or a module) and its arguments, made anew for each run:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from dtensor.parallel import (
 Made = tuple[Callable[..., Any], tuple[Any, ...]]
 Case = Callable[[DeviceMesh], Made]
 CASES: dict[str, Case] = {}
+Where = Sequence[Placement]
 S0, S1, R, P = [Shard(0)], [Shard(1)], [Replicate()], [Partial()]
 
 
@@ -35,7 +36,7 @@ def case(fn: Case) -> Case:
     return fn
 
 
-def of(fn: Callable[..., Any], *given: tuple[tuple[int, ...] | torch.Tensor, list[Placement]]) -> Case:
+def of(fn: Callable[..., Any], *given: tuple[tuple[int, ...] | torch.Tensor, Where]) -> Case:
     """A function of random tensors, or of these, under these placements."""
 
     def make(mesh: DeviceMesh) -> Made:
@@ -144,7 +145,7 @@ MATHS: dict[str, Case] = {
 }
 
 # --- every way to redistribute --------------------------------------------------------------------------------------------
-LYING: dict[str, list[Placement]] = {
+LYING: dict[str, Where] = {
     "S0": S0,
     "S1": S1,
     "R": R,
@@ -154,7 +155,7 @@ LYING: dict[str, list[Placement]] = {
 }
 
 
-def moving(source: list[Placement], target: list[Placement]) -> Case:
+def moving(source: Where, target: Where) -> Case:
     given = R if isinstance(source[0], Partial) else source
     return of(lambda x: x.redistribute(placements=source).redistribute(placements=target) * 1, ((5, 6), given))
 

@@ -45,11 +45,9 @@ def differing(one: Any, other: Any) -> str:
         return "" if one is other else f"{one} against {other}"
     if type(one) is not type(other):
         return f"{type(one)} against {type(other)}"
-    whole = one.detach(), other.detach()
-    if isinstance(one, DTensor):
-        if one.layout != other.layout:
-            return f"{one.layout} against {other.layout}"
-        whole = one.detach().full_tensor(), other.detach().full_tensor()
+    if isinstance(one, DTensor) and one.layout != other.layout:
+        return f"{one.layout} against {other.layout}"
+    whole = [x.full_tensor().detach() if isinstance(x, DTensor) else x.detach() for x in (one, other)]
     try:
         torch.testing.assert_close(*whole, rtol=1e-5, atol=1e-5)
     except AssertionError as error:

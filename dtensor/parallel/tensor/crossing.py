@@ -45,6 +45,8 @@ _INSIDE: Scoped[Crossing] = Scoped("crossing")
 
 def crossed(x: Any, way: Hashable, make: Callable[[], Any]) -> Any:
     """``make()``, which makes ``x`` what a module asks for in this ``way``; the same for all modules that ask so."""
+    if torch.compiler.is_compiling():  # a graph remembers nothing of a value
+        return make()
     inside = _INSIDE.last(None)
     if inside is None or not isinstance(x, torch.Tensor) or functorch_active():
         return make()
@@ -61,7 +63,8 @@ def shared_within(module: nn.Module) -> None:
     entered: list[Block[Crossing]] = []
 
     def begin(*_: Any) -> None:
-        entered.append(_INSIDE.enter(Crossing()))
+        if not torch.compiler.is_compiling():
+            entered.append(_INSIDE.enter(Crossing()))
 
     def end(*_: Any) -> None:
         if entered:
