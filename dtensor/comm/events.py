@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ..base.scoped import Scoped
 from ..mesh.device_mesh import DeviceMesh
@@ -51,6 +51,9 @@ class Event:
 Listener = Callable[[Event], None]
 LISTENING: Scoped[Listener] = Scoped("listening")
 listeners = LISTENING.held  # empty: nobody listens anywhere
+CAUSES: Scoped[Any] = Scoped(
+    "causes"
+)  # what collectives are issued for, outermost first: operator calls, steps of redistributions
 _OURS: Scoped[None] = Scoped("issuing")
 
 
@@ -63,6 +66,18 @@ def report(event: Event) -> None:
     """Tells those who listen here."""
     for listener in LISTENING.values():
         listener(event)
+
+
+def because(cause: Any, fn: Callable[P, T]) -> Callable[P, T]:
+    """``fn``, whose collectives are issued for ``cause``, which those who listen find in ``CAUSES``."""
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not listeners:
+            return fn(*args, **kwargs)
+        with CAUSES.entered(cause):
+            return fn(*args, **kwargs)
+
+    return run
 
 
 def issuing(fn: Callable[P, T]) -> Callable[P, T]:

@@ -85,6 +85,9 @@ class CommDebugMode:
     def _record(self, event: Event) -> None:
         if event.mesh is not None and event.mesh.kind == "process_group" and event.mesh._root.world is not self._world:
             return  # of another rank, in programs whose ranks are threads
+        self._counted(event)
+
+    def _counted(self, event: Event) -> None:
         self.events.append(event)
         if event.kind != EXCHANGE:
             self._modules.record(event)

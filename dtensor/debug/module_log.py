@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ..base.torch_internals import graph_task
+from ..base.torch_internals import graph_task, sequence_number
 from ..comm.events import Event
 from ..tensor.dtensor import DTensor
 
-_RUNNING: ContextVar[tuple[tuple[Any, str], ...]] = ContextVar("running", default=())  # by log, the modules entered here
+# by log, the modules entered here, and where autograd's count of nodes stood
+_RUNNING: ContextVar[tuple[tuple[Any, str, int], ...]] = ContextVar("running", default=())
 
 
 def _nowhere() -> bool:
@@ -32,6 +33,7 @@ class ModuleLog:
         self.collectives: dict[tuple[str, str], Counter[str]] = {}  # (module, "forward" | "backward") -> kinds
         self._names: dict[nn.Module, str] = {}
         self._seen: dict[str, None] = {}  # names of the modules that ran, in order
+        self._spans: list[tuple[int, int, str]] = []  # of the modules that have run, which of autograd's numbers they used
         self._hooks: list[Any] = []
         self._here = _nowhere
 
@@ -40,6 +42,7 @@ class ModuleLog:
         self.parameters.clear()
         self.collectives.clear()
         self._seen.clear()
+        self._spans.clear()
         self._here = here
         self._hooks.append(register_module_forward_pre_hook(self._entered))
 
@@ -61,7 +64,7 @@ class ModuleLog:
                     self._names[inner] = f"{root}.{name}" if name else root
                     self._hooks.append(inner.register_forward_hook(self._left, always_call=True))
         name = self._names[module]
-        _RUNNING.set((*_RUNNING.get(), (self, name)))
+        _RUNNING.set((*_RUNNING.get(), (self, name, sequence_number())))
         self._seen[name] = None
         own = dict(module.named_parameters(recurse=False))
         if own:
@@ -69,8 +72,10 @@ class ModuleLog:
 
     def _left(self, module: nn.Module, *_: Any) -> None:
         running = _RUNNING.get()
-        last = max((place for place, entered in enumerate(running) if entered == (self, self._names.get(module))), default=None)
+        own = (self, self._names.get(module))
+        last = max((place for place, entered in enumerate(running) if entered[:2] == own), default=None)
         if last is not None:
+            self._spans.append((running[last][2], sequence_number(), running[last][1]))
             _RUNNING.set(running[:last] + running[last + 1 :])
 
     def record(self, event: Event) -> None:
@@ -79,7 +84,17 @@ class ModuleLog:
         self.collectives.setdefault(where, Counter())[event.kind] += 1
 
     def _innermost(self) -> str:
-        return next((name for log, name in reversed(_RUNNING.get()) if log is self), "outside")
+        return self.running() or "outside"
+
+    def running(self) -> str:
+        """The innermost module that runs here; "" if none does."""
+        return next((name for log, name, _ in reversed(_RUNNING.get()) if log is self), "")
+
+    def made_in(self, node: Any) -> str:
+        """The innermost module that made a node of autograd's; "" if none did."""
+        number = node._sequence_nr()
+        found = [(first, -end, name) for first, end, name in self._spans if first <= number < end]
+        return max(found)[2] if found else ""
 
     def inclusive(self) -> dict[str, dict[str, Counter[str]]]:
         """Collectives by module and phase, a module's with those of its parts; "Global" has all, and all of backward's."""

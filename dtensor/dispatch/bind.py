@@ -14,6 +14,7 @@ import torch
 
 from ..base.memory_order import memory_order
 from ..comm import communicator_of
+from ..comm.events import because
 from ..layout.layout import Layout
 from ..propagation.propagate import Plan
 from ..propagation.schema import Form, Operator
@@ -25,6 +26,7 @@ from .flat_lists import through_memory
 from .laid_out import in_memory_order
 from .list_numbers import with_numbers_once
 from .local_op import local_function
+from .report import Cause
 from .settled import kept_apart
 from .steps import After, Before, Given, Runner, counted, finishing, into_locals, moving, refusing, running, written_back
 from .unbound import absent, decomposed, drawn_alike
@@ -81,7 +83,8 @@ def _bound(plan: Plan, operator: Operator, form: Form) -> Layout | Runner:
         and call is local_function(operator.func)
     ):
         return finish  # of complex numbers the wrapper shows a lazy conjugation
-    return running(before, given, call, after, finish)
+    run = running(before, given, call, after, finish)
+    return because(Cause(operator, plan), run) if plan.communicates or is_kernel(plan) else run
 
 
 def _arranging(plan: Plan, operator: Operator, form: Form) -> list[Before]:

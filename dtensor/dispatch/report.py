@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import sys
 import warnings
-from pathlib import Path
+from dataclasses import dataclass
 
-import torch
-
+from ..base.callers import users_frame
 from ..errors import GatherWarning
 from ..propagation.propagate import Plan
+from ..propagation.schema import Operator
 
 _ANNOUNCED: set[str] = set()
-_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cause:
+    """An operator call that communicates, for those who listen to what it issues."""
+
+    operator: Operator
+    plan: Plan
 
 
 def announce(plan: Plan, name: str) -> None:
@@ -31,10 +38,9 @@ def announce(plan: Plan, name: str) -> None:
 
 
 def _users_frame() -> int:
-    """The stack level of the first caller outside this library and torch."""
-    level = 2
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    """The stack level of the user's line, as ``warnings`` counts from who called."""
+    level, frame, last = 1, sys._getframe(1), users_frame(sys._getframe(1))
+    while frame is not last and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
     return level
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..base.caches import remembered
 from ..comm import Communicator, Pending, communicator_of
+from ..comm.events import because
 from ..comm.fold import divided
 from ..comm.regions import Box, region
 from ..comm.rows import flat_bytes, from_bytes
@@ -68,7 +69,7 @@ class _Run:
         steps = [self.plans[i].steps[self.at[i]] for i in group]
         last = [self.at[i] + 1 == len(self.bound[i]) for i in group]
         out = [self.out[i] if ends else None for i, ends in zip(group, last, strict=True)]
-        return _merged(tuple(steps))([self.values[i] for i in group], out)
+        return because(tuple(steps), _merged(tuple(steps)))([self.values[i] for i in group], out)
 
     def finish(self, pending: list[tuple[list[int], Merged]]) -> list[Local]:
         while pending:

@@ -17,6 +17,7 @@ from ..base.caches import remembered
 from ..base.memory_order import outermost_first
 from ..comm import Communicator, Pending, communicator_of
 from ..comm.binding import Run
+from ..comm.events import because
 from ..comm.fold import divided, identity
 from ..comm.regions import Box, Route, Scatter, Transfer, region
 from ..layout.layout import Layout
@@ -149,6 +150,7 @@ def route(step: AllGather | Exchange, member: int) -> Route:
 
 def _collective(comm: Communicator, issue: Run, step: Step) -> Bound:
     """``issue``, and what is done with its result."""
+    issue = because((step,), issue)
     finish = _finish(comm, step)
     if finish is None:
         return Bound(lambda x: issue(x).wait(), issue)

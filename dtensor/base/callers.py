@@ -1,0 +1,73 @@
+"""The user's line: which frame of a stack is the program's, and not the library's, torch's or the standard library's."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+_HERE, _TORCH = (str(Path(file).parent) + os.sep for file in (str(Path(__file__).parent), torch.__file__))
+_STANDARD = tuple({str(Path(sysconfig.get_path(name)).resolve()) + os.sep for name in ("stdlib", "platstdlib")})
+_MADE = ("<frozen", "<string>", "<eval_with_key")  # code that libraries write; "<stdin>" and notebooks are the user's
+_KNOWN: dict[str, bool] = {}
+_FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+), in ')
+
+
+class Place(NamedTuple):
+    """A line of a program."""
+
+    file: str
+    number: int
+
+    @property
+    def source(self) -> str:
+        """What stands there, as far as it can be read."""
+        return linecache.getline(self.file, self.number).strip()
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.number}" if self.file else "(no line of the program)"
+
+
+NOWHERE = Place("", 0)
+
+
+def is_library(file: str) -> bool:
+    """Whether the code of a file is no user's."""
+    found = _KNOWN.get(file)
+    if found is None:
+        installed = "site-packages" in file or "dist-packages" in file
+        standard = not installed and str(Path(file).resolve()).startswith(_STANDARD)
+        _KNOWN[file] = found = file.startswith((_HERE, _TORCH, *_MADE)) or standard
+    return found
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the user's program, from this one outwards."""
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def place_of(frame: FrameType | None) -> Place:
+    """Where a frame is."""
+    return NOWHERE if frame is None else Place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def users_place(formatted: Iterable[str]) -> Place:
+    """The user's innermost line in a stack as ``traceback.format_stack`` gives it.
+
+    >>> users_place(['  File "train.py", line 7, in step', '  File "<frozen runpy>", line 1, in run'])
+    Place(file='train.py', number=7)
+    """
+    for entry in reversed(list(formatted)):
+        found = _FRAME.match(entry)
+        if found is not None and not is_library(found["file"]):
+            return Place(found["file"], int(found["line"]))
+    return NOWHERE

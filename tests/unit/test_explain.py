@@ -1,0 +1,200 @@
+"""What a program moves, by the user's line: the same numbers as CommDebugMode's, and nothing of the program changes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import cases_defects
+import cases_gloo
+import cases_interplay
+import cases_reports_operators
+import cases_reports_tensors
+import pytest
+import torch
+from case_lists import S0, S1, R, line, put, value
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dtensor as dt
+from dtensor.comm import events
+from dtensor.debug import CommDebugMode
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
+
+P = dt.Partial()
+HERE = "test_explain.py"
+LISTS = (cases_gloo, cases_defects, cases_interplay, cases_reports_operators, cases_reports_tensors)
+SAMPLE = [(cases, name) for cases in LISTS for name in cases.CASES.here[::9]]
+
+
+@pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+@pytest.mark.parametrize(("cases", "name"), SAMPLE, ids=[name for _, name in SAMPLE])
+def test_the_numbers_are_those_of_comm_debug_mode(cases: Any, name: str) -> None:
+    with CommDebugMode() as comm:
+        told = dt.explain(cases.CASES[name])
+    kinds = [movement.event.kind for movement in told.movements]
+    sizes: dict[str, int] = {}
+    for movement in told.movements:
+        sizes[movement.event.kind] = sizes.get(movement.event.kind, 0) + movement.bytes
+    assert comm.get_comm_counts() == {kind: kinds.count(kind) for kind in set(kinds)}
+    assert comm.get_comm_bytes() == sizes
+    assert told.bytes == sum(comm.get_comm_bytes().values()) == sum(one.bytes for one in told.lines)
+    assert told.exchanges == comm.get_exchange_count()
+    assert all(movement.place.file for movement in told.movements)
+    str(told)
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())  # MLP
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad.redistribute(placements=[R]) * 2  # in backward
+
+
+def implicit() -> None:
+    a, b = put(value(5, 6), S0), put(value(5, 6), S1)
+    (a + b).relu()  # aten::add forward
+
+
+def explicit() -> None:
+    x = put(value(5, 6), S0).requires_grad_()
+    y = x.redistribute(placements=[R])  # DTensor.redistribute forward
+    y.to_local(grad_placements=[P]).sum().backward()
+
+
+def whole() -> None:
+    put(value(5), S0).full_tensor()  # DTensor.full_tensor forward
+
+
+def backward_of_a_move() -> None:
+    x = put(value(6, 4), S0).requires_grad_()
+    y = x.redistribute(placements=[R]).to_local(grad_placements=[P])  # gradient backward
+    z = y * 2
+    z.sum().backward()
+
+
+def backward_of_an_operator() -> None:
+    x, w = put(value(6, 4), S0).requires_grad_(), put(value(4, 4), R).requires_grad_()
+    y = x @ w  # aten::mm forward
+    z = y.sum()
+    z.backward()
+
+
+def a_leafs_gradient() -> None:
+    x, w = put(value(6, 4), S0), put(value(4, 5), R).requires_grad_()
+    y = x @ w  # gradient backward
+    y.sum().backward()
+
+
+def a_kernel() -> None:
+    put(value(7), S0).cumsum(0)  # aten::cumsum forward
+
+
+def a_style() -> None:
+    model = parallelize_module(MLP(), line(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model(torch.ones(2, 4, requires_grad=True)).sum().backward()  # dtensor.parallel nowhere
+
+
+def recomputed() -> None:
+    a, b = put(value(5, 6), S0).requires_grad_(), put(value(5, 6), R)
+
+    def inner(x: Any) -> Any:
+        return x.redistribute(placements=[R]) * b  # DTensor.redistribute backward
+
+    checkpoint(inner, a, use_reentrant=False).sum().backward()
+
+
+def the_users_own_backward() -> None:
+    (Twice.apply(put(value(5, 6), S0).requires_grad_()) * put(value(5, 6), S0)).sum().backward()
+
+
+def of_torch() -> None:
+    x, w = put(value(6, 4), S0), put(value(4, 5), R).requires_grad_()
+    y = x @ w
+    z = y * y
+    (grad,) = torch.autograd.grad(z.sum(), w, create_graph=True)
+    (grad * grad).sum().backward()
+
+
+def told_of(program: Callable[[], Any]) -> list[tuple[str, str, str]]:
+    told = dt.explain(program)
+    assert all(str(movement.place).startswith(HERE) for movement in told.movements), told
+    return [(movement.operator, movement.phase, movement.place.source) for movement in told.movements]
+
+
+@pytest.mark.parametrize(
+    "program", [implicit, explicit, whole, backward_of_a_move, a_leafs_gradient, a_kernel, recomputed], ids=lambda fn: fn.__name__
+)
+def test_a_collective_has_the_users_line(program: Callable[[], Any]) -> None:
+    source = next(text for text in inspect.getsource(program).splitlines() if "# " in text)
+    operator, phase = source.rpartition("# ")[2].split()
+    found = told_of(program)
+    assert any(line == source.strip() and how == phase and name.startswith(operator) for name, how, line in found), found
+
+
+def test_of_a_backward_pass_only_what_a_user_wrote_in_it_stands_there() -> None:
+    assert [(phase, source) for _, phase, source in told_of(the_users_own_backward)] == [
+        ("backward", "return grad.redistribute(placements=[R]) * 2  # in backward")
+    ]
+    lines = {source for _, phase, source in told_of(of_torch) if phase == "backward"}
+    assert lines == {"y = x @ w"}  # of both passes
+
+
+def test_modules_are_named_forward_and_backward() -> None:
+    model = parallelize_module(MLP(), line(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    x = torch.ones(2, 4, requires_grad=True)
+    told = dt.explain(lambda: model(x).sum().backward())
+    assert [(m.phase, m.module, m.place.source) for m in told.movements] == [
+        ("forward", "MLP.down", "return self.down(self.up(x).relu())  # MLP"),
+        ("backward", "MLP.up", "return self.down(self.up(x).relu())  # MLP"),
+    ]
+    whole = fully_shard(MLP(), mesh=line())
+    told = dt.explain(lambda: whole(torch.ones(2, 4)).sum().backward())
+    assert {m.event.kind for m in told.movements} == {"all_gather", "reduce_scatter"}
+    assert all(str(m.place).startswith(HERE) for m in told.movements)
+
+
+def test_it_says_why_and_what_to_write_instead() -> None:
+    a, b = put(value(5, 6), S0), put(value(5, 6), S1)
+    (one,) = dt.explain(lambda: a + b).lines
+    text = str(one)
+    (instead,) = (row for row in text.splitlines() if "instead:" in row)
+    fixed = eval(instead.partition("instead: ")[2].partition(", once")[0], {**vars(dt), "self": a, "other": b})
+    x, y = (fixed, b) if "self" in instead else (a, fixed)
+    assert dt.explain(lambda: x + y).movements == ()
+    assert text.count("* S(0), S(0) -> S(0)") + text.count("* S(1), S(1) -> S(1)") == 1
+    assert "rows considered on 0" in text
+
+
+def test_nothing_stays_behind_and_nobody_pays() -> None:
+    a, b = put(value(5, 6), S0), put(value(5, 6), S1)
+    with pytest.raises(ZeroDivisionError):
+        dt.explain(lambda: 1 / 0)
+    assert not torch.is_anomaly_enabled()
+    with torch.autograd.set_detect_anomaly(True):
+        dt.explain(lambda: a + b)
+        assert torch.is_anomaly_enabled()
+        assert torch.is_anomaly_check_nan_enabled()
+    assert not events.CAUSES.held
+    assert not events.listeners
+
+
+def test_a_loop_is_told_once() -> None:
+    a = put(value(5, 6), S0)
+    told = dt.explain(lambda: [a.redistribute(placements=[R]) for _ in range(3)])
+    assert str(told).count("DTensor.redistribute") == 1
+    assert "(3 times)" in str(told)
+    assert len(told.movements) == 3
