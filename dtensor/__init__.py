@@ -49,6 +49,7 @@ __all__ = [
     "ProgramPlan",
     "Replicate",
     "Shard",
+    "budget",
     "cache_info",
     "capture",
     "distribute_module",
@@ -78,6 +79,7 @@ __all__ = [
 _ROOMS = ("checkpoint", "debug", "parallel", "sharded_tensor", "sharding_spec", "testing")
 _NAMES = {
     "Explanation": "debug.explain",
+    "budget": "debug.budget",
     "explain": "debug.explain",
     "collect_state_dict": "sharding_spec.shard_model",
     "shard_model": "sharding_spec.shard_model",
@@ -89,6 +91,7 @@ if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ wo
     from . import parallel as parallel
     from . import sharding_spec as sharding_spec
     from . import testing as testing
+    from .debug.budget import budget as budget
     from .debug.explain import Explanation as Explanation
     from .debug.explain import explain as explain
     from .sharding_spec import sharded_tensor as sharded_tensor

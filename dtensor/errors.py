@@ -49,6 +49,10 @@ class ImplicitCommunicationError(DTensorError):
     """Communication was needed where ``explicit()`` forbids it."""
 
 
+class BudgetError(DTensorError):
+    """More was communicated than ``budget()`` allows; the message has the lines of the program."""
+
+
 class UnsupportedOperationError(DTensorError, NotImplementedError):
     """The operation has no meaning on this layout; the message says what to do instead."""
 

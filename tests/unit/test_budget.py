@@ -1,0 +1,88 @@
+"""Limits on communication: blocks, functions, and a plugin of pytest's."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from case_lists import S0, S1, put, value
+
+import dtensor as dt
+from dtensor.debug import CommDebugMode
+from dtensor.errors import ArgumentError, BudgetError
+
+
+def test_what_is_within_the_limit_passes_and_what_is_not_names_its_line() -> None:
+    x, y = put(value(5, 6), S0), put(value(5, 6), S1)
+    with CommDebugMode() as comm:
+        x + y
+    moved = sum(comm.get_comm_bytes().values())
+    for exact in ({"bytes": moved}, {"collectives": 1}, {"bytes": moved, "collectives": 1}):
+        with dt.budget(**exact):
+            put(value(5, 6), S0) + put(value(5, 6), S1)
+    for less in ({"bytes": moved - 1}, {"collectives": 0}):
+        with pytest.raises(BudgetError, match=r"test_budget.py:\d+  put.*# too much"), dt.budget(**less):
+            put(value(5, 6), S0) + put(value(5, 6), S1)  # too much
+
+
+def test_a_function_is_limited_at_each_call() -> None:
+    @dt.budget(collectives=1)
+    def step(times: int) -> None:
+        for _ in range(times):
+            put(value(5), S0).full_tensor()
+
+    step(1)
+    step(1)
+    with pytest.raises(BudgetError, match="2 collectives, 1 allowed"):
+        step(2)
+
+
+def test_errors_of_the_program_come_first_and_what_is_not_counted_is_refused() -> None:
+    with pytest.raises(ZeroDivisionError), dt.budget(bytes=0):
+        _ = put(value(5), S0).full_tensor(), 1 / 0
+    for wrong in ({"flops": 1e9}, {"memory": 5}, {"bytes": 1, "memory": 5}, {}):
+        with pytest.raises(ArgumentError, match="budget"), dt.budget(**wrong):
+            pass
+    assert not torch.is_anomaly_enabled()
+
+
+SUITE = """
+import torch, dtensor as dt
+MESH = dt.init_device_mesh("cpu", (2,))
+def test_step(dtensor_budget):
+    x = dt.distribute_tensor(torch.ones(5, 6), MESH, [dt.Shard(0)])
+    with dtensor_budget():
+        {step}
+    with dtensor_budget(collectives=0):
+        x * 2
+"""
+
+
+def run(folder: Path, step: str, *options: str) -> int:
+    (folder / "test_it.py").write_text(SUITE.format(step=step))
+    sys.modules.pop("test_it", None)
+    plugin = ("-p", "dtensor.debug.pytest_plugin", "-p", "no:cacheprovider", "-p", "no:faulthandler")
+    return int(pytest.main([str(folder), "-q", f"--rootdir={folder}", "-c", str(folder / "pytest.ini"), *plugin, *options]))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestAssertRewriteWarning")
+def test_a_suite_fails_when_somebody_adds_an_all_gather(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    once, twice = "x.full_tensor()", "x.full_tensor(), (x * 1).full_tensor()"
+    assert run(tmp_path, once, "--dtensor-budgets=compare") == 1
+    assert "has no budget" in capsys.readouterr().out
+    assert run(tmp_path, once, "--dtensor-budgets=record") == 0
+    recorded = json.loads((tmp_path / "dtensor-budgets.json").read_text())
+    assert recorded == {"test_it.py::test_step": {"bytes": 72, "collectives": 1}}
+    assert run(tmp_path, once, "--dtensor-budgets=compare") == 0
+    assert run(tmp_path, twice) == 0  # nobody asked
+    capsys.readouterr()
+    assert run(tmp_path, twice, "--dtensor-budgets=compare") == 1
+    assert "144 bytes received per rank, 72 allowed; 2 collectives, 1 allowed" in capsys.readouterr().out
+    assert run(tmp_path, "x * 1", "--dtensor-budgets=compare") == 0
+    assert "larger than needed" in capsys.readouterr().out
+    assert run(tmp_path, "x.redistribute(placements=[dt.Replicate()]) + x, x[0] @ x.t()") == 0
+    assert json.loads((tmp_path / "dtensor-budgets.json").read_text()) == recorded
