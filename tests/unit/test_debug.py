@@ -156,6 +156,8 @@ def test_the_programs_own_collectives_count_once(world: dt.DeviceMesh) -> None:
             pass
         call()
         assert comm.get_total_counts() == 0, what
+        (told,) = dt.explain(call).movements
+        assert (told.operator, told.bytes, told.place.file) == ("torch.distributed", nbytes, __file__), what
     assert not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect") or threading.active_count() > 1
 
 
