@@ -50,8 +50,11 @@ __all__ = [
     "ProgramPlan",
     "Replicate",
     "Shard",
+<<<<<<< HEAD
     "Sharding",
     "auto_shard",
+=======
+>>>>>>> w-seen
     "budget",
     "cache_info",
     "capture",

@@ -1,4 +1,6 @@
-"""``python -m dtensor verify [module] [pattern]`` verifies rules, ``calibrate`` measures collectives, ``ops`` lists operators."""
+"""``explain script.py`` tells what a program moves, line by line, ``doctor`` looks at the machine, ``verify [module] [pattern]``
+verifies rules, ``calibrate`` measures collectives, ``ops`` lists operators.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import sys
 from pathlib import Path
 
 from .cost import calibrate
+from .debug import doctor, script
 from .debug.operator_page import measured_in, page
 from .errors import RuleError
 from .redistribute import moves
@@ -20,7 +23,11 @@ from .testing.verify import Report, verify_rule
 def main(argv: list[str] | None = None) -> int:
     """The exit status: of ``verify`` 1 if some rule is wrong, lacks placements or has no sample, 2 if nothing is meant."""
     parser = argparse.ArgumentParser(prog="python -m dtensor", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
+    explain = commands.add_parser("explain", help="run a script and tell what it moves, by line (also under torchrun -m)")
+    explain.add_argument("script", type=Path, metavar="SCRIPT.py")
+    explain.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    commands.add_parser("doctor", help="versions, backends, what is changed of torch, and whether two processes can talk")
     verify = commands.add_parser("verify", help="run operators under many placements and compare with plain torch")
     verify.add_argument(
         "words",
@@ -41,10 +48,20 @@ def main(argv: list[str] | None = None) -> int:
     ops = commands.add_parser("ops", help="how every operator is served, as the page docs/ops.md")
     ops.add_argument("--measured", type=Path, default=Path("benchmarks/gather_share.json"), help="of benchmarks/gather_share.py")
     options = parser.parse_args(argv)
-    if options.command == "ops":
-        print(page(measured_in(options.measured)), end="")
-        return 0
-    return _calibrate(options) if options.command == "calibrate" else _verify(options)
+    match options.command:
+        case "ops":
+            print(page(measured_in(options.measured)), end="")
+            return 0
+        case "explain":
+            return script.explained(options.script, options.arguments)
+        case "doctor":
+            return doctor.main()
+        case "calibrate":
+            return _calibrate(options)
+        case "verify":
+            return _verify(options)
+    parser.print_help()
+    return 0
 
 
 def _calibrate(options: argparse.Namespace) -> int:

@@ -83,6 +83,8 @@ class CommDebugMode:
         self._modules.stop()
 
     def _record(self, event: Event) -> None:
+        if self._world is None:  # it was made inside of the block
+            self._world = dist.group.WORLD
         if event.mesh is not None and event.mesh.kind == "process_group" and event.mesh._root.world is not self._world:
             return  # of another rank, in programs whose ranks are threads
         self._counted(event)

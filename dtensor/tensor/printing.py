@@ -1,21 +1,47 @@
-"""How the values of a DTensor print: piece by piece, and nothing is sent for it."""
+"""How the values of a DTensor print: piece by piece, and nothing is sent for it.
+
+Where torch would print corners only, one piece's are enough: of the others the shapes are shown.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..comm import communicator_of, shards_of
+from ..layout.layout import Layout
 
 
 def pieces(x: Any) -> str:
-    """Every piece that this process holds, one labelled line (or block) a rank."""
+    """Every piece that this process holds, one labelled line (or block) a rank; of large ones the first, and all shapes."""
     mesh = x._layout.mesh
     if mesh.kind == "dry_run":
         return ""
     ranks = mesh.ranks if communicator_of(mesh).holds_all else [mesh.get_rank()]
-    return "".join(f"\n  rank {rank}: {_indented(piece)}" for rank, piece in zip(ranks, shards_of(x._local), strict=True))
+    lines = [f"\n  rank {rank}: {_indented(piece)}" for rank, piece in zip(ranks, shards_of(x._local), strict=True)]
+    summary = next((line for line in lines if "..." in line), None)  # torch leaves elements out
+    return "".join(lines) if summary is None else f"{summary}\n  pieces: {_shapes(x._layout)}"
+
+
+def _shapes(layout: Layout) -> str:
+    """``ranks 0-2 [3, 4], rank 3 [1, 4]``."""
+    ranks: dict[tuple[int, ...], list[int]] = {}
+    for rank, coordinate in zip(layout.mesh.ranks, layout.mesh.coordinates, strict=True):
+        ranks.setdefault(tuple(layout.local_shape(coordinate)), []).append(rank)
+    return ", ".join(f"{_spans(sorted(held))} {list(shape)}" for shape, held in ranks.items())
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """``ranks 0-2, 5``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return f"rank{'' if len(ranks) == 1 else 's'} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def _indented(piece: torch.Tensor) -> str:

@@ -156,6 +156,8 @@ def test_the_programs_own_collectives_count_once(world: dt.DeviceMesh) -> None:
             pass
         call()
         assert comm.get_total_counts() == 0, what
+        (told,) = dt.explain(call).movements
+        assert (told.operator, told.bytes, told.place.file) == ("torch.distributed", nbytes, __file__), what
     assert not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect") or threading.active_count() > 1
 
 
@@ -195,3 +197,19 @@ def test_counts_differ_or_are_equal() -> None:
         assert not counts == other  # noqa: SIM201
     assert counts[operators.all_gather_into_tensor_coalesced] == counts[torch.ops.c10d.allgather_.default] == 1
     assert counts[operators.all_reduce_coalesced] == counts[operators.wait_tensor] == 0
+
+
+def test_a_large_tensor_prints_one_summary_and_the_shapes_of_its_pieces() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    x = dt.distribute_tensor(torch.arange(90.0 * 50).view(90, 50), mesh, [S0, S0])
+    text = repr(x)
+    assert text.count("...") <= 3 + 4  # of one piece
+    assert text.startswith("DTensor(float32[90, 50] on (0=S(0), 1=S(0))\n  rank 0: [[")
+    assert text.endswith("\n  pieces: ranks 0, 2 [23, 50], ranks 1, 3 [22, 50])")
+    assert "rank 1:" not in text
+    assert len(text) < 800
+    small = dt.distribute_tensor(torch.arange(6.0), mesh, [S0, R])
+    assert [f"rank {rank}:" in repr(small) for rank in range(4)] == [True] * 4
+    assert "pieces" not in repr(small)
+    alike = dt.ones(2000, device_mesh=dt.init_device_mesh("cpu", (4,)), placements=[R])
+    assert repr(alike).endswith("pieces: ranks 0-3 [2000])")
