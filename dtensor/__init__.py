@@ -50,11 +50,8 @@ __all__ = [
     "ProgramPlan",
     "Replicate",
     "Shard",
-<<<<<<< HEAD
     "Sharding",
     "auto_shard",
-=======
->>>>>>> w-seen
     "budget",
     "cache_info",
     "capture",

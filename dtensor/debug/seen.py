@@ -104,11 +104,7 @@ class Record(CommDebugMode):
         calls = [cause for cause in causes if isinstance(cause, Cause)]
         steps = next((cause for cause in reversed(causes) if isinstance(cause, tuple)), ())
         place, called = _asked_by(frame, node)
-<<<<<<< HEAD
-        operator = calls[-1].operator.name if calls else called
-=======
         operator = "torch.distributed" if event.direct else calls[-1].operator.name if calls else called
->>>>>>> w-seen
         module = self._modules.running() or (self._modules.made_in(node) if node is not None else "")
         phase = "forward" if graph_task() == -1 else "backward"
         return Movement(event, place, phase, module, operator, steps, calls[-1] if calls else None)
