@@ -50,3 +50,12 @@ def test_the_engine_knows_no_operator_by_name(folder: str) -> None:
     for path in (PACKAGE / folder).rglob("*.py"):
         found = [text for text in strings(ast.parse(path.read_text())) if re.search(r"\baten::\w", text)]
         assert not found, f"{path}: {found}: facts about operators stand in rules/aten/"
+
+
+@pytest.mark.parametrize("placement", [dtensor.Replicate(), dtensor.Shard(0), dtensor.Shard(1)], ids=str)
+def test_a_running_sum_of_bools_in_place_is_refused_as_torch_does(placement: dtensor.Placement) -> None:
+    x = torch.ones(5, 7, dtype=torch.bool)
+    with pytest.raises(NotImplementedError):
+        x.clone().cumsum_(0)
+    with pytest.raises(NotImplementedError, match="bools in place"):
+        dtensor.distribute_tensor(x, dtensor.init_device_mesh("cpu", (3,)), [placement]).cumsum_(0)

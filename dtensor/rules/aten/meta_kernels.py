@@ -102,6 +102,12 @@ def out_of(dtype: torch.dtype) -> Callable[[str, dict[str, Any]], None]:
     return check
 
 
+def no_bools(name: str, arguments: dict[str, Any]) -> None:
+    """A sum of bools is an integer, which its own memory cannot hold: kernels have no form for it."""
+    if arguments["self"].dtype is torch.bool:
+        raise NotImplementedError(f"{name}: not implemented for bools in place")
+
+
 def no_numbers(name: str, arguments: dict[str, Any]) -> None:
     """The meta kernel takes dims for granted."""
     if any(not x.shape for x in arguments["tensors"] if isinstance(x, Layout)):
@@ -139,5 +145,6 @@ fact("binary_cross_entropy", refuses=(of_one_dtype("self", "target"),), strides=
 fact("masked_scatter", refuses=(of_one_dtype("self", "source"),))
 fact("slice_scatter select_scatter unique_dim unique_consecutive unique_dim_consecutive", refuses=(dim_in_range,))
 fact("cat.default", refuses=(no_numbers,))
+fact("cumsum_", refuses=(no_bools,))
 fact("narrow_copy", refuses=(dim_below_ndim,))
 fact("multinomial.out", refuses=(out_of(_LONG),))
