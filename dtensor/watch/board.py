@@ -18,6 +18,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +38,7 @@ _WORDS = 32
 WHERE_TEXT, CALL_TEXT, ERROR_TEXT, LINE_TEXT = range(4)  # places of its changing texts
 
 
+_NAME = "dtensor-ranks-"
 _ROOM = 1 << 25  # bytes that must be free
 
 
@@ -62,12 +64,13 @@ class Board:
 
     def _found_folder(self) -> tuple[str, Path]:
         """The folder of this host's ranks, and what its keys in the store begin with, new in this world."""
-        ours = Path(_shared(), f"dtensor-ranks-{uuid.uuid4().hex[:16]}")
+        ours = Path(_shared(), f"{_NAME}{uuid.uuid4().hex[:16]}")
         ours.mkdir()
         for generation in itertools.count():
             key = f"dtensor/ranks/{generation}"
             folder = Path(self._store.compare_set(f"{key}/{self.host}", "", str(ours)).decode())
             if folder == ours:
+                sweep(ours.parent)
                 break
             if folder.exists() and not (folder / f"rank-{self.rank}").exists() and not (folder / "verdict").exists():
                 ours.rmdir()
@@ -158,6 +161,16 @@ class Board:
         pages = (self.rank_page(rank) for rank in range(self.size))
         if all(page is not None and ended(page) for page in pages):
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def sweep(shared: Path, seconds: float = 3600.0) -> None:
+    """Takes away the folders of jobs whose ranks were all killed, after a while in which they can be looked at."""
+    for folder in shared.glob(f"{_NAME}*"):
+        with suppress(OSError):  # another's, or on its way out
+            if time.time() - folder.stat().st_mtime > seconds:
+                pids = [int.from_bytes(page.read_bytes()[:8], "little") for page in folder.glob("rank-*")]
+                if not any(pid and alive(pid) for pid in pids):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _under_way() -> BaseException | None:

@@ -12,7 +12,7 @@ import pytest
 import dtensor as dt
 from dtensor.errors import ArgumentError, DivergenceError, LayoutError, RankLostError
 from dtensor.watch import lines
-from dtensor.watch.board import alive, process_state
+from dtensor.watch.board import alive, process_state, sweep
 from dtensor.watch.chain import fingerprint
 from dtensor.watch.levels import Level
 from dtensor.watch.pages import TEXT, Page
@@ -81,6 +81,17 @@ def test_a_ranks_error_is_that_of_all(module: str, name: str, expected: type) ->
     error = error_of({"kind": "error", "error": [module, name], "words": "no (on rank 1)"})
     assert type(error) is expected
     assert str(error) == "no (on rank 1)"
+
+
+def test_what_killed_jobs_left_is_swept_up(tmp_path: Path) -> None:
+    for name, pid in (("dead", 2**22 + 7), ("alive", os.getpid())):
+        folder = tmp_path / f"dtensor-ranks-{name}"
+        folder.mkdir()
+        Page(folder / "rank-0", 4, ours=True).words[0] = pid
+    sweep(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2  # they may still be looked at
+    sweep(tmp_path, seconds=-1.0)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["dtensor-ranks-alive"]
 
 
 def test_levels_are_these() -> None:
