@@ -17,7 +17,12 @@ import typing_extensions
 _HERE, _TORCH = (str(Path(file).parent) + os.sep for file in (str(Path(__file__).parent), torch.__file__))
 _STANDARD = tuple({str(Path(sysconfig.get_path(name)).resolve()) + os.sep for name in ("stdlib", "platstdlib")})
 _WRAPS = typing_extensions.__file__  # torch's functions, where they are deprecated
-_MADE = ("<frozen", "<string>", "<eval_with_key")  # code that libraries write; "<stdin>" and notebooks are the user's
+_MADE = (
+    "<frozen",
+    "<string>",
+    "<eval_with_key",
+    "<captured ",
+)  # code that libraries write; "<stdin>" and notebooks are the user's
 _KNOWN: dict[str, bool] = {}
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+), in ')
 
