@@ -12,10 +12,17 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
+import typing_extensions
 
 _HERE, _TORCH = (str(Path(file).parent) + os.sep for file in (str(Path(__file__).parent), torch.__file__))
 _STANDARD = tuple({str(Path(sysconfig.get_path(name)).resolve()) + os.sep for name in ("stdlib", "platstdlib")})
-_MADE = ("<frozen", "<string>", "<eval_with_key")  # code that libraries write; "<stdin>" and notebooks are the user's
+_WRAPS = typing_extensions.__file__  # torch's functions, where they are deprecated
+_MADE = (
+    "<frozen",
+    "<string>",
+    "<eval_with_key",
+    "<captured ",
+)  # code that libraries write; "<stdin>" and notebooks are the user's
 _KNOWN: dict[str, bool] = {}
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+), in ')
 
@@ -44,7 +51,7 @@ def is_library(file: str) -> bool:
     if found is None:
         installed = "site-packages" in file or "dist-packages" in file
         standard = not installed and str(Path(file).resolve()).startswith(_STANDARD)
-        _KNOWN[file] = found = file.startswith((_HERE, _TORCH, *_MADE)) or standard
+        _KNOWN[file] = found = file.startswith((_HERE, _TORCH, _WRAPS, *_MADE)) or standard
     return found
 
 

@@ -14,6 +14,7 @@ import cases_reports_tensors
 import pytest
 import torch
 from case_lists import S0, S1, R, line, put, value
+from gloo import run_gloo
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -190,6 +191,37 @@ def test_nothing_stays_behind_and_nobody_pays() -> None:
         assert torch.is_anomaly_check_nan_enabled()
     assert not events.CAUSES.held
     assert not events.listeners
+
+
+def test_a_replayed_capture_is_told_by_the_line_that_calls_it() -> None:
+    x, w = put(value(6, 4), S0), put(value(4, 5), S0)
+    step = dt.capture(lambda x, w: (x @ w).redistribute(placements=[R]))
+    step(x, w)
+    found = told_of(lambda: step(x, w))  # the replay
+    assert found
+    assert {source.rpartition("# ")[2] for _, _, source in found} == {"the replay"}
+
+
+def _on_a_process() -> tuple[int, int, list[str]]:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = dt.distribute_tensor(value(6, 4), mesh, [S0])
+    w = dt.distribute_tensor(value(4, 5), mesh, [R]).requires_grad_()
+
+    def step() -> None:
+        y = x @ w
+        y.sum().backward()
+        torch.distributed.barrier()
+
+    with CommDebugMode() as comm:
+        told = dt.explain(step)
+    return told.bytes, sum(comm.get_comm_bytes().values()), [movement.place.source for movement in told.movements]
+
+
+@pytest.mark.gloo
+def test_on_processes_too() -> None:
+    for ours, counted, lines in run_gloo(_on_a_process, 2):
+        assert ours == counted > 0
+        assert lines == ["y = x @ w", "torch.distributed.barrier()"]
 
 
 def test_a_loop_is_told_once() -> None:
