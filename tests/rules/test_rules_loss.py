@@ -89,7 +89,7 @@ def test_no_score_is_moved(mesh_shape, scores, target, collectives) -> None:  # 
     outcome = run(lambda x, t: F.cross_entropy(x, t), [x, t], mesh_shape, [scores, target])
     assert outcome.layouts[0].placements == tuple(Partial() if isinstance(p, Shard) else p for p in scores)
     assert kinds(outcome) == collectives
-    assert received(outcome) <= 250
+    assert received(outcome) <= 300
 
 
 def test_means_of_half_precision_do_not_overflow() -> None:
