@@ -5,7 +5,17 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from .torch_internals import DISPATCH_MODE_KEYS, FakeTensor, FunctionalTensor, WrappedConstant, infra_mode, without_modes
+from torch import Tensor
+
+from .torch_internals import (
+    DISPATCH_MODE_KEYS,
+    FakeTensor,
+    FunctionalTensor,
+    WrappedConstant,
+    count_dispatch_modes,
+    infra_mode,
+    without_modes,
+)
 
 _STAND_INS = (FakeTensor, FunctionalTensor)
 _PROXY = DISPATCH_MODE_KEYS.PROXY
@@ -19,6 +29,8 @@ def has_no_values(x: Any) -> bool:
 
 def is_traced(x: Any) -> bool:
     """Whether ``x`` does, or operators are being recorded for a graph."""
+    if type(x) is Tensor and not count_dispatch_modes():  # most often
+        return False
     return isinstance(x, _STAND_INS) or infra_mode(_PROXY) is not None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.torch_internals import EffectType
+from ..base import torch_internals
 
 _SCHEMAS = {
     "exchange": "(Tensor row, int[] arriving, int[] leaving, str group) -> Tensor",
@@ -66,7 +66,7 @@ def operators() -> Any:
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, _RUN[name], "CompositeExplicitAutograd")
         torch.library.register_fake(f"dtensor::{name}", _WITHOUT_DATA[name], lib=_LIBRARY)
-        _LIBRARY._register_effectful_op(f"dtensor::{name}", EffectType.ORDERED)
+        _LIBRARY._register_effectful_op(f"dtensor::{name}", torch_internals.EffectType.ORDERED)
     return torch.ops.dtensor
 
 
