@@ -49,6 +49,8 @@ def is_library(file: str) -> bool:
     """Whether the code of a file is no user's."""
     found = _KNOWN.get(file)
     if found is None:
+        if len(_KNOWN) > 10_000:  # of functions that a program writes
+            _KNOWN.clear()
         installed = "site-packages" in file or "dist-packages" in file
         standard = not installed and str(Path(file).resolve()).startswith(_STANDARD)
         _KNOWN[file] = found = file.startswith((_HERE, _TORCH, _WRAPS, *_MADE)) or standard
@@ -57,7 +59,8 @@ def is_library(file: str) -> bool:
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of the user's program, from this one outwards."""
-    while frame is not None and is_library(frame.f_code.co_filename):
+    known = _KNOWN
+    while frame is not None and (known.get(name := frame.f_code.co_filename) or is_library(name)):
         frame = frame.f_back
     return frame
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..base.callers import place_of, users_frame
 from ..base.torch_internals import OpOverload, TorchDispatchMode, autograd_node, sequence_number, tree_leaves
 from ..dispatch.dispatcher import run_chosen
 from ..dispatch.mixed_meshes import across_places, meshes_of
@@ -26,8 +26,6 @@ from ..rules.rule import Factors, Rule
 from ..tensor.dtensor import DTensor
 from ..tensor.observed import OBSERVERS
 from .graph import Asked, Graph, Kind, Node, Value
-
-_OURS, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
 
 def recorded(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Graph]:
@@ -145,7 +143,8 @@ class Recorder(TorchDispatchMode):
     def _node(self, kind: Kind, name: str) -> Node:
         running = autograd_node()
         if running is None:
-            line = self._lines[sequence_number()] = _user_line()
+            place = place_of(users_frame(sys._getframe(1)))
+            line = self._lines[sequence_number()] = f"{place.file}:{place.number}" if place.file else ""
         else:
             line = self._lines.get(running._sequence_nr() + 1, "")
         node = Node(len(self.graph.nodes), kind, name, line=line, backward=running is not None)
@@ -301,14 +300,3 @@ def _frozen(value: Any) -> Any:
 def _flat(made: Any) -> list[Any]:
     """Results one by one."""
     return [x for item in made for x in _flat(item)] if isinstance(made, (list, tuple)) else [made]
-
-
-def _user_line() -> str:
-    """Where the user's program is: the innermost frame outside of this library and of torch."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith((_OURS, _TORCH, "<")):
-            return f"{path}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

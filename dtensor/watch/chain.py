@@ -14,6 +14,7 @@ import time
 import weakref
 from typing import Any
 
+from ..base.callers import users_frame
 from . import lines
 from .board import CHAIN, COUNT, NUMBER, RUNNING, SINCE, STATE, THREADS, WAITING, Board
 from .levels import Level
@@ -96,7 +97,7 @@ class Chain:
         words[COUNT] += 1
 
     def _line(self) -> int:
-        frame = lines.users_frame(sys._getframe(3))
+        frame = users_frame(sys._getframe(3))
         return 0 if frame is None else self.page.keep(lines.line_of(frame.f_code.co_filename, frame.f_lineno))
 
     def _operations(self) -> int:

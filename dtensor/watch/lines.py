@@ -1,36 +1,13 @@
-"""The user's line: where in the program a collective was asked for."""
+"""The user's line, where in the program a collective was asked for, in words."""
 
 from __future__ import annotations
 
 import linecache
 import os
 import sys
-from pathlib import Path
 from types import FrameType, TracebackType
 
-import torch
-
-_LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, "<frozen", "<string>")
-_OURS: dict[str, bool] = {}  # by file name, whether it is the library's or torch's
-
-
-def is_library(filename: str) -> bool:
-    """Whether a file is part of this library, or of torch."""
-    found = _OURS.get(filename)
-    if found is None:
-        if len(_OURS) > 10_000:  # of functions that a program writes
-            _OURS.clear()
-        found = _OURS[filename] = filename.startswith(_LIBRARIES)
-    return found
-
-
-def users_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame, from this one outwards, of the user's program."""
-    known = _OURS
-    while frame is not None and (known.get(name := frame.f_code.co_filename) or is_library(name)):
-        frame = frame.f_back
-    return frame
-
+from ..base.callers import is_library, users_frame
 
 _KNOWN: dict[tuple[str, int], str] = {}
 
