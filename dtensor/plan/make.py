@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any, ParamSpec, TypeVar
 
 from ..comm import communicator_of
@@ -20,6 +21,7 @@ from .total import Total
 P = ParamSpec("P")
 T = TypeVar("T")
 _SWEEPS = 3
+_SECONDS = 45.0  # for all sweeps together
 
 
 def plan(step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> ProgramPlan:
@@ -42,7 +44,7 @@ def plan(step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> ProgramPlan
 
 
 def planned(
-    step: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float = 60.0
+    step: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float = _SECONDS
 ) -> tuple[T, ProgramPlan]:
     """What ``step`` gives, and its plan."""
     made, graph = recorded(step, args, kwargs)
@@ -61,7 +63,7 @@ def agreed(mesh: Any, make: Callable[[], ProgramPlan]) -> ProgramPlan:
     return ProgramPlan.loads(communicator_of(mesh).all_gather_object(text, tuple(range(mesh.ndim)))[0])
 
 
-def plan_of(graph: Graph, seconds: float = 60.0) -> ProgramPlan:
+def plan_of(graph: Graph, seconds: float = _SECONDS) -> ProgramPlan:
     """The plan of a recorded program: never worse than it, by the model."""
     eager = eager_options(graph)
     classes = classes_from(graph, eager)
@@ -74,6 +76,7 @@ def best_options(
     """Mesh dim by mesh dim the best options given those on the others, until nothing gets better; for each node.
 
     Args:
+        seconds: how long to search.
         memory: what a rank may hold: what does not fit costs so much that less comes first.
         reverse: begin with the last mesh dim.
     """
@@ -85,14 +88,15 @@ def best_options(
         excess = 0.0 if memory is None else max(0.0, memory.bytes(graph, total, options) - memory.limit)
         return total.seconds(options) + penalty * excess
 
-    taken, price = list(start), price_of(start)
+    taken, price, end = list(start), price_of(start), monotonic() + seconds
     dims = [i for i, ranks in enumerate(mesh.shape) if ranks > 1][:: -1 if reverse else 1]
     since = 0  # mesh dims tried without success
     for mesh_dim in dims * _SWEEPS:
-        if since >= len(dims):
+        left = end - monotonic()
+        if since >= len(dims) or left <= 0:
             break
         options = options_along(graph, classes, classes.together(taken), mesh_dim)
-        found = Assembly(classes, options, mesh_dim, memory, penalty).solved(seconds)
+        found = Assembly(classes, options, mesh_dim, memory, penalty).solved(min(left, seconds / _SWEEPS))
         since += 1
         if found is not None and (now := price_of(spread := classes.spread(found))) < price * (1 - 1e-6):
             taken, price, since = spread, now, 1
