@@ -74,7 +74,7 @@ def _bound(plan: Plan, operator: Operator, form: Form) -> Layout | Runner:
         return absent(plan, operator, form, before, in_step)
     before += _arranging(plan, operator, form)
     given, call = _call(plan, operator, form, before)
-    if any(move.communicates for _, move in plan.moves) and not operator.is_view:
+    if any(move.communicates for _, move in plan.moves) and not (operator.is_view or operator.mutated):
         call = kept_apart(call)
     after, finish = _writing(plan, operator, form), finishing(plan, operator, form)
     if (

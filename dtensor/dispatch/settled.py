@@ -157,7 +157,7 @@ def _forms(keeper: Any, recorder: Any, versions: Any) -> Forms:
 
 def _nearest(held: dict[Layout, Any], source: Layout, target: Layout, local: Any) -> Any:
     """``local`` as ``target`` has it, from whatever form is cheapest."""
-    ways = [(plan_move(have, target), value) for have, value in ((source, local), *held.items())]
+    ways = [(plan_move(have, target), value) for have, value in ((source, local), *tuple(held.items()))]  # other threads add some
     move, value = min(ways, key=lambda way: way[0].cost)
     return execute(move, value)
 
