@@ -195,3 +195,5 @@ def compare(sharded: list[float], alone: list[float]) -> None:
 
 if __name__ == "__main__":
     main()
+    if dist.is_initialized():
+        dist.destroy_process_group()
