@@ -25,8 +25,9 @@ sys.path.insert(0, str(ROOT))
 
 import dtensor as dt  # noqa: E402  # it is found by the path above
 from dtensor.comm import communicator_of  # noqa: E402
+from dtensor.comm.watched import ranks_of  # noqa: E402
 from dtensor.parallel import fully_shard  # noqa: E402
-from dtensor.watch.watching import chain_of  # noqa: E402
+from dtensor.watch.watching import chain_among  # noqa: E402
 
 LEVELS = ("off", "watch", "strict")
 
@@ -100,7 +101,8 @@ def training_step(mesh: dt.DeviceMesh) -> Callable[[], None]:
 
 def alone(mesh: dt.DeviceMesh) -> float:
     """Seconds that the watch takes for one collective, the ranks' pages being as far as they are."""
-    chain = chain_of(communicator_of(mesh)._group((0,)))  # type: ignore[attr-defined]  # of process groups
+    group = communicator_of(mesh)._group((0,))  # type: ignore[attr-defined]  # of process groups
+    chain = chain_among(ranks_of(group), group.handle, group.backend)
     assert chain is not None
 
     def once() -> None:

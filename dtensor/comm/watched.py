@@ -13,7 +13,7 @@ from ..mesh.groups import Group
 from ..watch.chain import Chain
 from ..watch.levels import Level, refuse_child
 from ..watch.verdict import differing_words
-from ..watch.watching import chain_of, explained, refuse, waited
+from ..watch.watching import chain_among, explained, refuse, waited
 from .pending import Pending
 from .regions import Transfer
 from .rows import gathered
@@ -25,7 +25,7 @@ _WORDS = 1024  # bytes in which a rank says what it does
 
 def watched(group: Group, said: str, run: Issue, shaped: bool = False) -> Issue:
     """``run``; ``said`` is what all ranks of the group say of it, besides the dtype, and the shape where that is ``shaped``."""
-    chain = chain_of(group)
+    chain = chain_among(ranks_of(group), group.handle, group.backend)
     if chain is None:
         return run
     known: dict[Any, tuple[int, int]] = {}
@@ -46,6 +46,12 @@ def watched(group: Group, said: str, run: Issue, shaped: bool = False) -> Issue:
         return pending.within(functools.partial(waited, chain, number))
 
     return issue
+
+
+def ranks_of(group: Group) -> list[int]:
+    """Torch's rank at each position of a group."""
+    in_torch = dist.get_process_group_ranks(group.handle)
+    return [in_torch[k] for k in group.order or range(group.size)]
 
 
 def admitted(chain: Chain, group: Group, level: str, found: tuple[int, int]) -> None:
@@ -83,8 +89,7 @@ def _exchanged(chain: Chain, group: Group) -> None:
         return
     words = torch.frombuffer(bytearray(chain.last().encode()[:_WORDS].ljust(_WORDS)), dtype=torch.uint8)
     rows = _told(chain, group, number, words).view(-1, _WORDS)
-    in_torch = dist.get_process_group_ranks(group.handle)
-    ranks = [in_torch[k] for k in group.order or range(group.size)]
+    ranks = ranks_of(group)
     said = [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]
     by_rank = {rank: (hashed, what) for rank, (_, hashed), what in zip(ranks, told, said, strict=True)}
     raise refuse(chain, differing_words(chain.ranks, number, by_rank))

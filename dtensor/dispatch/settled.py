@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from threading import local as per_thread
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from ..base.caches import remembered
 from ..base.memory_order import memory_order
 from ..base.recording import ACTIVE, current
-from ..comm import shards_of
+from ..comm import PerRank, shards_of
 from ..layout.layout import Layout
 from ..redistribute import Plan as Move
 from ..redistribute import execute
@@ -199,23 +199,23 @@ def kept_apart(call: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*local_args: Any, **local_kwargs: Any) -> Any:
         made = call(*local_args, **local_kwargs)
-        given = {_memory(shard) for x in (*local_args, *local_kwargs.values()) for shard in _shards(x)} - {0}
-        if isinstance(made, (tuple, list)) and not hasattr(made, "shards"):
-            return type(made)(_apart(x, given) for x in made)
-        return _apart(made, given)
+        given = {at for x in (*local_args, *local_kwargs.values()) if isinstance(x, torch.Tensor) for at in memory_of(x)} - {0}
+        if isinstance(made, (tuple, list)):
+            return type(made)(apart(x, given) for x in made)
+        return apart(made, given)
 
     return run
 
 
-def _shards(x: Any) -> Sequence[Any]:
-    return shards_of(x) if isinstance(x, torch.Tensor) or hasattr(x, "shards") else ()
+def apart(local: Any, given: Collection[int]) -> Any:
+    """``local``, copied where it is memory that begins at ``given``."""
+    if not isinstance(local, torch.Tensor) or set(memory_of(local)).isdisjoint(given):
+        return local
+    if isinstance(local, PerRank):
+        return PerRank(x.clone() if at in given else x for x, at in zip(local.shards, memory_of(local), strict=True))
+    return local.clone()
 
 
-def _apart(made: Any, given: set[int]) -> Any:
-    shared = [_memory(shard) in given for shard in _shards(made)]
-    return made.clone() if any(shared) else made
-
-
-def _memory(x: Any) -> int:
-    """Where its storage begins; 0 where there is none to tell by (fake tensors, meta tensors)."""
-    return x.untyped_storage().data_ptr() if type(x) is torch.Tensor else 0
+def memory_of(local: torch.Tensor) -> list[int]:
+    """Where the storage of each shard begins; 0 where there is none to tell by (fake tensors, meta tensors)."""
+    return [x.untyped_storage().data_ptr() if type(x) is torch.Tensor else 0 for x in shards_of(local)]

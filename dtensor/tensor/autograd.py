@@ -26,6 +26,7 @@ from ..base.caches import remembered
 from ..base.torch_internals import forward_ad, functorch_active
 from ..comm import Pending, PerRank, communicator_of, shards_of
 from ..dispatch.local_op import Transformed, is_wrapped, recorded, seen
+from ..dispatch.settled import apart, memory_of
 from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
@@ -143,7 +144,7 @@ def move_apart(x: Any, target: Layout, async_op: bool = False) -> Any:
     moves = None if x._layout.mesh != target.mesh else plan(x._layout, target)
     if moves is not None and not (async_op and moves.communicates):
         local = execute(moves, x._local)
-        made = wrap_local(local if moves.communicates else apart(local, x._local), target)
+        made = wrap_local(local if moves.communicates else apart(local, memory_of(x._local)), target)
     else:
         arriving = move_between(x._local, x._layout, target) if moves is None else start(moves, x._local)
         made = wrap_pending(unwritten(arriving, [x]), target, x._local) if async_op else wrap_local(arriving.wait(), target)
@@ -305,19 +306,6 @@ def everywhere(value: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
         pieces.append(value.detach() if at in firsts or any(at[i] for i in again) else value)
         firsts.add(at)
     return pieces
-
-
-def apart(local: Any, source: Any) -> Any:
-    """``local`` with memory of its own: a slice of a replicated value written to in place would make the replicas differ."""
-    if isinstance(local, PerRank):
-        held = {_memory(shard) for shard in source.shards}  # ranks may share memory too
-        return PerRank(x.clone() if _memory(x) in held else x for x in local.shards)
-    return local.clone() if _memory(local) == _memory(source) else local
-
-
-def _memory(x: torch.Tensor) -> int:
-    """Where its storage begins; 0 where there is none to tell by (fake tensors, meta tensors)."""
-    return x.untyped_storage().data_ptr() if type(x) is torch.Tensor else 0
 
 
 def unwritten(pending: Pending[Any], sources: Sequence[Any]) -> Pending[Any]:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from ..dispatch.settled import apart, memory_of
 from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout
 from ..placement import Placement
 from ..redistribute import execute_many, plan
-from .autograd import apart, distributed, grad_layout, unwritten
+from .autograd import distributed, grad_layout, unwritten
 from .dtensor import DTensor
 
 
@@ -78,7 +79,8 @@ class RedistributeMany(torch.autograd.Function):
         def finished(values: list[Any]) -> list[Any]:
             # memory of its own, as for one tensor: see Redistribute
             return [
-                value if moves.communicates else apart(value, x._local) for value, moves, x in zip(values, plans, xs, strict=True)
+                value if moves.communicates else apart(value, memory_of(x._local))
+                for value, moves, x in zip(values, plans, xs, strict=True)
             ]
 
         if not async_op:

@@ -1,17 +1,16 @@
-"""Collectives, watched: the way from a group to its chain, and what goes around each collective."""
+"""Collectives, watched: the way from ranks to their chain, and what goes around each collective."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ..errors import DivergenceError, DTensorError
-from ..mesh.groups import Group
 from .board import Board
 from .chain import Chain
 from .levels import Level
@@ -49,17 +48,15 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-def chain_of(group: Group) -> Chain | None:
-    """The chain of a group's ranks; None where they are no processes of their own."""
-    if dist.get_backend() in _UNWATCHED or group.backend in _UNWATCHED:
+def chain_among(ranks: Iterable[int], handle: Any, backend: str) -> Chain | None:
+    """The chain of these ranks, which ``handle`` connects; None where they are no processes of their own."""
+    if dist.get_backend() in _UNWATCHED or backend in _UNWATCHED:
         return None
     with _LOCK:
-        watcher = _watcher()
-        in_torch = dist.get_process_group_ranks(group.handle)
-        ranks = tuple(sorted(in_torch[k] for k in group.order or range(group.size)))
+        watcher, ranks = _watcher(), tuple(sorted(ranks))
         chain = watcher.chains.get(ranks)
         if chain is None:
-            chain = watcher.chains[ranks] = Chain(watcher.board, ranks, group.handle, group.backend)
+            chain = watcher.chains[ranks] = Chain(watcher.board, ranks, handle, backend)
             watcher.board.chains.append(chain.key)
             chain.apart = not watcher.board.here(ranks)
         return chain

@@ -18,11 +18,11 @@ MAX_FUNCTION = 60  # lines of a function, its docstring counts
 LAYERS = (
     "errors",
     "base",
+    "watch",
     "placement",
     "ranks",
     "mesh",
     "layout",
-    "watch",
     "comm",
     "cost",
     "random",
