@@ -10,8 +10,9 @@ from ..plan.record import Listening
 from ..propagation.choose import declared
 from ..propagation.propagate import make_call, propagate
 from ..propagation.row_costs import ranked
+from ..propagation.row_table import spelled
 from ..redistribute.step import place, seconds_of
-from ..rules.rule import Along, Dims, Row, Spec, stands
+from ..rules.rule import Row
 from ..rules.work import work_of
 from ..testing.reproduction import source_of
 
@@ -69,13 +70,6 @@ def _rows(asked: Asked) -> Iterator[str]:
 
 def _told(row: Row, asked: Asked) -> str:
     """``S(0), R -> S(0)``."""
-    given = [_where(spec, dims) for spec, dims in zip(row.operands, asked.factors.operands, strict=True)]
-    made = [_where(spec, dims) for spec, dims in zip(row.results, asked.factors.results, strict=True)]
+    given = [str(spelled(spec, dims)) for spec, dims in zip(row.operands, asked.factors.operands, strict=True)]
+    made = [str(spelled(spec, dims)) for spec, dims in zip(row.results, asked.factors.results, strict=True)]
     return f"{', '.join(given)} -> {', '.join(made)}" + (" by a kernel" if row.kernel is not None else "")
-
-
-def _where(spec: Spec, dims: Dims) -> str:
-    if not isinstance(spec, Along):
-        return str(spec)
-    dim = stands(dims, spec.factor)
-    return "R" if dim is None else f"S({dim})"

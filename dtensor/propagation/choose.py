@@ -17,7 +17,7 @@ from ..rules.rule import Choice, Dims, Factors, Row, Rule, Spec, stands
 from ..rules.windows import covering, windowed
 from ..rules.work import work_of
 from .row_costs import free_rows, ranked
-from .row_table import Table, idle, table_of
+from .row_table import Table, spelled, table_of
 
 _TRIES = 256
 
@@ -228,8 +228,8 @@ def _place(
         [spec.reduce_op if isinstance(spec, Partial) and n > 1 else None for spec, n in zip(specs, shape, strict=True)]
     )
     if 1 in shape:  # those mesh dims are spelled as the rule says
-        spelled = {i: idle(spec, dims) for i, spec in enumerate(specs) if shape[i] == 1}
-        return Layout.from_splits(mesh, tensor_splits, partials, meta.shape, meta.stride, meta.dtype, spelled)
+        idle = {i: spelled(spec, dims) for i, spec in enumerate(specs) if shape[i] == 1}
+        return Layout.from_splits(mesh, tensor_splits, partials, meta.shape, meta.stride, meta.dtype, idle)
     for layout in known:
         if (
             layout.splits == tensor_splits

@@ -193,7 +193,7 @@ def _where(spec: Spec, dims: Dims) -> Where:
     return spec
 
 
-def idle(spec: Spec, dims: Dims) -> Placement:
-    """How a mesh dim of one rank is spelled."""
+def spelled(spec: Spec, dims: Dims) -> Placement:
+    """What a row wants of a tensor, as a placement."""
     where = _where(spec, dims)
     return Shard(where) if isinstance(where, int) else where
