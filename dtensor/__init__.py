@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .base.extensions import provided_by as _provided_by
 from .base.modes import explicit, implicit_replication
 from .capture import Captured, CaptureInfo, capture
 from .comm import PerRank, map_ranks, per_rank
@@ -28,7 +29,6 @@ from .tensor.composites import sparse as _sparse_results
 from .tensor.create import empty, full, ones, rand, randn, zeros
 from .tensor.distribute import distribute_module, distribute_tensor
 from .tensor.dtensor import DTensor
-from .tensor.extensions import provided_by as _provided_by
 from .tensor.local_map import local_map
 from .tensor.redistribute_many import redistribute_many
 from .tensor.views import seen_anew as _seen_anew
@@ -115,6 +115,7 @@ else:
 _read_from("dtensor.rules.aten.library")
 _provided_by("dtensor.sharding_spec.scattered_tensor", "reshard", "sharding_metadata")
 _provided_by("dtensor.interop.dcp_protocol", "write_items", "chunks", "shard_at")
+_provided_by("dtensor.debug.html", "html_of")
 _leave_untraced(__name__)
 _keep_from_inlining()
 _teach_state_dicts()

@@ -2,8 +2,9 @@
 
 from ..interop.dynamo import leave_untraced as _leave_untraced
 from .comm_mode import CommDebugMode
+from .html import save_html
 from .visualize import visualize_sharding
 
-__all__ = ["CommDebugMode", "visualize_sharding"]
+__all__ = ["CommDebugMode", "save_html", "visualize_sharding"]
 
 _leave_untraced(__name__)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..base.callers import Place
+from ..base.extensions import provided
 from ..redistribute.step import place as placed
 from ..redistribute.step import seconds_of
 from .reasons import reasons
@@ -68,6 +69,10 @@ class Explanation:
         return "\n".join([head + asked, *map(str, self.lines)])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return str(provided("html_of")(self))
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

@@ -1,24 +1,36 @@
-"""``visualize_sharding``: which ranks hold which block of a DTensor, as text."""
+"""``visualize_sharding``: which ranks hold which block of a DTensor, as coloured boxes or as text."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Sequence
+from typing import Any, Literal
 
 from ..errors import ArgumentError
 from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh
 from ..tensor.dtensor import DTensor
+from .boxes import Box, Boxes, Interval, Panel, boxes_of, boxes_of_mesh
+from .svg import svg_of
 
-Block = tuple[tuple[int, int], ...]  # (start, stop) in every tensor dim
+_WIDE, _HIGH = 56, 9  # letters and lines of a panel, where its labels allow
 
 
-def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
-    """Prints the blocks of ``dtensor`` and the ranks that hold each: a grid of up to two dims, else a line per block.
+def visualize_sharding(x: DTensor | Layout | DeviceMesh, header: str = "", use_rich: bool | None = None) -> None:
+    """Shows the blocks of a tensor and the ranks that hold each, or the ranks of a mesh.
 
-    No communication; every rank prints the same, so programs with a process per rank call it on one of them.
+    In a notebook a drawing; in a terminal coloured boxes to scale, where ``rich`` is installed; else text: a grid of up to two
+    dims, a line per block of more. No communication; every rank shows the same, so programs with a process per rank call it on
+    one of them.
 
     Args:
+        x: of any rank and size; nested orders, uneven and empty blocks are shown as they are.
         header: a line above.
-        use_rich: accepted for programs written for torch; the text is plain.
+        use_rich: True: coloured boxes wherever the output goes; False: text; None: as above.
+
+    Raises:
+        ArgumentError: ``x`` has no sharding; or ``use_rich=True`` without rich (``pip install 'dtensor[rich]'``).
 
     >>> mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     >>> dt.debug.visualize_sharding(dt.zeros(5, 4, device_mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]))
@@ -26,50 +38,99 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
     0:3  0, 1
     3:5  2, 3
     """
-    if not isinstance(dtensor, DTensor):
-        raise ArgumentError(
-            f"visualize_sharding takes a DTensor, got {type(dtensor).__name__}; make one with distribute_tensor()"
-        )
+    boxes = _boxes(x)
+    if use_rich and not _has_rich():
+        raise ArgumentError("use_rich=True needs rich; pip install 'dtensor[rich]'")
+    notebook = _notebook() if use_rich is None else None
+    if notebook is not None:
+        notebook.display({"text/html": (f"<p>{header}</p>" if header else "") + svg_of(boxes)}, raw=True)
+        return
     if header:
         print(header)
-    print(sharding_text(dtensor))
+    if use_rich or (use_rich is None and sys.stdout.isatty() and _has_rich()):
+        _printed(boxes, force=bool(use_rich))
+    else:
+        print(boxes_text(boxes))
 
 
-def sharding_text(x: DTensor | Layout) -> str:
-    """What :func:`visualize_sharding` prints."""
-    layout: Layout = x if isinstance(x, Layout) else x.layout
-    held = _holders(layout)
-    if not held:
-        return "no elements"
-    if layout.ndim == 0:
-        return next(iter(held.values()))
-    if layout.ndim == 1:
-        return table([[_span(*span) for (span,) in held], list(held.values())])
-    if layout.ndim == 2:
-        return _grid(held)
-    return table([[f"[{', '.join(_span(*span) for span in block)}]", ranks] for block, ranks in held.items()])
+def _boxes(x: object) -> Boxes:
+    match x:
+        case DTensor():
+            return boxes_of(x.layout)
+        case Layout():
+            return boxes_of(x)
+        case DeviceMesh():
+            return boxes_of_mesh(x)
+    raise ArgumentError(f"visualize_sharding takes a DTensor, got {type(x).__name__}; make one with distribute_tensor()")
 
 
-def _holders(layout: Layout) -> dict[Block, str]:
-    """Ranks by block, empty blocks left out, blocks in the tensor's order."""
-    ranks: dict[Block, list[int]] = {}
-    for member, coordinate in enumerate(layout.mesh.coordinates):
-        start, shape = layout.local_offset(coordinate), layout.local_shape(coordinate)
-        block = tuple((begin, begin + size) for begin, size in zip(start, shape, strict=True))
-        if all(stop > begin for begin, stop in block):
-            ranks.setdefault(block, []).append(layout.mesh.ranks[member])
-    marks = " (partial)" if layout.is_partial else ""
-    return {block: ", ".join(map(str, sorted(found))) + marks for block, found in sorted(ranks.items())}
+def _has_rich() -> bool:
+    return importlib.util.find_spec("rich") is not None
 
 
-def _span(begin: int, stop: int) -> str:
-    return f"{begin}:{stop}"
+def _notebook() -> Any:
+    """IPython's display module where a notebook runs us."""
+    shell = sys.modules.get("IPython")
+    running = None if shell is None else shell.get_ipython()
+    return None if running is None or not hasattr(running, "kernel") else sys.modules["IPython"].display
 
 
-def _grid(held: dict[Block, str]) -> str:
-    rows, columns = (sorted({block[d] for block in held}) for d in (0, 1))
-    body = [[_span(*row), *(held.get((row, column), "") for column in columns)] for row in rows]
-    return table([["", *(_span(*column) for column in columns)], *body])
+# --- coloured -----------------------------------------------------------------------------------------------------------
+def _printed(boxes: Boxes, force: bool) -> None:
+    from rich.console import Console  # optional
+    from rich.text import Text
+
+    colours: Literal["truecolor", "auto"] = "truecolor" if force else "auto"
+    console = Console(file=sys.stdout, force_terminal=force or None, color_system=colours, highlight=False)
+    console.print(Text(boxes.title, style="bold"))
+    for panel in boxes.panels:
+        if panel.title:
+            console.print(Text(panel.title))
+        for line in _lines(panel):
+            console.print(Text.assemble(*line), no_wrap=True, overflow="ignore", crop=False)
+    if boxes.remark:
+        console.print(Text(boxes.remark, style="italic"))
+
+
+def _lines(panel: Panel) -> list[list[tuple[str, str]]]:
+    """Pieces of text with their styles, line by line."""
+    left = max(len(row.text) for row in panel.rows) + 1
+    least = [max(len(column.text), *(len(line[j].text) for line in panel.boxes)) + 2 for j, column in enumerate(panel.columns)]
+    widths = _scaled(panel.columns, _WIDE, least)
+    heights = _scaled(panel.rows, _HIGH, [1] * len(panel.rows)) if len(panel.rows) > 1 else [3]
+    lines = []
+    if panel.columns[0].text:
+        labels = "".join(c.text.center(wide) for c, wide in zip(panel.columns, widths, strict=True))
+        lines.append([(" " * left + labels.rstrip(), "")])
+    for row, boxes, high in zip(panel.rows, panel.boxes, heights, strict=True):
+        for k in range(high):
+            middle = k == high // 2
+            lines.append([((row.text if middle else "").rjust(left - 1) + " ", "")])
+            for box, wide in zip(boxes, widths, strict=True):
+                lines[-1].append(((box.text if middle else "").center(wide), f"#111111 on {box.colour}"))
+    return lines
+
+
+def _scaled(intervals: Sequence[Interval], most: int, least: Sequence[int]) -> list[int]:
+    total = sum(interval.size for interval in intervals)
+    return [max(room, round(most * interval.size / total)) for interval, room in zip(intervals, least, strict=True)]
+
+
+# --- as text ------------------------------------------------------------------------------------------------------------
+def boxes_text(boxes: Boxes) -> str:
+    """A grid; of more than two dims a line per block."""
+
+    def held(box: Box) -> str:
+        return ", ".join(map(str, box.ranks)) + (" (partial)" if boxes.terms else "")
+
+    if not boxes.panels:
+        return boxes.remark
+    if len(boxes.panels) > 1 or boxes.panels[0].title:
+        return table([[box.about.partition(" (")[0], held(box)] for p in boxes.panels for line in p.boxes for box in line])
+    (panel,) = boxes.panels
+    body = [[row.text, *(held(box) for box in line)] for row, line in zip(panel.rows, panel.boxes, strict=True)]
+    rows = [["", *(column.text for column in panel.columns)], *body] if panel.columns[0].text else body
+    return table(rows if panel.rows[0].text else [row[1:] for row in rows])
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..base.extensions import provided
 from ..errors import ArgumentError
 from ..placement import Partial, Placement, Replicate, Shard
 
@@ -102,6 +103,10 @@ class ProgramPlan:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return str(provided("html_of")(self))
 
     def dumps(self) -> str:
         """The plan as JSON."""

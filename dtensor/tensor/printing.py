@@ -30,18 +30,19 @@ def _shapes(layout: Layout) -> str:
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, coordinate in zip(layout.mesh.ranks, layout.mesh.coordinates, strict=True):
         ranks.setdefault(tuple(layout.local_shape(coordinate)), []).append(rank)
-    return ", ".join(f"{_spans(sorted(held))} {list(shape)}" for shape, held in ranks.items())
+    spans = {shape: f"rank{'' if len(held) == 1 else 's'} {spans_of(sorted(held))}" for shape, held in ranks.items()}
+    return ", ".join(f"{held} {list(shape)}" for shape, held in spans.items())
 
 
-def _spans(ranks: Sequence[int]) -> str:
-    """``ranks 0-2, 5``."""
+def spans_of(ranks: Sequence[int]) -> str:
+    """Ranks in order, runs of them as ``0-2, 5``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][1] == rank - 1:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    return f"rank{'' if len(ranks) == 1 else 's'} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def _indented(piece: torch.Tensor) -> str:

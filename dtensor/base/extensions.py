@@ -1,4 +1,4 @@
-"""What a DTensor can do that rooms above it provide: found by name at the first call, so that the class imports none of them."""
+"""What classes can do that rooms above them provide: found by name at the first call, so that they import none of them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,165 @@
+"""Boxes of tensors and meshes cover what they show, in text, colours, drawings and pages that need nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import types
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor.debug import save_html, visualize_sharding
+from dtensor.debug.boxes import MOST, boxes_of, boxes_of_mesh
+from dtensor.debug.svg import svg_of
+from dtensor.errors import ArgumentError
+
+S, R, P = dt.Shard, dt.Replicate(), dt.Partial()
+MESH = dt.init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("pp", "dp", "tp"))
+LAYOUTS = [
+    ((), (R, R, P)),
+    ((5,), (S(0), S(0), S(0))),
+    ((7,), (S(0, level=1), R, S(0, level=0))),
+    ((5, 4), (S(0), S(1), R)),
+    ((6, 7), (S(0, sizes=(5, 1)), S(1), P)),
+    ((1, 7), (S(0), S(1), S(1))),
+    ((2, 2, 3), (S(0), R, S(2))),
+    ((4, 7, 3, 9), (S(0), S(1), S(3))),
+    ((3, 2, 1, 5, 2), (S(3), S(0), S(4))),
+]
+
+
+@pytest.mark.parametrize(("shape", "placements"), LAYOUTS)
+def test_every_element_is_in_one_box_of_the_ranks_that_hold_it(
+    shape: tuple[int, ...], placements: tuple[dt.Placement, ...]
+) -> None:
+    layout = dt.Layout.of(MESH, placements, shape)
+    shown: dict[tuple[int, ...], set[int]] = {}
+    drawn = [box for panel in boxes_of(layout).panels for line in panel.boxes for box in line]
+    for box in drawn:
+        spans = re.findall(r"(\d+):(\d+)", box.about)
+        for element in itertools.product(*(range(int(begin), int(stop)) for begin, stop in spans)):
+            assert element not in shown
+            shown[element] = set(box.ranks)
+    held: dict[tuple[int, ...], set[int]] = {}
+    for rank, coordinate in enumerate(MESH.coordinates):
+        start, size = layout.local_offset(coordinate), layout.local_shape(coordinate)
+        for element in itertools.product(*(range(a, a + n) for a, n in zip(start, size, strict=True))):
+            held.setdefault(element, set()).add(rank)
+    assert shown == held
+    assert len({box.colour for box in drawn}) == len(drawn)
+
+
+def rects(svg: str) -> list[dict[str, float]]:
+    """The boxes of a drawing, which is well-formed."""
+    root = ET.fromstring(svg)
+    groups = [g for g in root.iter("{http://www.w3.org/2000/svg}g") if "transform" in g.attrib]
+    assert all(float(root.attrib[side]) > 0 for side in ("width", "height"))
+    keys = ("x", "y", "width", "height")
+    return [{k: float(r.attrib[k]) for k in keys} for g in groups for r in g.iter("{http://www.w3.org/2000/svg}rect")]
+
+
+def test_boxes_are_drawn_to_scale_and_touch_without_lying_on_each_other() -> None:
+    found = rects(svg_of(boxes_of(dt.Layout.of(MESH, (S(0), S(1), R), (60, 70)))))
+    assert len(found) == 6
+    widths = [box["width"] for box in found[:3]]
+    assert widths[0] == widths[1] > widths[2]  # 24, 24, 22 columns
+    for a, b in itertools.combinations(found, 2):
+        apart = a["x"] + a["width"] <= b["x"] + 0.2 or b["x"] + b["width"] <= a["x"] + 0.2
+        assert apart or a["y"] + a["height"] <= b["y"] + 0.2 or b["y"] + b["height"] <= a["y"] + 0.2
+    terms = svg_of(boxes_of(dt.Layout.of(MESH, (S(0), R, P), (5, 4))))
+    assert ("stroke-dasharray" in terms, "P(sum) over tp" in terms) == (True, True)
+
+
+def test_what_is_too_much_or_nothing_is_said() -> None:
+    nothing = boxes_of(dt.Layout.of(MESH, (S(0), R, R), (0, 4)))
+    assert (nothing.panels, nothing.remark) == ((), "no elements")
+    large = dt.init_device_mesh("meta", (64, 32))
+    many = boxes_of(dt.Layout.of(large, (S(0), S(1)), (1024, 320)))
+    assert (many.panels, many.remark) == ((), "2,048 blocks of up to 640 B")
+    assert MOST < 2048
+    assert boxes_of_mesh(large).remark == "2,048 ranks"
+    assert rects(svg_of(many)) == []
+
+
+def test_a_mesh_shows_its_ranks_and_part_of_one_those_of_all_copies() -> None:
+    (panel, _) = boxes_of_mesh(MESH).panels
+    assert [[box.ranks for box in line] for line in panel.boxes] == [[(0,), (1,)], [(2,), (3,)], [(4,), (5,)]]
+    (panel,) = boxes_of_mesh(MESH["tp"]).panels
+    assert [box.text for box in panel.boxes[0]] == ["0, 2, 4, 6, 8, 10", "1, 3, 5, 7, 9, 11"]
+
+
+def test_a_terminal_gets_colours_and_a_file_gets_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = dt.zeros(5, 4, device_mesh=MESH, placements=[S(0), R, R])
+    visualize_sharding(x, "x", use_rich=True)
+    said = capsys.readouterr().out
+    assert said.startswith("x\n")
+    assert "48;2;238;181;181" in said
+    plain = re.sub("\x1b\\[[0-9;]*m", "", said)
+    assert "0:3" in plain
+    assert "0-5" in plain
+    for off in (False, None):
+        visualize_sharding(x, use_rich=off)
+        assert capsys.readouterr().out == "     0:4\n0:3  0, 1, 2, 3, 4, 5\n3:5  6, 7, 8, 9, 10, 11\n"
+    visualize_sharding(MESH["pp", "tp"])
+    assert capsys.readouterr().out.splitlines()[1] == "pp 0  0, 2, 4   1, 3, 5"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ArgumentError, match="rich"):
+        visualize_sharding(x, use_rich=True)
+    with pytest.raises(ArgumentError, match="distribute_tensor"):
+        visualize_sharding(torch.zeros(3))  # type: ignore[arg-type]
+
+
+def test_a_notebook_gets_a_drawing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shown: list[str] = []
+    display = types.SimpleNamespace(display=lambda data, raw: shown.append(data["text/html"]))
+    shell = types.SimpleNamespace(kernel=None)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell, display=display))  # type: ignore[arg-type]
+    visualize_sharding(dt.Layout.of(MESH, (S(0), R, R), (5, 4)), "here")
+    assert "<svg" in shown[0]
+    assert capsys.readouterr().out == ""
+    del shell.kernel  # IPython in a terminal
+    visualize_sharding(dt.Layout.of(MESH, (S(0), R, R), (5, 4)))
+    assert (len(shown), "0:3" in capsys.readouterr().out) == (1, True)
+
+
+def test_pages_stand_alone_and_show_the_line_beside_what_it_moves(tmp_path: Path) -> None:
+    x = dt.ones(4, 6, device_mesh=MESH["tp"], placements=[S(0)])
+
+    def step() -> torch.Tensor:
+        return x @ x.t()  # <&>
+
+    explained, planned = dt.explain(step), dt.plan(step)
+    assert sum(len(call.moves) for call in planned.calls) >= 1
+    for name, value in {"tensor": x, "layout": x.layout, "mesh": MESH, "explained": explained, "planned": planned}.items():
+        shown = value._repr_html_()
+        page = save_html(value, tmp_path / f"{name}.html", "a <title>").read_text()
+        assert shown in page
+        assert "<h1>a &lt;title&gt;</h1>" in page
+        assert not re.search(r"(src|href)=|url\(|@import|<script", page)
+        if name in ("explained", "planned"):
+            assert "return x @ x.t()  # &lt;&amp;&gt;" in shown
+            assert f">{explained.bytes:,} B</td>" in shown
+            assert f"<h3>{__file__}</h3>" in shown
+    assert "values" in x._repr_html_()
+    assert "Nothing is moved" in dt.explain(lambda: None)._repr_html_()
+    with pytest.raises(ArgumentError, match="no picture of a int"):
+        save_html(3, tmp_path / "three.html")
+
+
+def test_found_placements_have_a_page() -> None:
+    found = dt.auto_shard(torch.nn.Linear(64, 64), dt.init_device_mesh("meta", (4,)), example=(torch.empty(1024, 64),))
+    assert "placements of 3 tensors" in found._repr_html_()
+    assert "<td>batch 0</td>" in found._repr_html_()
+
+
+def test_the_picture_of_the_docs_is_what_is_drawn() -> None:
+    grid = dt.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+    picture = Path(__file__).parents[2] / "docs" / "pictures" / "blocks.svg"
+    assert picture.read_text() == svg_of(boxes_of(dt.Layout.of(grid, (S(0), S(1)), (5, 7)))) + "\n"
