@@ -13,6 +13,7 @@ from .classes import Classes
 from .describe import described
 from .graph import Graph
 from .memory import Memory
+from .moments import Moments
 from .options import Option, classes_from, eager_options, options_along
 from .program_plan import ProgramPlan
 from .record import recorded
@@ -114,7 +115,10 @@ def best_options(
             left, known = end - monotonic(), len(memory.moments)
             if left <= 0:
                 return taken
-            found = Assembly(classes, options, mesh_dim, memory, penalty).solved(min(left, seconds / _SWEEPS))
+            assembly = Assembly(classes, options, mesh_dim)
+            if memory.moments:
+                Moments(assembly, memory, penalty)
+            found = assembly.solved(min(left, seconds / _SWEEPS))
             if found is not None and (now := price_of(spread := classes.spread(found))) < price * (1 - 1e-6):
                 taken, price, since = spread, now, 1
             if len(memory.moments) == known:

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from .classes import Classes
 from .memory import Memory, copies
 from .options import Form
 from .prices import move_seconds
-
-if TYPE_CHECKING:
-    from .solver import Assembly, Terms
+from .solver import Assembly, Terms
 
 Uses = frozenset[tuple[int, int]]  # classes, and as which operand
 Pattern = tuple[bool, Uses, Uses, Uses]  # at a moment: whether the tensor is there; its uses now, before, and afterwards

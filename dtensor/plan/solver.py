@@ -15,8 +15,6 @@ from typing import Any
 from ..errors import PlanError
 from ..layout.layout import Layout
 from .classes import Classes
-from .memory import Memory
-from .moments import Moments
 from .options import Form, Option, Options, form_of, whole
 from .prices import FREE, move_seconds
 
@@ -74,17 +72,12 @@ class Program:
 class Assembly:
     """The program of a graph's classes along one mesh dim.
 
-    Args:
-        memory: what is held at its moments must fit; each byte too much costs ``penalty`` seconds.
-
     Attributes:
         takes: for each class the variables of its options; ``made``: for each value the layouts that it may be made in;
             ``moves``: the moves of those that are used.
     """
 
-    def __init__(
-        self, classes: Classes, options: Options, mesh_dim: int, memory: Memory | None = None, penalty: float = 0.0
-    ) -> None:
+    def __init__(self, classes: Classes, options: Options, mesh_dim: int) -> None:
         self.classes, self.options, self.mesh_dim = classes, options, mesh_dim
         self.program = Program()
         self.takes = [
@@ -98,8 +91,6 @@ class Assembly:
             for maker, place in classes.makers
         ]
         self.moves = {value: self._value(value, users) for value, users in enumerate(classes.users) if users}
-        if memory is not None and memory.moments:
-            Moments(self, memory, penalty)
 
     def _value(self, value: int, users: Sequence[tuple[int, int]]) -> _Moves:
         needs = [self._forms(user, [option.operands[place] for option in self.options[user]]) for user, place in users]
