@@ -49,6 +49,8 @@ NAMES: dict[str, Internal] = {
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "which recorder listens in this thread", _NONE
     ),
     "count_dispatch_modes": Internal("torch._C._len_torch_dispatch_stack", "whether some mode is in the way", _NONE),
+    "pop_dispatch_mode": Internal("torch.utils._python_dispatch._pop_mode", "a recorder is left below another mode", _NONE),
+    "push_dispatch_mode": Internal("torch.utils._python_dispatch._push_mode", "a recorder is left below another mode", _NONE),
     "is_traceable_wrapper_subclass": Internal(
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass", "parameters that are made of several tensors", _NONE
     ),

@@ -107,7 +107,8 @@ class Binding(ABC):
         @site
         def issue(x: Local) -> Pending[Local]:
             if events.listeners and (nbytes := events.routed(everywhere, transfer.route_of) * transfer.dtype.itemsize):
-                events.report(events.Event(kind, (), len(ranks), nbytes))
+                event = events.Event(kind, (), len(ranks), nbytes, groups=(tuple(ranks),))
+                return events.reporting(event, lambda: run(x))
             return run(x)
 
         return issue
@@ -152,7 +153,7 @@ class Binding(ABC):
             if ACTIVE and (recorder := current()) is not None:
                 return recorder.site(issue, (x,), {})
             if events.listeners:
-                self._report(kind, dims, nbytes(x))
+                return events.reporting(self._event(kind, dims, nbytes(x)), lambda: run(x))
             return run(x)
 
         issue.__name__ = kind
@@ -185,8 +186,9 @@ class Binding(ABC):
         found = self._bound.get(key)
         return self._kept.keep(self._bound, key, make()) if found is None else found
 
-    def _report(self, kind: str, dims: Dims, nbytes: int) -> None:
-        events.report(events.Event(kind, dims, self.group_size(dims), nbytes, self.mesh))
+    def _event(self, kind: str, dims: Dims, nbytes: int) -> events.Event:
+        groups = tuple(tuple(self.mesh.ranks[member] for member in group) for group in self._groups(dims))
+        return events.Event(kind, dims, self.group_size(dims), nbytes, self.mesh, groups=groups)
 
 
 def spanning(one: DeviceMesh, other: DeviceMesh) -> DeviceMesh | None:

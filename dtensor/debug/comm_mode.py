@@ -82,17 +82,19 @@ class CommDebugMode:
         events.LISTENING.leave_one(self._blocks)
         self._modules.stop()
 
-    def _record(self, event: Event) -> None:
+    def _record(self, event: Event) -> events.Around | None:
         if self._world is None:  # it was made inside of the block
             self._world = dist.group.WORLD
         if event.mesh is not None and event.mesh.kind == "process_group" and event.mesh._root.world is not self._world:
-            return  # of another rank, in programs whose ranks are threads
-        self._counted(event)
+            return None  # of another rank, in programs whose ranks are threads
+        return self._counted(event)
 
-    def _counted(self, event: Event) -> None:
+    def _counted(self, event: Event) -> events.Around | None:
+        """Takes it down; what wants to see it run."""
         self.events.append(event)
         if event.kind != EXCHANGE:
             self._modules.record(event)
+        return None
 
     @property
     def _collectives(self) -> list[Event]:
