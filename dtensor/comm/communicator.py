@@ -205,7 +205,9 @@ class Communicator(Binding):
         if events.listeners:
             events.report(self._event("all_gather_object", dims, 0))
         group = self.mesh.members_of(dims, self.held[0])
-        transfer = Transfer(lambda member: gathered([(len(row),)] * size, group.index(member)), torch.int64, "all_gather")
+        lengths = [(len(row),)] * size
+        said = f"of {len(row)} whole numbers"
+        transfer = Transfer(lambda member: gathered(lengths, group.index(member)), torch.int64, "all_gather", said=said)
         run = self._known(("numbers", dims, len(row)), lambda: self._transfer(dims, transfer))
         told: list[list[int]] = run(torch.tensor(row, device=self.mesh.device_type)).wait().view(size, -1).tolist()
         return told
