@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,17 @@ class CommDebugMode:
     def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 3) -> None:
         """Writes that table to a file."""
         Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level) + "\n")
+
+    def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
+        """Writes the modules that ran to a JSON file, each with its parts under ``"children"``; "Global" is the outermost.
+
+        A module has ``"fqn"``, ``"module_type"``, ``"parameters"`` (pairs of name and placements), ``"collectives_forward"`` and
+        ``"collectives_backward"`` (pairs of kind and number, its parts' included).
+
+        Args:
+            noise_level: accepted for programs written for torch, whose lists of operations are empty here.
+        """
+        Path(file_name).write_text(json.dumps(self._modules.tree(), indent=4) + "\n")
 
     def __str__(self) -> str:
         return self.get_table()
