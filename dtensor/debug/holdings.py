@@ -175,7 +175,7 @@ class Holdings:
         return tuple(sorted(self.ranks)) or (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,)
 
     def over_time(self, rank: int) -> Iterator[tuple[int, Counter[str]]]:
-        """At the beginning and after each entry of the log: how many were read, and the bytes by kind (always the same counter)."""
+        """At the beginning and after each entry of the log: how many were read, and the bytes by kind (one counter)."""
         held: Counter[str] = Counter()
         for store in self.stores:
             if self._counts(store, rank):
