@@ -17,7 +17,6 @@ import torch
 from ..base.caches import Shared
 from ..base.recording import ACTIVE, current, site
 from ..mesh.device_mesh import DeviceMesh
-from ..placement import Monoid
 from ..ranks.per_rank import shards_of
 from . import events
 from .fold import Op, check_reduction, fold
@@ -128,8 +127,6 @@ class Binding(ABC):
 
     def bind_all_reduce(self, mesh_dims: Sequence[int], op: Op, dtype: torch.dtype) -> Reduction:
         """The reduction of the group's locals of one dtype on every rank of it."""
-        if isinstance(op, Monoid):
-            return self._bind_all_reduce(tuple(mesh_dims), op, dtype)
         return self._known(("all_reduce", *mesh_dims, op, dtype), lambda: self._bind_all_reduce(tuple(mesh_dims), op, dtype))
 
     def _bind_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
