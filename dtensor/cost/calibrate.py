@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from ..base.progress import progress
 from ..errors import MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -135,13 +137,10 @@ def _multiplied(dtype: torch.dtype, device_type: str, seconds: float) -> float:
 
 def _link(moves: Moves, groups: Sequence[Sequence[int]], device_type: str, seconds: float) -> Link:
     memory = _copied(device_type, seconds)
-    samples = [
-        sample
-        for group in groups
-        for kind in COLLECTIVES
-        for side in _SIDES
-        if (sample := _sample(moves, kind, group, side, device_type, memory, seconds)) is not None
-    ]
+    asked = list(product(groups, COLLECTIVES, _SIDES))
+    shown = progress(asked, len(asked), "measuring") if dist.get_rank() == 0 else iter(asked)
+    taken = [_sample(moves, kind, group, side, device_type, memory, seconds) for group, kind, side in shown]
+    samples = [sample for sample in taken if sample is not None]
     rates = {kind: fit([sample for sample in samples if sample.kind == kind]) for kind in COLLECTIVES}
     return Link(**rates, memory=memory)
 

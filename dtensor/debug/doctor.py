@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import platform
-import queue
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..cost.profile import FORMAT
+from ..errors import DTensorError
 from ..interop.changes import CHANGES
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Replicate, Shard
 from ..tensor.dtensor import DTensor
+from .on_ranks import on_ranks
 
 RANKS = 2
-_OPTIONAL = ("numpy", "scipy", "safetensors", "hypothesis", "transformers", "matplotlib")
+_OPTIONAL = ("numpy", "scipy", "safetensors", "hypothesis", "transformers", "matplotlib", "rich", "tqdm")
 
 
 def report() -> Iterator[str]:
@@ -39,45 +36,18 @@ def report() -> Iterator[str]:
     yield from (f"  {change.where}" for change in CHANGES)
 
 
-def self_test(seconds: float = 10.0) -> str:
+def self_test(seconds: float = 60.0) -> str:
     """What goes wrong where two processes sum, gather and exchange over gloo; "" if nothing does."""
     if not _has("gloo"):
         return "torch has no gloo here: processes cannot be tried"
-    context = multiprocessing.get_context("spawn")
-    said: Any = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=_rank, args=(rank, folder, said), daemon=True) for rank in range(RANKS)]
-        for process in ranks:
-            process.start()
-        problem = _heard(said, time.monotonic() + seconds, seconds)
-        for process in ranks:
-            process.join(0.0 if problem else seconds)
-            process.kill()
-    return problem
-
-
-def _heard(said: Any, end: float, seconds: float) -> str:
-    for _ in range(RANKS):
-        try:
-            problem = said.get(timeout=max(end - time.monotonic(), 0.01))
-        except queue.Empty:
-            return f"{RANKS} processes did not end within {seconds:.0f} s (a firewall on the loopback device, or a slow machine)"
-        if problem:
-            return str(problem)
-    return ""
-
-
-def _rank(rank: int, folder: str, said: Any) -> None:
     try:
-        dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=RANKS)
-        said.put(_wrong())
-        dist.destroy_process_group()
-    except Exception as error:
-        said.put(f"rank {rank}: {type(error).__name__}: {error}")
+        return "".join(on_ranks(RANKS, _wrong, seconds=seconds))
+    except DTensorError as error:
+        return str(error)
 
 
-def _wrong() -> str:
-    """What a rank finds wrong with one collective of each kind."""
+def _wrong() -> Iterator[str]:
+    """What a rank finds wrong with one collective of each kind; that is raised."""
     mesh = DeviceMesh("cpu", RANKS)
     x = DTensor.from_local(torch.arange(6.0).view(2, 3) + mesh.get_rank(), mesh, [Partial()], shape=(2, 3), stride=(3, 1))
     expected = 2 * torch.arange(6.0).view(2, 3) + 1
@@ -85,8 +55,8 @@ def _wrong() -> str:
         cut = x.redistribute(placements=[kind])
         for target in (Replicate(), Shard(0), Shard(1)):
             if not torch.equal(cut.redistribute(placements=[target]).full_tensor(), expected):
-                return f"rank {mesh.get_rank()}: {kind} to {target} gives other numbers"
-    return ""
+                raise DTensorError(f"{kind} to {target} gives other numbers")
+    yield ""
 
 
 def _has(backend: str) -> bool:
@@ -105,7 +75,7 @@ def main() -> int:
     for line in report():
         print(line)
     began = time.monotonic()
-    problem = self_test(60.0)
+    problem = self_test()
     print(f"{RANKS} processes over gloo: {problem or f'right, in {time.monotonic() - began:.1f} s'}", flush=True)
     sys.stdout.flush()
     return 1 if problem else 0

@@ -1,14 +1,21 @@
-"""``python -m dtensor``: help, ``explain script.py`` and ``doctor``."""
+"""``python -m dtensor``: help, scripts that are explained and planned, benches, ``doctor``."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import dtensor as dt
 from dtensor.__main__ import main
-from dtensor.debug import doctor
+from dtensor.debug import bench, doctor
+from dtensor.debug.on_ranks import on_ranks
+from dtensor.errors import DTensorError
 
 SCRIPT = """
 import sys
@@ -23,7 +30,7 @@ sys.exit(int(sys.argv[1]))
 def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     said = capsys.readouterr().out
-    assert all(command in said for command in ("explain", "doctor", "verify", "calibrate", "ops"))
+    assert all(command in said for command in ("explain", "plan", "bench", "doctor", "verify", "calibrate", "ops"))
 
 
 @pytest.mark.parametrize("status", [0, 3])
@@ -44,6 +51,145 @@ def test_what_a_failing_script_moved_is_told(tmp_path: Path, capsys: pytest.Capt
         main(["explain", str(script), "0"])
     assert "1 collective, 72 B" in capsys.readouterr().out
     assert main(["explain", str(tmp_path / "other.py")]) == 2
+    assert "other.py is no file" in capsys.readouterr().err
+
+
+EXTRA = """
+import torch
+import dtensor as dt
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+
+    def forward(self, x):
+        h = self.up(x).relu()
+        return self.down(h)
+
+mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+model = Block()
+for layer in (model.up, model.down):
+    layer.weight = nn.Parameter(dt.distribute_tensor(layer.weight.detach(), mesh, [dt.Shard(0)]))
+model(dt.ones(6, 4, device_mesh=mesh))
+"""
+
+
+def test_a_stranger_finds_the_all_gather_too_many_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, page = tmp_path / "model.py", tmp_path / "page.html"
+    script.write_text(EXTRA)
+    assert main(["explain", "--html", str(page), str(script)]) == 0
+    said = capsys.readouterr().out
+    at = 1 + EXTRA.splitlines().index("        return self.down(h)")
+    for told in (
+        "1 collective (1 of them because operators needed them), 96 B received per rank",
+        f"model.py:{at}  return self.down(h): 1 collective, 96 B",
+        "forward aten::mm in Block.down: all_gather over tp, 2 ranks, 96 B",
+        "instead: self.redistribute(placements=[Replicate()]), once, before this line",
+        f"written to {page}",
+    ):
+        assert told in said, said
+    assert f'<td class="number">{at}</td>' in page.read_text()
+    assert "return self.down(h)" in page.read_text()
+    script.write_text(EXTRA.replace("[dt.Shard(0)]", "[dt.Shard(int(layer is model.down))]"))  # as it should be
+    assert main(["explain", str(script)]) == 0
+    assert "0 collectives, 0 B received per rank" in capsys.readouterr().out
+
+
+def test_a_script_is_planned_as_a_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, page, kept = tmp_path / "model.py", tmp_path / "page.html", tmp_path / "plan.json"
+    script.write_text(EXTRA + "import sys; sys.exit(3)")
+    assert main(["plan", "--html", str(page), "--json", str(kept), str(script)]) == 3
+    said = capsys.readouterr().out
+    found = dt.ProgramPlan.load(kept)
+    assert said.startswith(str(found))
+    assert found.nbytes <= found.eager_nbytes == 96
+    assert f"{found.nbytes:,} B received per rank" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--mesh", "0x3"], "'0x3' is no mesh"),
+        (["--mesh", "3 x 2"], "'3 x 2' is no mesh"),
+        (["--mesh", "1"], "from 2 to 64 processes"),
+        (["--mesh", "100x100"], "10000 ranks"),
+        (["--size", "2 bytes"], "is no size"),
+        (["--size", "1B"], "is no size"),
+        (["--pairs", "S0"], "write SOURCE->TARGET"),
+        (["--mesh", "2", "--pairs", "S0->S1,R"], "2 placements for a mesh of 1 dims"),
+        (["--pairs", "S2->R"], "'S2' is no placement of a tensor of 2 dims"),
+        (["--pairs", "P(median)->R"], "no placement"),
+    ],
+)
+def test_what_means_nothing_is_told_before_a_process_starts(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dtensor.__main__.on_ranks", None)
+    assert main(["bench", "redistribute", *words]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_extras_are_asked_for_before_work_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("dtensor.__main__.on_ranks", lambda *given: _fail())
+    (tmp_path / "script.py").write_text("1 / 0")
+    for words, extra in (
+        (["bench", "redistribute", "--plot", "out.png"], "dtensor[plot]"),
+        (["bench", "dispatch", "--plot", "out.png"], "dtensor[plot]"),
+        (["plan", str(tmp_path / "script.py")], "dtensor[plan]"),
+    ):
+        assert main(words) == 2
+        assert extra in capsys.readouterr().err
+
+
+def _fail() -> Iterator[int]:
+    yield 1 // 0
+
+
+def test_sides_pairs_and_sizes_are_read() -> None:
+    R, P = dt.Replicate(), dt.Partial()
+    assert bench.pair_of("P(max),S(1) -> R", (2, 3), 2) == ((dt.Partial("max"), dt.Shard(1)), (R, R))
+    assert bench.shape_of("64 KiB") == (128, 128)
+    assert bench.shape_of("0.5GB") == (11585, 11585)
+    assert "P,P->S0,S0" in bench.usual_pairs((2, 2))
+    assert len(bench.usual_pairs((4,))) == 5
+    assert all(bench.pair_of(pair, (2, 2), 2) for pair in bench.usual_pairs((2, 2)))
+    assert bench.pair_of("R->P", (2,), 2)[1] == (P,)
+
+
+@pytest.mark.gloo
+def test_redistributions_are_measured_on_any_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "redistribute", "--mesh", "2x2", "--size", "5x7", "--pairs", "S0->S1,R", "P->R", "R->P(max)"]
+    assert main([*words, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["mesh"], row["pair"], row["shape"]) for row in rows] == [([2, 2], pair, [5, 7]) for pair in words[-3:]]
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    x = dt.zeros(5, 7, device_mesh=mesh, placements=[dt.Shard(0), dt.Replicate()])
+    found = x.explain_redistribute([dt.Shard(1), dt.Replicate()])
+    assert (rows[0]["bytes"], rows[0]["collectives"]) == (found.bytes, found.collectives)
+    assert all(row["seconds"] > 0 for row in rows)
+    assert rows[2]["bytes"] == 0
+    assert main(["bench", "dispatch", "--only", "add", "mm"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["us", "add", "mm"]
+
+
+def failing(how: str) -> Iterator[int]:
+    yield 1
+    if how == "raises":
+        raise ValueError("seventeen")
+    os._exit(3)
+
+
+@pytest.mark.gloo
+def test_processes_that_fail_are_named() -> None:
+    for how, told in (("raises", "ValueError: seventeen"), ("dies", "exit code 3")):
+        rows = on_ranks(2, failing, how)
+        with pytest.raises(DTensorError, match=told):
+            list(rows)
 
 
 def test_the_doctor_names_what_is_there() -> None:

@@ -1,0 +1,78 @@
+"""A function on processes of its own, one for each rank, over gloo: for what the command line measures and tries."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import DTensorError
+
+
+def on_ranks(ranks: int, rows: Callable[..., Iterator[Any]], *args: Any, seconds: float = 600.0) -> Iterator[Any]:
+    """What ``rows(*args)`` yields on the first of ``ranks`` processes, as it comes; all of them run it.
+
+    Args:
+        rows: of a module, a generator; so that processes can import it.
+        seconds: the longest that all of them together may take; what is left of them is ended.
+
+    Raises:
+        DTensorError: a process fails, dies or does not end in time; its error stands in the message.
+    """
+    context = multiprocessing.get_context("spawn")
+    said: Any = context.Queue()
+    with tempfile.TemporaryDirectory(prefix="dtensor-") as folder:
+        started = [context.Process(target=_rank, args=(k, ranks, folder, said, rows, args), daemon=True) for k in range(ranks)]
+        for process in started:
+            process.start()
+        try:
+            yield from _heard(said, started, time.monotonic() + seconds, seconds)
+        finally:
+            for process in started:
+                process.join(5.0)
+                process.kill()
+
+
+def _heard(said: Any, started: list[Any], end: float, seconds: float) -> Iterator[Any]:
+    running = len(started)
+    while running:
+        try:
+            kind, value = said.get(timeout=0.2)
+        except queue.Empty:
+            died = [f"rank {k} died (exit code {p.exitcode})" for k, p in enumerate(started) if p.exitcode]
+            late = f"{len(started)} processes did not end within {seconds:.0f} s (a firewall on loopback, a slow machine?)"
+            if died or time.monotonic() > end:
+                raise DTensorError("; ".join(died) or late) from None
+            continue
+        if kind == "error":
+            raise DTensorError(value)
+        if kind == "row":
+            yield value
+        running -= kind == "end"
+
+
+def _rank(rank: int, ranks: int, folder: str, said: Any, rows: Callable[..., Iterator[Any]], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    try:
+        store = f"file://{Path(folder) / 'store'}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
+        for row in rows(*args):
+            if rank == 0:
+                said.put(("row", row))
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception as error:
+        where = traceback.format_tb(error.__traceback__)[-1].strip().partition("\n")[0]
+        said.put(("error", f"rank {rank}: {type(error).__name__}: {error} ({where})"))
+    else:
+        said.put(("end", None))
