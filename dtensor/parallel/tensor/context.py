@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
+from ...base.torch_internals import fused_encoder_layer, fused_multi_head_attention
 from ...comm import PerRank, communicator_of
 from ...errors import LayoutError, MeshError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
@@ -189,7 +190,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 # They call attention where nobody sees it.
-_HIDING = (F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
+_HIDING = (F.multi_head_attention_forward, fused_multi_head_attention, fused_encoder_layer)
 
 
 class _AroundTheRing(TorchFunctionMode):

@@ -18,9 +18,10 @@ from ...base.modes import implicit_replication
 from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Partial, Replicate, Shard
+from ...tensor.autograd import as_local
 from ...tensor.dtensor import DTensor
 from .matrix import ColwiseParallel, RowwiseParallel, SequenceParallel
-from .style import ParallelStyle, after_forward, annotated, as_local, lay_out, one_dim, placed
+from .style import ParallelStyle, after_forward, annotated, lay_out, one_dim, placed
 
 
 class _Nothing(ParallelStyle):
@@ -93,7 +94,7 @@ class _Terms(ParallelStyle):
 
 
 class _SharedTail(ParallelStyle):
-    """The last ``width`` features of the output go to all heads, of which each rank has some: their gradient is a sum of terms."""
+    """The last ``width`` features of the output go to all heads, some on each rank: their gradient is a sum of terms."""
 
     def __init__(self, width: int) -> None:
         self.width = width
