@@ -28,6 +28,7 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "meta": "nccl"}
 @remembered(1024)
 def link_of(mesh: DeviceMesh, mesh_dims: tuple[int, ...] = ()) -> Link:
     """The constants for groups over ``mesh_dims``, () for all ranks of the mesh together."""
+    mesh = mesh._root.stands_for or mesh
     profile = profile_of(mesh)
     backend = _BACKENDS.get(mesh.device_type, "nccl")
     if mesh.kind == "process_group":
@@ -43,6 +44,7 @@ def link_of(mesh: DeviceMesh, mesh_dims: tuple[int, ...] = ()) -> Link:
 @remembered(1024)
 def device_of(mesh: DeviceMesh) -> Device:
     """What computing takes on the devices of ``mesh``, all ranks going by one: measured, or built in for the kind they are."""
+    mesh = mesh._root.stands_for or mesh
     kind = mesh.device_type
     measured = profile_of(mesh).devices.get(kind)
     if measured is not None:

@@ -6,12 +6,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from .device_mesh import CURRENT, DeviceMesh, as_mesh
 from .groups import new_handle
-from .root import distributed, ensure_world
+from .root import distributed, ensure_world, make_root
 
 
 class _World(threading.local):
@@ -48,3 +49,12 @@ def with_groups_of_its_own(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Device
         ranks = [mesh.ranks[m] for m in mesh.members_of(mesh_dims, member)]
         made._root.groups[mesh.group_id(mesh_dims)] = new_handle(mesh, mesh_dims, ranks)
     return made._derive(mesh._dims, mesh.mesh_dim_names)
+
+
+def dry_run_of(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh without data of the same shape and names, on which everything is taken to last as long as on ``mesh``."""
+    if mesh.kind == "dry_run":
+        return mesh
+    root = make_root("meta", np.asarray(mesh.ranks).reshape(mesh.shape), mesh.mesh_dim_names)
+    root.stands_for = mesh
+    return DeviceMesh("meta", None, mesh_dim_names=root.names, _root=root, _dims=tuple((dim,) for dim in range(mesh.ndim)))

@@ -34,10 +34,11 @@ class Root:
     communicator: Any = None
     seeded: set[int] = field(default_factory=set)  # root dims over which ranks draw from the same generator state
     entered: dict[Any, list[Any]] = field(default_factory=dict)  # blocks of `with mesh:`
+    stands_for: Any = None  # of a dry run, the mesh that it is one of: what things take there is what they take here
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return self.device_type, self.ranks, self.shape, self.kind, id(self.world)
+        return self.device_type, self.ranks, self.shape, self.kind, id(self.world), self.stands_for
 
 
 def distributed() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..layout.layout import Layout
 from ..placement import Monoid
@@ -13,7 +13,7 @@ from .classes import Classes
 from .graph import Graph, Node
 from .memory import Held, Memory
 from .options import Form, Option, Options, by_text, form_of, options_along
-from .prices import move_seconds
+from .prices import event_seconds, move_seconds
 from .program_plan import PlannedCall, PlannedMove, ProgramPlan, Spelled, spelled
 from .total import Move, Total
 
@@ -36,9 +36,18 @@ def described(graph: Graph, classes: Classes, taken: Sequence[Option], eager: Se
         total.bytes(taken) + held.nbytes,
         held.peak,
         f"{peak.name}{' (backward)' if peak.backward else ''} {peak.line}".rstrip(),
-        total.seconds(eager),
-        total.bytes(eager),
+        total.local_seconds(eager) + sum(event_seconds(event, mesh) for event in graph.heard),
+        sum(event.bytes for event in graph.heard),
     )
+
+
+def as_recorded(plan: ProgramPlan, peak: Held) -> ProgramPlan:
+    """The plan under which every call chooses for itself, as in the recorded program."""
+    calls = tuple(
+        PlannedCall(call.name, call.key, call.kind if call.kind == "parts" else "fixed", line=call.line, backward=call.backward)
+        for call in plan.calls
+    )
+    return replace(plan, calls=calls, seconds=plan.eager_seconds, nbytes=plan.eager_nbytes, peak_bytes=peak.peak)
 
 
 @dataclass(slots=True)

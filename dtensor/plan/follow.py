@@ -18,6 +18,7 @@ from ..base.torch_internals import OpOverload, TorchDispatchMode, tree_leaves
 from ..dispatch.dispatcher import run_chosen
 from ..dispatch.mixed_meshes import across_places, meshes_of
 from ..dispatch.plain_operands import through_copies
+from ..dispatch.versions import versions_of
 from ..dispatch.wrapping import wrap_local
 from ..propagation.choose import Chosen, choose, declared, realized
 from ..propagation.schema import Operator, operator_of
@@ -28,7 +29,7 @@ from ..rules.rule import Factors, Rule
 from ..tensor.dtensor import DTensor
 from .options import by_text
 from .program_plan import PlannedCall, ProgramPlan, Spelled, placements_of
-from .record import key_of, places_of, version_of
+from .record import key_of, places_of
 
 
 class Following(TorchDispatchMode):
@@ -123,15 +124,15 @@ class Following(TorchDispatchMode):
 class _Forms:
     """Other forms of one value."""
 
-    __slots__ = ("made", "tensor", "version")
+    __slots__ = ("made", "tensor", "versions")
 
     def __init__(self, x: DTensor) -> None:
-        self.tensor, self.version = weakref.ref(x), version_of(x)
+        self.tensor, self.versions = weakref.ref(x), versions_of(x)
         self.made: dict[Spelled, DTensor] = {}
 
     def hold(self, x: DTensor) -> bool:
         """Whether they are forms of ``x`` as it is now."""
-        return self.tensor() is x and self.version == version_of(x) and self.version >= 0
+        return self.tensor() is x and self.versions is not None and self.versions == versions_of(x)
 
 
 def _is_special(operator: Operator, bound: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from ..comm.events import Event
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.choose import Chosen, declared
@@ -110,10 +111,11 @@ class Node:
 
 @dataclass(slots=True)
 class Graph:
-    """A recorded program."""
+    """A recorded program; ``heard``: the collectives that it issued as it ran."""
 
     nodes: list[Node] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
+    heard: list[Event] = field(default_factory=list)
 
     @property
     def mesh(self) -> DeviceMesh | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ..comm import communicator_of
 from ..errors import PlanError
+from ..mesh.device_mesh import DeviceMesh
 from .classes import Classes
-from .describe import described
+from .describe import as_recorded, described
 from .graph import Graph
 from .memory import Memory
 from .moments import Moments
@@ -59,13 +60,20 @@ def planned(
     return made, agreed(mesh, lambda: plan_of(graph, seconds, memory))
 
 
-def agreed(mesh: Any, make: Callable[[], ProgramPlan]) -> ProgramPlan:
-    """One plan for all ranks: the first of the mesh makes it. A solver that runs out of time may end otherwise elsewhere."""
+def agreed(mesh: DeviceMesh, make: Callable[[], T]) -> T:
+    """One result for all ranks: the first of the mesh makes it. A solver that runs out of time may end otherwise elsewhere."""
     if mesh.kind != "process_group":
         return make()
-    first = mesh.current_member() == 0
-    text = make().dumps() if first else ""
-    return ProgramPlan.loads(communicator_of(mesh).all_gather_object(text, tuple(range(mesh.ndim)))[0])
+    made: T | PlanError | None = None
+    if mesh.current_member() == 0:
+        try:
+            made = make()
+        except PlanError as error:  # which all ranks raise
+            made = error
+    found = communicator_of(mesh).all_gather_object(made, tuple(range(mesh.ndim)))[0]
+    if isinstance(found, PlanError):
+        raise found
+    return cast(T, found)
 
 
 def plan_of(graph: Graph, seconds: float = _SECONDS, memory: float = math.inf) -> ProgramPlan:
@@ -73,6 +81,8 @@ def plan_of(graph: Graph, seconds: float = _SECONDS, memory: float = math.inf) -
     eager, limit = eager_options(graph), Memory(graph, memory)
     classes = classes_from(graph, eager)
     found = described(graph, classes, best_options(classes, eager, seconds, limit), eager, limit)
+    if found.seconds > found.eager_seconds and (peak := limit.held(eager)).peak <= memory:
+        return as_recorded(found, peak)  # whose operators share more than a plan knows to
     if found.peak_bytes > memory:
         raise PlanError(
             f"plan: the least peak found is {found.peak_bytes:,} B per rank, {found.peak_at or 'at the inputs'}, more than "

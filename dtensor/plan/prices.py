@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from ..base.caches import remembered
-from ..cost.link import device_of, link_of
+from ..comm.events import Event, listening
+from ..cost.link import collective_seconds, device_of, link_of
+from ..dispatch.dispatcher import run_chosen
+from ..dispatch.wrapping import wrap_local
+from ..errors import DTensorError
 from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh, init_device_mesh
+from ..propagation.choose import realized
 from ..propagation.row_costs import LOCAL_STEP
 from ..redistribute import estimate
-from ..rules.call import Call
 from ..rules.rule import Row
 from ..rules.work import share
-from .graph import Node
+from .graph import Asked, Node
 
 FREE = 1e-6  # seconds: what moves nothing between ranks may take so long; it is not worth a variable
 
@@ -25,24 +33,77 @@ def move_seconds(source: Layout, target: Layout) -> float:
     return estimate(source, target) + LOCAL_STEP
 
 
-def kernel_bytes(call: Call, rows: Sequence[Row]) -> int:
-    """Bytes that a rank receives in the collectives of kernels."""
-    along = zip(rows, call.mesh.shape, strict=True)
-    return sum(row.kernel.nbytes(call) for row, ranks in along if row.kernel is not None and ranks > 1)
-
-
 def work_seconds(node: Node, rows: Sequence[Row], operands: Sequence[Layout | None], results: Sequence[Layout | None]) -> float:
-    """Seconds of local work of a call under these rows, and of its kernel's collectives."""
+    """Seconds of a call under these rows: of its kernel's collectives, and of local work."""
+    return kernel_seconds(node, rows) + local_seconds(node, rows, operands, results)
+
+
+def kernel_seconds(node: Node, rows: Sequence[Row]) -> float:
+    """Seconds of the collectives of a call's kernels."""
     assert node.asked is not None
-    call, work = node.asked.call, node.asked.work
-    mesh, seconds, flops = call.mesh, 0.0, work.flops
-    for mesh_dim, (row, ranks) in enumerate(zip(rows, mesh.shape, strict=True)):
+    call, seconds = node.asked.call, 0.0
+    for mesh_dim, (row, ranks) in enumerate(zip(rows, call.mesh.shape, strict=True)):
         if row.kernel is not None and ranks > 1:
-            rate = link_of(mesh, (mesh_dim,)).exchange
+            rate = link_of(call.mesh, (mesh_dim,)).exchange
             seconds += row.kernel.collectives * rate.seconds(ranks, 0) + row.kernel.nbytes(call) / rate.bandwidth
+    return seconds
+
+
+def local_seconds(node: Node, rows: Sequence[Row], operands: Sequence[Layout | None], results: Sequence[Layout | None]) -> float:
+    """Seconds of local work of a call."""
+    assert node.asked is not None
+    mesh, work = node.asked.call.mesh, node.asked.work
+    if work.free:
+        return 0.0
+    flops = work.flops
+    for row, ranks in zip(rows, mesh.shape, strict=True):
         if row.factor is not None and row.factor in work.sizes:
             flops *= share(work.sizes[row.factor], ranks)
-    if work.free:
-        return seconds
     nbytes = sum([x.max_local_nbytes for x in (*operands, *results) if x is not None])
-    return seconds + device_of(mesh).seconds(flops, nbytes, work.dtype)
+    return device_of(mesh).seconds(flops, nbytes, work.dtype)
+
+
+def event_seconds(event: Event, mesh: DeviceMesh) -> float:
+    """Seconds of a collective that was issued."""
+    kind = event.kind if event.kind in ("all_gather", "reduce_scatter", "all_reduce") else "exchange"
+    return collective_seconds(event.mesh or mesh, event.mesh_dims, kind, event.bytes) + LOCAL_STEP  # type: ignore[arg-type]
+
+
+def kernel_bytes(asked: Asked, rows: Sequence[Row], operands: Sequence[Layout | None]) -> int:
+    """Bytes that a rank receives in the collectives of a call's kernels: what a dry run of it issues; where numbers decide, or
+    are drawn, what the kernels say."""
+    call, along = asked.call, zip(rows, asked.call.mesh.shape, strict=True)
+    kernels = [row.kernel for row, ranks in along if row.kernel is not None and row.kernel.collectives and ranks > 1]
+    if not kernels:
+        return 0
+    events: list[Event] = []
+    dry = init_device_mesh("meta", tuple(call.mesh.shape))
+    given = [_stand_in(own if own is not None else there, dry) for own, there in zip(operands, call.operands, strict=True)]
+    arguments = {name: _with_operands(value, call.operands_of(name), given) for name, value in call.arguments.items()}
+    try:
+        if torch.Tag.nondeterministic_seeded not in call.func.tags:
+            with torch.no_grad(), listening(events.append):
+                run_chosen(
+                    call.func, (), arguments, lambda rule, factors, at, kept: realized(rule, tuple(rows), factors, at, kept)
+                )
+            return sum(event.bytes for event in events)
+    except (DTensorError, RuntimeError):
+        pass
+    return sum(kernel.nbytes(call) for kernel in kernels)
+
+
+def _stand_in(layout: Layout, dry: DeviceMesh) -> Any:
+    """A tensor without data that lies so."""
+    there = Layout.from_splits(dry, layout.splits, layout.partials, layout.shape, layout.stride, layout.dtype)
+    local = torch.empty_strided(
+        there.local_shape((0,) * dry.ndim), there.local_stride((0,) * dry.ndim), dtype=there.dtype, device="meta"
+    )
+    return wrap_local(local, there)
+
+
+def _with_operands(value: Any, places: Sequence[int], given: Sequence[Any]) -> Any:
+    """An argument, tensors in it for their layouts."""
+    left = iter(places)
+    if isinstance(value, (list, tuple)):
+        return [given[next(left)] if isinstance(item, Layout) else item for item in value]
+    return given[next(left)] if isinstance(value, Layout) else value

@@ -11,10 +11,12 @@ import torch
 
 from ..base.callers import place_of, users_frame
 from ..base.torch_internals import OpOverload, TorchDispatchMode, autograd_node, sequence_number, tree_leaves
+from ..comm.events import listening
 from ..dispatch.dispatcher import run_chosen
 from ..dispatch.mixed_meshes import across_places, meshes_of
 from ..dispatch.operands import plan_of_bound
 from ..dispatch.plain_operands import through_copies
+from ..dispatch.versions import versions_of
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.choose import Chosen, choose
@@ -31,7 +33,7 @@ from .graph import Asked, Graph, Kind, Node, Value
 def recorded(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Graph]:
     """What ``step`` gives, and the graph of its calls. It runs once, as it would without being recorded."""
     recorder = Recorder()
-    with recorder, OBSERVERS.entered(recorder):
+    with recorder, OBSERVERS.entered(recorder), listening(recorder.graph.heard.append):
         made = step(*args, **kwargs)
     for x in tree_leaves(made):
         if isinstance(x, DTensor):
@@ -62,7 +64,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, placing: bool = False) -> None:
         super().__init__()
         self.graph, self.placing = Graph(), placing
-        self._known: dict[int, tuple[Any, int, int]] = {}  # id -> the tensor (weakly), its version, its value
+        self._known: dict[int, tuple[Any, Any, int]] = {}  # id -> the tensor (weakly), its versions, its value
         self._alive: dict[int, Any] = {}  # by value, what tells that its tensor is gone
         self._lines: dict[int, str] = {}  # of forward calls, by autograd's number
         self._plans: dict[Any, tuple[Plan, Asked | None]] = {}
@@ -72,8 +74,6 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or not any(isinstance(x, DTensor) for x in tree_leaves((args, kwargs))):
-            return func(*args, **kwargs)
-        if self.placing and _accumulates(autograd_node()):
             return func(*args, **kwargs)
         operator = operator_of(func)
         bound = operator.bind(args, kwargs)
@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
         else:
             line = self._lines.get(running._sequence_nr() + 1, "")
         node = Node(len(self.graph.nodes), kind, name, line=line, backward=running is not None)
-        node.gathers = _accumulates(running)
+        node.gathers = not self.placing and _accumulates(running)
         self.graph.nodes.append(node)
         return node
 
@@ -168,7 +168,7 @@ class Recorder(TorchDispatchMode):
             base = x._base
             root = None if base is None or base is x else self._value(base)
             return self._new(x, self._node("input", "input"), 0, None if root is None else self.graph.values[root].root).number
-        if found[1] != version_of(x):
+        if found[1] != versions_of(x):
             before = self.graph.values[found[2]]
             node = self._node("same", "written")
             node.operands, node.wanted, node.pinned = [before.number], (before.layout,), frozenset((0,))
@@ -185,7 +185,7 @@ class Recorder(TorchDispatchMode):
             self._written.add(root)
         value = Value(number, node, place, x._layout, number if root is None else root)
         self.graph.values.append(value)
-        self._known[id(x)] = weakref.ref(x), version_of(x), number
+        self._known[id(x)] = weakref.ref(x), versions_of(x), number
         self._alive[number] = weakref.ref(x, lambda _: self._gone(value))
         return value
 
@@ -246,11 +246,6 @@ class Recorder(TorchDispatchMode):
 def _accumulates(running: Any) -> bool:
     """Whether autograd is adding up a leaf's gradient."""
     return running is not None and running.name() == "torch::autograd::AccumulateGrad"
-
-
-def version_of(x: torch.Tensor) -> int:
-    """How often it was written to; tensors of inference mode do not count."""
-    return -1 if x.is_inference() else x._version
 
 
 def places_of(operator: Operator, bound: Mapping[str, Any]) -> Iterator[tuple[str, int | None, Any]]:

@@ -8,7 +8,7 @@ from ..layout.layout import Layout
 from ..redistribute import plan as plan_move
 from .graph import Graph, Node
 from .options import Form, Option, form_of
-from .prices import FREE, move_seconds
+from .prices import FREE, kernel_bytes, kernel_seconds, move_seconds
 
 Move = tuple[Layout, Layout]
 
@@ -39,10 +39,18 @@ class Total:
         """Of the whole program."""
         return sum(option.seconds for option in taken) + sum(map(seconds_of, self.all_moves(taken).values()))
 
+    def local_seconds(self, taken: Sequence[Option]) -> float:
+        """Of the work of every rank, without whatever is sent."""
+        kernels = (kernel_seconds(n, o.rows) for n, o in zip(self.graph.nodes, taken, strict=True) if n.asked is not None)
+        return sum(option.seconds for option in taken) - sum(kernels)
+
     def bytes(self, taken: Sequence[Option]) -> int:
         """That a rank receives, in moves and in the collectives of kernels."""
-        moved = sum(bytes_of(moves) for moves in self.all_moves(taken).values())
-        return moved + sum(option.nbytes for option in taken)
+        return sum(map(bytes_of, self.all_moves(taken).values())) + sum(
+            kernel_bytes(node.asked, option.rows, option.operands)
+            for node, option in zip(self.graph.nodes, taken, strict=True)
+            if node.asked is not None
+        )
 
     def near(self, node: Node, taken: Sequence[Option]) -> float:
         """Of one node and the values that it takes and makes: what changes with its option."""

@@ -10,7 +10,7 @@ import torch
 
 from ..base.caches import remembered
 from ..base.torch_internals import CustomOpDef, OpOverload, OpOverloadPacket
-from ..rules.facts import Facts, facts_of
+from ..rules.facts import Facts, facts_of, shows_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,7 @@ def operator_of(func: Any) -> Operator:
         seeded=torch.Tag.nondeterministic_seeded in func.tags,
         reshapes=torch.Tag.inplace_view in func.tags,
         facts=facts_of(func),
-        is_view=(facts_of(func).is_view and not written)
-        or any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
+        is_view=shows_memory(func),
         numbered=first == "Tensor" and all(kind in ("int", "Optional[int]", "bool", "str") for kind in rest),
         sized=first == "Tensor" and rest[:1] == ["List[int]"],
     )

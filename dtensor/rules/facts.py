@@ -103,6 +103,15 @@ def facts_of(func: Any) -> Facts:
     return found[0] if len(found) == 1 else _merged(found) if found else _NOTHING
 
 
+@remembered(8192)
+def shows_memory(func: Any) -> bool:
+    """Whether some result of an overload is memory of an argument, not written to."""
+    schema = func._schema
+    written = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+    shown = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return shown or (facts_of(func).is_view and not written)
+
+
 def _merged(found: list[Facts]) -> Facts:
     """What the first of them says, and beside it what the others say."""
     said = [{f.name: getattr(each, f.name) for f in fields(each) if getattr(each, f.name) != f.default} for each in found]

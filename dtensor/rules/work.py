@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from ..base.caches import remembered
 from ..cost.device import Device
 from ..placement import Shard
 from .call import Call
-from .facts import facts_of
+from .facts import shows_memory
 from .rule import Along, Factors, Reduced, Row, Rule, Spec
 
 
@@ -65,7 +64,7 @@ def work_of(rule: Rule | None, factors: Factors | None, call: Call) -> Work:
     operands = tuple([layout.nbytes for layout in call.operands])
     results = tuple([_size(meta.shape) * meta.dtype.itemsize for meta in call.results if meta is not None])
     dtype = call.operands[0].dtype if call.operands else torch.float32
-    if shows_memory(call.func):
+    if shows_memory(call.func) or torch.Tag.inplace_view in call.func.tags:
         return Work(0, operands, results, dtype, {}, free=True)
     if factors is None:
         return Work(0 if rule is None or rule.flops is None else rule.flops(call), operands, results, dtype, {})
@@ -100,14 +99,6 @@ def _multiplied(factors: Factors) -> dict[str, int] | None:
 
 def _summed(op: Reduced) -> bool:
     return "sum" in op if isinstance(op, tuple) else op == "sum"
-
-
-@remembered(8192)
-def shows_memory(func: Any) -> bool:
-    """Whether some result is memory of an argument, not written to: such an operator moves nothing."""
-    if facts_of(func).is_view or torch.Tag.inplace_view in func.tags:
-        return True
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 # --- on one mesh dim ------------------------------------------------------------------------------------------------------

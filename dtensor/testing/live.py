@@ -1,0 +1,58 @@
+"""``Live``: how much memory the tensors of this process hold, and the most at once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..base.torch_internals import TorchDispatchMode, tree_leaves
+from ..comm import shards_of
+from ..tensor.dtensor import DTensor
+
+
+class Live(TorchDispatchMode):
+    """Inside, counts the bytes of plain tensors' storages while they exist: of those given, and of what operators make.
+
+    Attributes:
+        now, peak: bytes at present, and at most so far.
+
+    >>> import torch
+    >>> given = torch.zeros(4)
+    >>> with Live([given]) as live:
+    ...     x = torch.ones(8) + torch.ones(8)
+    >>> live.peak, live.now
+    (112, 48)
+    """
+
+    def __init__(self, given: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, Any] = {}
+        for x in given:
+            self._count(x)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        made = func(*args, **(kwargs or {}))
+        for x in tree_leaves(made):
+            if isinstance(x, torch.Tensor):
+                self._count(x)
+        return made
+
+    def _count(self, x: torch.Tensor) -> None:
+        for shard in shards_of(x._local if isinstance(x, DTensor) else x):
+            storage = shard.untyped_storage()
+            key, nbytes = storage._cdata, storage.nbytes()
+            if key not in self._known:
+                self._known[key] = weakref.ref(storage, partial(self._freed, key, nbytes))
+                self.now += nbytes
+                self.peak = max(self.peak, self.now)
+
+    def _freed(self, key: int, nbytes: int, _: Any) -> None:
+        self._known.pop(key, None)
+        self.now -= nbytes
