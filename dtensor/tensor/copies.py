@@ -28,6 +28,7 @@ _OWN = frozenset(
         "_data_parallel",
         "_forms",
         "_given",
+        "_left",
     ]
 )
 

@@ -262,6 +262,8 @@ class DTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         given = value if isinstance(value, DTensor) else laid_out_alike(value, self)
+        root = self if self._base is None else self._base
+        root.__dict__["_left"] = True  # views of it, or it, no longer show the memory that autograd takes them to share
         self._become(given)
         counted_together(self, given)
 

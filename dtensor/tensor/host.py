@@ -92,8 +92,10 @@ def storage_offset(self: Any) -> int:
 def offset_in(root: Any, view: Any) -> int | None:
     """Where plain torch would have ``view`` begin in the memory of ``root``; None where autograd cannot tell.
 
-    It did not see the view made, or ``root`` has come to be seen in another way.
+    It did not see the view made, ``root`` has come to be seen in another way, or one of the two has other memory by now.
     """
+    if "_left" in root.__dict__:
+        return None
     like = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")
     try:
         shown = view._view_func_unsafe(like)

@@ -447,3 +447,23 @@ def test_out_takes_views_that_are_not_local() -> None:
         return row, column, flat, x
 
     everywhere(program)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+@pytest.mark.parametrize("who", ["view", "base"])
+@pytest.mark.parametrize(
+    "strided", [lambda x: x.resize_(6), lambda x: x.as_strided((3,), (1,)), lambda x: x.as_strided_((3,), (2,))]
+)
+def test_memory_that_a_tensor_got_is_no_part_of_its_base(strided: Any, who: str, placement: Any) -> None:
+    def program(x: Any) -> list[Any]:
+        base = x * 1
+        view, other = base[:], x * x
+        left, kept = (view, base) if who == "view" else (base, view)
+        left.data = other
+        made = strided(view)
+        return [made, base, view, other, kept[1:]]
+
+    x = torch.arange(12.0).view(3, 4)
+    found = program(dt.distribute_tensor(x, dt.init_device_mesh("cpu", (2,)), [placement]))
+    for mine, plain in zip(found, program(x), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), plain)
