@@ -43,6 +43,7 @@ __all__ = [
     "DeviceMesh",
     "Explanation",
     "Layout",
+    "Memory",
     "Monoid",
     "Partial",
     "PerRank",
@@ -67,6 +68,7 @@ __all__ = [
     "local_map",
     "manual_seed",
     "map_ranks",
+    "memory",
     "ones",
     "per_rank",
     "plan",
@@ -85,6 +87,8 @@ _NAMES = {
     "Explanation": "debug.explain",
     "budget": "debug.budget",
     "explain": "debug.explain",
+    "Memory": "debug.memory",
+    "memory": "debug.memory",
     "collect_state_dict": "sharding_spec.shard_model",
     "shard_model": "sharding_spec.shard_model",
 }
@@ -98,6 +102,8 @@ if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ wo
     from .debug.budget import budget as budget
     from .debug.explain import Explanation as Explanation
     from .debug.explain import explain as explain
+    from .debug.memory import Memory as Memory
+    from .debug.memory import memory as memory
     from .sharding_spec import sharded_tensor as sharded_tensor
     from .sharding_spec.shard_model import collect_state_dict as collect_state_dict
     from .sharding_spec.shard_model import shard_model as shard_model

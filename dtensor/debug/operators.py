@@ -134,7 +134,7 @@ class Operators(TorchDispatchMode):
         kinds = [kind for kind in types if issubclass(kind, DTensor)]
         if kinds and all(issubclass(kind, (DTensor, PerRank)) for kind in types):  # the most derived one is asked, as torch does
             return self._distributed(max(kinds, key=lambda kind: len(kind.__mro__)), func, types, args, kwargs)
-        if types:
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # it is asked itself, and its own calls come here
         if torch.is_inference_mode_enabled() and has_kernel(func.name(), "CompositeImplicitAutograd"):
             with self:
