@@ -77,6 +77,7 @@ __all__ = [
     "random_mode",
     "redistribute_many",
     "register_sharding",
+    "trace",
     "unregister_sharding",
     "zeros",
 ]
@@ -91,6 +92,7 @@ _NAMES = {
     "memory": "debug.memory",
     "collect_state_dict": "sharding_spec.shard_model",
     "shard_model": "sharding_spec.shard_model",
+    "trace": "debug.trace",
 }
 
 if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ would take any name for one
@@ -104,6 +106,7 @@ if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ wo
     from .debug.explain import explain as explain
     from .debug.memory import Memory as Memory
     from .debug.memory import memory as memory
+    from .debug.trace import trace as trace
     from .sharding_spec import sharded_tensor as sharded_tensor
     from .sharding_spec.shard_model import collect_state_dict as collect_state_dict
     from .sharding_spec.shard_model import shard_model as shard_model

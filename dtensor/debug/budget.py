@@ -51,10 +51,10 @@ def budget(
     ...     _ = x @ x.t()
     Traceback (most recent call last):
     dtensor.errors.BudgetError: 48 bytes received per rank, 0 allowed; 1 collective...
-    >>> with dt.budget(flops=100):
+    >>> with dt.budget(flops=90):
     ...     _ = x @ x.t()
     Traceback (most recent call last):
-    dtensor.errors.BudgetError: 96... FLOPs...
+    dtensor.errors.BudgetError: 96 FLOPs per rank, 90 allowed...
     """
     limits = Limits(bytes, collectives, flops, memory)
     if limits == Limits():

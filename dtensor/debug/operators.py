@@ -94,9 +94,10 @@ class Operation:
     @property
     def seconds(self) -> float:
         """Estimated for the slowest rank, by the profile of the machine."""
-        return max((sum(map(self._estimated, calls)) for calls in self.by_rank().values()), default=0.0)
+        return max((sum(map(self.estimated, calls)) for calls in self.by_rank().values()), default=0.0)
 
-    def _estimated(self, call: LocalCall) -> float:
+    def estimated(self, call: LocalCall) -> float:
+        """Seconds of one of its calls."""
         device = DEVICES[STANDS_FOR["cpu"]] if self.mesh is None else device_of(self.mesh)
         return device.seconds(call.flops, call.bytes, call.dtype)
 
@@ -111,7 +112,7 @@ class Operators(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
-    sees_planning = False
+    looks_on = True
 
     def __init__(self, holdings: Holdings, asked: Asked, records: Callable[[], bool]) -> None:
         super().__init__()
