@@ -44,6 +44,7 @@ __all__ = [
     "DeviceMesh",
     "Explanation",
     "Layout",
+    "Memory",
     "Monoid",
     "Partial",
     "PerRank",
@@ -68,6 +69,7 @@ __all__ = [
     "local_map",
     "manual_seed",
     "map_ranks",
+    "memory",
     "ones",
     "per_rank",
     "plan",
@@ -76,6 +78,7 @@ __all__ = [
     "random_mode",
     "redistribute_many",
     "register_sharding",
+    "trace",
     "unregister_sharding",
     "zeros",
 ]
@@ -97,8 +100,11 @@ _NAMES = {
     "Explanation": "debug.explain",
     "budget": "debug.budget",
     "explain": "debug.explain",
+    "Memory": "debug.memory",
+    "memory": "debug.memory",
     "collect_state_dict": "sharding_spec.shard_model",
     "shard_model": "sharding_spec.shard_model",
+    "trace": "debug.trace",
 }
 
 if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ would take any name for one
@@ -114,6 +120,9 @@ if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ wo
     from .debug.budget import budget as budget
     from .debug.explain import Explanation as Explanation
     from .debug.explain import explain as explain
+    from .debug.memory import Memory as Memory
+    from .debug.memory import memory as memory
+    from .debug.trace import trace as trace
     from .sharding_spec import sharded_tensor as sharded_tensor
     from .sharding_spec.shard_model import collect_state_dict as collect_state_dict
     from .sharding_spec.shard_model import shard_model as shard_model

@@ -45,8 +45,13 @@ def aside() -> AbstractContextManager[Any]:
     return without_modes() if count_dispatch_modes() and (under_way() or _looked_at()) else nullcontext()
 
 
+def looks_on(mode: Any) -> bool:
+    """Whether a dispatch mode is one of ours that takes down what runs, and for which nothing runs otherwise."""
+    return getattr(mode, "looks_on", False)
+
+
 def _looked_at() -> bool:
-    return any(not getattr(mode, "sees_planning", True) for mode in current_dispatch_modes())
+    return any(map(looks_on, current_dispatch_modes()))
 
 
 def constant_of_graph(x: Any) -> Any:

@@ -14,6 +14,7 @@ from ..base.recording import current
 from ..base.torch_internals import DeviceContext, pytree
 from ..base.torch_internals import current_dispatch_modes as _get_current_dispatch_mode_stack
 from ..base.torch_internals import current_function_modes as _get_current_function_mode_stack
+from ..base.tracing import looks_on
 from ..errors import ArgumentError, CaptureError
 from ..plan.program_plan import ProgramPlan
 from .confirm import confirmed
@@ -92,7 +93,9 @@ class _Surveyed(threading.local):
 def _watched() -> bool:
     """Whether the user's modes want to see each operation, which a replay would not show them."""
     functions = _get_current_function_mode_stack()
-    return bool(_get_current_dispatch_mode_stack()) or any(type(mode) is not DeviceContext for mode in functions)
+    if not all(map(looks_on, _get_current_dispatch_mode_stack())):
+        return True
+    return any(type(mode) is not DeviceContext for mode in functions)
 
 
 class Captured(Generic[P, T]):

@@ -1,32 +1,49 @@
-"""``budget``: a limit on what a block or a function communicates."""
+"""``budget``: a limit on what a block or a function communicates, computes and holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import NamedTuple
 
+from ..base.callers import Place
 from ..base.scoped import entering
 from ..errors import ArgumentError, BudgetError
 from .explain import by_line
-from .seen import Movement, Record
+from .memory import lines_at_peak
+from .seen import Record
+
+
+class Limits(NamedTuple):
+    """What is allowed, and as well what was counted; None: not limited, not counted."""
+
+    bytes: int | None = None
+    collectives: int | None = None
+    flops: float | None = None
+    memory: int | None = None
+
+    @property
+    def computing(self) -> bool:
+        """Whether operators have to be seen."""
+        return self.flops is not None or self.memory is not None
 
 
 @entering
 def budget(
     *, bytes: int | None = None, collectives: int | None = None, flops: float | None = None, memory: int | None = None
 ) -> Iterator[None]:
-    """A ``with`` block, or a decorator of functions, that raises at its end where more was communicated than allowed.
+    """A ``with`` block, or a decorator of functions, that raises at its end where more was needed than allowed.
 
-    Counted is what :func:`dtensor.explain` tells: every collective that :class:`dtensor.debug.CommDebugMode` counts, with what
-    one rank receives. Where the block itself raises, that is what is raised.
+    Counted is what :func:`dtensor.explain` and :func:`dtensor.memory` tell. Where the block itself raises, that is raised.
 
     Args:
         bytes: most bytes that one rank may receive, all collectives together.
         collectives: most collectives.
-        flops, memory: not counted yet; an error.
+        flops: most FLOPs of one rank, as torch's ``FlopCounterMode`` counts them.
+        memory: most bytes that one rank may hold at once, of tensors that the block makes or uses.
 
     Raises:
-        BudgetError: the limit, what was counted, and the lines of the program that communicate, most bytes first.
-        ArgumentError: nothing is limited, or something that is not counted.
+        BudgetError: the limit, what was counted, and the lines of the program that need most.
+        ArgumentError: nothing is limited.
 
     >>> import torch, dtensor as dt
     >>> x = dt.ones(4, 6, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
@@ -34,28 +51,52 @@ def budget(
     ...     _ = x @ x.t()
     Traceback (most recent call last):
     dtensor.errors.BudgetError: 48 bytes received per rank, 0 allowed; 1 collective...
+    >>> with dt.budget(flops=90):
+    ...     _ = x @ x.t()
+    Traceback (most recent call last):
+    dtensor.errors.BudgetError: 96 FLOPs per rank, 90 allowed...
     """
-    uncounted = [name for name, limit in (("flops", flops), ("memory", memory)) if limit is not None]
-    if uncounted:
-        raise ArgumentError(f"budget does not count {' and '.join(uncounted)} yet; limit bytes and collectives")
-    if bytes is None and collectives is None:
-        raise ArgumentError("budget limits nothing; give bytes=, collectives=, or both")
-    with Record() as record:
+    limits = Limits(bytes, collectives, flops, memory)
+    if limits == Limits():
+        raise ArgumentError("budget limits nothing; give bytes=, collectives=, flops=, memory=, or several")
+    with Record(computing=limits.computing) as record:
         yield
-    problem = excess(record.movements, bytes, collectives)
+    problem = excess(record, limits)
     if problem:
         raise BudgetError(problem)
 
 
-def excess(movements: Sequence[Movement], nbytes: int | None, collectives: int | None) -> str:
-    """How these are more than allowed, with their lines; "" if they are not."""
-    total, count = sum(movement.bytes for movement in movements), len(movements)
-    over = []
-    if nbytes is not None and total > nbytes:
-        over.append(f"{total:,} bytes received per rank, {nbytes:,} allowed")
-    if collectives is not None and count > collectives:
-        over.append(f"{count} collectives, {collectives} allowed")
+def counted(record: Record) -> Limits:
+    """What a block needed; of one that was not seen computing only what it communicates."""
+    total, count = sum(movement.bytes for movement in record.movements), len(record.movements)
+    if not record.computing:
+        return Limits(total, count)
+    return Limits(total, count, record.flops, max(record.holdings.peak(rank)[0] for rank in record.holdings.everyone()))
+
+
+def excess(record: Record, allowed: Limits) -> str:
+    """How a block needed more than allowed, with its lines; "" if it did not."""
+    found = counted(record)
+    over = {name for name, limit in allowed._asdict().items() if limit is not None and getattr(found, name) > limit}
     if not over:
         return ""
-    lines = sorted(by_line(movements), key=lambda line: -line.bytes)
-    return "\n".join(["; ".join([*over, f"{count} collective{'' if count == 1 else 's'} in all"]), *map(str, lines)])
+    words = {"bytes": "bytes received per rank", "collectives": "collectives", "flops": "FLOPs per rank"}
+    said = [
+        f"{getattr(found, name):,} {words.get(name, 'bytes held per rank')}, {getattr(allowed, name):,} allowed"
+        for name in Limits._fields
+        if name in over
+    ]
+    lines: list[str] = []
+    if over & {"bytes", "collectives"}:
+        said.append(f"{found.collectives} collective{'' if found.collectives == 1 else 's'} in all")
+        lines += map(str, sorted(by_line(record.movements), key=lambda line: -line.bytes))
+    if "flops" in over:
+        lines += [f"{_line(line.place)}: {line.flops:,} FLOPs" for line in by_line((), record.operations) if line.flops]
+    if "memory" in over:
+        most = max(record.holdings.everyone(), key=lambda rank: record.holdings.peak(rank)[0])
+        lines += [f"{_line(place)}: {size:,} B held at the peak" for place, size in lines_at_peak(record.holdings, most)]
+    return "\n".join(["; ".join(said), *lines])
+
+
+def _line(place: Place) -> str:
+    return f"{place}  {place.source}" if place.source else str(place)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base.callers import NOWHERE, Place
+from ..base.torch_internals import graph_task
 from ..comm import communicator_of
 from ..ranks.per_rank import PerRank
 from ..tensor.dtensor import DTensor
@@ -84,13 +85,16 @@ class Holdings:
                 self._store(piece, rank if own is None else own, own is not None, birth)
 
     def given(self, x: Tensor) -> int | None:
-        """An operand: what is not known was there before. Whose it is, as far as one rank has it."""
+        """An operand: what is not known was there before. Whose it is, as far as one rank has it.
+
+        A leaf that gets a gradient is a parameter; in backward passes what autograd has saved looks like one.
+        """
         found: int | None = None
         for rank, piece in pieces(x):
             store = self._store(piece, rank, rank is not None, None)
             if store is not None and len(store.ranks) == 1:
                 (found,) = store.ranks
-        if x.requires_grad and x.is_leaf and type(x) is not PerRank:
+        if graph_task() == -1 and not x._is_view() and x.requires_grad and x.is_leaf and type(x) is not PerRank:
             self.name([x], PARAMETERS)
             self._leaves.setdefault(id(x), weakref.ref(x))
         return found
@@ -138,6 +142,8 @@ class Holdings:
             return None
         known = self._known.get(storage._cdata)
         store = self._new(storage, birth) if known is None else known[0]
+        if known is not None and not sure:  # a view; or what one rank uses of what each has
+            rank = None
         if store.nbytes != storage.nbytes():
             self._changed(store, storage.nbytes())
         if rank is not None and (sure or not store.sure):
@@ -175,7 +181,7 @@ class Holdings:
         return tuple(sorted(self.ranks)) or (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,)
 
     def over_time(self, rank: int) -> Iterator[tuple[int, Counter[str]]]:
-        """At the beginning and after each entry of the log: how many were read, and the bytes by kind (one counter)."""
+        """Before and after each entry of the log: how many were read, and the bytes by kind (always the same counter)."""
         held: Counter[str] = Counter()
         for store in self.stores:
             if self._counts(store, rank):

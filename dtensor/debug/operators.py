@@ -94,9 +94,10 @@ class Operation:
     @property
     def seconds(self) -> float:
         """Estimated for the slowest rank, by the profile of the machine."""
-        return max((sum(map(self._estimated, calls)) for calls in self.by_rank().values()), default=0.0)
+        return max((sum(map(self.estimated, calls)) for calls in self.by_rank().values()), default=0.0)
 
-    def _estimated(self, call: LocalCall) -> float:
+    def estimated(self, call: LocalCall) -> float:
+        """Seconds of one of its calls."""
         device = DEVICES[STANDS_FOR["cpu"]] if self.mesh is None else device_of(self.mesh)
         return device.seconds(call.flops, call.bytes, call.dtype)
 
@@ -111,7 +112,7 @@ class Operators(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
-    sees_planning = False
+    looks_on = True
 
     def __init__(self, holdings: Holdings, asked: Asked, records: Callable[[], bool]) -> None:
         super().__init__()
@@ -134,7 +135,7 @@ class Operators(TorchDispatchMode):
         kinds = [kind for kind in types if issubclass(kind, DTensor)]
         if kinds and all(issubclass(kind, (DTensor, PerRank)) for kind in types):  # the most derived one is asked, as torch does
             return self._distributed(max(kinds, key=lambda kind: len(kind.__mro__)), func, types, args, kwargs)
-        if types:
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # it is asked itself, and its own calls come here
         if torch.is_inference_mode_enabled() and has_kernel(func.name(), "CompositeImplicitAutograd"):
             with self:

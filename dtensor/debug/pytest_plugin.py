@@ -1,6 +1,6 @@
-"""A plugin of pytest's: tests that fail when somebody adds communication.
+"""A plugin of pytest's: tests that fail when somebody adds communication, arithmetic or memory.
 
-``dtensor_budget`` gives a ``with`` block. With numbers it is :func:`dtensor.budget`; without, what is communicated is
+``dtensor_budget`` gives a ``with`` block. With numbers it is :func:`dtensor.budget`; without, what it needs is
 compared with what ``--dtensor-budgets=record`` wrote down before, in ``dtensor-budgets.json`` beside pytest's configuration file.
 """
 
@@ -10,10 +10,11 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from .budget import excess
+from .budget import Limits, counted, excess
 from .seen import Record
 
 Recorded = dict[str, dict[str, int]]
@@ -21,7 +22,7 @@ Budget = Callable[..., AbstractContextManager[None]]
 
 
 class Budgets:
-    """What the tests of a session communicate, and what they did when it was recorded."""
+    """What the tests of a session need, and what they did when it was recorded."""
 
     def __init__(self, path: Path, mode: str | None) -> None:
         self.path, self.mode = path, mode
@@ -29,18 +30,18 @@ class Budgets:
         self.less: list[str] = []
 
     def met(self, name: str, record: Record) -> None:
-        """What one block of a test communicated; fails the test if that is more than recorded."""
-        found = {"bytes": sum(one.bytes for one in record.movements), "collectives": len(record.movements)}
+        """What one block of a test needed; fails the test if that is more than recorded."""
+        found = counted(record)._asdict()
         if self.mode == "record":
             self.known[name] = found
         elif self.mode == "compare":
             if name not in self.known:
                 pytest.fail(f"{name} has no budget in {self.path}; run pytest --dtensor-budgets=record", pytrace=False)
             allowed = self.known[name]
-            problem = excess(record.movements, allowed["bytes"], allowed["collectives"])
+            problem = excess(record, Limits(**allowed))
             if problem:
                 pytest.fail(f"more than recorded in {self.path.name}: {problem}", pytrace=False)
-            if found != allowed:
+            if any(found[what] != limit for what, limit in allowed.items()):
                 self.less.append(name)
 
     def write(self) -> None:
@@ -56,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--dtensor-budgets",
         choices=("record", "compare"),
-        help="write down what the blocks of the fixture dtensor_budget communicate, or fail where it is more than written down",
+        help="write down what the blocks of the fixture dtensor_budget need, or fail where it is more than written down",
     )
     parser.addini("dtensor_budgets_file", "where that is written down", default="dtensor-budgets.json")
 
@@ -80,18 +81,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture
 def dtensor_budget(request: pytest.FixtureRequest) -> Budget:
-    """``with dtensor_budget(bytes=..., collectives=...)``, or ``with dtensor_budget()`` for what was recorded."""
+    """``with dtensor_budget(bytes=..., ...)``, as :func:`dtensor.budget`, or ``with dtensor_budget()`` for what was recorded."""
     budgets, entered = request.config.stash[_BUDGETS], [0]
 
     @contextmanager
-    def block(*, bytes: int | None = None, collectives: int | None = None) -> Iterator[None]:
+    def block(**limits: Any) -> Iterator[None]:
+        allowed = Limits(**limits)
         entered[0] += 1
         name = request.node.nodeid + (f" #{entered[0]}" if entered[0] > 1 else "")
-        with Record() as record:
+        compared = allowed == Limits()
+        with Record(computing=(compared and budgets.mode is not None) or allowed.computing) as record:
             yield
-        if bytes is None and collectives is None:
+        if compared:
             budgets.met(name, record)
-        elif problem := excess(record.movements, bytes, collectives):
+        elif problem := excess(record, allowed):
             pytest.fail(problem, pytrace=False)
 
     return block

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
@@ -113,7 +114,7 @@ class Record(CommDebugMode):
         self.movements: list[Movement] = []
         self.operations: list[Operation] = []
         self.holdings = Holdings()
-        self._computing = computing
+        self.computing = computing
         self._operators: Operators | None = None
         self._hooks: list[Any] = []
 
@@ -121,7 +122,7 @@ class Record(CommDebugMode):
         self.movements.clear()
         _STACKS.enter()
         super().__enter__()
-        if self._computing:
+        if self.computing:
             self._see_operators()
         return self
 
@@ -134,6 +135,16 @@ class Record(CommDebugMode):
                 hook.remove()
         super().__exit__(*exception)
         _STACKS.leave()
+
+    @property
+    def flops(self) -> int:
+        """Of one rank, the most over ranks."""
+        totals: Counter[int | None] = Counter()
+        for operation in self.operations:
+            for call in operation.calls:
+                totals[call.rank] += call.flops
+        everyone = totals.pop(None, 0)
+        return everyone + max(totals.values(), default=0)
 
     def _see_operators(self) -> None:
         block, self.holdings = self._blocks[-1], Holdings()

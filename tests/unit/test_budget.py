@@ -40,12 +40,11 @@ def test_a_function_is_limited_at_each_call() -> None:
         step(2)
 
 
-def test_errors_of_the_program_come_first_and_what_is_not_counted_is_refused() -> None:
+def test_errors_of_the_program_come_first_and_a_budget_limits_something() -> None:
     with pytest.raises(ZeroDivisionError), dt.budget(bytes=0):
         _ = put(value(5), S0).full_tensor(), 1 / 0
-    for wrong in ({"flops": 1e9}, {"memory": 5}, {"bytes": 1, "memory": 5}, {}):
-        with pytest.raises(ArgumentError, match="budget"), dt.budget(**wrong):
-            pass
+    with pytest.raises(ArgumentError, match="budget limits nothing"), dt.budget():
+        pass
     assert not torch.is_anomaly_enabled()
 
 
@@ -76,7 +75,7 @@ def test_a_suite_fails_when_somebody_adds_an_all_gather(tmp_path: Path, capsys: 
     assert "has no budget" in capsys.readouterr().out
     assert run(tmp_path, once, "--dtensor-budgets=record") == 0
     recorded = json.loads((tmp_path / "dtensor-budgets.json").read_text())
-    assert recorded == {"test_it.py::test_step": {"bytes": 72, "collectives": 1}}
+    assert recorded == {"test_it.py::test_step": {"bytes": 72, "collectives": 1, "flops": 0, "memory": 240}}
     assert run(tmp_path, once, "--dtensor-budgets=compare") == 0
     assert run(tmp_path, twice) == 0  # nobody asked
     capsys.readouterr()

@@ -10,12 +10,14 @@ them; what no rank used keeps its ``.grad`` as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...comm import Pending, shards_of
+from ...comm.events import because
 from ...errors import DTensorError
 from ...tensor.dtensor import wrap
 from .comm_hook import Reducer
@@ -47,6 +49,7 @@ class Reduction:
         self._waits: list[Callable[[], Any]] = []  # for copies to host memory
         self._pending = self._issue([gradients[i] for i in self.chosen], dtype)
 
+    @partial(because, "reduce gradients")
     def _issue(self, columns: Sequence[Column], dtype: torch.dtype) -> Pending[Tensor]:
         group, comm, axes = self.group, self.group.comm, self.group.axes
         device, in_process = torch.device(axes.mesh.device_type), comm.holds_all

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...comm import Communicator, Pending, communicator_of, each_shard, shards_of
 from ...comm.binding import Run
+from ...comm.events import because
 from ...dispatch.versions import stamp
 from ...errors import DTensorError, UnitError
 from ...layout.layout import Layout
@@ -224,6 +225,7 @@ class Group:
             found = self._bound[key] = bind()
         return found
 
+    @functools.partial(because, "gather parameters")
     def gather(self) -> None:
         """The parameters, whole, in the buffer."""
         self.start_gather()
