@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL ?= -n 2 --dist worksteal
 
-.PHONY: demo demo-4 test test-4 test-chaos test-hf test-all check lint format types layers docs bench profile clean
+.PHONY: wheel demo demo-4 test test-4 test-chaos test-hf test-all check lint format types layers docs bench profile clean
 
 demo: $(VENV)/.test
 	$(BIN)/python docs/examples/train_gpt.py
@@ -58,7 +58,14 @@ profile: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/dispatch_parts.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+
+# The wheel and the sdist, each installed into a fresh environment of every Python that is here, and tried outside of the repository.
+PYTHONS ?= $(or $(wildcard $(HOME)/.pyenv/versions/3.1[1-9].*/bin/python),$(PYTHON))
+wheel: $(VENV)/.dev
+	rm -rf build/wheel && mkdir -p build/wheel
+	$(BIN)/python -m build --outdir build/wheel .
+	$(BIN)/python tests/support/try_wheel.py build/wheel constraints.txt $(PYTHONS)
 
 # Stamps: installed once, and again when what is to be installed changes.
 $(VENV)/.test: pyproject.toml constraints.txt

@@ -35,6 +35,8 @@ from .tensor.views import seen_anew as _seen_anew
 from .tensor.views import write_through as _write_through
 from .watch.levels import check_ranks
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AsyncCollectiveTensor",
     "CacheInfo",
@@ -53,6 +55,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "Sharding",
+    "__version__",
     "auto_shard",
     "budget",
     "cache_info",

@@ -26,7 +26,7 @@ _OPTIONAL = ("numpy", "scipy", "safetensors", "hypothesis", "transformers", "mat
 def report() -> Iterator[str]:
     """Versions, backends, and the changes to torch, line by line."""
     yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield f"dtensor {_version('dtensor')}, torch {torch.__version__} (profiles of format {FORMAT})"
+    yield f"dtensor {sys.modules['dtensor'].__version__}, torch {torch.__version__} (profiles of format {FORMAT})"
     yield "beside: " + ", ".join(f"{name} {_version(name)}" for name in _OPTIONAL)
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_available() and _has(name)]
     yield f"process groups: {', '.join(backends) or 'none'}"

@@ -30,7 +30,7 @@ def visualize_sharding(dtensor: DTensor | Layout | DeviceMesh, header: str = "",
         use_rich: True: coloured boxes wherever the output goes; False: text; None: as above.
 
     Raises:
-        ArgumentError: it has no sharding; or ``use_rich=True`` without rich (``pip install 'dtensor[rich]'``).
+        ArgumentError: it has no sharding; or ``use_rich=True`` without rich (``pip install 'dtensor[terminal]'``).
 
     >>> mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     >>> dt.debug.visualize_sharding(dt.zeros(5, 4, device_mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]))
@@ -40,7 +40,7 @@ def visualize_sharding(dtensor: DTensor | Layout | DeviceMesh, header: str = "",
     """
     boxes = _boxes(dtensor)
     if use_rich and not _has_rich():
-        raise ArgumentError("use_rich=True needs rich; pip install 'dtensor[rich]'")
+        raise ArgumentError("use_rich=True needs rich; pip install 'dtensor[terminal]'")
     notebook = _notebook() if use_rich is None else None
     if notebook is not None:
         notebook.display({"text/html": (f"<p>{header}</p>" if header else "") + svg_of(boxes)}, raw=True)
