@@ -1,5 +1,5 @@
 """``explain script.py`` tells what a program moves, line by line, ``doctor`` looks at the machine, ``verify [module] [pattern]``
-verifies rules, ``calibrate`` measures collectives, ``ops`` lists operators.
+verifies rules, ``calibrate`` measures collectives, ``ops`` lists operators, ``ranks`` tells what the ranks of a job did last.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .rules import rules
 from .testing.asked import rules_asked
 from .testing.samples import samples_of, without_sample
 from .testing.verify import Report, verify_rule
+from .watch import reading
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,6 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     measure.add_argument("--seconds", type=float, default=0.05, help="for each of about fifty measurements")
     ops = commands.add_parser("ops", help="how every operator is served, as the page docs/ops.md")
     ops.add_argument("--measured", type=Path, default=Path("benchmarks/gather_share.json"), help="of benchmarks/gather_share.py")
+    ranks = commands.add_parser("ranks", help="what the ranks of a job of this host did last, also after they were killed")
+    ranks.add_argument("folder", type=Path, nargs="?", help="dtensor-ranks-... in /dev/shm; default the newest")
+    ranks.add_argument("--last", type=int, default=20, help="how many things of each rank")
     options = parser.parse_args(argv)
     match options.command:
         case "ops":
@@ -54,6 +58,9 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         case "explain":
             return script.explained(options.script, options.arguments)
+        case "ranks":
+            print(reading.told(options.folder, options.last))
+            return 0
         case "doctor":
             return doctor.main()
         case "calibrate":
