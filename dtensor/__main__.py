@@ -1,6 +1,6 @@
 """``explain script.py`` tells what a program moves, line by line, ``plan script.py`` how it should run, ``bench`` what
 redistributions and operators take here, ``doctor`` looks at the machine, ``verify [module] [pattern]`` verifies rules,
-``calibrate`` measures collectives, ``ops`` lists operators.
+``calibrate`` measures collectives, ``ops`` lists operators, ``ranks`` tells what the ranks of a job did last.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .rules import rules
 from .testing.asked import rules_asked
 from .testing.samples import samples_of, without_sample
 from .testing.verify import Report, verify_rule
+from .watch import reading
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m dtensor", description=__doc__)
     commands = parser.add_subparsers(dest="command")
-    for add in (_explain, _plan, _bench, _doctor, _verify, _calibrate, _ops):
+    for add in (_explain, _plan, _bench, _doctor, _ranks, _verify, _calibrate, _ops):
         add(commands)
     options = parser.parse_args(argv)
     if options.command is None:
@@ -153,6 +154,17 @@ def _calibrated(options: argparse.Namespace) -> int:
 def _doctor(commands: Any) -> None:
     command = commands.add_parser("doctor", help="versions, backends, what is changed of torch, and whether processes can talk")
     command.set_defaults(run=lambda options: doctor.main())
+
+
+def _ranks(commands: Any) -> None:
+    def run(options: argparse.Namespace) -> int:
+        print(reading.told(options.folder, options.last))
+        return 0
+
+    command = commands.add_parser("ranks", help="what the ranks of a job of this host did last, also after they were killed")
+    command.add_argument("folder", type=Path, nargs="?", help="dtensor-ranks-... in /dev/shm; default the newest")
+    command.add_argument("--last", type=int, default=20, help="how many things of each rank")
+    command.set_defaults(run=run)
 
 
 def _ops(commands: Any) -> None:

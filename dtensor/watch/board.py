@@ -34,7 +34,7 @@ RUNNING, WAITING, FAILED, LEFT = range(4)
 # have waited.
 PID, STATE, CHAIN, NUMBER, SINCE, COUNT, WHERE = range(7)
 ERROR, ERROR_LINE, ERROR_AT, ERROR_COUNT, ERRORS, IN_TORCH, IN_TORCH_SINCE, BEAT, THREADS = range(7, 16)
-_WORDS = 32
+WORDS_OF_RANK = 32
 WHERE_TEXT, CALL_TEXT, ERROR_TEXT, LINE_TEXT = range(4)  # places of its changing texts
 
 
@@ -54,7 +54,7 @@ class Board:
         self._store = default_store()
         self._key, self.folder = self._found_folder()
         self._pages: dict[str, Page] = {}
-        self.page = self.own(f"rank-{self.rank}", _WORDS)
+        self.page = self.own(f"rank-{self.rank}", WORDS_OF_RANK)
         self.words = self.page.words
         self.words[PID] = self.pid
         self._store.set(f"{self._key}/host/{self.rank}", self.host)
@@ -84,7 +84,7 @@ class Board:
         made = self._pages[name] = Page(self.folder / name, count, ours=True)
         return made
 
-    def of(self, name: str, count: int = _WORDS) -> Page | None:
+    def of(self, name: str, count: int = WORDS_OF_RANK) -> Page | None:
         """A page of any rank; None while it has not made it."""
         found = self._pages.get(name)
         if found is None:
@@ -160,18 +160,30 @@ class Board:
         else:
             self.words[STATE] = LEFT
         pages = (self.rank_page(rank) for rank in range(self.size))
-        if all(page is not None and ended(page) for page in pages):
+        if all(page is not None and page.words[STATE] == LEFT for page in pages) and self.found() is None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def sweep(shared: Path, seconds: float = 3600.0) -> None:
-    """Takes away the folders of jobs whose ranks were all killed, after a while in which they can be looked at."""
-    for folder in shared.glob(f"{_NAME}*"):
+def boards(shared: Path | None = None) -> list[Path]:
+    """The folders of jobs, the newest first."""
+    found = []
+    for folder in (shared or Path(_shared())).glob(f"{_NAME}*"):
+        with suppress(OSError):  # on its way out
+            found.append((folder.stat().st_mtime, folder))
+    return [folder for _, folder in sorted(found, reverse=True)]
+
+
+def sweep(shared: Path, kept: int = 2, young_s: float = 60.0) -> None:
+    """Takes away what jobs have left that did not end well, but for the last ones, which can be looked at."""
+    ended_badly = 0
+    for folder in boards(shared):
         with suppress(OSError):  # another's, or on its way out
-            if time.time() - folder.stat().st_mtime > seconds:
-                pids = [int.from_bytes(page.read_bytes()[:8], "little") for page in folder.glob("rank-*")]
-                if not any(pid and alive(pid) for pid in pids):
-                    shutil.rmtree(folder, ignore_errors=True)
+            pids = [int.from_bytes(page.read_bytes()[:8], "little") for page in folder.glob("rank-*")]
+            if any(pid and alive(pid) for pid in pids) or (not pids and time.time() - folder.stat().st_mtime < young_s):
+                continue  # its ranks are at work, or about to come
+            ended_badly += 1
+            if ended_badly > kept:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _under_way() -> BaseException | None:

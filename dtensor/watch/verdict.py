@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import json
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -39,13 +39,12 @@ def error_of(verdict: Verdict) -> Exception:
     if verdict["kind"] != "error":
         return (errors.RankLostError if verdict["kind"] == "lost" else errors.DivergenceError)(words)
     module, name = verdict["error"]
-    home = {"builtins": builtins, "dtensor.errors": errors}.get(module)
-    kind = getattr(home, name, None)
+    kind = getattr(sys.modules.get(module), name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
             return kind(words)
-        except TypeError:  # it takes more than words
-            pass
+        except Exception:  # it takes more than words
+            return errors.RankLostError(words)
     return errors.RankLostError(words)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 for folder in ("../support", "."):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
-import table  # noqa: E402
 from pool import Outcome, Pool  # noqa: E402
+from programs_of_ranks import DEADLY, PROGRAMS  # noqa: E402
 
 
 def kind_of(found: list[Outcome]) -> str:
@@ -32,10 +32,10 @@ def kind_of(found: list[Outcome]) -> str:
 
 def main(words: list[str]) -> None:
     pool, counts, begin = Pool(3, os.environ.get("DTENSOR_CHECK_RANKS", "watch")), Counter[str](), time.monotonic()
-    for name in table.PROGRAMS:
+    for name in PROGRAMS:
         if words and not any(word in name for word in words):
             continue
-        found = pool.run("table", name, 25.0 if name in table.DEADLY else 60.0)
+        found = pool.run(name, timeout_s=25.0 if name in DEADLY else 60.0)
         counts[kind_of(found)] += 1
         short = " | ".join(f"{outcome.kind}:{outcome.name} {outcome.seconds:.1f}" for outcome in found)
         print(f"{name:<40} {kind_of(found)}: {short}", flush=True)

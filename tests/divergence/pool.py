@@ -45,14 +45,14 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="pool-")
         self._count = 0
 
-    def run(self, module: str, name: str, timeout_s: float = 150.0) -> list[Outcome]:
-        """``module.name(rank)`` on each rank."""
+    def run(self, name: str, all_do: str = "", timeout_s: float = 100.0) -> list[Outcome]:
+        """A program on each rank; ``all_do`` "usual" or "other", what not all of them do otherwise."""
         if not self._ranks:
             self._start()
         self._count += 1
         begin = time.monotonic()
         for _, pipe in self._ranks:
-            pipe.send((module, name, f"{self._folder.name}/{self._count}"))
+            pipe.send((name, all_do, f"{self._folder.name}/{self._count}"))
         found = self._collect(begin, begin + timeout_s)
         if any(outcome.kind in ("exit", "timeout") for outcome in found):
             self._end()
@@ -103,21 +103,21 @@ def _main(pipe: Connection, rank: int, size: int, level: str) -> None:
     pipe.send("ready")
     with suppress(EOFError):
         while True:
-            module, name, store = pipe.recv()
-            pipe.send(_outcome(module, name, store, rank, size))
+            name, all_do, store = pipe.recv()
+            pipe.send(_outcome(name, all_do, store, rank, size))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _outcome(module: str, name: str, store: str, rank: int, size: int) -> tuple[str, str, str, Any]:
+def _outcome(name: str, all_do: str, store: str, rank: int, size: int) -> tuple[str, str, str, Any]:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
     )
     try:
-        value = importlib.import_module(module).PROGRAMS[name].run(rank)
+        value = importlib.import_module("programs_of_ranks").PROGRAMS[name].run(rank, all_do)
         time.sleep(0.2)  # others may still be reading
         _leave()
         return "result", "", "", value
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         _leave()
         return "error", type(error).__name__, str(error), None
 

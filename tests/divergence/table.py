@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ if os.environ.get("DTENSOR_CHAOS_PEER"):  # what the peer makes of the same prog
 else:
     import dtensor as dt
     from dtensor import DTensor, Replicate, Shard
+    from dtensor.comm import communicator_of
+    from dtensor.watch import watching
 
 R = Replicate()
 Deed = Callable[["Scene"], Any]
@@ -57,12 +61,24 @@ class Program:
     other: Deed
     odd: int
 
-    def run(self, rank: int) -> list[Any]:
+    def run(self, rank: int, all_do: str = "") -> list[Any]:
+        """The sum, what its deed gave, the sum again, and what the deed's collectives were; ``all_do`` "usual" or "other"."""
         scene = Scene(rank)
+        deed = {"": self.other if rank == self.odd else self.usual, "usual": self.usual, "other": self.other}[all_do]
         found = [float(scene.x.sum())]
-        value = (self.other if rank == self.odd else self.usual)(scene)
-        found += [value.tolist() if isinstance(value, torch.Tensor) else value, float(scene.x.sum())]
+        value = deed(scene)
+        found += [value.tolist() if isinstance(value, torch.Tensor) else value]
+        collectives = _collectives()
+        found += [float(scene.x.sum()), collectives]
         return found
+
+
+def _collectives() -> Any:
+    """Hashes of this rank's collectives so far, by group."""
+    if DTensor.__module__.startswith("torch."):
+        return None
+    watcher = watching._Watched.watcher
+    return watcher and sorted((ranks, chain.hash) for ranks, chain in watcher.chains.items())
 
 
 # --- deeds ---------------------------------------------------------------------------------------------------------------------
@@ -105,6 +121,56 @@ DEEDS: dict[str, Deed] = {
     "forked": lambda at: _in_a_child(at),
     "destroyed": lambda at: _destroyed(at),
     "nothing": lambda at: None,
+    "sum of 2": lambda at: (at.x * 2).sum(0).full_tensor(),
+    "sum of 3": lambda at: (at.x * 3).sum(0).full_tensor(),
+    "sum kept": lambda at: at.x.sum(0, keepdim=True).full_tensor(),
+    "amin": lambda at: at.x.amin(0).full_tensor(),
+    "amin of all": lambda at: at.x.amin().full_tensor(),
+    "var": lambda at: at.x.var(0).full_tensor(),
+    "std": lambda at: at.x.std(0).full_tensor(),
+    "norm": lambda at: at.x.norm().full_tensor(),
+    "norm of 1": lambda at: at.x.norm(1).full_tensor(),
+    "logsumexp": lambda at: at.x.logsumexp(0).full_tensor(),
+    "log_softmax": lambda at: at.x.log_softmax(0).full_tensor(),
+    "any": lambda at: (at.x > 70).any(0).full_tensor(),
+    "all": lambda at: (at.x > -1).all(0).full_tensor(),
+    "sorted": lambda at: at.x.sort(0).values.full_tensor(),
+    "sorted down": lambda at: at.x.sort(0, descending=True).values.full_tensor(),
+    "top 2": lambda at: at.x.topk(2, 0).values.full_tensor(),
+    "top 3": lambda at: at.x.topk(3, 0).values.full_tensor(),
+    "flipped": lambda at: at.x.flip(0).full_tensor(),
+    "rolled by 1": lambda at: at.x.roll(1, 0).full_tensor(),
+    "rolled by 2": lambda at: at.x.roll(2, 0).full_tensor(),
+    "halves": lambda at: at.x[:4].full_tensor(),
+    "other halves": lambda at: at.x[4:].full_tensor(),
+    "added": lambda at: (at.x + at.w).full_tensor(),
+    "added twice": lambda at: at.x.add(at.w, alpha=2).full_tensor(),
+    "joined": lambda at: torch.cat([at.x, at.x]).full_tensor(),
+    "stacked": lambda at: torch.stack([at.x, at.x]).full_tensor(),
+    "triangle": lambda at: at.x.tril().full_tensor(),
+    "reshaped": lambda at: at.x.reshape(4, 16).full_tensor(),
+    "product of rows": lambda at: (at.x @ at.x.t()).full_tensor(),
+    "bfloat16": lambda at: at.x.bfloat16().sum(0).float().full_tensor(),
+    "short": lambda at: at.x.short().sum(0).full_tensor(),
+    "complex": lambda at: at.x.to(torch.complex64).sum(0).abs().full_tensor(),
+    "columns": lambda at: at.of(torch.arange(64.0).reshape(8, 8), Shard(1)).sum(0).full_tensor(),
+    "columns whole": lambda at: at.of(torch.arange(64.0).reshape(8, 8), Shard(1)).full_tensor(),
+    "replicated sum": lambda at: at.w.sum(0).full_tensor(),
+    "terms": lambda at: at.x.sum(0).redistribute(placements=[Shard(0)]).to_local(),
+    "blocks": lambda at: DTensor.from_local(torch.ones(at.rank + 1, 2), at.mesh, [Shard(0)]).full_tensor(),
+    "longer blocks": lambda at: DTensor.from_local(torch.ones(2 * at.rank + 1, 2), at.mesh, [Shard(0)]).full_tensor(),
+    "wide blocks": lambda at: DTensor.from_local(torch.ones(at.rank + 1, 3), at.mesh, [Shard(0)]).full_tensor(),
+    "whole blocks": lambda at: DTensor.from_local(torch.ones(at.rank + 1, 2).long(), at.mesh, [Shard(0)]).full_tensor(),
+    "terms of local": lambda at: DTensor.from_local(torch.ones(3, 2), at.mesh, [dt.Partial()]).full_tensor(),
+    "random": lambda at: _seeded(at, 0),
+    "another seed": lambda at: _seeded(at, 1),
+    "drawn before": lambda at: _seeded(at, 0, torch.rand(5).numel()),
+    "dropped out": lambda at: F.dropout(at.x, 0.5).sum().full_tensor() * 0,
+    "dropped out less": lambda at: F.dropout(at.x, 0.25).sum().full_tensor() * 0,
+    "all to all": lambda at: _sent(at, [1, 2, 3]),
+    "all to all of others": lambda at: _sent(at, [1, 2, 4]),
+    "written to a file": lambda at: _written(at),
+    "loaded by a worker": lambda at: _loaded(at),
     "barrier": lambda at: dist.barrier(),
     "plain_all_reduce": lambda at: dist.all_reduce(torch.ones(3)),
 }
@@ -116,6 +182,49 @@ def _gradient(at: Scene, factor: float) -> torch.Tensor:
     assert w.grad is not None
     grad: Any = w.grad if factor == 1.0 else w.grad.redistribute(placements=[Shard(0)])
     return grad.full_tensor()
+
+
+def _seeded(at: Scene, seed: int, drawn: int = 0) -> torch.Tensor:
+    """What is drawn on ranks that agree, after each has drawn ``drawn`` numbers of its own."""
+    torch.manual_seed(seed)
+    x = at.x + torch.nn.functional.dropout(at.x, 0.5)
+    torch.rand(drawn)
+    return (x + dt.rand(8, 8, device_mesh=at.mesh, placements=[Shard(0)])).sum(0).full_tensor()
+
+
+def _sent(at: Scene, lengths: list[int]) -> Any:
+    """An exchange in which each rank knows only its own part: ``lengths[k]`` numbers to rank k."""
+    comm = communicator_of(at.mesh)
+    chunks = [torch.full((lengths[k],), float(at.rank)) for k in range(dist.get_world_size())]
+    came = comm.all_to_all(chunks, (0,), lambda source, target: (lengths[target],)).wait()
+    return [piece.tolist() for piece in came]
+
+
+def _written(at: Scene) -> int:
+    with tempfile.TemporaryFile() as file:
+        torch.save(at.x.full_tensor(), file)
+        return file.tell()
+
+
+class _Items(torch.utils.data.Dataset[float]):
+    """A data set that asks the ranks."""
+
+    def __init__(self, x: DTensor) -> None:
+        self.x = x
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> float:
+        return float(self.x.sum())
+
+
+def _loaded(at: Scene) -> str:
+    loader = torch.utils.data.DataLoader(_Items(at.x), num_workers=1, multiprocessing_context="fork")
+    try:
+        return str(list(loader))
+    except RuntimeError as error:
+        return "refused" if "forked" in str(error) else str(error)
 
 
 def _in_a_child(at: Scene) -> str:
@@ -147,12 +256,39 @@ def _caught(at: Scene) -> None:
         dist.barrier()
 
 
+def _interrupted(at: Scene) -> float:
+    """Ctrl-C on this rank while it waits."""
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    return float(at.x.sum())
+
+
+def _after(seconds: float, deed: Deed) -> Deed:
+    def late(at: Scene) -> Any:
+        time.sleep(seconds)
+        return deed(at)
+
+    return late
+
+
 # One rank's data make its operation fail: the others raise the same.
 def _indices(at: Scene, good: int, bad: int) -> DTensor:
     """Whole numbers, sharded, of which the last rank's last one is ``bad``."""
     values = torch.full((8,), good)
     values[-1] = bad
     return at.of(values, Shard(0))
+
+
+def _matrices(at: Scene, last: float) -> DTensor:
+    """Matrices of 2 by 2, sharded, of which the last rank's last one is no good."""
+    values = torch.eye(2).repeat(8, 1, 1)
+    values[-1] = last
+    return at.of(values, Shard(0))
+
+
+def _failing_backward(at: Scene) -> None:
+    x = at.x.detach().requires_grad_()
+    x.register_hook(lambda gradient: F.embedding(_indices(at, 1, 99), at.w))
+    (x * 2).sum().backward()
 
 
 _FAILING: dict[str, Deed] = {
@@ -166,17 +302,46 @@ _FAILING: dict[str, Deed] = {
     "binary cross entropy": lambda at: F.binary_cross_entropy(_indices(at, 0, 2).float(), at.of(torch.ones(8), Shard(0))),
     "index_select": lambda at: at.w.index_select(0, _indices(at, 1, 99)).sum(),
     "scatter": lambda at: at.w.redistribute(placements=[Shard(0)]).scatter(1, _indices(at, 1, 99).reshape(8, 1), 1.0).sum(),
+    "scatter_add": lambda at: (
+        at.w.redistribute(placements=[Shard(0)])
+        .scatter_add(1, _indices(at, 1, 99).reshape(8, 1), at.of(torch.ones(8, 1), Shard(0)))
+        .sum()
+    ),
+    "index": lambda at: at.w[_indices(at, 1, 99)].sum(),
+    "index_add": lambda at: at.w.index_add(0, _indices(at, 1, 99), at.of(torch.ones(8, 8), Shard(0))).sum(),
+    "index_copy": lambda at: at.w.index_copy(0, _indices(at, 1, 99), at.of(torch.ones(8, 8), Shard(0))).sum(),
+    "index_fill": lambda at: at.w.index_fill(0, _indices(at, 1, 99), 1.0).sum(),
+    "index_put": lambda at: at.w.index_put((_indices(at, 1, 99),), at.of(torch.ones(8, 8), Shard(0))).sum(),
+    "take": lambda at: at.w.take(_indices(at, 1, 99)).sum(),
+    "repeat_interleave": lambda at: at.x.repeat_interleave(_indices(at, 1, -1), 0).sum(),
+    "bincount": lambda at: torch.bincount(_indices(at, 1, -1)).sum(),
+    "embedding_bag": lambda at: F.embedding_bag(_indices(at, 1, 99).reshape(8, 1), at.w).sum(),
+    "multi_margin": lambda at: F.multi_margin_loss(at.x, _indices(at, 1, 99)),
+    "cholesky": lambda at: torch.linalg.cholesky(_matrices(at, -1.0)).sum(),
+    "inverse": lambda at: torch.linalg.inv(_matrices(at, 0.0)).sum(),
+    "solve": lambda at: torch.linalg.solve(_matrices(at, 0.0), at.of(torch.ones(8, 2, 1), Shard(0))).sum(),
+    "svd of NaN": lambda at: torch.linalg.svdvals(_matrices(at, float("nan"))).sum(),
+    "bernoulli": lambda at: torch.bernoulli(_indices(at, 0, 2).float()).sum(),
+    "multinomial": lambda at: torch.multinomial(_indices(at, 1, -1).float().reshape(8, 1), 1).sum(),
+    "normal": lambda at: torch.normal(0.0, _indices(at, 1, -1).float()).sum(),
+    "modulus": lambda at: torch.fmod(_indices(at, 3, 1), _indices(at, 1, 0)).sum(),
+    "an item of several": lambda at: at.x.item(),
+    "bool subtraction": lambda at: (at.of(torch.ones(2).bool(), Shard(0)) - at.of(torch.ones(2).bool(), Shard(0))).sum(),
+    "convolution of whole numbers": lambda at: F.conv1d(
+        at.of(torch.ones(2, 3, 5).long(), Shard(0)), at.of(torch.ones(4, 3, 3), R)
+    ).sum(),
+    "mean of whole numbers": lambda at: at.of(torch.ones(2, 3).long(), Shard(0)).mean(),
+    "another dtype": lambda at: (at.of(torch.ones(2, 3), Shard(0)) @ at.of(torch.ones(3, 3).double(), R)).sum(),
+    "a block of another shape": lambda at: DTensor.from_local(
+        torch.ones(3 + (at.rank == 2), 2), at.mesh, [Shard(0)], shape=(9, 2), stride=(2, 1)
+    ).full_tensor(),
+    "blocks of several widths": lambda at: DTensor.from_local(
+        torch.ones(3, 2 + (at.rank == 2)), at.mesh, [Shard(0)]
+    ).full_tensor(),
+    "backward": lambda at: _failing_backward(at),
     "bool product": lambda at: (at.of(torch.ones(2, 3).bool(), Shard(0)) @ at.of(torch.ones(3, 3).bool(), R)).sum(),
     "softmax of whole numbers": lambda at: at.of(torch.ones(2, 3).long(), Shard(0)).softmax(1).sum(),
 }
-
-
-def _slow(deed: Deed, seconds: float) -> Deed:
-    def slow(at: Scene) -> Any:
-        time.sleep(seconds)
-        return deed(at)
-
-    return slow
 
 
 # What all do, and what one does instead.
@@ -202,6 +367,61 @@ _PAIRS = [
     ("twice", "sum0 nothing"),
     ("argmax", "max0 cumsum item"),
 ]
+_OTHERS = [
+    ("sum of 2", "sum of 3"),
+    ("sum0", "sum kept"),
+    ("norm", "norm of 1"),
+    ("sorted", "sorted down"),
+    ("top 2", "top 3"),
+    ("rolled by 1", "rolled by 2"),
+    ("halves", "other halves"),
+    ("added", "added twice"),
+    ("amin", "amin of all"),
+    ("blocks", "longer blocks"),
+    ("blocks", "wide blocks"),
+    ("blocks", "whole blocks"),
+    ("random", "another seed"),
+    ("random", "drawn before"),
+    ("dropped out", "dropped out less"),
+    ("all to all", "all to all of others"),
+    ("nothing", "written to a file"),
+    ("nothing", "destroyed"),
+    ("nothing", "dropped"),
+    ("sum0", "dropped"),
+]
+_MIXED = [
+    "sum0",
+    "amin",
+    "var",
+    "norm",
+    "logsumexp",
+    "log_softmax",
+    "any",
+    "sorted",
+    "flipped",
+    "halves",
+    "added",
+    "joined",
+    "stacked",
+    "triangle",
+    "reshaped",
+    "bfloat16",
+    "short",
+    "complex",
+    "columns",
+    "terms",
+    "blocks",
+    "random",
+    "product",
+    "softmax",
+    "cumsum",
+    "argmax",
+    "backward",
+    "many",
+    "distributed",
+    "large",
+]
+_OTHERS += [(_one, _MIXED[(5 * _k + 7 * _n) % len(_MIXED)]) for _n in (1, 2) for _k, _one in enumerate(_MIXED)]
 _ENDS: dict[str, Deed] = {
     "killed": lambda at: os.kill(os.getpid(), signal.SIGKILL),
     "aborted": lambda at: os.abort(),
@@ -213,7 +433,12 @@ DIFFERENT: dict[str, Program] = {}
 for _usual, _others in _PAIRS:
     for _k, _other in enumerate(_others.split()):
         DIFFERENT[f"{_usual}/{_other}"] = Program(DEEDS[_usual], DEEDS[_other], _k % 3)
-RAISING: dict[str, Program] = {}
+for _k, (_usual, _other) in enumerate(_OTHERS):
+    if _usual != _other:
+        DIFFERENT.setdefault(f"{_usual}/{_other}", Program(DEEDS[_usual], DEEDS[_other], _k % 3))
+RAISING: dict[str, Program] = {
+    f"{_usual}/is interrupted": Program(_after(1.5, DEEDS[_usual]), _interrupted, 1) for _usual in ("item", "sum0")
+}
 for _usual in ("sum0", "full", "large", "to_columns", "softmax", "distributed"):
     for _k, (_name, _deed) in enumerate({"raises": _raise, "raises and goes on": _caught}.items()):
         RAISING[f"{_usual}/{_name}"] = Program(DEEDS[_usual], _deed, _k)
@@ -223,6 +448,6 @@ DEADLY: dict[str, Program] = {
     for k, (name, deed) in enumerate(_ENDS.items())
 }
 HEALTHY = {f"healthy/{name}": Program(deed, deed, 0) for name, deed in DEEDS.items()}
-SLOW = {f"slow/{name}": Program(DEEDS[name], _slow(DEEDS[name], 5.0), 1) for name in ("sum0", "large", "softmax")}
+SLOW = {f"slow/{name}": Program(DEEDS[name], _after(5.0, DEEDS[name]), 1) for name in ("sum0", "large", "softmax")}
 FAILING = {f"failing/{name}": Program(deed, deed, 2) for name, deed in _FAILING.items()}
 PROGRAMS = DIFFERENT | RAISING | DEADLY | HEALTHY | SLOW | FAILING

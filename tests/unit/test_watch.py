@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dtensor as dt
+from dtensor.__main__ import main
 from dtensor.errors import ArgumentError, DivergenceError, LayoutError, RankLostError
-from dtensor.watch import lines
+from dtensor.watch import lines, reading
 from dtensor.watch.board import alive, process_state, sweep
 from dtensor.watch.levels import Level
 from dtensor.watch.pages import Page
@@ -84,6 +87,7 @@ def test_the_words_name_the_few() -> None:
     [
         ("builtins", "IndexError", IndexError),
         ("dtensor.errors", "LayoutError", LayoutError),
+        ("torch._C", "_LinAlgError", torch.linalg.LinAlgError),
         ("builtins", "UnicodeDecodeError", RankLostError),  # it takes more than words
         ("builtins", "print", RankLostError),
         ("somewhere", "Error", RankLostError),
@@ -96,14 +100,47 @@ def test_a_ranks_error_is_that_of_all(module: str, name: str, expected: type) ->
 
 
 def test_what_killed_jobs_left_is_swept_up(tmp_path: Path) -> None:
-    for name, pid in (("dead", 2**22 + 7), ("alive", os.getpid())):
+    for age, (name, pid) in enumerate({"alive": os.getpid(), "one": 2**22 + 7, "two": 2**22 + 7, "three": 2**22 + 7}.items()):
         folder = tmp_path / f"dtensor-ranks-{name}"
         folder.mkdir()
         Page(folder / "rank-0", 4, ours=True).words[0] = pid
+        os.utime(folder, (1e9 - age, 1e9 - age))
+    (tmp_path / "dtensor-ranks-new").mkdir()  # its ranks are about to come
     sweep(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2  # they may still be looked at
-    sweep(tmp_path, seconds=-1.0)
-    assert [folder.name for folder in tmp_path.iterdir()] == ["dtensor-ranks-alive"]
+    assert {folder.name.rpartition("-")[2] for folder in tmp_path.iterdir()} == {"alive", "new", "one", "two"}
+
+
+def test_what_a_killed_rank_did_last_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = f"""
+import os, signal, torch
+import torch.distributed as dist, dtensor as dt
+from dtensor.watch import watching
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+dt.check_ranks("strict")
+mesh = dt.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+x = dt.distribute_tensor(torch.ones(6, 5), mesh, [dt.Shard(0)], src_data_rank=None)
+for k in range(5000):
+    x.sum(dim=0)
+x.amax(1)
+print(watching._Watched.watcher.board.folder, flush=True)
+os.kill(os.getpid(), signal.{{}})
+"""
+    for name in ("SIGKILL", "SIGABRT"):
+        (tmp_path / "store").unlink(missing_ok=True)
+        script = tmp_path / "program.py"
+        script.write_text(program.format(name))
+        killed = subprocess.run([sys.executable, script], check=False, capture_output=True, text=True)
+        assert killed.returncode < 0
+        said = reading.told(Path(killed.stdout.strip()), 9000)
+        *_, before, last = said.splitlines()
+        assert "rank 0 was killed" in said
+        assert "aten.sum.dim_IntList(dim=0)  float32[6, 5] (S(0))   program.py:10  x.sum(dim=0)" in before
+        assert "#5001" in last
+        assert "aten.amax.default(dim=1)  float32[6, 5] (S(0))   program.py:11  x.amax(1)" in last
+        assert len(said.splitlines()) == 2 + 4096
+        assert main(["ranks", killed.stdout.strip(), "--last", "1"]) == 0
+        assert "amax" in capsys.readouterr().out
+        shutil.rmtree(killed.stdout.strip())
 
 
 def test_levels_are_these() -> None:

@@ -1,0 +1,175 @@
+"""Steps of training in which one rank does something else at some stage."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from table import DEEDS, Program, Scene, dt
+from torch import nn
+
+from dtensor import checkpoint
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
+
+Act = Callable[[str], None]
+STAGES = ("before forward", "inside forward", "before backward", "inside backward", "before optimizer", "inside optimizer")
+FEATURES = 7  # over three ranks uneven
+
+
+def _blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(FEATURES, 5), nn.GELU(), nn.Linear(5, FEATURES)) for _ in range(2)))
+
+
+def _sharded(at: Scene) -> nn.Module:
+    model = _blocks()
+    for block in model:
+        fully_shard(block, mesh=at.mesh)
+    return fully_shard(model, mesh=at.mesh)
+
+
+def _replicated(at: Scene) -> nn.Module:
+    return replicate(_blocks(), at.mesh)
+
+
+def _tensor_parallel(at: Scene) -> nn.Module:
+    return parallelize_module(_blocks(), at.mesh, {"*.0": ColwiseParallel(), "*.2": RowwiseParallel()})
+
+
+MODELS: dict[str, Callable[[Scene], nn.Module]] = {
+    "sharded": _sharded,
+    "replicated": _replicated,
+    "tensor-parallel": _tensor_parallel,
+}
+
+
+class _Acting(nn.Module):
+    """Lets the program act inside of the forward and the backward pass."""
+
+    def __init__(self, act: Act) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.act("inside forward")
+        x = x * 1
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.act("inside backward"))
+        return x
+
+
+def trained(model_of: Callable[[Scene], nn.Module], doing: Callable[[Scene, str, int], None]) -> Callable[[Scene], Any]:
+    """Two steps; at each stage ``doing`` acts, on all ranks."""
+
+    def run(at: Scene) -> Any:
+        model, number = model_of(at), 0
+
+        def act(stage: str) -> None:
+            doing(at, stage, number)
+
+        acting = _Acting(act)
+        first, second = model
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer.register_step_pre_hook(lambda *_: act("inside optimizer"))
+        for number in range(2):  # noqa: B007 - what acts reads it
+            act("before forward")
+            loss = second(acting(first(torch.ones(2, FEATURES)))).square().mean()
+            act("before backward")
+            loss.backward()
+            act("before optimizer")
+            optimizer.step()
+            optimizer.zero_grad()
+        return sum(float(parameter.detach().sum()) for parameter in model.parameters())
+
+    return run
+
+
+def _nothing(at: Scene, stage: str, number: int) -> None:
+    pass
+
+
+def at_stage(stage: str, deed: Callable[[Scene], Any]) -> Callable[[Scene, str, int], None]:
+    """``deed`` at that stage of the second step."""
+
+    def act(at: Scene, now: str, number: int) -> None:
+        if (now, number) == (stage, 1):
+            deed(at)
+
+    return act
+
+
+def _raise(at: Scene) -> None:
+    raise ValueError("a reason of its own")
+
+
+DOING: dict[str, Callable[[Scene], Any]] = {
+    "raises": _raise,
+    "is killed": lambda at: os.kill(os.getpid(), signal.SIGKILL),
+    "sums": lambda at: at.x.sum().item(),
+    "is slow": lambda at: time.sleep(4.0),
+    "redistributes": lambda at: at.x.redistribute(placements=[dt.Shard(1)]).to_local(),
+}
+
+
+_USUAL = {kind: trained(model, _nothing) for kind, model in MODELS.items()}
+
+
+def _of(doing: str) -> dict[str, Program]:
+    return {
+        f"{kind}/{stage}/{doing}": Program(_USUAL[kind], trained(model, at_stage(stage, DOING[doing])), (k + n) % 3)
+        for k, (kind, model) in enumerate(MODELS.items())
+        for n, stage in enumerate(STAGES)
+    }
+
+
+def _saved(at: Scene, ranks: tuple[int, ...] = (0, 1, 2)) -> Any:
+    if at.rank in ranks:
+        with tempfile.TemporaryDirectory() as own:
+            checkpoint.save({"x": at.x, "w": at.w}, Path(own).parent / "divergence" / str(os.getppid()))
+
+
+def _captured(at: Scene, factor: float = 2.0) -> Any:
+    step = dt.capture(lambda x: (x.softmax(0) * factor).sum(0).redistribute(placements=[dt.Replicate()]))
+    return [step(at.x).to_local().tolist() for _ in range(4)]
+
+
+def _steps(at: Scene, ones: int, extra: bool = False) -> Any:
+    model = _sharded(at)
+    for number in range(ones):
+        model(torch.ones(2, FEATURES)).square().mean().backward()
+        if extra and number == 1:
+            model(torch.ones(2, FEATURES))
+    return [float(parameter.detach().sum()) for parameter in model.parameters()]
+
+
+WHOLE: dict[str, Callable[[Scene], Any]] = {
+    "three steps": lambda at: _steps(at, 3),
+    "two steps": lambda at: _steps(at, 2),
+    "an evaluation": lambda at: _steps(at, 3, extra=True),
+    "saves": lambda at: _saved(at),
+    "captured": lambda at: _captured(at),
+    "captured otherwise": lambda at: _captured(at, 3.0),
+}
+
+DIFFERENT = _of("sums") | _of("redistributes")
+for _name, (_usual, _other) in {
+    "a step fewer": ("three steps", "two steps"),
+    "a step more": ("two steps", "three steps"),
+    "an evaluation more": ("three steps", "an evaluation"),
+    "saves, others sum": ("sum", "saves"),
+    "sums, others save": ("saves", "sum"),
+    "another captured step": ("captured", "captured otherwise"),
+    "sums, others replay": ("captured", "sum"),
+}.items():
+    _both = WHOLE | {"sum": DEEDS["item"]}
+    DIFFERENT[f"whole/{_name}"] = Program(_both[_usual], _both[_other], 1)
+RAISING = _of("raises")
+DEADLY = _of("is killed")
+SLOW = {f"slow/{name}": program for name, program in _of("is slow").items()}
+HEALTHY = {f"healthy/{name}": Program(deed, deed, 0) for name, deed in (_USUAL | WHOLE).items()}
