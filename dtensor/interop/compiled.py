@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..base import torch_internals
+from ..base.modes import EXPLICIT, IMPLICIT_REPLICATION
 from ..base.torch_internals import opaque_object
 from ..comm import PerRank, shards_of
 from ..dispatch.local_op import seen
@@ -115,6 +116,8 @@ def _from_local(
         _break(msg=_ALL_RANKS)
     if device_mesh is None:
         _break(msg="DTensor.from_local without device_mesh= reads the mesh that is entered: give it")
+    if EXPLICIT.held or IMPLICIT_REPLICATION.held:  # else modes are guarded with the layouts of what goes into a graph
+        _break(msg="DTensor.from_local while a mode is entered: under explicit() or implicit_replication() give DTensors")
     if run_check:
         _break(msg="DTensor.from_local(run_check=True) compares what ranks hold, at every call")
     if shape is None and _asks_others(device_mesh, placements):

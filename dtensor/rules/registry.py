@@ -10,11 +10,15 @@ from importlib import import_module
 from threading import RLock
 from typing import Any
 
+import torch
+
 from ..base.caches import remembered
 from ..errors import RuleError
 from .rule import Rule
 
 _RULES: dict[str, Rule] = {}
+_TAGGED: dict[Any, Rule] = {}
+_SEEDED = frozenset({torch.Tag.nondeterministic_seeded})
 _reading = RLock()
 _unread: list[str] = []  # modules that declare rules
 
@@ -48,6 +52,11 @@ def register(names: str, rule: Rule) -> Rule:
     return rule
 
 
+def register_tagged(tag: Any, rule: Rule) -> None:
+    """Declare ``rule`` for operators without one of their own that say by a tag of torch what they are (and draw nothing)."""
+    _TAGGED[tag] = rule
+
+
 def unregister(name: str) -> None:
     """Forget the rule of one operator name."""
     read_all().pop(name if "::" in name else f"aten::{name}", None)
@@ -59,7 +68,7 @@ def rules() -> dict[str, Rule]:
 
 
 def lookup(func: Any) -> Rule | None:
-    """The rule for an operator overload: its own, its operator's, or that of the operator it is an in-place variant of."""
+    """The rule for an operator overload: its own, its operator's, that of the one it is an in-place variant of, or of its tag."""
     known = read_all() if _unread else _RULES
     name = func._schema.name
     found = known.get(f"{name}.{overload_served(func) or 'default'}")
@@ -71,6 +80,8 @@ def lookup(func: Any) -> Rule | None:
     if found is None and name.startswith("prims::"):  # torch's decompositions in forward mode, in words of their own
         same = known.get(name.replace("prims::", "aten::"))
         found = same if same is not None and same.kind == "pointwise" else None
+    if found is None and not _SEEDED.issubset(func.tags):
+        found = next((_TAGGED[tag] for tag in func.tags if tag in _TAGGED), None)
     return found
 
 

@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..errors import RuleError
 from .binding import Reduction, ShapesOf, Sizes
 from .binding import bind as bind
@@ -30,7 +32,7 @@ from .call import Call
 from .factoring import Left, Notation, by, fitting
 from .folds import Fold, Taking
 from .notation import Pattern, parse
-from .registry import register
+from .registry import register, register_tagged
 from .rows import rows
 from .rule import ANY_PARTIAL, Dims, Factors, Kernel, LocalView, Rule, Shapes, Word, labels
 
@@ -161,7 +163,11 @@ def _multilinear(pattern: Pattern) -> tuple[str, ...]:
 # --- element by element -------------------------------------------------------------------------------------------------
 def pointwise(names: str, *, partials: Any = (), **options: Any) -> Rule:
     """A rule for operations that act element by element on broadcast operands."""
-    return register(names, Rule(POINTWISE, rows(partials), shapes=ONE_SHAPE, kind="pointwise", **options))
+    return register(names, _pointwise(partials, **options))
+
+
+def _pointwise(partials: Any = (), **options: Any) -> Rule:
+    return Rule(POINTWISE, rows(partials), shapes=ONE_SHAPE, kind="pointwise", **options)
 
 
 class _Pointwise(Word):
@@ -199,6 +205,7 @@ class _OneShape(Word):
 
 POINTWISE = _Pointwise()
 ONE_SHAPE = one_shape = _OneShape()
+register_tagged(torch.Tag.pointwise, _pointwise())
 
 
 # --- functions of the call ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import torch
 
+from ..base.modes import MODES
 from ..dispatch.wrapping import wrap_local
 from ..errors import DTensorError
 from ..layout.layout import Layout
@@ -31,13 +32,17 @@ class Flatten:
         return partial(flatten, x)
 
 
-def flatten(x: Any) -> tuple[list[str], Layout]:
-    return ["_local"], x._layout
+Constants = tuple[Layout, bool, bool]
 
 
-def unflatten(pieces: dict[str, torch.Tensor], layout: Layout, size: Sequence[int], stride: Sequence[int]) -> Any:
+def flatten(x: Any) -> tuple[list[str], Constants]:
+    """The piece, and what graphs are guarded on: the layout and the modes, under which another program might be right."""
+    return ["_local"], (x._layout, MODES.explicit, MODES.implicit_replication)
+
+
+def unflatten(pieces: dict[str, torch.Tensor], constants: Constants, size: Sequence[int], stride: Sequence[int]) -> Any:
     """The DTensor with this piece; sizes that are symbols are looked at, so that the graph is one for these sizes."""
-    shape, steps = tuple(map(int, size)), tuple(map(int, stride))
+    layout, shape, steps = constants[0], tuple(map(int, size)), tuple(map(int, stride))
     if shape != tuple(layout.shape) or steps != tuple(layout.stride):
         layout = layout.replace(shape=shape, stride=steps)
     return wrap_local(pieces["_local"], layout)
@@ -49,11 +54,12 @@ def as_any_tangent(x: Any) -> Any:
     return x if layout is x._layout else move(x, layout)
 
 
-def as_tangent(x: Any, layout: Layout | None, expected: type | None = None) -> Any:
+def as_tangent(x: Any, constants: Constants | None, expected: type | None = None) -> Any:
     """A gradient as it was laid when the backward pass was traced."""
-    if expected is not None and layout is None:
-        return to_whole(x, None)
-    if layout is None or x._layout is layout:
+    if constants is None:
+        return x if expected is None else to_whole(x, None)
+    layout = constants[0]
+    if x._layout is layout:
         return x
     if x._layout.mesh != layout.mesh or x._layout.shape != layout.shape:
         raise DTensorError(f"a gradient of {x._layout!r} for a compiled result of {layout!r}")

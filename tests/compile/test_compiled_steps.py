@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,19 +15,27 @@ from test_compiled import differing
 
 import dtensor as dt
 from dtensor import DTensor, Replicate, Shard
+from dtensor.errors import GatherWarning
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
 
 pytestmark = pytest.mark.gloo
 Compile = Callable[..., Any]
 
 
-def _trained(model: Any, run: Any) -> list[Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+def _trained(model: Any, run: Any, how: Compile | None = None, **options: Any) -> list[Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
     x, losses = torch.randn(5, 6), []
+
+    def update() -> None:
+        optimizer.step()
+
+    step = update if how is None else how(update)
     for _ in range(3):
         loss = run(x).square().mean()
         loss.backward()
-        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", GatherWarning)
+            step()
         optimizer.zero_grad()
         losses.append(loss.detach())
     return [*losses, *(p.detach() for p in model.parameters())]
@@ -35,6 +44,14 @@ def _trained(model: Any, run: Any) -> list[Any]:
 def tensor_parallel(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return _trained(model, how(model, fullgraph=True))
+
+
+def compiled_optimizers(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    found = []
+    for options in ({}, {"foreach": False}, {"fused": True}):
+        model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        found += _trained(model, how(model, fullgraph=True), how, **options)
+    return found
 
 
 def fully_sharded(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
@@ -74,7 +91,35 @@ def breaks(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return [asked, made]
 
 
-PROGRAMS = [tensor_parallel, fully_sharded, replicated, sizes_and_layouts, plain_targets, a_gradient_laid_otherwise, breaks]
+def in_modes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """A function that was compiled in one mode, called in another."""
+    x = dt.distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
+    product = how(lambda x: x @ x, fullgraph=True)
+    shifted = how(lambda x, t: x + t, fullgraph=True)
+    placed = how(lambda t: DTensor.from_local(t, mesh, [Replicate()]) + t)
+    found, t = [product(x)], torch.randn(4, 4)
+    with dt.explicit(), pytest.raises(Exception, match=r"would communicate under explicit\(\)"):
+        product(x)
+    for _ in range(2):
+        with dt.implicit_replication():
+            found += [shifted(x, t), placed(t)]
+        for mixes, given in ((shifted, (x, t)), (placed, (t,))):
+            with pytest.raises(Exception, match="mixes DTensors with a plain tensor"):
+                mixes(*given)
+    return found
+
+
+PROGRAMS = [
+    tensor_parallel,
+    compiled_optimizers,
+    in_modes,
+    fully_sharded,
+    replicated,
+    sizes_and_layouts,
+    plain_targets,
+    a_gradient_laid_otherwise,
+    breaks,
+]
 
 
 def on_processes() -> None:

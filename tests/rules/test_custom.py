@@ -264,6 +264,14 @@ def test_what_custom_op_returned_and_packets_are_operators() -> None:
         unregister("tables::third")
 
 
+def test_one_that_says_that_it_is_pointwise_needs_no_rule() -> None:
+    LIBRARY.define("fused(Tensor a, Tensor b, Tensor c) -> Tensor", tags=(torch.Tag.pointwise,))
+    for key in ("CompositeExplicitAutograd", "Meta"):
+        LIBRARY.impl("fused", lambda a, b, c: a * b + c, key)
+    with dt.explicit():
+        equal(torch.ops.tables.fused(put(X, Shard(0)), put(X[:1], R), put(X, Shard(0))), X * X[:1] + X)
+
+
 def test_an_operator_of_several_signatures_is_refused_with_their_names() -> None:
     with pytest.raises(RuleError, match=r"several signatures.*torch\.ops\.aten\.sum\.dim_IntList"):
         dt.register_sharding(torch.ops.aten.sum)
