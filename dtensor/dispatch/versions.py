@@ -29,7 +29,7 @@ def versions_of(x: torch.Tensor) -> tuple[int, ...] | None:
 
 def stamp(x: Any) -> list[Any]:
     """Changes whenever the value of a tensor does: it was written to as a whole or in its pieces, or has others."""
-    local, now = x._local if hasattr(x, "_layout") else x, [x._version]
+    local, now = (x._local, [x._version]) if hasattr(x, "_layout") else (x, [])
     for shard in getattr(local, "shards", (local,)):
         now += id(shard), shard.data_ptr(), shard._version
     return now

@@ -18,10 +18,9 @@ from ...base.modes import implicit_replication
 from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Partial, Replicate, Shard
-from ...tensor.autograd import as_local
 from ...tensor.dtensor import DTensor
 from .matrix import ColwiseParallel, RowwiseParallel, SequenceParallel
-from .style import ParallelStyle, after_forward, annotated, lay_out, one_dim, placed
+from .style import ParallelStyle, after_forward, annotated, lay_out, local_if, one_dim, placed
 
 
 class _Nothing(ParallelStyle):
@@ -80,7 +79,7 @@ class _Experts(ParallelStyle):
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave, always_call=True)
-        after_forward(module, lambda x: as_local(placed(x, mesh, Replicate())) if isinstance(x, DTensor) else x)
+        after_forward(module, lambda x: local_if(placed(x, mesh, Replicate()), True) if isinstance(x, DTensor) else x)
         return module
 
 
@@ -89,12 +88,12 @@ class _Terms(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh = one_dim(device_mesh, self)
-        after_forward(module, lambda x: as_local(placed(annotated(x, mesh, Partial()), mesh, Replicate())))
+        after_forward(module, lambda x: local_if(placed(annotated(x, mesh, Partial()), mesh, Replicate()), True))
         return module
 
 
 class _SharedTail(ParallelStyle):
-    """The last ``width`` features of the output go to all heads, some on each rank: their gradient is a sum of terms."""
+    """The last ``width`` features of the output go to all heads, of which each rank has some: they bring terms of a gradient."""
 
     def __init__(self, width: int) -> None:
         self.width = width

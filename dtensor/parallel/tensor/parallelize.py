@@ -27,8 +27,8 @@ def parallelize_module(
     Args:
         device_mesh: the mesh dim to be parallel over, for example ``mesh["tp"]``; default the mesh entered by ``with mesh:``.
         parallelize_plan: a style for ``module`` itself, or a mapping from names of submodules (``"layers.*.attention.wq"``, each
-            part a glob, ``""`` the module itself) to a style or, again, a plan. Styles may be given by the names that
-            Hugging Face models have for them: ``model._tp_plan`` is a plan, and so is ``"auto"``, which means it.
+            part a glob, ``""`` the module itself) to a style or, again, a plan. Styles may be given by the names that Hugging
+            Face models have for them: ``model._tp_plan`` is a plan, and so is ``"auto"``, which means it.
         src_data_rank: whose parameters count, see :func:`distribute_tensor`.
 
     A parameter that several modules share stays shared: the first style that lays it out decides.
