@@ -8,6 +8,7 @@ from .data.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .data.fully_shard import fully_shard, register_fsdp_forward_method
 from .data.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from .data.replicate import ReplicatedModule, replicate
+from .data.sampler import DistributedBatchSampler
 from .data.zero import ZeroRedundancyOptimizer
 from .tensor.boundary import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from .tensor.context import context_parallel, context_parallel_unshard
@@ -22,6 +23,7 @@ __all__ = [
     "ColwiseParallel",
     "Comm",
     "DataParallelMeshDims",
+    "DistributedBatchSampler",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

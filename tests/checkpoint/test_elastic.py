@@ -1,0 +1,203 @@
+"""A job whose workers and agents are killed in mid-step goes on, on as many ranks as there are, with one long run's losses."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "docs" / "examples" / "elastic.py"
+STEPS, EVERY = 2000, 4  # more than are made between the kills
+LIMIT_S = 600.0  # for anything that is waited for
+
+
+@dataclass(frozen=True)
+class Line:
+    """A step that rank 0 of one start of the program has told of."""
+
+    pid: int
+    ranks: int
+    step: int
+    loss: float
+
+
+def told(folder: Path) -> list[Line]:
+    """The steps told of so far, without a line that is being written."""
+    path = folder / "losses.txt"
+    text = path.read_text() if path.exists() else ""
+    rows = [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
+    return [Line(int(pid), int(ranks), int(step), float(loss)) for pid, ranks, step, loss in rows]
+
+
+def wait_for(folder: Path, pids: set[int], steps: int, agent: subprocess.Popen[bytes]) -> None:
+    """Until a start of the program that is none of ``pids`` has made ``steps`` steps."""
+    end = time.monotonic() + LIMIT_S
+    while sum(line.pid not in pids for line in told(folder)) < steps:
+        assert agent.poll() is None, (folder / "output.txt").read_text()
+        assert time.monotonic() < end, (folder / "output.txt").read_text()
+        time.sleep(0.002)
+
+
+def launch(folder: Path, steps: int, *options: str, before: tuple[str, ...] = (), **environment: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1", *options]
+    script = [str(SCRIPT), "--folder", str(folder), "--steps", str(steps), "--every", str(EVERY)]
+    python = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "", **environment}
+    with open(folder / "output.txt", "ab") as out:
+        return subprocess.Popen([*before, *command, *script], stdout=out, stderr=out, env=os.environ | python, cwd=folder)
+
+
+def children(pid: int) -> list[int]:
+    """The workers of an agent."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def kill_all(agent: subprocess.Popen[bytes]) -> None:
+    """The agent, and then its workers, as the system does that has started it (a container, a job of Slurm)."""
+    workers = children(agent.pid) if agent.poll() is None else []
+    for pid in (agent.pid, *workers):
+        kill(pid)
+    agent.wait()
+
+
+def agree(folder: Path, expected: dict[int, float]) -> None:
+    """Each step that was made, however often, had its loss; each start went on from the last checkpoint that was complete."""
+    lines, last = told(folder), 0
+    for line in lines:
+        assert line.loss == pytest.approx(expected[line.step], rel=1e-9), line
+    for pid in dict.fromkeys(line.pid for line in lines):
+        steps = [line.step for line in lines if line.pid == pid]
+        assert steps == list(range(steps[0], steps[0] + len(steps)))
+        complete = max(0, (last - 1) // EVERY - 1) * EVERY  # the one before may be under way
+        assert complete < steps[0] <= last + 1, (pid, steps[0], last)
+        last = steps[-1]
+
+
+def uninterrupted(folder: Path, steps: int) -> dict[int, float]:
+    """The losses of the whole schedule, in one process."""
+    folder.mkdir()
+    command = [sys.executable, str(SCRIPT), "--folder", str(folder), "--steps", str(steps), "--every", str(steps)]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=LIMIT_S, capture_output=True)
+    return {line.step: line.loss for line in told(folder)}
+
+
+def run_with_kills(folder: Path, phases: list[tuple[int, int]], seed: int = 0) -> None:
+    """(ranks, kills) by turns: each kill is of a worker, the last one of a phase of the agent; then the run is let finish.
+
+    Args:
+        folder: where the job runs, new.
+    """
+    folder.mkdir()
+    dice, seen = random.Random(seed), set[int]()
+    for ranks, kills in phases:
+        options = ("--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(kills + 1))
+        agent = launch(folder, STEPS, *options)
+        try:
+            for number in range(kills):
+                wait_for(folder, seen, dice.randint(1, 3 * EVERY), agent)
+                time.sleep(dice.random() * 0.02)  # somewhere in a step
+                seen = {line.pid for line in told(folder)}
+                if number < kills - 1:
+                    kill(dice.choice(children(agent.pid)))
+        finally:
+            kill_all(agent)
+    steps = max(line.step for line in told(folder)) + EVERY
+    assert steps < STEPS
+    last = launch(folder, steps, "--standalone", "--nproc-per-node", str(phases[-1][0]))
+    try:
+        assert last.wait(LIMIT_S) == 0, (folder / "output.txt").read_text()
+    finally:
+        kill_all(last)
+    expected = uninterrupted(folder.parent / "uninterrupted", steps)
+    agree(folder, expected)
+    lines = told(folder)
+    assert len({line.pid for line in lines}) == sum(kills for _, kills in phases) + 1
+    assert list(dict.fromkeys(line.ranks for line in lines)) == list(dict.fromkeys(ranks for ranks, _ in phases))
+    assert lines[-1].step == steps
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_worker_and_agents_are_killed(tmp_path: Path) -> None:
+    run_with_kills(tmp_path / "job", [(4, 2), (3, 1), (4, 1)])
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_twenty_kills_on_four_three_and_four_ranks(tmp_path: Path) -> None:
+    run_with_kills(tmp_path / "job", [(4, 7), (3, 7), (4, 6)], seed=1)
+
+
+# --- several machines ------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def two_hosts() -> Iterator[list[tuple[str, dict[str, str], tuple[str, ...]]]]:
+    """Address, environment and prefix of commands on two hosts: network namespaces with a wire between them, else here."""
+    names = [f"dt{os.getpid()}{side}" for side in "ab"]
+    ends = [f"e{os.getpid()}{side}" for side in "ab"]
+    ip = shutil.which("ip")
+    setup = [["netns", "add", name] for name in names]
+    setup += [["link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1]]]
+    for at, (name, end) in enumerate(zip(names, ends, strict=True)):
+        setup += [["-n", name, "addr", "add", f"10.77.0.{at + 1}/24", "dev", end]]
+        setup += [["-n", name, "link", "set", device, "up"] for device in (end, "lo")]
+    try:
+        made = ip is not None and all(subprocess.run([ip, *args], capture_output=True).returncode == 0 for args in setup)
+        if made:
+            assert ip is not None
+            yield [
+                (f"10.77.0.{at + 1}", {"GLOO_SOCKET_IFNAME": end, "TP_SOCKET_IFNAME": end}, (ip, "netns", "exec", name))
+                for at, (name, end) in enumerate(zip(names, ends, strict=True))
+            ]
+        else:
+            yield [("127.0.0.1", {}, ()), ("127.0.0.1", {}, ())]
+    finally:
+        for name in names if ip is not None else ():
+            subprocess.run([ip, "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_two_nodes_resume_where_both_were_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+
+    def start(steps: int) -> list[subprocess.Popen[bytes]]:
+        rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0][0]}:29477", "--rdzv-id", str(steps))
+        many = ("--nnodes", "2", "--nproc-per-node", "2", *rendezvous)
+        return [
+            launch(folder, steps, *many, "--local-addr", address, before=before, **environment)
+            for address, environment, before in hosts
+        ]
+
+    with two_hosts() as hosts:
+        agents = start(STEPS)
+        try:
+            wait_for(folder, set(), 2 * EVERY + 2, agents[0])
+        finally:
+            for agent in agents:
+                kill_all(agent)
+        steps = told(folder)[-1].step + EVERY
+        agents = start(steps)
+        try:
+            assert [agent.wait(LIMIT_S) for agent in agents] == [0, 0], (folder / "output.txt").read_text()
+        finally:
+            for agent in agents:
+                kill_all(agent)
+    agree(folder, uninterrupted(tmp_path / "uninterrupted", steps))
+    assert {line.ranks for line in told(folder)} == {4}
+    assert len({line.pid for line in told(folder)}) == 2
