@@ -26,7 +26,7 @@ from ..dispatch.report import Cause
 from ..mesh.current_rank import RUNNING
 from ..mesh.device_mesh import DeviceMesh
 from ..ranks.per_rank import PerRank
-from ..rules.work import shows_memory
+from ..rules.facts import shows_memory
 from ..tensor.dtensor import DTensor
 from .holdings import ACTIVATIONS, BUFFERS, Birth, Holdings
 
