@@ -1,4 +1,4 @@
-"""``auto_shard``: the placements of a program's parameters, optimizer states and batch, found with those of everything between."""
+"""``auto_shard``: the placements of parameters, optimizer states and batch, found with those of everything in between."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def auto_shard(
     one finds.
 
     Args:
-        model_or_step: a model, of which forward and backward are one step; or a function that does a step, its optimizer's too. Its
-            modules and optimizers are those that it names, is bound to or is given in ``example``; it runs twice, with tensors
-            without data (what else it counts, as a schedule does, goes on).
+        model_or_step: a model, of which forward and backward are one step; or a function that does a step, its optimizer's too.
+            Its modules and optimizers are those that it names, is bound to or is given in ``example``; it runs twice, with
+            tensors without data (what else it counts, as a schedule does, goes on).
         example: arguments, by position or by name; of tensors shapes and dtypes matter.
         memory: bytes that a rank may hold at once: parameters, gradients, optimizer's states, activations, moved forms.
         loss: from the model's result to a number; default its ``.loss``, or its mean.
@@ -165,7 +165,8 @@ def _found(program: _Program, start: list[Option], memory: float, seconds: float
     plan, taken = min(plans, key=lambda made: (max(made[0].peak_bytes, memory), made[0].seconds))
     if plan.peak_bytes > memory:
         raise PlanError(
-            f"auto_shard: the least memory found is {plan.peak_bytes:,} B per rank, in {plan.peak_at}, more than memory={memory:,.0f}"
+            f"auto_shard: the least memory found is {plan.peak_bytes:,} B per rank, in {plan.peak_at}, "
+            f"more than memory={memory:,.0f}"
         )
 
     def places(number: int | None, ndim: int = mesh.ndim) -> Places:

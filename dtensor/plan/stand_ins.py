@@ -22,8 +22,8 @@ class StandIns:
     """Inside, the modules and optimizers among ``objects`` have stand-ins on ``mesh``, a dry run.
 
     Attributes:
-        parameters: parameters and buffers by name (of several modules after the module's name); ``states``: an optimizer's states,
-            each after its parameter.
+        parameters: parameters and buffers by name (of several modules after the module's name); ``states``: an optimizer's
+            states, each after its parameter.
     """
 
     def __init__(self, mesh: DeviceMesh, objects: dict[str, Any]) -> None:
