@@ -1,4 +1,4 @@
-"""``auto_shard``: the placements of a program's parameters, optimizer states and batch, found with all between."""
+"""``auto_shard``: the placements of parameters, optimizer states and batch, found with those of everything in between."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.extensions import provided
 from ..base.modes import implicit_replication
 from ..base.torch_internals import tree_leaves, tree_map
 from ..errors import ArgumentError, PlanError
@@ -59,10 +58,6 @@ class Sharding:
         )
         lines = [f"  {name}: {', '.join(spelled(places))}" for name, places in self.placements.items()]
         return "\n".join([head, *lines, *(f"  batch {i}: {', '.join(spelled(places))}" for i, places in enumerate(self.batch))])
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return str(provided("html_of")(self))
 
     def apply(self, model: nn.Module, mesh: DeviceMesh, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
         """``model``, its parameters and buffers made DTensors on ``mesh`` in place, as they were placed.
@@ -133,8 +128,8 @@ def auto_shard(
 
     Args:
         model_or_step: a model, of which forward and backward are one step; or a function that does a step, its optimizer's too.
-            Its modules and optimizers are those that it names, is bound to or is given in ``example``; it runs twice, with tensors
-            without data (what else it counts, as a schedule does, goes on).
+            Its modules and optimizers are those that it names, is bound to or is given in ``example``; it runs twice, with
+            tensors without data (what else it counts, as a schedule does, goes on).
         example: arguments, by position or by name; of tensors shapes and dtypes matter.
         memory: bytes that a rank may hold at once: parameters, gradients, optimizer's states, activations, moved forms.
         loss: from the model's result to a number; default its ``.loss``, or its mean.

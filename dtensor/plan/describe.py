@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..layout.layout import Layout
 from ..placement import Monoid
@@ -41,13 +42,11 @@ def described(graph: Graph, classes: Classes, taken: Sequence[Option], eager: Se
     )
 
 
-def as_recorded(plan: ProgramPlan, peak: Held) -> ProgramPlan:
+def as_recorded(plan: ProgramPlan, peak: int) -> ProgramPlan:
     """The plan under which every call chooses for itself, as in the recorded program."""
-    calls = tuple(
-        PlannedCall(call.name, call.key, call.kind if call.kind == "parts" else "fixed", line=call.line, backward=call.backward)
-        for call in plan.calls
-    )
-    return replace(plan, calls=calls, seconds=plan.eager_seconds, nbytes=plan.eager_nbytes, peak_bytes=peak.peak)
+    nothing: dict[str, Any] = {"rows": (), "operands": (), "drops": (), "moves": (), "runner_up": "", "extra": 0.0}
+    calls = tuple(replace(call, kind="fixed" if call.kind == "call" else call.kind, **nothing) for call in plan.calls)
+    return replace(plan, calls=calls, seconds=plan.eager_seconds, nbytes=plan.eager_nbytes, peak_bytes=peak)
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from .solver import Assembly
 
 T = TypeVar("T")
 _SWEEPS = 3
-_CUTS = 4  # moments at which memory is bounded, found by one solution after the other
+_CUTS = 8  # moments at which memory is bounded, found by one solution after the other
 _SECONDS = 45.0  # for all sweeps together
 
 
@@ -81,11 +81,11 @@ def plan_of(graph: Graph, seconds: float = _SECONDS, memory: float = math.inf) -
     eager, limit = eager_options(graph), Memory(graph, memory)
     classes = classes_from(graph, eager)
     found = described(graph, classes, best_options(classes, eager, seconds, limit), eager, limit)
-    if found.seconds > found.eager_seconds and (peak := limit.held(eager)).peak <= memory:
+    if found.seconds > found.eager_seconds and (peak := limit.held(eager).peak) <= memory:
         return as_recorded(found, peak)  # whose operators share more than a plan knows to
     if found.peak_bytes > memory:
         raise PlanError(
-            f"plan: the least peak found is {found.peak_bytes:,} B per rank, {found.peak_at or 'at the inputs'}, more than "
+            f"plan: the least peak found is {found.peak_bytes:,} B per rank, in {found.peak_at}, more than "
             f"memory={memory:,.0f}: cut parameters or the batch further, or see what auto_shard finds"
         )
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -68,7 +69,7 @@ class Recorder(TorchDispatchMode):
         self._alive: dict[int, Any] = {}  # by value, what tells that its tensor is gone
         self._lines: dict[int, str] = {}  # of forward calls, by autograd's number
         self._plans: dict[Any, tuple[Plan, Asked | None]] = {}
-        self._written: set[int] = set()  # values that others show, and whose memory is written to
+        self._written: dict[int, list[float]] = {}  # by value that others show, when its memory is written to
 
     # --- operator calls ------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,7 +98,7 @@ class Recorder(TorchDispatchMode):
         node.pinned = frozenset(asked.kept.values())
         made = func(*args, **kwargs)
         root = self.graph.values[node.operands[0]].root if node.view and node.operands[0] is not None else None
-        self._results(node, made, root)
+        self._results(node, made, root, bound[operator.names[0]] if node.view else None)
         if len(node.results) != len(plan.chosen.results):  # type: ignore[union-attr]  # calls have one
             node.kind, node.asked = "fixed", None
         return made
@@ -131,12 +132,13 @@ class Recorder(TorchDispatchMode):
         node.pinned = frozenset(i for i, x in enumerate(given) if id(x) in written)
         made = func(*args, **kwargs)
         views = operator.is_view and node.operands and node.operands[0] is not None
-        self._results(node, made, self.graph.values[node.operands[0]].root if views else None)  # type: ignore[index]  # views
+        root = self.graph.values[node.operands[0]].root if views else None  # type: ignore[index]  # views have one
+        self._results(node, made, root, given[0] if views else None)
         return made
 
-    def _results(self, node: Node, made: Any, root: int | None) -> None:
+    def _results(self, node: Node, made: Any, root: int | None, base: Any = None) -> None:
         for place, x in enumerate(_flat(made)):
-            value = self._new(x, node, place, root) if isinstance(x, DTensor) else None
+            value = self._new(x, node, place, root, base) if isinstance(x, DTensor) else None
             node.results.append(None if value is None else value.number)
             if value is not None and node.gathers:
                 value.kept = True
@@ -175,17 +177,18 @@ class Recorder(TorchDispatchMode):
             return self._new(x, node, 0, before.root).number
         return found[2]
 
-    def _new(self, x: DTensor, node: Node, place: int, root: int | None = None) -> Value:
+    def _new(self, x: DTensor, node: Node, place: int, root: int | None = None, base: Any = None) -> Value:
+        """The value that ``x`` is from now on; ``base``: what it is a view of, whose versions it will have above."""
         number = len(self.graph.values)
         if node.kind in ("input", "same"):
             node.results = [number]
         before = self._known.get(id(x))
         if root is None and before is not None and before[0]() is x:  # written to
             root = self.graph.values[before[2]].root
-            self._written.add(root)
+            self._written.setdefault(root, []).append(node.number)
         value = Value(number, node, place, x._layout, number if root is None else root)
         self.graph.values.append(value)
-        self._known[id(x)] = weakref.ref(x), versions_of(x), number
+        self._known[id(x)] = weakref.ref(x), versions_of(x if base is None else base), number
         self._alive[number] = weakref.ref(x, lambda _: self._gone(value))
         return value
 
@@ -230,17 +233,24 @@ class Recorder(TorchDispatchMode):
         self.looked_at(x)
         value = self.graph.values[self._value(x) or 0]
         if value.root != value.number:
-            self._written.add(value.root)
+            self._written.setdefault(value.root, []).append(math.inf)
 
     def finish(self) -> None:
-        """What is alive now stays; views of memory that is written to are made of it as it lies: they must show the writes."""
+        """What is alive now stays. Views that are alive as their memory is written to are made of it as it lies: they show it."""
         self._alive.clear()
         values = self.graph.values
+        alive = [math.inf if value.dies is None else value.dies for value in values]
+        for value in reversed(values):
+            shown = value.producer.operands[0] if value.producer.view else None
+            if shown is not None:
+                alive[shown] = max(alive[shown], alive[value.number])
         for node in self.graph.nodes:
-            if not node.view or node.operands[0] is None or values[node.operands[0]].root not in self._written:
+            if not node.view or node.operands[0] is None:
                 continue
-            node.kind, node.asked, node.pinned = "fixed", None, node.pinned | {0}
-            node.wanted = tuple(None if n is None else values[n].layout for n in node.operands)
+            writes = [at for at in self._written.get(values[node.operands[0]].root, ()) if at > node.number]
+            if writes and max([alive[n] for n in node.results if n is not None], default=0) >= min(writes):
+                node.kind, node.asked, node.pinned = "fixed", None, node.pinned | {0}
+                node.wanted = tuple(None if n is None else values[n].layout for n in node.operands)
 
 
 def _accumulates(running: Any) -> bool:

@@ -1,0 +1,172 @@
+"""What a plan says a rank holds is what ranks hold; under a bound it holds less, and computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gloo import run_gloo
+from torch.nn import functional as F
+
+import dtensor as dt
+from dtensor.debug import CommDebugMode
+from dtensor.plan.follow import Following
+from dtensor.testing.live import Live
+
+R, S = dt.Replicate(), dt.Shard
+Step = Callable[[], Any]
+WAYS = {
+    "data": ({}, S(0)),
+    "tensor": ({"q": S(0), "o": S(1), "up": S(0), "down": S(1)}, R),
+    "fully sharded": ({"q": S(0), "o": S(0), "up": S(0), "down": S(0)}, S(0)),
+}
+
+
+def blocks(mesh: dt.DeviceMesh, way: str, width: int = 32, batch: int = 8, layers: int = 2) -> tuple[Step, list[dt.DTensor]]:
+    """Two layers of attention and MLP, placed in one of the usual ways, and their parameters."""
+    cuts, spot = WAYS[way]
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"q": (3 * width, width), "o": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
+
+    def drawn(shape: tuple[int, ...], place: Any) -> dt.DTensor:
+        places = [place if ranks > 1 else R for ranks in mesh.shape]
+        return dt.distribute_tensor(torch.randn(*shape, generator=generator, dtype=torch.float64), mesh, places)
+
+    weights = [
+        {name: (drawn(shape, cuts.get(name, R)) * 0.1).detach().requires_grad_() for name, shape in sizes.items()}
+        for _ in range(layers)
+    ]
+    x = drawn((batch, 16, width), spot)
+
+    def step() -> Any:
+        h = x
+        for w in weights:
+            q, k, v = F.linear(F.layer_norm(h, (width,)), w["q"]).view(batch, 16, 3, 4, -1).permute(2, 0, 3, 1, 4)
+            mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, 16, width)
+            h = h + F.linear(mixed, w["o"])
+            h = h + F.linear(F.gelu(F.linear(F.layer_norm(h, (width,)), w["up"])), w["down"])
+        loss = h.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    leaves = [p for w in weights for p in w.values()]
+    return step, [x, *leaves]
+
+
+def planned(step: Step, given: list[dt.DTensor], **options: Any) -> dt.ProgramPlan:
+    """The plan of a step that begins without gradients."""
+    plan = dt.plan(step, **options)
+    for p in given:
+        p.grad = None
+    return plan
+
+
+def run(step: Step, given: list[dt.DTensor], plan: dt.ProgramPlan | None) -> tuple[list[torch.Tensor], int, int]:
+    """Gradients of a step, the most bytes that its tensors held, and those that a rank received."""
+    for p in given:
+        p.grad = None
+    with Live(given) as live, CommDebugMode() as comm:
+        if plan is None:
+            step()
+        else:
+            with Following(plan) as following:
+                step()
+            assert following.followed, following.left
+    nbytes = sum(event.bytes for event in comm.events)
+    grads = [p.grad.full_tensor() for p in given[1:]]
+    for p in given:
+        p.grad = None
+    return grads, live.peak, nbytes
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_peak_of_a_plan_is_that_of_its_run(way: str) -> None:
+    step, given = blocks(mesh := dt.init_device_mesh("cpu", (2,)), way)
+    expected, _, _ = run(step, given, None)
+    plan = planned(step, given)
+    grads, peak, nbytes = run(step, given, plan)
+    torch.testing.assert_close(grads, expected)
+    assert nbytes == plan.nbytes
+    assert plan.peak_bytes == pytest.approx(peak / mesh.size(), rel=0.1)
+    assert f"{plan.peak_bytes:,} B held per rank" in str(plan)
+    assert dt.ProgramPlan.loads(plan.dumps()) == plan
+
+
+def test_under_a_bound_forms_are_let_go_and_moved_again() -> None:
+    mesh, width = dt.init_device_mesh("cpu", (4,)), 32
+    given = [dt.randn(4 * width, width, dtype=torch.float64, device_mesh=mesh, placements=[S(0)])]
+    given += [
+        (dt.randn(width, width, dtype=torch.float64, device_mesh=mesh, placements=[S(0)])).requires_grad_() for _ in range(4)
+    ]
+
+    def step() -> None:
+        h = given[0]
+        for w in given[1:]:
+            h = torch.tanh(F.linear(h, w))
+        h.square().mean().backward()
+
+    expected, _, _ = run(step, given, None)
+    free = planned(step, given)
+    limit = int(free.peak_bytes * 0.8)
+    bound = planned(step, given, memory=limit)
+    grads, peak, nbytes = run(step, given, bound)
+    torch.testing.assert_close(grads, expected)
+    assert bound.peak_bytes <= limit < free.peak_bytes
+    assert bound.peak_bytes == pytest.approx(peak / mesh.size(), rel=0.1)
+    assert nbytes == bound.nbytes
+    assert bound.seconds >= free.seconds
+    with pytest.raises(dt.errors.PlanError, match=r"least peak found is [\d,]+ B per rank, in aten::"):
+        dt.plan(step, memory=1000)
+
+
+def test_views_of_memory_that_is_written_to_later_may_be_moved() -> None:
+    mesh = dt.init_device_mesh("cpu", (4,))
+    w = dt.randn(8, 8, device_mesh=mesh, placements=[S(0)])
+    x = dt.randn(4, 8, device_mesh=mesh, placements=[S(0)])
+    before, kept = w.full_tensor().clone(), []
+
+    def step() -> Any:
+        y = x @ w.t()
+        kept[:] = [w[:4]]
+        w.mul_(2)
+        return y + kept[0].sum()
+
+    plan = dt.plan(step)
+    assert [call.kind for call in plan.calls if call.name in ("aten::t", "aten::slice.Tensor")] == ["call", "fixed"]
+    with Following(plan) as following:
+        y = step()
+    assert following.followed
+    expected = x.full_tensor() @ (2 * before).t() + 4 * before[:4].sum()
+    torch.testing.assert_close(y.full_tensor(), expected)
+
+
+def _on_processes(way: str) -> tuple[int, int, int, int]:
+    step, given = blocks(dt.init_device_mesh("cpu", (2,)), way)
+    run(step, given, None)
+    plan = planned(step, given)
+    _, peak, nbytes = run(step, given, plan)
+    return plan.peak_bytes, peak, plan.nbytes, nbytes
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_processes_hold_and_receive_what_a_plan_predicts(way: str) -> None:
+    for predicted, peak, nbytes, received in run_gloo(_on_processes, 2, way):
+        assert nbytes == received
+        assert predicted == pytest.approx(peak, rel=0.1)
+
+
+def _refused() -> str:
+    step, _ = blocks(dt.init_device_mesh("cpu", (2,)), "data")
+    with pytest.raises(dt.errors.PlanError) as error:
+        dt.plan(step, memory=1000)
+    return str(error.value)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_all_processes_are_told_that_there_is_no_plan() -> None:
+    assert len(set(run_gloo(_refused, 2))) == 1
