@@ -25,18 +25,18 @@ class _Site:
     """A collective that may be joined with others of its kind.
 
     Attributes:
-        place, wait: of the steps that issue it and wait for it.
         what: the step of a redistribution, or op and dtype of an all-reduce.
+        place, wait: of the steps that issue it and wait for it.
         views: places of the steps that make what it sends, where that is a view of what was there before.
         first, last: among the sites of its kind, the first and the last one at whose place it may be issued.
     """
 
-    place: int
-    wait: int
     comm: Any
     mesh_dims: tuple[int, ...]
     what: Any
     nbytes: int
+    place: int = 0
+    wait: int = 0
     views: list[int] = field(default_factory=list)
     first: int = 0
     last: int = 0
@@ -75,28 +75,30 @@ def _by_kind(steps: Sequence[Step], facts: Mapping[Var, Any]) -> dict[Hashable, 
     waits = {step.args[0]: place for place, step in enumerate(steps) if step.fn is Pending.wait}
     found: dict[Hashable, list[_Site]] = {}
     for place, step in enumerate(steps):
-        if not (step.site and isinstance(step.out, Var) and step.out in waits):
-            continue
-        if step.fn is _ALL_REDUCE and len(step.args) == 4:
-            comm, x, mesh_dims, op = step.args
-            shape, dtype = facts[next(variables(x))][1], facts[next(variables(x))][3]
-            what: Any
-            kind: Any = ("all_reduce", id(comm), tuple(mesh_dims), op, dtype)
-            what, nbytes, alone = (op, dtype), shape.numel() * dtype.itemsize, isinstance(op, Monoid)
-        elif (what := getattr(step.fn, "step", None)) is not None:
-            comm, mesh_dims, op, dtype = (
-                communicator_of(what.before.mesh),
-                what.mesh_dims,
-                getattr(what, "op", None),
-                what.before.dtype,
-            )
-            kind, alone = (type(what), kind_of(what)), False
-            nbytes = max(what.before.max_local_nbytes, what.after.max_local_nbytes)
-        else:
-            continue
-        if not alone and (op is None or not comm.bind_all_reduce(mesh_dims, op, dtype).at_once):
-            found.setdefault(kind, []).append(_Site(place, waits[step.out], comm, tuple(mesh_dims), what, nbytes))
+        known = _known(step, facts) if step.site and isinstance(step.out, Var) and step.out in waits else None
+        if known is not None:
+            kind, site = known
+            site.place, site.wait = place, waits[step.out]
+            found.setdefault(kind, []).append(site)
     return found
+
+
+def _known(step: Step, facts: Mapping[Var, Any]) -> tuple[Hashable, _Site] | None:
+    """The kind of a site, and what it does; None if it stays alone."""
+    if step.fn is _ALL_REDUCE and len(step.args) == 4:
+        comm, x, mesh_dims, op = step.args
+        _, shape, _, dtype, *_ = facts[next(variables(x))]
+        site = _Site(comm, tuple(mesh_dims), (op, dtype), shape.numel() * dtype.itemsize)
+        kind: Hashable = "all_reduce", id(comm), site.mesh_dims, op, dtype
+    else:
+        move = getattr(step.fn, "step", None)
+        if move is None:
+            return None
+        comm, op, dtype = communicator_of(move.before.mesh), getattr(move, "op", None), move.before.dtype
+        site = _Site(comm, move.mesh_dims, move, max(move.before.max_local_nbytes, move.after.max_local_nbytes))
+        kind = type(move), kind_of(move)
+    alone = isinstance(op, Monoid) or (op is not None and comm.bind_all_reduce(site.mesh_dims, op, dtype).at_once)
+    return None if alone else (kind, site)
 
 
 class _Uses:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from gloo import run_gloo
 from torch.nn import functional as F
 
 import dtensor as dt
@@ -48,7 +50,7 @@ def test_parameters_are_gathered_and_gradients_reduced_together(placement: Place
     (plain, params), (step, same) = training(mesh, placement), training(mesh, placement, captured=True)
     for k in range(5):
         x = dt.distribute_tensor(torch.randn(61, 7, dtype=torch.float64) + k, mesh, [Shard(0)])
-        (loss, before, nbytes), (found, after, moved) = kinds(lambda x=x: plain(x)), kinds(lambda x=x: step(x))
+        (loss, before, nbytes), (found, after, moved) = kinds(partial(plain, x)), kinds(partial(step, x))
         assert torch.equal(loss.full_tensor(), found.full_tensor())
         assert all(torch.equal(p.full_tensor(), q.full_tensor()) for p, q in zip(params, same, strict=True))
     assert step.cache_info().replayed >= 3
@@ -108,7 +110,7 @@ def test_results_are_memory_of_their_own() -> None:
 def test_one_that_needs_another_waits_for_it() -> None:
     def chained(x: Any, y: Any) -> Any:
         first = whole(x)
-        second = whole((first.redistribute(placements=[Shard(0)]) * 2))
+        second = whole(first.redistribute(placements=[Shard(0)]) * 2)
         return first, second, whole(y)
 
     _, seen = replayed(chained, *cut(Shard(0), Shard(0)))
@@ -134,3 +136,28 @@ def test_means_and_dtypes_stay_apart() -> None:
 
     _, seen = replayed(several, *cut(Partial("avg"), Partial("sum")))
     assert 2 <= seen["all_reduce"] <= 3
+
+
+def _training_on_processes() -> list[tuple[bool, int, int]]:
+    """For each way: whether replays have the program's bits, and collectives of a step of both."""
+    found = []
+    mesh = dt.init_device_mesh("cpu", (4,))
+    for placement in (Replicate(), Shard(0), Shard(0, sizes=(3, 0, 0, 4))):
+        (plain, params), (step, same) = training(mesh, placement), training(mesh, placement, captured=True)
+        equal = True
+        for k in range(4):
+            generator = torch.Generator().manual_seed(k)
+            x = dt.distribute_tensor(torch.randn(61, 7, dtype=torch.float64, generator=generator), mesh, [Shard(0)])
+            (loss, before, _), (again, after, _) = kinds(partial(plain, x)), kinds(partial(step, x))
+            equal &= torch.equal(loss.full_tensor(), again.full_tensor())
+            equal &= all(torch.equal(p.to_local(), q.to_local()) for p, q in zip(params, same, strict=True))
+        assert step.cache_info().replayed >= 2
+        found.append((equal, before.total(), after.total()))
+    return found
+
+
+@pytest.mark.gloo
+def test_processes_agree_on_what_is_joined() -> None:
+    told = run_gloo(_training_on_processes, 4)
+    assert all(ways == told[0] for ways in told)
+    assert all(equal and after < before / 2 for equal, before, after in told[0])
