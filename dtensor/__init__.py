@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .base.modes import explicit, implicit_replication
+from .base.modes import explicit, implicit_replication, remember
 from .capture import Captured, CaptureInfo, capture
 from .comm import PerRank, map_ranks, per_rank
 from .dispatch.cache_info import CacheInfo, cache_info
@@ -75,6 +75,7 @@ __all__ = [
     "random_mode",
     "redistribute_many",
     "register_sharding",
+    "remember",
     "unregister_sharding",
     "zeros",
 ]

@@ -48,23 +48,27 @@ def bucketed(steps: list[Step], facts: Mapping[Var, Any], lasting: frozenset[int
     Args:
         lasting: memory that the steps are given, of which at another call several may be one.
     """
-    groups: dict[int, list[_Site]] = {}  # by the place at which they are issued
+    groups: dict[int, list[list[_Site]]] = {}  # by the place at which they are issued
     for sites in _by_kind(steps, facts).values():
         if len(sites) > 1:
             uses = _Uses(steps, lasting)
             for number, site in enumerate(sites):
                 _find_window(site, number, sites, uses, facts)
             _agree(sites)
-            groups |= {sites[at].place: group for group, at in _groups(sites)}
+            for group, at in _groups(sites):
+                groups.setdefault(sites[at].place, []).append(group)
     views: dict[int, int] = {}  # steps that come earlier, with what needs them first
-    for at, group in sorted(groups.items(), reverse=True):
-        views |= {place: at for site in group for place in site.views if place > at}
-    gone = {*views, *(place for group in groups.values() for site in group for place in (site.place, site.wait))}
+    gone: set[int] = set()
+    for at, found in sorted(groups.items(), reverse=True):
+        moved = [site for group in found for site in group]
+        views |= {place: at for site in moved for place in site.views if place > at}
+        gone.update(*((site.place, site.wait) for site in moved))
+    gone |= views.keys()
     made: list[Step] = []
     for place, step in enumerate(steps):
         if place in groups:
             made += [steps[view] for view in sorted(views) if views[view] == place]
-            made += _together(groups[place], steps)
+            made += [one for group in groups[place] for one in _together(group, steps)]
         if place not in gone:
             made.append(step)
     return made
@@ -176,18 +180,24 @@ def _agree(sites: Sequence[_Site]) -> None:
 
 
 def _groups(sites: Sequence[_Site]) -> Iterator[tuple[list[_Site], int]]:
-    """Neighbours whose windows have a place in common, and the first such place from where the first of them stood."""
-    start = 0
-    while start < len(sites):
-        end, first, last, nbytes = start + 1, sites[start].first, sites[start].last, sites[start].nbytes
-        while end < len(sites):
-            one = sites[end]
-            if max(first, one.first) > min(last, one.last) or nbytes + one.nbytes > BYTES:
-                break
-            first, last, nbytes, end = max(first, one.first), min(last, one.last), nbytes + one.nbytes, end + 1
-        if end - start > 1:
-            yield list(sites[start:end]), max(first, start)
-        start = end
+    """Sites whose windows have a place in common, and which one: where the first of those left finds most company."""
+    left = dict(enumerate(sites))
+    while left:
+        number, one = next(iter(left.items()))
+        at = max(range(one.first, one.last + 1), key=lambda k: (len(_at(left, k)), -abs(k - number)))
+        group, nbytes = [number], one.nbytes
+        for k in _at(left, at):
+            if k != number and nbytes + sites[k].nbytes <= BYTES:
+                group.append(k)
+                nbytes += sites[k].nbytes
+        for k in group:
+            del left[k]
+        if len(group) > 1:
+            yield [sites[k] for k in group], at
+
+
+def _at(left: Mapping[int, _Site], place: int) -> list[int]:
+    return [k for k, site in left.items() if site.first <= place <= site.last]
 
 
 def _together(group: Sequence[_Site], steps: Sequence[Step]) -> list[Step]:
