@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .base.extensions import provided_by as _provided_by
-from .base.modes import explicit, implicit_replication
+from .base.modes import explicit, implicit_replication, remember
 from .capture import Captured, CaptureInfo, capture
 from .comm import PerRank, map_ranks, per_rank
 from .dispatch.cache_info import CacheInfo, cache_info
@@ -81,6 +81,7 @@ __all__ = [
     "random_mode",
     "redistribute_many",
     "register_sharding",
+    "remember",
     "trace",
     "unregister_sharding",
     "zeros",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..errors import ArgumentError
 from .scoped import Scoped, entering
 
 IMPLICIT_REPLICATION: Scoped[None] = Scoped("implicit_replication")
 EXPLICIT: Scoped[None] = Scoped("explicit")
+REMEMBERED: Scoped[str] = Scoped("remember")
 
 
 class Modes:
@@ -22,6 +24,10 @@ class Modes:
     @property
     def explicit(self) -> bool:
         return bool(EXPLICIT)
+
+    @property
+    def remembered(self) -> str:
+        return REMEMBERED.last("values")
 
 
 MODES = Modes()
@@ -51,4 +57,33 @@ def explicit() -> Iterator[None]:
         ImplicitCommunicationError: from the operation, naming the redistribution that it needs.
     """
     with EXPLICIT.entered(None):
+        yield
+
+
+@entering
+def remember(what: str) -> Iterator[None]:
+    """Inside, of what operators needed in another layout tensors remember this: less memory, or less communication.
+
+    Args:
+        what: ``"nothing"``: a value is moved each time. ``"values"``, the default: what operators made is moved once, and held in
+            both layouts as long as it lives. ``"parameters"``: parameters too, from forward until their gradient arrives (or they
+            are written to), whole if they are gathered: of three transfers of a fully sharded step two are left.
+
+    Raises:
+        ArgumentError: another word.
+
+    >>> import torch, dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2,))
+    >>> w = torch.nn.Parameter(dt.ones(64, 64, device_mesh=mesh, placements=[dt.Shard(0)]))
+    >>> x = dt.ones(500, 64, device_mesh=mesh, placements=[dt.Shard(0)]).requires_grad_()
+    >>> def step():
+    ...     (x @ w).sum().backward()
+    >>> with dt.remember("parameters"):
+    ...     once = [m.event.kind for m in dt.explain(step).movements].count("all_gather")
+    >>> once, [m.event.kind for m in dt.explain(step).movements].count("all_gather")
+    (1, 2)
+    """
+    if what not in ("nothing", "values", "parameters"):
+        raise ArgumentError(f'remember takes "nothing", "values" or "parameters", got {what!r}')
+    with REMEMBERED.entered(what):
         yield

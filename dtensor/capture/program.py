@@ -15,6 +15,7 @@ from ..dispatch.local_op import below_autograd
 from ..dispatch.wrapping import wrap_local
 from ..layout.layout import Layout
 from ..tensor.dtensor import DTensor
+from .buckets import bucketed
 from .codegen import Source
 from .graph import Step, Tape, Var
 from .leaf_gradients import Guarded
@@ -144,6 +145,7 @@ class Program:
         written = frozenset(self.mutated)
         self._counting = [place for place, form in enumerate(self.forms) if form.distributed and form.given in written]
         self._strides = [stride for form in self.forms for stride in form.strides]
+        self.steps = bucketed(self.steps, self.facts, frozenset(self._storages()))
 
     @property
     def ready(self) -> bool:
@@ -166,6 +168,7 @@ class Program:
         constants = {var: value for var, value in self.constants.items() if var.storage not in kept}
         inputs = tuple(var for group in backward.incoming for var in group)
         lasting = frozenset(self._storages() | {var.storage for var in incoming})
+        backward.steps = bucketed(backward.steps, self.facts, lasting)
         read = [var for step in backward.steps for var in step.inputs] + list(results)
         earlier = tuple(dict.fromkeys(var for var in read if var not in made and var not in incoming and var not in constants))
         tape = self._shortened(Tape(inputs + earlier, backward.steps, results, constants), lasting)

@@ -140,6 +140,7 @@ def modes() -> tuple[Any, ...]:
         autocast and tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
         MODES.implicit_replication,
         MODES.explicit,
+        MODES.remembered,
         DRAWING.mode,
         torch.get_default_dtype(),
         count_function_modes() and torch.get_default_device(),

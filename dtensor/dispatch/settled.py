@@ -4,7 +4,7 @@ An operator that needs a value in another layout than it has moves it there. The
 so again, or in a form that is had from it for less: the next operator, the backward pass. Its placements and pieces stay what
 they are. Nothing is kept of
 
-- a parameter, which would stay whole as long as it lives;
+- a parameter, which would stay whole as long as it lives (but see :func:`~dtensor.base.modes.remember`);
 - a tensor whose pieces the user has (``from_local``, ``to_local``, ``data``): what is written to them is seen by no counter;
 - a tensor that was written to meanwhile, under any of its views.
 
@@ -24,6 +24,7 @@ import torch
 
 from ..base.caches import remembered
 from ..base.memory_order import memory_order
+from ..base.modes import REMEMBERED
 from ..base.recording import ACTIVE, current
 from ..comm import PerRank, shards_of
 from ..layout.layout import Layout
@@ -130,12 +131,13 @@ def moved(x: Any, move: Move, local: Any) -> Any:
     if not move.communicates or type(x) is not wrapping.TENSOR or NESTED.depth:
         return execute(move, local)
     home = _home(x)
-    if _given(x)[0] or (home.is_leaf and home.requires_grad):
-        return execute(move, local)
-    versions = versions_of(home)
+    versions = None if _given(x)[0] or (REMEMBERED.held and REMEMBERED.last("") == "nothing") else versions_of(home)
     if versions is None:  # nobody counts
         return execute(move, local)
-    forms = _forms(home if _same_memory(x, home) else x, current() if ACTIVE else None, versions)
+    keeper, recorder = home if _same_memory(x, home) else x, current() if ACTIVE else None
+    if home.is_leaf and home.requires_grad and not _may_keep(home, keeper, recorder, versions):
+        return execute(move, local)
+    forms = _forms(keeper, recorder, versions)
     order, back = _orders(move.src)
     source, target = _turned(move.src, order), _turned(move.dst, order)
     held = forms.held.setdefault(source, {})
@@ -146,6 +148,17 @@ def moved(x: Any, move: Move, local: Any) -> Any:
         if home.grad_fn is None and all(op is None for op in source.partials):
             _LATELY.add(forms, source, target)
     return found if not order else found.permute(back)
+
+
+def _may_keep(leaf: Any, keeper: Any, recorder: Any, versions: Any) -> bool:
+    """Whether forms of a parameter are kept, or there already: from a forward pass until its gradient arrives."""
+    hook = leaf.__dict__.get("_grad_layout")
+    if hook is None or keeper is not leaf:
+        return False
+    if not (REMEMBERED.held and REMEMBERED.last("") == "parameters" and torch.is_grad_enabled()):
+        return len(hook) > 1 and hook[1] is _forms(keeper, recorder, versions)
+    hook[1:] = [_forms(keeper, recorder, versions)]
+    return True
 
 
 def _forms(keeper: Any, recorder: Any, versions: Any) -> Forms:

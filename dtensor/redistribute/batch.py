@@ -9,6 +9,7 @@ too.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..base.caches import remembered
-from ..comm import Communicator, Pending, communicator_of
+from ..comm import Communicator, Pending, communicator_of, shards_of
 from ..comm.events import because
 from ..comm.fold import divided
 from ..comm.regions import Box, region
@@ -85,6 +86,41 @@ class _Run:
         return self.values
 
 
+def kind_of(step: Step) -> Hashable:
+    """What steps must have in common to go in one collective, divisions aside."""
+    return _kind(_undivided(step), -1)
+
+
+def _undivided(step: Any) -> Any:
+    return dataclasses.replace(step, divisor=1) if isinstance(step, (AllReduce, ReduceScatter)) else step
+
+
+def as_one(steps: Sequence[Step]) -> Callable[..., Merged]:
+    """What issues the collectives of steps of one kind as one, given a local for each; means are not divided."""
+    undivided = tuple(map(_undivided, steps))
+    return _of_several(because(undivided, _merged(undivided)), steps[0].verb)
+
+
+def reduced_as_one(comm: Communicator, mesh_dims: Sequence[int], op: Any, dtype: torch.dtype) -> Callable[..., Merged]:
+    """The same of all-reduces over mesh dims."""
+    return _of_several(_reduced(comm, mesh_dims, op, dtype, 1), "all_reduce")
+
+
+def _of_several(together: Together, name: str) -> Callable[..., Merged]:
+    """``together`` of locals, with results that share no memory: who gets them may write to one."""
+
+    def issue(*values: Local) -> Merged:
+        return together(list(values), [None] * len(values)).then(lambda made: [_own(x) for x in made])
+
+    issue.__name__ = f"{name.replace(' ', '_').replace('-', '_')}_together"
+    return issue
+
+
+def _own(local: Local) -> Local:
+    alone = all(x.untyped_storage().nbytes() == x.numel() * x.itemsize for x in shards_of(local))
+    return local if alone else local.clone(memory_format=torch.contiguous_format)
+
+
 def _kind(step: Step, index: int) -> Hashable:
     """Steps of one kind go in one collective; terms of a monoid stay whole, so each of them alone."""
     over = (step.before.mesh, step.mesh_dims)
@@ -113,8 +149,12 @@ def _merged(steps: tuple[Any, ...]) -> Together:
 
 # --- reductions: the elements of all tensors in one row -------------------------------------------------------------------
 def _all_reduce(steps: tuple[Any, ...]) -> Together:
-    comm, divisor = communicator_of(steps[0].before.mesh), steps[0].divisor
-    reduction = comm.bind_all_reduce(steps[0].mesh_dims, steps[0].op, steps[0].before.dtype)
+    first = steps[0]
+    return _reduced(communicator_of(first.before.mesh), first.mesh_dims, first.op, first.before.dtype, first.divisor)
+
+
+def _reduced(comm: Communicator, mesh_dims: Sequence[int], op: Any, dtype: torch.dtype, divisor: int) -> Together:
+    reduction = comm.bind_all_reduce(mesh_dims, op, dtype)
     bound = reduction.taking or reduction.run
 
     def apart(member: int, reduced: Tensor, *parts: Tensor) -> list[Tensor]:

@@ -120,7 +120,7 @@ def _bind(comm: Communicator, step: Step) -> Bound:
                 return tuple(inside(before, member, after, other) for other in group)
 
             scatter = Scatter(chunks_of, op, functools.partial(_local_shape, before), before.dtype, _said(step))
-            return _collective(comm, comm.bind_reduce_scatter(mesh_dims, scatter), step)
+            return _collective(comm, _known_as(step, comm.bind_reduce_scatter(mesh_dims, scatter)), step)
         case AllGather() | Exchange():
             return _collective(comm, _transfer(comm, step), step)
         case _:
@@ -136,9 +136,15 @@ def _transfer(comm: Communicator, step: AllGather | Exchange) -> Run:
             kind, find = ("all_gather", gather_traffic) if isinstance(step, AllGather) else ("all_to_all", traffic)
             traffic_of = functools.partial(find, step.before, step.after, step.mesh_dims)
             transfer = Transfer(functools.partial(route, step), step.before.dtype, kind, traffic_of, _said(step))
-            bound.append(comm.bind_transfer(step.mesh_dims, transfer))
+            bound.append(_known_as(step, comm.bind_transfer(step.mesh_dims, transfer)))
         return bound[0](x)
 
+    return issue
+
+
+def _known_as(step: Step, issue: Run) -> Run:
+    """``issue``; a recorder that keeps it can tell which step it is."""
+    setattr(issue, "step", step)  # noqa: B010  no attribute of functions that types know
     return issue
 
 

@@ -236,10 +236,13 @@ def keep_grad_layout(leaf: Any) -> None:
     """
     if "_grad_layout" in leaf.__dict__:
         return
-    kind, current = type(leaf), [leaf._layout]
+    kind: Any = type(leaf)
+    current: list[Any] = [leaf._layout]  # and the forms that are kept of it until now, see dispatch/settled.py
 
     def to_leaf_layout(grad: Any) -> Any:
         layout = current[0]
+        if len(current) > 1:
+            current.pop().held.clear()
         if grad is None:
             return None
         if observed:

@@ -167,3 +167,48 @@ def test_a_tensor_that_became_other_memory_is_no_view_of_what_it_was() -> None:
     torch.testing.assert_close(view.sin().full_tensor(), (X @ X.t() + 1).sin())
     z.zero_()
     torch.testing.assert_close(view.sin().full_tensor(), torch.zeros(6, 6, dtype=X.dtype))
+
+
+def gathers(run: Callable[[], Any]) -> int:
+    with CommDebugMode() as seen:
+        run()
+    return sum(event.kind == "all_gather" for event in seen.events)
+
+
+def fully_sharded() -> tuple[Any, Callable[[], Any]]:
+    w = torch.nn.Parameter(dt.distribute_tensor(torch.randn(30, 30, dtype=X.dtype), mesh(), [Shard(0)]))
+    x = dt.distribute_tensor(torch.randn(1000, 30, dtype=X.dtype), mesh(), [Shard(0)]).requires_grad_()
+    return w, lambda: (x @ w).square().sum()
+
+
+def test_a_parameter_may_be_remembered_until_its_gradient_arrives() -> None:
+    w, run = fully_sharded()
+    run().backward()
+    expected, w.grad = w.grad, None
+    assert gathers(lambda: run().backward()) == 2
+    w.grad = None
+    with dt.remember("parameters"):
+        loss = run()
+        assert gathers(run) == 0
+    assert any(w.__dict__["_forms"].held.values())
+    assert gathers(loss.backward) == 0
+    assert not any(w.__dict__["_forms"].held.values())
+    assert torch.equal(w.grad.full_tensor(), expected.full_tensor())
+    with dt.remember("parameters"):
+        assert gathers(run) == 1
+        with torch.no_grad():
+            w.mul_(2)
+        before = run()
+    assert torch.allclose(before.full_tensor(), 4 * loss.full_tensor())
+    with dt.remember("parameters"), torch.no_grad():
+        w.mul_(0.5)
+        assert gathers(lambda: (run(), run())) == 2, "no backward pass will come"
+
+
+def test_nothing_need_be_remembered() -> None:
+    y = in_terms()
+    with dt.remember("nothing"):
+        assert collectives(lambda: (y.exp(), y.sin())) == 2
+    assert collectives(lambda: (y.exp(), y.sin())) == 1
+    with pytest.raises(dt.errors.ArgumentError, match="nothing"), dt.remember("all"):
+        pass
