@@ -133,6 +133,8 @@ class Holdings:
                 self._changed(store, alive.nbytes())
 
     def _changed(self, store: Store, nbytes: int) -> None:
+        if nbytes == store.nbytes:
+            return
         self.log.append((time.perf_counter_ns(), store.number, nbytes - store.nbytes))
         store.nbytes = nbytes
 
