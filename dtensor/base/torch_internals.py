@@ -76,6 +76,7 @@ NAMES: dict[str, Internal] = {
     "keep_in_thread": Internal("torch._C._stash_obj_in_tls", "modes are seen in backward passes", _NONE),
     "kept_in_thread": Internal("torch._C._get_obj_in_tls", "modes are seen in backward passes", _NONE),
     "is_kept_in_thread": Internal("torch._C._is_key_in_tls", "modes are seen in backward passes", _NONE),
+    "profiler_enabled": Internal("torch._C._autograd._profiler_enabled", "our ranges in what the profiler shows", _NONE),
     # --- autograd
     "BelowAutograd": Internal("torch._C._AutoDispatchBelowAutograd", "local operations skip autograd", "torch.no_grad(), slower"),
     "graph_task": Internal("torch._C._current_graph_task_id", "whether gradients are being computed in this thread", _NONE),

@@ -16,6 +16,7 @@ import torch
 
 from ..base.caches import Shared
 from ..base.recording import ACTIVE, current, site
+from ..base.torch_internals import profiler_enabled
 from ..mesh.device_mesh import DeviceMesh
 from ..ranks.per_rank import shards_of
 from . import events
@@ -149,7 +150,7 @@ class Binding(ABC):
         def issue(x: Local) -> Pending[Local]:
             if ACTIVE and (recorder := current()) is not None:
                 return recorder.site(issue, (x,), {})
-            if events.listeners:
+            if events.listeners or profiler_enabled():
                 return events.reporting(self._event(kind, dims, nbytes(x)), lambda: run(x))
             return run(x)
 

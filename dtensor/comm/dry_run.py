@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..mesh.device_mesh import DeviceMesh
-from .binding import Dims, Reduction, Run
+from .binding import Dims, Local, Reduction, Run
 from .communicator import Communicator
 from .fold import Op
 from .pending import Pending
@@ -16,7 +16,7 @@ from .regions import Scatter, Transfer
 
 
 class DryRun(Communicator):
-    """Every collective returns meta tensors of the right shapes at once."""
+    """Every collective gives meta tensors of the right shapes; a reduce-scatter holds terms until it is waited for."""
 
     held, talks = (0,), False
 
@@ -33,7 +33,13 @@ class DryRun(Communicator):
         return Reduction(lambda x: Pending.of(x.new_empty(x.shape)))
 
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
-        return _empty(scatter.chunks_of(0)[self.mesh.members_of(dims, 0).index(0)].size)
+        own = scatter.chunks_of(0)[self.mesh.members_of(dims, 0).index(0)].size
+
+        def run(x: Local) -> Pending[Local]:
+            terms = x.new_empty((self.group_size(dims), *own))  # of all ranks, or this one's packed for all
+            return Pending(lambda: terms.new_empty(own))
+
+        return run
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
         return [value] * self.group_size(dims)

@@ -7,12 +7,15 @@ listening anywhere a collective pays one truth test.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
+import torch
+
 from ..base.scoped import Scoped
+from ..base.torch_internals import profiler_enabled
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Monoid
 from .fold import Op
@@ -48,6 +51,9 @@ class Event:
     direct: bool = False
     groups: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
+    def __str__(self) -> str:
+        return f"{self.kind} over {self.over or 'a group'}, {self.group_size} ranks, {self.bytes:,} B"
+
     @property
     def over(self) -> str:
         """The mesh dims by name."""
@@ -78,8 +84,20 @@ def report(event: Event) -> list[Around]:
 def reporting(event: Event, issue: Callable[[], T]) -> T:
     """What ``issue()`` gives, reported; where that is :class:`Pending`, its end too."""
     arounds = report(event)
+    if profiler_enabled():
+        arounds = [_ranged(str(event)), *arounds]
     made = _through(arounds, issue)
     return made.within(partial(_through, arounds)) if arounds and isinstance(made, Pending) else made  # type: ignore[return-value]  # itself
+
+
+def _ranged(name: str) -> Around:
+    """As a range of that name in what torch's profiler shows."""
+
+    def run(fn: Callable[[], T]) -> T:
+        with torch.profiler.record_function(f"dtensor::{name}"):
+            return fn()
+
+    return run
 
 
 def _through(arounds: Sequence[Around], fn: Callable[[], T]) -> T:
@@ -89,13 +107,14 @@ def _through(arounds: Sequence[Around], fn: Callable[[], T]) -> T:
 
 
 def because(cause: Any, fn: Callable[P, T]) -> Callable[P, T]:
-    """``fn``, whose collectives are issued for ``cause``, which those who listen find in ``CAUSES``."""
+    """``fn``, whose collectives are issued for ``cause``: those who listen find it in ``CAUSES``, torch's profiler shows it."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not listeners:
+        if not listeners and not profiler_enabled():
             return fn(*args, **kwargs)
-        with CAUSES.entered(cause):
-            return fn(*args, **kwargs)
+        name = "; ".join(map(str, cause)) if isinstance(cause, tuple) else str(cause)
+        with CAUSES.entered(cause) if listeners else nullcontext():
+            return _ranged(name)(lambda: fn(*args, **kwargs)) if profiler_enabled() else fn(*args, **kwargs)
 
     return run
 

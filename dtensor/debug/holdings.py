@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..base.callers import NOWHERE, Place
 from ..base.torch_internals import graph_task
-from ..comm import communicator_of
+from ..comm import communicator_of, events
 from ..ranks.per_rank import PerRank
 from ..tensor.dtensor import DTensor
 
@@ -133,6 +133,8 @@ class Holdings:
                 self._changed(store, alive.nbytes())
 
     def _changed(self, store: Store, nbytes: int) -> None:
+        if nbytes == store.nbytes:
+            return
         self.log.append((time.perf_counter_ns(), store.number, nbytes - store.nbytes))
         store.nbytes = nbytes
 
@@ -212,6 +214,16 @@ class Holdings:
     @staticmethod
     def _counts(store: Store, rank: int) -> bool:
         return store.counts and (not store.ranks or rank in store.ranks)
+
+
+def told_by_all(holdings: Holdings, value: Any) -> list[Any]:
+    """What each process says, by rank; all ask. Of one process its own. It is no collective of the program's."""
+    alone = holdings.ranks or not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake"
+    if alone:
+        return [value]
+    told: list[Any] = [None] * dist.get_world_size()
+    events.issuing(dist.all_gather_object)(told, value)
+    return told
 
 
 def pieces(x: Any) -> list[tuple[int | None, Tensor]]:

@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from ..base.callers import Place
-from .holdings import KINDS, Holdings
+from .holdings import KINDS, Holdings, told_by_all
 from .seen import Record
 from .visualize import table
 
@@ -100,10 +98,8 @@ def memory_of(holdings: Holdings, result: Any = None, gathered: bool = False) ->
         most, _, kinds = holdings.peak(rank)
         found[rank] = most, kinds, _timeline(holdings, rank)
     lines = lines_at_peak(holdings, max(found, key=lambda rank: found[rank][0]))
-    if gathered and dist.is_available() and dist.is_initialized() and not holdings.ranks and dist.get_backend() != "fake":
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, found)
-        found = {rank: one for each in told for rank, one in each.items()}
+    if gathered:
+        found = {rank: one for each in told_by_all(holdings, found) for rank, one in each.items()}
     peaks, kinds_of = {rank: one[0] for rank, one in found.items()}, {rank: one[1] for rank, one in found.items()}
     return Memory(peaks, kinds_of, {rank: one[2] for rank, one in found.items()}, lines, result)
 

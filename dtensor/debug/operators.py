@@ -176,8 +176,8 @@ class Operators(TorchDispatchMode):
             if own and operation is not None:
                 self._running.remove(operation)
         values = tensors(made)
-        self.holdings.made(values, rank, self._birth(operation))
         self.holdings.resized()
+        self.holdings.made(values, rank, self._birth(operation))
         if operation is not None and not self.collectives and not shows_memory(func):
             nbytes = sum(x.numel() * x.element_size() for x in (*given, *values))
             dtype = (values or given)[0].dtype if values or given else torch.float32

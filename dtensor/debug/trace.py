@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base.scoped import entering
+from .holdings import told_by_all
 from .operators import LocalCall, Operation
 from .seen import Movement, Record
 
@@ -52,12 +53,8 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         began, offset = time.perf_counter_ns(), time.time_ns() - time.perf_counter_ns()
         yield
     events = list(events_of(record, began))
-    several = dist.is_available() and dist.is_initialized() and not record.holdings.ranks and dist.get_backend() != "fake"
-    told: list[Any] = [(offset + began, events)]
-    if several:
-        told = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (offset + began, events))
-    if not several or dist.get_rank() == 0:
+    told = told_by_all(record.holdings, (offset + began, events))
+    if len(told) == 1 or dist.get_rank() == 0:
         first = min(start for start, _ in told)
         merged = [_later(event, (start - first) / 1e3) for start, each in told for event in each]
         Path(path).write_text(json.dumps({"traceEvents": merged, "displayTimeUnit": "ms"}))
@@ -169,7 +166,8 @@ def _collective(
     kind = movement.event.kind
     for rank in here:
         yield _span(rank, COMMUNICATION, kind, start, duration, about)
-    for other in group[1:]:  # an arrow has one end: each is one of its own
+    dry = movement.event.mesh is not None and movement.event.mesh.kind == "dry_run"
+    for other in () if dry else group[1:]:  # an arrow has one end: each is one of its own
         flow = {"name": kind, "cat": "collective", "id": f"{'-'.join(map(str, group))}/{number}/{other}", "tid": COMMUNICATION}
         if group[0] in here:
             yield {**flow, "ph": "s", "pid": group[0], "ts": start}

@@ -21,6 +21,9 @@ class Cause:
     operator: Operator
     plan: Plan
 
+    def __str__(self) -> str:
+        return self.operator.name
+
 
 def announce(plan: Plan, name: str) -> None:
     """Warn, once per operator, that it gathers: its layouts and the bytes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,12 @@ from case_lists import S0, S1, R, line, put, value
 from gloo import run_gloo
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import dtensor as dt
 from dtensor.comm import events
 from dtensor.debug import CommDebugMode
+from dtensor.errors import BudgetError
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 
 P = dt.Partial()
@@ -230,3 +233,63 @@ def test_a_loop_is_told_once() -> None:
     assert str(told).count("DTensor.redistribute") == 1
     assert "(3 times)" in str(told)
     assert len(told.movements) == 3
+
+
+def test_torchs_profiler_shows_what_moves() -> None:
+    a, b = put(value(5, 6), S0), put(value(5, 6), S1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        a + b
+        a.redistribute(placements=[R])
+    names = {event.key for event in seen.key_averages() if event.key.startswith("dtensor::")}
+    assert "dtensor::aten::add" in names
+    assert any(name.startswith("dtensor::all_gather over mesh dim 0: (S(0)) -> (R)") for name in names), names
+    assert any(name.startswith("dtensor::all_gather over 0, ") for name in names), names
+
+
+def test_every_view_has_the_same_numbers(tmp_path: Any) -> None:
+    """And computing is counted as torch does on the program of one rank."""
+
+    def step() -> None:
+        x, w = put(value(6, 4), S0), put(value(4, 6), S1).requires_grad_()
+        (x @ w).relu().sum().backward()
+
+    with CommDebugMode() as comm, dt.trace(tmp_path / "trace.json"):
+        step()
+    moved = sum(comm.get_comm_bytes().values())
+    told = dt.explain(step)
+    events_of = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    mine = [one["args"] for one in events_of if one["ph"] == "X" and one["pid"] == 0]
+    traced = [one for one in mine if "steps" in one]
+    assert told.bytes == moved == sum(one["bytes"] for one in traced) > 0
+    assert len(told.movements) == comm.get_total_counts() == len(traced)
+    assert told.flops == sum(one["flops"] for one in mine if "flops" in one) > 0
+    exact = {"bytes": moved, "collectives": len(traced), "flops": told.flops, "memory": told.memory.peak}
+    assert told.memory.peak == dt.memory(step).peak
+    with dt.budget(**exact):
+        step()
+    for name, limit in exact.items():
+        with pytest.raises(BudgetError, match=r"test_explain.py:\d+  "), dt.budget(**{name: limit - 1}):
+            step()
+
+
+def test_flops_are_those_of_the_program_of_one_rank() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x, w = dt.ones(6, 4, device_mesh=mesh, placements=[S0]), dt.ones(4, 5, device_mesh=mesh)
+    told = dt.explain(lambda: x @ w)
+    with FlopCounterMode(display=False) as counter:
+        torch.ones(3, 4) @ torch.ones(4, 5)
+    assert told.flops == counter.get_total_flops() == 2 * 3 * 4 * 5
+    (one,) = told.operations
+    assert (one.operator, one.place.source, len(one.calls)) == ("aten::mm", "told = dt.explain(lambda: x @ w)", 2)
+    assert one.operands == (repr(x.layout), repr(w.layout))
+    assert one.seconds > 0
+    assert one.measured > 0
+
+
+def test_modules_have_what_their_parts_do() -> None:
+    model = parallelize_module(MLP(), line(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    told = dt.explain(lambda: model(torch.ones(2, 4)).sum().backward())
+    by_name = {module.name: module for module in told.modules}
+    assert set(by_name) == {"MLP", "MLP.up", "MLP.down"}
+    assert by_name["MLP"].bytes == by_name["MLP.up"].bytes + by_name["MLP.down"].bytes == told.bytes
+    assert by_name["MLP"].flops == by_name["MLP.up"].flops + by_name["MLP.down"].flops == told.flops
