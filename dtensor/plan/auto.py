@@ -41,6 +41,14 @@ class Sharding:
         seconds, nbytes, memory: predicted, of one step: its time, bytes that a rank receives, bytes that a rank holds at the peak
             (parameters, gradients, optimizer's states, what forward keeps for backward).
         plan: what each call does under them.
+
+    A record; ``apply`` costs what distributing the parameters does, and raises ``ArgumentError`` for another mesh.
+
+    >>> import torch, dtensor as dt
+    >>> model, mesh = torch.nn.Linear(64, 64), dt.init_device_mesh("cpu", (4,))
+    >>> found = dt.auto_shard(model, mesh, example=(torch.empty(1024, 64),))
+    >>> found.apply(model, mesh).weight.placements == found.placements["weight"]
+    True
     """
 
     mesh: tuple[int, ...]
@@ -115,6 +123,8 @@ def auto_shard(
     >>> found = dt.auto_shard(model, dt.init_device_mesh("meta", (4,)), example=(torch.empty(1024, 64),))
     >>> sorted(found.placements), found.memory > 0
     (['bias', 'weight'], True)
+
+    No communication: the step is recorded without data.
     """
     graph, named, batch = _recorded(model, mesh, example, loss, optimizer_bytes)
     start = _started(graph, named, placements or {})

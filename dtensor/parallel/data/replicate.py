@@ -29,7 +29,18 @@ _FIRST_BUCKET_BYTES = _MEBIBYTE  # the first gradients of backward start to trav
 
 
 class ReplicatedModule(FSDPModule):
-    """What a replicated module can do besides what it could before: of :class:`FSDPModule`, what concerns gradients."""
+    """What a replicated module can do besides what it could before: of :class:`FSDPModule`, what concerns gradients.
+
+    A backward all-reduces each unit's gradients once.
+
+    >>> import torch, dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    >>> model = dt.parallel.replicate(torch.nn.Linear(3, 1), mesh)
+    >>> isinstance(model, ReplicatedModule), model.weight.placements
+    (True, (Replicate(),))
+
+    What gathers parameters raises ``UnsupportedOperationError``: nothing is gathered.
+    """
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """As :meth:`set_requires_gradient_sync`: nothing is cut, so the all-reduce is all there is."""
@@ -111,6 +122,9 @@ def replicate(
     >>> model(dt.per_rank([torch.ones(1, 3), torch.zeros(1, 3)])).sum().backward()
     >>> model.weight.grad.placements, model.weight.grad.full_tensor()
     ((Replicate(),), tensor([[1., 1., 1.]]))
+
+    Raises:
+        TypeError, ValueError, DTensorError: what is no module or is one of these already, or options that there are not.
     """
     check_policy(mp_policy)
     check_callable(module, "replicate")
