@@ -102,7 +102,7 @@ def auto_shard(
 ) -> Sharding:
     """The placements of parameters and batch under which one step, forward and backward, takes least time by the model.
 
-    Nothing of ``model`` is computed or changed: the step is recorded on a dry run, and every mesh counts as one of its kind
+    Nothing is computed, changed or communicated: the step is recorded on a dry run, and every mesh counts as one of its kind
     (``init_device_mesh("meta", shape)``, a cluster of GPUs). Use :meth:`Sharding.apply`, and ``capture(step, plan="program")`` or
     ``plan`` for the steps.
 
@@ -123,8 +123,6 @@ def auto_shard(
     >>> found = dt.auto_shard(model, dt.init_device_mesh("meta", (4,)), example=(torch.empty(1024, 64),))
     >>> sorted(found.placements), found.memory > 0
     (['bias', 'weight'], True)
-
-    No communication: the step is recorded without data.
     """
     graph, named, batch = _recorded(model, mesh, example, loss, optimizer_bytes)
     start = _started(graph, named, placements or {})

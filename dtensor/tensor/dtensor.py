@@ -66,7 +66,7 @@ class DTensor(torch.Tensor):
     >>> (x * 2).sum().item()
     6.0
 
-    Operators move what their rules need (``dtensor.explain`` tells it) and raise what plain torch would, on every rank.
+    Operators communicate what their rules need (``dtensor.explain`` tells it), and raise what plain torch does, on every rank.
     """
 
     _local: Any

@@ -98,7 +98,7 @@ def replicate(
     Gradients are averaged over all dims of ``mesh``, one all-reduce per bucket, in an order that does not depend on what a rank
     used: a parameter that this rank did not use gets the others' average, one that no rank used keeps its ``.grad``. Buffers that
     forward writes in training are the first rank's afterwards. With all ranks in one process the batch is a ``per_rank([...])``;
-    a batch that is a DTensor over ``mesh`` gives the global loss and its gradient.
+    a batch that is a DTensor over ``mesh`` gives the global loss and its gradient. Wrong options raise ``ValueError``.
 
     Args:
         mesh: default the one entered by ``with mesh:``, else all ranks.
@@ -122,9 +122,6 @@ def replicate(
     >>> model(dt.per_rank([torch.ones(1, 3), torch.zeros(1, 3)])).sum().backward()
     >>> model.weight.grad.placements, model.weight.grad.full_tensor()
     ((Replicate(),), tensor([[1., 1., 1.]]))
-
-    Raises:
-        TypeError, ValueError, DTensorError: what is no module or is one of these already, or options that there are not.
     """
     check_policy(mp_policy)
     check_callable(module, "replicate")
