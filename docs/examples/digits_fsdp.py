@@ -3,8 +3,8 @@
     python docs/examples/digits_fsdp.py          or          torchrun --nproc-per-node 2 docs/examples/digits_fsdp.py
 
 The digits are scikit-learn's (1,797 of 8 x 8 pixels; `pip install 'dtensor[examples]'`). The batch is a DTensor cut over the
-ranks, so the loss is that of the whole batch, and dropout draws what one device draws: in float64 the losses are equal, not only
-alike. The last batch of an epoch is uneven. Units are chosen by size, as `size_based_auto_wrap_policy` does.
+ranks, so the loss is that of the whole batch, and dropout draws what one device draws: in float64 the losses are equal, not
+only alike. The last batch of an epoch is uneven. Units are chosen by size, as `size_based_auto_wrap_policy` does.
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ def implicit_replication() -> Iterator[None]:
     >>> with dt.implicit_replication():
     ...     (x + torch.arange(4.0)).full_tensor()
     tensor([1., 2., 3., 4.])
+
+    No communication, no errors of its own.
     """
     with IMPLICIT_REPLICATION.entered(None):
         yield
@@ -55,6 +57,13 @@ def explicit() -> Iterator[None]:
 
     Raises:
         ImplicitCommunicationError: from the operation, naming the redistribution that it needs.
+
+    >>> import torch, dtensor as dt
+    >>> x = dt.ones(4, 6, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
+    >>> with dt.explicit():
+    ...     x @ x.t()
+    Traceback (most recent call last):
+    dtensor.errors.ImplicitCommunicationError: ...
     """
     with EXPLICIT.entered(None):
         yield

@@ -13,7 +13,16 @@ T = TypeVar("T", bound=Hashable)
 
 
 class PendingSave:
-    """A save that goes on in the background; the saved state may be changed meanwhile."""
+    """A save that goes on in the background; the saved state may be changed meanwhile.
+
+    ``wait`` raises on all ranks what went wrong on one; it communicates as ``save`` does.
+
+    >>> import tempfile, torch, dtensor as dt
+    >>> pending = dt.checkpoint.save({"w": torch.ones(5, 3)}, tempfile.mkdtemp(), async_op=True)
+    >>> pending.wait()
+    >>> pending.done()
+    True
+    """
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future

@@ -64,6 +64,8 @@ def map_ranks(fn: Callable[..., Any], *args: Any, mesh: Any = None, **kwargs: An
     >>> x = map_ranks(lambda coordinate: torch.full((2,), float(coordinate[0])), mesh=DeviceMesh("cpu", 2))
     >>> x.shards
     (tensor([0., 0.]), tensor([1., 1.]))
+
+    What ``fn`` raises on a rank is raised.
     """
     mesh = as_mesh(mesh)
     if mesh.current_member() is None:

@@ -112,6 +112,8 @@ def unregister_sharding(op: Any) -> None:
     >>> import torch, dtensor as dt
     >>> dt.register_sharding(torch.ops.aten.relu.default, "s* -> s*")
     >>> dt.unregister_sharding(torch.ops.aten.relu.default)
+
+    No communication.
     """
     for key in map(_key, _overloads(op)):
         if key not in _REPLACED:

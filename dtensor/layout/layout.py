@@ -38,6 +38,12 @@ class Layout:
         dense: the global strides are those of a row-major tensor.
         is_complex: what the dtype says.
         made_with: the arguments that make a tensor of this layout on the CPU, kept by dispatch.
+
+    Integer maths alone: no communication, the same on every rank. Raises as :meth:`Layout.of` does.
+
+    >>> layout = Layout.of(DeviceMesh("cpu", 2), [Shard(0)], (5, 3))
+    >>> layout, layout.local_shape((1,)), layout.nbytes
+    (float32[5, 3] on (0=S(0)), (2, 3), 60)
     """
 
     __slots__ = (

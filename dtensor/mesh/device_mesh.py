@@ -287,6 +287,8 @@ def init_device_mesh(
 
     >>> init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     DeviceMesh('cpu', [[0, 1], [2, 3]], mesh_dim_names=('dp', 'tp'))
+
+    The first mesh over processes makes their groups, which all ranks do together; a mesh in one process communicates nothing.
     """
     if options.pop("backend_override", None) is not None:
         raise MeshError("backend_override is not supported: build the groups yourself and use DeviceMesh.from_group")

@@ -41,6 +41,14 @@ class Sharding:
         seconds, nbytes, memory: predicted, of one step: its time, bytes that a rank receives, bytes that a rank holds at the peak
             (parameters, gradients, optimizer's states, what forward keeps for backward, and what is in use at that moment).
         plan: what each call does under them.
+
+    A record; ``apply`` costs what distributing the parameters does, and raises ``ArgumentError`` for another mesh.
+
+    >>> import torch, dtensor as dt
+    >>> model, mesh = torch.nn.Linear(64, 64), dt.init_device_mesh("cpu", (4,))
+    >>> found = dt.auto_shard(model, mesh, example=(torch.empty(1024, 64),))
+    >>> found.apply(model, mesh).weight.placements == found.placements["weight"]
+    True
     """
 
     mesh: tuple[int, ...]

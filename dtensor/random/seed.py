@@ -73,6 +73,9 @@ def random_mode(mode: str) -> Iterator[None]:
     ...     four = dt.randn(5, 3, device_mesh=meshes[1], placements=[dt.Shard(0), dt.Shard(1)]).full_tensor()
     >>> bool((one == four).all())
     True
+
+    Raises:
+        ValueError: another mode.
     """
     with DRAWING.blocks.entered(_known(mode)):
         yield

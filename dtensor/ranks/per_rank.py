@@ -38,7 +38,7 @@ class PerRank(Tensor):
     """One tensor per rank of an in-process mesh, in ``.shards``; make it with :func:`per_rank`.
 
     Functions map over ranks; other arguments are shared. Tensors come back as ``PerRank``; a Python value (``.shape``,
-    ``.item()``, ``bool()``) is the common one.
+    ``.item()``, ``bool()``) is the common one. No communication.
 
     Raises:
         LayoutError: a Python value that differs between ranks (``.shape`` of ragged shards, ``.item()`` of unequal ones).
@@ -108,7 +108,13 @@ class PerRank(Tensor):
 
 
 def per_rank(tensors: Sequence[Tensor]) -> PerRank:
-    """A :class:`PerRank` of ``tensors``, one for each member of the mesh's root in order; shapes may differ."""
+    """A :class:`PerRank` of ``tensors``, one for each member of the mesh's root in order; shapes may differ.
+
+    No communication. Raises ``PlacementError`` for what is no plain tensor.
+
+    >>> (per_rank([torch.tensor([0.0, 1.0]), torch.tensor([2.0])]) + 1).shards[1]
+    tensor([3.])
+    """
     return handed_out(PerRank(tensors))
 
 

@@ -22,7 +22,13 @@ from .specs import MeshSplit, SingleSplit, Spec, Whole, replicas_of
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Composite:
-    """Specs by the names of parameters and submodules; names are dotted paths of globs."""
+    """Specs by the names of parameters and submodules; names are dotted paths of globs.
+
+    A value: no communication. See ``composite``.
+
+    >>> composite({"net*": "rank:0"}).find("net7.weight")
+    whole('rank:0')
+    """
 
     specs: tuple[tuple[str, Spec | Composite], ...]
 
@@ -87,6 +93,11 @@ def single_split(dim: int, placements: Sequence[Any], shard_sizes: Sequence[int]
 
     Raises:
         PlacementError, MeshError: no places, or not as many sizes.
+
+    No communication.
+
+    >>> single_split(0, ["rank:0", "rank:1"], [1, 2])
+    single_split(0, ['rank:0', 'rank:1'], [1, 2])
     """
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise PlacementError(f"single_split: the split dim is an int, got {dim!r}")
@@ -110,6 +121,8 @@ def mesh(placements: Any, shard_sizes: Sequence[Sequence[int] | None] | None = N
 
     >>> mesh([[0, 1], [2, 3]]).mesh_and_placements((4, 8))
     (DeviceMesh('cpu', [[0, 1], [2, 3]]), (Shard(dim=0), Shard(dim=1)))
+
+    No communication.
     """
     try:
         array = np.asarray(placements.tolist() if hasattr(placements, "tolist") else placements, dtype=object)
@@ -126,7 +139,16 @@ def mesh(placements: Any, shard_sizes: Sequence[Sequence[int] | None] | None = N
 
 
 def whole(*placements: Any) -> Whole:
-    """The whole tensor on one place, or a copy on each of several."""
+    """The whole tensor on one place, or a copy on each of several.
+
+    No communication.
+
+    Raises:
+        MeshError: no place, or one twice.
+
+    >>> whole("rank:0", 1)
+    whole('rank:0|rank:1')
+    """
     if not placements:
         raise PlacementError("whole: give one or several places")
     return Whole(tuple(place for each in placements for place in replicas_of(each)))
@@ -137,6 +159,8 @@ def composite(specs: Mapping[str, Any] | None = None, **named: Any) -> Composite
 
     >>> composite(net1="rank:0", net2=composite(weight=single_split(0, [0, 1])))
     composite(net1=whole('rank:0'), net2=composite(weight=single_split(0, ['rank:0', 'rank:1'])))
+
+    No communication. What is no spec raises ``MeshError``.
     """
     items = {**(specs or {}), **named}
     if not items:
@@ -149,6 +173,11 @@ def as_spec(said: Any) -> Any:
 
     Raises:
         MeshError: it is neither.
+
+    No communication.
+
+    >>> as_spec("rank:1"), as_spec({"net1": 0})
+    (whole('rank:1'), composite(net1=whole('rank:0')))
     """
     if isinstance(said, (Spec, Composite)):
         return said
@@ -164,6 +193,8 @@ def spec_of(layout: Layout) -> Spec:
     >>> from dtensor import DeviceMesh, Layout, Shard
     >>> spec_of(Layout.of(DeviceMesh("cpu", [[0, 1], [2, 3]]), [Shard(1), Shard(1)], (2, 5)))
     single_split(1, ['rank:0', 'rank:1', 'rank:2', 'rank:3'], [2, 1, 1, 1])
+
+    No communication.
     """
     if layout.is_partial:
         raise PlacementError(f"{layout!r} is not reduced: no spec says where a value is that no place has")
@@ -193,6 +224,8 @@ def from_data(data: Any) -> Any:
 
     >>> from_data({"composite": {"net1": "rank:0", "net2": {"single_split": {"dim": 0, "placements": [0, 1]}}}})
     composite(net1=whole('rank:0'), net2=single_split(0, ['rank:0', 'rank:1']))
+
+    No communication.
     """
     match data:
         case {"single_split": {"dim": dim, "placements": placements, **rest}} if rest.keys() <= {"shard_sizes"}:

@@ -23,7 +23,15 @@ from .specs import Spec
 
 @dataclass(frozen=True, slots=True)
 class ShardMetadata:
-    """One shard: its sizes, where it starts in the tensor, and where it is ("rank:1/cuda:0")."""
+    """One shard: its sizes, where it starts in the tensor, and where it is ("rank:1/cuda:0").
+
+    A record: no communication.
+
+    >>> import dtensor as dt
+    >>> x = dt.sharded_tensor.zeros(3, 2, sharding_spec=dt.sharding_spec.single_split(0, ["rank:0/cpu", "rank:1/cpu"]))
+    >>> x.sharding_metadata().shards[1]
+    ShardMetadata(sizes=(1, 2), offsets=(2, 0), place='rank:1/cpu')
+    """
 
     sizes: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -48,7 +56,15 @@ class ShardMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensorMetadata:
-    """All shards of a tensor, replicas included, and its global shape and dtype."""
+    """All shards of a tensor, replicas included, and its global shape and dtype.
+
+    A record: no communication.
+
+    >>> import dtensor as dt
+    >>> x = dt.sharded_tensor.zeros(3, 2, sharding_spec=dt.sharding_spec.single_split(0, ["rank:0/cpu", "rank:1/cpu"]))
+    >>> x.sharding_metadata().size, len(x.sharding_metadata().shards)
+    (torch.Size([3, 2]), 2)
+    """
 
     shards: tuple[ShardMetadata, ...]
     size: torch.Size
@@ -82,6 +98,9 @@ class ScatteredTensor:
     [tensor([0]), tensor([2])]
     >>> (x + 1).full_tensor()
     tensor([1, 2, 3, 4])
+
+    Raises:
+        UnsupportedOperationError: it would be changed in place.
     """
 
     def __init__(self, packed: DTensor, shape: torch.Size, spec: Spec) -> None:
@@ -220,7 +239,18 @@ def _slices(cell: Cell) -> tuple[slice, ...]:
 
 
 def reshard(x: Any, sharding_spec: Any) -> Any:
-    """See ``DTensor.reshard``."""
+    """See ``DTensor.reshard``.
+
+    Costs the blocks that change their place; raises where the spec does not fit.
+
+    >>> import dtensor as dt
+    >>> x = dt.sharded_tensor.ones(4, 2, sharding_spec=dt.sharding_spec.single_split(0, [0, 1]))
+    >>> reshard(x, dt.sharding_spec.single_split(1, [0, 1])).placements
+    (Shard(dim=1),)
+
+    Raises:
+        PlacementError, MeshError: the spec does not fit the tensor, or is one for modules.
+    """
     spec = one_spec(sharding_spec)
     value: Any = x.to_dtensor() if isinstance(x, ScatteredTensor) else x
     layout = spec.layout(value.shape, value.dtype)

@@ -30,12 +30,27 @@ ShardedTensor = DTensor
 
 
 def empty(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Uninitialised; options as in ``torch.empty``. Each rank makes its own shard, no communication."""
+    """Uninitialised; options as in ``torch.empty``. Each rank makes its own shard, no communication.
+
+    Raises ``PlacementError`` where the spec does not fit the shape.
+
+    >>> import dtensor as dt
+    >>> dt.sharded_tensor.empty(3, 2, sharding_spec=dt.sharding_spec.single_split(0, [0, 1])).placements
+    (Shard(dim=0),)
+    """
     return _made(create.empty, size, sharding_spec, options)
 
 
 def zeros(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Filled with zeros; options as in ``torch.zeros``. Each rank makes its own shard, no communication."""
+    """Filled with zeros; options as in ``torch.zeros``. Each rank makes its own shard, no communication.
+
+    Raises ``PlacementError`` where the spec does not fit the shape.
+
+    >>> import dtensor as dt
+    >>> x = dt.sharded_tensor.zeros(3, 2, sharding_spec=dt.sharding_spec.single_split(0, [0, 1]))
+    >>> x.shape, x.sum().item()
+    (torch.Size([3, 2]), 0.0)
+    """
     return _made(create.zeros, size, sharding_spec, options)
 
 
@@ -50,22 +65,52 @@ def ones(*size: Any, sharding_spec: Any, **options: Any) -> Any:
     >>> print(x.sharding_metadata())
     rank:0/cpu: [1, 2] at [0, 0]
     rank:1/cpu: [2, 2] at [1, 0]
+
+    Raises ``PlacementError`` where the spec does not fit the shape.
     """
     return _made(create.ones, size, sharding_spec, options)
 
 
 def full(size: Sequence[int], fill_value: Any, *, sharding_spec: Any, **options: Any) -> Any:
-    """Filled with ``fill_value``; options as in ``torch.full``. Each rank makes its own shard, no communication."""
+    """Filled with ``fill_value``; options as in ``torch.full``. Each rank makes its own shard, no communication.
+
+    Raises ``PlacementError`` where the spec does not fit the shape.
+
+    >>> import dtensor as dt
+    >>> x = dt.sharded_tensor.full((3, 2), 2.0, sharding_spec=dt.sharding_spec.single_split(0, [0, 1]))
+    >>> x.shape, x.sum().item()
+    (torch.Size([3, 2]), 12.0)
+    """
     return _made(lambda *shape, **rest: create.full(shape, fill_value, **rest), (size,), sharding_spec, options)
 
 
 def rand(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Uniform on [0, 1): what ``torch.rand`` gives on one device for the same seed, whatever the spec."""
+    """Uniform on [0, 1): what ``torch.rand`` gives on one device for the same seed, whatever the spec.
+
+    No communication. Raises ``PlacementError`` where the spec does not fit the shape.
+
+    >>> import torch, dtensor as dt
+    >>> _ = torch.manual_seed(0)
+    >>> x = dt.sharded_tensor.rand(3, 2, sharding_spec=dt.sharding_spec.single_split(0, [0, 1]))
+    >>> _ = torch.manual_seed(0)
+    >>> torch.equal(x.full_tensor(), torch.rand(3, 2))
+    True
+    """
     return _made(create.rand, size, sharding_spec, options)
 
 
 def randn(*size: Any, sharding_spec: Any, **options: Any) -> Any:
-    """Standard normal: what ``torch.randn`` gives on one device for the same seed, whatever the spec."""
+    """Standard normal: what ``torch.randn`` gives on one device for the same seed, whatever the spec.
+
+    No communication. Raises ``PlacementError`` where the spec does not fit the shape.
+
+    >>> import torch, dtensor as dt
+    >>> _ = torch.manual_seed(0)
+    >>> x = dt.sharded_tensor.randn(3, 2, sharding_spec=dt.sharding_spec.single_split(0, [0, 1]))
+    >>> _ = torch.manual_seed(0)
+    >>> torch.equal(x.full_tensor(), torch.randn(3, 2))
+    True
+    """
     return _made(create.randn, size, sharding_spec, options)
 
 
@@ -84,6 +129,9 @@ def shard_tensor(tensor: torch.Tensor, sharding_spec: Any, src_rank: int | None 
                [3, 4]]
       rank 1: [[2],
                [5]])
+
+    Raises:
+        PlacementError, MeshError: the spec does not fit the tensor, or is one for modules.
     """
     spec = one_spec(sharding_spec)
     if isinstance(tensor, (DTensor, ScatteredTensor)):

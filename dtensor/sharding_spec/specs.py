@@ -22,7 +22,14 @@ Replicas = tuple[Place, ...]
 
 
 class Spec:
-    """Base of the specs of one tensor."""
+    """Base of the specs of one tensor.
+
+    A value: no communication. Raises where it is put to a tensor that it does not fit.
+
+    >>> import dtensor as dt
+    >>> isinstance(dt.sharding_spec.single_split(0, [0, 1]), Spec)
+    True
+    """
 
     __slots__ = ()
 
@@ -117,7 +124,14 @@ def _sizes(spec: Spec, dim: int, size: int, count: int, given: tuple[int, ...] |
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SingleSplit(Spec):
-    """A split of one tensor dim."""
+    """A split of one tensor dim.
+
+    A value: no communication. See ``single_split``.
+
+    >>> import dtensor as dt
+    >>> dt.sharding_spec.single_split(0, [0, 1], [3, 2]).shard_sizes
+    (3, 2)
+    """
 
     dim: int
     shards: tuple[Replicas, ...]
@@ -145,7 +159,14 @@ class SingleSplit(Spec):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MeshSplit(Spec):
-    """A split of all tensor dims: an array of places with as many dims as the tensor."""
+    """A split of all tensor dims: an array of places with as many dims as the tensor.
+
+    A value: no communication. See ``mesh``.
+
+    >>> import dtensor as dt
+    >>> dt.sharding_spec.mesh([[0, 1], [2, 3]]).shape
+    (2, 2)
+    """
 
     shape: tuple[int, ...]
     shards: tuple[Replicas, ...]
@@ -174,7 +195,14 @@ class MeshSplit(Spec):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Whole(Spec):
-    """The whole tensor on one place, or a copy on each of several."""
+    """The whole tensor on one place, or a copy on each of several.
+
+    A value: no communication. See ``whole``.
+
+    >>> import dtensor as dt
+    >>> dt.sharding_spec.whole("rank:0", "rank:1")
+    whole('rank:0|rank:1')
+    """
 
     replicas: Replicas
 

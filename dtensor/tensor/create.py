@@ -24,22 +24,58 @@ from .dtensor import DTensor, wrap
 
 
 def zeros(*size: Any, **options: Any) -> DTensor:
-    """Filled with zeros; options as in ``torch.zeros``, no communication."""
+    """Filled with zeros; options as in ``torch.zeros``, no communication.
+
+    Raises:
+        ArgumentError, PlacementError, MeshError: options that there are not, placements that do not fit, no mesh.
+
+    >>> import dtensor as dt
+    >>> x = dt.zeros(5, 3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
+    >>> x.shape, [tuple(local.shape) for local in x.to_local().shards], x.sum().item()
+    (torch.Size([5, 3]), [(3, 3), (2, 3)], 0.0)
+    """
     return _filled(torch.zeros, size, **options)
 
 
 def ones(*size: Any, **options: Any) -> DTensor:
-    """Filled with ones; options as in ``torch.ones``, no communication."""
+    """Filled with ones; options as in ``torch.ones``, no communication.
+
+    Raises:
+        ArgumentError, PlacementError, MeshError: options that there are not, placements that do not fit, no mesh.
+
+    >>> import dtensor as dt
+    >>> x = dt.ones(5, 3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
+    >>> x.shape, [tuple(local.shape) for local in x.to_local().shards], x.sum().item()
+    (torch.Size([5, 3]), [(3, 3), (2, 3)], 15.0)
+    """
     return _filled(torch.ones, size, **options)
 
 
 def empty(*size: Any, **options: Any) -> DTensor:
-    """Uninitialised; options as in ``torch.empty``, no communication."""
+    """Uninitialised; options as in ``torch.empty``, no communication.
+
+    Raises:
+        ArgumentError, PlacementError, MeshError: options that there are not, placements that do not fit, no mesh.
+
+    >>> import dtensor as dt
+    >>> x = dt.empty(5, 3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
+    >>> x.shape, [tuple(local.shape) for local in x.to_local().shards]
+    (torch.Size([5, 3]), [(3, 3), (2, 3)])
+    """
     return _filled(torch.empty, size, **options)
 
 
 def full(size: Sequence[int], fill_value: Any, **options: Any) -> DTensor:
-    """Filled with ``fill_value``; options as in ``torch.full``, no communication."""
+    """Filled with ``fill_value``; options as in ``torch.full``, no communication.
+
+    Raises:
+        ArgumentError, PlacementError, MeshError: options that there are not, placements that do not fit, no mesh.
+
+    >>> import dtensor as dt
+    >>> x = dt.full((5, 3), 2.0, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
+    >>> x.shape, [tuple(local.shape) for local in x.to_local().shards], x.sum().item()
+    (torch.Size([5, 3]), [(3, 3), (2, 3)], 30.0)
+    """
     return _filled(lambda shape, **kwargs: torch.full(shape, fill_value, **kwargs), (size,), **options)
 
 
@@ -47,12 +83,37 @@ def rand(*size: Any, **options: Any) -> DTensor:
     """Uniform on [0, 1): the values that ``torch.rand`` gives on one device for the same seed, whatever the layout.
 
     (Those of one device under ``random_mode("counter")`` are other ones, and as independent of the layout.)
+
+    No communication.
+
+    Raises:
+        ArgumentError, PlacementError, MeshError: options that there are not, placements that do not fit, no mesh.
+
+    >>> import torch, dtensor as dt
+    >>> _ = torch.manual_seed(0)
+    >>> x = dt.rand(5, 3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
+    >>> _ = torch.manual_seed(0)
+    >>> torch.equal(x.full_tensor(), torch.rand(5, 3))
+    True
     """
     return _drawn(torch.rand, size, **options)
 
 
 def randn(*size: Any, **options: Any) -> DTensor:
-    """Standard normal: the values that ``torch.randn`` gives on one device for the same seed, whatever the layout."""
+    """Standard normal: the values that ``torch.randn`` gives on one device for the same seed, whatever the layout.
+
+    No communication.
+
+    Raises:
+        ArgumentError, PlacementError, MeshError: options that there are not, placements that do not fit, no mesh.
+
+    >>> import torch, dtensor as dt
+    >>> _ = torch.manual_seed(0)
+    >>> x = dt.randn(5, 3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
+    >>> _ = torch.manual_seed(0)
+    >>> torch.equal(x.full_tensor(), torch.randn(5, 3))
+    True
+    """
     return _drawn(torch.randn, size, **options)
 
 

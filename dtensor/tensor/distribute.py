@@ -169,6 +169,19 @@ def distribute_module(
             (``submodule.register_parameter(name, nn.Parameter(distribute_tensor(...)))``). What it leaves is replicated.
         input_fn: ``(module, inputs, mesh) -> inputs``, run before forward.
         output_fn: ``(module, outputs, mesh) -> outputs``, run after forward.
+
+    What is left to be replicated is broadcast from rank 0, as :func:`distribute_tensor` does.
+
+    Raises:
+        MeshError: no mesh is given and none is entered.
+
+    >>> import torch, dtensor as dt
+    >>> def rows(name, part, mesh):
+    ...     if isinstance(part, torch.nn.Linear):
+    ...         part.weight = torch.nn.Parameter(dt.distribute_tensor(part.weight.detach(), mesh, [dt.Shard(0)]))
+    >>> model = dt.distribute_module(torch.nn.Linear(3, 4), dt.init_device_mesh("cpu", (2,)), rows)
+    >>> model.weight.placements, model.bias.placements
+    ((Shard(dim=0),), (Replicate(),))
     """
     mesh = as_mesh(device_mesh)
     if not isinstance(module, nn.Module):

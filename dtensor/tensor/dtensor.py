@@ -65,6 +65,8 @@ class DTensor(torch.Tensor):
       rank 1: [2.])
     >>> (x * 2).sum().item()
     6.0
+
+    Operators communicate what their rules need (``dtensor.explain`` tells it), and raise what plain torch does, on every rank.
     """
 
     _local: Any

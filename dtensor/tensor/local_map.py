@@ -54,6 +54,8 @@ def local_map(
     >>> product(w, x).full_tensor()
     tensor([[4., 4., 4.],
             [4., 4., 4.]])
+
+    A call communicates what ``redistribute_inputs`` asks for, and what ``func`` does.
     """
     boundary = _Boundary(out_placements, in_placements, in_grad_placements, device_mesh, redistribute_inputs)
     return boundary.around if func is None else boundary.around(func)

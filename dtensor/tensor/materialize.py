@@ -40,7 +40,7 @@ def materialize(module: M, *, init: Callable[[nn.Module], object] | None = None,
             known whose values it should have.
 
     Memory: this rank's pieces, and while one parameter is drawn a whole one of that shape; under ``random_mode("counter")``, its
-    piece. Make optimizers afterwards: parameters are new objects. Tied ones stay tied.
+    piece. No communication but that of ``init``. Make optimizers afterwards: parameters are new objects. Tied ones stay tied.
 
     >>> import dtensor as dt
     >>> from dtensor.parallel import ColwiseParallel, parallelize_module

@@ -23,7 +23,17 @@ from ..tensor.dtensor import DTensor
 
 
 class Undeclared(LookupError):
-    """The rule has no such row for this call, or does not allow it here."""
+    """The rule has no such row for this call, or does not allow it here.
+
+    >>> import torch, dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2,))
+    >>> from dtensor.testing import forced
+    >>> forced(torch.ops.aten.exp, "sum -> sum")(dt.ones(4, device_mesh=mesh, placements=[dt.Partial()]))
+    Traceback (most recent call last):
+    dtensor.testing.forcing.Undeclared: ...
+
+    Raised before anything is communicated.
+    """
 
 
 def forced(op: Any, *rows: str) -> Callable[..., Any]:
@@ -38,6 +48,8 @@ def forced(op: Any, *rows: str) -> Callable[..., Any]:
     >>> x = dt.ones(5, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Replicate()])
     >>> forced(torch.ops.aten.exp, "S(0) -> S(0)")(x).placements, torch.exp(x).placements
     ((Shard(dim=0),), (Replicate(),))
+
+    Costs the moves to where the row wants its operands.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,13 @@
-"""A failing case made small: fewer ranks, smaller dims, small integers, while it fails in the same direction."""
+"""A failing case made small by hypothesis: one mesh dim, fewer ranks, smaller dims, small integers, while it fails in the same
+direction. Without hypothesis (the extra ``dtensor[verify]``) it stays as it was found.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -16,10 +19,9 @@ from .faults import Trial, Wrong, culprit, fails, is_backward
 from .oracle import Outcome
 from .placements import mesh_of, ragged_sizes
 from .row_cases import Case
-from .variants import Variant
 
-_TRIES = 120
-_FEW = 16  # elements that are tried one by one
+_EXAMPLES = 100  # in which one that fails must be among; the case that was found is what is left else
+_FEW = 16  # elements that are drawn one by one
 
 
 def wrong_of(trial: Trial, outcome: Outcome) -> Wrong:
@@ -38,51 +40,85 @@ def wrong_of(trial: Trial, outcome: Outcome) -> Wrong:
 
 
 def shrunk(trial: Trial, backward: bool) -> Trial:
-    """The smallest failing trial on the way down: of each kind of step the first that still fails is taken, again and again."""
-    tries = itertools.count()
-    steps: tuple[Callable[[Trial], Iterator[Trial]], ...] = (_on_one_dim, _on_fewer_ranks, _smaller, _simpler)
-    for step in steps:
-        further = True
-        while further:
-            further = False
-            for candidate in step(trial):
-                if next(tries) > _TRIES:
-                    return trial
-                if fails(candidate, backward):
-                    trial, further = candidate, True
-                    break
-    return trial
+    """The smallest trial found that fails alike, on meshes, shapes and numbers no larger than those of this one."""
+    if importlib.util.find_spec("hypothesis") is None:
+        return trial
+    import hypothesis  # optional
+    from hypothesis import strategies as st
+
+    how = hypothesis.settings(
+        max_examples=_EXAMPLES,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    smaller = st.composite(_smaller)(trial)
+    try:
+        return hypothesis.find(smaller, lambda candidate: fails(candidate, backward), settings=how)
+    except hypothesis.errors.NoSuchExample:
+        return trial
 
 
-def _on_one_dim(trial: Trial) -> Iterator[Trial]:
+def _smaller(draw: Callable[[Any], Any], trial: Trial) -> Trial:
+    """A trial no larger than the given one. What is drawn first is the least; each choice has the given one as an end."""
+    from hypothesis import strategies as st
+
+    dims = range(len(trial.case.mesh_shape))
+    if len(dims) > 1:
+        trial = _on_dims(trial, draw(st.sampled_from([*((d,) for d in dims), tuple(dims)])))
+    mesh_shape = trial.case.mesh_shape
+    if len(mesh_shape) == 1 and mesh_shape[0] > 2:
+        mesh_shape = (draw(st.sampled_from([2, mesh_shape[0]])),)
+    sample = trial.case.variant.sample
+    xs = tensors((sample.args, sample.kwargs))
+    sizes = {size: draw(st.integers(min(size, 1), size)) for size in sorted({size for x in xs for size in x.shape})}
+    cut = [_cut(x, sizes) for x in xs]
+    kinds = [draw(st.sampled_from(["small", "rounded", "given"])) for _ in cut]
+    made = iter([_valued(draw, x, kind) for x, kind in zip(cut, kinds, strict=True)])
+    args, kwargs = replace_tensors(lambda _: next(made), (sample.args, sample.kwargs))
+    variant = replace(trial.case.variant, sample=replace(sample, args=args, kwargs=kwargs))
+    where = tuple(_fitted(own, x, mesh_shape) for own, x in zip(trial.case.placements, cut, strict=True))
+    cotangents = trial.cotangents and tuple(map(_chunked, trial.cotangents))
+    return replace(trial, case=Case(variant, mesh_shape, where, trial.case.rows), cotangents=cotangents)
+
+
+def _on_dims(trial: Trial, dims: Sequence[int]) -> Trial:
     case = trial.case
-    for mesh_dim in range(len(case.mesh_shape)) if len(case.mesh_shape) > 1 else ():
-        where = tuple((_chunked(own[mesh_dim]),) for own in case.placements)
-        rows = case.rows[mesh_dim : mesh_dim + 1]
-        cotangents = trial.cotangents and (_chunked(trial.cotangents[mesh_dim]),)
-        smaller = Case(case.variant, case.mesh_shape[mesh_dim : mesh_dim + 1], where, rows)
-        yield replace(trial, case=smaller, cotangents=cotangents)
+    if len(dims) == len(case.mesh_shape):
+        return trial
+    where = tuple(tuple(own[d] for d in dims) for own in case.placements)
+    rows = tuple(case.rows[d] for d in dims) if case.rows else ()
+    cotangents = trial.cotangents and tuple(trial.cotangents[d] for d in dims)
+    smaller = Case(case.variant, tuple(case.mesh_shape[d] for d in dims), where, rows)
+    return replace(trial, case=smaller, cotangents=cotangents)
+
+
+def _cut(x: torch.Tensor, sizes: dict[int, int]) -> torch.Tensor:
+    """All dims of one size cut to another: those that belong together stay alike."""
+    for dim, size in enumerate(x.shape):
+        x = x.narrow(dim, 0, sizes[size])
+    return torch.empty_like(x).copy_(x)
+
+
+def _valued(draw: Callable[[Any], Any], x: torch.Tensor, kind: str) -> torch.Tensor:
+    from hypothesis import strategies as st
+
+    if kind == "given" or x.dtype is torch.bool or x.dtype.itemsize == 1:
+        return x
+    if kind == "small" and x.numel() <= _FEW:
+        values = draw(st.lists(st.integers(0, 2), min_size=x.numel(), max_size=x.numel()))
+        return torch.empty_like(x).copy_(torch.tensor(values).view(x.shape))
+    return x.round() + 0 if x.dtype.is_floating_point else x
 
 
 def _chunked(placement: Placement) -> Placement:
     return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 
-def _on_fewer_ranks(trial: Trial) -> Iterator[Trial]:
-    case = trial.case
-    if len(case.mesh_shape) == 1 and case.mesh_shape[0] > 2:
-        yield _refitted(trial, case.variant, (2,))
-
-
-def _refitted(trial: Trial, variant: Variant, mesh_shape: tuple[int, ...]) -> Trial:
-    """The same placements for tensors of other sizes, ragged ones ragged, on a mesh of another size."""
-    xs = tensors((variant.sample.args, variant.sample.kwargs))
-    where = tuple(_fitted(own, x, mesh_shape) for own, x in zip(trial.case.placements, xs, strict=True))
-    cotangents = trial.cotangents and tuple(map(_chunked, trial.cotangents))
-    return replace(trial, case=Case(variant, mesh_shape, where, trial.case.rows), cotangents=cotangents)
-
-
 def _fitted(own: Sequence[Placement], x: torch.Tensor, mesh_shape: tuple[int, ...]) -> tuple[Placement, ...]:
+    """The same placements for a tensor of other sizes, ragged ones ragged, on a mesh of another size."""
     fitted = []
     for placement, ranks in zip(own, mesh_shape, strict=True):
         if isinstance(placement, Shard) and placement.sizes is not None and len(placement.sizes) == ranks:
@@ -93,60 +129,3 @@ def _fitted(own: Sequence[Placement], x: torch.Tensor, mesh_shape: tuple[int, ..
             placement = _chunked(placement)
         fitted.append(placement)
     return tuple(fitted)
-
-
-def _smaller(trial: Trial) -> Iterator[Trial]:
-    """All dims of one size cut to another: those that belong together stay alike."""
-    variant = trial.case.variant
-    sizes = {size for x in tensors((variant.sample.args, variant.sample.kwargs)) for size in x.shape}
-    for size in sorted(sizes, reverse=True):
-        for fewer in dict.fromkeys((1, 2, 3, size - 1)):
-            if 0 < fewer < size:
-                yield _with(trial, lambda x, size=size, fewer=fewer: _cut(x, size, fewer))  # type: ignore[misc]
-
-
-def _cut(x: torch.Tensor, size: int, fewer: int) -> torch.Tensor:
-    for dim in range(x.ndim):
-        if x.shape[dim] == size:
-            x = x.narrow(dim, 0, fewer)
-    return torch.empty_like(x).copy_(x)
-
-
-def _simpler(trial: Trial) -> Iterator[Trial]:
-    """Integers for fractions, then each element 0, 1 or 2."""
-    sample = trial.case.variant.sample
-    xs = tensors((sample.args, sample.kwargs))
-    rounded = [x.round() + 0 if x.dtype.is_floating_point else x for x in xs]
-    if any(
-        not torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(xs, rounded, strict=True) if x.dtype.is_floating_point
-    ):
-        following = iter(rounded)
-        yield _with(trial, lambda _: next(following))
-    for i, x in enumerate(xs):
-        if x.dtype is torch.bool or x.dtype.itemsize == 1 or x.numel() > _FEW:
-            continue
-        for place in range(x.numel()):
-            for value in (0, 1, 2):
-                if x.flatten()[place] == value:
-                    break
-                yield _with(trial, _setting(i, place, value))
-
-
-def _setting(tensor: int, place: int, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    count = itertools.count()
-
-    def change(x: torch.Tensor) -> torch.Tensor:
-        if next(count) != tensor:
-            return x
-        changed = x.clone()
-        changed[torch.unravel_index(torch.tensor(place), x.shape)] = value
-        return changed
-
-    return change
-
-
-def _with(trial: Trial, change: Callable[[torch.Tensor], torch.Tensor]) -> Trial:
-    variant = trial.case.variant
-    args, kwargs = replace_tensors(change, (variant.sample.args, variant.sample.kwargs))
-    smaller = replace(variant, sample=replace(variant.sample, args=args, kwargs=kwargs))
-    return _refitted(trial, smaller, trial.case.mesh_shape)

@@ -47,6 +47,14 @@ class Report:
         rows: which rows are declared, and which were forced.
         wrong: one entry for each fault.
         missing: what the rule could take without communication.
+
+    A record: no communication; true where nothing is wrong.
+
+    >>> report = verify_rule("exp", meshes=[(2,)], budget=6)
+    >>> bool(report), report.wrong
+    (True, [])
+
+    A record, which raises nothing.
     """
 
     name: str
@@ -256,7 +264,15 @@ def _counted(report: Report, i: int, rows: Sequence[str]) -> bool:
 
 
 def verify_all(pattern: str = "*", **options: Any) -> Iterator[Report]:
-    """The reports of all registered rules whose name (without ``aten::``) matches ``pattern`` and that have samples."""
+    """The reports of all registered rules whose name (without ``aten::``) matches ``pattern`` and that have samples.
+
+    All in this process: no communication. Raises what ``verify_rule`` does.
+
+    >>> [report.name for report in verify_all("tanh", meshes=[(2,)], budget=4)]
+    ['aten::tanh']
+
+    Rules without samples are left out, so that nothing raises.
+    """
     for name in sorted(rules()):
         if (fnmatch(name, pattern) or fnmatch(name.removeprefix("aten::"), pattern)) and samples_of(name):
             yield verify_rule(name, **options)

@@ -195,6 +195,17 @@ def test_a_pair_is_small_and_its_values_are_small_integers() -> None:
     verified(PLANTED["computed"], judge)
 
 
+def test_without_hypothesis_a_fault_stays_as_it_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def judge(report: Report) -> None:
+        (wrong,) = report.wrong
+        assert wrong.variant.sample.args[0].shape == X.shape
+        with pytest.raises(AssertionError, match=r"differs by up to"):
+            exec(wrong.reproduction, {})
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    verified(PLANTED["computed"], judge)
+
+
 # --- gradients ----------------------------------------------------------------------------------------------------------
 def test_a_fault_in_the_backward_names_its_operator_and_row() -> None:
     """The forward is right; the operator that its gradient is made of has a false row."""

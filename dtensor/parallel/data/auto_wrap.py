@@ -18,6 +18,8 @@ def units_by_size(
     >>> model = nn.Sequential(nn.Linear(9, 9), nn.Sequential(nn.Linear(2, 2), nn.Linear(9, 8)), nn.Linear(3, 3))
     >>> [type(unit).__name__ for unit in units_by_size(model, 75)]
     ['Linear', 'Linear', 'Sequential']
+
+    Looks only: no communication, no errors.
     """
     found: list[nn.Module] = []
     seen: set[nn.Parameter] = set()

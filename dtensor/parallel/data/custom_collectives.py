@@ -28,7 +28,19 @@ from .layouts import Axes
 
 
 class Comm(ABC):
-    """A primitive of communication, and where the memory of its buffers comes from."""
+    """A primitive of communication, and where the memory of its buffers comes from.
+
+    What it communicates is the user's; it is counted as one collective.
+
+    >>> import torch
+    >>> class Own(Comm):
+    ...     def allocate(self, size, *, dtype, device):
+    ...         return torch.empty(*size, dtype=dtype, device=device)
+    >>> Own().allocate((3,), dtype=torch.float32, device=torch.device("cpu")).shape
+    torch.Size([3])
+
+    What it raises goes to the program.
+    """
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -36,7 +48,21 @@ class Comm(ABC):
 
 
 class AllGather(Comm):
-    """What :meth:`FSDPModule.set_custom_all_gather` takes."""
+    """What :meth:`FSDPModule.set_custom_all_gather` takes.
+
+    One all-gather of each unit's row of bytes.
+
+    >>> import torch, torch.distributed as dist
+    >>> class Own(AllGather):
+    ...     def allocate(self, size, *, dtype, device):
+    ...         return torch.empty(*size, dtype=dtype, device=device)
+    ...     def __call__(self, output_tensor, input_tensor, group, async_op=False):
+    ...         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+    >>> isinstance(Own(), Comm)
+    True
+
+    What it raises goes to the program.
+    """
 
     @abstractmethod
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
@@ -44,7 +70,21 @@ class AllGather(Comm):
 
 
 class ReduceScatter(Comm):
-    """What :meth:`FSDPModule.set_custom_reduce_scatter` takes."""
+    """What :meth:`FSDPModule.set_custom_reduce_scatter` takes.
+
+    One reduce-scatter of each unit's gradients.
+
+    >>> import torch, torch.distributed as dist
+    >>> class Own(ReduceScatter):
+    ...     def allocate(self, size, *, dtype, device):
+    ...         return torch.empty(*size, dtype=dtype, device=device)
+    ...     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+    ...         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+    >>> isinstance(Own(), Comm)
+    True
+
+    It is counted as one collective; what it raises goes to the program, as for the others here.
+    """
 
     @abstractmethod
     def __call__(

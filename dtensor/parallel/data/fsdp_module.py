@@ -21,6 +21,23 @@ class FSDPModule:
     """What a fully sharded module can do besides what it could before.
 
     Methods without ``recurse`` are about this module's own unit.
+
+    A forward gathers each unit's parameters once (and the backward again, where they were given back), a backward reduces its
+    gradients once: one all-gather and one reduce-scatter per unit. Nobody makes one: ``fully_shard`` does.
+
+    >>> import torch, dtensor as dt
+    >>> from dtensor.parallel import fully_shard
+    >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    >>> model = fully_shard(torch.nn.Linear(3, 4), mesh=mesh)
+    >>> model.unshard()
+    >>> model.weight.shape, isinstance(model, FSDPModule)
+    (torch.Size([4, 3]), True)
+    >>> model.reshard()
+    >>> model.weight.placements
+    (Shard(dim=0),)
+
+    Raises:
+        ValueError: a method is asked of a module that is no unit.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -242,7 +259,19 @@ class FSDPModule:
 
 
 class UnshardHandle:
-    """A gather under way."""
+    """A gather under way.
+
+    >>> import torch, dtensor as dt
+    >>> from dtensor.parallel import fully_shard
+    >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    >>> model = fully_shard(torch.nn.Linear(3, 4), mesh=mesh)
+    >>> handle = model.unshard(async_op=True)
+    >>> handle.wait()  # for the all-gather
+    >>> model.weight.shape
+    torch.Size([4, 3])
+
+    ``wait`` raises what the collective does.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -258,6 +287,13 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
     Raises:
         ValueError: one of ``modules`` is not fully sharded.
+
+    No communication.
+
+    >>> import torch, dtensor as dt
+    >>> from dtensor.parallel import fully_shard
+    >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    >>> share_comm_ctx([fully_shard(torch.nn.Linear(3, 4), mesh=mesh) for _ in range(2)])
     """
     for module in modules:
         _unit(module)

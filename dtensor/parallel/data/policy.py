@@ -21,6 +21,15 @@ class MixedPrecisionPolicy:
         reduce_dtype: in which gradients are reduced; default that of the gathered parameters.
         output_dtype: to which floating-point outputs are cast.
         cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
+
+    >>> import torch, dtensor as dt
+    >>> from dtensor.parallel import fully_shard
+    >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    >>> model = fully_shard(torch.nn.Linear(3, 4), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    >>> model(torch.ones(2, 3)).dtype, model.weight.dtype
+    (torch.bfloat16, torch.float32)
+
+    Raises nothing by itself.
     """
 
     param_dtype: torch.dtype | None = None
@@ -31,7 +40,18 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
-    """Sharded parameters and gradients stay on the mesh's device."""
+    """Sharded parameters and gradients stay on the mesh's device.
+
+    No communication with the host.
+
+    >>> import torch, dtensor as dt
+    >>> from dtensor.parallel import fully_shard
+    >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    >>> fully_shard(torch.nn.Linear(3, 4), mesh=mesh, offload_policy=OffloadPolicy()).weight.device.type
+    'cpu'
+
+    Raises nothing by itself.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +62,14 @@ class CPUOffloadPolicy(OffloadPolicy):
         pin_memory: where the mesh's device is an accelerator, what travels goes through pinned memory and does not block: a
             unit's row of bytes to the device, its gradients back, for which the host waits when the next unit's have come.
             Otherwise copies block.
+
+    >>> import torch, dtensor as dt
+    >>> from dtensor.parallel import fully_shard
+    >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    >>> fully_shard(torch.nn.Linear(3, 4), mesh=mesh, offload_policy=CPUOffloadPolicy()).weight.device.type
+    'cpu'
+
+    Collectives are the same; raises nothing by itself.
     """
 
     pin_memory: bool = True
@@ -54,6 +82,15 @@ class DataParallelMeshDims:
     Attributes:
         shard: the dims to cut parameters over.
         replicate: the dims to copy them over.
+
+    A value: no communication.
+
+    >>> import torch, dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    >>> DataParallelMeshDims(shard="dp").shard
+    'dp'
+
+    Names that the mesh does not have raise where a model is given both.
     """
 
     shard: str | tuple[str, ...] | None = None

@@ -29,7 +29,18 @@ _FIRST_BUCKET_BYTES = _MEBIBYTE  # the first gradients of backward start to trav
 
 
 class ReplicatedModule(FSDPModule):
-    """What a replicated module can do besides what it could before: of :class:`FSDPModule`, what concerns gradients."""
+    """What a replicated module can do besides what it could before: of :class:`FSDPModule`, what concerns gradients.
+
+    A backward all-reduces each unit's gradients once.
+
+    >>> import torch, dtensor as dt
+    >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    >>> model = dt.parallel.replicate(torch.nn.Linear(3, 1), mesh)
+    >>> isinstance(model, ReplicatedModule), model.weight.placements
+    (True, (Replicate(),))
+
+    What gathers parameters raises ``UnsupportedOperationError``: nothing is gathered.
+    """
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """As :meth:`set_requires_gradient_sync`: nothing is cut, so the all-reduce is all there is."""
@@ -87,7 +98,7 @@ def replicate(
     Gradients are averaged over all dims of ``mesh``, one all-reduce per bucket, in an order that does not depend on what a rank
     used: a parameter that this rank did not use gets the others' average, one that no rank used keeps its ``.grad``. Buffers that
     forward writes in training are the first rank's afterwards. With all ranks in one process the batch is a ``per_rank([...])``;
-    a batch that is a DTensor over ``mesh`` gives the global loss and its gradient.
+    a batch that is a DTensor over ``mesh`` gives the global loss and its gradient. Wrong options raise ``ValueError``.
 
     Args:
         mesh: default the one entered by ``with mesh:``, else all ranks.

@@ -64,6 +64,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     >>> optimizer.step()
     >>> weight[0], optimizer.inner.state_dict()["state"][0]["exp_avg"].layout
     (tensor([0.5000, 0.5000, 0.5000], grad_fn=<SelectBackward0>), float32[4, 3] on (0=S(0)))
+
+    Raises:
+        TypeError, ValueError, MeshError: no class of optimizers, no parameters, no mesh.
     """
 
     def __init__(

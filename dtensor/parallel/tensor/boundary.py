@@ -29,6 +29,15 @@ class PrepareModuleInput(ParallelStyle):
 
     Raises:
         PlacementError: numbers of layouts that do not match each other, or the module's arguments.
+
+    A call costs the redistributions that the layouts ask for.
+
+    >>> import torch, dtensor as dt
+    >>> from dtensor.parallel import parallelize_module
+    >>> mesh = dt.init_device_mesh("cpu", (2,))
+    >>> into = PrepareModuleInput(input_layouts=(dt.Shard(0),), desired_input_layouts=(dt.Replicate(),))
+    >>> parallelize_module(torch.nn.Identity(), mesh, into)(torch.ones(2, 3)).layout  # each rank's two rows
+    float32[4, 3] on (0=R)
     """
 
     def __init__(
@@ -81,6 +90,20 @@ class PrepareModuleOutput(ParallelStyle):
         output_layouts: per output how a plain tensor lies; None leaves the output alone; nested where the output is.
         desired_output_layouts: per output how it shall lie, in the same structure.
         use_local_output: return this rank's pieces instead of DTensors.
+
+    A call costs the redistributions that the layouts ask for.
+
+    >>> import torch, dtensor as dt
+    >>> from dtensor.parallel import parallelize_module
+    >>> mesh = dt.init_device_mesh("cpu", (2,))
+    >>> out = PrepareModuleOutput(
+    ...     output_layouts=dt.Replicate(), desired_output_layouts=dt.Shard(0), use_local_output=False
+    ... )
+    >>> parallelize_module(torch.nn.Identity(), mesh, out)(torch.ones(4, 3)).layout
+    float32[4, 3] on (0=S(0))
+
+    Raises:
+        PlacementError: numbers of layouts that do not match each other, or what the module gives.
     """
 
     def __init__(self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True) -> None:
@@ -109,7 +132,20 @@ class PrepareModuleOutput(ParallelStyle):
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` in one; ``use_local_input`` belongs to the former."""
+    """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` in one; ``use_local_input`` belongs to the former.
+
+    A call costs the redistributions that the layouts ask for; both say what they raise.
+
+    >>> import torch, dtensor as dt
+    >>> from dtensor.parallel import parallelize_module
+    >>> mesh = dt.init_device_mesh("cpu", (2,))
+    >>> both = PrepareModuleInputOutput(
+    ...     input_layouts=(dt.Shard(0),), desired_input_layouts=(dt.Replicate(),),
+    ...     output_layouts=dt.Replicate(), desired_output_layouts=dt.Shard(1), use_local_output=False,
+    ... )
+    >>> parallelize_module(torch.nn.Identity(), mesh, both)(torch.ones(2, 4)).layout
+    float32[4, 4] on (0=S(1))
+    """
 
     def __init__(
         self,

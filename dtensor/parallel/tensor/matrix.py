@@ -110,6 +110,9 @@ class ColwiseParallel(_MatrixParallel):
     >>> linear = parallelize_module(torch.nn.Linear(3, 4), mesh, ColwiseParallel(use_local_output=False))
     >>> linear.weight.placements, linear(torch.ones(5, 3)).layout
     ((Shard(dim=0),), float32[5, 4] on (0=S(1)))
+
+    Raises:
+        TypeError, MeshError, PlacementError: a module without such a weight, a mesh of several dims, layouts that are none.
     """
 
     _default_input = Replicate()
@@ -132,6 +135,18 @@ class RowwiseParallel(_MatrixParallel):
         input_layouts: how a plain input lies, default ``Shard(-1)`` (give ``Replicate()`` for the tokens of an embedding).
         output_layouts: how the output shall lie, default ``Replicate()`` (one all-reduce); ``Shard(d)`` is one reduce-scatter.
         use_local_output: return this rank's piece instead of a DTensor.
+
+    A forward costs the collective that ``output_layouts`` says, a backward nothing, or an all-gather where that is ``Shard``.
+
+    >>> import torch, dtensor as dt
+    >>> from dtensor.parallel import parallelize_module
+    >>> mesh = dt.init_device_mesh("cpu", (2,))
+    >>> linear = parallelize_module(torch.nn.Linear(4, 3), mesh, RowwiseParallel(use_local_output=False))
+    >>> linear.weight.placements, linear.bias.placements, linear(torch.ones(5, 2)).layout
+    ((Shard(dim=1),), (Replicate(),), float32[5, 3] on (0=R))
+
+    Raises:
+        TypeError, MeshError, PlacementError: as :class:`ColwiseParallel`.
     """
 
     _default_input = Shard(-1)
@@ -155,6 +170,18 @@ class SequenceParallel(ParallelStyle):
     Args:
         sequence_dim: the tensor dim that is cut.
         use_local_output: return this rank's piece instead of a DTensor.
+
+    No communication for an input that lies so; a backward reduces the gradients of the parameters.
+
+    >>> import torch, dtensor as dt
+    >>> from dtensor.parallel import parallelize_module
+    >>> mesh = dt.init_device_mesh("cpu", (2,))
+    >>> norm = parallelize_module(torch.nn.LayerNorm(4), mesh, SequenceParallel())
+    >>> norm(torch.ones(2, 3, 4)).layout
+    float32[2, 6, 4] on (0=S(1))
+
+    Raises:
+        MeshError: a mesh of several dims.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:

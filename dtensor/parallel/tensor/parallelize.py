@@ -39,6 +39,11 @@ def parallelize_module(
     >>> mlp = parallelize_module(mlp, mesh, {"0": dt.parallel.ColwiseParallel(), "2": dt.parallel.RowwiseParallel()})
     >>> [tuple(p.placements) for p in mlp.parameters()]
     [(Shard(dim=0),), (Shard(dim=0),), (Shard(dim=1),), (Replicate(),)]
+
+    Parameters are brought from ``src_data_rank``, by the collectives of :func:`distribute_tensor`.
+
+    Raises:
+        TypeError: the plan is no style and no mapping to styles. What styles raise.
     """
     mesh = as_mesh(device_mesh)
     if parallelize_plan is None:

@@ -27,6 +27,20 @@ class ParallelStyle(ABC):
 
     Attributes:
         src_data_rank: set by :func:`parallelize_module`: whose parameters count, see :func:`distribute_tensor`.
+
+    What it communicates is said by each style.
+
+    >>> import torch, dtensor as dt
+    >>> from dtensor.parallel import parallelize_module
+    >>> mesh = dt.init_device_mesh("cpu", (2,))
+    >>> class Rows(ParallelStyle):
+    ...     def _apply(self, module, device_mesh):
+    ...         module.weight = torch.nn.Parameter(dt.distribute_tensor(module.weight.detach(), device_mesh, [dt.Shard(0)]))
+    ...         return module
+    >>> parallelize_module(torch.nn.Linear(3, 4, bias=False), mesh, Rows()).weight.placements
+    (Shard(dim=0),)
+
+    Styles raise ``MeshError`` on meshes of several dims, ``PlacementError`` for layouts that are none.
     """
 
     src_data_rank: int | None = 0

@@ -16,6 +16,11 @@ class Sample:
         note: what is special about it, for reports.
         values: compare values (False for uninitialised memory: shapes, dtypes and layouts only).
         gradients: compare gradients too.
+
+    No communication.
+
+    >>> Sample((torch.ones(5, 6),), {"dim": 0}, gradients=False).kwargs
+    {'dim': 0}
     """
 
     args: tuple[Any, ...] = ()
