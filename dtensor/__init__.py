@@ -21,6 +21,7 @@ from .plan import ProgramPlan, Sharding, auto_shard, plan
 from .random.seed import manual_seed, random_mode
 from .rules.registry import read_from as _read_from
 from .tensor import awaited as _awaited
+from .tensor import replicas as _replicas
 from .tensor.composites import constants as _constants
 from .tensor.composites import recomposed as _recomposed
 from .tensor.composites import sequences as _sequences
