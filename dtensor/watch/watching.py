@@ -61,6 +61,7 @@ def chain_among(ranks: Iterable[int], handle: Any, backend: str) -> Chain | None
             chain = watcher.chains[ranks] = Chain(watcher.board, ranks, handle, backend)
             watcher.board.chains.append(chain.key)
             chain.apart = _apart(watcher.board, ranks)
+            watcher.board.spread |= chain.apart
         return chain
 
 

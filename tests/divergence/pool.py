@@ -40,8 +40,8 @@ class Outcome(NamedTuple):
 class Pool:
     """Processes are started when they are needed, and again after one was lost."""
 
-    def __init__(self, size: int, level: str = "watch", fresh: bool = False) -> None:
-        self.size, self._level = size, level
+    def __init__(self, size: int, level: str = "watch", *, fresh: bool = False, apart: bool = False) -> None:
+        self.size, self._level, self._apart = size, level, apart
         self._context: Any = multiprocessing.get_context("spawn") if fresh else _processes  # a hash seed of its own for each
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="pool-")
@@ -82,7 +82,7 @@ class Pool:
     def _start(self) -> None:
         for rank in range(self.size):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_main, args=(theirs, rank, self.size, self._level))
+            process = self._context.Process(target=_main, args=(theirs, rank, self.size, self._level, self._apart))
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -106,9 +106,11 @@ class Pool:
         return [found[rank] for rank in range(self.size)]
 
 
-def _main(pipe: Connection, rank: int, size: int, level: str) -> None:
+def _main(pipe: Connection, rank: int, size: int, level: str, apart: bool) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
+    if apart:  # as if each rank were on a host of its own
+        importlib.import_module("dtensor.watch.board")._host = lambda: f"host {rank}"  # type: ignore[attr-defined]
     importlib.import_module("table").warm_up(level)
     pipe.send("ready")
     with suppress(EOFError):
