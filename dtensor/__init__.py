@@ -21,6 +21,7 @@ from .placement import Monoid, Partial, Placement, Replicate, Shard
 from .plan import ProgramPlan, Sharding, auto_shard, plan
 from .random.seed import manual_seed, random_mode
 from .rules.registry import read_from as _read_from
+from .tensor import replicas as _replicas
 from .tensor.awaited import AsyncCollectiveTensor
 from .tensor.composites import constants as _constants
 from .tensor.composites import recomposed as _recomposed

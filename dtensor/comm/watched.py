@@ -9,11 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.caches import remembered
+from ..base.generators import state_now
+from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import Group
 from ..watch.chain import Chain, Deed, read_lengths, told_lengths, unfitting
 from ..watch.levels import Level, refuse_child
+from ..watch.ring import fingerprint
 from ..watch.verdict import Said, differing_words, unfit_words
-from ..watch.watching import chain_among, explained, refuse, waited
+from ..watch.watching import chain_among, explained, operations_among, refuse, waited
 from .pending import Pending
 from .regions import Route, Transfer
 from .rows import gathered
@@ -28,11 +32,12 @@ def watched(group: Group, said: str, over: str, run: Issue, shaped: bool = False
 
     ``over`` names the mesh dims. Where ranks do not know each other's lengths, ``own`` is this rank's part.
     """
-    chain = chain_among(ranks_of(group), group.handle, group.backend)
+    ranks = ranks_of(group)
+    chain = chain_among(ranks, group.handle, group.backend)
     if chain is None:
         return run
     known: dict[Any, Deed] = {}
-    lengths = "" if own is None else _lengths(group, chain, own)
+    lengths = "" if own is None else _lengths(ranks, chain, own)
 
     def issue(x: torch.Tensor) -> Pending[torch.Tensor]:
         if (level := Level.now) == "off":
@@ -43,7 +48,7 @@ def watched(group: Group, said: str, over: str, run: Issue, shaped: bool = False
             if len(known) >= _KEPT:
                 known.clear()
             deed = known[key] = Deed.of(f"{said} {_operand(x, shaped)}", over, lengths)
-        admitted(chain, group, level, deed)
+        admitted(chain, group, ranks, level, deed)
         number = chain.count
         try:
             pending = run(x)
@@ -54,9 +59,9 @@ def watched(group: Group, said: str, over: str, run: Issue, shaped: bool = False
     return issue
 
 
-def _lengths(group: Group, chain: Chain, route: Route) -> str:
+def _lengths(ranks: list[int], chain: Chain, route: Route) -> str:
     """What this rank sends to each of the chain's ranks and expects of it."""
-    at = {rank: position for position, rank in enumerate(ranks_of(group))}
+    at = {rank: position for position, rank in enumerate(ranks)}
     sides = ([0 if box is None else box.numel for box in side] for side in (route.sends, route.receives))
     return told_lengths(*([side[at[rank]] for rank in chain.ranks] for side in sides))
 
@@ -67,7 +72,21 @@ def ranks_of(group: Group) -> list[int]:
     return [in_torch[k] for k in group.order or range(group.size)]
 
 
-def admitted(chain: Chain, group: Group, level: str, deed: Deed) -> None:
+@remembered(64)
+def holders(mesh: DeviceMesh) -> frozenset[int]:
+    """The ranks that hold a tensor together with this one; none where they are no processes."""
+    if mesh.kind != "process_group":
+        return frozenset()
+    return frozenset(mesh.ranks[member] for member in mesh.members_of(range(mesh.ndim), mesh.current_member() or 0))
+
+
+def draws(mesh: DeviceMesh, generator: torch.Generator) -> None:
+    """Under "strict" the state from which all ranks draw is a part of what they compare."""
+    if Level.now == "strict" and (ring := operations_among(holders(mesh))) is not None:
+        ring.mix(fingerprint(state_now(generator).numpy().tobytes()))
+
+
+def admitted(chain: Chain, group: Group, ranks: list[int], level: str, deed: Deed) -> None:
     """Takes down a collective.
 
     Raises:
@@ -78,7 +97,7 @@ def admitted(chain: Chain, group: Group, level: str, deed: Deed) -> None:
     if not chain.take_down(deed):
         raise refuse(chain)
     if level == "strict" or (chain.apart and group.backend == "gloo"):  # gloo ends a process that gets too long a message
-        _exchanged(chain, group, deed)
+        _exchanged(chain, group, ranks, deed)
 
 
 def _operand(x: torch.Tensor, shaped: bool) -> str:
@@ -86,30 +105,30 @@ def _operand(x: torch.Tensor, shaped: bool) -> str:
     return f"{dtype}[{', '.join(map(str, x.shape))}]" if shaped else dtype
 
 
-def _exchanged(chain: Chain, group: Group, deed: Deed) -> None:
+def _exchanged(chain: Chain, group: Group, ranks: list[int], deed: Deed) -> None:
     """All ranks of the group tell each other number and hash; where they differ, in a second exchange, what they mean."""
-    number, ranks = chain.count, ranks_of(group)
+    number = chain.count
     told = _told(chain, group, number, torch.tensor([number, chain.hash - 2**63])).view(-1, 2).tolist()
     if len({hashed for _, hashed in told}) > 1:
         if not chain.apart:
             raise refuse(chain)
-        said = _words_told(chain, group, number, [hashed for _, hashed in told])
+        said = _words_told(chain, group, ranks, [hashed for _, hashed in told])
         raise refuse(chain, differing_words(number, said))
     if deed.lengths:
         mine = read_lengths(deed.lengths)
         rows = _told(chain, group, number, torch.tensor([*mine[0], *mine[1]])).view(len(ranks), 2, -1).tolist()
         lengths = {rank: (leaving, arriving) for rank, (leaving, arriving) in zip(ranks, rows, strict=True)}
         if unfitting(chain.ranks, lengths):
-            raise refuse(chain, unfit_words(chain.ranks, number, lengths, _words_told(chain, group, number, [0] * len(ranks))))
+            raise refuse(chain, unfit_words(chain.ranks, number, lengths, _words_told(chain, group, ranks, [0] * len(ranks))))
 
 
-def _words_told(chain: Chain, group: Group, number: int, hashes: list[int]) -> dict[int, Said]:
+def _words_told(chain: Chain, group: Group, ranks: list[int], hashes: list[int]) -> dict[int, Said]:
     """What each rank says that it does."""
     entry = chain.last()
     mine = f"{entry.over}\n{entry}".encode()[:_WORDS].ljust(_WORDS)
-    rows = _told(chain, group, number, torch.frombuffer(bytearray(mine), dtype=torch.uint8)).view(-1, _WORDS)
+    rows = _told(chain, group, chain.count, torch.frombuffer(bytearray(mine), dtype=torch.uint8)).view(-1, _WORDS)
     said = [bytes(row.tolist()).decode(errors="replace").strip().partition("\n") for row in rows]
-    return {rank: Said(hashed, over, what) for rank, hashed, (over, _, what) in zip(ranks_of(group), hashes, said, strict=True)}
+    return {rank: Said(hashed, over, what) for rank, hashed, (over, _, what) in zip(ranks, hashes, said, strict=True)}
 
 
 def _told(chain: Chain, group: Group, number: int, row: torch.Tensor) -> torch.Tensor:

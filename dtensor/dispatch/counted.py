@@ -10,11 +10,12 @@ import torch
 
 from ..base.caches import remembered
 from ..base.tracing import has_no_values
+from ..comm.watched import holders
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.schema import Operator
 from ..watch import lines
-from ..watch.ring import Ring, fingerprint
+from ..watch.ring import fingerprint
 from ..watch.watching import operations_among
 from . import wrapping
 
@@ -28,30 +29,14 @@ def counting(operator: Operator, run: Callable[..., Any]) -> Callable[..., Any]:
         ring, layouts = None, [value._layout for value in _tensors((*args, *(kwargs or {}).values()))]
         if layouts:
             mesh = layouts[0].mesh
-            ring = operations_among(_ranks(mesh))
+            ring = operations_among(holders(mesh))
         if ring is None:
             return run(cls, func, types, args, kwargs)
         what = f"{func}({', '.join(_given(operator, args, kwargs or {}))})  {', '.join(map(_shown, layouts))}"
         ring.add(fingerprint(what), what, _over(mesh), lines.at(sys._getframe(1)))
-        result = run(cls, func, types, args, kwargs)
-        if operator.seeded:
-            _mix_generator(ring, (kwargs or {}).get("generator") or torch.default_generator)
-        return result
+        return run(cls, func, types, args, kwargs)
 
     return counted
-
-
-def _mix_generator(ring: Ring, generator: torch.Generator) -> None:
-    """What it draws next is to be the same on all ranks."""
-    ring.mix(fingerprint(generator.get_state().numpy().tobytes()))
-
-
-@remembered(64)
-def _ranks(mesh: DeviceMesh) -> frozenset[int]:
-    """Those that hold a tensor together with this one; none where they are no processes."""
-    if mesh.kind != "process_group":
-        return frozenset()
-    return frozenset(mesh.ranks[member] for member in mesh.members_of(range(mesh.ndim), mesh.current_member() or 0))
 
 
 @remembered(64)

@@ -23,6 +23,7 @@ from ..base.generators import go_to, state_now
 from ..base.recording import aside, site
 from ..base.scoped import Scoped
 from ..comm import communicator_of
+from ..comm.watched import draws
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -127,13 +128,15 @@ def synchronize(mesh: DeviceMesh) -> None:
             "no graph carries; draw them outside, or let the graph break there (fullgraph=False)"
         )
     comm, seeded, dims = communicator_of(mesh), mesh._root.seeded, mesh.group_id(range(mesh.ndim))
-    if not comm.talks or seeded.issuperset(dims):
+    if not comm.talks:
         return
-    seeded.update(dims)
     generator = default_generator(mesh)
-    state = state_now(generator)
-    received = comm.broadcast(state.to(mesh.device_type), tuple(range(mesh.ndim)), 0).wait()
-    go_to(generator, received.cpu())
+    if not seeded.issuperset(dims):
+        seeded.update(dims)
+        state = state_now(generator)
+        received = comm.broadcast(state.to(mesh.device_type), tuple(range(mesh.ndim)), 0).wait()
+        go_to(generator, received.cpu())
+    draws(mesh, generator)
 
 
 @site

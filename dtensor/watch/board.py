@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
@@ -40,6 +40,15 @@ WHERE_TEXT, CALL_TEXT, ERROR_TEXT, LINE_TEXT = range(4)  # places of its changin
 
 _NAME = "dtensor-ranks-"
 _ROOM = 1 << 25  # bytes that must be free
+_ASK_S = 0.5  # between two questions to the store
+
+
+class End(NamedTuple):
+    """How a rank ended: its error and that one's line, if it has failed, and how many collectives it came to, by chain."""
+
+    error: str
+    line: str
+    counts: dict[str, int]
 
 
 class Board:
@@ -62,6 +71,8 @@ class Board:
         self.verdict: dict[str, Any] | None = None
         self.failed: Callable[[], NoReturn] | None = None  # what is raised instead of the next collective, after a verdict
         self.left = False
+        self.spread = False  # whether some chain goes over several hosts: how this rank ends is told in the store then
+        self._ends: dict[int, tuple[float, End | None]] = {}  # of ranks of other hosts: when it was asked, and what was found
 
     def _found_folder(self) -> tuple[str, Path]:
         """The folder of this host's ranks, and what its keys in the store begin with, new in this world."""
@@ -159,9 +170,29 @@ class Board:
             self.words[STATE] = FAILED
         else:
             self.words[STATE] = LEFT
+        if self.spread:
+            self._tell_end()
         pages = (self.rank_page(rank) for rank in range(self.size))
         if all(page is not None and page.words[STATE] == LEFT for page in pages) and self.found() is None:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _tell_end(self) -> None:
+        words, page = self.words, self.page
+        ring = {f"{key:016x}": self._pages[f"chain-{key:016x}-{self.rank}"].words[0] for key in self.chains}
+        texts = [page.text(words[place]) if words[STATE] == FAILED else "" for place in (ERROR, ERROR_LINE)]
+        with suppress(RuntimeError):  # the process that keeps the store may be gone
+            self._store.set(f"{self._key}/end/{self.rank}", json.dumps([*texts, ring]))
+
+    def end_of(self, rank: int) -> End | None:
+        """How a rank of another host has ended, if it has said so."""
+        asked, found = self._ends.get(rank, (0.0, None))
+        if self.spread and found is None and time.monotonic() - asked > _ASK_S:
+            key = f"{self._key}/end/{rank}"
+            with suppress(RuntimeError):
+                if self._store.check([key]):
+                    found = End(*json.loads(self._store.get(key).decode()))
+            self._ends[rank] = time.monotonic(), found
+        return found
 
 
 def boards(shared: Path | None = None) -> list[Path]:

@@ -18,15 +18,17 @@ class Level:
 
     Attributes:
         operations: under "strict" those so far, by the ranks that do them together.
-        changed: who is told when operations begin or cease to count.
+        replicas: after how many steps of an optimizer its copies are compared; 0: never.
+        changed: who is told of another level.
     """
 
     now = "watch"
+    replicas = 0
     operations: ClassVar[dict[frozenset[int], Ring]] = {}
     changed: ClassVar[list[Callable[[], None]]] = []
 
 
-def check_ranks(level: str) -> None:
+def check_ranks(level: str, *, replicas: int = 0) -> None:
     """How closely the ranks of process groups are compared from now on; all ranks say it in the same place.
 
     Args:
@@ -36,17 +38,25 @@ def check_ranks(level: str) -> None:
             before which the ranks of its group exchange 16 bytes, wherever they are. ``"off"``: nothing.
             The environment variable ``DTENSOR_CHECK_RANKS`` says with which one a process begins.
 
+        replicas: after so many steps of an optimizer, and again after as many, the copies of its distributed parameters and of
+            their state are compared by checksums, and the state of the random generator where a draw has made it the same; 0:
+            never. In the environment variable: ``watch,replicas=100``.
+
     Cost: none by itself; that of the levels stands in docs/reliability.md.
 
     Raises:
-        ArgumentError: no such level.
+        ArgumentError: no such level, or no number of steps.
 
+    >>> dt.check_ranks("watch", replicas=100)
     >>> dt.check_ranks("watch")
     """
     if level not in LEVELS:
         raise ArgumentError(f"check_ranks takes one of {LEVELS}, got {level!r}")
-    counted, Level.now = Level.now == "strict", level
-    if counted != (level == "strict"):
+    if type(replicas) is not int or replicas < 0 or (replicas and level == "off"):
+        raise ArgumentError(f"check_ranks takes a number of steps as replicas=, and 0 with 'off'; got {replicas!r}")
+    before = Level.now, Level.replicas
+    Level.now, Level.replicas = level, replicas
+    if before != (level, replicas):
         Level.operations.clear()
         for tell in Level.changed:
             tell()
@@ -60,4 +70,12 @@ def refuse_child() -> None:
     )
 
 
-check_ranks(os.environ.get(VARIABLE, "watch"))
+def _from_environment(said: str) -> None:
+    level, _, steps = said.partition(",replicas=")
+    try:
+        check_ranks(level, replicas=int(steps or 0))
+    except ValueError:
+        raise ArgumentError(f'{VARIABLE} is a level, or as "watch,replicas=100"; got {said!r}') from None
+
+
+_from_environment(os.environ.get(VARIABLE, "watch"))

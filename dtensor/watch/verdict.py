@@ -125,21 +125,29 @@ def _listed(words: dict[tuple[int, ...], str]) -> list[str]:
 def lost(board: Board, rank: int, needed: str, how: str = "") -> Verdict:
     """That a rank which others need has failed, left or died; ``needed`` says in what."""
     page = board.rank_page(rank)
-    if page is None:
+    if page is None:  # on another host
+        end = board.end_of(rank)
+        if end is not None and end.error:
+            return _failed(rank, end.error, end.line, "", needed)
+        how = how or "has left: its program ended, or it destroyed its groups"
         return {"kind": "lost", "words": f"rank {rank} {how}; {needed}"}
     words = page.words
     where = page.text(words[WHERE])
     at = f", at {where}" if where else ""
     if not how and (words[STATE] == FAILED or _met_last(page)):
-        module, name, said = json.loads(page.text(words[ERROR]) or '["", "an error", ""]')
-        if name == "KeyboardInterrupt":
-            return {"kind": "lost", "words": f"rank {rank} was interrupted{at}; {needed}"}
-        met = page.text(words[ERROR_LINE])
-        return {"kind": "error", "error": [module, name], "words": f"{said} (on rank {rank}{met and ', at '}{met})"}
+        return _failed(rank, page.text(words[ERROR]), page.text(words[ERROR_LINE]), at, needed)
     if not how:
         left = words[STATE] == LEFT
         how = "has left: its program ended, or it destroyed its groups" if left else "has died: its process is gone"
     return {"kind": "lost", "words": f"rank {rank} {how}{at}{_last(board, rank)}; {needed}"}
+
+
+def _failed(rank: int, error: str, line: str, at: str, needed: str) -> Verdict:
+    """That a rank has met an error."""
+    module, name, said = json.loads(error or '["", "an error", ""]')
+    if name == "KeyboardInterrupt":
+        return {"kind": "lost", "words": f"rank {rank} was interrupted{at}; {needed}"}
+    return {"kind": "error", "error": [module, name], "words": f"{said} (on rank {rank}{line and ', at '}{line})"}
 
 
 def _met_last(page: Page) -> bool:

@@ -63,7 +63,7 @@ def why(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict 
     what = "" if came is None else shown(board, key, came, number)
     for rank in missing:
         page = board.rank_page(rank)
-        if page is not None and (ended(page) or _gave_up(board, page)):
+        if board.end_of(rank) is not None if page is None else ended(page) or _gave_up(board, page):
             came_too = [rank for rank in ranks if rank not in missing]
             return lost(board, rank, f"{named(came_too)} {'needs' if len(came_too) == 1 else 'need'} it for {what}")
     return _circle(board)
@@ -73,15 +73,16 @@ def gone(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict
     """As :func:`why`, of a connection that broke: it counts, too, who has come and is gone now."""
     for rank in ranks:
         page = board.rank_page(rank)
-        if rank != board.rank and page is not None and ended(page):
+        if rank != board.rank and (board.end_of(rank) is not None if page is None else ended(page)):
             return lost(board, rank, f"{named([board.rank])} needs it for {shown(board, key, board.rank, number)}")
     return why(board, ranks, key, number)
 
 
 def has_come(board: Board, key: int, rank: int, number: int) -> bool:
     """Whether a rank has come to a collective, perhaps long ago."""
-    page = ring_page(board, "chain", key, rank)
-    return page is not None and page.words[0] >= number
+    page, end = ring_page(board, "chain", key, rank), board.end_of(rank)
+    count = page.words[0] if page is not None else 0 if end is None else end.counts.get(f"{key:016x}", 0)
+    return count >= number
 
 
 def _gave_up(board: Board, page: Page) -> bool:

@@ -6,16 +6,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from ..errors import DivergenceError, DTensorError
+from . import lines
 from .board import Board, ended
 from .chain import Chain
 from .levels import Level
 from .ring import WORDS, Ring, fingerprint
-from .verdict import Verdict, differing, error_of, lost, named
+from .verdict import Said, Verdict, differing, differing_words, error_of, lost, named
 from .waits import gone
 from .watcher import Watcher
 
@@ -60,6 +61,7 @@ def chain_among(ranks: Iterable[int], handle: Any, backend: str) -> Chain | None
             chain = watcher.chains[ranks] = Chain(watcher.board, ranks, handle, backend)
             watcher.board.chains.append(chain.key)
             chain.apart = _apart(watcher.board, ranks)
+            watcher.board.spread |= chain.apart
         return chain
 
 
@@ -119,6 +121,13 @@ def refuse(chain: Chain, verdict: Verdict | None = None) -> Exception:
     board = chain.board
     found = board.found() or board.judge(verdict or differing(board, chain.key, chain.ranks, chain.count))
     return error_of(found)
+
+
+def parted(step: int, over: str, found: dict[int, tuple[int, str]]) -> NoReturn:
+    """Raises, on all ranks, that copies differ; by rank its version, and what that is."""
+    said = {rank: Said(version, over, f"{what}   {lines.here()}") for rank, (version, what) in found.items()}
+    board = _watcher().board
+    raise error_of(board.found() or board.judge(differing_words(step, said)))
 
 
 def waited(chain: Chain, number: int, finish: Callable[[], T]) -> T:

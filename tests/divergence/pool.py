@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -39,20 +40,29 @@ class Outcome(NamedTuple):
 class Pool:
     """Processes are started when they are needed, and again after one was lost."""
 
-    def __init__(self, size: int, level: str = "watch") -> None:
-        self.size, self._level = size, level
+    def __init__(self, size: int, level: str = "watch", *, fresh: bool = False, apart: bool = False) -> None:
+        self.size, self._level, self._apart = size, level, apart
+        self._context: Any = multiprocessing.get_context("spawn") if fresh else _processes  # a hash seed of its own for each
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="pool-")
         self._count = 0
 
+    @property
+    def running(self) -> bool:
+        return bool(self._ranks)
+
     def run(self, name: str, all_do: str = "", timeout_s: float = 100.0) -> list[Outcome]:
-        """A program on each rank; ``all_do`` "usual" or "other", what not all of them do otherwise."""
+        """A program of the table on each rank; ``all_do`` "usual" or "other", what not all of them do otherwise."""
+        return self.run_program(name, all_do, timeout_s)
+
+    def run_program(self, program: Any, all_do: str = "", timeout_s: float = 100.0) -> list[Outcome]:
+        """The same of a program itself."""
         if not self._ranks:
             self._start()
         self._count += 1
         begin = time.monotonic()
         for _, pipe in self._ranks:
-            pipe.send((name, all_do, f"{self._folder.name}/{self._count}"))
+            pipe.send((program, all_do, f"{self._folder.name}/{self._count}"))
         found = self._collect(begin, begin + timeout_s)
         if any(outcome.kind in ("exit", "timeout") for outcome in found):
             self._end()
@@ -71,8 +81,8 @@ class Pool:
 
     def _start(self) -> None:
         for rank in range(self.size):
-            ours, theirs = _processes.Pipe()
-            process = _processes.Process(target=_main, args=(theirs, rank, self.size, self._level))
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_main, args=(theirs, rank, self.size, self._level, self._apart))
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -96,24 +106,28 @@ class Pool:
         return [found[rank] for rank in range(self.size)]
 
 
-def _main(pipe: Connection, rank: int, size: int, level: str) -> None:
+def _main(pipe: Connection, rank: int, size: int, level: str, apart: bool) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
+    if apart:  # as if each rank were on a host of its own
+        importlib.import_module("dtensor.watch.board")._host = lambda: f"host {rank}"  # type: ignore[attr-defined]
     importlib.import_module("table").warm_up(level)
     pipe.send("ready")
     with suppress(EOFError):
         while True:
-            name, all_do, store = pipe.recv()
-            pipe.send(_outcome(name, all_do, store, rank, size))
+            program, all_do, store = pipe.recv()
+            pipe.send(_outcome(program, all_do, store, rank, size))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _outcome(name: str, all_do: str, store: str, rank: int, size: int) -> tuple[str, str, str, Any]:
+def _outcome(program: Any, all_do: str, store: str, rank: int, size: int) -> tuple[str, str, str, Any]:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
     )
     try:
-        value = importlib.import_module("programs_of_ranks").PROGRAMS[name].run(rank, all_do)
+        if isinstance(program, str):
+            program = importlib.import_module("programs_of_ranks").PROGRAMS[program]
+        value = program.run(rank, all_do)
         time.sleep(0.2)  # others may still be reading
         _leave()
         return "result", "", "", value

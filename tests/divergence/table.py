@@ -167,8 +167,8 @@ DEEDS: dict[str, Deed] = {
     "drawn before": lambda at: _seeded(at, 0, torch.rand(5).numel()),
     "dropped out": lambda at: F.dropout(at.x, 0.5).sum().full_tensor() * 0,
     "dropped out less": lambda at: F.dropout(at.x, 0.25).sum().full_tensor() * 0,
-    "all to all": lambda at: _sent(at, [1, 2, 3]),
-    "all to all of others": lambda at: _sent(at, [1, 2, 4]),
+    "all to all": lambda at: _sent(at, [1, 2, 3, 2]),
+    "all to all of others": lambda at: _sent(at, [1, 2, 4, 2]),
     "written to a file": lambda at: _written(at),
     "loaded by a worker": lambda at: _loaded(at),
     "barrier": lambda at: dist.barrier(),
@@ -256,10 +256,14 @@ def _caught(at: Scene) -> None:
         dist.barrier()
 
 
-def _interrupted(at: Scene) -> float:
+def _interrupted(deed: Deed) -> Deed:
     """Ctrl-C on this rank while it waits."""
-    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    return float(at.x.sum())
+
+    def run(at: Scene) -> Any:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        return deed(at)
+
+    return run
 
 
 def _after(seconds: float, deed: Deed) -> Deed:
@@ -377,10 +381,8 @@ _OTHERS = [
     ("halves", "other halves"),
     ("added", "added twice"),
     ("amin", "amin of all"),
-    ("blocks", "longer blocks"),
     ("blocks", "wide blocks"),
     ("blocks", "whole blocks"),
-    ("random", "another seed"),
     ("random", "drawn before"),
     ("dropped out", "dropped out less"),
     ("all to all", "all to all of others"),
@@ -437,7 +439,7 @@ for _k, (_usual, _other) in enumerate(_OTHERS):
     if _usual != _other:
         DIFFERENT.setdefault(f"{_usual}/{_other}", Program(DEEDS[_usual], DEEDS[_other], _k % 3))
 RAISING: dict[str, Program] = {
-    f"{_usual}/is interrupted": Program(_after(1.5, DEEDS[_usual]), _interrupted, 1) for _usual in ("item", "sum0")
+    f"{_usual}/is interrupted": Program(_after(1.5, DEEDS[_usual]), _interrupted(DEEDS[_usual]), 1) for _usual in ("item", "sum0")
 }
 for _usual in ("sum0", "full", "large", "to_columns", "softmax", "distributed"):
     for _k, (_name, _deed) in enumerate({"raises": _raise, "raises and goes on": _caught}.items()):
