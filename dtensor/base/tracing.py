@@ -20,7 +20,8 @@ from .torch_internals import (
 
 _STAND_INS = (FakeTensor, FunctionalTensor)
 _PROXY = DISPATCH_MODE_KEYS.PROXY
-_TRACING = (_PROXY, DISPATCH_MODE_KEYS.FUNCTIONAL, DISPATCH_MODE_KEYS.FAKE)
+_FUNCTIONAL = DISPATCH_MODE_KEYS.FUNCTIONAL
+_TRACING = (_PROXY, _FUNCTIONAL, DISPATCH_MODE_KEYS.FAKE)
 
 
 def has_no_values(x: Any) -> bool:
@@ -38,6 +39,11 @@ def is_traced(x: Any) -> bool:
 def under_way() -> bool:
     """Whether some program is being traced here."""
     return any(infra_mode(key) is not None for key in _TRACING)
+
+
+def has_ended(x: Any) -> bool:
+    """Whether ``x`` stands for a tensor of a trace that is over: nothing can be computed of it any more."""
+    return isinstance(x, FunctionalTensor) and infra_mode(_FUNCTIONAL) is None
 
 
 def aside() -> AbstractContextManager[Any]:

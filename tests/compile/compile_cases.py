@@ -136,6 +136,8 @@ MATHS: dict[str, Case] = {
     "empty shards": of(lambda x: (x * 2).cumsum(0).sum(0) + x.amax(0), ((1, 6), S0)),
     "no elements": of(lambda x: (x * 2).sum(0), ((0, 6), S0)),
     "views": of(lambda x: (x.reshape(-1)[3:].view(9, 3).t() @ x[:3].flatten()[:9].view(9, 1)).sum(1), ((5, 6), S0)),
+    "a reshape that gathers": of(lambda x: (x * 2).flatten().clone(), ((5, 6), S1)),
+    "rows of stacks": of(lambda x, w: (x * 2) @ w, ((3, 4, 6), S1), ((6, 7), R)),
     "views of columns": of(lambda x: x.t().flip(0).unfold(1, 2, 1).sum(-1).chunk(2)[1], ((5, 6), S1)),
     "in place": of(in_place, ((5, 6), S0), ((5, 6), S0)),
     "in place of an argument": of(in_place_of_an_argument, ((5, 6), S0), ((5, 6), S0)),

@@ -143,6 +143,14 @@ def refused(mesh: dt.DeviceMesh) -> None:
         torch.compile(lambda x: F.dropout(x), backend="aot_eager", fullgraph=True)(x)
     with pytest.raises(Exception, match="give shape="):
         torch.compile(lambda a: DTensor.from_local(a, mesh, [Shard(0)]), backend="aot_eager", fullgraph=True)(torch.ones(2, 3))
+    gathering: list[tuple[Any, Any]] = [
+        (torch.flatten, Shard(1)),
+        (lambda x: (x * 1).t()[0], Shard(1)),
+        (lambda x: [view := x[0], view.sin()], Shard(0)),  # read meanwhile
+    ]
+    for view, where in gathering:
+        with pytest.raises(Exception, match="return a clone of it"):
+            torch.compile(view, backend="aot_eager", fullgraph=True)(dt.distribute_tensor(torch.ones(4, 6), mesh, [where]))
     torch.manual_seed(1 + mesh.get_rank())  # not yet the same on all ranks: the first draw takes over the first one's
     drawn = F.dropout(x).full_tensor()
     torch.manual_seed(1)

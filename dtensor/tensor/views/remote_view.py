@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from ...base import tracing
 from ...base.caches import Bounded
 from ...base.torch_internals import make_wrapper_subclass
 from ...comm import communicator_of
@@ -23,6 +24,7 @@ from ...dispatch.operands import plan_for
 from ...dispatch.settled import sharing
 from ...dispatch.steps import Runner
 from ...dispatch.versions import counted_together, versions_of
+from ...errors import UnsupportedOperationError
 from ...layout.layout import Layout
 from ...propagation.propagate import Plan
 from ...propagation.schema import Operator
@@ -90,7 +92,17 @@ class Origin:
         return None if rest is None else (*own, *rest)
 
     def shown(self) -> list[DTensor]:
-        """The views as the base is now."""
+        """The views as the base is now.
+
+        Raises:
+            UnsupportedOperationError: a compiled program returns one: nothing would tie it to its base.
+        """
+        held = self.results[0]._local if self.results else getattr(self.memory, "local", None)
+        if tracing.has_ended(held):
+            raise UnsupportedOperationError(
+                f"torch.compile: the function returns a view that every rank gathers ({self.operator.func} of {self.layout!r}), "
+                "and what is written to it could not reach its base: return a clone of it"
+            )
         versions = self.now()
         if self.results is None or not (self.pinned or (versions is not None and versions == self.versions)):
             self.results, self.versions = self.computed(self.base), versions
