@@ -95,6 +95,7 @@ _ROOMS = (
     "device_mesh",
     "experimental",
     "fsdp",
+    "hf",
     "parallel",
     "placement_types",
     "sharded_tensor",
@@ -118,6 +119,7 @@ if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ wo
     from . import device_mesh as device_mesh
     from . import experimental as experimental
     from . import fsdp as fsdp
+    from . import hf as hf
     from . import parallel as parallel
     from . import placement_types as placement_types
     from . import sharding_spec as sharding_spec

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import typing_extensions
+from torch.nn.parallel import distributed
 
 _HERE, _TORCH = (str(Path(file).parent) + os.sep for file in (str(Path(__file__).parent), torch.__file__))
 _STANDARD = tuple({str(Path(sysconfig.get_path(name)).resolve()) + os.sep for name in ("stdlib", "platstdlib")})
@@ -63,6 +64,19 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and (known.get(name := frame.f_code.co_filename) or is_library(name)):
         frame = frame.f_back
     return frame
+
+
+def wrapped_by_torch(frame: FrameType | None) -> str:
+    """What to say to somebody who wraps a distributed model in torch's ``DistributedDataParallel``; "" if nobody does here."""
+    while frame is not None:
+        if frame.f_code.co_filename == distributed.__file__:
+            return (
+                ". torch.nn.parallel.DistributedDataParallel takes a model of plain parameters, of which it broadcasts and "
+                "reduces each rank's own; for one with DTensors use dtensor.parallel.replicate(model, mesh) or fully_shard, and "
+                "leave it out of accelerate's prepare(), which wraps it (docs/porting.md)"
+            )
+        frame = frame.f_back
+    return ""
 
 
 def place_of(frame: FrameType | None) -> Place:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, LayoutError, UnsupportedOperationError
+from ..errors import ArgumentError, LayoutError, MixedTensorError, UnsupportedOperationError
 
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
@@ -59,10 +59,22 @@ def element_type(dtype: Any) -> torch.dtype:
     return dtype
 
 
+def refuse_foreign(tensor: torch.Tensor, what: str) -> None:
+    """Raises for a distributed tensor that is none of ours, which to us would be a plain one of its global shape."""
+    kind = type(tensor)
+    if kind is not torch.Tensor and hasattr(kind, "device_mesh") and not hasattr(tensor, "_layout"):
+        raise MixedTensorError(
+            f"{what} got a {kind.__name__} of {kind.__module__.removesuffix('._api')} on {tensor.device_mesh}, where DTensors "  # type: ignore[attr-defined]
+            "of dtensor and plain tensors are known; import both from one library, or hand over the rank's piece: "
+            "dtensor.DTensor.from_local(x.to_local(), mesh, placements, shape=x.shape, stride=x.stride())"
+        )
+
+
 def strided(tensor: Any, what: str) -> torch.Tensor:
     """``tensor``, if it is one with sizes and strides: what can be cut into blocks."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{what} takes a torch.Tensor, got {type(tensor).__name__}; write torch.as_tensor(value)")
+    refuse_foreign(tensor, what)
     if tensor.is_quantized:
         element_type(tensor.dtype)
     if tensor.layout is not torch.strided or tensor.is_nested:

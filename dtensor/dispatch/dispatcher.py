@@ -7,6 +7,7 @@ and kept.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import RLock
@@ -16,6 +17,7 @@ import torch
 
 from ..base import tracing
 from ..base.caches import Shared, watched
+from ..base.callers import wrapped_by_torch
 from ..base.modes import IMPLICIT_REPLICATION, MODES
 from ..base.torch_internals import find_torch_dispatch_rule
 from ..errors import UnsupportedOperationError
@@ -208,8 +210,9 @@ def _general_form_of(entry: Entry) -> Callable[..., Any]:
 def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout | Runner:
     if entry.func.namespace in _COLLECTIVES:
         raise UnsupportedOperationError(
-            f"{entry.operator.name} of a DTensor: collectives of torch.distributed combine what the ranks hold, and a DTensor is "
-            "one value; use x.redistribute(placements=...), or give it the piece: x.to_local()"
+            f"{entry.operator.name} of a DTensor: collectives of torch.distributed combine what the ranks hold, and a DTensor "
+            f"is one value; use x.redistribute(placements=...), or give it the piece: x.to_local()"
+            f"{wrapped_by_torch(sys._getframe())}"
         )
     operator, bound = entry.operator, entry.operator.bind(args, kwargs)
     meshes = tuple(meshes_of(bound.values()))

@@ -14,13 +14,16 @@ replicated copy, and every rank takes over the whole result. Elsewhere such a wr
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
 import torch
 
+from ..base.callers import wrapped_by_torch
 from ..base.modes import MODES
 from ..base.torch_internals import forward_ad, graph_task
+from ..base.validation import refuse_foreign
 from ..comm import PerRank, communicator_of
 from ..comm.agreement import same_on_all
 from ..errors import LayoutError, MixedTensorError
@@ -55,6 +58,7 @@ def admit(value: torch.Tensor, name: str, operator: Operator) -> None:
     Raises:
         MixedTensorError: the law above does not allow it.
     """
+    refuse_foreign(value, operator.name)
     anything = MODES.implicit_replication or in_autograd()
     number = operator.facts.per_element and value.ndim == 0  # step counts of optimizers are alike on all ranks
     # results under the mode take the whole value
@@ -67,8 +71,8 @@ def admit(value: torch.Tensor, name: str, operator: Operator) -> None:
     if not is_number(value) and not anything and (isinstance(value, PerRank) or name not in declared(operator)):
         raise MixedTensorError(
             f"{operator.name} mixes DTensors with a plain tensor of shape {tuple(value.shape)} (argument {name!r}). "
-            f"If every rank holds "
-            "the same value, use `with dtensor.implicit_replication():`, or distribute_tensor(t, mesh, placements)"
+            f"If every rank holds the same value, use `with dtensor.implicit_replication():`, or distribute_tensor(t, mesh, "
+            f"placements){wrapped_by_torch(sys._getframe())}"
         )
 
 

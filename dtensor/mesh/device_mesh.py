@@ -169,6 +169,10 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
 
     _flatten, _unflatten = flatten, unflatten  # type: ignore[assignment]  # torch's spelling; its own take a backend as well
 
+    def _get_root_mesh(self) -> DeviceMesh:
+        """All dims as they were made: what torch's own code asks a slice for."""
+        return self._derive(tuple((dim,) for dim in range(len(self._root.shape))), self._root.names)
+
     def _derive(self, dims: Dims, names: Names) -> DeviceMesh:
         if dims == self._dims and names == self._names:
             return self

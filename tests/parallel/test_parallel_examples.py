@@ -20,6 +20,7 @@ NAMES = {
     "meta_start": 2,
     "two_meshes": 4,
     "ring_attention": 4,
+    "context_parallel": 4,
     "pipeline_3d": 8,
 }
 _LOSSES = re.compile(r"^ +(\d+) +(\d+\.\d+) +(\d+\.\d+)$", re.MULTILINE)

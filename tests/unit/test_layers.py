@@ -45,6 +45,7 @@ LAYERS = (
     "testing",
     "debug",
     "sharded_tensor",
+    "hf",
     "device_mesh",
     "placement_types",
     "fsdp",
@@ -52,7 +53,7 @@ LAYERS = (
     "__init__",
     "__main__",
 )
-ALIASES = {"device_mesh", "experimental", "fsdp", "placement_types"}  # rooms by the names that torch has for them
+ALIASES = {"device_mesh", "experimental", "fsdp", "hf", "placement_types"}  # by the names that others have for these rooms
 PEER = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._local_tensor")
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

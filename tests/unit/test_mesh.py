@@ -291,3 +291,9 @@ def test_it_is_a_mesh_to_torch_too() -> None:
 def test_a_device_with_an_index_is_no_device_type() -> None:
     with pytest.raises(MeshError, match="Device type with index"):
         init_device_mesh("cpu:0", (2,))
+
+
+def test_a_slice_knows_the_mesh_that_it_is_of() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+    assert mesh["tp"]._get_root_mesh() == mesh.flatten()._get_root_mesh() == mesh
+    assert mesh["dp"]._get_root_mesh() == mesh

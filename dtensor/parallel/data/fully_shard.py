@@ -114,7 +114,8 @@ def _check_options(reshard_after_forward: Any, mp_policy: Any, offload_policy: A
 def check_policy(mp_policy: Any) -> None:
     """Raises TypeError unless it is a policy."""
     if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy is a MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...), got {mp_policy!r}")
+        found = f"{mp_policy!r} of {type(mp_policy).__module__}"
+        raise TypeError(f"mp_policy is a MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...), got {found}")
 
 
 def check_offload(offload_policy: Any) -> None:

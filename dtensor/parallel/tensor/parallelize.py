@@ -67,7 +67,11 @@ def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None, 
         plan.src_data_rank = source
         return plan._apply(module, mesh)
     if not isinstance(plan, Mapping):
-        given = f"the class {plan.__name__}, not an instance: write {plan.__name__}()" if isinstance(plan, type) else repr(plan)
+        given = (
+            f"the class {plan.__name__}, not an instance: write {plan.__name__}()"
+            if isinstance(plan, type)
+            else f"{plan!r} of {type(plan).__module__}"
+        )
         raise TypeError(f"a parallelize_plan is a ParallelStyle or a mapping from names to such, got {given}")
     for path, inner in plan.items():
         found = submodules_at(module, path)

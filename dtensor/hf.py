@@ -1,0 +1,98 @@
+"""Models of Hugging Face in checkpoints of theirs: distributed first, then read, so that no rank ever holds a whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .base.modes import implicit_replication
+from .checkpoint import load
+from .errors import CheckpointError
+from .tensor.dtensor import DTensor
+from .tensor.materialize import materialize
+
+__all__ = ["from_pretrained"]
+
+
+def from_pretrained(
+    path: str | Path, distribute: Callable[[nn.Module], nn.Module], *, model_class: type[nn.Module] | None = None
+) -> nn.Module:
+    """The model in the folder ``path`` (``config.json`` and safetensors), distributed as ``distribute`` does it.
+
+    The model is built on the meta device, distributed, and given memory; then each rank reads the bytes of its own pieces. It is
+    in evaluation mode, with the generation settings of the folder, as those of ``transformers`` are. No network is asked.
+
+    Args:
+        path: a folder that ``save_pretrained`` or :func:`dtensor.checkpoint.save_safetensors` wrote.
+        distribute: gets the model on meta and returns it distributed: by ``parallelize_module(model, mesh["tp"], "auto")``, by
+            ``fully_shard`` of its layers and itself, or both.
+        model_class: default the class that ``config.json`` names under ``architectures``.
+
+    Raises:
+        CheckpointError: no checkpoint there, parameters that are missing or of another shape; or tables that the model computes
+            when it is built and does not know how to compute again.
+
+    Cost: of reading, see :func:`dtensor.checkpoint.load`. Memory: this rank's pieces twice, while they are read.
+
+    >>> import tempfile, dtensor as dt, dtensor.hf
+    >>> from dtensor.parallel import parallelize_module
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    >>> folder, mesh = tempfile.mkdtemp(), dt.init_device_mesh("cpu", (2,))
+    >>> LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+    >>> model = dtensor.hf.from_pretrained(folder, lambda model: parallelize_module(model, mesh, "auto"))
+    >>> model.model.layers[0].self_attn.q_proj.weight.placements
+    (Shard(dim=0),)
+    """
+    transformers = import_module("transformers")
+    config = transformers.AutoConfig.from_pretrained(path)
+    kind = model_class or getattr(transformers, config.architectures[0])
+    with torch.device("meta"):
+        model = kind(config)
+    if isinstance(config.dtype, torch.dtype):
+        model = model.to(config.dtype)
+    model = materialize(distribute(model), init=_computed_again(model))
+    load(model, path)
+    if (Path(path) / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    return model.eval()
+
+
+def _computed_again(model: Any) -> Callable[[nn.Module], None]:
+    """Sets the buffers of a module that no checkpoint has, as the model sets them; all others are read."""
+
+    def init(module: nn.Module) -> None:
+        own = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+        tables = {name: table for name, table in own.items() if table is not None and table.numel()}
+        for table in tables.values():
+            table.fill_(_unset(table.dtype))
+        if tables:
+            with implicit_replication():  # a table is the same wherever it is computed
+                model._init_weights(module)
+        left = [name for name, table in tables.items() if _same_as_before(table)]
+        if left:
+            raise CheckpointError(
+                f"{type(module).__name__} computes its buffers {left} when it is built, and {type(model).__name__}._init_weights "
+                "does not compute them again: build the model on a device and distribute it, instead of from_pretrained"
+            )
+
+    return init
+
+
+def _unset(dtype: torch.dtype) -> Any:
+    """A value that no table is full of."""
+    if dtype is torch.bool:
+        return True
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+
+
+def _same_as_before(table: torch.Tensor) -> bool:
+    whole = table.full_tensor() if isinstance(table, DTensor) else table
+    if whole.dtype is torch.bool:
+        return False
+    return bool((whole.isnan() if whole.dtype.is_floating_point else whole == torch.iinfo(whole.dtype).max).all())

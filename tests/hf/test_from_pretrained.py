@@ -1,0 +1,135 @@
+"""Checkpoints of Hugging Face, read into distributed models: tokens, losses and parameters are those of one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor import checkpoint
+from dtensor.errors import CheckpointError
+from dtensor.hf import from_pretrained
+from dtensor.parallel import fully_shard, parallelize_module
+
+transformers = pytest.importorskip("transformers")
+
+MESH = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "tie_word_embeddings": True,
+}
+
+
+def by_heads(model: nn.Module) -> nn.Module:
+    return parallelize_module(model, MESH["tp"], "auto")
+
+
+def fully(model: Any) -> nn.Module:
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=MESH["dp"])
+    return fully_shard(model, mesh=MESH["dp"])
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, Any]:
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    plain.save_pretrained(tmp_path)
+    return tmp_path, plain
+
+
+def first(x: Any) -> Tensor:
+    """The value, which all ranks have."""
+    pieces = list(x.shards) if isinstance(x, dt.PerRank) else [x]
+    assert all(torch.equal(piece, pieces[0]) for piece in pieces)
+    return pieces[0]
+
+
+@pytest.mark.parametrize("distribute", [by_heads, fully])
+def test_it_generates_what_one_device_does(saved: tuple[Path, Any], distribute: Any) -> None:
+    folder, plain = saved
+    model = from_pretrained(folder, distribute)
+    assert not model.training
+    prompt = torch.randint(1, 64, (2, 5), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = plain.generate(prompt, max_new_tokens=4, do_sample=False)
+        assert torch.equal(first(model.generate(prompt, max_new_tokens=4, do_sample=False)), expected)
+    head, table = model.lm_head.weight, model.model.embed_tokens.weight
+    assert head is table
+    assert isinstance(head, dt.DTensor)
+    assert head.layout.max_local_nbytes == head.layout.nbytes // 2
+
+
+@pytest.mark.parametrize("distribute", [by_heads, fully])
+def test_its_own_trainer_trains_it(saved: tuple[Path, Any], distribute: Any, tmp_path: Path) -> None:
+    folder, plain = saved
+    rows = torch.randint(1, 64, (8, 5), generator=torch.Generator().manual_seed(2))
+
+    def losses(model: nn.Module) -> list[float]:
+        options = {"max_steps": 3, "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 1e-2, "seed": 3}
+        args = transformers.TrainingArguments(
+            str(tmp_path / "runs"), use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, **options
+        )
+        trainer = transformers.Trainer(model=model, args=args, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    assert losses(from_pretrained(folder, distribute)) == pytest.approx(losses(plain), abs=1e-3)
+
+
+def test_adapters_of_low_rank_on_a_sharded_model(saved: tuple[Path, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    folder, plain = saved
+    tokens = torch.randint(1, 64, (2, 5), generator=torch.Generator().manual_seed(1))
+
+    def adapted(model: nn.Module) -> nn.Module:
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=True))
+
+    def losses(model: nn.Module) -> list[float]:
+        optimizer, found = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0), []
+        for _ in range(3):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(first(loss.detach())))
+        return found
+
+    torch.manual_seed(4)
+    expected = losses(adapted(plain))
+    torch.manual_seed(4)
+    model = adapted(transformers.LlamaForCausalLM.from_pretrained(folder))
+    assert losses(fully_shard(model, mesh=MESH["dp"])) == pytest.approx(expected, abs=1e-5)
+    assert expected[0] != expected[-1]
+
+
+def test_what_it_writes_transformers_reads(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, plain = saved
+    model = from_pretrained(folder, by_heads)
+    checkpoint.save_safetensors(model, tmp_path / "again")
+    plain.config.save_pretrained(tmp_path / "again")
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "again")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), plain.parameters(), strict=True))
+
+
+def test_what_nobody_could_set_is_refused(saved: tuple[Path, Any]) -> None:
+    class Tabled(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    with pytest.raises(CheckpointError, match=r"its buffers \['table'\]"):
+        from_pretrained(saved[0], by_heads, model_class=Tabled)
+    with pytest.raises(CheckpointError, match="not in the checkpoint"):
+        from_pretrained(saved[0], by_heads, model_class=transformers.LlamaForSequenceClassification)
