@@ -1,5 +1,5 @@
 """``explain script.py`` tells what a program moves, line by line, ``doctor`` looks at the machine, ``verify [module] [pattern]``
-verifies rules, ``calibrate`` measures collectives, ``ops`` lists operators.
+verifies rules, ``calibrate`` measures collectives, ``plan`` lays a model over a cluster, ``ops`` lists operators.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from .cost import calibrate
 from .debug import doctor, script
 from .debug.operator_page import measured_in, page
 from .errors import RuleError
+from .plan import command
 from .redistribute import moves
 from .rules import rules
 from .testing.asked import rules_asked
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     measure.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     measure.add_argument("--output", type=Path, default=None, help="default: $DTENSOR_PROFILE or ~/.cache/dtensor/profile.json")
     measure.add_argument("--seconds", type=float, default=0.05, help="for each of about fifty measurements")
+    command.add_options(commands.add_parser("plan", help="ways to lay a training step of a known model over a cluster"))
     ops = commands.add_parser("ops", help="how every operator is served, as the page docs/ops.md")
     ops.add_argument("--measured", type=Path, default=Path("benchmarks/gather_share.json"), help="of benchmarks/gather_share.py")
     options = parser.parse_args(argv)
@@ -56,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
             return script.explained(options.script, options.arguments)
         case "doctor":
             return doctor.main()
+        case "plan":
+            return command.main(options)
         case "calibrate":
             return _calibrate(options)
         case "verify":

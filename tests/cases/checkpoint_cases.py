@@ -176,9 +176,7 @@ def values_are_converted_where_that_is_asked_for(folder: Path) -> None:
         wide = torch.complex128 if dtype == torch.float64 else torch.complex64
         state: dict[str, Any] = {"a": blank(x.to(dtype), square(), Shard(1), Shard(0)), "p": torch.zeros(7, 5, dtype=dtype)}
         state |= {"n": torch.zeros(3, dtype=torch.int64), "c": torch.zeros(7, 5, dtype=wide)}
-        with pytest.raises(
-            CheckpointError, match=f"'a' is {str(dtype)[6:]} here and float32 .*: give convert=True"
-        ):
+        with pytest.raises(CheckpointError, match=f"'a' is {str(dtype)[6:]} here and float32 .*: give convert=True"):
             load(state, folder)
         same(state["a"], torch.zeros(7, 5, dtype=dtype))
         load(state, folder, convert=True)
