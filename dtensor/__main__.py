@@ -1,6 +1,7 @@
-"""``explain script.py`` tells what a program moves, line by line, ``plan script.py`` how it should run, ``bench`` what
-redistributions and operators take here, ``doctor`` looks at the machine, ``verify [module] [pattern]`` verifies rules,
-``calibrate`` measures collectives, ``ops`` lists operators, ``ranks`` tells what the ranks of a job did last.
+"""``explain script.py`` tells what a program moves, line by line, ``plan script.py`` how it should run, ``plan MODEL`` how a known
+model lies on a cluster, ``bench`` what redistributions and operators take here, ``doctor`` looks at the machine,
+``verify [module] [pattern]`` verifies rules, ``calibrate`` measures collectives, ``ops`` lists operators, ``ranks`` tells what
+the ranks of a job did last.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from .debug import bench, doctor, script
 from .debug.on_ranks import on_ranks
 from .debug.operator_page import measured_in, page
 from .errors import ArgumentError, RuleError
+from .plan import command as cluster_plan
+from .plan.transformer import MODELS
 from .redistribute import moves
 from .rules import rules
 from .testing.asked import rules_asked
@@ -76,10 +79,18 @@ def _explain(commands: Any) -> None:
 
 def _plan(commands: Any) -> None:
     def run(options: argparse.Namespace) -> int:
+        if options.script.name in MODELS:
+            parser = argparse.ArgumentParser(prog=f"python -m dtensor plan {options.script}")
+            cluster_plan.add_options(parser)
+            chosen = parser.parse_args(options.arguments)
+            if chosen.plot is not None:
+                needs("matplotlib", "plot", "--plot")
+            return cluster_plan.main(options.script.name, chosen)
         needs("scipy", "plan", "plan")
         return script.planned(script.asked(options.script), options.arguments, options.html, options.json)
 
     command = _script(commands, "plan", "tell how its calls together should run, by line", run)
+    command.epilog = f"In place of a script {', '.join(MODELS)}: ways to lay a training step of it over a cluster (plan MODEL --help)."
     command.add_argument("--json", type=Path, metavar="FILE", help="the plan, for capture(plan=ProgramPlan.load(FILE))")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from .files import present
 from .manifest import NAME, Block, Entry, Manifest, check_files, read_manifest
 from .match import Matched, match_trees, put_back
 from .memory import check_shared, finish
+from .names import renamed
 from .stateful import expand
 from .targets import Target
 from .tree import decode
@@ -52,7 +53,15 @@ class Loaded(NamedTuple):
     bytes_read: int
 
 
-def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True, process_group: Any = None) -> Loaded:
+def load(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    convert: bool = False,
+    rename: Callable[[str], str] | Mapping[str, str] | None = None,
+    process_group: Any = None,
+) -> Loaded:
     """Fill ``state`` from the checkpoint in the folder ``path``, whatever the meshes and layouts that it was saved under.
 
     Tensors are filled in their own memory (those on ``meta`` are replaced by new ones with their layout), plain values replaced
@@ -63,6 +72,9 @@ def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True, proce
     Args:
         state: as for :func:`save`; a part of what was saved, with ``strict=False``.
         strict: raise if something is asked for that is not in the checkpoint, or the checkpoint holds what is not asked for.
+        convert: floating-point and complex tensors of another dtype are converted to the one that is asked for.
+        rename: from a key in the checkpoint to the one here, or a dict of those that differ: of the dicts in it, module's and
+            optimizer's among them, every key that is a string.
         process_group: the ranks that load together, default all.
 
     Raises:
@@ -78,16 +90,26 @@ def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True, proce
     >>> state = {"w": dt.zeros(5, 3, device_mesh=mesh, placements=[dt.Shard(1)])}
     >>> dt.checkpoint.load(state, folder).bytes_read, state["w"].sum().item()
     (60, 15.0)
+    >>> import torch
+    >>> folder = tempfile.mkdtemp()
+    >>> dt.checkpoint.save({"module.w": dt.ones(3, 4, device_mesh=mesh, placements=[dt.Shard(0)])}, folder)
+    >>> state = {"w": torch.zeros(3, 4, dtype=torch.bfloat16)}
+    >>> dt.checkpoint.load(state, folder, convert=True, rename=lambda key: key.removeprefix("module.")).missing_keys
+    []
+    >>> state["w"].sum()
+    tensor(12., dtype=torch.bfloat16)
     """
     finish_pending()
     ranks, folder = Ranks(process_group), Path(path)
     what = f"loading {folder}"
     manifest = ranks.together(what, lambda: None, lambda _: find_manifest(folder))
+    if rename is not None:
+        manifest = renamed(manifest, rename)
     found: list[tuple[Any, Matched]] = []
 
     def matched() -> str:
         expanded = expand(state, manifest.tensors)
-        found.append((expanded, match_trees(expanded, manifest, strict)))
+        found.append((expanded, match_trees(expanded, manifest, strict, convert)))
         return found[0][1].fingerprint
 
     ranks.together(what, matched, _same_everywhere)
@@ -177,10 +199,11 @@ def _read(targets: Mapping[str, Target], manifest: Manifest, files: Files, buffe
     sums: Sums = {}
     for name, held in held_here({name: target.like for name, target in targets.items()}, rank):
         target, entry = targets[name], manifest.tensors[name]
-        buffers[name] = target.buffers()
+        buffers[name] = target.buffers(entry.torch_dtype)
         for piece in _first_of_each(held, target):
             _fill(buffers[name][piece.member], piece, name, entry, files, sums)
         _copy_replicas(held, buffers[name])
+        buffers[name] = {member: read.to(target.dtype) for member, read in buffers[name].items()}
     check_shared(targets.values(), buffers)
     return sums
 

@@ -35,6 +35,7 @@ class Matched:
         targets: name in the checkpoint -> target.
         missing, unexpected: names asked for and not found, found and not asked for.
         wrong: what does not fit, in words.
+        convert: whether values of one kind may have another dtype.
     """
 
     tree: Any = None
@@ -42,6 +43,7 @@ class Matched:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    convert: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -50,14 +52,14 @@ class Matched:
         return hashlib.sha256(repr((told, self.missing)).encode()).hexdigest()
 
 
-def match_trees(asked: Expanded, manifest: Manifest, strict: bool) -> Matched:
+def match_trees(asked: Expanded, manifest: Manifest, strict: bool, convert: bool = False) -> Matched:
     """Every leaf of the state with its value in the checkpoint.
 
     Raises:
         CheckpointError: other shapes, dtypes or kinds; under ``strict`` missing or unexpected keys.
     """
     stored = decode(manifest.tree, {name: _Stored(name) for name in manifest.tensors})
-    result = Matched()
+    result = Matched(convert=convert)
     result.tree = _match(asked.tree, stored, (), manifest, result)
     if result.wrong:
         raise CheckpointError(_listed(result.wrong, "; "))
@@ -116,13 +118,20 @@ def _target(asked: Any, name: str, manifest: Manifest, result: Matched) -> Any:
     target = asked if isinstance(asked, Target) else Target.of(name, asked)
     if target.shape != entry.shape:
         result.wrong.append(f"{name!r} has shape {list(target.shape)} here and {list(entry.shape)} in the checkpoint")
-    elif target.dtype != entry.torch_dtype:
-        ours = str(target.dtype).removeprefix("torch.")
-        result.wrong.append(f"{name!r} is {ours} here and {entry.dtype} in the checkpoint: load it as such, then convert it")
+    elif target.dtype != entry.torch_dtype and not (result.convert and _one_kind(target.dtype, entry.torch_dtype)):
+        ours, remedy = str(target.dtype).removeprefix("torch."), "load it as such, then convert it"
+        if _one_kind(target.dtype, entry.torch_dtype):
+            remedy = "give convert=True"
+        result.wrong.append(f"{name!r} is {ours} here and {entry.dtype} in the checkpoint: {remedy}")
     elif target.problem is not None:
         result.wrong.append(f"{name!r} {target.problem}")
     result.targets[name] = target
     return target
+
+
+def _one_kind(a: torch.dtype, b: torch.dtype) -> bool:
+    """Whether values of one dtype are those of the other up to rounding."""
+    return (a.is_floating_point and b.is_floating_point) or (a.is_complex and b.is_complex)
 
 
 def _kept(item: Any) -> Any:

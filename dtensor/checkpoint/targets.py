@@ -45,13 +45,13 @@ class Target:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.like.shape) if isinstance(self.like, Layout) else self.like
 
-    def buffers(self) -> dict[int | None, torch.Tensor]:
-        """New memory on the CPU for every piece that this process holds."""
+    def buffers(self, dtype: torch.dtype) -> dict[int | None, torch.Tensor]:
+        """New memory on the CPU for every piece that this process holds, as ``dtype``, in which it is stored."""
         if not isinstance(self.like, Layout):
-            return {None: torch.empty(self.like, dtype=self.dtype)}
+            return {None: torch.empty(self.like, dtype=dtype)}
         layout = self.like.reduced()
         coordinates = layout.mesh.coordinates
-        return {m: torch.empty(layout.local_shape(coordinates[m]), dtype=self.dtype) for m in members_here(layout)}
+        return {m: torch.empty(layout.local_shape(coordinates[m]), dtype=dtype) for m in members_here(layout)}
 
     @property
     def problem(self) -> str | None:

@@ -168,6 +168,53 @@ def no_rank_reads_more_than_it_needs(folder: Path) -> None:
         same(state["w"], x)
 
 
+@case
+def values_are_converted_where_that_is_asked_for(folder: Path) -> None:
+    x, mesh = value(7, 5), line()
+    save({"a": laid(x, mesh, Shard(0)), "p": x, "n": torch.arange(3), "c": x.to(torch.complex64)}, folder)
+    for dtype in (torch.bfloat16, torch.float64):
+        wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+        state: dict[str, Any] = {"a": blank(x.to(dtype), square(), Shard(1), Shard(0)), "p": torch.zeros(7, 5, dtype=dtype)}
+        state |= {"n": torch.zeros(3, dtype=torch.int64), "c": torch.zeros(7, 5, dtype=wide)}
+        with pytest.raises(CheckpointError, match=f"'a' is {str(dtype)[6:]} here and float32 .*: give convert=True"):
+            load(state, folder)
+        same(state["a"], torch.zeros(7, 5, dtype=dtype))
+        load(state, folder, convert=True)
+        same(state["a"], x.to(dtype))
+        same(state["p"], x.to(dtype))
+        same(state["c"], x.to(torch.complex64).to(wide))
+    with pytest.raises(CheckpointError, match="'n' is float32 here and int64 in the checkpoint: load it as such"):
+        load({**state, "n": torch.zeros(3)}, folder, convert=True)
+
+
+@case
+def a_model_and_its_optimizer_load_under_other_names(folder: Path) -> None:
+    wrapped = nn.ModuleDict({"module": network()})
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+    train(wrapped["module"], optimizer, None)
+    save({"net": wrapped, "optimizer": optimizer, "step": 2}, folder)
+    other = sharded(network(), line(), Shard(0))
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.5)
+    state = {"model": other, "optimizer": fresh, "step": 0}
+    with pytest.raises(CheckpointError, match="not in the checkpoint"):
+        load(state, folder)
+
+    def new(key: str) -> str:
+        return key.replace("net", "model", 1).replace("module.", "")
+
+    load(state, folder, rename=new)
+    assert state["step"] == 2
+    assert fresh.param_groups[0]["lr"] == 0.1
+    for p, q in zip(other.parameters(), wrapped.parameters(), strict=True):
+        same(p, q.detach())
+        same(fresh.state[p]["exp_avg"], optimizer.state[q]["exp_avg"])
+    found = {"steps": 0}
+    assert load(found, folder, strict=False, rename={"step": "steps"}).missing_keys == []
+    assert found["steps"] == 2
+    with pytest.raises(CheckpointError, match="two keys of 'the checkpoint' one name"):
+        load(state, folder, rename=lambda key: "same")
+
+
 # --- modules and optimizers -------------------------------------------------------------------------------------------------
 def network(device: str = "cpu") -> nn.Module:
     torch.manual_seed(3)

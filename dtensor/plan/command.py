@@ -1,0 +1,83 @@
+"""``python -m dtensor plan``: ways to lay a training step over a cluster, as a table and a plot."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import PlanError
+from .cluster import CLUSTERS, Cluster, Estimate, best
+from .transformer import MODELS
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--cluster", choices=CLUSTERS, default="h100")
+    parser.add_argument("--sequence", type=int, default=8192, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, default=2048, help="sequences of a step, of all ranks")
+    parser.add_argument("--most", type=int, default=8, help="rows of the table")
+    parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help="also draw seconds and memory (extra: plot)")
+
+
+def main(model: str, options: argparse.Namespace) -> int:
+    """The exit status: 2 if nothing fits."""
+    cluster = CLUSTERS[options.cluster]
+    try:
+        found = best(MODELS[model], cluster, options.ranks, options.sequence, options.batch, options.most)
+    except PlanError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{model}, {options.batch} sequences of {options.sequence} tokens, on {options.ranks} ranks")
+    print(stated(cluster))
+    print(table(found))
+    if options.plot is not None:
+        plot(found, options.plot)
+    return 0
+
+
+def stated(cluster: Cluster) -> str:
+    """The speeds that the estimates go by."""
+    links = ", ".join(
+        f"{name} {link.all_gather.bandwidth / 1e9:.0f} GB/s"
+        for name, link in (("inside", cluster.inside), ("between", cluster.between))
+    )
+    return (
+        f"{cluster.device.name}: {cluster.device.flops['half'] / 1e12:.0f} of {cluster.peak / 1e12:.0f} TFLOP/s, "
+        f"{cluster.memory / 1e9:.0f} GB; nodes of {cluster.node}: {links}"
+    )
+
+
+def table(found: Sequence[Estimate]) -> str:
+    """A row for each: seconds of a step, MFU, and what the busiest rank holds (GB) and receives in a step (GB), by kind."""
+    rows = [["mesh", "step s", "MFU %", *(f"{kind} GB" for kind in found[0].memory), *(f"{dim} GB" for dim in found[0].nbytes)]]
+    for one in found:
+        sizes = [f"{count / 1e9:.2f}" for count in (*one.memory.values(), *one.nbytes.values())]
+        rows.append([str(one.degrees), f"{one.step_seconds:.3f}", f"{100 * one.mfu:.1f}", *sizes])
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.rjust(w) if k else cell.ljust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    )
+
+
+def plot(found: Sequence[Estimate], path: Path) -> None:
+    """Seconds of a step and bytes of a rank by kind, stacked, one bar for each."""
+    from matplotlib.figure import Figure  # an extra
+
+    figure = Figure(figsize=(11, 0.45 * len(found) + 2.2), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    names = [str(one.degrees) for one in found]
+    for axes, parts, unit in ((left, [one.seconds for one in found], 1.0), (right, [one.memory for one in found], 1e9)):
+        start = [0.0] * len(found)
+        for kind in parts[0]:
+            widths = [part[kind] / unit for part in parts]
+            axes.barh(names, widths, left=start, label=kind)
+            start = [a + b for a, b in zip(start, widths, strict=True)]
+        axes.invert_yaxis()
+        axes.legend(fontsize="small")
+    left.set_xlabel("seconds of a step")
+    right.set_xlabel("GB of a rank")
+    figure.savefig(path)
