@@ -90,7 +90,9 @@ def _plan(commands: Any) -> None:
         return script.planned(script.asked(options.script), options.arguments, options.html, options.json)
 
     command = _script(commands, "plan", "tell how its calls together should run, by line", run)
-    command.epilog = f"In place of a script {', '.join(MODELS)}: ways to lay a training step of it over a cluster (plan MODEL --help)."
+    command.epilog = (
+        f"In place of a script {', '.join(MODELS)}: ways to lay a training step of it over a cluster (plan MODEL --help)."
+    )
     command.add_argument("--json", type=Path, metavar="FILE", help="the plan, for capture(plan=ProgramPlan.load(FILE))")
 
 
