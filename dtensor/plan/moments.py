@@ -4,19 +4,38 @@ solution that is too large at another one is solved again with that (cutting pla
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
+from ..layout.layout import Layout
 from .classes import Classes
+from .linear import Program, Terms
 from .memory import Memory, copies
 from .options import Form
 from .prices import move_seconds
 
-if TYPE_CHECKING:
-    from .solver import Assembly, Terms
-
 Uses = frozenset[tuple[int, int]]  # classes, and as which operand
 Pattern = tuple[bool, Uses, Uses, Uses]  # at a moment: whether the tensor is there; its uses now, before, and afterwards
+
+
+class Moves(Protocol):
+    """The moves of a value: the layouts that it is made in, those that it is moved to, and the variable of each use of each."""
+
+    made: list[tuple[Layout, list[int]]]
+    targets: dict[Form, Layout]
+    flows: dict[tuple[int, int], list[tuple[int, Form, int]]]
+    count: int
+
+
+class Assembled(Protocol):
+    """The program to which the rows are added."""
+
+    program: Program
+    classes: Classes
+    made: list[list[tuple[Layout, list[int]]]]
+
+    @property
+    def moves(self) -> Mapping[int, Moves]: ...
 
 
 class Moments:
@@ -26,7 +45,7 @@ class Moments:
         penalty: seconds for each byte too much, so that there always is a solution.
     """
 
-    def __init__(self, assembly: Assembly, memory: Memory, penalty: float) -> None:
+    def __init__(self, assembly: Assembled, memory: Memory, penalty: float) -> None:
         self.assembly, self.memory = assembly, memory
         self.program, self.classes = assembly.program, assembly.classes
         self._again: dict[tuple[int, int, Form, Uses, Uses], int] = {}
