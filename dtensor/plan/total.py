@@ -40,9 +40,10 @@ class Total:
         return sum(option.seconds for option in taken) + sum(map(seconds_of, self.all_moves(taken).values()))
 
     def local_seconds(self, taken: Sequence[Option]) -> float:
-        """Of the work of every rank, without whatever is sent."""
+        """Of the work of every rank, what is cut and copied for it too, without whatever is sent."""
         kernels = (kernel_seconds(n, o.rows) for n, o in zip(self.graph.nodes, taken, strict=True) if n.asked is not None)
-        return sum(option.seconds for option in taken) - sum(kernels)
+        moves = (move for own in self.all_moves(taken).values() for move in own if not plan_move(*move).communicates)
+        return sum(option.seconds for option in taken) - sum(kernels) + seconds_of(moves)
 
     def bytes(self, taken: Sequence[Option]) -> int:
         """That a rank receives, in moves and in the collectives of kernels."""
