@@ -21,7 +21,7 @@ from .placement import Monoid, Partial, Placement, Replicate, Shard
 from .plan import ProgramPlan, Sharding, auto_shard, plan
 from .random.seed import manual_seed, random_mode
 from .rules.registry import read_from as _read_from
-from .tensor import awaited as _awaited
+from .tensor.awaited import AsyncCollectiveTensor
 from .tensor.composites import constants as _constants
 from .tensor.composites import recomposed as _recomposed
 from .tensor.composites import sequences as _sequences
@@ -38,6 +38,7 @@ from .watch.levels import check_ranks
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncCollectiveTensor",
     "CacheInfo",
     "CaptureInfo",
     "Captured",
@@ -83,7 +84,18 @@ __all__ = [
 ]
 
 # Not everybody needs these, and they take their time.
-_ROOMS = ("checkpoint", "debug", "parallel", "sharded_tensor", "sharding_spec", "testing")
+_ROOMS = (
+    "checkpoint",
+    "debug",
+    "device_mesh",
+    "experimental",
+    "fsdp",
+    "parallel",
+    "placement_types",
+    "sharded_tensor",
+    "sharding_spec",
+    "testing",
+)
 _NAMES = {
     "Explanation": "debug.explain",
     "budget": "debug.budget",
@@ -95,7 +107,11 @@ _NAMES = {
 if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ would take any name for one
     from . import checkpoint as checkpoint
     from . import debug as debug
+    from . import device_mesh as device_mesh
+    from . import experimental as experimental
+    from . import fsdp as fsdp
     from . import parallel as parallel
+    from . import placement_types as placement_types
     from . import sharding_spec as sharding_spec
     from . import testing as testing
     from .debug.budget import budget as budget

@@ -49,6 +49,8 @@ NAMES: dict[str, Internal] = {
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "which recorder listens in this thread", _NONE
     ),
     "count_dispatch_modes": Internal("torch._C._len_torch_dispatch_stack", "whether some mode is in the way", _NONE),
+    "pop_dispatch_mode": Internal("torch.utils._python_dispatch._pop_mode", "a recorder is left below another mode", _NONE),
+    "push_dispatch_mode": Internal("torch.utils._python_dispatch._push_mode", "a recorder is left below another mode", _NONE),
     "is_traceable_wrapper_subclass": Internal(
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass", "parameters that are made of several tensors", _NONE
     ),
@@ -127,6 +129,17 @@ NAMES: dict[str, Internal] = {
         "torch.distributed.checkpoint._nested_dict.flatten_state_dict", "names as in torch's checkpoints", _NONE
     ),
     "StorageInfo": Internal("torch.distributed.checkpoint.filesystem._StorageInfo", "where a block of theirs lies", _NONE),
+    # --- attention inside of others
+    "fused_multi_head_attention": Internal(
+        "torch._native_multi_head_attention",
+        "context_parallel refuses what hides attention",
+        "not to serve nn.TransformerEncoder there",
+    ),
+    "fused_encoder_layer": Internal(
+        "torch._transformer_encoder_layer_fwd",
+        "context_parallel refuses what hides attention",
+        "not to serve nn.TransformerEncoder there",
+    ),
     # --- the compiler
     "eval_frame": Internal("torch._C._dynamo.eval_frame", "our own frames are not compiled", "torch.compiler.disable"),
     "opaque_object": Internal("torch._library.opaque_object", "placements and meshes are constants of graphs", _NONE),

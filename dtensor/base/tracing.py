@@ -13,6 +13,7 @@ from .torch_internals import (
     FunctionalTensor,
     WrappedConstant,
     count_dispatch_modes,
+    current_dispatch_modes,
     infra_mode,
     without_modes,
 )
@@ -40,8 +41,12 @@ def under_way() -> bool:
 
 
 def aside() -> AbstractContextManager[Any]:
-    """A block that is no part of the program that is traced: what is computed there is computed now."""
-    return without_modes() if under_way() else nullcontext()
+    """A block that is no part of the program that is traced, or looked at: what is computed there is computed now."""
+    return without_modes() if count_dispatch_modes() and (under_way() or _looked_at()) else nullcontext()
+
+
+def _looked_at() -> bool:
+    return any(not getattr(mode, "sees_planning", True) for mode in current_dispatch_modes())
 
 
 def constant_of_graph(x: Any) -> Any:

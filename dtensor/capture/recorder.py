@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..base.generators import state_now
 from ..base.recording import ACTIVE
-from ..base.torch_internals import TensorBase, TorchDispatchMode, count_dispatch_modes
+from ..base.torch_internals import TensorBase, TorchDispatchMode, current_dispatch_modes
 from ..comm import Pending, PerRank
 from ..dispatch.local_op import local_function
 from ..errors import CaptureError
@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):
 
     def _reading(self) -> str | None:
         """What is at work, for a read of values in this thread."""
-        if self.paused or not count_dispatch_modes():
+        if self.paused or self not in current_dispatch_modes():  # at work itself
             return None
         return self.within[-1] if self.within else ""
 

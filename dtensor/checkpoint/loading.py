@@ -14,6 +14,7 @@ from ..errors import CheckpointError
 from ..tensor.blocks import Held, held_here
 from . import dcp_metadata as metadata
 from . import safetensors as hugging_face
+from .background import finish_pending
 from .block_io import Files
 from .coordinator import Ranks, other_rank
 from .digest import MASK, digest
@@ -21,7 +22,6 @@ from .files import present
 from .manifest import NAME, Block, Entry, Manifest, check_files, read_manifest
 from .match import Matched, match_trees, put_back
 from .memory import check_shared, finish
-from .saving import finish_pending
 from .stateful import expand
 from .targets import Target
 from .tree import decode

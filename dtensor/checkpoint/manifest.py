@@ -67,6 +67,7 @@ class Manifest:
         beside: SHA-256 of the ``.metadata`` files that may lie beside it (see ``saving``): of another one, another program made
             it.
         links: files may be symbolic links, of which the cache of a model hub consists.
+        notes: plain values beside the state (see ``series``).
     """
 
     tensors: dict[str, Entry]
@@ -74,6 +75,7 @@ class Manifest:
     files: dict[str, int]
     beside: tuple[str, ...] = field(default=())
     links: bool = False
+    notes: Any = None
 
     def write(self, folder: Path) -> None:
         """Put it into ``folder``, in place of an older one: one atomic rename."""
@@ -143,7 +145,7 @@ def _from_json(data: Any, path: Path) -> Manifest:
         )
         tensors[name] = Entry(tuple(entry["shape"]), entry["dtype"], blocks)
     files = {check_name(name, path): _count(size) for name, size in data["files"].items()}
-    return Manifest(tensors, data["tree"], files, tuple(data["beside"]))
+    return Manifest(tensors, data["tree"], files, tuple(data["beside"]), notes=data.get("notes"))
 
 
 # --- what a manifest may say -----------------------------------------------------------------------------------------------

@@ -18,13 +18,14 @@ import torch
 
 from ..errors import CheckpointError
 from ..tensor.blocks import Held, held_here, piece_of
+from .background import finish_pending
 from .block_io import write_box
 from .coordinator import Ranks
 from .digest import MASK, digest
 from .files import check_name, present, read_regular, replace_file, strict_json, sync_folder
 from .header import NAME_OF, Place, header_of, read_header
 from .manifest import Entry, Manifest, check_entries
-from .saving import fingerprint_of, finish_pending, reduced, with_values
+from .saving import fingerprint_of, reduced, with_values
 from .stateful import expand
 from .transaction import in_two_steps
 from .tree import named_tensors

@@ -12,8 +12,7 @@ import contextlib
 import hashlib
 import os
 import re
-import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from ..errors import CheckpointError
 from ..tensor.blocks import held_here, piece_of
 from ..tensor.dtensor import DTensor
+from .background import PendingSave, Staging, finish_pending, in_background
 from .block_io import Stream, append
 from .coordinator import Ranks
 from .digest import digest
@@ -33,36 +33,6 @@ from .transaction import in_two_steps, same_state
 from .tree import encode, named_tensors, tensors_in
 
 _OURS = re.compile(r"__\d+_\w+\.distcp")
-
-
-class PendingSave:
-    """A save that goes on in the background; the saved state may be changed meanwhile.
-
-    ``wait`` raises on all ranks what went wrong on one; it communicates as ``save`` does.
-
-    >>> import tempfile, torch, dtensor as dt
-    >>> pending = dt.checkpoint.save({"w": torch.ones(5, 3)}, tempfile.mkdtemp(), async_op=True)
-    >>> pending.wait()
-    >>> pending.done()
-    True
-    """
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-        self.told = False  # whether somebody has seen how it ended
-
-    def wait(self) -> None:
-        """Wait until the checkpoint is complete.
-
-        Raises:
-            CheckpointError: it could not be saved.
-        """
-        self.told = True
-        self._future.result()
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._future.done()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +59,20 @@ class _Job:
     entries: dict[str, Entry]
     writes: list[_Write]
     fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What belongs to a save beside the state.
+
+    Attributes:
+        notes: plain values that the manifest holds beside the state.
+        begin, done: called on the first rank, before any rank writes and when the new checkpoint is complete.
+    """
+
+    notes: Any = None
+    begin: Callable[[], None] = lambda: None
+    done: Callable[[], None] = lambda: None
 
 
 def save(state: Any, path: str | os.PathLike[str], *, async_op: bool = False, process_group: Any = None) -> PendingSave | None:
@@ -122,48 +106,38 @@ def save(state: Any, path: str | os.PathLike[str], *, async_op: bool = False, pr
     (15.0, 7)
     """
     finish_pending()
-    ranks = Ranks(process_group, apart=async_op)
-    prepared = _prepared(state, Path(path), ranks, copy=async_op)
-    if not async_op:
-        _run(prepared, Path(path), ranks)
+    return start(state, Path(path), Ranks(process_group, apart=async_op), Staging() if async_op else None)
+
+
+def start(state: Any, folder: Path, ranks: Ranks, staging: Staging[Any] | None, beside: Beside = Beside()) -> PendingSave | None:
+    """Save as :func:`save` does; in the background if there is ``staging`` for what this rank writes."""
+    job = _prepared(state, folder, ranks, staging, beside.notes)
+    if staging is None:
+        _run(job, folder, ranks, beside)
         return None
-    pending = PendingSave(_WORKER.submit(_run, prepared, Path(path), ranks))
-    _PENDING.append(pending)
-    return pending
-
-
-# --- in the background -----------------------------------------------------------------------------------------------------
-_WORKER = ThreadPoolExecutor(1, "checkpoint")  # one: saves end in the order of their calls, on all ranks
-_PENDING: list[PendingSave] = []
-
-
-def finish_pending() -> None:
-    """Wait for saves in the background; warn of those that failed and that nobody waited for."""
-    while _PENDING:
-        pending = _PENDING.pop(0)
-        error = pending._future.exception()
-        if error is not None and not pending.told:
-            warnings.warn(f"an earlier save in the background has failed: {error}", stacklevel=3)
+    return in_background(lambda: _run(job, folder, ranks, beside, staging.wait))
 
 
 # --- the parts of a save ---------------------------------------------------------------------------------------------------
-def _prepared(state: Any, folder: Path, ranks: Ranks, copy: bool) -> _Job | Exception:
+def _prepared(state: Any, folder: Path, ranks: Ranks, staging: Staging[Any] | None, notes: Any) -> _Job | Exception:
     """Everything that needs the tensors; what is wrong is told when the ranks meet."""
     try:
         tree = expand(state).tree
         tensors = with_values(named_tensors(tree))
         encoded = encode(tree)
         entries = {name: Entry(tuple(x.shape), str(x.dtype).removeprefix("torch."), ()) for name, x in tensors.items()}
-        fingerprint = fingerprint_of((encoded, entries), tensors)
+        fingerprint = fingerprint_of((encoded, entries, notes), tensors)
     except Exception as error:  # of the state's own methods too
         return error
     tensors = reduced(tensors, fingerprint, ranks, f"saving to {folder}")
-    writes = [
-        _Write(name, held.offset, _to_write(piece_of(tensors[name], held.member), copy))
+    pieces = {
+        (name, held.offset): piece_of(tensors[name], held.member).detach()
         for name, blocks in held_here(tensors, ranks.rank)
         for held in blocks
         if held.answers
-    ]
+    }
+    copies = _row_major(pieces) if staging is None else staging.copies(pieces)
+    writes = [_Write(name, offset, copy) for (name, offset), copy in copies.items()]
     return _Job(folder, encoded, _without_tensors(tree), entries, writes, fingerprint)
 
 
@@ -192,9 +166,8 @@ def reduced(tensors: dict[str, torch.Tensor], fingerprint: str, ranks: Ranks, wh
     return tensors | {name: x.redistribute(placements=x._layout.reduced().placements) for name, x in terms.items()}
 
 
-def _to_write(piece: torch.Tensor, copy: bool) -> torch.Tensor:
-    data = piece.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return data.clone() if copy and data.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr() else data
+def _row_major(pieces: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    return {key: piece.cpu().resolve_conj().resolve_neg().contiguous() for key, piece in pieces.items()}
 
 
 def _without_tensors(tree: Any) -> Any:
@@ -214,7 +187,7 @@ def _without_tensors(tree: Any) -> Any:
     return tree
 
 
-def _run(job: _Job | Exception, folder: Path, ranks: Ranks) -> None:
+def _run(job: _Job | Exception, folder: Path, ranks: Ranks, beside: Beside, copied: Callable[[], None] = lambda: None) -> None:
     def files(token: str) -> tuple[Path, Path]:
         return folder / f"__{ranks.rank}_{token}.distcp", folder / f"__{ranks.rank}_{token}v.distcp"
 
@@ -223,13 +196,18 @@ def _run(job: _Job | Exception, folder: Path, ranks: Ranks) -> None:
             for file in files(token):
                 file.unlink(missing_ok=True)
 
+    def write(token: str) -> list[tuple[str, Block, Stream]]:
+        copied()
+        return _written(_known(job), files(token)[0])
+
     in_two_steps(
         ranks,
         folder,
         f"saving to {folder}",
         job if isinstance(job, Exception) else job.fingerprint,
-        write=lambda token: _written(_known(job), files(token)[0]),
-        commit=lambda shares, token: _commit(_known(job), shares, token),
+        write=write,
+        begin=lambda token: beside.begin(),
+        commit=lambda shares, token: _commit(_known(job), shares, token, beside),
         discard=left_over,
         left="the folder holds the checkpoint that it held before, or the new one",
     )
@@ -256,7 +234,7 @@ def _written(job: _Job, file: Path) -> list[tuple[str, Block, Stream]]:
     return share
 
 
-def _commit(job: _Job, shares: list[list[tuple[str, Block, Stream]]], token: str) -> None:
+def _commit(job: _Job, shares: list[list[tuple[str, Block, Stream]]], token: str, beside: Beside) -> None:
     """Make what was written the checkpoint."""
     from . import dcp_metadata as metadata  # imports torch.distributed.checkpoint, which takes a second
 
@@ -266,17 +244,20 @@ def _commit(job: _Job, shares: list[list[tuple[str, Block, Stream]]], token: str
         blocks[name].append(block)
     entries = {name: Entry(entry.shape, entry.dtype, tuple(blocks[name])) for name, entry in job.entries.items()}
     values = job.folder / f"__0_{token}v.distcp"
-    beside = metadata.encode(job.values, entries, {(name, block.offset): stream for name, block, stream in written}, values)
+    metadata_file = metadata.encode(
+        job.values, entries, {(name, block.offset): stream for name, block, stream in written}, values
+    )
     older = job.folder / ".metadata"
-    prints = (sha256(beside), *((sha256(read_regular(older)),) if present(older) else ()))
+    prints = (sha256(metadata_file), *((sha256(read_regular(older)),) if present(older) else ()))
     files = {name: (job.folder / name).stat().st_size for name in {values.name, *(block.file for _, block, _ in written)}}
     sync_folder(job.folder)
-    Manifest(entries, job.encoded, files, prints).write(job.folder)
+    Manifest(entries, job.encoded, files, prints, notes=beside.notes).write(job.folder)
     try:
-        replace_file(older, beside)
+        replace_file(older, metadata_file)
         for path in job.folder.iterdir():
             if _OURS.fullmatch(path.name) and token not in path.name:
                 path.unlink()
+        beside.done()
     except OSError as error:
         raise CheckpointError(f"the new checkpoint is complete, but what is beside it is not in order: {error}") from error
 

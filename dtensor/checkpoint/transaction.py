@@ -65,19 +65,35 @@ def in_two_steps(
             raise
 
 
+_HELD: set[int] = set()  # a child that is forked meanwhile would hold the locks for as long as it lives
+
+
+def _let_go() -> None:
+    while _HELD:
+        os.close(_HELD.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)
+_ANOTHER = "another save into this folder is under way; save into another folder, or wait for it"
+
+
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder against other saves; the system lets go of it when this process ends, however it ends."""
+def locked(folder: Path, otherwise: str = _ANOTHER) -> Iterator[None]:
+    """Hold the folder against other saves; the system lets go of it when this process ends, however it ends.
+
+    Args:
+        otherwise: what to say where somebody else holds it.
+    """
     handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
+    _HELD.add(handle)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CheckpointError(
-                "another save into this folder is under way; save into another folder, or wait for it"
-            ) from None
+            raise CheckpointError(otherwise) from None
         yield
     finally:
+        _HELD.discard(handle)
         os.close(handle)
 
 

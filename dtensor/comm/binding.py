@@ -17,7 +17,6 @@ import torch
 from ..base.caches import Shared
 from ..base.recording import ACTIVE, current, site
 from ..mesh.device_mesh import DeviceMesh
-from ..placement import Monoid
 from ..ranks.per_rank import shards_of
 from . import events
 from .fold import Op, check_reduction, fold
@@ -107,7 +106,8 @@ class Binding(ABC):
         @site
         def issue(x: Local) -> Pending[Local]:
             if events.listeners and (nbytes := events.routed(everywhere, transfer.route_of) * transfer.dtype.itemsize):
-                events.report(events.Event(kind, (), len(ranks), nbytes))
+                event = events.Event(kind, (), len(ranks), nbytes, groups=(tuple(ranks),))
+                return events.reporting(event, lambda: run(x))
             return run(x)
 
         return issue
@@ -127,8 +127,6 @@ class Binding(ABC):
 
     def bind_all_reduce(self, mesh_dims: Sequence[int], op: Op, dtype: torch.dtype) -> Reduction:
         """The reduction of the group's locals of one dtype on every rank of it."""
-        if isinstance(op, Monoid):
-            return self._bind_all_reduce(tuple(mesh_dims), op, dtype)
         return self._known(("all_reduce", *mesh_dims, op, dtype), lambda: self._bind_all_reduce(tuple(mesh_dims), op, dtype))
 
     def _bind_all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
@@ -152,7 +150,7 @@ class Binding(ABC):
             if ACTIVE and (recorder := current()) is not None:
                 return recorder.site(issue, (x,), {})
             if events.listeners:
-                self._report(kind, dims, nbytes(x))
+                return events.reporting(self._event(kind, dims, nbytes(x)), lambda: run(x))
             return run(x)
 
         issue.__name__ = kind
@@ -185,8 +183,9 @@ class Binding(ABC):
         found = self._bound.get(key)
         return self._kept.keep(self._bound, key, make()) if found is None else found
 
-    def _report(self, kind: str, dims: Dims, nbytes: int) -> None:
-        events.report(events.Event(kind, dims, self.group_size(dims), nbytes, self.mesh))
+    def _event(self, kind: str, dims: Dims, nbytes: int) -> events.Event:
+        groups = tuple(tuple(self.mesh.ranks[member] for member in group) for group in self._groups(dims))
+        return events.Event(kind, dims, self.group_size(dims), nbytes, self.mesh, groups=groups)
 
 
 def spanning(one: DeviceMesh, other: DeviceMesh) -> DeviceMesh | None:

@@ -194,7 +194,7 @@ class Communicator(Binding):
         if not self.held or size == 1:
             return [value] * size
         if events.listeners:
-            self._report("all_gather_object", dims, 0)
+            events.report(self._event("all_gather_object", dims, 0))
         return self._all_gather_object(value, dims)
 
     def all_gather_numbers(self, row: Sequence[int], mesh_dims: Sequence[int]) -> list[list[int]]:
@@ -203,9 +203,11 @@ class Communicator(Binding):
         if not self.talks or size == 1:
             return [list(row)] * size
         if events.listeners:
-            self._report("all_gather_object", dims, 0)
+            events.report(self._event("all_gather_object", dims, 0))
         group = self.mesh.members_of(dims, self.held[0])
-        transfer = Transfer(lambda member: gathered([(len(row),)] * size, group.index(member)), torch.int64, "all_gather")
+        lengths = [(len(row),)] * size
+        said = f"of {len(row)} whole numbers"
+        transfer = Transfer(lambda member: gathered(lengths, group.index(member)), torch.int64, "all_gather", said=said)
         run = self._known(("numbers", dims, len(row)), lambda: self._transfer(dims, transfer))
         told: list[list[int]] = run(torch.tensor(row, device=self.mesh.device_type)).wait().view(size, -1).tolist()
         return told

@@ -1,20 +1,22 @@
 """What communication happened: an ``Event`` for each collective, sent to whoever listens where it was issued.
 
-With nobody listening anywhere a collective pays one truth test.
+Those who listen may run what issues the collective, and what ends it, to see how long it takes and what it gives. With nobody
+listening anywhere a collective pays one truth test.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from ..base.scoped import Scoped
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Monoid
 from .fold import Op
+from .pending import Pending
 from .regions import Route
 
 P = ParamSpec("P")
@@ -35,6 +37,7 @@ class Event:
             monoid's terms stay whole, and come from all ``n - 1`` others).
         mesh: the mesh that ``mesh_dims`` belong to.
         direct: whether the program itself called ``torch.distributed``.
+        groups: the global ranks of each group that this process sees: its own, with all ranks here each.
     """
 
     kind: str
@@ -43,6 +46,7 @@ class Event:
     bytes: int
     mesh: DeviceMesh | None = None
     direct: bool = False
+    groups: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
     @property
     def over(self) -> str:
@@ -51,7 +55,8 @@ class Event:
         return "+".join(str(dim) if names is None else names[dim] for dim in self.mesh_dims)
 
 
-Listener = Callable[[Event], None]
+Around: TypeAlias = Callable[[Callable[[], Any]], Any]  # runs what issues a collective, then what ends it
+Listener: TypeAlias = Callable[[Event], Around | None]
 LISTENING: Scoped[Listener] = Scoped("listening")
 listeners = LISTENING.held  # empty: nobody listens anywhere
 CAUSES: Scoped[Any] = Scoped(
@@ -65,10 +70,22 @@ def listening(listener: Listener) -> AbstractContextManager[None]:
     return LISTENING.entered(listener)
 
 
-def report(event: Event) -> None:
-    """Tells those who listen here."""
-    for listener in LISTENING.values():
-        listener(event)
+def report(event: Event) -> list[Around]:
+    """Tells those who listen here; those of them who want to see it run."""
+    return [around for listener in LISTENING.values() if (around := listener(event)) is not None]
+
+
+def reporting(event: Event, issue: Callable[[], T]) -> T:
+    """What ``issue()`` gives, reported; where that is :class:`Pending`, its end too."""
+    arounds = report(event)
+    made = _through(arounds, issue)
+    return made.within(partial(_through, arounds)) if arounds and isinstance(made, Pending) else made  # type: ignore[return-value]  # itself
+
+
+def _through(arounds: Sequence[Around], fn: Callable[[], T]) -> T:
+    for around in arounds:
+        fn = partial(around, fn)
+    return fn()
 
 
 def because(cause: Any, fn: Callable[P, T]) -> Callable[P, T]:

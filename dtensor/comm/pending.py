@@ -27,6 +27,11 @@ class Pending(Generic[T]):
         made._finish, made._result = None, value
         return made
 
+    @property
+    def ended(self) -> bool:
+        """Whether the result is there."""
+        return self._finish is None
+
     def wait(self) -> T:
         """The result; may be called again."""
         if ACTIVE and (recorder := current()) is not None and recorder.knows(self):

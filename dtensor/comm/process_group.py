@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import Group, backend_of, group_of
+from ..watch.watching import begin
 from . import functional
 from .binding import Dims, Reduction, Run, spanning
 from .communicator import Communicator
@@ -36,6 +37,8 @@ class ProcessGroups(Communicator):
         self.held = () if self._member is None else (self._member,)
         self.talks = self._member is not None and dist.get_backend() != "fake"
         self._by_dims: dict[Dims, Group] = {}
+        if self.talks:
+            begin()
 
     def map(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._member is None:
@@ -50,8 +53,11 @@ class ProcessGroups(Communicator):
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
         group = self._group(dims)
-        said = f"{transfer.kind}{self._over(dims)} {transfer.said}"
-        return either(watched(group, said, bind_transfer(group, transfer)), lambda: functional.bind_transfer(group, transfer))
+        own = None if transfer.said else transfer.route_of(group.members[group.position])
+        run = watched(
+            group, f"{transfer.kind} {transfer.said}".rstrip(), self._over(dims), bind_transfer(group, transfer), own=own
+        )
+        return either(run, lambda: functional.bind_transfer(group, transfer))
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
         rank = dist.get_rank()
@@ -68,23 +74,24 @@ class ProcessGroups(Communicator):
         natural = order == tuple(range(len(in_torch)))
         backend = backend_of(handle, target.device_type)
         group = Group(handle, tuple(range(len(ranks))), ranks.index(rank), None if natural else order, backend)
-        said = f"transfer to another mesh {transfer.said}"
+        said, over = f"transfer to another mesh {transfer.said}", f"ranks {', '.join(map(str, ranks))}"
+        own = transfer.route_of(group.position)
         if len(in_torch) == len(ranks):
-            run = watched(group, said, bind_transfer(group, transfer))
+            run = watched(group, said, over, bind_transfer(group, transfer), own=own)
             return either(run, lambda: functional.bind_transfer(group, transfer))
-        run = watched(group, said, bind_direct(group, transfer.route_of(group.position)))
-        return either(run, functional.refusing_part)
+        return either(watched(group, said, over, bind_direct(group, own), own=own), functional.refusing_part)
 
     def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
         group, made = self._group(dims), bind_all_reduce(self._group(dims), op, dtype)
-        said = f"all_reduce({op}){self._over(dims)}"
-        run = watched(group, said, made.run, shaped=True)
-        taking = None if made.taking is None else watched(group, said, made.taking, shaped=True)
+        said, over = f"all_reduce({op})", self._over(dims)
+        run = watched(group, said, over, made.run, shaped=True)
+        taking = None if made.taking is None else watched(group, said, over, made.taking, shaped=True)
         return functional.beside(Reduction(run, taking, made.at_once), group, op, dtype)
 
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
-        group, said = self._group(dims), f"reduce_scatter({scatter.op}){self._over(dims)} {scatter.said}"
-        return either(watched(group, said, bind_scatter(group, scatter)), lambda: functional.bind_scatter(group, scatter))
+        group, said = self._group(dims), f"reduce_scatter({scatter.op}) {scatter.said}"
+        run = watched(group, said, self._over(dims), bind_scatter(group, scatter))
+        return either(run, lambda: functional.bind_scatter(group, scatter))
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
         """In two transfers: how long what each rank says is, then all of it."""
@@ -96,13 +103,11 @@ class ProcessGroups(Communicator):
 
     def _gathered(self, dims: Dims, row: torch.Tensor, lengths: list[int], position: int) -> torch.Tensor:
         route = gathered([(length,) for length in lengths], position)
-        group = self._group(dims)
-        run = watched(
-            group, "all_gather of what ranks say", bind_transfer(group, Transfer(lambda _: route, row.dtype, "all_gather"))
-        )
+        group, transfer = self._group(dims), Transfer(lambda _: route, row.dtype, "all_gather")
+        run = watched(group, f"all_gather of what ranks say, {lengths}", self._over(dims), bind_transfer(group, transfer))
         whole: torch.Tensor = run(row.to(self.mesh.device_type)).wait()
         return whole.cpu()
 
     def _over(self, dims: Dims) -> str:
         names = self.mesh.mesh_dim_names
-        return f" over {', '.join(str(dim) if names is None else names[dim] for dim in dims)}"
+        return repr(tuple(dim if names is None else names[dim] for dim in dims))

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from ..mesh.groups import Group
-from ..watch.chain import Chain
+from ..watch.chain import Chain, Deed, read_lengths, told_lengths, unfitting
 from ..watch.levels import Level, refuse_child
-from ..watch.verdict import differing_words
+from ..watch.verdict import Said, differing_words, unfit_words
 from ..watch.watching import chain_among, explained, refuse, waited
 from .pending import Pending
-from .regions import Transfer
+from .regions import Route, Transfer
 from .rows import gathered
 from .transfer import Issue, bind_direct, bind_transfer
 
@@ -23,21 +23,27 @@ _KEPT = 1024  # descriptions of a collective's operands
 _WORDS = 1024  # bytes in which a rank says what it does
 
 
-def watched(group: Group, said: str, run: Issue, shaped: bool = False) -> Issue:
-    """``run``; ``said`` is what all ranks of the group say of it, besides the dtype, and the shape where that is ``shaped``."""
+def watched(group: Group, said: str, over: str, run: Issue, shaped: bool = False, own: Route | None = None) -> Issue:
+    """``run``; ``said`` is what all ranks of the group say of it, besides the dtype, and the shape where that is ``shaped``.
+
+    ``over`` names the mesh dims. Where ranks do not know each other's lengths, ``own`` is this rank's part.
+    """
     chain = chain_among(ranks_of(group), group.handle, group.backend)
     if chain is None:
         return run
-    known: dict[Any, tuple[int, int]] = {}
+    known: dict[Any, Deed] = {}
+    lengths = "" if own is None else _lengths(group, chain, own)
 
     def issue(x: torch.Tensor) -> Pending[torch.Tensor]:
         if (level := Level.now) == "off":
             return run(x)
         key = (x.dtype, x.shape) if shaped else x.dtype
-        found = known.get(key)
-        if found is None:
-            found = _described(chain, known, key, f"{said.rstrip()} {_operand(x, shaped)}")
-        admitted(chain, group, level, found)
+        deed = known.get(key)
+        if deed is None:
+            if len(known) >= _KEPT:
+                known.clear()
+            deed = known[key] = Deed.of(f"{said} {_operand(x, shaped)}", over, lengths)
+        admitted(chain, group, level, deed)
         number = chain.count
         try:
             pending = run(x)
@@ -48,13 +54,20 @@ def watched(group: Group, said: str, run: Issue, shaped: bool = False) -> Issue:
     return issue
 
 
+def _lengths(group: Group, chain: Chain, route: Route) -> str:
+    """What this rank sends to each of the chain's ranks and expects of it."""
+    at = {rank: position for position, rank in enumerate(ranks_of(group))}
+    sides = ([0 if box is None else box.numel for box in side] for side in (route.sends, route.receives))
+    return told_lengths(*([side[at[rank]] for rank in chain.ranks] for side in sides))
+
+
 def ranks_of(group: Group) -> list[int]:
     """Torch's rank at each position of a group."""
     in_torch = dist.get_process_group_ranks(group.handle)
     return [in_torch[k] for k in group.order or range(group.size)]
 
 
-def admitted(chain: Chain, group: Group, level: str, found: tuple[int, int]) -> None:
+def admitted(chain: Chain, group: Group, level: str, deed: Deed) -> None:
     """Takes down a collective.
 
     Raises:
@@ -62,17 +75,10 @@ def admitted(chain: Chain, group: Group, level: str, found: tuple[int, int]) -> 
     """
     if level == "forked" and chain.board.pid != os.getpid():
         refuse_child()
-    if not chain.take_down(*found):
+    if not chain.take_down(deed):
         raise refuse(chain)
     if level == "strict" or (chain.apart and group.backend == "gloo"):  # gloo ends a process that gets too long a message
-        _exchanged(chain, group)
-
-
-def _described(chain: Chain, known: dict[Any, tuple[int, int]], key: Any, said: str) -> tuple[int, int]:
-    if len(known) >= _KEPT:
-        known.clear()
-    found = known[key] = chain.described(said)
-    return found
+        _exchanged(chain, group, deed)
 
 
 def _operand(x: torch.Tensor, shaped: bool) -> str:
@@ -80,19 +86,30 @@ def _operand(x: torch.Tensor, shaped: bool) -> str:
     return f"{dtype}[{', '.join(map(str, x.shape))}]" if shaped else dtype
 
 
-def _exchanged(chain: Chain, group: Group) -> None:
+def _exchanged(chain: Chain, group: Group, deed: Deed) -> None:
     """All ranks of the group tell each other number and hash; where they differ, in a second exchange, what they mean."""
-    number = chain.count
-    mine = torch.tensor([number, chain.hash - 2**63])
-    told = _told(chain, group, number, mine).view(-1, 2).tolist()
-    if len({hashed for _, hashed in told}) == 1:
-        return
-    words = torch.frombuffer(bytearray(chain.last().encode()[:_WORDS].ljust(_WORDS)), dtype=torch.uint8)
-    rows = _told(chain, group, number, words).view(-1, _WORDS)
-    ranks = ranks_of(group)
-    said = [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]
-    by_rank = {rank: (hashed, what) for rank, (_, hashed), what in zip(ranks, told, said, strict=True)}
-    raise refuse(chain, differing_words(chain.ranks, number, by_rank))
+    number, ranks = chain.count, ranks_of(group)
+    told = _told(chain, group, number, torch.tensor([number, chain.hash - 2**63])).view(-1, 2).tolist()
+    if len({hashed for _, hashed in told}) > 1:
+        if not chain.apart:
+            raise refuse(chain)
+        said = _words_told(chain, group, number, [hashed for _, hashed in told])
+        raise refuse(chain, differing_words(number, said))
+    if deed.lengths:
+        mine = read_lengths(deed.lengths)
+        rows = _told(chain, group, number, torch.tensor([*mine[0], *mine[1]])).view(len(ranks), 2, -1).tolist()
+        lengths = {rank: (leaving, arriving) for rank, (leaving, arriving) in zip(ranks, rows, strict=True)}
+        if unfitting(chain.ranks, lengths):
+            raise refuse(chain, unfit_words(chain.ranks, number, lengths, _words_told(chain, group, number, [0] * len(ranks))))
+
+
+def _words_told(chain: Chain, group: Group, number: int, hashes: list[int]) -> dict[int, Said]:
+    """What each rank says that it does."""
+    entry = chain.last()
+    mine = f"{entry.over}\n{entry}".encode()[:_WORDS].ljust(_WORDS)
+    rows = _told(chain, group, number, torch.frombuffer(bytearray(mine), dtype=torch.uint8)).view(-1, _WORDS)
+    said = [bytes(row.tolist()).decode(errors="replace").strip().partition("\n") for row in rows]
+    return {rank: Said(hashed, over, what) for rank, hashed, (over, _, what) in zip(ranks_of(group), hashes, said, strict=True)}
 
 
 def _told(chain: Chain, group: Group, number: int, row: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ def pair_of(text: str, mesh: Shape, ndim: int) -> tuple[Places, Places]:
         ArgumentError: it is no pair, or does not fit the mesh or the tensor.
 
     >>> pair_of("S0->S1,P", (3, 2), 2)
-    ((Shard(dim=0), Replicate()), (Shard(dim=1), Partial(reduce_op='sum')))
+    ((Shard(dim=0), Replicate()), (Shard(dim=1), Partial(sum)))
     """
     sides = text.replace(" ", "").split("->")
     if len(sides) != 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -84,17 +85,19 @@ class CommDebugMode:
         events.LISTENING.leave_one(self._blocks)
         self._modules.stop()
 
-    def _record(self, event: Event) -> None:
+    def _record(self, event: Event) -> events.Around | None:
         if self._world is None:  # it was made inside of the block
             self._world = dist.group.WORLD
         if event.mesh is not None and event.mesh.kind == "process_group" and event.mesh._root.world is not self._world:
-            return  # of another rank, in programs whose ranks are threads
-        self._counted(event)
+            return None  # of another rank, in programs whose ranks are threads
+        return self._counted(event)
 
-    def _counted(self, event: Event) -> None:
+    def _counted(self, event: Event) -> events.Around | None:
+        """Takes it down; what wants to see it run."""
         self.events.append(event)
         if event.kind != EXCHANGE:
             self._modules.record(event)
+        return None
 
     @property
     def _collectives(self) -> list[Event]:
@@ -179,6 +182,17 @@ class CommDebugMode:
     def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 3) -> None:
         """Writes that table to a file."""
         Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level) + "\n")
+
+    def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
+        """Writes the modules that ran to a JSON file, each with its parts under ``"children"``; "Global" is the outermost.
+
+        A module has ``"fqn"``, ``"module_type"``, ``"parameters"`` (pairs of name and placements), ``"collectives_forward"`` and
+        ``"collectives_backward"`` (pairs of kind and number, its parts' included).
+
+        Args:
+            noise_level: accepted for programs written for torch, whose lists of operations are empty here.
+        """
+        Path(file_name).write_text(json.dumps(self._modules.tree(), indent=4) + "\n")
 
     def __str__(self) -> str:
         return self.get_table()

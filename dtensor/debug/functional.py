@@ -121,7 +121,9 @@ def _reporting(operator: Any, kind: Kind) -> Callable[..., Any]:
             named = {**dict(zip(names, args, strict=False)), **kwargs}
             group = _group_in(named)
             if group.size() > 1:
-                events.report(Event(kind.name, (), group.size(), _received(kind, named, group), direct=True))
+                ranks = tuple(dist.get_process_group_ranks(group))
+                event = Event(kind.name, (), group.size(), _received(kind, named, group), direct=True, groups=(ranks,))
+                return events.reporting(event, lambda: below(keys, *args, **kwargs))
         return below(keys, *args, **kwargs)
 
     return run

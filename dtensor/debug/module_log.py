@@ -32,7 +32,7 @@ class ModuleLog:
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
         self.collectives: dict[tuple[str, str], Counter[str]] = {}  # (module, "forward" | "backward") -> kinds
         self._names: dict[nn.Module, str] = {}
-        self._seen: dict[str, None] = {}  # names of the modules that ran, in order
+        self._seen: dict[str, str] = {}  # names of the modules that ran, in order, and their types
         self._spans: list[tuple[int, int, str]] = []  # of the modules that have run, which of autograd's numbers they used
         self._hooks: list[Any] = []
         self._here = _nowhere
@@ -65,7 +65,7 @@ class ModuleLog:
                     self._hooks.append(inner.register_forward_hook(self._left, always_call=True))
         name = self._names[module]
         _RUNNING.set((*_RUNNING.get(), (self, name, sequence_number())))
-        self._seen[name] = None
+        self._seen[name] = type(module).__name__
         own = dict(module.named_parameters(recurse=False))
         if own:
             self.parameters[name] = own
@@ -107,6 +107,26 @@ class ModuleLog:
                 if module == name or name.startswith(f"{module}."):
                     found[module][phase].update(counts)
         return found
+
+    def tree(self) -> dict[str, Any]:
+        """All that ran as nested values of JSON: each module below the innermost one around it that ran too."""
+        nodes: dict[str, dict[str, Any]] = {}
+        for name, phases in self.inclusive().items():
+            nodes[name] = {
+                "fqn": name,
+                "module_type": self._seen.get(name, ""),
+                "parameters": [
+                    [parameter, str(value.placements) if isinstance(value, DTensor) else "not distributed"]
+                    for parameter, value in self.parameters.get(name, {}).items()
+                ],
+                "children": [],
+                **{f"collectives_{phase}": [[kind, count] for kind, count in own.items()] for phase, own in phases.items()},
+                **{f"operations_{phase}": [] for phase in phases},
+            }
+        for name in self._seen:
+            around = [other for other in self._seen if name.startswith(f"{other}.")]
+            nodes[max(around, key=len, default="Global")]["children"].append(nodes[name])
+        return nodes["Global"]
 
     def sharding(self) -> dict[str, tuple[Any, ...]]:
         """Placements of every parameter that is a DTensor, by ``module.parameter``."""

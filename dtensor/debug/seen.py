@@ -1,29 +1,43 @@
-"""The record of what a program moves: each collective with the operator, the layouts, the module and the user's line.
+"""The record of what a program moves, computes and holds: collectives and operators, with layouts, module and the user's line.
 
 Nothing is recorded by running the program otherwise: when a collective is issued, what it is issued for (``events.CAUSES``) and
-the stack say the rest. In a backward pass the line is that of the forward operator: torch keeps with every node of a graph the
-stack that made it, while its detection of anomalies is on (here without its look for NaN).
+the stack say the rest; operators are seen as they run (:mod:`.operators`). In a backward pass the line is that of the forward
+operator: torch keeps with every node of a graph the stack that made it, while its detection of anomalies is on (here without
+its look for NaN).
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.autograd.anomaly_mode import set_detect_anomaly
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..base.callers import NOWHERE, Place, is_library, place_of, users_place
-from ..base.torch_internals import OpOverload, autograd_node, graph_task
-from ..comm import events
-from ..comm.events import Event
+from ..base.nested import tensors
+from ..base.torch_internals import (
+    OpOverload,
+    autograd_node,
+    current_dispatch_modes,
+    graph_task,
+    pop_dispatch_mode,
+    push_dispatch_mode,
+)
+from ..comm import Pending, events
+from ..comm.events import Around, Event
 from ..cost.link import link_of
 from ..dispatch.report import Cause
 from ..redistribute.step import Step
 from .comm_mode import EXCHANGE, CommDebugMode
+from .holdings import STATE, Holdings
+from .operators import Operation, Operators
 
 _RATES = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"}
 _ENGINE = "_engine_run_backward"  # of torch.autograd.graph: below it runs a backward pass
@@ -41,6 +55,8 @@ class Movement:
         operator: what asked for it: an operator (``"aten::mm"``), or what the line calls (``"DTensor.redistribute"``).
         steps: the steps of redistributions that it does (several, where they go together); none of a kernel's own collectives.
         cause: the operator call, where no redistribution was asked for.
+        spans: when this process was issuing it and ending it, in nanoseconds of ``time.perf_counter_ns``.
+        logged: how many entries the log of what is held had when it began.
     """
 
     event: Event
@@ -50,6 +66,13 @@ class Movement:
     operator: str
     steps: tuple[Step, ...] = ()
     cause: Cause | None = None
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    logged: int = 0
+
+    @property
+    def measured(self) -> float:
+        """Seconds that this process spent in it."""
+        return sum(end - start for start, end in self.spans) / 1e9
 
     @property
     def implicit(self) -> bool:
@@ -78,26 +101,98 @@ class Movement:
 
 
 class Record(CommDebugMode):
-    """A :class:`CommDebugMode` that also keeps a :class:`Movement` for each collective it counts, in ``movements``."""
+    """A :class:`CommDebugMode` that also keeps a :class:`Movement` for each collective it counts, in ``movements``.
 
-    def __init__(self) -> None:
+    Args:
+        computing: also keep operators and what is held: an :class:`.operators.Operation` for each operator of the program, in
+            ``operations``, and :class:`.holdings.Holdings`, in ``holdings``.
+    """
+
+    def __init__(self, computing: bool = False) -> None:
         super().__init__()
         self.movements: list[Movement] = []
+        self.operations: list[Operation] = []
+        self.holdings = Holdings()
+        self._computing = computing
+        self._operators: Operators | None = None
+        self._hooks: list[Any] = []
 
     def __enter__(self) -> Record:
         self.movements.clear()
         _STACKS.enter()
         super().__enter__()
+        if self._computing:
+            self._see_operators()
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        if self._operators is not None:
+            _leave(self._operators)
+            self._operators = None
+            self.holdings.end()
+            for hook in self._hooks:
+                hook.remove()
         super().__exit__(*exception)
         _STACKS.leave()
 
-    def _counted(self, event: Event) -> None:
+    def _see_operators(self) -> None:
+        block, self.holdings = self._blocks[-1], Holdings()
+
+        def here() -> bool:
+            return events.LISTENING.sees(block)
+
+        def about_to_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if here():
+                self.holdings.accumulated()
+
+        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if here():
+                self.holdings.name(tensors(list(optimizer.state.values())), STATE)
+
+        self._operators = Operators(self.holdings, self._asked, here)
+        self.operations = self._operators.operations
+        self._hooks = [register_optimizer_step_pre_hook(about_to_step), register_optimizer_step_post_hook(stepped)]
+        self._operators.__enter__()
+
+    def _counted(self, event: Event) -> Around | None:
         super()._counted(event)
-        if event.kind != EXCHANGE:
-            self.movements.append(self._movement(event, sys._getframe(1)))
+        if event.kind == EXCHANGE:
+            return None
+        movement = self._movement(event, sys._getframe(1))
+        self.movements.append(movement)
+        return self._around(movement)
+
+    def _around(self, movement: Movement) -> Around:
+        """Measures a collective; its own operators are none of the program's."""
+        operators, mesh = self._operators, movement.event.mesh
+        here = mesh is not None and mesh.kind == "in_process"
+
+        def run(fn: Callable[[], Any]) -> Any:
+            before = (0, True) if operators is None else (operators.collectives, operators.counts)
+            if operators is not None:
+                operators.collectives, operators.counts = before[0] + 1, before[1] and not here
+            start = time.perf_counter_ns()
+            try:
+                made = fn()
+            finally:
+                movement.spans.append((start, time.perf_counter_ns()))
+                if operators is not None:
+                    operators.collectives, operators.counts = before
+            if here and before[1]:
+                self.holdings.claimed(made.wait() if isinstance(made, Pending) and made.ended else made)
+            return made
+
+        return run
+
+    def _asked(self) -> tuple[Place, str, str]:
+        """The user's line, the phase and the module of what runs."""
+        node = autograd_node() if graph_task() != -1 else None
+        place, _ = _asked_by(sys._getframe(1), node)
+        return place, *self._phase_and_module(node)
+
+    def _phase_and_module(self, node: Any) -> tuple[str, str]:
+        module = self._modules.running() or (self._modules.made_in(node) if node is not None else "")
+        return "forward" if graph_task() == -1 else "backward", module
 
     def _movement(self, event: Event, frame: FrameType) -> Movement:
         causes, node = events.CAUSES.values(), autograd_node() if graph_task() != -1 else None
@@ -105,9 +200,19 @@ class Record(CommDebugMode):
         steps = next((cause for cause in reversed(causes) if isinstance(cause, tuple)), ())
         place, called = _asked_by(frame, node)
         operator = "torch.distributed" if event.direct else calls[-1].operator.name if calls else called
-        module = self._modules.running() or (self._modules.made_in(node) if node is not None else "")
-        phase = "forward" if graph_task() == -1 else "backward"
-        return Movement(event, place, phase, module, operator, steps, calls[-1] if calls else None)
+        cause, logged = calls[-1] if calls else None, len(self.holdings.log)
+        return Movement(event, place, *self._phase_and_module(node), operator, steps, cause, logged=logged)
+
+
+def _leave(mode: Operators) -> None:
+    """The end of a mode, wherever it stands: tasks of one thread leave theirs in any order."""
+    above: list[Any] = []
+    if mode in current_dispatch_modes():
+        while current_dispatch_modes()[-1] is not mode:
+            above.append(pop_dispatch_mode())
+        mode.__exit__(None, None, None)
+    for other in reversed(above):
+        push_dispatch_mode(other)
 
 
 def _asked_by(frame: FrameType | None, node: Any) -> tuple[Place, str]:
@@ -116,7 +221,7 @@ def _asked_by(frame: FrameType | None, node: Any) -> tuple[Place, str]:
     while frame is not None and is_library(frame.f_code.co_filename):
         code = frame.f_code
         in_engine = in_engine or code.co_name == _ENGINE
-        if "dtensor" in (module := frame.f_globals.get("__name__", "")).partition("."):
+        if "dtensor" in (module := frame.f_globals.get("__name__", "")).partition(".") and not module.startswith(__package__):
             called = _public(code.co_qualname, module)
             func = frame.f_locals.get("func") if module == "dtensor.dispatch.dispatcher" else None
             dispatched = func._schema.name if isinstance(func, OpOverload) else dispatched

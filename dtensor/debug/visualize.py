@@ -17,7 +17,7 @@ from .svg import svg_of
 _WIDE, _HIGH = 56, 9  # letters and lines of a panel, where its labels allow
 
 
-def visualize_sharding(x: DTensor | Layout | DeviceMesh, header: str = "", use_rich: bool | None = None) -> None:
+def visualize_sharding(dtensor: DTensor | Layout | DeviceMesh, header: str = "", use_rich: bool | None = None) -> None:
     """Shows the blocks of a tensor and the ranks that hold each, or the ranks of a mesh.
 
     In a notebook a drawing; in a terminal coloured boxes to scale, where ``rich`` is installed; else text: a grid of up to two
@@ -25,12 +25,12 @@ def visualize_sharding(x: DTensor | Layout | DeviceMesh, header: str = "", use_r
     one of them.
 
     Args:
-        x: of any rank and size; nested orders, uneven and empty blocks are shown as they are.
+        dtensor: of any rank and size; nested orders, uneven and empty blocks are shown as they are.
         header: a line above.
         use_rich: True: coloured boxes wherever the output goes; False: text; None: as above.
 
     Raises:
-        ArgumentError: ``x`` has no sharding; or ``use_rich=True`` without rich (``pip install 'dtensor[terminal]'``).
+        ArgumentError: it has no sharding; or ``use_rich=True`` without rich (``pip install 'dtensor[terminal]'``).
 
     >>> mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     >>> dt.debug.visualize_sharding(dt.zeros(5, 4, device_mesh=mesh, placements=[dt.Shard(0), dt.Replicate()]))
@@ -38,7 +38,7 @@ def visualize_sharding(x: DTensor | Layout | DeviceMesh, header: str = "", use_r
     0:3  0, 1
     3:5  2, 3
     """
-    boxes = _boxes(x)
+    boxes = _boxes(dtensor)
     if use_rich and not _has_rich():
         raise ArgumentError("use_rich=True needs rich; pip install 'dtensor[terminal]'")
     notebook = _notebook() if use_rich is None else None

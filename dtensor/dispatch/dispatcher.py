@@ -163,7 +163,7 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
             note(error)
             raise
 
-    return counting(entry.operator.name, run) if Level.now == "strict" else run
+    return counting(entry.operator, run) if Level.now == "strict" else run
 
 
 def _general_form_of(entry: Entry) -> Callable[..., Any]:

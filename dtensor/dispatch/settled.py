@@ -101,27 +101,27 @@ def nested(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def users(x: Any) -> Any:
     """``x`` (a DTensor), whose memory the user may write to from now on without being counted."""
-    _given(x)[0] = True
+    given = x.__dict__.get(_GIVEN)
+    (_given(x) if given is None else given)[0] = True
     return x
 
 
-def sharing(func: Callable[..., Any], layout: Layout) -> Runner:
-    """What wraps the result of ``func``, memory of its argument of which autograd does not say so (``detach``)."""
+def sharing(layout: Layout) -> Runner:
+    """What gives the memory of its argument again, of which autograd does not say so (``detach``)."""
 
     def detached(args: Any, kwargs: Any, local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        made = wrapping.wrap_local(func(*local_args), layout)
-        made.__dict__[_GIVEN] = _given(args[0])
+        made, given = wrapping.wrap_local(local_args[0], layout), args[0].__dict__.get(_GIVEN)
+        made.__dict__[_GIVEN] = _given(args[0]) if given is None else given
         return made
 
     return detached
 
 
 def _given(x: Any) -> list[bool]:
-    home = (x if x._base is None else x._base).__dict__
-    try:
-        found: list[bool] = home[_GIVEN]
-    except KeyError:
-        found = home[_GIVEN] = [False]
+    """That of the memory of ``x``: its base's, where it is a view."""
+    found: list[bool] | None = x.__dict__.get(_GIVEN)
+    if found is None:
+        found = x.__dict__[_GIVEN] = [False] if x._base is None else _given(x._base)
     return found
 
 
@@ -209,6 +209,8 @@ def kept_apart(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def apart(local: Any, given: Collection[int]) -> Any:
     """``local``, copied where it is memory that begins at ``given``."""
+    if type(local) is torch.Tensor:  # most often
+        return local.clone() if local.untyped_storage().data_ptr() in given else local
     if not isinstance(local, torch.Tensor) or set(memory_of(local)).isdisjoint(given):
         return local
     if isinstance(local, PerRank):
@@ -218,4 +220,6 @@ def apart(local: Any, given: Collection[int]) -> Any:
 
 def memory_of(local: torch.Tensor) -> list[int]:
     """Where the storage of each shard begins; 0 where there is none to tell by (fake tensors, meta tensors)."""
+    if type(local) is torch.Tensor:
+        return [local.untyped_storage().data_ptr()]
     return [x.untyped_storage().data_ptr() if type(x) is torch.Tensor else 0 for x in shards_of(local)]

@@ -10,6 +10,7 @@ from .data.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionP
 from .data.replicate import ReplicatedModule, replicate
 from .data.zero import ZeroRedundancyOptimizer
 from .tensor.boundary import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from .tensor.context import context_parallel, context_parallel_unshard
 from .tensor.loss import loss_parallel
 from .tensor.matrix import ColwiseParallel, RowwiseParallel, SequenceParallel
 from .tensor.parallelize import parallelize_module
@@ -34,6 +35,8 @@ __all__ = [
     "SequenceParallel",
     "UnshardHandle",
     "ZeroRedundancyOptimizer",
+    "context_parallel",
+    "context_parallel_unshard",
     "fully_shard",
     "loss_parallel",
     "materialize",

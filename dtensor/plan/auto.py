@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,10 +27,8 @@ from .memory import Memory
 from .options import Option, classes_from, eager_options
 from .program_plan import ProgramPlan, spelled
 from .record import Recorder
-from .total import Total
 
 Places = tuple[Placement, ...]
-_BOUNDLESS = 1e30  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class Sharding:
     batch: tuple[Places, ...]
     seconds: float
     nbytes: int
-    memory: float
+    memory: int
     plan: ProgramPlan
 
     def __str__(self) -> str:
@@ -126,15 +125,12 @@ def auto_shard(
     """
     graph, named, batch = _recorded(model, mesh, example, loss, optimizer_bytes)
     start = _started(graph, named, placements or {})
-    limit = Memory.of(graph, _BOUNDLESS if memory is None else memory)
-    classes, total = classes_from(graph, start), Total(graph)
-    tries = [best_options(graph, classes, start, seconds, limit, reverse) for reverse in (False, True)[: 1 + (mesh.ndim > 1)]]
-    fits = [taken for taken in tries if limit.bytes(graph, total, taken) <= limit.limit]
-    if not fits:
-        least = min(limit.bytes(graph, total, taken) for taken in tries)
-        raise PlanError(f"auto_shard: the least memory found is {least:,.0f} B per rank, more than memory={memory:,.0f}")
-    taken = min(fits, key=total.seconds)
-    plan = described(graph, classes, taken, start)
+    limit, classes = Memory(graph, math.inf if memory is None else memory), classes_from(graph, start)
+    tries = [best_options(classes, start, seconds, limit, reverse) for reverse in (False, True)[: 1 + (mesh.ndim > 1)]]
+    plans = [(described(graph, classes, taken, start, limit), taken) for taken in tries]
+    plan, taken = min(plans, key=lambda made: (max(made[0].peak_bytes, limit.limit), made[0].seconds))
+    if plan.peak_bytes > limit.limit:
+        raise PlanError(f"auto_shard: the least memory found is {plan.peak_bytes:,} B per rank, more than memory={memory:,.0f}")
 
     def places(number: int | None, ndim: int = mesh.ndim) -> Places:
         layout = None if number is None else taken[graph.values[number].producer.number].results[0]
@@ -146,7 +142,7 @@ def auto_shard(
         tuple(map(places, batch)),
         plan.seconds,
         plan.nbytes,
-        limit.bytes(graph, total, taken),
+        plan.peak_bytes,
         plan,
     )
 
@@ -178,7 +174,8 @@ def _recorded(
         value = recorder.value_of(x)
         if value is not None:
             size = x.element_size()
-            value.producer.memory = (2 * size + optimizer_bytes) / size if x.requires_grad else 1.0
+            value.producer.memory = (size + optimizer_bytes) / size if x.requires_grad else 1.0
+    recorder.finish()
     numbers = {name: _number(recorder, x) for name, x in swapped.items()}
     return recorder.graph, numbers, [_number(recorder, x) for x in tree_leaves(given) if isinstance(x, DTensor)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..layout.layout import Layout
@@ -11,28 +11,33 @@ from ..redistribute import plan as plan_move
 from ..rules.rule import Row
 from .classes import Classes
 from .graph import Graph, Node
+from .memory import Held, Memory
 from .options import Form, Option, Options, by_text, form_of, options_along
 from .prices import move_seconds
 from .program_plan import PlannedCall, PlannedMove, ProgramPlan, Spelled, spelled
-from .total import Move, Total, bytes_of
+from .total import Move, Total
+
+_RUN = ("call", "fixed", "parts")  # what goes by the plan as it runs
 
 
-def described(graph: Graph, classes: Classes, taken: Sequence[Option], eager: Sequence[Option]) -> ProgramPlan:
+def described(graph: Graph, classes: Classes, taken: Sequence[Option], eager: Sequence[Option], memory: Memory) -> ProgramPlan:
     """The plan that these options are."""
-    mesh, total = graph.mesh, Total(graph)
+    mesh, total, held = graph.mesh, memory.total, memory.held(taken)
     assert mesh is not None
-    moves, before = total.all_moves(taken), total.all_moves(eager)
     state = classes.together(taken)
     others = [classes.spread(options_along(graph, classes, state, i)) for i, ranks in enumerate(mesh.shape) if ranks > 1]
-    writing = _Writing(graph, list(taken), total, moves, others)
+    writing = _Writing(graph, list(taken), total, total.all_moves(taken), held, others)
     calls = [writing.call(node) for node in graph.nodes if node.kind not in ("input", "same")]
+    peak = graph.nodes[held.moment]
     return ProgramPlan(
         tuple(mesh.shape),
         tuple(calls),
-        total.seconds(taken),
-        bytes_of(move for own in moves.values() for move in own),
+        total.seconds(taken) + held.seconds,
+        total.bytes(taken) + held.nbytes,
+        held.peak,
+        f"{peak.name}{' (backward)' if peak.backward else ''} {peak.line}".rstrip(),
         total.seconds(eager),
-        bytes_of(move for own in before.values() for move in own),
+        total.bytes(eager),
     )
 
 
@@ -42,8 +47,16 @@ class _Writing:
     taken: list[Option]
     total: Total
     moves: dict[int, list[Move]]
+    held: Held
     others: list[Options]
     told: set[tuple[int, Form]] = field(default_factory=set)  # forms that are there
+    drops: dict[int, list[tuple[int, Form]]] = field(default_factory=dict)  # by node, forms that it is the last to use
+
+    def __post_init__(self) -> None:
+        for key, pieces in self.held.pieces.items():
+            for piece in pieces:
+                users = [node for node in piece.uses if self.graph.nodes[node].kind in _RUN]
+                self.drops.setdefault(max(users or piece.uses), []).append(key)
 
     def call(self, node: Node) -> PlannedCall:
         option = self.taken[node.number]
@@ -57,7 +70,7 @@ class _Writing:
             node.kind,
             tuple(_texts(node, option.rows)),
             tuple(tuple(spelled(layout.placements) for layout in path) for path in paths),
-            tuple(i for i, number in enumerate(node.operands) if number in self.moves and self._is_last(node, number)),
+            tuple(self._dropped(node)),
             node.line,
             node.backward,
             moves,
@@ -90,8 +103,12 @@ class _Writing:
                 found.append(PlannedMove(what, *ends, cost.bytes, move_seconds(source, target)))
         return found
 
-    def _is_last(self, node: Node, number: int) -> bool:
-        return max(user.number for user, _ in self.total.users[number]) == node.number
+    def _dropped(self, node: Node) -> Iterator[tuple[int, Spelled]]:
+        """The forms of operands that nobody uses after this call, or not for long."""
+        for number, form in self.drops.get(node.number, ()):
+            self.told.discard((number, form))
+            target = next(target for _, target in self.moves[number] if form_of(target) == form)
+            yield node.operands.index(number), spelled(target.placements)
 
     def _runner_up(self, node: Node) -> tuple[str, float]:
         """The next best rows, everything else as planned, and how many seconds they take more."""

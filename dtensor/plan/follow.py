@@ -89,7 +89,7 @@ class Following(TorchDispatchMode):
     # --- operands ------------------------------------------------------------------------------------------------------
     def _move(self, operator: Operator, bound: dict[str, Any], call: PlannedCall) -> None:
         """Brings operands to the forms that the plan says; those that are written to are taken as they lie."""
-        taken = []
+        taken, dropped = [], []
         for place, (name, index, x) in enumerate(places_of(operator, bound)):
             path = call.operands[place] if place < len(call.operands) else ()
             if not isinstance(x, DTensor) or not path or name in operator.mutated:
@@ -97,8 +97,10 @@ class Following(TorchDispatchMode):
             if len(path[-1]) != x._layout.mesh.ndim:
                 continue
             taken.append((name, index, self._form(x, path)))
-            if place in call.last:
-                self._forms.pop(id(x), None)
+            dropped += [(id(x), form) for at, form in call.drops if at == place]
+        for held, form in dropped:
+            if (forms := self._forms.get(held)) is not None:
+                forms.made.pop(form, None)
         for name, index, x in taken:
             if index is None:
                 bound[name] = x
@@ -106,18 +108,15 @@ class Following(TorchDispatchMode):
                 bound[name] = [*bound[name][:index], x, *bound[name][index + 1 :]]
 
     def _form(self, x: DTensor, path: Sequence[Spelled]) -> DTensor:
-        at = x
-        for words in path:
+        forms = self._forms.get(id(x))
+        if forms is None or not forms.hold(x):
+            forms = self._forms[id(x)] = _Forms(x)
+        held = [i for i, words in enumerate(path) if words in forms.made]
+        at = forms.made[path[held[-1]]] if held else x
+        for words in path[held[-1] + 1 if held else 0 :]:
             target = x._layout.replace(placements=placements_of(words))
-            if at._layout.same_data(target):
-                continue
-            forms = self._forms.get(id(x))
-            if forms is None or not forms.hold(x):
-                forms = self._forms[id(x)] = _Forms(x)
-            made = forms.made.get(target)
-            if made is None:
-                made = forms.made[target] = wrap_local(execute(plan_move(at._layout, target), at._local), target)
-            at = made
+            if not at._layout.same_data(target):
+                at = forms.made[words] = wrap_local(execute(plan_move(at._layout, target), at._local), target)
         return at
 
 
@@ -128,7 +127,7 @@ class _Forms:
 
     def __init__(self, x: DTensor) -> None:
         self.tensor, self.version = weakref.ref(x), version_of(x)
-        self.made: dict[Any, DTensor] = {}
+        self.made: dict[Spelled, DTensor] = {}
 
     def hold(self, x: DTensor) -> bool:
         """Whether they are forms of ``x`` as it is now."""

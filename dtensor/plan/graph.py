@@ -27,6 +27,7 @@ class Value:
         layout: how it lies in the recorded program.
         root: the value whose memory it shows (itself, if it is no view).
         kept: it must be given as recorded: the user looks at it, or code that asks for placements.
+        dies: the last node at which the program, or autograd for it, holds the tensor; None if that outlives the program.
     """
 
     number: int
@@ -35,6 +36,7 @@ class Value:
     layout: Layout
     root: int
     kept: bool = False
+    dies: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +87,8 @@ class Node:
         wanted: layouts of the operands in the recorded program.
         line: the user's source line; of a backward call that of its forward call.
         gathers: it is a part of adding up a leaf's gradient, which stays when the program has ended.
-        memory: of an input that is placed, bytes that are held for each of its bytes; ``given``: it lies where the user says.
+        memory: of an input that is placed, bytes that are held for each of its own, as for an optimizer's state; ``given``: it
+            lies where the user says.
     """
 
     number: int

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from ..comm import communicator_of
 from ..errors import PlanError
@@ -12,25 +13,29 @@ from .classes import Classes
 from .describe import described
 from .graph import Graph
 from .memory import Memory
+from .moments import Moments
 from .options import Option, classes_from, eager_options, options_along
 from .program_plan import ProgramPlan
 from .record import recorded
 from .solver import Assembly
-from .total import Total
 
-P = ParamSpec("P")
 T = TypeVar("T")
 _SWEEPS = 3
+_CUTS = 4  # moments at which memory is bounded, found by one solution after the other
 _SECONDS = 45.0  # for all sweeps together
 
 
-def plan(step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> ProgramPlan:
+def plan(step: Callable[..., Any], *args: Any, memory: float | None = None, **kwargs: Any) -> ProgramPlan:
     """How a program should run: rows for all of its operator calls together, so that the whole takes least time by the model.
 
     ``step`` runs once, as it is. On a dry run (``init_device_mesh("meta", ...)``) that costs no data and no ranks.
 
+    Args:
+        memory: bytes that a rank may hold at once, of all tensors that the step takes, makes and keeps for backward.
+
     Raises:
-        PlanError: there is nothing to plan, or scipy is missing (the extra ``dtensor[plan]``).
+        PlanError: there is nothing to plan, no plan was found that fits into ``memory``, or scipy is missing (the extra
+            ``dtensor[plan]``).
 
     >>> import torch, dtensor as dt
     >>> mesh = dt.init_device_mesh("meta", (8,))
@@ -40,18 +45,18 @@ def plan(step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> ProgramPlan
     >>> [str(move) for call in found.calls for move in call.moves], found.seconds <= found.eager_seconds
     (['...P(sum) -> R...'], True)
     """
-    return planned(step, args, kwargs)[1]
+    return planned(step, args, kwargs, memory=math.inf if memory is None else memory)[1]
 
 
 def planned(
-    step: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float = _SECONDS
+    step: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float = _SECONDS, memory: float = math.inf
 ) -> tuple[T, ProgramPlan]:
     """What ``step`` gives, and its plan."""
     made, graph = recorded(step, args, kwargs)
     mesh = graph.mesh
     if mesh is None:
         raise PlanError("plan: the program has no calls on DTensors")
-    return made, agreed(mesh, lambda: plan_of(graph, seconds))
+    return made, agreed(mesh, lambda: plan_of(graph, seconds, memory))
 
 
 def agreed(mesh: Any, make: Callable[[], ProgramPlan]) -> ProgramPlan:
@@ -63,15 +68,21 @@ def agreed(mesh: Any, make: Callable[[], ProgramPlan]) -> ProgramPlan:
     return ProgramPlan.loads(communicator_of(mesh).all_gather_object(text, tuple(range(mesh.ndim)))[0])
 
 
-def plan_of(graph: Graph, seconds: float = _SECONDS) -> ProgramPlan:
-    """The plan of a recorded program: never worse than it, by the model."""
-    eager = eager_options(graph)
+def plan_of(graph: Graph, seconds: float = _SECONDS, memory: float = math.inf) -> ProgramPlan:
+    """The plan of a recorded program: never worse than it, by the model, as far as that fits into ``memory``."""
+    eager, limit = eager_options(graph), Memory(graph, memory)
     classes = classes_from(graph, eager)
-    return described(graph, classes, best_options(graph, classes, eager, seconds), eager)
+    found = described(graph, classes, best_options(classes, eager, seconds, limit), eager, limit)
+    if found.peak_bytes > memory:
+        raise PlanError(
+            f"plan: the least peak found is {found.peak_bytes:,} B per rank, {found.peak_at or 'at the inputs'}, more than "
+            f"memory={memory:,.0f}: cut parameters or the batch further, or see what auto_shard finds"
+        )
+    return found
 
 
 def best_options(
-    graph: Graph, classes: Classes, start: Sequence[Option], seconds: float, memory: Memory | None = None, reverse: bool = False
+    classes: Classes, start: Sequence[Option], seconds: float, memory: Memory, reverse: bool = False
 ) -> list[Option]:
     """Mesh dim by mesh dim the best options given those on the others, until nothing gets better; for each node.
 
@@ -80,24 +91,36 @@ def best_options(
         memory: what a rank may hold: what does not fit costs so much that less comes first.
         reverse: begin with the last mesh dim.
     """
-    mesh, total = graph.mesh, Total(graph)
-    assert mesh is not None
-    penalty = 0.0 if memory is None else 100 * total.seconds(start) / memory.limit
+    graph, total, bounded = memory.graph, memory.total, not math.isinf(memory.limit)
+    assert graph.mesh is not None
+    penalty = 100 * total.seconds(start) / memory.limit if bounded else 0.0
 
     def price_of(options: Sequence[Option]) -> float:
-        excess = 0.0 if memory is None else max(0.0, memory.bytes(graph, total, options) - memory.limit)
-        return total.seconds(options) + penalty * excess
+        if not bounded:
+            return total.seconds(options)
+        held = memory.held(options)
+        if held.peak > memory.limit and held.moment not in memory.moments:
+            memory.moments.append(held.moment)
+        return total.seconds(options) + held.seconds + penalty * max(0.0, held.peak - memory.limit)
 
     taken, price, end = list(start), price_of(start), monotonic() + seconds
-    dims = [i for i, ranks in enumerate(mesh.shape) if ranks > 1][:: -1 if reverse else 1]
+    dims = [i for i, ranks in enumerate(graph.mesh.shape) if ranks > 1][:: -1 if reverse else 1]
     since = 0  # mesh dims tried without success
     for mesh_dim in dims * _SWEEPS:
-        left = end - monotonic()
-        if since >= len(dims) or left <= 0:
+        if since >= len(dims):
             break
         options = options_along(graph, classes, classes.together(taken), mesh_dim)
-        found = Assembly(classes, options, mesh_dim, memory, penalty).solved(min(left, seconds / _SWEEPS))
         since += 1
-        if found is not None and (now := price_of(spread := classes.spread(found))) < price * (1 - 1e-6):
-            taken, price, since = spread, now, 1
+        for _ in range(_CUTS):
+            left, known = end - monotonic(), len(memory.moments)
+            if left <= 0:
+                return taken
+            assembly = Assembly(classes, options, mesh_dim)
+            if memory.moments:
+                Moments(assembly, memory, penalty)
+            found = assembly.solved(min(left, seconds / _SWEEPS))
+            if found is not None and (now := price_of(spread := classes.spread(found))) < price * (1 - 1e-6):
+                taken, price, since = spread, now, 1
+            if len(memory.moments) == known:
+                break
     return taken

@@ -15,7 +15,7 @@ from ..rules.call import Call
 from ..rules.rule import Row
 from .classes import Class, Classes, classes_of
 from .graph import Asked, Graph, Node
-from .prices import work_seconds
+from .prices import kernel_bytes, work_seconds
 
 Form = Layout  # one for all layouts that differ in strides only, and in the spelling of mesh dims of one rank
 
@@ -34,13 +34,14 @@ class Option:
         rows: per mesh dim a row of its rule; () for nodes without.
         operands: the layouts that it takes operands in; None for what is no DTensor.
         results: the layouts that it leaves.
-        seconds: what it takes by itself, moves of operands not counted.
+        seconds, nbytes: what it takes and receives by itself, moves of operands not counted.
     """
 
     rows: tuple[Row, ...]
     operands: tuple[Layout | None, ...]
     results: tuple[Layout | None, ...]
     seconds: float = 0.0
+    nbytes: int = 0
 
 
 Options = list[list[Option]]  # by class
@@ -56,8 +57,8 @@ def _as_recorded(graph: Graph, node: Node) -> Option:
     operands = tuple(None if number is None else layout for number, layout in zip(node.operands, node.wanted, strict=False))
     if node.asked is None or node.asked.chosen is None:
         return Option((), operands, results)
-    rows = node.asked.chosen.choice.rows
-    return Option(rows, operands, results, work_seconds(node, rows, operands, results))
+    rows, call = node.asked.chosen.choice.rows, replace(node.asked.call, operands=node.asked.chosen.operands)
+    return Option(rows, operands, results, work_seconds(node, rows, operands, results), kernel_bytes(call, rows))
 
 
 def classes_from(graph: Graph, start: Sequence[Option]) -> Classes:
@@ -123,12 +124,13 @@ def _of_call(own: Class, now: Option, mesh_dim: int, forms: list[dict[Form, Layo
 
 
 def _realized(node: Node, asked: Asked, rows: tuple[Row, ...], given: tuple[Layout, ...]) -> Option | None:
-    chosen = realized(asked.rule, rows, asked.factors, replace(asked.call, operands=given), asked.kept)
+    call = replace(asked.call, operands=given)
+    chosen = realized(asked.rule, rows, asked.factors, call, asked.kept)
     if chosen is None:
         return None
     operands = tuple(None if n is None else x for n, x in zip(node.operands, chosen.operands, strict=True))
     results = tuple(None if n is None else x for n, x in zip(node.results, chosen.results, strict=True))
-    return Option(rows, operands, results, work_seconds(node, rows, operands, results))
+    return Option(rows, operands, results, work_seconds(node, rows, operands, results), kernel_bytes(call, rows))
 
 
 def by_text(lines: Sequence[Line]) -> dict[str, Line]:

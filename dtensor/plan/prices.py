@@ -9,6 +9,7 @@ from ..cost.link import device_of, link_of
 from ..layout.layout import Layout
 from ..propagation.row_costs import LOCAL_STEP
 from ..redistribute import estimate
+from ..rules.call import Call
 from ..rules.rule import Row
 from ..rules.work import share
 from .graph import Node
@@ -22,6 +23,12 @@ def move_seconds(source: Layout, target: Layout) -> float:
     if source.same_data(target):
         return 0.0
     return estimate(source, target) + LOCAL_STEP
+
+
+def kernel_bytes(call: Call, rows: Sequence[Row]) -> int:
+    """Bytes that a rank receives in the collectives of kernels."""
+    along = zip(rows, call.mesh.shape, strict=True)
+    return sum(row.kernel.nbytes(call) for row, ranks in along if row.kernel is not None and ranks > 1)
 
 
 def work_seconds(node: Node, rows: Sequence[Row], operands: Sequence[Layout | None], results: Sequence[Layout | None]) -> float:

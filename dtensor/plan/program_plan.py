@@ -13,7 +13,7 @@ from ..base.extensions import provided
 from ..errors import ArgumentError
 from ..placement import Partial, Placement, Replicate, Shard
 
-FORMAT = 1
+FORMAT = 2
 Spelled = tuple[str, ...]  # placements as text, one for each mesh dim
 
 
@@ -40,7 +40,7 @@ class PlannedCall:
         kind: ``"call"``, ``"fixed"`` (it chooses for itself) or ``"parts"`` (a decomposition; its parts follow).
         rows: per mesh dim the row of the operator's rule.
         operands: for each operand the placements that it passes on its way to the call; () as it lies.
-        last: operands whose other forms nobody needs afterwards.
+        drops: operands and the forms of them that are let go after the call.
         line: the user's source line; ``backward``: it is that of the forward call.
         moves: what is moved for it, and for nobody before it.
         runner_up, extra: the next best rows, and by how many seconds they lose.
@@ -51,7 +51,7 @@ class PlannedCall:
     kind: str
     rows: tuple[str, ...] = ()
     operands: tuple[tuple[Spelled, ...], ...] = ()
-    last: tuple[int, ...] = ()
+    drops: tuple[tuple[int, Spelled], ...] = ()
     line: str = ""
     backward: bool = False
     moves: tuple[PlannedMove, ...] = ()
@@ -73,6 +73,7 @@ class ProgramPlan:
         mesh: the shape of the mesh.
         calls: every operator call, in order.
         seconds, nbytes: predicted: time of a step, and bytes that one rank receives.
+        peak_bytes: most that a rank holds at once of what the step takes, makes and keeps; ``peak_at``: the call at which.
         eager_seconds, eager_nbytes: the same for the program without a plan, its moves shared as a plan shares them.
 
     A record: making it costs what ``plan`` says, asking it nothing. ``loads`` raises ``ArgumentError`` for what is no plan.
@@ -88,13 +89,16 @@ class ProgramPlan:
     calls: tuple[PlannedCall, ...]
     seconds: float
     nbytes: int
+    peak_bytes: int
+    peak_at: str
     eager_seconds: float
     eager_nbytes: int
 
     def __str__(self) -> str:
         head = (
             f"{len(self.calls)} calls on a mesh of {'x'.join(map(str, self.mesh))}: {self.seconds * 1e3:.3f} ms, "
-            f"{self.nbytes:,} B received per rank (without a plan {self.eager_seconds * 1e3:.3f} ms, {self.eager_nbytes:,} B)"
+            f"{self.nbytes:,} B received per rank (without a plan {self.eager_seconds * 1e3:.3f} ms, {self.eager_nbytes:,} B); "
+            f"at most {self.peak_bytes:,} B held per rank, in {self.peak_at}"
         )
         lines = [head]
         where = None
@@ -144,7 +148,8 @@ def _call_of(read: dict[str, Any]) -> PlannedCall:
         PlannedMove(**{**move, "source": tuple(move["source"]), "target": tuple(move["target"])}) for move in read["moves"]
     )
     operands = tuple(tuple(map(tuple, path)) for path in read["operands"])
-    lists = {"rows": tuple(read["rows"]), "last": tuple(read["last"]), "operands": operands, "moves": moves}
+    lists = {"rows": tuple(read["rows"]), "operands": operands, "moves": moves}
+    lists["drops"] = tuple((place, tuple(form)) for place, form in read["drops"])
     return PlannedCall(**{**read, **lists})
 
 

@@ -36,7 +36,7 @@ def recorded(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     for x in tree_leaves(made):
         if isinstance(x, DTensor):
             recorder.given_back(x)
-    recorder.settle_views()
+    recorder.finish()
     return made, recorder.graph
 
 
@@ -63,6 +63,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.graph, self.placing = Graph(), placing
         self._known: dict[int, tuple[Any, int, int]] = {}  # id -> the tensor (weakly), its version, its value
+        self._alive: dict[int, Any] = {}  # by value, what tells that its tensor is gone
         self._lines: dict[int, str] = {}  # of forward calls, by autograd's number
         self._plans: dict[Any, tuple[Plan, Asked | None]] = {}
         self._written: set[int] = set()  # values that others show, and whose memory is written to
@@ -185,7 +186,13 @@ class Recorder(TorchDispatchMode):
         value = Value(number, node, place, x._layout, number if root is None else root)
         self.graph.values.append(value)
         self._known[id(x)] = weakref.ref(x), version_of(x), number
+        self._alive[number] = weakref.ref(x, lambda _: self._gone(value))
         return value
+
+    def _gone(self, value: Value) -> None:
+        """Nobody has the tensor any more: neither the program nor what autograd keeps for backward."""
+        value.dies = len(self.graph.nodes) - 1
+        self._alive.pop(value.number, None)
 
     # --- what happens beside operator calls ----------------------------------------------------------------------------
     def moved(self, x: Any, made: Any) -> None:
@@ -225,8 +232,9 @@ class Recorder(TorchDispatchMode):
         if value.root != value.number:
             self._written.add(value.root)
 
-    def settle_views(self) -> None:
-        """Views of memory that is written to are made of it as it lies: they must show the writes."""
+    def finish(self) -> None:
+        """What is alive now stays; views of memory that is written to are made of it as it lies: they must show the writes."""
+        self._alive.clear()
         values = self.graph.values
         for node in self.graph.nodes:
             if not node.view or node.operands[0] is None or values[node.operands[0]].root not in self._written:

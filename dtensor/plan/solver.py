@@ -15,7 +15,6 @@ from typing import Any
 from ..errors import PlanError
 from ..layout.layout import Layout
 from .classes import Classes
-from .memory import Memory
 from .options import Form, Option, Options, form_of, whole
 from .prices import FREE, move_seconds
 
@@ -73,49 +72,33 @@ class Program:
 class Assembly:
     """The program of a graph's classes along one mesh dim.
 
-    Args:
-        memory: what is held must fit; each byte too much costs ``penalty`` seconds.
+    Attributes:
+        takes: for each class the variables of its options; ``made``: for each value the layouts that it may be made in;
+            ``moves``: the moves of those that are used.
     """
 
-    def __init__(
-        self, classes: Classes, options: Options, mesh_dim: int, memory: Memory | None = None, penalty: float = 0.0
-    ) -> None:
-        self.classes, self.options, self.mesh_dim, self.memory = classes, options, mesh_dim, memory
+    def __init__(self, classes: Classes, options: Options, mesh_dim: int) -> None:
+        self.classes, self.options, self.mesh_dim = classes, options, mesh_dim
         self.program = Program()
-        self.held: Terms = []  # bytes that are held, over the limit
         self.takes = [
             [self.program.variable(own.count * option.seconds, whole=len(options) > 1) for option in options]
             for own, options in zip(classes.classes, options, strict=True)
         ]
         for variables in self.takes:
             self.program.equal([(variable, 1.0) for variable in variables], 1.0)
-        for value, users in enumerate(classes.users):
-            if memory is not None:
-                self._holds(value, memory)
-            if users:
-                self._value(value, users)
-        if memory is not None:
-            most = sum(bytes for _, bytes in self.held)
-            excess = self.program.variable(most * memory.limit * penalty)  # as a part of all that may be held
-            self.program.at_most([*self.held, (excess, -most)], 1.0)
+        self.made = [
+            list(self._forms(maker, [option.results[place] for option in options[maker]]).values())
+            for maker, place in classes.makers
+        ]
+        self.moves = {value: self._value(value, users) for value, users in enumerate(classes.users) if users}
 
-    def _holds(self, value: int, memory: Memory) -> None:
-        """What is held of a value as it is made."""
-        maker, made_as = self.classes.makers[value]
-        factor = memory.factors[self.classes.number(value)] * self.classes.classes[maker].count / memory.limit
-        for option, variable in zip(self.options[maker], self.takes[maker], strict=True):
-            if factor and (layout := option.results[made_as]) is not None:
-                self.held.append((variable, factor * layout.max_local_nbytes))
-
-    def _value(self, value: int, users: Sequence[tuple[int, int]]) -> None:
-        maker, made_as = self.classes.makers[value]
-        made = self._forms(maker, [option.results[made_as] for option in self.options[maker]])
+    def _value(self, value: int, users: Sequence[tuple[int, int]]) -> _Moves:
         needs = [self._forms(user, [option.operands[place] for option in self.options[user]]) for user, place in users]
-        moves = _Moves(self, list(made.values()), needs, self.classes.classes[maker].count)
+        moves = _Moves(self, self.made[value], needs, self.classes.classes[self.classes.makers[value][0]].count)
         for (user, place), need in zip(users, needs, strict=True):
             node = self.classes.classes[user].node
-            keeps = self.memory is not None and self.memory.keeps(self.classes.number(value), node)
-            moves.use(need, place in node.pinned, len(users) == 1, keeps)
+            moves.use((user, place), need, place in node.pinned, len(users) == 1)
+        return moves
 
     def _forms(self, own: int, layouts: Sequence[Layout | None]) -> dict[Form, Made]:
         """Which options of a class have which form."""
@@ -146,7 +129,7 @@ class _Moves:
         targets.setdefault(form_of(together), together)
         self.targets = targets
         self._shared: dict[tuple[int, Form], int] = {}
-        self._held: dict[tuple[int, Form], int] = {}
+        self.flows: dict[tuple[int, int], list[tuple[int, Form, int]]] = {}  # by use: from which, to which form, the variable
 
     def _move(self, source: int, target: Form) -> int:
         """The variable of a move that whoever needs it shares."""
@@ -157,26 +140,16 @@ class _Moves:
             self.program.at_most([(variable, 1.0), *((v, -1.0) for v in variables)], 0.0)
         return self._shared[key]
 
-    def _hold(self, flow: int, source: int, form: Form) -> None:
-        """A moved form that is held while it is used, by however many."""
-        memory = self.assembly.memory
-        assert memory is not None
-        if (source, form) not in self._held:
-            self._held[source, form] = self.program.variable()
-            size = self.count * self.targets[form].max_local_nbytes / memory.limit
-            self.assembly.held.append((self._held[source, form], size))
-        self.program.at_most([(flow, 1.0), (self._held[source, form], -1.0)], 0.0)
-
-    def use(self, need: dict[Form, Made], pinned: bool, alone: bool, keeps: bool) -> None:
+    def use(self, use: tuple[int, int], need: dict[Form, Made], pinned: bool, alone: bool) -> None:
         """The flow of one use: all that is made goes to what is needed."""
         leaving: list[Terms] = [[] for _ in self.made]
+        flows = self.flows[use] = []
         for form, (target, wanting) in need.items():
             arriving: Terms = []
             for source, (layout, _) in enumerate(self.made):
                 flow = self._flow(source, layout, form, target, pinned, alone)
-                if flow is not None and keeps and move_seconds(layout, target) >= FREE:
-                    self._hold(flow, source, form)
                 if flow is not None:
+                    flows.append((source, form, flow))
                     arriving.append((flow, 1.0))
                     leaving[source].append((flow, 1.0))
             self.program.equal([*arriving, *((variable, -1.0) for variable in wanting)], 0.0)

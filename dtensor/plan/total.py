@@ -39,6 +39,11 @@ class Total:
         """Of the whole program."""
         return sum(option.seconds for option in taken) + sum(map(seconds_of, self.all_moves(taken).values()))
 
+    def bytes(self, taken: Sequence[Option]) -> int:
+        """That a rank receives, in moves and in the collectives of kernels."""
+        moved = sum(bytes_of(moves) for moves in self.all_moves(taken).values())
+        return moved + sum(option.nbytes for option in taken)
+
     def near(self, node: Node, taken: Sequence[Option]) -> float:
         """Of one node and the values that it takes and makes: what changes with its option."""
         around = {number for number in (*node.operands, *node.results) if number is not None}

@@ -12,8 +12,20 @@ from .dtensor import DTensor
 _make = make_wrapper_subclass
 
 
-class _Awaited(DTensor):
-    """A DTensor whose local is still on its way; it becomes a plain DTensor when the local is first needed."""
+class AsyncCollectiveTensor(DTensor):
+    """A DTensor whose local is still on its way; it becomes a plain DTensor when the local is first needed.
+
+    Whatever asks for the local waits, ``to_local()`` too: a local that a program holds has arrived, and a program that asks
+    ``isinstance(x, AsyncCollectiveTensor)`` before it waits need not wait for one that is none.
+
+    >>> from dtensor import AsyncCollectiveTensor, DeviceMesh, Replicate, Shard, distribute_tensor
+    >>> x = distribute_tensor(torch.ones(4), DeviceMesh("cpu", 2), [Shard(0)])
+    >>> y = x.redistribute(placements=[Replicate()], async_op=True)
+    >>> isinstance(y, AsyncCollectiveTensor), type(y.wait()).__name__
+    (True, 'DTensor')
+
+    The communication is that of the redistribution; what it raises shows where the local is needed.
+    """
 
     _pending: Any  # in the instance dictionary: the class can change only while slots are alike
 
@@ -26,9 +38,14 @@ class _Awaited(DTensor):
         made._local, made._layout = arrived, layout
         return arrived
 
+    def wait(self) -> DTensor:
+        """Itself, arrived."""
+        self._local  # noqa: B018  it waits
+        return self
+
 
 def _await(pending: Any, layout: Layout, like: Any) -> DTensor:
-    made = _make(_Awaited, layout.shape, strides=layout.stride, dtype=layout.dtype, device=like.device)
+    made = _make(AsyncCollectiveTensor, layout.shape, strides=layout.stride, dtype=layout.dtype, device=like.device)
     made._pending, made._layout = pending, layout
     return made
 

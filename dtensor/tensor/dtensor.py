@@ -162,7 +162,9 @@ class DTensor(torch.Tensor):
             grad_placements: the placements of the gradient that comes back, default ``placements`` with Partial
                 replaced by Replicate. Give ``[Partial()]`` where each rank uses a replicated piece differently.
         """
-        taken_apart(self)
+        if observed:
+            tell_looked_at(self)
+        users(self)
         if not (self.requires_grad and _grad_enabled()) and forward_ad._current_level < 0:  # to transforms it is a constant
             if grad_placements is not None:
                 grad_layout(self._layout, grad_placements)  # wrong placements raise all the same

@@ -49,6 +49,7 @@ class Board:
         self.world = weakref.ref(world)  # its connections end with it
         self.rank, self.size, self.pid = dist.get_rank(), dist.get_world_size(), os.getpid()
         self.chains: list[int] = []  # keys of those that this process takes part in
+        self.operations: list[int] = []  # keys of the ranks with which it computes
         self.host, self._hosts = _host(), dict[int, str]()
         self._store = default_store()
         self._key, self.folder = self._found_folder()
@@ -87,28 +88,28 @@ class Board:
         """A page of any rank; None while it has not made it."""
         found = self._pages.get(name)
         if found is None:
-            path = self.folder / name
-            if not path.exists():
+            try:
+                found = self._pages[name] = Page(self.folder / name, count, ours=False)
+            except FileNotFoundError:  # not yet, or no more
                 return None
-            found = self._pages[name] = Page(path, count, ours=False)
         return found
 
     def rank_page(self, rank: int) -> Page | None:
         return self.of(f"rank-{rank}")
 
-    def here(self, ranks: tuple[int, ...]) -> bool:
-        """Whether all these ranks are on this host; where torchrun has not said so, it waits until they tell."""
+    def host_of(self, rank: int) -> str | None:
+        """The host of a rank; None while it has not told."""
         if os.environ.get("LOCAL_WORLD_SIZE", "") == str(self.size):
-            return True
-        for rank in ranks:
-            while rank not in self._hosts:
-                if self._store.check([f"{self._key}/host/{rank}"]):
-                    self._hosts[rank] = self._store.get(f"{self._key}/host/{rank}").decode()
-                elif self.found() is not None:
-                    return True
-                else:
-                    time.sleep(0.005)
-        return all(self._hosts[rank] == self.host for rank in ranks)
+            return self.host
+        key = f"{self._key}/host/{rank}"
+        if rank not in self._hosts and self._store.check([key]):
+            self._hosts[rank] = self._store.get(key).decode()
+        return self._hosts.get(rank)
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a rank waits for others that say nothing."""
+        return float(self._store.timeout.total_seconds())
 
     # --- the verdict -----------------------------------------------------------------------------------------------------
     def judge(self, verdict: dict[str, Any]) -> dict[str, Any]:

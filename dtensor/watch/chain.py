@@ -7,37 +7,53 @@ in another, and none of a wrong length (gloo ends a process that gets one that i
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import threading
 import time
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from ..base.callers import users_frame
 from . import lines
 from .board import CHAIN, COUNT, NUMBER, RUNNING, SINCE, STATE, THREADS, WAITING, Board
 from .levels import Level
 from .pages import Page
-
-DEPTH = 4096  # collectives that are remembered
-_SLOT = 6  # words of each: its number, the hash after it, what it was, the line, when, the operation before it
-_HEAD = 4  # words before them: how many there were
-_MIX, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
-WORDS = _HEAD + DEPTH * _SLOT
+from .ring import HASH, LENGTHS, WORDS, Entry, Ring, fingerprint, place_of, ring_page
 
 
-def fingerprint(said: str) -> int:
-    """64 bits of what was said, the same in all processes."""
-    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little")
-
-
-class Chain:
-    """The collectives of the processes ``ranks``, in order, as this one sees them.
+class Deed(NamedTuple):
+    """A collective as ranks compare it.
 
     Attributes:
-        count: how many there were.
+        hash: of what all ranks of the group say of it.
+        what, over: in words; the mesh dims.
+        lengths: numbers that this rank sends to each rank of the group and that it expects of each, in the order of the chain's
+            ranks; empty where ``what`` tells them.
     """
+
+    hash: int
+    what: str
+    over: str
+    lengths: str = ""
+
+    @classmethod
+    def of(cls, what: str, over: str, lengths: str = "") -> Deed:
+        return cls(fingerprint(f"{what} {over}"), what, over, lengths)
+
+
+def told_lengths(leaving: Sequence[int], arriving: Sequence[int]) -> str:
+    """As a deed says them."""
+    return f"{','.join(map(str, leaving))};{','.join(map(str, arriving))}"
+
+
+def read_lengths(text: str) -> tuple[list[int], list[int]]:
+    leaving, arriving = ([int(length) for length in part.split(",")] for part in text.split(";"))
+    return leaving, arriving
+
+
+class Chain(Ring):
+    """The collectives of the processes ``ranks``, in order, as this one sees them."""
 
     def __init__(self, board: Board, ranks: tuple[int, ...], handle: Any, backend: str) -> None:
         self.board, self.ranks, self.handle, self.backend = board, ranks, weakref.ref(handle), backend
@@ -45,41 +61,36 @@ class Chain:
         self.name = f"chain-{self.key:016x}"
         (board.folder / f".{self.name}.{board.rank}").write_text(repr(ranks))
         (board.folder / f".{self.name}.{board.rank}").rename(board.folder / self.name)
+        super().__init__(board.own(f"{self.name}-{board.rank}", WORDS))
         self.apart = False  # whether its ranks are on several hosts
-        self.page = board.own(f"{self.name}-{board.rank}", WORDS)
-        self.words, self.count, self.hash = self.page.words, 0, 0
         self.kept: dict[Any, Any] = {}  # what the exchange of hashes is bound to
         self._to_come = [rank for rank in ranks if rank != board.rank]
-        self._others: list[memoryview] = []
+        self._others: list[tuple[int, Page]] = []
 
-    def described(self, said: str) -> tuple[int, int]:
-        """A collective as :meth:`take_down` takes it."""
-        return fingerprint(said), self.page.keep(said)
-
-    def take_down(self, hashed: int, text: int) -> bool:
+    def take_down(self, deed: Deed) -> bool:
         """Takes down the next collective; whether all who have come to its number mean the same."""
         if self.board.failed is not None:
             self.board.failed()
-        number = self.count = self.count + 1
-        mixed = self.hash = ((self.hash ^ hashed) * _MIX + number) & _MASK
-        if Level.operations:
-            mixed = self.hash = mixed ^ self._operations()
-        words, at = self.words, _HEAD + (number & (DEPTH - 1)) * _SLOT
-        words[at] = 0
-        words[at + 1] = mixed
-        words[at + 2] = text
-        words[at + 3] = self._line()
-        words[at + 4] = time.monotonic_ns()
-        words[at + 5] = self.page.keep(Level.last)
-        words[at] = number
-        words[0] = number
+        operations = self._operations() if Level.operations else 0
+        frame = users_frame(sys._getframe(2))
+        line = "" if frame is None else lines.line_of(frame.f_code.co_filename, frame.f_lineno)
+        at = self.add(deed.hash, deed.what, deed.over, line, operations, deed.lengths)
+        number, hashed = self.count, self.hash
         if self._to_come:
             self._look()
-        return not any(theirs[at] == number and theirs[at + 1] != mixed for theirs in self._others)
+        for _, page in self._others:
+            if page.words[at] == number and page.words[at + HASH] != hashed:
+                return False
+        return not deed.lengths or not any(self._unfit(rank, page, deed.lengths) for rank, page in self._others)
 
-    def last(self) -> str:
-        """The last collective that was taken down, and the line."""
-        return str(Entry(self.page, self.count))
+    def _unfit(self, rank: int, page: Page, mine: str) -> bool:
+        """Whether another rank that has come expects or sends other lengths than this one sends or expects."""
+        theirs = lengths_in(page, self.count)
+        return theirs is not None and bool(unfitting(self.ranks, {self.board.rank: read_lengths(mine), rank: theirs}))
+
+    def last(self) -> Entry:
+        """The last collective that was taken down."""
+        return Entry(self.page, self.count)
 
     def begin_wait(self, number: int) -> None:
         """Says what this rank waits for from now on."""
@@ -96,62 +107,35 @@ class Chain:
         words[STATE] = RUNNING
         words[COUNT] += 1
 
-    def _line(self) -> int:
-        frame = users_frame(sys._getframe(3))
-        return 0 if frame is None else self.page.keep(lines.line_of(frame.f_code.co_filename, frame.f_lineno))
-
     def _operations(self) -> int:
-        """The hash of what all ranks of the group have computed together."""
+        """How many operations all ranks of the group have done together; they become part of the hash."""
         found = 0
-        for ranks, hashed in Level.operations.items():
+        for ranks, ring in Level.operations.items():
             if ranks.issuperset(self.ranks):
-                found ^= hashed
+                self.mix(ring.hash)
+                found += ring.count
         return found
 
     def _look(self) -> None:
         """Finds the pages of ranks that have come meanwhile."""
         for rank in list(self._to_come):
-            page = self.board.of(f"{self.name}-{rank}", WORDS)
+            page = ring_page(self.board, "chain", self.key, rank)
             if page is not None:
-                self._others.append(page.words)
+                self._others.append((rank, page))
                 self._to_come.remove(rank)
 
 
-def count(ranks: frozenset[int], operation: str) -> None:
-    """Mixes an operation of these ranks into what they compare at their next collective."""
-    if ranks:
-        Level.operations[ranks] = ((Level.operations.get(ranks, 0) ^ fingerprint(operation)) * _MIX + 1) & _MASK
-        Level.last = operation
+def lengths_in(page: Page, number: int) -> tuple[list[int], list[int]] | None:
+    """The lengths that stand under a number of a chain, if any do."""
+    text = page.text(page.words[place_of(number) + LENGTHS]) if page.words[place_of(number)] == number else ""
+    return read_lengths(text) if text and page.words[place_of(number)] == number else None
 
 
-class Entry:
-    """A collective as it was taken down by one rank."""
-
-    def __init__(self, page: Page, number: int) -> None:
-        at = _HEAD + (number & (DEPTH - 1)) * _SLOT
-        words = page.words
-        self.there = words[at] == number
-        self.hash, self.time = words[at + 1], words[at + 4]
-        self.what, self.line, self.after = (page.text(words[at + k]) for k in (2, 3, 5))
-
-    def __str__(self) -> str:
-        return f"{self.what}   {self.line}" + (f"   after {self.after}" if self.after else "")
-
-
-def entry_of(board: Board, key: int, rank: int, number: int) -> Entry | None:
-    """What a rank has taken down under a number of a chain; None if nothing."""
-    page = board.of(f"chain-{key:016x}-{rank}", WORDS)
-    found = None if page is None else Entry(page, number)
-    return found if found is not None and found.there else None
-
-
-def has_come(board: Board, key: int, rank: int, number: int) -> bool:
-    """Whether a rank has come to a collective, perhaps long ago."""
-    page = board.of(f"chain-{key:016x}-{rank}", WORDS)
-    return page is not None and page.words[0] >= number
-
-
-def last_of(board: Board, key: int, rank: int) -> Entry | None:
-    """What a rank has taken down last in a chain."""
-    page = board.of(f"chain-{key:016x}-{rank}", WORDS)
-    return None if page is None or not page.words[0] else Entry(page, page.words[0])
+def unfitting(ranks: Sequence[int], lengths: dict[int, tuple[list[int], list[int]]]) -> list[tuple[int, int, int, int]]:
+    """Who sends how many numbers to whom that expects how many others."""
+    return [
+        (one, other, leaving[ranks.index(other)], lengths[other][1][ranks.index(one)])
+        for one, (leaving, _) in lengths.items()
+        for other in lengths
+        if one != other and leaving[ranks.index(other)] != lengths[other][1][ranks.index(one)]
+    ]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from ..errors import ArgumentError, DTensorError
+from .ring import Ring
 
 LEVELS = ("off", "watch", "strict")
 VARIABLE = "DTENSOR_CHECK_RANKS"
@@ -16,14 +17,12 @@ class Level:
     """Of this process; ``now`` is "forked" in a child that has inherited its parent's groups.
 
     Attributes:
-        operations: under "strict" the hash of all operations so far, by the ranks that do them together.
-        last: the last one.
+        operations: under "strict" those so far, by the ranks that do them together.
         changed: who is told when operations begin or cease to count.
     """
 
     now = "watch"
-    operations: ClassVar[dict[frozenset[int], int]] = {}
-    last = ""
+    operations: ClassVar[dict[frozenset[int], Ring]] = {}
     changed: ClassVar[list[Callable[[], None]]] = []
 
 
@@ -49,7 +48,6 @@ def check_ranks(level: str) -> None:
     counted, Level.now = Level.now == "strict", level
     if counted != (level == "strict"):
         Level.operations.clear()
-        Level.last = ""
         for tell in Level.changed:
             tell()
 

@@ -6,55 +6,67 @@ import mmap
 import os
 from pathlib import Path
 
-TEXT = 1 << 18  # bytes for texts
-_LENGTH = 4  # bytes before each text
+TEXT = 1 << 18  # bytes for texts that are kept: the oldest give way
+_HEAD = 12  # bytes before each: its place among all that were ever kept, its length
 _LONGEST = 2000
 _CHANGING = 4  # texts that are written over: each has a place of its own before all others
 
 
 class Page:
-    """``words``: numbers below 2^64, each written and read whole. A text is known by where it stands; 0 is the empty one."""
+    """``words``: numbers below 2^64, each written and read whole. A text is known by its place; 0 is the empty one.
 
-    def __init__(self, path: Path, count: int, *, ours: bool) -> None:
-        size = 8 * count + TEXT
-        if ours:
-            _create(path, size)
-        with open(path, "r+b" if ours else "rb") as file:
-            self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_WRITE if ours else mmap.ACCESS_READ)
-        self.words = memoryview(self._map)[: 8 * count].cast("Q")
+    Without a path it is in this process's memory alone.
+    """
+
+    def __init__(self, path: Path | None, count: int, *, ours: bool) -> None:
         self._start = 8 * count
-        self._end = _LENGTH + _CHANGING * (_LENGTH + _LONGEST)
+        self._kept = self._start + _CHANGING * (_HEAD + _LONGEST)
+        size = self._kept + TEXT
+        if path is None:
+            self._map = mmap.mmap(-1, size)
+        else:
+            if ours:
+                _create(path, size)
+            with open(path, "r+b" if ours else "rb") as file:
+                self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_WRITE if ours else mmap.ACCESS_READ)
+        self.words = memoryview(self._map)[: self._start].cast("Q")
+        self._end = TEXT  # those below are the places of texts that change
         self._texts: dict[str, int] = {"": 0}
 
     def keep(self, text: str) -> int:
-        """Where ``text`` stands from now on; 0 where there is no room left."""
+        """The place of ``text`` until so much was kept after it that it gives way."""
         found = self._texts.get(text)
-        if found is None:
-            data = text.encode()[:_LONGEST]
-            found, end = self._end, self._end + _LENGTH + len(data)
-            if end > TEXT:
-                return 0
-            self._write(found, data)
-            self._texts[text], self._end = found, end
+        if found is not None and (not found or found >= self._end - TEXT):
+            return found
+        data = text.encode()[:_LONGEST]
+        length, round_ = _HEAD + len(data), self._end // TEXT
+        if self._end % TEXT + length > TEXT:  # none goes over the edge
+            self._end = (round_ + 1) * TEXT
+        found, self._end = self._end, self._end + length
+        self._write(self._kept + found % TEXT, found, data)
+        self._texts[text] = found
+        if self._end // TEXT != round_:
+            self._texts = {known: place for known, place in self._texts.items() if not place or place >= self._end - TEXT}
         return found
 
     def put(self, place: int, text: str) -> int:
-        """Where ``text`` stands: over what stood in this place; 0 if it is empty."""
-        at = _LENGTH + place * (_LENGTH + _LONGEST)
-        self._write(at, text.encode()[:_LONGEST])
-        return at if text else 0
+        """The place of ``text``: over what stood there; 0 if it is empty."""
+        self._write(self._start + place * (_HEAD + _LONGEST), place + 1, text.encode()[:_LONGEST])
+        return place + 1 if text else 0
 
-    def _write(self, at: int, data: bytes) -> None:
-        at += self._start
-        self._map[at : at + _LENGTH + len(data)] = len(data).to_bytes(_LENGTH, "little") + data
+    def _write(self, at: int, place: int, data: bytes) -> None:
+        head = place.to_bytes(8, "little") + len(data).to_bytes(4, "little")
+        self._map[at : at + _HEAD + len(data)] = head + data
 
-    def text(self, at: int) -> str:
-        """The text that stands at ``at``."""
-        if not 0 < at < TEXT:
+    def text(self, place: int) -> str:
+        """The text of that place; empty where it has given way."""
+        if not 0 < place <= _CHANGING and place < TEXT:
             return ""
-        start = self._start + at
-        length = min(_LONGEST, int.from_bytes(self._map[start : start + _LENGTH], "little"))
-        return self._map[start + _LENGTH : start + _LENGTH + length].decode(errors="replace")
+        at = self._start + (place - 1) * (_HEAD + _LONGEST) if place < TEXT else self._kept + place % TEXT
+        found, length = (int.from_bytes(self._map[at + begin : at + end], "little") for begin, end in ((0, 8), (8, _HEAD)))
+        if found != place:
+            return ""
+        return self._map[at + _HEAD : at + _HEAD + min(length, _LONGEST)].decode(errors="replace")
 
 
 def _create(path: Path, size: int) -> None:

@@ -6,14 +6,24 @@ import builtins
 import json
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from .. import errors
 from .board import COUNT, ERROR, ERROR_COUNT, ERROR_LINE, FAILED, LEFT, STATE, WHERE, Board
-from .chain import Entry, entry_of, last_of
+from .chain import lengths_in, unfitting
 from .pages import Page
+from .ring import DEPTH, Entry, entry_in, ring_page
 
 Verdict = dict[str, Any]
+
+
+class Said(NamedTuple):
+    """What one rank does: those that have the same hash agree."""
+
+    hash: int
+    over: str
+    words: str
+
 
 _GATHERING_S = 1.0  # for ranks that are about to come, so that the verdict can name who agrees with whom
 
@@ -40,31 +50,84 @@ def error_of(verdict: Verdict) -> Exception:
 
 
 def differing(board: Board, key: int, ranks: Sequence[int], number: int) -> Verdict:
-    """Who did what, where ranks took down different collectives under one number."""
+    """Who did what, where ranks took down different collectives under one number, or computed something else before it."""
     deadline = time.monotonic() + _GATHERING_S
     found = _entries(board, key, ranks, number)
     while len(found) < len(ranks) and time.monotonic() < deadline and board.found() is None:
         time.sleep(0.01)
         found = _entries(board, key, ranks, number)
-    return differing_words(ranks, number, {rank: (entry.hash, str(entry)) for rank, entry in found.items()})
+    hashes = {rank: entry.hash for rank, entry in found.items()}
+    if len(set(hashes.values())) < 2:
+        return _unfit(board, key, ranks, number, found)
+    before = first_operation(board, ranks, found)
+    if before is None:
+        return differing_words(number, {rank: Said(entry.hash, entry.over, str(entry)) for rank, entry in found.items()})
+    number, operations = before
+    said = {}
+    for rank, entry in found.items():
+        done = operations.get(rank)
+        hashed = 0 if done is None else done.hash
+        said[rank] = Said(hashed, entry.over if done is None else done.over, str(done or entry))
+    return differing_words(number, said)
 
 
-def differing_words(ranks: Sequence[int], number: int, found: dict[int, tuple[int, str]]) -> Verdict:
-    """The same of what each rank has told: its hash, and what it does."""
+def first_operation(board: Board, ranks: Sequence[int], found: dict[int, Entry]) -> tuple[int, dict[int, Entry]] | None:
+    """The first operation that the ranks which came to a collective did not do alike before it, by rank; its number."""
+    for key in board.operations:
+        pages = {rank: ring_page(board, "operations", key, rank) for rank in found}
+        if any(page is None for page in pages.values()):
+            continue
+        counts = {rank: min(page.words[0], found[rank].operations) for rank, page in pages.items() if page is not None}
+        for number in range(max(1, min(counts.values()) - DEPTH + 2), max(counts.values()) + 1):
+            done = {rank: entry_in(pages[rank], number) if number <= counts[rank] else None for rank in found}
+            if len({None if entry is None else entry.hash for entry in done.values()}) > 1:
+                return number, {rank: entry for rank, entry in done.items() if entry is not None}
+    return None
+
+
+def _unfit(board: Board, key: int, ranks: Sequence[int], number: int, found: dict[int, Entry]) -> Verdict:
+    """That ranks send other lengths than those expect to whom they send."""
+    pages = {rank: ring_page(board, "chain", key, rank) for rank in found}
+    read = {rank: lengths_in(page, number) for rank, page in pages.items() if page is not None}
+    lengths = {rank: each for rank, each in read.items() if each is not None}
+    return unfit_words(ranks, number, lengths, {rank: Said(0, entry.over, str(entry)) for rank, entry in found.items()})
+
+
+def unfit_words(
+    ranks: Sequence[int], number: int, lengths: dict[int, tuple[list[int], list[int]]], said: dict[int, Said]
+) -> Verdict:
+    """The same of what each rank sends and expects."""
+    wrong = unfitting(ranks, lengths)
+    parts = [f"rank {one} sends {sent} numbers to rank {other}, which expects {due}" for one, other, sent, due in wrong]
+    words = f"{_head(number, said)}: {'; '.join(parts[:4])}"
+    return {"kind": "differs", "words": "\n".join([words, *_listed({(rank,): said[rank].words for rank in sorted(said)})])}
+
+
+def differing_words(number: int, said: dict[int, Said]) -> Verdict:
+    """The same of what each rank has told."""
     groups: dict[int, list[int]] = {}
-    for rank, (hashed, _) in sorted(found.items()):
+    for rank, (hashed, *_) in sorted(said.items()):
         groups.setdefault(hashed, []).append(rank)
     by_size = sorted(groups.values(), key=lambda members: (-len(members), members))
-    head = f"collective {number:,} of {named(ranks)}: {_who_differs(by_size)}"
-    width = max(len(_short(members)) for members in by_size) + 1
-    lines = [f"  {_short(members) + ':':<{width}} {found[members[0]][1]}" for members in by_size]
-    return {"kind": "differs", "words": "\n".join([head, *lines])}
+    words = f"{_head(number, said)}: {_who_differs(by_size)}"
+    return {"kind": "differs", "words": "\n".join([words, *_listed({tuple(each): said[each[0]].words for each in by_size})])}
+
+
+def _head(number: int, said: dict[int, Said]) -> str:
+    over = next((each.over for each in said.values() if each.over), "")
+    return f"step {number:,}{over and ' on '}{over or ''}"
+
+
+def _listed(words: dict[tuple[int, ...], str]) -> list[str]:
+    width = max(len(_short(members)) for members in words) + 1
+    return [f"  {_short(members) + ':':<{width}} {what}" for members, what in words.items()]
 
 
 def lost(board: Board, rank: int, needed: str, how: str = "") -> Verdict:
     """That a rank which others need has failed, left or died; ``needed`` says in what."""
     page = board.rank_page(rank)
-    assert page is not None
+    if page is None:
+        return {"kind": "lost", "words": f"rank {rank} {how}; {needed}"}
     words = page.words
     where = page.text(words[WHERE])
     at = f", at {where}" if where else ""
@@ -91,14 +154,13 @@ def stuck(board: Board, waiting: dict[int, str]) -> Verdict:
     places: dict[str, list[int]] = {}
     for rank, where in sorted(waiting.items()):
         places.setdefault(where, []).append(rank)
-    width = max(len(_short(members)) for members in places.values()) + 1
-    words += [f"  {_short(members) + ':':<{width}} {where}" for where, members in places.items()]
+    words += _listed({tuple(members): where for where, members in places.items()})
     return {"kind": "differs", "words": "\n".join(words)}
 
 
 def shown(board: Board, key: int, rank: int, number: int) -> str:
     """A collective of a rank, and its line."""
-    entry = entry_of(board, key, rank, number)
+    entry = entry_in(ring_page(board, "chain", key, rank), number)
     return "a collective" if entry is None else str(entry)
 
 
@@ -107,7 +169,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def _entries(board: Board, key: int, ranks: Sequence[int], number: int) -> dict[int, Entry]:
-    found = {rank: entry_of(board, key, rank, number) for rank in ranks}
+    found = {rank: entry_in(ring_page(board, "chain", key, rank), number) for rank in ranks}
     return {rank: entry for rank, entry in found.items() if entry is not None}
 
 
@@ -127,6 +189,7 @@ def _short(ranks: Sequence[int]) -> str:
 
 def _last(board: Board, rank: int) -> str:
     """What a rank did last, in whichever chain that this process knows."""
-    found = [last_of(board, chain, rank) for chain in board.chains]
+    pages = [ring_page(board, "chain", chain, rank) for chain in board.chains]
+    found = [entry_in(page, page.words[0]) for page in pages if page is not None and page.words[0]]
     last = max((entry for entry in found if entry is not None), key=lambda entry: entry.time, default=None)
     return "" if last is None else f", after {last}"

@@ -33,8 +33,8 @@ from .board import (
     Board,
     ended,
 )
-from .chain import entry_of, has_come
 from .pages import Page
+from .ring import entry_in, ring_page
 from .verdict import Verdict, differing, lost, named, shown, stuck
 
 PATIENCE_S = 2.0  # before ranks that wait for each other are said to be stuck
@@ -55,7 +55,7 @@ class Wait(NamedTuple):
 
 def why(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict | None:
     """Why the wait of these ranks in collective ``number`` will not end; None where it may."""
-    entries = {rank: entry_of(board, key, rank, number) for rank in ranks}
+    entries = {rank: entry_in(ring_page(board, "chain", key, rank), number) for rank in ranks}
     if len({entry.hash for entry in entries.values() if entry is not None}) > 1:
         return differing(board, key, ranks, number)
     missing = [rank for rank in ranks if not has_come(board, key, rank, number)]
@@ -78,11 +78,19 @@ def gone(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict
     return why(board, ranks, key, number)
 
 
+def has_come(board: Board, key: int, rank: int, number: int) -> bool:
+    """Whether a rank has come to a collective, perhaps long ago."""
+    page = ring_page(board, "chain", key, rank)
+    return page is not None and page.words[0] >= number
+
+
 def _gave_up(board: Board, page: Page) -> bool:
-    """Whether a rank met an error that this one did not, and nothing of it was seen since."""
-    words = page.words
-    long_ago = time.monotonic_ns() - words[ERROR_AT] > _GAVE_UP_S * 1e9
-    return words[ERRORS] > board.words[ERRORS] and long_ago and words[COUNT] == words[ERROR_COUNT]
+    """Whether a rank met an error that this one did not, and no line of its program runs any more, as in a notebook."""
+    words, now = page.words, time.monotonic_ns()
+    long_ago = now - words[ERROR_AT] > _GAVE_UP_S * 1e9
+    if not long_ago or words[ERRORS] <= board.words[ERRORS] or words[COUNT] != words[ERROR_COUNT]:
+        return False
+    return not words[WHERE] and now - words[BEAT] < _FRESH_S * 1e9
 
 
 # --- circles -------------------------------------------------------------------------------------------------------------

@@ -33,14 +33,15 @@ from .board import (
     Board,
     process_state,
 )
-from .chain import Chain, has_come
+from .chain import Chain
 from .verdict import Verdict, lost, named, raised
-from .waits import in_torch, why
+from .waits import has_come, in_torch, why
 
 _PERIOD_S = 0.1
 _NOTHING_YET_S = 0.3  # a wait shorter than this is none of anybody's business
 _SLOW_S = 10.0
 _STOPPED_S = 2.5
+_JOIN_S = 20.0
 _TAG = 0x7D7D  # of a message that nobody sends
 _LOG = logging.getLogger("dtensor.ranks")
 
@@ -60,11 +61,13 @@ class Watcher:
         util.Finalize(None, self.stop, exitpriority=100)  # of a process of multiprocessing, which ends without atexit
 
     def stop(self) -> None:
-        """Says on the board that this rank leaves."""
+        """Says on the board that this rank leaves, and ends the thread: one that is inside of torch when Python is finalized
+        ends the process by ``std::terminate``.
+        """
         self.board.leave()
         self._stopped.set()
         if threading.current_thread() is not self._thread and os.getpid() == self.board.pid:
-            self._thread.join(2.0)
+            self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
         while not self._stopped.wait(_PERIOD_S):
@@ -93,8 +96,8 @@ class Watcher:
         board.failed = lambda: raised(verdict)
         if board.words[IN_TORCH]:  # which will raise in words of its own
             _LOG.error("%s", verdict["words"])
-        time.sleep(_PERIOD_S)  # so that others have the verdict before their connections break
-        self._end_waits()
+        if not self._stopped.wait(_PERIOD_S):  # others have the verdict before their connections break
+            self._end_waits()
         return True
 
     def _stopped_rank(self, chain: Chain, number: int) -> Verdict | None:

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..errors import DivergenceError, DTensorError
-from .board import Board
+from .board import Board, ended
 from .chain import Chain
 from .levels import Level
-from .verdict import Verdict, differing, error_of
+from .ring import WORDS, Ring, fingerprint
+from .verdict import Verdict, differing, error_of, lost, named
 from .waits import gone
 from .watcher import Watcher
 
@@ -58,8 +59,30 @@ def chain_among(ranks: Iterable[int], handle: Any, backend: str) -> Chain | None
         if chain is None:
             chain = watcher.chains[ranks] = Chain(watcher.board, ranks, handle, backend)
             watcher.board.chains.append(chain.key)
-            chain.apart = not watcher.board.here(ranks)
+            chain.apart = _apart(watcher.board, ranks)
         return chain
+
+
+def begin() -> None:
+    """This process's page, from which others learn that it is there and what becomes of it."""
+    if dist.get_backend() not in _UNWATCHED and Level.now != "off":
+        with _LOCK:
+            _watcher()
+
+
+def _apart(board: Board, ranks: tuple[int, ...]) -> bool:
+    """Whether ranks are on several hosts: it waits until they tell, or one of them is gone."""
+    deadline = time.monotonic() + board.timeout_s
+    for rank in ranks:
+        while board.host_of(rank) is None:
+            page = board.rank_page(rank)
+            if (found := board.found()) is not None:
+                raise error_of(found)
+            if (page is not None and ended(page)) or time.monotonic() > deadline:
+                how = "" if page is not None and ended(page) else f"has not come to a collective for {board.timeout_s:.0f} s"
+                raise error_of(board.judge(lost(board, rank, f"{named([board.rank])} needs it", how)))
+            time.sleep(0.005)
+    return len({board.host_of(rank) for rank in ranks}) > 1
 
 
 def _watcher() -> Watcher:
@@ -71,6 +94,17 @@ def _watcher() -> Watcher:
     Level.operations.clear()
     _Watched.watcher = watcher = Watcher(Board(world))
     return watcher
+
+
+def operations_among(ranks: frozenset[int]) -> Ring | None:
+    """What these processes compute together; None where they are none."""
+    found = Level.operations.get(ranks)
+    if found is None and ranks and dist.is_initialized() and dist.get_backend() not in _UNWATCHED:
+        with _LOCK:
+            board, key = _watcher().board, fingerprint(repr(sorted(ranks)))
+            found = Level.operations[ranks] = Ring(board.own(f"operations-{key:016x}-{board.rank}", WORDS))
+            board.operations.append(key)
+    return found
 
 
 def note(error: BaseException) -> None:

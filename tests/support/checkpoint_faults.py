@@ -22,7 +22,7 @@ from mortal import DEAD, Points, run_mortal
 
 import dtensor as dt
 from dtensor import Replicate, Shard
-from dtensor.checkpoint import load, read_tree, save
+from dtensor.checkpoint import Manager, load, read_tree, save
 from dtensor.errors import CheckpointError
 
 RANKS = 4
@@ -134,6 +134,41 @@ def calls_of(what: str, folder: Path) -> list[int]:
             run = saving if what == "save" else loading
             _CALLS[what] = [count for _, count in run_mortal(run, RANKS, f"{other}/c", 1, 0, None)]
     return _CALLS[what]
+
+
+# --- a series of checkpoints ------------------------------------------------------------------------------------------------
+def keeping(folder: str, victim: int, point: int | None) -> tuple[str, Any]:
+    """Save steps until one fails; the last that is known to be complete."""
+    save(state_of(1), f"{folder}-warm")
+    points, complete = Points(point if dist.get_rank() == victim else None), 0
+    try:
+        with points, Manager(folder, keep=2, best="min") as manager:
+            for step in range(1, 5):
+                manager.save(step, state_of(step), metric=float(step))
+                manager.wait()
+                complete = step
+    except CheckpointError:
+        return "error", complete
+    return "done", points.count
+
+
+def kill_in_a_series(seed: int, folder: Path) -> None:
+    """Whatever rank is killed when: who resumes finds what was complete, or the next, and nothing that is neither."""
+    dice = random.Random(f"series {seed}")
+    victim = 0 if dice.random() < 0.6 else dice.randrange(RANKS)
+    if "series" not in _CALLS:
+        with tempfile.TemporaryDirectory() as other:
+            _CALLS["series"] = [count for _, count in run_mortal(keeping, RANKS, f"{other}/c", 0, None)]
+    outcomes = run_mortal(keeping, RANKS, str(folder), victim, dice.randrange(1, _CALLS["series"][victim]))
+    complete = max((step for kind, step in (o for o in outcomes if o != DEAD) if kind == "error"), default=4)
+    state = state_of(0)
+    with Manager(folder, keep=2, best="min") as manager:
+        found = manager.resume(state)
+        assert complete <= found <= complete + 1, outcomes
+        if found:
+            assert step_of(folder / f"step-{found:09d}") == state["step"] == found
+        assert manager.save(7, state_of(7), metric=0.0)
+    assert len(list(folder.iterdir())) <= 3  # the lock and two checkpoints
 
 
 # --- disks and rivals ------------------------------------------------------------------------------------------------------

@@ -45,9 +45,14 @@ LAYERS = (
     "testing",
     "debug",
     "sharded_tensor",
+    "device_mesh",
+    "placement_types",
+    "fsdp",
+    "experimental",
     "__init__",
     "__main__",
 )
+ALIASES = {"device_mesh", "experimental", "fsdp", "placement_types"}  # rooms by the names that torch has for them
 PEER = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._local_tensor")
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -164,7 +169,7 @@ def test_every_folder_is_a_layer() -> None:
     folders = {module_name(path).replace(".", "/").removeprefix("dtensor/") for path in MODULES if path.name == "__init__.py"}
     assert {folder.partition("/")[0] for folder in folders} - {"dtensor"} <= set(LAYERS) | {"parallel"}
     at_root = {path.stem for path in PACKAGE.glob("*.py")}
-    assert at_root == {"__init__", "__main__", "errors", "placement", "sharded_tensor"}
+    assert at_root == {"__init__", "__main__", "errors", "placement", "sharded_tensor"} | ALIASES
 
 
 def test_lines_per_layer_are_shown() -> None:

@@ -13,10 +13,10 @@ import dtensor as dt
 from dtensor.errors import ArgumentError, DivergenceError, LayoutError, RankLostError
 from dtensor.watch import lines
 from dtensor.watch.board import alive, process_state, sweep
-from dtensor.watch.chain import fingerprint
 from dtensor.watch.levels import Level
-from dtensor.watch.pages import TEXT, Page
-from dtensor.watch.verdict import differing_words, error_of
+from dtensor.watch.pages import Page
+from dtensor.watch.ring import fingerprint
+from dtensor.watch.verdict import Said, differing_words, error_of
 
 
 def test_a_page_is_read_by_others_and_after_its_writer_was_killed(tmp_path: Path) -> None:
@@ -34,12 +34,23 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert page.text(page.words[1]) == "what it did last"
 
 
-def test_a_full_page_keeps_what_it_has(tmp_path: Path) -> None:
+def test_in_a_full_page_the_oldest_texts_give_way(tmp_path: Path) -> None:
     page = Page(tmp_path / "page", 4, ours=True)
-    places = [page.keep(f"{k} " * 400) for k in range(TEXT // 800)]
-    assert places[-1] == 0
-    assert page.text(places[0]) == "0 " * 400
-    assert page.keep("0 " * 400) == places[0]
+    other = Page(tmp_path / "page", 4, ours=False)
+    texts = [f"{k} " * (1 + k % 997) for k in range(3000)]
+    places = [page.keep(text) for text in texts]
+    assert [other.text(place) for place in places[-100:]] == [text[:2000] for text in texts[-100:]]
+    assert {other.text(place) for place in places[:1000]} == {""}
+    for text, place in zip(texts, places, strict=True):
+        assert other.text(place) in ("", text[:2000])
+    again = page.keep(texts[0])
+    assert again > places[-1]
+    assert other.text(again) == texts[0]
+    assert page.keep(texts[-1]) == places[-1]
+
+
+def test_a_text_is_written_over_another(tmp_path: Path) -> None:
+    page = Page(tmp_path / "page", 4, ours=True)
     assert page.text(page.put(1, "over")) == "over"
     assert page.text(page.put(1, "and over")) == "and over"
     assert page.put(1, "") == 0
@@ -58,12 +69,13 @@ def test_the_users_line_is_this_one() -> None:
 
 
 def test_the_words_name_the_few() -> None:
-    found = {0: (7, "a   x.py:1"), 1: (7, "a   x.py:1"), 2: (8, "b   x.py:3"), 3: (7, "a   x.py:1")}
-    verdict = differing_words(range(4), 1204, found)
+    over = "('dp', 'tp')"
+    found = {rank: Said(7, over, "a   x.py:1") for rank in (0, 1, 3)} | {2: Said(8, over, "b   x.py:3")}
+    verdict = differing_words(1204, found)
     assert verdict["words"] == (
-        "collective 1,204 of ranks 0, 1, 2, 3: rank 2 differs from ranks 0, 1, 3\n  0,1,3: a   x.py:1\n  2:     b   x.py:3"
+        "step 1,204 on ('dp', 'tp'): rank 2 differs from ranks 0, 1, 3\n  0,1,3: a   x.py:1\n  2:     b   x.py:3"
     )
-    assert "rank 0 and rank 1 differ" in differing_words((0, 1), 1, {0: (1, "a"), 1: (2, "b")})["words"]
+    assert "rank 0 and rank 1 differ" in differing_words(1, {0: Said(1, "", "a"), 1: Said(2, "", "b")})["words"]
     assert isinstance(error_of(verdict), DivergenceError)
 
 

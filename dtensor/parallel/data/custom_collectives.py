@@ -21,7 +21,7 @@ from torch import Tensor
 from ...comm import Communicator, Pending, communicator_of
 from ...comm.backends import all_gather_single, reduce_scatter_single
 from ...comm.communicator import Lengths
-from ...comm.events import Event, issuing, listeners, report
+from ...comm.events import Event, issuing, listeners, reporting
 from ...comm.rows import joined
 from ...mesh.groups import group_of
 from .layouts import Axes
@@ -157,9 +157,13 @@ def gather_rows(axes: Axes, by: AllGather, lengths_of: Lengths, row: Any) -> Pen
         return joined([flat.narrow(0, order[k] * max(each), n) for k, n in enumerate(each)])
 
     source, output = comm.map(sent, row), comm.map(room)
-    _report("all_gather", axes, max(max(lengths_of(member)) for member in axes.mesh.members) * dtype.itemsize)
-    work = issuing(by)(output_tensor=output, input_tensor=source, group=handle, async_op=True)
-    return _ended(work, lambda: comm.map(rows, output))
+
+    def issue() -> Pending[Any]:
+        work = issuing(by)(output_tensor=output, input_tensor=source, group=handle, async_op=True)
+        return _ended(work, lambda: comm.map(rows, output))
+
+    each = max(max(lengths_of(member)) for member in axes.mesh.members) * dtype.itemsize
+    return _reported("all_gather", axes, each, issue)
 
 
 def scatter_row(axes: Axes, by: ReduceScatter, op: str, lengths_of: Lengths, row: Any) -> Pending[Any]:
@@ -182,16 +186,22 @@ def scatter_row(axes: Axes, by: ReduceScatter, op: str, lengths_of: Lengths, row
 
     source, output = comm.map(sent, row), comm.map(room)
     reduction = dist.ReduceOp.AVG if op == "avg" else dist.ReduceOp.SUM
-    _report("reduce_scatter", axes, output.nbytes)
-    work = issuing(by)(output_tensor=output, input_tensor=source, group=handle, op=reduction, async_op=True)
-    return _ended(work, lambda: comm.map(mine, output))
+
+    def issue() -> Pending[Any]:
+        work = issuing(by)(output_tensor=output, input_tensor=source, group=handle, op=reduction, async_op=True)
+        return _ended(work, lambda: comm.map(mine, output))
+
+    return _reported("reduce_scatter", axes, output.nbytes, issue)
 
 
-def _report(kind: str, axes: Axes, nbytes: int) -> None:
+def _reported(kind: str, axes: Axes, nbytes: int, issue: Callable[[], Pending[Any]]) -> Pending[Any]:
     """A collective by a user's primitive is one of ours, of ``nbytes`` from each rank, whatever it issues."""
-    if listeners:
-        size = axes.mesh.size_of(axes.shard)
-        report(Event(kind, axes.shard, size, (size - 1) * nbytes, axes.mesh))
+    if not listeners:
+        return issue()
+    mesh, size = axes.mesh, axes.mesh.size_of(axes.shard)
+    held = communicator_of(mesh).held
+    groups = dict.fromkeys(tuple(mesh.ranks[k] for k in mesh.members_of(axes.shard, member)) for member in held)
+    return reporting(Event(kind, axes.shard, size, (size - 1) * nbytes, mesh, groups=tuple(groups)), issue)
 
 
 def _filled(buffer: Tensor, parts: Sequence[Tensor], each: int) -> Tensor:

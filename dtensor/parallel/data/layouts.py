@@ -92,7 +92,7 @@ def sharding(mesh: Any, dims: DataParallelMeshDims | None, offload: OffloadPolic
     mesh = mesh_or_world(mesh)
     host = Host.of(offload, mesh.device_type)
     if dims is not None:
-        shard, copy = _names(dims.shard), _names(dims.replicate)
+        shard, copy = dims.shard_names, dims.replicate_names
         if not shard:
             raise MeshError(f"dp_mesh_dims of fully_shard needs shard=, the mesh dims to cut over, got {dims}; see replicate()")
         return Axes(mesh[(*copy, *shard)], WAYS["HSDP" if copy else "FSDP"], len(copy), host)
@@ -111,12 +111,8 @@ def copying(mesh: Any, dims: DataParallelMeshDims | None, offload: OffloadPolicy
     """
     mesh = mesh_or_world(mesh)
     if dims is not None:
-        names = _names(dims.replicate)
+        names = dims.replicate_names
         if dims.shard or not names:
             raise MeshError(f"dp_mesh_dims of replicate needs replicate= and no shard=, got {dims}; see fully_shard()")
         mesh = mesh[names]
     return Axes(mesh, WAYS["DDP"], 0, Host.of(offload, mesh.device_type))
-
-
-def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given or ())

@@ -96,6 +96,16 @@ class DataParallelMeshDims:
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
 
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Those of ``shard``, however it was given."""
+        return (self.shard,) if isinstance(self.shard, str) else tuple(self.shard or ())
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """Those of ``replicate``."""
+        return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
+
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
     """``values`` with their floating-point tensors in ``dtype``."""

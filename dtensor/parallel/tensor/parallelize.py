@@ -9,12 +9,14 @@ from typing import Any
 
 from torch import nn
 
+from ...errors import PlacementError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...tensor.replaced import replacing
 from .crossing import shared_within
+from .named import cut_named, style_named
 from .style import ParallelStyle
 
-Plan = ParallelStyle | Mapping[str, Any]
+Plan = ParallelStyle | str | Mapping[str, Any]
 
 
 def parallelize_module(
@@ -25,7 +27,8 @@ def parallelize_module(
     Args:
         device_mesh: the mesh dim to be parallel over, for example ``mesh["tp"]``; default the mesh entered by ``with mesh:``.
         parallelize_plan: a style for ``module`` itself, or a mapping from names of submodules (``"layers.*.attention.wq"``, each
-            part a glob, ``""`` the module itself) to a style or, again, a plan.
+            part a glob, ``""`` the module itself) to a style or, again, a plan. Styles may be given by the names that
+            Hugging Face models have for them: ``model._tp_plan`` is a plan, and so is ``"auto"``, which means it.
         src_data_rank: whose parameters count, see :func:`distribute_tensor`.
 
     A parameter that several modules share stays shared: the first style that lays it out decides.
@@ -46,11 +49,20 @@ def parallelize_module(
     if parallelize_plan is None:
         warnings.warn("parallelize_module without a parallelize_plan does nothing; name modules and their styles", stacklevel=2)
         return module
+    if parallelize_plan == "auto":
+        parallelize_plan = getattr(module, "_tp_plan", None)
+        if not parallelize_plan:
+            raise PlacementError(
+                f"{type(module).__name__} brings no plan of its own (model._tp_plan); name its modules and their styles: "
+                'parallelize_module(model, mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})'
+            )
     with replacing(module.modules(), "parallelize_module"):
-        return _apply(module, mesh, parallelize_plan, src_data_rank)
+        return _apply(module, mesh, parallelize_plan, src_data_rank, module)
 
 
-def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None) -> nn.Module:
+def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None, root: nn.Module) -> nn.Module:
+    if isinstance(plan, str):
+        plan = style_named(plan, root)
     if isinstance(plan, ParallelStyle):
         plan.src_data_rank = source
         return plan._apply(module, mesh)
@@ -59,13 +71,16 @@ def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan, source: int | None) 
         raise TypeError(f"a parallelize_plan is a ParallelStyle or a mapping from names to such, got {given}")
     for path, inner in plan.items():
         found = submodules_at(module, path)
-        if not found:
+        owners = [] if found or not isinstance(inner, str) else parameters_at(module, path)
+        for owner, name in owners:
+            cut_named(owner, name, inner, mesh, source)
+        if not found and not owners:
             warnings.warn(
                 f"the plan names {path!r}, but {type(module).__name__} has no such submodule: nothing is done for it",
                 stacklevel=3,
             )
         for submodule in found:
-            _apply(submodule, mesh, inner, source)
+            _apply(submodule, mesh, inner, source, root)
         for holder in holders_of(module, path):
             shared_within(holder)
     return module
@@ -83,3 +98,12 @@ def submodules_at(module: nn.Module, path: str) -> list[nn.Module]:
     for token in path.split(".") if path else ():
         found = [child for parent in found for name, child in parent.named_children() if fnmatchcase(name, token)]
     return found
+
+
+def parameters_at(module: nn.Module, path: str) -> list[tuple[nn.Module, str]]:
+    """The parameters that a dotted path of globs names, each with the module that has it."""
+    around, _, last = path.rpartition(".")
+    owners = submodules_at(module, around)
+    return [
+        (owner, name) for owner in owners for name, x in owner._parameters.items() if x is not None and fnmatchcase(name, last)
+    ]

@@ -19,7 +19,6 @@ from ...base.torch_internals import make_wrapper_subclass
 from ...comm import communicator_of
 from ...dispatch.bind import bind, runner_of
 from ...dispatch.dispatcher import dispatch, install_views
-from ...dispatch.local_op import local_function
 from ...dispatch.operands import plan_for
 from ...dispatch.settled import sharing
 from ...dispatch.steps import Runner
@@ -181,7 +180,7 @@ def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | 
     if not is_local(plan) or (plan.rule is not None and plan.rule.run is not None) or changes(plan):
         return deferred
     if operator.func is _DETACH and isinstance(found, Layout):
-        return sharing(local_function(operator.func), found)
+        return sharing(found)
     if not facts_of(operator.func).needs_strides:
         return found
 

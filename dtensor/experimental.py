@@ -1,0 +1,8 @@
+"""What ``torch.distributed.tensor.experimental`` has, by its names."""
+
+from .base.modes import implicit_replication
+from .dispatch.register_sharding import register_sharding
+from .parallel import context_parallel, context_parallel_unshard
+from .tensor.local_map import local_map
+
+__all__ = ["context_parallel", "context_parallel_unshard", "implicit_replication", "local_map", "register_sharding"]

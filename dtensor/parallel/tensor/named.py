@@ -1,0 +1,166 @@
+"""Styles by the names that Hugging Face models have for them in ``model._tp_plan``.
+
+Inside of such a model tensors are local: between a column-wise and a row-wise matrix each rank has some of the heads. What stands
+there with parameters that all ranks share, or with parameters of its own that are cut, gets them as local tensors, and their
+gradients are added up. Experts are computed on the whole: their weights stay DTensors while they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...base.modes import implicit_replication
+from ...errors import PlacementError
+from ...mesh.device_mesh import DeviceMesh
+from ...placement import Partial, Replicate, Shard
+from ...tensor.autograd import as_local
+from ...tensor.dtensor import DTensor
+from .matrix import ColwiseParallel, RowwiseParallel, SequenceParallel
+from .style import ParallelStyle, after_forward, annotated, lay_out, one_dim, placed
+
+
+class _Nothing(ParallelStyle):
+    """The module is the same on all ranks, and is left to be so."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
+
+
+class _LocalParameters(ParallelStyle):
+    """The module sees its own parameters as local tensors; of replicated ones each rank gives a term of the gradient."""
+
+    def __init__(self, replicated: bool) -> None:
+        self.replicated = replicated
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mesh = one_dim(device_mesh, self)
+        if self.replicated:
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    lay_out(module, name, mesh, Replicate(), self.src_data_rank)
+        kept: list[dict[str, Any]] = []
+
+        def enter(*_: Any) -> None:
+            kept.append(dict(module._parameters))
+            for name, own in kept[-1].items():
+                if isinstance(own, DTensor):
+                    terms = [Partial() if placement.is_replicate() else placement for placement in own.placements]
+                    module._parameters[name] = own.to_local(grad_placements=terms)  # type: ignore[assignment]  # no parameter
+
+        def leave(*_: Any) -> None:
+            module._parameters.update(kept.pop())
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+        return module
+
+
+class _Experts(ParallelStyle):
+    """The module computes with DTensors, the tokens the same on all ranks, and gives local tensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mesh = one_dim(device_mesh, self)
+        running: list[ExitStack] = []
+
+        def whole(x: Any) -> Any:
+            return annotated(x, mesh, Replicate()) if isinstance(x, torch.Tensor) else x
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            running.append(ExitStack())
+            running[-1].enter_context(implicit_replication())  # what it makes of shapes alone is the same on all ranks
+            return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
+
+        def leave(*_: Any) -> None:
+            running.pop().close()
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave, always_call=True)
+        after_forward(module, lambda x: as_local(placed(x, mesh, Replicate())) if isinstance(x, DTensor) else x)
+        return module
+
+
+class _Terms(ParallelStyle):
+    """Each rank's output is a term of it."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mesh = one_dim(device_mesh, self)
+        after_forward(module, lambda x: as_local(placed(annotated(x, mesh, Partial()), mesh, Replicate())))
+        return module
+
+
+class _SharedTail(ParallelStyle):
+    """The last ``width`` features of the output go to all heads, some on each rank: their gradient is a sum of terms."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        mesh = one_dim(device_mesh, self)
+
+        def parted(x: torch.Tensor) -> torch.Tensor:
+            head, tail = x.split([x.size(-1) - self.width, self.width], -1)
+            shared = DTensor.from_local(tail, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+            return torch.cat([head, shared], -1)
+
+        after_forward(module, parted)
+        return module
+
+
+def _shared_tail(root: nn.Module) -> ParallelStyle:
+    config: Any = getattr(root, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if not hasattr(text, "qk_rope_head_dim"):
+        raise PlacementError("the style 'mla_kv_a_proj' needs model.config.qk_rope_head_dim, which says how the output is parted")
+    return _SharedTail(text.qk_rope_head_dim)
+
+
+STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
+    "colwise": lambda _: ColwiseParallel(),
+    "colwise_gather_output": lambda _: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": lambda _: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": lambda _: RowwiseParallel(),
+    "rowwise_split_input": lambda _: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": lambda _: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda _: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_colwise": lambda _: ColwiseParallel(output_layouts=Replicate()),
+    "sequence_parallel": lambda _: SequenceParallel(use_local_output=True),
+    "replicate": lambda _: _Nothing(),
+    "replicated_with_grad_allreduce": lambda _: _LocalParameters(replicated=True),
+    "local_params": lambda _: _LocalParameters(replicated=False),
+    "moe_tp_experts": lambda _: _Experts(),
+    "moe_identity_expert": lambda _: _Nothing(),
+    "all_reduce": lambda _: _Terms(),
+    "mla_kv_a_proj": _shared_tail,
+}
+_CUTS = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1, "embedding_rowwise": 0, "embedding_colwise": 1}
+
+
+def style_named(name: str, root: nn.Module) -> ParallelStyle:
+    """The style of a module that a plan for ``root`` calls so.
+
+    Raises:
+        PlacementError: no style has that name.
+    """
+    if name not in STYLES:
+        raise PlacementError(f"no style is called {name!r}; the names that models give are {', '.join(sorted(STYLES))}")
+    return STYLES[name](root)
+
+
+def cut_named(module: nn.Module, parameter: str, name: str, mesh: DeviceMesh, source: int | None) -> None:
+    """Lays out one parameter as a plan says that names it by itself.
+
+    Raises:
+        PlacementError: no cut has that name.
+    """
+    if name not in _CUTS and name != "replicate":
+        raise PlacementError(f"no cut of a parameter is called {name!r}; the names are {', '.join(sorted(_CUTS))}, replicate")
+    own = module._parameters[parameter]
+    assert own is not None
+    dim = _CUTS.get(name)
+    whole = dim is None or (own.ndim == 1 and name in ("rowwise", "packed_rowwise"))  # of a row-wise matrix: its bias
+    lay_out(module, parameter, mesh, Replicate() if whole or dim is None else Shard(max(dim, -own.ndim) % own.ndim), source)

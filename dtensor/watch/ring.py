@@ -1,0 +1,96 @@
+"""Rings: the last things of one kind that a rank has done, on a page that others read, also after it was killed.
+
+Each thing has a number and a hash that goes over all that came before, so that the first number at which two ranks differ is
+where they parted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import TYPE_CHECKING
+
+from .pages import Page
+
+if TYPE_CHECKING:
+    from .board import Board
+
+DEPTH = 4096  # things that are remembered
+# Words of each: its number, the hash after it, what it was, the mesh dims, the line, when, operations before it, what it sends.
+NUMBER, HASH, WHAT, OVER, LINE, WHEN, OPERATIONS, LENGTHS = range(8)
+SLOT = 8
+HEAD = 4  # words before them: how many there were, of operations the key of their ranks
+_MIX, MASK = 0x9E3779B97F4A7C15, 2**64 - 1
+WORDS = HEAD + DEPTH * SLOT
+
+
+def fingerprint(said: str | bytes) -> int:
+    """64 bits of what was said, the same in all processes."""
+    data = said.encode() if isinstance(said, str) else said
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def mixed(hashed: int, more: int, number: int) -> int:
+    """A hash after one more thing."""
+    return ((hashed ^ more) * _MIX + number) & MASK
+
+
+def place_of(number: int) -> int:
+    """Where a thing stands among the words."""
+    return HEAD + (number & (DEPTH - 1)) * SLOT
+
+
+class Ring:
+    """What this rank has done; ``count`` things."""
+
+    def __init__(self, page: Page) -> None:
+        self.page, self.words = page, page.words
+        self.count = self.hash = 0
+
+    def add(self, hashed: int, what: str, over: str, line: str, operations: int = 0, lengths: str = "") -> int:
+        """Takes a thing down; its place among the words."""
+        number = self.count = self.count + 1
+        self.hash = mixed(self.hash, hashed, number)
+        words, keep, at = self.words, self.page.keep, HEAD + (number & (DEPTH - 1)) * SLOT
+        words[at] = 0
+        words[at + HASH] = self.hash
+        words[at + WHAT] = keep(what)
+        words[at + OVER] = keep(over)
+        words[at + LINE] = keep(line)
+        words[at + WHEN] = time.monotonic_ns()
+        words[at + OPERATIONS] = operations
+        words[at + LENGTHS] = keep(lengths)
+        words[at] = number
+        words[0] = number
+        return at
+
+    def mix(self, more: int) -> None:
+        """Makes something that is no thing of its own a part of the hash."""
+        self.hash = mixed(self.hash, more, self.count)
+
+
+class Entry:
+    """A thing as it was taken down by one rank."""
+
+    def __init__(self, page: Page, number: int) -> None:
+        at = place_of(number)
+        words = page.words
+        self.hash, self.time, self.operations = words[at + HASH], words[at + WHEN], words[at + OPERATIONS]
+        self.what, self.over, self.line = (page.text(words[at + k]) for k in (WHAT, OVER, LINE))
+        self.there = words[at] == number  # looked at last: it is taken away before it is written over
+
+    def __str__(self) -> str:
+        return f"{self.what}   {self.line}"
+
+
+def entry_in(page: Page | None, number: int) -> Entry | None:
+    """What stands in a ring under a number."""
+    if page is None:
+        return None
+    found = Entry(page, number)
+    return found if found.there else None
+
+
+def ring_page(board: Board, kind: str, key: int, rank: int) -> Page | None:
+    """A rank's page of collectives (``kind`` "chain") or "operations"; None while it has none."""
+    return board.of(f"{kind}-{key:016x}-{rank}", WORDS)

@@ -1,0 +1,165 @@
+"""Checkpoints of a run, in one process and, unchanged, on four."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from case_lists import Cases
+from checkpoint_cases import on_first_rank
+
+import dtensor as dt
+from dtensor import Replicate, Shard
+from dtensor.checkpoint import Manager, load
+from dtensor.errors import CheckpointError
+
+CASES = Cases()
+case = CASES.case
+
+
+def state_of(step: float) -> dict[str, Any]:
+    """Tensors that all hold ``step``; one in terms, one with its elements in another order."""
+    mesh = dt.init_device_mesh("cpu", (4,))
+    x = dt.full((7, 5), float(step), device_mesh=mesh, placements=[Shard(0)])
+    few = dt.full((3,), int(step), dtype=torch.int16, device_mesh=mesh, placements=[Replicate()])
+    return {"x": x, "t": dt.full((4, 6), float(step), device_mesh=mesh, placements=[Shard(1)]).t(), "few": few, "step": step}
+
+
+def holds(state: dict[str, Any], step: float) -> None:
+    assert state["step"] == step
+    for name in ("x", "t", "few"):
+        local = state[name].to_local()
+        for piece in local.shards if isinstance(local, dt.PerRank) else (local,):
+            assert bool((piece == step).all()), (name, piece, step)
+
+
+@case
+def the_last_and_the_best_are_kept(folder: Path) -> None:
+    for best, kept in (("min", [4, 8, 10]), ("max", [6, 8, 10]), (None, [8, 10])):
+        metrics = {2: 5.0, 4: torch.tensor(1.0), 6: 9, 8: math.nan, 10: None}
+        path = folder / str(best)
+        with Manager(path, every=2, keep=2, best=best) as manager:  # type: ignore[arg-type]  # it is one of them
+            saved = [step for step in range(11) if manager.save(step, state_of(step), metric=metrics.get(step))]
+            assert saved == [2, 4, 6, 8, 10]
+        assert manager.steps() == kept
+        assert manager.best_step() == (None if best is None else kept[0])
+        assert Manager(path, best=best).best_step() == manager.best_step()  # type: ignore[arg-type]
+        assert sorted(p.name for p in path.iterdir() if p.is_dir()) == [f"step-{step:09d}" for step in kept]
+        state = state_of(0)
+        load(state, path / f"step-{kept[0]:09d}")
+        holds(state, kept[0])
+
+
+@case
+def a_save_in_the_background_has_the_values_of_its_call(folder: Path) -> None:
+    with Manager(folder, keep=9) as manager:
+        state = state_of(0)
+        for step in range(1, 6):
+            for name in ("x", "t", "few"):
+                state[name] += 1
+            state["step"] = step
+            manager.save(step, state)
+    for step in range(1, 6):
+        found = state_of(0)
+        assert manager.resume(found, step=step) == step
+        holds(found, step)
+
+
+@case
+def memory_for_copies_is_made_once(folder: Path) -> None:
+    with Manager(folder) as manager:
+        assert manager._staging is not None
+        manager.save(1, state_of(1))
+        places = [copy.data_ptr() for copy in manager._staging._kept.values()]
+        manager.save(2, state_of(2))
+        assert places == [copy.data_ptr() for copy in manager._staging._kept.values()]
+        manager.save(3, {"x": state_of(3)["x"], "step": 3})
+        assert {name for name, _ in manager._staging._kept} <= {"x"}
+
+
+@case
+def resuming_takes_the_last_complete_one(folder: Path) -> None:
+    state = state_of(0)
+    assert Manager(folder / "none").resume(state) == 0
+    holds(state, 0)
+    with Manager(folder, keep=5) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, state_of(step))
+
+    def harm() -> None:
+        (folder / "step-000000004" / "manifest.json").unlink()  # as a save that was killed leaves it
+        stored = next((folder / "step-000000003").glob("*.distcp"))
+        stored.write_bytes(stored.read_bytes()[:-1])
+
+    on_first_rank(harm)
+    with Manager(folder, keep=2) as manager:
+        with pytest.warns(UserWarning, match="truncated"):
+            assert manager.resume(state) == 2
+        holds(state, 2)
+        manager.save(3, state_of(3))  # over the damaged one
+        manager.wait()
+        assert manager.resume(state) == 3
+    assert sorted(p.name for p in folder.glob("step-*")) == ["step-000000002", "step-000000003"]
+
+
+@case
+def all_damaged_is_no_beginning(folder: Path) -> None:
+    with Manager(folder) as manager:
+        manager.save(1, state_of(1))
+    on_first_rank(lambda: (folder / "step-000000001" / "manifest.json").write_text("{"))
+    state = state_of(0)
+    with pytest.raises(CheckpointError, match=r"damaged \(JSONDecodeError"):
+        Manager(folder).resume(state)
+    holds(state, 0)
+
+
+@case
+def who_goes_back_says_so(folder: Path) -> None:
+    with Manager(folder, keep=9) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+    with Manager(folder, keep=9) as manager:
+        manager.save(2, state_of(5))
+        with pytest.raises(CheckpointError, match="a later checkpoint, of step 3: resume"):
+            manager.wait()
+        state = state_of(0)
+        with pytest.raises(CheckpointError, match="no checkpoint of step 7 is complete"):
+            manager.resume(state, step=7)
+        assert manager.resume(state, step=1) == 1
+        manager.save(2, state_of(2.5))
+        manager.wait()
+        assert manager.steps() == [1, 2]
+        assert manager.resume(state) == 2
+        assert state["step"] == 2.5
+
+
+@case
+def two_do_not_write_into_one_folder(folder: Path) -> None:
+    first = Manager(folder, async_op=False)
+    first.save(1, state_of(1))
+    other = Manager(folder, async_op=False)
+    with pytest.raises(CheckpointError, match="another process saves into"):
+        other.save(2, state_of(2))
+    first.close()
+    other.save(2, state_of(2))
+    other.close()
+    first.save(3, state_of(3), force=True)
+    first.close()
+    assert first.steps() == [3]
+
+
+@case
+def what_cannot_be_saved_is_told_by_the_next_call(folder: Path) -> None:
+    manager = Manager(folder)
+    manager.save(1, {"f": on_first_rank})
+    with pytest.raises(CheckpointError, match="'f' is a function"):
+        manager.save(2, state_of(2))
+    manager.save(2, state_of(2))
+    manager.close()
+    assert manager.steps() == [2]
+    for wrong in ({"every": 0}, {"keep": 0}, {"best": "least"}):
+        with pytest.raises(CheckpointError, match="at least 1"):
+            Manager(folder, **wrong)  # type: ignore[arg-type]

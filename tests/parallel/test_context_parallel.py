@@ -1,0 +1,211 @@
+"""``context_parallel``: attention of local parts of a sequence is that of the whole, values and gradients, however it is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gloo import run_gloo
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor import Shard
+from dtensor.debug import CommDebugMode
+from dtensor.errors import LayoutError, MeshError, UnsupportedOperationError
+from dtensor.experimental import context_parallel, context_parallel_unshard
+from dtensor.parallel.tensor.positions import Order
+
+
+def operands(length: int, heads: tuple[int, int] = (4, 4), dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    shapes = [(2, heads[0], length, 8), (2, heads[1], length, 8), (2, heads[1], length, 6)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def on_one_device(given: list[Tensor], **options: Any) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in given]
+    out = F.scaled_dot_product_attention(*leaves, **options)
+    (out * weight_of(out)).sum().backward()
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+def weight_of(out: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+
+
+def around(mesh: Any, given: list[Tensor], load_balance: bool = True, **options: Any) -> list[Tensor]:
+    """Output and gradients, whole again."""
+    buffers = [x.clone() for x in given]
+    weight = weight_of(on_one_device(given, **options)[0])
+    with context_parallel(mesh, buffers=[*buffers, weight], buffer_seq_dims=[2] * 4, load_balance=load_balance):
+        leaves = [x.clone().requires_grad_() for x in buffers]
+        out = F.scaled_dot_product_attention(*leaves, **options)
+        (out * weight).sum().backward()
+    assert all(torch.equal(buffer, x) for buffer, x in zip(buffers, given, strict=True))
+    parts = [out.detach(), *(x.grad for x in leaves)]
+    return context_parallel_unshard(mesh, parts, [2] * 4, load_balance=load_balance)
+
+
+def check(mesh: Any, length: int, heads: tuple[int, int] = (4, 4), **options: Any) -> None:
+    given = operands(length, heads)
+    plain = {name: value for name, value in options.items() if name != "load_balance"}
+    for ours, theirs in zip(around(mesh, given, **options), on_one_device(given, **plain), strict=True):
+        for own in getattr(ours, "shards", [ours]):
+            torch.testing.assert_close(own, theirs)
+
+
+@pytest.mark.parametrize("load_balance", [True, False])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("length", "ranks"), [(16, 4), (13, 3), (9, 4), (2, 3), (6, 1)])
+def test_any_length_over_any_ranks(length: int, ranks: int, is_causal: bool, load_balance: bool) -> None:
+    check(dt.init_device_mesh("cpu", (ranks,)), length, is_causal=is_causal, load_balance=load_balance)
+
+
+def test_grouped_heads_a_scale_and_a_mesh_of_two_dims() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    check(mesh["b"], 7, heads=(4, 2), is_causal=True, enable_gqa=True, scale=0.3)
+    check(mesh, 11, is_causal=True)
+
+
+def test_every_number_of_dims() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    for shape in ((3, 8, 4), (2, 3, 2, 8, 4)):
+        x = torch.randn(shape)
+        whole = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[-2]):
+            part = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        torch.testing.assert_close(context_parallel_unshard(mesh, [part], [-2])[0], whole)
+
+
+def test_half_precision_is_summed_in_single() -> None:
+    mesh = dt.init_device_mesh("cpu", (4,))
+    given = operands(64, dtype=torch.bfloat16)
+    exact = on_one_device([x.double() for x in given], is_causal=True)
+    for ours, plain, truth in zip(around(mesh, given, is_causal=True), on_one_device(given, is_causal=True), exact, strict=True):
+        assert ours.dtype is torch.bfloat16
+        assert (ours.double() - truth).abs().max() <= 2 * (plain.double() - truth).abs().max()
+
+
+def test_what_each_rank_holds_and_computes_is_the_same_for_all() -> None:
+    order = Order(24, 4, True)
+    seen = [sum(sum(j <= i for j in range(24)) for piece in order.pieces(rank) for i in piece) for rank in range(4)]
+    assert order.sizes == (6,) * 4
+    assert len(set(seen)) == 1  # pairs of query and key under a causal mask
+
+
+def test_a_ring_passes_n_minus_1_blocks_and_back() -> None:
+    mesh = dt.init_device_mesh("cpu", (4,))
+    q, k, v = (x.requires_grad_() for x in operands(16))
+    with context_parallel(mesh, buffers=(own := [x.detach().clone() for x in (q, k, v)]), buffer_seq_dims=[2] * 3):
+        leaves = [x.clone().requires_grad_() for x in own]
+        with CommDebugMode() as forward:
+            out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+        with CommDebugMode() as backward:
+            out.sum().backward()
+    assert dict(forward.get_comm_counts()) == {"all_to_all": 3}
+    assert dict(backward.get_comm_counts()) == {"all_to_all": 6}
+
+
+class Decoder(nn.Module):
+    """One layer with positions by table, so that a wrong order of positions shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.out = nn.Embedding(13, 8), nn.Linear(8, 24), nn.Linear(8, 13)
+        self.register_buffer("positions", torch.randn(1, 10, 8, generator=torch.Generator().manual_seed(3)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.positions
+        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def trained(mesh: Any) -> tuple[float, list[Tensor]]:
+    """A step of a model whose parameters are cut over the ranks that share the sequence; the mean of their losses is the loss."""
+    torch.manual_seed(0)
+    model = Decoder()
+    tokens, labels = torch.randint(13, (2, 3, 10), generator=torch.Generator().manual_seed(1))
+    if mesh is None:
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        loss.backward()
+        return loss.item(), [p.grad for p in model.parameters()]
+    model = dt.fsdp.fully_shard(model, mesh=mesh)
+    with context_parallel(mesh, buffers=[tokens, labels, model.positions], buffer_seq_dims=[1, 1, 1]):
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        loss.backward()
+    value = dt.DTensor.from_local(loss.detach(), mesh, [dt.Partial("avg")]).item()
+    assert model.positions.to_local().shape == (1, 10, 8)
+    return value, [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_a_model_trains_as_on_one_device() -> None:
+    loss, grads = trained(dt.init_device_mesh("cpu", (2,)))
+    expected, theirs = trained(None)
+    assert abs(loss - expected) < 1e-6
+    for own, other in zip(grads, theirs, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def on_processes() -> None:
+    mesh = dt.init_device_mesh("cpu", (4,))
+    check(mesh, 9, is_causal=True)
+    trained(dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"])  # groups side by side
+    x = torch.randn(1, 2, 8, 4, requires_grad=True)
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+        out = F.scaled_dot_product_attention(x, x, x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()  # it kept the buffer, which is another now
+
+
+@pytest.mark.gloo
+def test_on_process_groups() -> None:
+    run_gloo(on_processes, 4)
+
+
+def test_dtensors_cut_by_heads_go_around_too() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    given = operands(8)
+    expected = F.scaled_dot_product_attention(*given, is_causal=True)
+    with context_parallel(mesh["cp"], buffers=given, buffer_seq_dims=[2] * 3):
+        halves = [dt.map_ranks(lambda at, x: x.chunk(2, 1)[at[0]], x, mesh=mesh["tp"]) for x in given]
+        cut = [dt.DTensor.from_local(x, mesh["tp"], [Shard(1)]) for x in halves]
+        out = F.scaled_dot_product_attention(*cut, is_causal=True)
+        assert out.placements == (Shard(1),)
+        local = out.full_tensor()
+        with pytest.raises(LayoutError, match="batch or heads"):
+            F.scaled_dot_product_attention(*(x.redistribute(placements=[Shard(2)]) for x in cut))
+    whole = context_parallel_unshard(mesh["cp"], [local], [2])[0]
+    for own in getattr(whole, "shards", [whole]):
+        torch.testing.assert_close(own, expected)
+
+
+def test_refusals_say_what_to_write() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = torch.randn(1, 2, 8, 4)
+    with pytest.raises(LayoutError, match="buffers"), context_parallel(mesh):
+        pass
+    with pytest.raises(LayoutError, match="alike"), context_parallel(mesh, buffers=[x, x.clone()], buffer_seq_dims=[2, 1]):
+        pass
+    with pytest.raises(LayoutError, match="twice"), context_parallel(mesh, buffers=[x, x], buffer_seq_dims=[2, 2]):
+        pass
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+        with pytest.raises(UnsupportedOperationError, match="without attn_mask"):
+            F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(8, 8))
+        with pytest.raises(LayoutError, match="holds 4 of 8 positions"):
+            F.scaled_dot_product_attention(*[torch.randn(1, 2, 8, 4)] * 3)
+        with pytest.raises(UnsupportedOperationError, match="scaled_dot_product_attention"):
+            nn.MultiheadAttention(4, 2)(*[x[:, 0]] * 3)
+        with pytest.raises(MeshError, match="other dims"):
+            F.scaled_dot_product_attention(*[dt.distribute_tensor(torch.randn(1, 2, 8, 4), mesh, [Shard(2)])] * 3)
+    assert x.shape == (1, 2, 8, 4)
+
+
+def test_what_is_not_to_be_restored_stays_cut() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x, y = torch.arange(8), torch.arange(8)
+    with context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[0, 0], no_restore_buffers={y}):
+        pass
+    assert x.tolist() == list(range(8))
+    assert [own.tolist() for own in y.shards] == [[0, 1, 6, 7], [2, 3, 4, 5]]
