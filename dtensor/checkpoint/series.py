@@ -53,6 +53,9 @@ class Manager:
     ([4, 6, 8], 4)
     >>> state["w"].zero_().sum().item(), manager.resume(state), state["w"].sum().item()
     (0.0, 8, 120.0)
+
+    Raises:
+        CheckpointError: wrong options; and from its methods as ``save`` and ``load`` do.
     """
 
     def __init__(

@@ -23,6 +23,8 @@ class AsyncCollectiveTensor(DTensor):
     >>> y = x.redistribute(placements=[Replicate()], async_op=True)
     >>> isinstance(y, AsyncCollectiveTensor), type(y.wait()).__name__
     (True, 'DTensor')
+
+    The communication is that of the redistribution; what it raises shows where the local is needed.
     """
 
     _pending: Any  # in the instance dictionary: the class can change only while slots are alike

@@ -107,6 +107,11 @@ def context_parallel_unshard(
 
     Raises:
         LayoutError: parts that are not what the ranks hold of a sequence.
+
+    >>> from dtensor import DeviceMesh, per_rank
+    >>> parts = per_rank([torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])])  # balanced: each has an early and a late piece
+    >>> context_parallel_unshard(DeviceMesh("cpu", 2), [parts], [0])[0]
+    tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
     mesh = _flat(mesh)
     found = []
