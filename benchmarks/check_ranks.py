@@ -27,6 +27,7 @@ import dtensor as dt  # noqa: E402  # it is found by the path above
 from dtensor.comm import communicator_of  # noqa: E402
 from dtensor.comm.watched import ranks_of  # noqa: E402
 from dtensor.parallel import fully_shard  # noqa: E402
+from dtensor.watch.chain import Deed  # noqa: E402
 from dtensor.watch.watching import chain_among  # noqa: E402
 
 LEVELS = ("off", "watch", "strict")
@@ -105,8 +106,10 @@ def alone(mesh: dt.DeviceMesh) -> float:
     chain = chain_among(ranks_of(group), group.handle, group.backend)
     assert chain is not None
 
+    deed = Deed.of("all_reduce(sum) float32[64]", "('dp',)")
+
     def once() -> None:
-        chain.take_down(123, 45)
+        chain.take_down(deed)
         chain.begin_wait(chain.count)
         chain.end_wait()
 

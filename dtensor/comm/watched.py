@@ -15,7 +15,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import Group
 from ..watch.chain import Chain, Deed, read_lengths, told_lengths, unfitting
 from ..watch.levels import Level, refuse_child
-from ..watch.ring import fingerprint
+from ..watch.ring import ISSUED, fingerprint
 from ..watch.verdict import Said, differing_words, unfit_words
 from ..watch.watching import chain_among, explained, operations_among, refuse, waited
 from .pending import Pending
@@ -54,6 +54,7 @@ def watched(group: Group, said: str, over: str, run: Issue, shaped: bool = False
             pending = run(x)
         except RuntimeError as error:
             raise explained(chain, number, error) from error
+        chain.words[ISSUED] = number
         return pending.within(functools.partial(waited, chain, number))
 
     return issue

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from ..base.torch_internals import default_store
 from . import lines
 from .pages import Page
+from .ring import done_in
 
 RUNNING, WAITING, FAILED, LEFT = range(4)
 # Words of a rank's page. WHERE it is, its last ERROR and that one's line are texts. COUNT is of its waits, ERROR_COUNT of those
@@ -178,7 +179,7 @@ class Board:
 
     def _tell_end(self) -> None:
         words, page = self.words, self.page
-        ring = {f"{key:016x}": self._pages[f"chain-{key:016x}-{self.rank}"].words[0] for key in self.chains}
+        ring = {f"{key:016x}": done_in(self._pages[f"chain-{key:016x}-{self.rank}"]) for key in self.chains}
         texts = [page.text(words[place]) if words[STATE] == FAILED else "" for place in (ERROR, ERROR_LINE)]
         with suppress(RuntimeError):  # the process that keeps the store may be gone
             self._store.set(f"{self._key}/end/{self.rank}", json.dumps([*texts, ring]))

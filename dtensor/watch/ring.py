@@ -19,7 +19,8 @@ DEPTH = 4096  # things that are remembered
 # Words of each: its number, the hash after it, what it was, the mesh dims, the line, when, operations before it, what it sends.
 NUMBER, HASH, WHAT, OVER, LINE, WHEN, OPERATIONS, LENGTHS = range(8)
 SLOT = 8
-HEAD = 4  # words before them: how many there were, of operations the key of their ranks
+HEAD = 4  # words before them: how many there were; of collectives the last one issued, and the last one broken off
+ISSUED, BROKEN_OFF = 1, 2
 _MIX, MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 WORDS = HEAD + DEPTH * SLOT
 
@@ -89,6 +90,12 @@ def entry_in(page: Page | None, number: int) -> Entry | None:
         return None
     found = Entry(page, number)
     return found if found.there else None
+
+
+def done_in(page: Page) -> int:
+    """The last collective of a chain in which a rank that has ended did its part."""
+    issued = page.words[ISSUED]
+    return issued - (page.words[BROKEN_OFF] == issued)
 
 
 def ring_page(board: Board, kind: str, key: int, rank: int) -> Page | None:

@@ -34,7 +34,7 @@ from .board import (
     ended,
 )
 from .pages import Page
-from .ring import entry_in, ring_page
+from .ring import done_in, entry_in, ring_page
 from .verdict import Verdict, differing, lost, named, shown, stuck
 
 PATIENCE_S = 2.0  # before ranks that wait for each other are said to be stuck
@@ -79,10 +79,14 @@ def gone(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict
 
 
 def has_come(board: Board, key: int, rank: int, number: int) -> bool:
-    """Whether a rank has come to a collective, perhaps long ago."""
+    """Whether a rank has come to a collective, perhaps long ago; one that has ended: whether it has done its part."""
     page, end = ring_page(board, "chain", key, rank), board.end_of(rank)
-    count = page.words[0] if page is not None else 0 if end is None else end.counts.get(f"{key:016x}", 0)
-    return count >= number
+    if page is None:
+        return end is not None and end.counts.get(f"{key:016x}", 0) >= number
+    own = board.rank_page(rank)
+    if own is not None and ended(own):
+        return done_in(page) >= number
+    return page.words[0] >= number
 
 
 def _gave_up(board: Board, page: Page) -> bool:

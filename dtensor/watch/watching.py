@@ -15,7 +15,7 @@ from . import lines
 from .board import Board, ended
 from .chain import Chain
 from .levels import Level
-from .ring import WORDS, Ring, fingerprint
+from .ring import BROKEN_OFF, WORDS, Ring, fingerprint
 from .verdict import Said, Verdict, differing, differing_words, error_of, lost, named
 from .waits import gone
 from .watcher import Watcher
@@ -137,6 +137,9 @@ def waited(chain: Chain, number: int, finish: Callable[[], T]) -> T:
         return finish()
     except RuntimeError as error:
         raise explained(chain, number, error) from error
+    except BaseException:  # an interrupt: others may be waiting for what this rank still had to send
+        chain.words[BROKEN_OFF] = number
+        raise
     finally:
         chain.end_wait()
 
