@@ -189,7 +189,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 # They call attention where nobody sees it.
-_HIDING = (F.multi_head_attention_forward, torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
+_HIDING = ("multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 
 
 class _AroundTheRing(TorchFunctionMode):
@@ -202,7 +202,7 @@ class _AroundTheRing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return self.attention(*args, **(kwargs or {}))
-        if func in _HIDING:
+        if getattr(func, "__name__", None) in _HIDING:
             raise UnsupportedOperationError(
                 f"{func.__name__} computes attention inside of itself, where context_parallel cannot pass keys around; write the "
                 "layer with torch.nn.functional.scaled_dot_product_attention"
