@@ -130,17 +130,6 @@ NAMES: dict[str, Internal] = {
         "torch.distributed.checkpoint._nested_dict.flatten_state_dict", "names as in torch's checkpoints", _NONE
     ),
     "StorageInfo": Internal("torch.distributed.checkpoint.filesystem._StorageInfo", "where a block of theirs lies", _NONE),
-    # --- attention inside of others
-    "fused_multi_head_attention": Internal(
-        "torch._native_multi_head_attention",
-        "context_parallel refuses what hides attention",
-        "not to serve nn.TransformerEncoder there",
-    ),
-    "fused_encoder_layer": Internal(
-        "torch._transformer_encoder_layer_fwd",
-        "context_parallel refuses what hides attention",
-        "not to serve nn.TransformerEncoder there",
-    ),
     # --- the compiler
     "eval_frame": Internal("torch._C._dynamo.eval_frame", "our own frames are not compiled", "torch.compiler.disable"),
     "opaque_object": Internal("torch._library.opaque_object", "placements and meshes are constants of graphs", _NONE),

@@ -19,7 +19,6 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
-from ...base.torch_internals import fused_encoder_layer, fused_multi_head_attention
 from ...comm import PerRank, communicator_of
 from ...errors import LayoutError, MeshError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
@@ -107,11 +106,6 @@ def context_parallel_unshard(
 
     Raises:
         LayoutError: parts that are not what the ranks hold of a sequence.
-
-    >>> from dtensor import DeviceMesh, per_rank
-    >>> parts = per_rank([torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])])  # balanced: each has an early and a late piece
-    >>> context_parallel_unshard(DeviceMesh("cpu", 2), [parts], [0])[0]
-    tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
     mesh = _flat(mesh)
     found = []
@@ -195,7 +189,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 # They call attention where nobody sees it.
-_HIDING = (F.multi_head_attention_forward, fused_multi_head_attention, fused_encoder_layer)
+_HIDING = ("multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 
 
 class _AroundTheRing(TorchFunctionMode):
@@ -208,7 +202,7 @@ class _AroundTheRing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return self.attention(*args, **(kwargs or {}))
-        if func in _HIDING:
+        if getattr(func, "__name__", None) in _HIDING:
             raise UnsupportedOperationError(
                 f"{func.__name__} computes attention inside of itself, where context_parallel cannot pass keys around; write the "
                 "layer with torch.nn.functional.scaled_dot_product_attention"
