@@ -86,7 +86,7 @@ def remember(what: str) -> Iterator[None]:
     >>> w = torch.nn.Parameter(dt.ones(64, 64, device_mesh=mesh, placements=[dt.Shard(0)]))
     >>> x = dt.ones(500, 64, device_mesh=mesh, placements=[dt.Shard(0)]).requires_grad_()
     >>> def step():
-    ...     (x @ w).sum().backward()
+    ...     (x @ w).square().sum().backward()
     >>> with dt.remember("parameters"):
     ...     once = [m.event.kind for m in dt.explain(step).movements].count("all_gather")
     >>> once, [m.event.kind for m in dt.explain(step).movements].count("all_gather")
