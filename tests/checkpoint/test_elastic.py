@@ -120,7 +120,7 @@ def run_with_kills(folder: Path, phases: list[tuple[int, int]], seed: int = 0) -
     folder.mkdir()
     dice, seen = random.Random(seed), set[int]()
     for ranks, kills in phases:
-        options = ("--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(kills + 1))
+        options = ("--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "99")
         agent = launch(folder, STEPS, *options)
         try:
             for number in range(kills):
