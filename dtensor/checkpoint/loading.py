@@ -23,7 +23,7 @@ from .manifest import NAME, Block, Entry, Manifest, check_files, read_manifest
 from .match import Matched, match_trees, put_back
 from .memory import check_shared, finish
 from .names import renamed
-from .stateful import expand
+from .stateful import Expanded, expand
 from .targets import Target
 from .tree import decode
 
@@ -105,17 +105,25 @@ def load(
     manifest = ranks.together(what, lambda: None, lambda _: find_manifest(folder))
     if rename is not None:
         manifest = renamed(manifest, rename)
-    found: list[tuple[Any, Matched]] = []
+    where = folder.parent if hugging_face.is_file(folder) else folder
+    return _fill_state(state, where, manifest, ranks, what, lambda asked: match_trees(asked, manifest, strict, convert))
+
+
+def _fill_state(
+    state: Any, folder: Path, manifest: Manifest, ranks: Ranks, what: str, match: Callable[[Expanded], Matched]
+) -> Loaded:
+    """Compare what all ranks ask for; read and verify it; change the state."""
+    found: list[tuple[Expanded, Matched]] = []
 
     def matched() -> str:
         expanded = expand(state, manifest.tensors)
-        found.append((expanded, match_trees(expanded, manifest, strict, convert)))
+        found.append((expanded, match(expanded)))
         return found[0][1].fingerprint
 
     ranks.together(what, matched, _same_everywhere)
     expanded, wanted = found[0]
     buffers: Buffers = {}
-    with Files(folder.parent if hugging_face.is_file(folder) else folder, manifest.links) as files:
+    with Files(folder, manifest.links) as files:
         ranks.together(
             what,
             lambda: _read(wanted.targets, manifest, files, buffers, ranks.rank),

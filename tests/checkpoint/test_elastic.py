@@ -120,7 +120,7 @@ def run_with_kills(folder: Path, phases: list[tuple[int, int]], seed: int = 0) -
     folder.mkdir()
     dice, seen = random.Random(seed), set[int]()
     for ranks, kills in phases:
-        options = ("--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(kills + 1))
+        options = ("--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "99")
         agent = launch(folder, STEPS, *options)
         try:
             for number in range(kills):
@@ -195,8 +195,10 @@ def test_two_nodes_resume_where_both_were_killed(tmp_path: Path) -> None:
         rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0][0]}:29477", "--rdzv-id", str(steps))
         many = ("--nnodes", "2", "--nproc-per-node", "2", *rendezvous)
         return [
-            launch(folder, steps, *many, "--local-addr", address, before=before, **environment)
-            for address, environment, before in hosts
+            launch(
+                folder, steps, *many, "--rdzv-conf", f"is_host={at == 0}", "--local-addr", address, before=before, **environment
+            )
+            for at, (address, environment, before) in enumerate(hosts)
         ]
 
     with two_hosts() as hosts:
