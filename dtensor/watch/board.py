@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ..base.torch_internals import default_store
 from . import lines
 from .pages import Page
-from .ring import done_in
+from .ring import WORDS, done_in
 
 RUNNING, WAITING, FAILED, LEFT = range(4)
 # Words of a rank's page. WHERE it is, its last ERROR and that one's line are texts. COUNT is of its waits, ERROR_COUNT of those
@@ -194,6 +194,11 @@ class Board:
                     found = End(*json.loads(self._store.get(key).decode()))
             self._ends[rank] = time.monotonic(), found
         return found
+
+
+def ring_page(board: Board, kind: str, key: int, rank: int) -> Page | None:
+    """A rank's page of collectives (``kind`` "chain") or "operations"; None while it has none."""
+    return board.of(f"{kind}-{key:016x}-{rank}", WORDS)
 
 
 def boards(shared: Path | None = None) -> list[Path]:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from ..base.callers import users_frame
 from . import lines
-from .board import CHAIN, COUNT, NUMBER, RUNNING, SINCE, STATE, THREADS, WAITING, Board
+from .board import CHAIN, COUNT, NUMBER, RUNNING, SINCE, STATE, THREADS, WAITING, Board, ring_page
 from .levels import Level
 from .pages import Page
-from .ring import HASH, LENGTHS, WORDS, Entry, Ring, fingerprint, place_of, ring_page
+from .ring import HASH, LENGTHS, WORDS, Entry, Ring, fingerprint, place_of
 
 
 class Deed(NamedTuple):

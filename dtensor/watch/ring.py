@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from typing import TYPE_CHECKING
 
 from .pages import Page
-
-if TYPE_CHECKING:
-    from .board import Board
 
 DEPTH = 4096  # things that are remembered
 # Words of each: its number, the hash after it, what it was, the mesh dims, the line, when, operations before it, what it sends.
@@ -96,8 +92,3 @@ def done_in(page: Page) -> int:
     """The last collective of a chain in which a rank that has ended did its part."""
     issued = page.words[ISSUED]
     return issued - (page.words[BROKEN_OFF] == issued)
-
-
-def ring_page(board: Board, kind: str, key: int, rank: int) -> Page | None:
-    """A rank's page of collectives (``kind`` "chain") or "operations"; None while it has none."""
-    return board.of(f"{kind}-{key:016x}-{rank}", WORDS)

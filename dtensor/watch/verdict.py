@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .. import errors
-from .board import COUNT, ERROR, ERROR_COUNT, ERROR_LINE, FAILED, LEFT, STATE, WHERE, Board
+from .board import COUNT, ERROR, ERROR_COUNT, ERROR_LINE, FAILED, LEFT, STATE, WHERE, Board, ring_page
 from .chain import lengths_in, unfitting
 from .pages import Page
-from .ring import DEPTH, Entry, entry_in, ring_page
+from .ring import DEPTH, Entry, entry_in
 
 Verdict = dict[str, Any]
 

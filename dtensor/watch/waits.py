@@ -32,9 +32,10 @@ from .board import (
     WHERE,
     Board,
     ended,
+    ring_page,
 )
 from .pages import Page
-from .ring import done_in, entry_in, ring_page
+from .ring import done_in, entry_in
 from .verdict import Verdict, differing, lost, named, shown, stuck
 
 PATIENCE_S = 2.0  # before ranks that wait for each other are said to be stuck
