@@ -1,5 +1,5 @@
-"""``explain script.py`` tells what a program moves, line by line, ``plan script.py`` how it should run, ``plan MODEL`` how a known
-model lies on a cluster, ``bench`` what redistributions and operators take here, ``doctor`` looks at the machine,
+"""``explain script.py`` tells what a program moves, line by line, ``plan script.py`` how it should run, ``plan MODEL`` how a
+known model lies on a cluster, ``bench`` what redistributions and operators take here, ``doctor`` looks at the machine,
 ``verify [module] [pattern]`` verifies rules, ``calibrate`` measures collectives, ``ops`` lists operators, ``ranks`` tells what
 the ranks of a job did last.
 """

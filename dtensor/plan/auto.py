@@ -67,6 +67,10 @@ class Sharding:
         lines = [f"  {name}: {', '.join(spelled(places))}" for name, places in self.placements.items()]
         return "\n".join([head, *lines, *(f"  batch {i}: {', '.join(spelled(places))}" for i, places in enumerate(self.batch))])
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return str(provided("html_of")(self))
+
     def apply(self, model: nn.Module, mesh: DeviceMesh, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
         """``model``, its parameters and buffers made DTensors on ``mesh`` in place, as they were placed.
 
@@ -132,7 +136,7 @@ def auto_shard(
     Nothing is computed and no tensor is changed: the step is recorded on a dry run, and priced as ``mesh`` is: by its calibrated
     profile, or, on ``init_device_mesh("meta", shape)``, as a cluster of GPUs. Use :meth:`Sharding.apply`, and
     ``capture(step, plan="program")`` or ``plan`` for the steps. On process groups every rank calls it, and all get what the first
-    one finds.
+    one finds; that exchange is all that is communicated.
 
     Args:
         model_or_step: a model, of which forward and backward are one step; or a function that does a step, its optimizer's too.

@@ -148,8 +148,10 @@ def test_a_plan_that_names_nothing_says_so() -> None:
         parallelize_module(mlp(), tp_mesh(), {"thrid": ColwiseParallel()})
     with pytest.warns(UserWarning, match="does nothing"):
         parallelize_module(mlp(), tp_mesh())
+    with pytest.raises(dt.errors.PlacementError, match="no style is called"):
+        parallelize_module(mlp(), tp_mesh(), "0")
     with pytest.raises(TypeError, match="mapping from names"):
-        parallelize_module(mlp(), tp_mesh(), "0")  # type: ignore[arg-type]
+        parallelize_module(mlp(), tp_mesh(), 0)  # type: ignore[arg-type]
 
 
 def test_the_mesh_may_be_entered() -> None:

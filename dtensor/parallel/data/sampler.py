@@ -44,14 +44,14 @@ class DistributedBatchSampler(Sampler[list[int]]):
     >>> import dtensor as dt
     >>> def schedule(ranks, steps, state=None):
     ...     mesh = dt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
-    ...     sampler = DistributedBatchSampler(range(10), mesh, batch_size=6, seed=1)
+    ...     sampler = DistributedBatchSampler(range(30), mesh, batch_size=12, seed=1)
     ...     sampler.load_state_dict(state or sampler.state_dict())
     ...     return [batch for _, batch in zip(range(steps), sampler)], sampler.state_dict()
     >>> whole, _ = schedule(4, 2)
     >>> first, state = schedule(3, 1)
     >>> rest, _ = schedule(2, 1, state)
     >>> first + rest == whole, state["epoch"], state["samples"]
-    (True, 0, 6)
+    (True, 0, 12)
     """
 
     def __init__(

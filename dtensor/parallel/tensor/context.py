@@ -106,6 +106,13 @@ def context_parallel_unshard(
 
     Raises:
         LayoutError: parts that are not what the ranks hold of a sequence.
+
+    >>> from dtensor import DeviceMesh
+    >>> mesh, x = DeviceMesh("cpu", 2), torch.arange(8.0)
+    >>> with context_parallel(mesh, buffers=[x], buffer_seq_dims=[0]):
+    ...     doubled = x * 2
+    >>> context_parallel_unshard(mesh, [doubled], [0])[0]
+    tensor([ 0.,  2.,  4.,  6.,  8., 10., 12., 14.])
     """
     mesh = _flat(mesh)
     found = []
