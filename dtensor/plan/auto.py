@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.extensions import provided
 from ..base.modes import implicit_replication
 from ..base.torch_internals import tree_leaves, tree_map
 from ..errors import ArgumentError, PlanError

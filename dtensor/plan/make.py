@@ -23,6 +23,7 @@ from .solver import Assembly
 T = TypeVar("T")
 _SWEEPS = 3
 _CUTS = 8  # moments at which memory is bounded, found by one solution after the other
+_ALIKE = 1.01  # the copying around transfers is in the price of those planned, not of those heard
 _SECONDS = 45.0  # for all sweeps together
 
 
@@ -81,7 +82,7 @@ def plan_of(graph: Graph, seconds: float = _SECONDS, memory: float = math.inf) -
     eager, limit = eager_options(graph), Memory(graph, memory)
     classes = classes_from(graph, eager)
     found = described(graph, classes, best_options(classes, eager, seconds, limit), eager, limit)
-    if found.seconds > found.eager_seconds * (1 + 1e-9) and (peak := limit.held(eager).peak) <= memory:
+    if found.seconds > found.eager_seconds * _ALIKE and (peak := limit.held(eager).peak) <= memory:
         return as_recorded(found, peak)  # whose operators share more than a plan knows to
     if found.peak_bytes > memory:
         raise PlanError(

@@ -135,7 +135,9 @@ def test_pages_stand_alone_and_show_the_line_beside_what_it_moves(tmp_path: Path
     def step() -> torch.Tensor:
         return x @ x.t()  # <&>
 
-    explained, planned = dt.explain(step), dt.plan(step)
+    explained = dt.explain(step)
+    x = dt.ones(4, 6, device_mesh=MESH["tp"], placements=[S(0)])  # which nobody has gathered yet
+    planned = dt.plan(step)
     assert sum(len(call.moves) for call in planned.calls) >= 1
     for name, value in {"tensor": x, "layout": x.layout, "mesh": MESH, "explained": explained, "planned": planned}.items():
         shown = value._repr_html_()
