@@ -108,7 +108,7 @@ class Binding(ABC):
         def issue(x: Local) -> Pending[Local]:
             if events.listeners and (nbytes := events.routed(everywhere, transfer.route_of) * transfer.dtype.itemsize):
                 event = events.Event(kind, (), len(ranks), nbytes, groups=(tuple(ranks),))
-                return events.reporting(event, lambda: run(x))
+                return events.reporting(event, lambda: run(x), x)
             return run(x)
 
         return issue
@@ -151,7 +151,7 @@ class Binding(ABC):
             if ACTIVE and (recorder := current()) is not None:
                 return recorder.site(issue, (x,), {})
             if events.listeners or profiler_enabled():
-                return events.reporting(self._event(kind, dims, nbytes(x)), lambda: run(x))
+                return events.reporting(self._event(kind, dims, nbytes(x)), lambda: run(x), x)
             return run(x)
 
         issue.__name__ = kind

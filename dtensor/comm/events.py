@@ -61,7 +61,8 @@ class Event:
         return "+".join(str(dim) if names is None else names[dim] for dim in self.mesh_dims)
 
 
-Around: TypeAlias = Callable[[Callable[[], Any]], Any]  # runs what issues a collective, then what ends it
+# Runs what issues a collective, with the locals that it sends where they are known; then what ends it, with None.
+Around: TypeAlias = Callable[[Callable[[], Any], Any], Any]
 Listener: TypeAlias = Callable[[Event], Around | None]
 LISTENING: Scoped[Listener] = Scoped("listening")
 listeners = LISTENING.held  # empty: nobody listens anywhere
@@ -81,28 +82,28 @@ def report(event: Event) -> list[Around]:
     return [around for listener in LISTENING.values() if (around := listener(event)) is not None]
 
 
-def reporting(event: Event, issue: Callable[[], T]) -> T:
-    """What ``issue()`` gives, reported; where that is :class:`Pending`, its end too."""
+def reporting(event: Event, issue: Callable[[], T], sent: Any = None) -> T:
+    """What ``issue()`` gives, reported with what it sends; where that is :class:`Pending`, its end too."""
     arounds = report(event)
     if profiler_enabled():
         arounds = [_ranged(str(event)), *arounds]
-    made = _through(arounds, issue)
+    made = _through(arounds, issue, sent)
     return made.within(partial(_through, arounds)) if arounds and isinstance(made, Pending) else made  # type: ignore[return-value]  # itself
 
 
 def _ranged(name: str) -> Around:
     """As a range of that name in what torch's profiler shows."""
 
-    def run(fn: Callable[[], T]) -> T:
+    def run(fn: Callable[[], T], sent: Any = None) -> T:
         with torch.profiler.record_function(f"dtensor::{name}"):
             return fn()
 
     return run
 
 
-def _through(arounds: Sequence[Around], fn: Callable[[], T]) -> T:
+def _through(arounds: Sequence[Around], fn: Callable[[], T], sent: Any = None) -> T:
     for around in arounds:
-        fn = partial(around, fn)
+        fn = partial(around, fn, sent)
     return fn()
 
 
@@ -114,7 +115,7 @@ def because(cause: Any, fn: Callable[P, T]) -> Callable[P, T]:
             return fn(*args, **kwargs)
         name = "; ".join(map(str, cause)) if isinstance(cause, tuple) else str(cause)
         with CAUSES.entered(cause) if listeners else nullcontext():
-            return _ranged(name)(lambda: fn(*args, **kwargs)) if profiler_enabled() else fn(*args, **kwargs)
+            return _ranged(name)(lambda: fn(*args, **kwargs), None) if profiler_enabled() else fn(*args, **kwargs)
 
     return run
 

@@ -44,7 +44,7 @@ class Memory:
     A record: asking it moves nothing and raises nothing.
 
     >>> import dtensor as dt
-    >>> x = dt.ones(4, 6, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
+    >>> x = dt.ones(4, 6, device_mesh=dt.init_device_mesh("meta", (2,)), placements=[dt.Shard(0)])
     >>> found = dt.memory(x.full_tensor)
     >>> found.peak, found.kinds["communication buffers"]
     (144, 96)

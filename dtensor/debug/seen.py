@@ -178,10 +178,12 @@ class Record(CommDebugMode):
         operators, mesh = self._operators, movement.event.mesh
         here = mesh is not None and mesh.kind == "in_process"
 
-        def run(fn: Callable[[], Any]) -> Any:
+        def run(fn: Callable[[], Any], sent: Any) -> Any:
             before = (0, True) if operators is None else (operators.collectives, operators.counts)
             if operators is not None:
                 operators.collectives, operators.counts = before[0] + 1, before[1] and not here
+            if here and isinstance(sent, torch.Tensor):
+                self.holdings.given(sent)
             start = time.perf_counter_ns()
             try:
                 made = fn()

@@ -183,3 +183,10 @@ def test_what_is_made_smaller_in_place_counts_less() -> None:
     found = dt.memory(program)
     assert found.peak == 4000  # the second one comes when the first has gone
     assert [moment.bytes for moment in found.timeline[0]] == [0, 4000, 0, 3600, 0]
+
+
+@pytest.mark.parametrize("kind", ["meta", "cpu"])
+def test_what_a_redistribution_sends_is_each_ranks_own(kind: str) -> None:
+    """Seen first by a collective, not by an operator: a rank held the blocks of all ranks."""
+    x = dt.ones(4, 6, device_mesh=dt.init_device_mesh(kind, (2,)), placements=[dt.Shard(0)])
+    assert dt.memory(x.full_tensor).kinds == {"communication buffers": 96, "other": 48}
