@@ -4,8 +4,8 @@
 
 Each rank holds 8 x 8 numbers and the process group is torch's fake one of 8 ranks, on which communication takes no time:
 what is left is what the library itself costs. "plain" does the same local work by hand. The last columns are
-(dtensor - plain) / (peer - plain), below 1 where we add less than the peer does, and the bound that we set ourselves. Rows named
-"cold" time the first call on a shape, the others repeated calls.
+(dtensor - plain) / (peer - plain), below 1 where we add less than the peer does, the bound that we set ourselves, and the whole
+calls' dtensor / peer. Rows named "cold" time the first call on a shape, the others repeated calls.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ class Row:
         if isinstance(self.plain, str) or isinstance(self.peer, str) or isinstance(self.ours, str):
             return None
         return max(self.ours - self.plain, 5e-8) / max(self.peer - self.plain, 5e-8)
+
+    @property
+    def whole(self) -> float | None:
+        """Our whole call over the peer's."""
+        return None if isinstance(self.peer, str) or isinstance(self.ours, str) else self.ours / self.peer
 
 
 def measure(name: str, case: Case, sides: dict[str, Side], effort: timing.Effort) -> Row:
@@ -90,11 +95,14 @@ def rows_of(names: Sequence[str], effort: timing.Effort) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [f"{'microseconds per call':24} {'plain':>10} {'peer':>12} {'dtensor':>12} {'overhead ratio':>15} {'bound':>6}"]
+    lines = [
+        f"{'microseconds per call':24} {'plain':>10} {'peer':>12} {'dtensor':>12} {'overhead ratio':>15} {'bound':>6} {'whole':>6}"
+    ]
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        whole = "" if row.whole is None else f"{row.whole:.2f}"
         cells = f"{_cell(row.plain):>10} {_cell(row.peer):>12} {_cell(row.ours):>12}"
-        lines.append(f"{row.name:24} {cells} {ratio:>15} {row.bound:>6}")
+        lines.append(f"{row.name:24} {cells} {ratio:>15} {row.bound:>6} {whole:>6}")
     return "\n".join([*lines, "", *verdicts(rows)])
 
 
@@ -153,7 +161,7 @@ def main() -> None:
     rows = rows_of(chosen, timing.Effort.quick() if options.quick else timing.Effort())
     about = timing.machine()
     if options.json:
-        columns = [{**asdict(row), "ratio": row.ratio} for row in rows]
+        columns = [{**asdict(row), "ratio": row.ratio, "whole": row.whole} for row in rows]
         print(json.dumps({"machine": about, "unit": "seconds", "rows": columns, "verdict": verdicts(rows)}, indent=1))
     else:
         print(*(f"{key:8} {value}" for key, value in about.items()), "", table(rows), sep="\n")

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from measuring.sides import GRID, WORLD, N
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Run = Callable[[], object]
 Case = Callable[[Any], Run]
@@ -125,6 +126,39 @@ def embedding(side: Any) -> Run:
 def cross_entropy(side: Any) -> Run:
     x, target = side.shard(0, N, N), side.ids(N, N)
     return lambda: F.cross_entropy(x, target, reduction="sum")
+
+
+def cross_entropy_mean(side: Any) -> Run:
+    x, target = side.shard(0, N, N), side.ids(N, N)
+    return lambda: F.cross_entropy(x, target)
+
+
+def cross_entropy_recorded(side: Any) -> Run:
+    x, target = side.shard(0, N, N).requires_grad_(), side.ids(N, N)
+    return lambda: torch.autograd.grad(F.cross_entropy(x, target), x)
+
+
+def attention(dim: int, *, causal: bool = False, backend: SDPBackend | None = None) -> Case:
+    """Attention over (batch, heads, sequence, head dim), the batch or the heads cut."""
+
+    def case(side: Any) -> Run:
+        query, key, value = (side.shard(dim, 2, 2, SEQUENCE, HEAD_DIM) for _ in range(3))
+
+        def run() -> object:
+            if backend is None:
+                return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+
+        return run
+
+    return case
+
+
+def distribute(side: Any) -> Run:
+    """64 rows over 8 ranks, the arguments compared as the library does it."""
+    full = torch.rand(WORLD * N, N)
+    return lambda: side.distribute(full)
 
 
 def from_local(side: Any) -> Run:
@@ -250,6 +284,13 @@ def distributed_block(side: Any) -> Run:
     return step
 
 
+def distributed_block_forward(side: Any) -> Run:
+    """The same without gradients."""
+    block = block_of(side).requires_grad_(False)
+    x = side.replicate(1, SEQUENCE, WIDTH)
+    return lambda: block(x)
+
+
 def _parameters(side: Any, count: int) -> list[Any]:
     parameters = [nn.Parameter(side.shard(0, N, N)) for _ in range(count)]
     for parameter in parameters:
@@ -259,6 +300,15 @@ def _parameters(side: Any, count: int) -> list[Any]:
 
 def adamw(side: Any) -> Run:
     return torch.optim.AdamW(_parameters(side, 100), lr=1e-3, foreach=True).step
+
+
+def adamw_fused(side: Any) -> Run:
+    return torch.optim.AdamW(_parameters(side, 20), lr=1e-3, fused=True).step
+
+
+def zero_grad(side: Any) -> Run:
+    optimizer = torch.optim.AdamW(_parameters(side, 20), lr=1e-3, foreach=True)
+    return lambda: optimizer.zero_grad(set_to_none=False)
 
 
 def sgd(side: Any) -> Run:
@@ -308,6 +358,11 @@ CASES: dict[str, Case] = {
     "gelu": on_shards(F.gelu),
     "embedding": embedding,
     "cross_entropy": cross_entropy,
+    "cross_entropy, mean": cross_entropy_mean,
+    "cross_entropy, fwd + bwd": cross_entropy_recorded,
+    "sdpa, batch cut": attention(0),
+    "sdpa, causal, math": attention(1, causal=True, backend=SDPBackend.MATH),
+    "distribute_tensor": distribute,
     "from_local": from_local,
     "from_local, recorded": from_local_recorded,
     "from_local, shape=": from_local_of_shape,
@@ -320,8 +375,11 @@ CASES: dict[str, Case] = {
     "TP MLP, fwd + bwd": mlp,
     "block, TP plan": planned_block,
     "block, DTensors": distributed_block,
+    "block, forward only": distributed_block_forward,
     "SGD, 20 params": sgd,
     "AdamW, 100 params": adamw,
+    "AdamW, 20, fused": adamw_fused,
+    "zero_grad, 20, kept": zero_grad,
     "clip_grad_norm_, 100": clip,
 }
 # The bounds of the overhead ratio that the project has set itself; all other rows 0.9.

@@ -45,6 +45,9 @@ class Side(Protocol):
     def ids(self, count: int, high: int) -> Any: ...
     def wrap(self, local: Tensor, **known: Any) -> Any: ...
     def unwrap(self, x: Any) -> Tensor: ...
+    def distribute(self, full: Tensor) -> Any:
+        """This rank's rows of a tensor that every rank has."""
+
     def to_replicate(self, x: Any) -> Any: ...
     def to_shard(self, x: Any) -> Any: ...
     def reduce(self, x: Any) -> Any: ...
@@ -73,6 +76,11 @@ class Plain:
 
     def unwrap(self, x: Tensor) -> Tensor:
         return x
+
+    def distribute(self, full: Tensor) -> Tensor:
+        out = full.new_empty(full.shape[0] // WORLD, *full.shape[1:])
+        dist.scatter(out, list(full.chunk(WORLD)))
+        return out
 
     def to_replicate(self, x: Tensor) -> Tensor:
         out = x.new_empty(WORLD * x.shape[0], *x.shape[1:])
@@ -138,6 +146,9 @@ class Distributed:
 
     def unwrap(self, x: Any) -> Tensor:
         return x.to_local()
+
+    def distribute(self, full: Tensor) -> Any:
+        return self.library.distribute_tensor(full, self.mesh, self.sharded)
 
     def to_replicate(self, x: Any) -> Any:
         return x.redistribute(self.mesh, self.replicated)

@@ -47,7 +47,7 @@ class Traffic:
 
     Attributes:
         largest: elements of the largest message.
-        partners: most ranks that one rank sends to.
+        partners: ranks that one rank sends to, the mean of the group, rounded up.
         alike: all blocks before the transfer have one shape.
         joined: that shape and a tensor dim, where along it the blocks, by group position, make up the new one of every member.
     """
@@ -61,7 +61,7 @@ class Traffic:
     def of(routes: Sequence[Route]) -> Traffic:
         return Traffic(
             max((box.numel for route in routes for box in route.sends if box is not None), default=0),
-            max(sum(box is not None for box in route.sends) for route in routes),
+            -(-sum(box is not None for route in routes for box in route.sends) // len(routes)),
             len({route.old for route in routes}) == 1,
         )
 

@@ -77,7 +77,7 @@ def _packed(group: Group, route: Route) -> Issue:
     leaving, arriving = packings(group, route)
 
     def issue(x: Tensor) -> Pending[Tensor]:
-        block = row_major(x, route.old)
+        block = row_major(x, route.old) if leaving.filled else x.detach()  # else its order in memory is nobody's business
         row = leaving.pack(block)
         if arriving.whole:
             result = block.new_empty(route.new)

@@ -29,7 +29,9 @@ def in_memory_order(plan: Plan, operator: Operator, form: Form) -> list[Before]:
 
     def step(args: Any, kwargs: Any, local_args: list[Any], local_kwargs: dict[str, Any]) -> None:
         for place, strides in places:
-            put(place, local_args, local_kwargs, _ordered(at(place, local_args, local_kwargs), strides))
+            local = at(place, local_args, local_kwargs)
+            if type(local) is not torch.Tensor or local.stride() != strides[0]:
+                put(place, local_args, local_kwargs, _ordered(local, strides))
 
     return [step] if places else []
 

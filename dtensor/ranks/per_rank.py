@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..base.torch_internals import (
     DispatchKey,
     ForceDispatchKeyGuard,
+    OpOverload,
     excluded_keys,
     functorch_active,
     included_keys,
@@ -229,6 +230,7 @@ def _written_back(results: list[Any], targets: Sequence[tuple[Tensor, PerRank]])
 
 _SHARED = frozenset((int, float, bool, complex, type(None), torch.dtype))
 _LISTS = (list, tuple)
+ALONE = _SHARED | {Tensor, OpOverload, str}  # values of these types have no part for each rank
 
 
 def _holding(shards: tuple[Tensor, ...]) -> PerRank:

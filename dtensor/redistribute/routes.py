@@ -85,7 +85,7 @@ def traffic(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: i
     else:
         common[_owners(before, after, mesh_dims, members) != position[:, None]] = 0
     sizes = blocks(before)[1][group]
-    return Traffic(int(common.max()), int((common > 0).sum(axis=1).max()), bool((sizes == sizes[0]).all()))
+    return Traffic(int(common.max()), -(-int((common > 0).sum()) // len(group)), bool((sizes == sizes[0]).all()))
 
 
 def _without_replicas(before: Layout, mesh_dims: tuple[int, ...]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from ..ranks.per_rank import count_ranks, over_ranks
+from ..ranks.per_rank import ALONE, count_ranks, over_ranks
 from .call import Call
 from .kernels import plain_op
 from .rule import Dims
@@ -22,6 +22,8 @@ def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if ALONE.issuperset(map(type, args)) and not (kwargs and not ALONE.issuperset(map(type, kwargs.values()))):
+            return function(*args, **kwargs)
         return over_ranks(function, args, kwargs) if count_ranks((args, kwargs)) else function(*args, **kwargs)
 
     return run

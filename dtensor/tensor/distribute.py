@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,15 +11,20 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..base.caches import remembered
 from ..base.validation import strided, whole
 from ..comm import PerRank, communicator_of, shards_of
 from ..comm.agreement import alike
+from ..comm.binding import Run
+from ..comm.regions import Box, Route, Traffic, Transfer
 from ..errors import ArgumentError, LayoutError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Replicate
 from ..random.draw import block_of
 from ..redistribute import redistribute_local
+from ..redistribute.executor import inside
+from ..redistribute.step import described, place
 from .dtensor import DTensor, wrap
 from .replaced import replacing
 
@@ -101,14 +107,9 @@ def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
         return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=tensor.device)
     if tensor.is_meta or mesh.kind == "dry_run":
         return comm.map(lambda member: _empty(layout, member, torch.device("meta")))
-    if position is None or (comm.holds_all and not isinstance(tensor, PerRank)):
+    if position is None or mesh.size() == 1 or (comm.holds_all and not isinstance(tensor, PerRank)):
         return comm.map(lambda member, full: block_of(full, layout, member), tensor)
-    everywhere = tuple(range(mesh.ndim))
-    if all(split is None for split in layout.splits):
-        received = comm.broadcast(tensor, everywhere, position).wait()
-    else:
-        received = _send_blocks(tensor, layout, everywhere, position)
-    return comm.map(lambda member, block: _ordered(block, layout, member), received)
+    return comm.map(lambda member, block: _ordered(block, layout, member), _scattering(layout, position)(tensor).wait())
 
 
 def _empty(layout: Layout, member: int, device: torch.device) -> torch.Tensor:
@@ -123,23 +124,29 @@ def _ordered(block: torch.Tensor, layout: Layout, member: int) -> torch.Tensor:
     return _empty(layout, member, block.device).copy_(block)
 
 
-def _send_blocks(tensor: torch.Tensor, layout: Layout, everywhere: tuple[int, ...], position: int) -> Any:
-    """One all-to-all in which only the source sends: to every rank its block."""
-    mesh, comm = layout.mesh, communicator_of(layout.mesh)
-    empty = (0,) * max(1, layout.ndim)
+@remembered(1024)
+def _scattering(layout: Layout, position: int) -> Run:
+    """The blocks of what the rank at ``position`` holds whole: from it to every rank, or the same to all where nothing is cut."""
+    mesh, everywhere = layout.mesh, tuple(range(layout.mesh.ndim))
+    full = Layout.replicated(mesh, layout.shape, layout.stride, layout.dtype)
 
-    def blocks(member: int, full: torch.Tensor) -> list[torch.Tensor]:
+    @functools.cache
+    def route_of(member: int) -> Route:
         group = mesh.members_of(everywhere, member)
-        if group[position] != member:
-            return [full.new_empty(empty) for _ in group]
-        return [block_of(full, layout, other) for other in group]
+        shape, size = tuple(layout.shape), layout.local_shape(mesh.coordinates[member])
+        mine, nothing = group.index(member), (None,) * len(group)
+        leaving = [inside(full, member, layout, other) for other in group]
+        sends = tuple(None if k == mine or not box.numel else box for k, box in enumerate(leaving))
+        own = Box((0,) * len(size), size)
+        if mine == position:
+            return Route(shape, size, sends, nothing, (leaving[mine], own) if own.numel else None)
+        comes = tuple(own if k == position and own.numel else None for k in range(len(group)))
+        return Route(shape, size, nothing, comes, None)
 
-    def shape_of(source: int, destination: int) -> tuple[int, ...]:
-        is_source = mesh.members_of(everywhere, source)[position] == source
-        return layout.local_shape(mesh.coordinates[destination]) if is_source else empty
-
-    received = comm.all_to_all(comm.map(blocks, tensor), everywhere, shape_of).wait()
-    return received[position]
+    kind = "all_to_all" if any(layout.splits) else "broadcast"
+    met = Traffic(layout.max_local_nbytes // layout.dtype.itemsize, 1, True)
+    said = f"{described(full)} from {position} -> {place(layout)}"
+    return communicator_of(mesh).bind_transfer(everywhere, Transfer(route_of, layout.dtype, kind, lambda _: met, said))
 
 
 def _position(mesh: DeviceMesh, source: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
@@ -72,6 +73,36 @@ def test_nothing_moves_but_gradients_of_parameters_once(stack: Any, bias: bool) 
     assert x.grad is not None
     assert x.grad.placements == x.placements
     assert dict(moved.get_comm_counts()) == {"all_reduce": 2 if bias else 1}
+
+
+HEADS = [[R, Shard(1)], [Shard(0), Shard(1)], [Shard(1), Shard(1)], [Shard(1), Shard(0)], [Shard(2), Shard(1)], [R, Partial()]]
+ATTENTIONS: list[Callable[..., Any]] = [
+    lambda q, k, v: torch.softmax(q @ k.transpose(-2, -1) * 0.4, dim=-1) @ v,
+    lambda q, k, v: torch.bmm(q.reshape(-1, 4, 7), k.reshape(-1, 5, 7).transpose(1, 2)).view(3, 5, 4, 5).tanh() @ v,
+    lambda q, k, v: q.flatten(0, 1) @ v.flatten(0, 1).mT + k.flatten(0, 1)[:, :4, :5],  # read as rows too
+    lambda q, k, v: (q.flatten(0, 1) @ k.flatten(0, 1).mT, torch.bmm(q.flatten(0, 1), v.flatten(0, 1)[:, :1].mT)),
+]
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_products_of_stacks_of_matrices(attention: Callable[..., Any], heads: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 5, n, 7, dtype=torch.float64, generator=generator) for n in (4, 5, 5))
+    others = [HEADS[(HEADS.index(heads) + n * ATTENTIONS.index(attention)) % len(HEADS)] for n in (1, 2)]
+    check(attention, q, k, v, mesh=MESH, placements=[heads, heads, heads])
+    check(attention, q, k, v, mesh=MESH, placements=[heads, *others])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", HEADS[:4], ids=str)
+def test_attention_written_out_over_cut_heads_moves_nothing(heads: Any, causal: bool) -> None:
+    q, k, v = (dt.distribute_tensor(torch.randn(3, 5, 4, 7), MESH, heads).requires_grad_() for _ in range(3))
+    with dt.explicit(), sdpa_kernel(SDPBackend.MATH):
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        assert y.placements == tuple(heads)
+        y.backward(torch.ones_like(y))
+    assert all(x.grad.placements == x.placements for x in (q, k, v))
 
 
 def test_second_derivatives() -> None:

@@ -202,22 +202,23 @@ def weight_of(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: t
     return weight.to(dtype)[target.masked_fill(~counts, 0)].masked_fill(~counts, 0).sum()
 
 
+@on_each_rank
+def losses_in_sum(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None, ignored: int) -> tuple[Tensor, Tensor]:
+    return op(scores, target, weight, SUM, ignored) if target.numel() else (scores.sum(), scores.sum())
+
+
+@on_each_rank
+def loss_of_each(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+    return op(scores, target, weight, NONE, IGNORED)[0] if scores.numel() else scores.new_zeros(target.shape)
+
+
 def nll_loss(at: KernelContext, scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
     op, dtype = functional(at.call), at.dtype(0)
     wide = sums_dtype(dtype)
-
-    @on_each_rank
-    def both(scores: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        return op(scores, target, weight, SUM, ignore_index) if target.numel() else (scores.sum(), scores.sum())
-
-    @on_each_rank
-    def each(scores: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        return op(scores, target, weight, NONE, IGNORED)[0] if scores.numel() else scores.new_zeros(target.shape)
-
     if "c" not in at.splits and reduction != NONE and dtype is wide:  # the operator gives the two sums of all classes
-        loss, total = both(scores, target, weight)
+        loss, total = losses_in_sum(op, scores, target, weight, ignore_index)
     else:
-        loss = each(scores, *of_own_classes(at, target, weight, ignore_index))
+        loss = loss_of_each(op, scores, *of_own_classes(at, target, weight, ignore_index))
         total = weight_of(target, weight, ignore_index, wide)
         if reduction == NONE:
             return loss, torch.zeros_like(total, dtype=dtype)
@@ -263,13 +264,15 @@ def nll_gradient(
     ignore_index: int,
     total: Any,
 ) -> Any:
-    op = functional(at.call)
+    own = of_own_classes(at, target, weight, ignore_index)
+    return gradient_of_own(functional(at.call), grad, scores, *own, reduction, total)
 
-    @on_each_rank
-    def gradient(grad: Tensor, scores: Tensor, target: Tensor, weight: Tensor | None, total: Tensor) -> Any:
-        return op(grad, scores, target, weight, reduction, IGNORED, total) if scores.numel() else torch.zeros_like(scores)
 
-    return gradient(grad, scores, *of_own_classes(at, target, weight, ignore_index), total)
+@on_each_rank
+def gradient_of_own(
+    op: Any, grad: Tensor, scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, total: Tensor
+) -> Any:
+    return op(grad, scores, target, weight, reduction, IGNORED, total) if scores.numel() else torch.zeros_like(scores)
 
 
 def nll_gradient_factors(call: Call) -> Factors:
