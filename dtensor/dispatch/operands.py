@@ -32,11 +32,16 @@ def plan_of_bound(operator: Operator, bound: dict[str, Any], meshes: Sequence[De
         )
     (mesh,) = meshes
     plain: set[Slot] = set()
-    layouts = {
-        name: _layout(value, (name, None), operator, mesh, plain) if name in operator.tensors else value
+    return propagate(operator, mesh, laid_out(operator, bound, mesh, plain), frozenset(plain), choose)
+
+
+def laid_out(operator: Operator, bound: dict[str, Any], mesh: DeviceMesh, plain: set[Slot] | None = None) -> dict[str, Any]:
+    """Arguments with layouts in the place of tensors: of a plain one, whose slot is added to ``plain``, a replicated one."""
+    found: set[Slot] = set() if plain is None else plain
+    return {
+        name: _layout(value, (name, None), operator, mesh, found) if name in operator.tensors else value
         for name, value in bound.items()
     }
-    return propagate(operator, mesh, layouts, frozenset(plain), choose)
 
 
 def _layout(value: Any, slot: Slot, operator: Operator, mesh: DeviceMesh, plain: set[Slot]) -> Any:

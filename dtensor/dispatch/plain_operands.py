@@ -46,6 +46,11 @@ def is_number(value: torch.Tensor) -> bool:
     return value.numel() <= 1 or (value.layout is torch.strided and not any(value.stride()))
 
 
+def taken_as_replicated(value: torch.Tensor) -> bool:
+    """Whether a plain tensor beside DTensors counts as the same on all ranks without being asked for."""
+    return is_number(value) or ((MODES.implicit_replication or in_autograd()) and not isinstance(value, PerRank))
+
+
 def declared(operator: Operator) -> tuple[str, ...]:
     """The arguments of an operator that may be plain by its rule."""
     rule = lookup(operator.func)

@@ -94,6 +94,49 @@ def test_products_of_stacks_of_matrices(attention: Callable[..., Any], heads: An
     check(attention, q, k, v, mesh=MESH, placements=[heads, *others])
 
 
+ROWS: list[Callable[..., Any]] = [
+    lambda x, w: F.layer_norm(x, (7,), w[0], w[1]).relu() * x + w[2],
+    lambda x, w: torch.cat([x, x * 2], 1).softmax(-1).topk(3, 1),
+    lambda x, w: (x.t() @ x, x.t().tanh().t(), (x.t() * w[:, :1].T).sum(1), x.sum(0), x.prod(1)),
+    lambda x, w: (x[:, 2:5].exp(), x[3:9].exp(), x[4] * x, x.unsqueeze(1).expand(-1, 2, 7).sum((0, 1)), x.flip(0), x.cumsum(0)),
+    lambda x, w: (x.max(0), x.argmax(1), x.sort(0), x.mean(0), x.var(0), x.amax(0), x.std(1), torch.where(x > 0, x, x[:1])),
+    lambda x, w: (x.gather(1, x.argsort(1)), x.tril(), F.pad(x, (1, 1)), x.masked_fill(x < 0, 1).log_softmax(1), x[x > 0].sum()),
+    lambda x, w: (
+        F.cross_entropy(x, x.argmax(1)),
+        F.embedding(x.argmax(1), w),
+        F.mse_loss(x, x.roll(1, 0)),
+        x.reshape(5, 3, 7).sin(),
+    ),
+    lambda x, w: (
+        torch.addcmul(x, x, x[0]),
+        torch.baddbmm(x[:, None], x[:, :, None], x[:, None]),
+        x.view(3, 5, 7, 1) * 2,
+        x.norm(),
+    ),
+]
+
+
+@pytest.mark.parametrize("stack", STACKS, ids=str)
+@pytest.mark.parametrize("program", ROWS)
+def test_what_else_is_done_to_rows(program: Callable[..., Any], stack: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((3, 5, 7), (7, 7)))
+    check(lambda x, w: program(x.view(-1, 7), w), x, w, mesh=MESH, placements=[stack, [R, Shard(0)]])
+    check(lambda x, w: program(x.view(-1, 7), w), x.transpose(0, 1).contiguous(), w, mesh=MESH, placements=[stack, [R, R]])
+
+
+@pytest.mark.parametrize("stack", [STACKS[0], STACKS[1], STACKS[3]], ids=str)
+def test_order_does_not_matter_and_nothing_moves(stack: Any) -> None:
+    x = dt.distribute_tensor(torch.randn(4, 6, 7), MESH, stack)
+    one = dt.distribute_tensor(torch.randn(24, 1), MESH, [R, R])
+    with dt.explicit():
+        rows = x.view(-1, 7)
+        made = torch.cat([F.layer_norm(rows, (7,)) * one, rows.t().exp().t().softmax(1)], 1).sort(1).values
+        assert made.view(4, 6, 14).placements == x.placements
+        added = torch.baddbmm(one[:, None], rows[:, None], rows[:, :, None])
+        assert added.view(4, 6, 1).placements == x.placements
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("heads", HEADS[:4], ids=str)
 def test_attention_written_out_over_cut_heads_moves_nothing(heads: Any, causal: bool) -> None:

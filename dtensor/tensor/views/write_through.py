@@ -23,7 +23,7 @@ from ...ranks.assign import assign as assign_local
 from ...redistribute import redistribute_local
 from ...rules import lookup
 from ..dtensor import DTensor, wrap
-from .folded_rows import on_the_stack
+from .folded import on_the_stack
 from .remote_view import Origin, RemoteView, chain_of, changes, dense, install_operations, is_local, plan_of, remote, twin
 
 _aten = torch.ops.aten
@@ -47,7 +47,7 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with NESTED:
             elementwise = _by_element(operator, args, kwargs)
             return _write_elements(operator, args, kwargs) if elementwise else _write_value(operator, args, kwargs, written)
-    found = on_the_stack(func, args, kwargs)
+    found = on_the_stack(operator, args, kwargs)
     if found is not NotImplemented:
         return found
     if operator.is_view and isinstance(args[0], RemoteView):

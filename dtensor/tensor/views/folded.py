@@ -1,0 +1,316 @@
+"""Dims folded into one, ``x.view(-1, k)``, where an inner one of them is cut: operators that do not care for the order of the
+folded dim run on the blocks as they lie.
+
+``linear``, ``matmul`` and many a model fold all dims but the last ones: into rows, or into a batch of matrices. Where a dim other
+than the first of them is sharded (a sequence, heads), blocks of the stack are no blocks of the folded dim: the view is a remote
+one, and to read it moves every element. But an operator that does the same to every slice along a dim, or adds up over it, gives
+the same whatever the order of the slices, as long as that is one order for all operands. So each rank's block is folded where it
+is, which is the folded tensor in the order of ranks; the operator runs on that; and its results, unfolded, are stacks again, of
+which they are views. Whether an operator is of that kind its rule says: the folded dim is one factor, cut without a kernel and
+without a word about where a block begins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product, zip_longest
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from ...base.caches import Bounded, remembered
+from ...comm import communicator_of
+from ...dispatch.dispatcher import dispatch
+from ...dispatch.mixed_meshes import meshes_of
+from ...dispatch.operands import laid_out
+from ...dispatch.plain_operands import replicated, taken_as_replicated
+from ...layout.layout import Layout
+from ...layout.splits import Split
+from ...propagation.meta import NotInferable, results_of
+from ...propagation.propagate import make_call
+from ...propagation.schema import Operator, operator_of
+from ...redistribute import redistribute_local
+from ...rules import lookup
+from ...rules.call import Call, Meta
+from ...rules.rule import Dims, Factors, Rule
+from ..dtensor import DTensor, wrap
+from .remote_view import Origin, RemoteView, is_local, plan_of
+
+_aten = torch.ops.aten
+Cuts = tuple[Split | None, ...]
+
+
+class _Folded(NamedTuple):
+    """A tensor as views of a stack of which dims ``at``, ... (as many as ``sizes``) are one: its dim ``dim``."""
+
+    stack: DTensor
+    at: int
+    sizes: tuple[int, ...]
+    after: tuple[tuple[Origin, int], ...]
+    dim: int
+
+    @property
+    def cuts(self) -> Cuts:
+        return self.stack._layout.splits[self.at : self.at + len(self.sizes)]
+
+
+def on_the_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``operator`` gives where it need not read the folded dim in its order; NotImplemented elsewhere."""
+    if operator.facts.shows == "all":
+        return _seen_again(operator, args, kwargs)
+    if operator.is_view:
+        return _turned(operator, args, kwargs)
+    if operator.mutated or operator.seeded or operator.fills_lists or not operator.gives_tensors:
+        return NotImplemented
+    tensors: list[Any] = []
+
+    def mark(x: torch.Tensor) -> _Tensor:
+        tensors.append(x)
+        return _Tensor(len(tensors) - 1)
+
+    marked = _replaced(args, kwargs, mark)
+    found = [_folded(x) if type(x) is RemoteView else None for x in tensors]
+    leader = max((x for x in found if x is not None), key=lambda x: math.prod(x.stack._layout.shape), default=None)
+    if leader is None:
+        return NotImplemented
+    where = _where(operator, marked, tensors, found)
+    if where is None:
+        return NotImplemented
+    given = []
+    for x, folded, dim in zip(tensors, found, where[0], strict=True):
+        if dim is not None and not isinstance(x, DTensor):
+            if not taken_as_replicated(x):
+                return NotImplemented
+            x = replicated(x, leader.stack._layout.mesh)
+        given.append(x if dim is None else _in_blocks(x, folded, dim, leader))
+    new_args, new_kwargs = _replaced(*marked, lambda mark: given[mark.place], _Tensor)
+    made = dispatch(DTensor, operator.func, (), new_args, new_kwargs)
+    if not isinstance(made, (list, tuple)):
+        return made if where[1][0] is None else _unfolded(made, where[1][0], leader)
+    each = [x if dim is None else _unfolded(x, dim, leader) for x, dim in zip(made, where[1], strict=True)]
+    return type(made)(each)
+
+
+def _seen_again(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view of the folded dim in another shape is one of the stack."""
+    folded = _folded(args[0])
+    if folded is None or folded.after:
+        return NotImplemented
+    view, shape = _aten.view.default, list(plan_of(operator, args, kwargs).results[0].shape)
+    if not is_local(plan_of(operator_of(view), (folded.stack, shape), {})):
+        return NotImplemented
+    return dispatch(DTensor, view, (), (folded.stack, shape))
+
+
+def _turned(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """With its dims in another order the folded tensor is the same of the stack with its dims in that order."""
+    folded = _folded(args[0])
+    plan = None if folded is None or folded.after else plan_of(operator, args, kwargs)
+    factors = None if plan is None or plan.rule is None else plan.rule.factors(plan.call)
+    if folded is None or factors is None or len(factors.results) != 1:
+        return NotImplemented
+    (before,), (after,) = factors.operands, factors.results
+    if len(set(before)) < len(before) or sorted(before) != sorted(after) or after == before:
+        return NotImplemented
+    at, extra = folded.at, len(folded.sizes) - 1
+    spread = [range(d + extra * (d > at), d + extra * (d >= at) + 1) for d in range(len(before))]
+    order = [before.index(name) for name in after]
+    stack = _aten.permute.default(folded.stack, [own for d in order for own in spread[d]])
+    return _aten.view.default(stack, [args[0].shape[d] for d in order])
+
+
+# --- what is folded --------------------------------------------------------------------------------------------------------
+def _folded(x: Any) -> _Folded | None:
+    if not isinstance(x, RemoteView) or x._origin.pinned or x._layout.dtype.is_complex or 0 in x._layout.shape:
+        return None
+    origin = x._origin
+    base, shape = origin.base, x._layout.shape
+    before = base._layout.shape
+    if origin.shows == "all" and (at := _merged(before, shape)) is not None:
+        return _Folded(base, at, before[at : at + 1 + len(before) - len(shape)], (), at)
+    inner = _folded(base)
+    if inner is None or origin.plan.rule is None:
+        return None
+    dim = _carried(origin.plan.rule, origin.plan.call, inner.dim, x._place)
+    if dim is None or shape[dim] != before[inner.dim]:  # a part of it
+        return None
+    return _Folded(inner.stack, inner.at, inner.sizes, (*inner.after, (origin, x._place)), dim)
+
+
+@remembered(4096)
+def _merged(before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
+    """Where several dims become one, all others as they were.
+
+    >>> _merged((2, 3, 4), (6, 4)), _merged((2, 3, 4), (2, 12)), _merged((2, 3, 4), (4, 6))
+    (0, 1, None)
+    """
+    count = 1 + len(before) - len(after)
+    if count < 2:
+        return None
+    at = next((d for d, (one, other) in enumerate(zip_longest(before, after)) if one != other), 0)
+    return at if (*before[:at], math.prod(before[at : at + count]), *before[at + count :]) == after else None
+
+
+def _carried(rule: Rule, call: Call, dim: int, place: int) -> int | None:
+    """The dim of a view's result that shows ``dim`` of its base."""
+    factors = rule.factors(call)
+    if factors is None or not factors.operands[0][dim] or place >= len(factors.results):
+        return None
+    return _only(factors.results[place], factors.operands[0][dim])
+
+
+# --- whether the order matters ---------------------------------------------------------------------------------------------
+Places = tuple[tuple[int | None, ...], tuple[int | None, ...]]  # the folded dim of each operand, and of each result
+_PLACES: Bounded[Any, Places | None] = Bounded(4096, "folded.places")
+
+
+def _where(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any], found: Sequence[_Folded | None]) -> Places | None:
+    layouts = [(x._layout,) if isinstance(x, DTensor) else (tuple(x.shape), x.stride(), x.dtype) for x in tensors]
+    dims = tuple([x and x.dim for x in found])
+    key = (operator.func, *map(_hashable, marked), *layouts, dims)
+    if key not in _PLACES:
+        _PLACES.keep(key, _places(operator, marked, tensors, dims))
+    return _PLACES.get(key)
+
+
+def _places(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any], dims: tuple[int | None, ...]) -> Places | None:
+    """Where the folded dim of operands is in all of them and in the results; None where its order matters."""
+    bound, rule = operator.bind(*_replaced(*marked, lambda mark: tensors[mark.place], _Tensor)), lookup(operator.func)
+    meshes = tuple(meshes_of(bound.values()))
+    if len(meshes) > 1 or rule is None or operator.facts.per_element or rule.measured:
+        return None
+    if rule.answer or rule.decompose or rule.run or rule.local_args:  # which may ask where a block begins
+        return None
+    call, slots = make_call(operator, meshes[0], laid_out(operator, bound, meshes[0]))
+    try:
+        metas = rule.metas(call) if rule.metas is not None else results_of(operator, rule, call)
+    except NotInferable:
+        return None
+    call.results = metas
+    factors = None if any(not isinstance(meta, Meta) for meta in metas) else rule.factors(call)
+    if factors is None:
+        return None
+    own = operator.bind(*marked)
+    places = {own[name] if k is None else own[name][k]: i for i, (name, k) in enumerate(slots) if name in operator.tensors}
+    operands = [factors.operands[places[_Tensor(place)]] for place in range(len(tensors))]
+    names = {operand[dim] for operand, dim in zip(operands, dims, strict=True) if dim is not None}
+    lengths = {x.shape[dim] for x, dim in zip(tensors, dims, strict=True) if dim is not None}
+    if len(names) != 1 or len(lengths) != 1 or not _orderless(factors, name := names.pop()):
+        return None
+    for tensor in (*operands, *factors.results):
+        if [each for each in tensor if name[0] in each] not in ([], [name]):  # a part of a dim, or of several
+            return None
+    return tuple(_only(operand, name) for operand in operands), tuple(_only(result, name) for result in factors.results)
+
+
+def _orderless(factors: Factors, name: tuple[str, ...]) -> bool:
+    """Whether blocks along a factor may be any slices: one factor, no kernel, nothing but a reduction over it."""
+    if len(name) != 1 or name[0].startswith("@") or factors.rows:
+        return False
+    own = name[0]
+    reduced = factors.reduced.get(own, "sum")
+    plain = all(isinstance(each, str) for each in (reduced if isinstance(reduced, tuple) else (reduced,)))
+    return plain and own not in factors.whole and own not in factors.kernels and all(key[2] != own for key in factors.windows)
+
+
+def _only(dims: Dims, name: tuple[str, ...]) -> int | None:
+    return dims.index(name) if name in dims else None
+
+
+# --- blocks as they lie, and back ------------------------------------------------------------------------------------------
+def _in_blocks(x: DTensor, folded: _Folded | None, dim: int, leader: _Folded) -> DTensor:
+    """``x`` with the slices of ``dim`` in the order of ranks."""
+    if folded is None or folded.dim != dim or folded.sizes != leader.sizes:
+        shape = [*x.shape[:dim], *leader.sizes, *x.shape[dim + 1 :]]
+        folded = _Folded(_aten.reshape.default(x, shape), dim, leader.sizes, (), dim)
+    at, count = folded.at, len(folded.sizes)
+    cut, merged = _merged_layout(folded.stack._layout, at, leader.sizes, leader.cuts)
+    local = _moved(folded.stack, cut)
+    made = wrap(communicator_of(cut.mesh).map(lambda _, block: block.flatten(at, at + count - 1), local), merged)
+    for origin, place in folded.after:
+        each = dispatch(DTensor, origin.operator.func, (), (made, *origin.args[1:]), origin.kwargs)
+        made = each[place] if isinstance(each, (list, tuple)) else each
+    return made
+
+
+def _unfolded(x: DTensor, dim: int, leader: _Folded) -> DTensor:
+    """The view of a stack that ``x`` is, the slices of ``dim`` in their own order again."""
+    cut, stack = _stack_layout(x._layout, dim, leader.sizes, leader.cuts)
+
+    def of_block(member: int | None, block: torch.Tensor) -> torch.Tensor:
+        shape = stack.local_shape(None if member is None else cut.mesh.coordinates[member])
+        return block.unflatten(dim, shape[dim : dim + len(leader.sizes)])
+
+    made = wrap(communicator_of(cut.mesh).map(of_block, _moved(x, cut)), stack)
+    return cast(DTensor, dispatch(DTensor, _aten.view.default, (), (made, list(x.shape))))
+
+
+def _moved(x: DTensor, layout: Layout) -> Any:
+    return x._local if x._layout is layout else redistribute_local(x._local, x._layout, layout)
+
+
+@remembered(4096)
+def _merged_layout(layout: Layout, at: int, sizes: tuple[int, ...], cuts: Cuts) -> tuple[Layout, Layout]:
+    """A stack's layout with the dims to be folded cut so; and that of the folded tensor in the order of ranks."""
+    cut, end = _cut(layout, at, cuts), at + len(sizes)
+    splits = [*cut.splits[:at], _split(sizes, cuts), *cut.splits[end:]]
+    shape = [*cut.shape[:at], math.prod(sizes), *cut.shape[end:]]
+    stride = [*cut.stride[:at], *cut.stride[end - 1 :]]
+    return cut, Layout.from_splits(cut.mesh, splits, cut.partials, shape, stride, cut.dtype)
+
+
+@remembered(4096)
+def _stack_layout(layout: Layout, dim: int, sizes: tuple[int, ...], cuts: Cuts) -> tuple[Layout, Layout]:
+    """The layout of a folded tensor with ``dim`` in the order of ranks; and that of the stack."""
+    cut = _cut(layout, dim, (_split(sizes, cuts),))
+    splits = [*cut.splits[:dim], *cuts, *cut.splits[dim + 1 :]]
+    shape = [*cut.shape[:dim], *sizes, *cut.shape[dim + 1 :]]
+    steps = [cut.stride[dim] * math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    stride = [*cut.stride[:dim], *steps, *cut.stride[dim + 1 :]]
+    return cut, Layout.from_splits(cut.mesh, splits, cut.partials, shape, stride, cut.dtype)
+
+
+def _split(sizes: tuple[int, ...], cuts: Cuts) -> Split:
+    """How the folded dim is cut in the order of ranks."""
+    blocks = [(size,) if cut is None else cut.sizes for size, cut in zip(sizes, cuts, strict=True)]
+    return Split(_mesh_dims(cuts), tuple(map(math.prod, product(*blocks))))
+
+
+def _cut(layout: Layout, at: int, cuts: Cuts) -> Layout:
+    """``layout`` with dims ``at``, ... cut so, and no other by the same mesh dims."""
+    taken = set(_mesh_dims(cuts))
+    splits = [None if split is not None and taken.intersection(split.mesh_dims) else split for split in layout.splits]
+    splits[at : at + len(cuts)] = cuts
+    partials = [None if mesh_dim in taken else op for mesh_dim, op in enumerate(layout.partials)]
+    return Layout.from_splits(layout.mesh, splits, partials, layout.shape, layout.stride, layout.dtype)
+
+
+def _mesh_dims(cuts: Cuts) -> tuple[int, ...]:
+    return tuple(mesh_dim for cut in cuts if cut is not None for mesh_dim in cut.mesh_dims)
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """The place of a tensor among those of a call."""
+
+    place: int
+
+
+def _replaced(args: Any, kwargs: Any, by: Callable[[Any], Any], kind: type = torch.Tensor) -> tuple[Any, dict[str, Any]]:
+    """Arguments with something else in the place of each tensor, in their order."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [by(item) if isinstance(item, kind) else item for item in value]
+        return by(value) if isinstance(value, kind) else value
+
+    return tuple([of(value) for value in args]), {name: of(value) for name, value in kwargs.items()}
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple([(name, _hashable(item)) for name, item in value.items()])
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else (type(value), value)
