@@ -10,10 +10,12 @@ import torch
 from ..errors import MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
+from ..propagation.calls import Slot
 from ..propagation.choose import Chooser, choose
-from ..propagation.propagate import Plan, Slot, propagate
+from ..propagation.propagate import Plan, propagate
 from ..propagation.schema import Operator
 from .mixed_meshes import meshes_of
+from .parted import facts_of_call
 from .plain_operands import admit
 
 
@@ -36,7 +38,7 @@ def plan_of_bound(operator: Operator, bound: dict[str, Any], meshes: Sequence[De
         name: _layout(value, (name, None), operator, mesh, plain) if name in operator.tensors else value
         for name, value in bound.items()
     }
-    return propagate(operator, mesh, layouts, frozenset(plain), choose)
+    return propagate(operator, mesh, layouts, frozenset(plain), choose, facts_of_call(operator, bound))
 
 
 def _layout(value: Any, slot: Slot, operator: Operator, mesh: DeviceMesh, plain: set[Slot]) -> Any:
