@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from ..dispatch.report import Cause
 from ..plan.graph import Asked
 from ..plan.record import Listening
+from ..propagation.calls import make_call
 from ..propagation.choose import declared
-from ..propagation.propagate import make_call, propagate
+from ..propagation.propagate import propagate
 from ..propagation.row_costs import ranked
 from ..propagation.row_table import spelled
 from ..redistribute.step import place, seconds_of
@@ -51,7 +52,8 @@ def _asked(cause: Cause) -> list[Asked]:
     if cause.plan.how != "rule" or call.mesh.size() == 1:
         return []
     listening, (_, slots) = Listening(), make_call(cause.operator, call.mesh, call.arguments)
-    propagate(cause.operator, call.mesh, call.arguments, frozenset(slots[i] for i in call.plain), listening)
+    known = {slot: fact for slot, fact in zip(slots, call.parted, strict=False) if fact is not None}
+    propagate(cause.operator, call.mesh, call.arguments, frozenset(slots[i] for i in call.plain), listening, known)
     return [asked for asked in listening.calls if asked.chosen is not None][:1]  # of lists the first element
 
 

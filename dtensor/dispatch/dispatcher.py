@@ -38,6 +38,7 @@ from .keys import AS_IT_IS, static
 from .local_op import local_function
 from .mixed_meshes import across_places, meshes_of
 from .operands import plan_of_bound
+from .parted import by_facts, leaving
 from .plain_operands import agree_on_declared, through_copies
 from .steps import Runner
 from .wrapping import wrap_local
@@ -221,8 +222,7 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         return _kept(entry, signature, special)
     plan, found = _planned(operator, args, kwargs, bound, meshes)
     agree_on_declared(operator, bound, plan.call.mesh)
-    if plan.by_numbers:
-        found = by_kinds(runner_of(found, operator), args, kwargs, partial(_for_numbers, operator))
+    found = _conditional(plan, found, operator, args, kwargs, bound)
     if floats_by_default(plan):
         found = under_default_dtype(runner_of(found, operator), partial(_anew, entry, signature))
     return _kept(entry, signature, found)
@@ -239,12 +239,30 @@ def _planned(
     with tracing.aside():
         plan = plan_of_bound(operator, bound, meshes, choose)
         found = bind(plan, operator, args, kwargs)
-        return plan, _VIEWING(plan, operator, found) if operator.is_view or operator.reshapes else found
+        found = _VIEWING(plan, operator, found) if operator.is_view or operator.reshapes else found
+        return plan, leaving(found, plan, operator)
+
+
+def _conditional(
+    plan: Plan, found: Layout | Runner, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], bound: dict[str, Any]
+) -> Layout | Runner:
+    """``found`` for calls like this one: in the kinds of their numbers, and in what is known of their operands."""
+    if plan.by_numbers:
+        found = by_kinds(runner_of(found, operator), args, kwargs, partial(_for_numbers, operator))
+    return by_facts(found, plan, operator, bound, partial(_for_facts, operator))
 
 
 def _for_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
     bound = operator.bind(args, kwargs)
     return runner_of(_planned(operator, args, kwargs, bound, tuple(meshes_of(bound.values())))[1], operator)
+
+
+def _for_facts(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
+    bound = operator.bind(args, kwargs)
+    plan, found = _planned(operator, args, kwargs, bound, tuple(meshes_of(bound.values())))
+    if plan.by_numbers:
+        found = by_kinds(runner_of(found, operator), args, kwargs, partial(_for_numbers, operator))
+    return runner_of(found, operator)
 
 
 def _kept(entry: Entry, signature: tuple[Any, ...], found: Layout | Runner) -> Layout | Runner:

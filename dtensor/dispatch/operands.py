@@ -10,10 +10,12 @@ import torch
 from ..errors import MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
+from ..propagation.calls import Slot
 from ..propagation.choose import Chooser, choose
-from ..propagation.propagate import Plan, Slot, propagate
+from ..propagation.propagate import Plan, propagate
 from ..propagation.schema import Operator
 from .mixed_meshes import meshes_of
+from .parted import facts_of_call
 from .plain_operands import admit
 
 
@@ -32,7 +34,8 @@ def plan_of_bound(operator: Operator, bound: dict[str, Any], meshes: Sequence[De
         )
     (mesh,) = meshes
     plain: set[Slot] = set()
-    return propagate(operator, mesh, laid_out(operator, bound, mesh, plain), frozenset(plain), choose)
+    layouts = laid_out(operator, bound, mesh, plain)
+    return propagate(operator, mesh, layouts, frozenset(plain), choose, facts_of_call(operator, bound))
 
 
 def laid_out(operator: Operator, bound: dict[str, Any], mesh: DeviceMesh, plain: set[Slot] | None = None) -> dict[str, Any]:

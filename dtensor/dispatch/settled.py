@@ -126,12 +126,17 @@ def _given(x: Any) -> list[bool]:
     return found
 
 
+def counted_versions(x: Any) -> tuple[int, ...] | None:
+    """What changes whenever the memory of ``x`` is written to; None where somebody may write and is not counted."""
+    return None if _given(x)[0] else versions_of(_home(x))
+
+
 def moved(x: Any, move: Move, local: Any) -> Any:
     """``local``, that of ``x``, after ``move``: as it was moved before, if it was."""
     if not move.communicates or type(x) is not wrapping.TENSOR or NESTED.depth:
         return execute(move, local)
     home = _home(x)
-    versions = None if _given(x)[0] or (REMEMBERED.held and REMEMBERED.last("") == "nothing") else versions_of(home)
+    versions = None if REMEMBERED.held and REMEMBERED.last("") == "nothing" else counted_versions(x)
     if versions is None:  # nobody counts
         return execute(move, local)
     keeper, recorder = home if _same_memory(x, home) else x, current() if ACTIVE else None

@@ -13,9 +13,11 @@ from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial
 from ..rules.call import Call, Kind, Meta
 from ..rules.compound import NotBlocks, composed, cut_in
+from ..rules.parted import Left
 from ..rules.rule import Choice, Dims, Factors, Row, Rule, Spec, stands
 from ..rules.windows import covering, windowed
 from ..rules.work import work_of
+from .parted_rows import fits, left_parted, parted_lines
 from .row_costs import free_rows, ranked
 from .row_table import Table, spelled, table_of
 
@@ -29,6 +31,7 @@ class Chosen:
     Attributes:
         kernel_row: the row whose kernel runs (one of them, if a joint kernel has several factors).
         by_numbers: for other kinds of numbers it may be another choice.
+        left: of which results it is known that their rows are parted.
     """
 
     choice: Choice
@@ -36,6 +39,7 @@ class Chosen:
     results: tuple[Layout | None, ...]
     kernel_row: Row | None = None
     by_numbers: bool = False
+    left: tuple[Left, ...] = ()
 
     @property
     def kernel_splits(self) -> dict[str, Split]:
@@ -91,7 +95,10 @@ def _cheapest(rule: Rule, table: Table, factors: Factors, call: Call, kept: Mapp
 def declared(rule: Rule, factors: Factors, call: Call) -> Table:
     """All rows that the rule has for this call."""
     partials = tuple(rule.partials(call) if callable(rule.partials) else rule.partials)
-    return table_of(factors, partials, call)
+    table = table_of(factors, partials, call)
+    if not call.parted:
+        return table
+    return replace(table, lines=(*table.lines, *parted_lines(rule, factors, call, len(table.lines))))
 
 
 def realized(rule: Rule, rows: tuple[Row, ...], factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
@@ -100,7 +107,14 @@ def realized(rule: Rule, rows: tuple[Row, ...], factors: Factors, call: Call, ke
         chosen = _realize(rows, factors, call, kept)
     except NotBlocks:
         return None
-    return chosen if chosen is not None and rule.allows(chosen.choice) else None
+    if chosen is None or not rule.allows(chosen.choice):
+        return None
+    if not (call.parted or factors.groups):
+        return chosen
+    left = left_parted(factors, call, rows, chosen.operands, chosen.results)
+    if not fits(rows, call, chosen.operands, chosen.choice.splits, left):
+        return None
+    return replace(chosen, left=left) if left else chosen
 
 
 def _moved(call: Call, chosen: Chosen) -> int:

@@ -6,12 +6,10 @@ In this order: the rule of the operator, with the cheapest row per mesh dim; its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
-
-import torch
 
 from ..base.torch_internals import has_kernel
 from ..errors import LayoutError
@@ -21,13 +19,13 @@ from ..redistribute import Plan as Move
 from ..redistribute import plan as plan_move
 from ..rules.call import Call, Meta
 from ..rules.facts import rule_of_each
+from ..rules.parted import NOTHING, Parted
 from ..rules.registry import lookup
 from ..rules.rule import Rule
+from .calls import Slot, make_call
 from .choose import Chooser, Chosen, choose
 from .meta import NotInferable, results_of
 from .schema import Operator
-
-Slot = tuple[str, int | None]  # an argument, and the position inside it if it is a list
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +65,13 @@ class Plan:
         return bool(moves) and any(move.communicates for _, move in moves)
 
 
-def make_call(
-    operator: Operator, mesh: DeviceMesh, bound: dict[str, Any], plain: Collection[Slot] = ()
-) -> tuple[Call, tuple[Slot, ...]]:
-    """The call with its operands flattened in schema order, and the slot of each (``out=`` arguments are results)."""
-    operands: list[Layout] = []
-    slots: list[Slot] = []
-    fixed: set[int] = set()
-    for name in operator.names:
-        if name in operator.outs or not (name in operator.tensors or name in operator.number_operands):
-            continue
-        value = bound.get(name)
-        listed = isinstance(value, (list, tuple)) and name in operator.tensors
-        for index, item in enumerate(value) if listed else ((None, value),):  # type: ignore[arg-type]
-            if isinstance(item, (int, float, complex)):
-                fixed.add(len(slots))
-                item = Layout.replicated(mesh, (), (), torch.float32)
-            if isinstance(item, Layout):
-                if (name, index) in plain:
-                    fixed.add(len(slots))
-                operands.append(item)
-                slots.append((name, index))
-    names = tuple(name for name, _ in slots)
-    scalars = operator.scalars.difference(names)
-    call = Call(operator.func, mesh, bound, tuple(operands), names, plain=frozenset(fixed), scalars=scalars)
-    return call, tuple(slots)
-
-
 def propagate(
-    operator: Operator, mesh: DeviceMesh, bound: dict[str, Any], plain: frozenset[Slot], choose: Chooser = choose
+    operator: Operator,
+    mesh: DeviceMesh,
+    bound: dict[str, Any],
+    plain: frozenset[Slot],
+    choose: Chooser = choose,
+    parted: Mapping[Slot, Parted] = NOTHING,
 ) -> Plan:
     """The plan of one operator call.
 
@@ -103,10 +79,11 @@ def propagate(
         bound: arguments by name, tensors as their layouts.
         plain: slots that hold plain tensors or numbers, the same on all ranks (they are never moved).
         choose: which rows a rule's call follows.
+        parted: slots of operands whose rows are known to be parted.
     """
     for check in operator.facts.refuses:
         check(operator.name, bound)
-    call, slots = make_call(operator, mesh, bound, plain)
+    call, slots = make_call(operator, mesh, bound, plain, parted)
     base = rule_of_each(operator.func) if operator.facts.per_element else None
     rule = lookup(operator.func)
     if rule is not None and rule.answer is not None:

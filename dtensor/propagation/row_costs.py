@@ -63,6 +63,8 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
     moving: dict[tuple[int, Where], float] = {}
     priced = []
     for line in table.lines:
+        if not line.on(mesh_dim):
+            continue
         row = line.row_for(factors)
         seconds, changes, invented, anew = 0.0, 0, row.factor is not None, row.factor is not None
         for i, target in enumerate(line.operands):

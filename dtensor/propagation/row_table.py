@@ -7,7 +7,7 @@ all sizes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,12 +33,17 @@ class Line:
     def __str__(self) -> str:
         """As rows of terms are written, with the tensor dims that are sharded: ``S(0),R -> S(0)``, ``sum,R -> sum``."""
         operands = [_word(R if where is None else where) for where in self.operands]
-        return f"{','.join(operands)} -> {','.join(map(_word, self.results))}"
+        owners = " by owners" if self.row.parted is not None else ""
+        return f"{','.join(operands)} -> {','.join(map(_word, self.results))}{owners}"
 
     def row_for(self, factors: Factors) -> Row:
         """The row with the kernel that a call's factors have for it."""
         row = self.row
-        return Row(row.operands, row.results, row.factor, factors.kernels[row.factor]) if self.kernel and row.factor else row
+        return replace(row, kernel=factors.kernels[row.factor]) if self.kernel and row.factor else row
+
+    def on(self, mesh_dim: int) -> bool:
+        """Whether it is a row for that mesh dim: for parted operands, one of those that part them."""
+        return self.row.parted is None or mesh_dim in self.row.parted.split.mesh_dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +102,10 @@ def _table(factors: Factors, partials: Partials, call: Call, fixed: frozenset[in
         if own:
             row = Row(row.operands, row.results, row.factor)
         operands = tuple(
-            None if i in fixed else _where(spec, dims)
+            None if i in fixed else where_of(spec, dims)
             for i, (spec, dims) in enumerate(zip(row.operands, factors.operands, strict=True))
         )
-        results = tuple(_where(spec, dims) for spec, dims in zip(row.results, factors.results, strict=False))
+        results = tuple(where_of(spec, dims) for spec, dims in zip(row.results, factors.results, strict=False))
         lines.append(Line(len(lines), row, operands, results, own))
         wanting.setdefault(operands, []).append(lines[-1])
     return Table(tuple(lines), {operands: tuple(alike) for operands, alike in wanting.items()}, by_numbers)
@@ -186,7 +191,8 @@ def _keeps_order(source: torch.dtype, target: torch.dtype) -> bool:
     return bool(new.min <= old.min and old.max <= new.max)
 
 
-def _where(spec: Spec, dims: Dims) -> Where:
+def where_of(spec: Spec, dims: Dims) -> Where:
+    """Where a spec has a tensor with these factors."""
     if isinstance(spec, Along):
         dim = stands(dims, spec.factor)
         return Replicate() if dim is None else dim
@@ -195,5 +201,5 @@ def _where(spec: Spec, dims: Dims) -> Where:
 
 def spelled(spec: Spec, dims: Dims) -> Placement:
     """What a row wants of a tensor, as a placement."""
-    where = _where(spec, dims)
+    where = where_of(spec, dims)
     return Shard(where) if isinstance(where, int) else where

@@ -12,6 +12,7 @@ import torch
 from ..errors import RuleError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
+from .parted import Parted
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Call:
         plain: positions of operands that are plain tensors or numbers rather than DTensors.
         scalars: names of the arguments that are numbers and no operands (a step size).
         stale: names of the numbers that may be another call's, as this one's plan serves all of them.
+        parted: for each operand what is known of its rows, () where nothing is known of any.
     """
 
     func: Any
@@ -73,6 +75,7 @@ class Call:
     plain: frozenset[int] = field(default_factory=frozenset)
     scalars: frozenset[str] = frozenset()
     stale: frozenset[str] = frozenset()
+    parted: tuple[Parted | None, ...] = ()
 
     @property
     def fixed(self) -> frozenset[int]:

@@ -21,6 +21,7 @@ from ..layout.layout import Layout
 from ..layout.splits import Split
 from ..placement import REDUCE_OPS, Monoid, Partial, Replicate
 from .call import Call, Meta
+from .parted import Parted
 
 Dims = tuple[tuple[str, ...], ...]  # per tensor dim its factors, major first; () cannot be sharded
 Shapes = tuple[tuple[int, ...], ...]
@@ -84,6 +85,7 @@ class Factors:
         kernels: factor -> kernel to run instead of the op when this factor is sharded.
         rows: the rows of the factors, where they do not follow from their positions (a user's table of placements).
         windows: ("operand" or "result", position, factor) -> the positions of the factor that this tensor holds, where not all.
+        groups: factor -> the factor that counts its groups, and the argument that says which group each position belongs to.
 
     Names that begin with "@" are readings of their tensor dim, each the whole of it ("@0" with what is inside it, "@0/2").
     """
@@ -97,17 +99,19 @@ class Factors:
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
     windows: Mapping[tuple[str, int, str], range] = field(default_factory=dict)
+    groups: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to place operands and results on one mesh dim so that the local op is right."""
+    """One way to place operands and results on one mesh dim so that the local op is right (``parted``: for such operands)."""
 
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
     factor: str | None = None
     kernel: Kernel | None = None
     needs: tuple[tuple[int, str], ...] = ()  # operands that must be "finite", or "nonzero"
+    parted: Parted | None = None
 
 
 Partials = tuple[str | Row, ...]

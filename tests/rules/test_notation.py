@@ -9,7 +9,7 @@ import torch
 
 import dtensor as dt
 from dtensor.errors import RuleError
-from dtensor.propagation.propagate import make_call
+from dtensor.propagation.calls import make_call
 from dtensor.propagation.schema import operator_of
 from dtensor.rules import rules
 from dtensor.rules.binding import bind

@@ -13,7 +13,7 @@ import dtensor as dt
 from dtensor.base.nested import replace as replace_tensors
 from dtensor.cost.device import DEVICES, Device
 from dtensor.layout.layout import Layout
-from dtensor.propagation.propagate import make_call
+from dtensor.propagation.calls import make_call
 from dtensor.propagation.schema import operator_of
 from dtensor.rules.call import Call, Meta
 from dtensor.rules.registry import lookup

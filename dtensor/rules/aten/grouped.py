@@ -8,6 +8,8 @@ of every group, one that holds some of the matrices has the rows of theirs and z
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +17,9 @@ from torch import Tensor
 
 from ..call import Call, Meta
 from ..kernels import At, KernelContext
-from ..verbs import blockwise
+from ..registry import register
+from ..rule import Along, Factors, R, Row, Word
+from ..verbs import by_pattern
 
 # by the number of dims of both operands: what their dims are, and the result's ("r" is ragged, "g" counts groups)
 _KINDS: dict[tuple[int, int], tuple[str, str, str]] = {
@@ -70,9 +74,11 @@ def grouped(at: KernelContext, a: Any, b: Any, offs: Any = None, bias: Any = Non
         }
         sizes = dict(zip(left + right, (*a.shape, *b.shape), strict=True))
         ends = [min(max(end - offsets["r"], 0), sizes["r"]) for end in (0, *offs.tolist())]
-        first = offsets.get("g", 0)
         out = a.new_zeros(made.local_shape(coordinate))
-        for group in range(sizes.get("g", len(ends) - 1)):
+        first, groups = offsets.get("g", 0), sizes.get("g", 0)
+        if result == "gmn":
+            first, groups = made.local_offset(coordinate)[0], out.shape[0]
+        for group in range(groups):
             rows = slice(ends[first + group], ends[first + group + 1])
             if result == "rn":
                 out[rows] = a[rows] @ b[group]
@@ -85,5 +91,36 @@ def grouped(at: KernelContext, a: Any, b: Any, offs: Any = None, bias: Any = Non
     return at.map(product, a, b, offs)
 
 
+def products(call: Call) -> float:
+    """FLOPs: each position of the ragged dim is in one group."""
+    left, right, _ = _kind(call)
+    sizes = dict(zip(left + right, call.shape(0) + call.shape(1), strict=True))
+    return 2.0 * math.prod(size for name, size in sizes.items() if name != "g" or "r" not in sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged(Word):
+    """The factors of a notation; which group a position of the ragged dim belongs to is in ``offs``. The groups of the result can
+    be cut though no operand has them."""
+
+    notation: Callable[[Call], Factors | None]
+
+    def __call__(self, call: Call) -> Factors | None:
+        found = self.notation(call)
+        if found is None or call.get("offs") is None:
+            return found
+        left, _, result = _kind(call)
+        if result != "gmn" or "r" not in left:
+            return replace(found, groups={"r": ("g", "offs")})
+        by_group = Row((R,) * len(found.operands), (Along("g"),), "g")
+        results = ((("g",), *found.results[0][1:]),)
+        sizes = {**found.sizes, "g": _groups(call)}
+        return replace(found, results=results, sizes=sizes, rows=(by_group,), groups={"r": ("g", "offs")})
+
+    def __str__(self) -> str:
+        return str(self.notation)
+
+
 PRODUCTS = "r k, g k n, [], [] -> r n | g m k, k r, [], [] -> m r | m r, r n, [], [] -> [] m n | g m k, g k n, [], [] -> g m n"
-blockwise("_grouped_mm", PRODUCTS, sums="*", run=grouped, metas=grouped_metas)
+ragged = by_pattern(PRODUCTS, sums="*", run=grouped, metas=grouped_metas, flops=products)
+register("_grouped_mm", replace(ragged, factors=Ragged(ragged.factors)))

@@ -1,0 +1,185 @@
+"""Tensors in terms whose rows are parted: the fact stands on the tensor, beside its layout, and plans are made with it.
+
+A product of groups says which group each row belongs to, and its plan how the groups are cut: that is an :class:`Ownership`. What
+follows from it row by row has the same one. It holds for the tensor as it was made: a write, to it or to what says whose the rows
+are, ends it, and where nobody counts writes there is none. All of this follows from the program, so it is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..base.caches import Bounded
+from ..base.recording import ACTIVE, current
+from ..base.torch_internals import tree_leaves
+from ..comm import communicator_of
+from ..layout.layout import Layout
+from ..layout.splits import Split
+from ..propagation.calls import Slot
+from ..propagation.propagate import Plan
+from ..propagation.schema import Operator
+from ..rules.parted import Left, Parted
+from . import wrapping
+from .bind import runner_of
+from .settled import counted_versions
+from .steps import Args, Keywords, Runner
+
+_FACT = "_parted"  # the attribute of a tensor whose rows are parted
+_OWNERSHIPS = "_ownerships"  # of one that says whose rows are whose
+
+
+class Ownership:
+    """Whose the rows of a dim are: those of a group belong to who holds the group.
+
+    Attributes:
+        ends: where each group ends, a tensor that is the same on all ranks; ``versions``: of it.
+        split: how the groups are cut.
+        layout, dim: of a tensor with these rows; other mesh dims may cut them.
+        recorder: who recorded it. A recording may use only what is in it.
+    """
+
+    __slots__ = ("_own", "dim", "ends", "layout", "recorder", "split", "versions")
+
+    def __init__(self, ends: Any, split: Split, layout: Layout, dim: int) -> None:
+        self.ends, self.split, self.layout, self.dim = ends, split, layout, dim
+        self.versions, self.recorder = counted_versions(ends), current() if ACTIVE else None
+        self._own: Any = None
+
+    def holds(self) -> bool:
+        """Whether it may be relied on, here and now."""
+        recorder = current() if ACTIVE else None
+        return self.recorder is recorder and self.versions is not None and self.versions == counted_versions(self.ends)
+
+    def others(self) -> Any:
+        """On each rank whether a row of its block is another's."""
+        if self._own is None:
+            self._own = communicator_of(self.layout.mesh).map(self._others, self.ends._local)
+        return self._own
+
+    def _others(self, member: int, ends: torch.Tensor) -> torch.Tensor:
+        """Rows behind the last group are its owner's: zeros, like all that is in no group."""
+        coordinate = self.layout.mesh.coordinates[member]
+        start, size = self.layout.local_offset(coordinate)[self.dim], self.layout.local_shape(coordinate)[self.dim]
+        rows = torch.arange(start, start + size, device=ends.device)
+        leaf = 0
+        for mesh_dim in self.split.mesh_dims:
+            leaf = leaf * self.layout.mesh.shape[mesh_dim] + coordinate[mesh_dim]
+        first, count = self.split.offsets[leaf], self.split.sizes[leaf]
+        if not count:
+            return torch.ones_like(rows, dtype=torch.bool)
+        before = rows < ends[first - 1] if first else torch.zeros_like(rows, dtype=torch.bool)
+        return before if first + count == ends.shape[0] else before | (rows >= ends[first + count - 1])
+
+
+class Fact:
+    """That the rows of a tensor along ``dim`` are parted, as long as its versions are these."""
+
+    __slots__ = ("dim", "ownership", "versions")
+
+    def __init__(self, ownership: Ownership, dim: int, versions: Any) -> None:
+        self.ownership, self.dim, self.versions = ownership, dim, versions
+
+
+def fact_of(x: Any) -> Fact | None:
+    """What is known of the rows of a tensor now."""
+    found: Fact | None = x.__dict__.get(_FACT) if type(x) is wrapping.TENSOR else None
+    return found if found is not None and found.versions == counted_versions(x) and found.ownership.holds() else None
+
+
+def facts_of_call(operator: Operator, bound: Mapping[str, Any]) -> dict[Slot, Parted]:
+    """What is known of the operands of a call."""
+    found: dict[Slot, Parted] = {}
+    numbers: dict[int, int] = {}
+    for name in operator.names:
+        value = bound.get(name)
+        listed = isinstance(value, (list, tuple))
+        for index, x in enumerate(value) if listed else ((None, value),):  # type: ignore[arg-type]
+            if (fact := fact_of(x)) is not None:
+                own = fact.ownership
+                source = next((other for other, y in bound.items() if y is own.ends), None)
+                found[name, index] = Parted(fact.dim, numbers.setdefault(id(own), len(numbers)), own.split, source)
+    return found
+
+
+# --- running ------------------------------------------------------------------------------------------------------------
+def by_facts(
+    found: Layout | Runner, plan: Plan, operator: Operator, bound: Mapping[str, Any], again: Callable[[Args, Keywords], Runner]
+) -> Layout | Runner:
+    """``found`` where as much is known of the operands as of these, else what ``again`` plans, once."""
+    if plan.chosen is None or not any("sum" in layout.partials for layout in plan.call.operands):
+        return found
+    runners: Bounded[Any, Runner] = Bounded(16)
+    runners.keep(_pattern(operator, bound), runner_of(found, operator))
+    tensor = wrapping.TENSOR
+
+    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        pattern: tuple[Any, ...] = ()
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(value)
+            if kind is list or kind is tuple or (kind is tensor and _FACT in value.__dict__):
+                pattern = _pattern(operator, operator.bind(args, kwargs))
+                break
+        runner = runners.get(pattern)
+        if runner is None:
+            runner = runners.keep(pattern, again(args, kwargs))
+        return runner(args, kwargs, local_args, local_kwargs)
+
+    return run
+
+
+def _pattern(operator: Operator, bound: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(facts_of_call(operator, bound).items())
+
+
+def leaving(found: Layout | Runner, plan: Plan, operator: Operator) -> Layout | Runner:
+    """``found``, of whose results is known what the plan says."""
+    if plan.chosen is None or not plan.chosen.left:
+        return found
+    runner = runner_of(found, operator)
+    lefts, layouts = plan.chosen.left, [layout for layout in plan.chosen.results if layout is not None]
+    slots = [(name, plan.call.names[:i].count(name)) for i, name in enumerate(plan.call.names)]
+
+    def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
+        bound = operator.bind(args, kwargs)
+        facts = [None if left.operand is None else fact_of(_at(bound, *slots[left.operand])) for left in lefts]
+        made = runner(args, kwargs, local_args, local_kwargs)
+        results = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+        for left, fact in zip(lefts, facts, strict=True):
+            x = results[left.result]
+            if fact is not None:
+                own, versions = fact.ownership, fact.versions if operator.is_view else counted_versions(x)
+            else:
+                assert left.operand is None  # what was planned with is known still
+                own, versions = _ownership(bound[left.source], left, layouts[left.result]), counted_versions(x)
+            if left.masked:
+                _mask(x, left.dim, own.others())
+            x.__dict__[_FACT] = Fact(own, left.dim, versions)
+        return made
+
+    return run
+
+
+def _at(bound: Mapping[str, Any], name: str, index: int) -> Any:
+    value = bound[name]
+    return value[index] if isinstance(value, (list, tuple)) else value
+
+
+def _ownership(ends: Any, left: Left, layout: Layout) -> Ownership:
+    """That of a product of groups: one for all that are made of the same."""
+    made = ends.__dict__.setdefault(_OWNERSHIPS, {})
+    assert left.split is not None
+    key = left.split, layout.mesh, layout.splits[left.dim], layout.shape[left.dim], current() if ACTIVE else None
+    found: Ownership | None = made.get(key)
+    if found is None or not found.holds():
+        found = made[key] = Ownership(ends, left.split, layout, left.dim)
+    return found
+
+
+def _mask(x: Any, dim: int, others: Any) -> None:
+    """Zeros where rows are other ranks'."""
+    shape = [1] * x.ndim
+    shape[dim] = -1
+    x._local.masked_fill_(others.view(shape), 0)

@@ -1,0 +1,48 @@
+"""From an operator and its arguments to the :class:`Call` that rules look at. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh
+from ..rules.call import Call
+from ..rules.parted import NOTHING, Parted
+from .schema import Operator
+
+Slot = tuple[str, int | None]  # an argument, and the position inside it if it is a list
+
+
+def make_call(
+    operator: Operator,
+    mesh: DeviceMesh,
+    bound: dict[str, Any],
+    plain: Collection[Slot] = (),
+    parted: Mapping[Slot, Parted] = NOTHING,
+) -> tuple[Call, tuple[Slot, ...]]:
+    """The call with its operands flattened in schema order, and the slot of each (``out=`` arguments are results)."""
+    operands: list[Layout] = []
+    slots: list[Slot] = []
+    fixed: set[int] = set()
+    for name in operator.names:
+        if name in operator.outs or not (name in operator.tensors or name in operator.number_operands):
+            continue
+        value = bound.get(name)
+        listed = isinstance(value, (list, tuple)) and name in operator.tensors
+        for index, item in enumerate(value) if listed else ((None, value),):  # type: ignore[arg-type]
+            if isinstance(item, (int, float, complex)):
+                fixed.add(len(slots))
+                item = Layout.replicated(mesh, (), (), torch.float32)
+            if isinstance(item, Layout):
+                if (name, index) in plain:
+                    fixed.add(len(slots))
+                operands.append(item)
+                slots.append((name, index))
+    names = tuple(name for name, _ in slots)
+    scalars = operator.scalars.difference(names)
+    call = Call(operator.func, mesh, bound, tuple(operands), names, plain=frozenset(fixed), scalars=scalars)
+    call.parted = tuple(map(parted.get, slots)) if parted else ()
+    return call, tuple(slots)

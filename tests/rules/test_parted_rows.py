@@ -1,0 +1,196 @@
+"""Terms whose rows are parted: each row is one rank's, zeros on the others. Owners compute, nothing moves, nothing is lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dtensor as dt
+from dtensor import Partial, Replicate, Shard
+from dtensor.debug import CommDebugMode
+from dtensor.dispatch.parted import fact_of
+from dtensor.ranks.per_rank import shards_of
+
+R, SUM = Replicate(), Partial()
+MESHES = {shape: dt.init_device_mesh("cpu", shape) for shape in ((2,), (3,), (2, 2))}
+ENDS = torch.tensor([2, 2, 7], dtype=torch.int32)  # an empty group; on three ranks each has one, on two a rank has two
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Checked(TorchDispatchMode):
+    """Of every result that is said to be parted each row is zero on all ranks but one of those that part it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for x in made if isinstance(made, (list, tuple)) else (made,):
+            fact = fact_of(x) if isinstance(x, dt.DTensor) else None
+            if fact is not None:
+                self.count += 1
+                hidden = shards_of(fact.ownership.others())
+                for local, others in zip(shards_of(x._local), hidden, strict=True):
+                    assert not local.movedim(fact.dim, 0)[others].any(), func
+        return made
+
+
+def product(mesh: Any, ends: torch.Tensor = ENDS, placements: Any = None, seed: int = 0) -> tuple[torch.Tensor, dt.DTensor]:
+    """Rows by three groups, the groups cut over the last mesh dim."""
+    x, w = numbers(7, 8, seed=seed), numbers(3, 8, 12, seed=seed + 1)
+    whole = [R] * mesh.ndim
+    cut = placements or [*whole[1:], Shard(0)]
+    a, b, offs = dt.distribute_tensor(x, mesh, whole), dt.distribute_tensor(w, mesh, cut), dt.distribute_tensor(ends, mesh, whole)
+    return F.grouped_mm(x, w, offs=ends), F.grouped_mm(a, b, offs=offs)
+
+
+def same(got: dt.DTensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got.full_tensor(), expected, equal_nan=True, atol=1e-5, rtol=1e-5)
+
+
+ELEMENTWISE: list[Callable[[Any], Any]] = [
+    F.silu, F.gelu, torch.sigmoid, torch.exp, torch.log, torch.rsqrt, torch.reciprocal, torch.cos, torch.abs, torch.tanh,
+    lambda x: x.pow(2), lambda x: x.clamp(min=1), lambda x: x + 1, lambda x: 1 / x, lambda x: torch.where(x > 0, x, -1.0),
+    F.softplus, lambda x: x * float("inf"), lambda x: F.leaky_relu(x, 0.1), lambda x: x.pow(0), lambda x: x.nan_to_num(3.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(ELEMENTWISE)))
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_owners_compute_element_by_element(shape: tuple[int, ...], number: int) -> None:
+    one, many = product(MESHES[shape])
+    with Checked(), CommDebugMode() as comm:
+        got = ELEMENTWISE[number](many)
+    assert comm.get_total_counts() == 0
+    assert got.placements[-1] == SUM
+    same(got, ELEMENTWISE[number](one))
+
+
+def test_what_is_infinite_beside_other_ranks_zeros_stays_what_it_is() -> None:
+    one, many = product(MESHES[3,])
+    beside = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan, 0.0, 1.0, torch.inf]).unsqueeze(1)
+    with CommDebugMode() as comm:
+        got = many * dt.distribute_tensor(beside, MESHES[3,], [R])
+    assert comm.get_total_counts() == 0
+    same(got, one * beside)
+
+
+def test_a_gated_expert_moves_nothing_before_the_sum_of_its_rows() -> None:
+    for shape, mesh in MESHES.items():
+        whole = [R] * len(shape)
+        x, ends = dt.distribute_tensor(numbers(7, 8), mesh, whole).requires_grad_(), dt.distribute_tensor(ENDS, mesh, whole)
+        up, down = (
+            dt.distribute_tensor(numbers(3, *size, seed=1), mesh, [*whole[1:], Shard(0)]).requires_grad_()
+            for size in ((8, 16), (8, 8))
+        )
+
+        def expert(x: Any, up: Any, down: Any, ends: Any) -> Any:
+            gate, h = F.grouped_mm(x, up, offs=ends).chunk(2, dim=-1)
+            return F.grouped_mm(F.silu(gate) * h, down, offs=ends)
+
+        with CommDebugMode() as comm, Checked() as checked:
+            made = expert(x, up, down, ends)
+            before = comm.get_total_counts()
+            (made * made).sum().backward()
+        assert before == 0
+        assert comm.get_total_counts() == 1  # the gradient of x, which is replicated
+        assert checked.count > 8
+        plain = [t.detach().full_tensor().requires_grad_() for t in (x, up, down)]
+        expected = expert(*plain, ENDS)
+        (expected * expected).sum().backward()
+        same(made.detach(), expected.detach())
+        for own, other in zip((x, up, down), plain, strict=True):
+            same(own.grad, other.grad)
+
+
+def test_rows_of_different_owners_are_not_taken_for_the_same() -> None:
+    one, many = product(MESHES[2,])
+    other, others = product(MESHES[2,], torch.tensor([4, 6, 7], dtype=torch.int32), seed=5)
+    same(many * others, one * other)
+    same(many * many, one * one)  # the same plan's operands, otherwise known
+    same(others * many, one * other)
+
+
+def test_writes_end_what_is_known() -> None:
+    one, many = product(MESHES[2,])
+    term = dt.DTensor.from_local(dt.per_rank([torch.ones(7, 12), torch.ones(7, 12)]), MESHES[2,], [SUM], shape=(7, 12))
+    many.add_(term)
+    assert fact_of(many) is None
+    same(torch.exp(many), torch.exp(one + 2))
+    one, many = product(MESHES[2,])
+    view = many[1:3]
+    many.add_(term)
+    same(torch.exp(view), torch.exp(one[1:3] + 2))
+    one, many = product(MESHES[2,])
+    for shard in many.to_local().shards:  # nobody counts
+        shard.add_(1)
+    same(torch.exp(many), torch.exp(one + 2))
+
+
+def test_a_write_to_the_ends_ends_what_is_known() -> None:
+    mesh = MESHES[2,]
+    x, w, ends = (dt.distribute_tensor(t, mesh, [p]) for t, p in ((numbers(7, 8), R), (numbers(3, 8, 12), Shard(0)), (ENDS, R)))
+    many, one = F.grouped_mm(x, w, offs=ends), F.grouped_mm(numbers(7, 8), numbers(3, 8, 12), offs=ENDS)
+    ends.add_(0)
+    assert fact_of(many) is None
+    same(torch.exp(many), torch.exp(one))
+
+
+def test_rows_behind_the_last_group_are_zeros_like_on_one_rank() -> None:
+    ends = torch.tensor([2, 3, 5], dtype=torch.int32)
+    _, many = product(MESHES[3,], ends)
+    assert torch.equal(torch.exp(many).full_tensor()[5:], torch.ones(2, 12))
+
+
+def test_a_recording_relies_on_nothing_that_it_has_not_seen() -> None:
+    captured = dt.capture(lambda h, g: torch.exp(h) * g)
+    for seed in (0, 3):
+        one, many = product(MESHES[2,], seed=seed)
+        same(captured(many, many), torch.exp(one) * one)
+    term = dt.DTensor.from_local(dt.per_rank([torch.ones(7, 12), torch.ones(7, 12)]), MESHES[2,], [SUM], shape=(7, 12))
+    same(captured(term, term), torch.full((7, 12), 2.0).exp() * 2)
+
+
+STEPS: list[Callable[..., Any]] = [
+    torch.mul, torch.add, torch.sub, torch.div, torch.maximum, torch.atan2,
+    lambda a, b: torch.cat([a, b], -1)[:, ::2].contiguous(),
+    lambda a, b: torch.where(a > b, a, b),
+    lambda a, b: a.t().contiguous().t() * b,
+    lambda a, b: (a.flip(1) - b).exp(),
+    lambda a, b: a.softmax(-1) * b,
+    lambda a, b: a * b.sum(-1, keepdim=True),
+    lambda a, b: a * b.sum(0),
+    lambda a, b: a.flip(0) * b,
+    lambda a, b: torch.addcmul(a, a, b),
+    lambda a, b: torch.stack([a, b]).exp()[1],
+    lambda a, b: a.detach().mul_(2) + b,
+    lambda a, b: F.layer_norm(a, (12,)) + b,
+    lambda a, b: a.view(7, 3, 4).tanh().reshape(7, 12) * b,
+    lambda a, b: a.to(torch.float64).to(a.dtype) * b,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_random_programs_are_those_of_one_device(shape: tuple[int, ...], seed: int) -> None:
+    rng, mesh = random.Random(seed), MESHES[shape]
+    cut = [Shard(0)] * mesh.ndim if seed % 3 == 0 else None
+    values = [product(mesh, placements=cut), product(mesh, torch.tensor([4, 6, 7], dtype=torch.int32), seed=5)]
+    whole = numbers(7, 12, seed=9)
+    values.append((whole, dt.distribute_tensor(whole, mesh, rng.choice([[R] * mesh.ndim, [Shard(0)] + [R] * (mesh.ndim - 1)]))))
+    with Checked():
+        for _ in range(8):
+            step, (a, b) = rng.choice(STEPS), rng.choices(values, k=2)
+            expected, got = step(a[0], b[0]), step(a[1], b[1])
+            same(got, expected)
+            values.append((expected, got))
