@@ -6,6 +6,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -161,13 +162,13 @@ class Captured(Generic[P, T]):
         self._recorded += 1
         if self._plans is not None and self._plans.wants(key):
             return self._plans.make(key, self.fn, signature)
-        fn, followed = (self.fn, bool) if self._plans is None else self._plans.run(key, self.fn)
+        way, followed = (nullcontext(), bool) if self._plans is None else self._plans.way(key)
         entries = self._entries.get(key, [])
         changing = () if waiting is None else waiting.changing
         if waiting is None:  # floats that have changed between calls are variables from now on
             differing = [(kept.differing(environment), kept) for kept in entries]
             changing = next((tuple({*found, *kept.changing}) for found, kept in differing if found), ())
-        result, program, changed = Recording(fn, signature, environment, changing).run()
+        result, program, changed = Recording(self.fn, signature, environment, changing).run(way)
         if self._plans is not None and not followed():
             return result
         if program is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..errors import ArgumentError
@@ -43,19 +44,13 @@ class Plans:
         made, self._found[key] = planned(fn, args, kwargs)
         return made
 
-    def run(self, key: Any, fn: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[], bool]]:
-        """``fn`` by the plan of this kind of calls, and what tells afterwards whether it was followed to its end."""
+    def way(self, key: Any) -> tuple[AbstractContextManager[Any], Callable[[], bool]]:
+        """Inside of what a call of this kind goes by its plan, and what tells afterwards whether it was followed to its end."""
         plan = self._given or self._found.get(key)
         if plan is None:
-            return fn, lambda: True
+            return nullcontext(), lambda: True
         following = Following(plan)
-
-        @functools.wraps(fn, updated=())
-        def by_plan(*args: Any, **kwargs: Any) -> Any:
-            with following:
-                return fn(*args, **kwargs)
-
-        return by_plan, functools.partial(self._followed, key, following)
+        return following, functools.partial(self._followed, key, following)
 
     def _followed(self, key: Any, following: Following) -> bool:
         if following.followed:

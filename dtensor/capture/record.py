@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -81,8 +82,12 @@ class Recording:
         return local, var
 
     # --- the run -------------------------------------------------------------------------------------------------------
-    def run(self) -> tuple[Any, Program | None, str | None]:
-        """The function's result, and the program; None, with where, if the run left other variables behind than it found."""
+    def run(self, way: AbstractContextManager[Any]) -> tuple[Any, Program | None, str | None]:
+        """The function's result, and the program; None, with where, if the run left other variables behind than it found.
+
+        Args:
+            way: inside of what it runs.
+        """
         args, kwargs = self.signature.rebuild([self.seen[Given(ARG, i)] for i in range(len(self.signature.tensors))])
         layouts = {given: (x._layout, x._local) for given, x in self.seen.items() if type(x) is DTensor}
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -90,7 +95,8 @@ class Recording:
         try:
             with self.leaves.watched(), self.recorder.running(self.steps):
                 self._show_numbers()
-                out = self._called(args, kwargs)
+                with way:
+                    out = self._called(args, kwargs)
                 leaves, tree = pytree.tree_flatten(out)
                 for leaf in leaves:
                     if isinstance(leaf, DTensor):

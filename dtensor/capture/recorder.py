@@ -25,7 +25,7 @@ from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
 from .graph import Ranks, Step, Var
 from .numbers import Numbers
-from .reads import Refusing, refuse
+from .reads import Refusing, Unvarying, refuse
 
 aten = torch.ops.aten
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -48,7 +48,7 @@ class Recorder(TorchDispatchMode):
         self._pending: dict[int, tuple[Any, Var]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         self._count = 0
-        self.numbers = Numbers(self.number, self._step)
+        self.numbers, self.unvarying = Numbers(self.number, self._step), Unvarying()
 
     @contextmanager
     def running(self, steps: list[Step]) -> Iterator[None]:
@@ -110,7 +110,10 @@ class Recorder(TorchDispatchMode):
             self._step(Step(TensorBase.item, (self._known(args[0]),), {}, self.numbers.last, within=within))
             return func(*args)
         if any(tag in func.tags for tag in _READS) and not _indexed_by_numbers(func, args):
-            raise refuse(str(func), within)
+            if not self.unvarying.holds(map(self._known, _tensors((args, kwargs)))):
+                raise refuse(str(func), within)
+            if func is aten._local_scalar_dense.default:
+                return func(*args)
         if func is aten.lift_fresh.default:
             self._constant(args[0])
         taken, named = self.numbers.inserted(self.taken(args), self.taken(kwargs))
@@ -241,6 +244,7 @@ class Recorder(TorchDispatchMode):
         if _key(x) not in self._vars:
             var = self._new(x)
             self.constants[var] = x.detach().clone()
+            self.unvarying.made(var)
 
     def _out(self, value: Any, fresh: list[Var]) -> Any:
         """``value`` with variables, new ones for what has not been seen."""
@@ -269,6 +273,7 @@ class Recorder(TorchDispatchMode):
                     f"capture: {step.within or step.fn} changes the size of a local tensor in place; make a new one"
                 )
         step.out = self._out(result, fresh)
+        self.unvarying.after(step)
         if fresh or step.writes or step.keep:
             self.steps.append(step)
 

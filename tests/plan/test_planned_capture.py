@@ -102,6 +102,20 @@ def test_a_plan_of_another_program_is_told_and_left() -> None:
         run(x)
 
 
+def test_a_planned_step_may_put_equal_objects_in_the_place_of_others() -> None:
+    x = dt.randn(5, 6, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[S(0)])
+    state = {"scales": [2]}
+
+    def step(x: Any) -> Any:
+        state["scales"] = list(state["scales"])
+        return (x * state["scales"][0]).sum()
+
+    run = dt.capture(step, plan="program")
+    for _ in range(4):
+        torch.testing.assert_close(run(x).full_tensor(), 2 * x.sum().full_tensor())
+    assert run.cache_info().replayed == 2
+
+
 def test_what_is_no_plan_is_refused() -> None:
     with pytest.raises(dt.errors.ArgumentError, match="program"):
         dt.capture(lambda x: x, plan="model")
