@@ -231,7 +231,9 @@ def _bases(program: Program, sources: Sources) -> list[Any]:
     return [rest[number] if number in rest else next(made) for number in range(len(program.bases))]
 
 
-def capture(fn: Callable[P, T], *, limit: int = KEPT, plan: str | ProgramPlan | None = None) -> Captured[P, T]:
+def capture(
+    fn: Callable[P, T], *, limit: int = KEPT, plan: str | ProgramPlan | None = None, memory: float | None = None
+) -> Captured[P, T]:
     """``fn``, recorded when it is first called and replayed afterwards over local tensors, without dispatch of DTensors.
 
     Forward and backward tapes stand behind one autograd function, so gradients, hooks and optimizers work as ever. Replays give
@@ -243,8 +245,12 @@ def capture(fn: Callable[P, T], *, limit: int = KEPT, plan: str | ProgramPlan | 
         plan: ``"program"``: the first call of a kind runs as it is and is planned, the next is recorded by that plan (see
             docs/plan.md); results are equal up to the order of additions. Or a plan, as ``dt.plan`` made or a file has it.
 
+        memory: bytes that a rank may hold at once of what the planned step takes, makes and keeps for backward; makes
+            ``plan="program"`` the default.
+
     Raises:
         CaptureError: when ``fn`` does what a replay could not do again, on all ranks alike; it says what to do instead.
+        PlanError: no plan was found that fits into ``memory``, as of ``dt.plan``.
 
     >>> import torch, dtensor as dt
     >>> x = dt.ones(3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
@@ -254,4 +260,6 @@ def capture(fn: Callable[P, T], *, limit: int = KEPT, plan: str | ProgramPlan | 
     """
     if not callable(fn):
         raise ArgumentError(f"capture takes a function or a module, got {fn!r}")
-    return Captured(fn, limit, None if plan is None else Plans(plan))
+    if plan is None and memory is not None:
+        plan = "program"
+    return Captured(fn, limit, None if plan is None else Plans(plan, memory))

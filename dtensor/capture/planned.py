@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,12 +23,16 @@ class Plans:
 
     Args:
         given: ``"program"``, or the plan for all of them.
+        memory: bytes that a rank may hold at once.
     """
 
-    def __init__(self, given: str | ProgramPlan) -> None:
+    def __init__(self, given: str | ProgramPlan, memory: float | None = None) -> None:
         if given != "program" and not isinstance(given, ProgramPlan):
             raise ArgumentError(f'capture takes plan="program" or a ProgramPlan, got {given!r}')
+        if given != "program" and memory is not None:
+            raise ArgumentError('capture takes memory= for plans that it makes: plan="program", or give dt.plan(memory=)')
         self._given = given if isinstance(given, ProgramPlan) else None
+        self._memory = math.inf if memory is None else memory
         self._found: dict[Any, ProgramPlan] = {}
         self._left: dict[Any, int] = {}
 
@@ -41,7 +46,7 @@ class Plans:
     def make(self, key: Any, fn: Callable[..., Any], signature: Signature) -> Any:
         """What ``fn`` gives; it runs as it is, and is planned."""
         args, kwargs = signature.rebuild(signature.tensors)
-        made, self._found[key] = planned(fn, args, kwargs)
+        made, self._found[key] = planned(fn, args, kwargs, memory=self._memory)
         return made
 
     def way(self, key: Any) -> tuple[AbstractContextManager[Any], Callable[[], bool]]:
