@@ -6,7 +6,6 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -19,7 +18,7 @@ from ..base.tracing import looks_on
 from ..errors import ArgumentError, CaptureError
 from ..plan.program_plan import ProgramPlan
 from .confirm import confirmed
-from .planned import Plans
+from .planned import Plans, Way
 from .program import Program, Sources, sources_of
 from .record import Recording
 from .replay import replayed
@@ -162,14 +161,14 @@ class Captured(Generic[P, T]):
         self._recorded += 1
         if self._plans is not None and self._plans.wants(key):
             return self._plans.make(key, self.fn, signature)
-        way, followed = (nullcontext(), bool) if self._plans is None else self._plans.way(key)
+        way = Way() if self._plans is None else self._plans.way(key)
         entries = self._entries.get(key, [])
         changing = () if waiting is None else waiting.changing
         if waiting is None:  # floats that have changed between calls are variables from now on
             differing = [(kept.differing(environment), kept) for kept in entries]
             changing = next((tuple({*found, *kept.changing}) for found, kept in differing if found), ())
-        result, program, changed = Recording(self.fn, signature, environment, changing).run(way)
-        if self._plans is not None and not followed():
+        result, program, changed = Recording(self.fn, signature, environment, changing).run(way.within, way.together)
+        if self._plans is not None and not way.followed():
             return result
         if program is not None:
             same = not program.followed or (waiting is not None and confirmed(waiting.program, program))

@@ -7,15 +7,25 @@ import math
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
 from ..plan.follow import Following
 from ..plan.make import planned
 from ..plan.program_plan import ProgramPlan
+from .buckets import BYTES
 from .signature import Signature
 
 TRIES = 3  # plans for one kind of call that later runs may leave, as the run does that makes an optimizer's state
+
+
+class Way(NamedTuple):
+    """How a function is recorded: inside of what it runs, what tells afterwards whether its plan was followed to its end, and how
+    many bytes of values collectives may move together, and so before or after they need to be there."""
+
+    within: AbstractContextManager[Any] = nullcontext()
+    followed: Callable[[], bool] = functools.partial(bool, 1)
+    together: int = BYTES
 
 
 class Plans:
@@ -49,13 +59,13 @@ class Plans:
         made, self._found[key] = planned(fn, args, kwargs, memory=self._memory)
         return made
 
-    def way(self, key: Any) -> tuple[AbstractContextManager[Any], Callable[[], bool]]:
-        """Inside of what a call of this kind goes by its plan, and what tells afterwards whether it was followed to its end."""
+    def way(self, key: Any) -> Way:
+        """How calls of this kind are recorded."""
         plan = self._given or self._found.get(key)
         if plan is None:
-            return nullcontext(), lambda: True
-        following = Following(plan)
-        return following, functools.partial(self._followed, key, following)
+            return Way()
+        following, spare = Following(plan), max(0.0, self._memory - plan.peak_bytes)
+        return Way(following, functools.partial(self._followed, key, following), int(min(BYTES, spare)))
 
     def _followed(self, key: Any, following: Following) -> bool:
         if following.followed:
