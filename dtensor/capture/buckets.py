@@ -58,7 +58,7 @@ def bucketed(steps: list[Step], facts: Mapping[Var, Any], lasting: frozenset[int
     groups: dict[int, list[list[_Site]]] = {}  # by the place at which they are issued
     kinds = [sites for sites in _by_kind(steps, facts).values() if len(sites) > 1]
     if kinds:
-        uses = _Uses(steps, lasting)
+        uses = Uses(steps, lasting)
         for site in (site for sites in kinds for site in sites):
             _find_end(site, uses, facts)
         for sites in kinds:
@@ -117,8 +117,12 @@ def _known(step: Step, facts: Mapping[Var, Any]) -> tuple[Hashable, _Site] | Non
     return None if alone else (kind, site)
 
 
-class _Uses:
-    """By memory, the places of the steps that make or write it, and of those that use it in any way."""
+class Uses:
+    """By memory, the places of the steps that make or write it, and of those that use it in any way.
+
+    Args:
+        lasting: memory that the steps are given, of which at another call several may be one.
+    """
 
     def __init__(self, steps: Sequence[Step], lasting: frozenset[int]) -> None:
         self.steps, self.lasting = steps, lasting
@@ -165,6 +169,29 @@ class _Uses:
                         heapq.heappush(coming, other)
         return tail, memory, len(self.steps)
 
+    def ready(self, place: int) -> tuple[int, list[int]]:
+        """The last step that the site at ``place`` needs; and those that may come along, as they make views of what it sends."""
+        sent = list(self.steps[place].inputs)
+        views = [at for var in sent for at in self.views(var)]
+        moved = {var for at in views for var in (*self.steps[at].outputs, *self.steps[at].inputs)} | set(sent)
+        made = [self.made[var] for var in moved if var in self.made and self.made[var] not in views]
+        writes = [at for storage in {var.storage for var in sent} for at in self.written.get(storage, ()) if at < place]
+        writes += [at for storage in self.steps[place].writes for at in self.used.get(storage, ()) if at < place]
+        brought = [self.late[var.storage] - 1 for var in moved if var.storage in self.late]
+        return max([*made, *writes, *brought], default=-1), views
+
+    def end(self, issue: int, wait: int) -> int:
+        """The first step that uses what a site brings, or writes to what it sends."""
+        brought = {var.storage for var in self.steps[wait].outputs}
+        used = (place for storage in brought for place in self.used.get(storage, ()) if place > wait)
+        return min(self.overwritten(issue), min(used, default=len(self.steps)))
+
+    def overwritten(self, issue: int) -> int:
+        """The first step that writes to what a site sends."""
+        sent = {var.storage for var in self.steps[issue].inputs}
+        written = (place for storage in sent for place in self.written.get(storage, ()) if place > issue)
+        return min(written, default=len(self.steps))
+
     def views(self, var: Var) -> Iterator[int]:
         """The steps that make ``var`` of memory that is there already, last one first."""
         place = self.made.get(var)
@@ -178,31 +205,24 @@ class _Uses:
             place = self.made.get(var)
 
 
-def _find_end(site: _Site, uses: _Uses, facts: Mapping[Var, Any]) -> None:
+def _find_end(site: _Site, uses: Uses, facts: Mapping[Var, Any]) -> None:
     """How late a site may bring what it does."""
-    sent, brought = {var.storage for var in uses.steps[site.place].inputs}, list(uses.steps[site.wait].outputs)
+    brought = list(uses.steps[site.wait].outputs)
     if any(var not in facts or not _is_row_major(facts[var]) for var in brought):
         return
     tail, memory, needed = uses.after(site.wait, {var.storage for var in brought})
-    site.needed = min([needed, *(place for storage in sent for place in uses.written.get(storage, ()) if place > site.place)])
+    site.needed = min(needed, uses.overwritten(site.place))
     site.tail = [place for place in tail if place < site.needed]
     uses.late.update(dict.fromkeys(memory, site.needed))
 
 
-def _find_window(site: _Site, number: int, sites: Sequence[_Site], uses: _Uses) -> None:
+def _find_window(site: _Site, number: int, sites: Sequence[_Site], uses: Uses) -> None:
     """How far this rank may move a site."""
-    sent = list(uses.steps[site.place].inputs)
     site.first = site.last = number
-    if not site.needed:
-        return
-    site.views = [place for var in sent for place in uses.views(var)]
-    moved = {var for place in site.views for var in (*uses.steps[place].outputs, *uses.steps[place].inputs)} | set(sent)
-    made = [uses.made[var] for var in moved if var in uses.made and uses.made[var] not in site.views]
-    writes = [place for storage in {var.storage for var in sent} for place in uses.written.get(storage, ()) if place < site.place]
-    brought = [uses.late[var.storage] - 1 for var in moved if var.storage in uses.late]  # by sites that may be late
-    ready = max([*made, *writes, *brought], default=-1)
-    site.first = next(k for k, other in enumerate(sites) if other.place > ready)
-    site.last = max(k for k, other in enumerate(sites) if other.place < site.needed)
+    if site.needed:
+        ready, site.views = uses.ready(site.place)
+        site.first = next(k for k, other in enumerate(sites) if other.place > ready)
+        site.last = max(k for k, other in enumerate(sites) if other.place < site.needed)
 
 
 def _is_row_major(fact: Any) -> bool:

@@ -20,6 +20,7 @@ from .codegen import Source
 from .graph import Step, Tape, Var
 from .leaf_gradients import Guarded
 from .optimize import optimized, without_unused
+from .overlap import overlapped
 from .passes import with_bound_collectives, without_copies
 from .results import ENV, Base, Constant, Given, Joined, LocalOf, Made, Result, View, follow
 from .signature import Metadata
@@ -188,7 +189,9 @@ class Program:
 
     def _shortened(self, tape: Tape, lasting: frozenset[int]) -> Tape:
         tape = without_unused(without_copies(optimized(tape, lasting), self.facts, lasting), lasting)
-        return with_bound_collectives(tape, self.facts, lasting)
+        tape = with_bound_collectives(tape, self.facts, lasting)
+        tape.steps = overlapped(tape.steps, self.facts, lasting, self.together)
+        return tape
 
     def _storages(self) -> set[int]:
         return {var.storage for form in self.forms for var in form.locals}

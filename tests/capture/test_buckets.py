@@ -126,6 +126,19 @@ def test_what_is_written_in_between_keeps_its_order() -> None:
     assert seen["all_gather"] == 2
 
 
+def test_statistics_that_run_are_sent_after_they_are_written() -> None:
+    def running(x: Any, mean: Any, var: Any) -> Any:
+        first = whole(x.t())
+        y = F.batch_norm(x.t(), mean, var, training=True, momentum=0.5)
+        return y, first, whole(mean), whole(var)
+
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = dt.distribute_tensor(torch.randn(5, 4), mesh, [Shard(0)])
+    stats = [dt.distribute_tensor(torch.ones(5), mesh, [Shard(0)]) for _ in range(2)]
+    _, seen = replayed(running, x, *stats)
+    assert seen["all_gather"] == 2
+
+
 def test_results_are_memory_of_their_own() -> None:
     def write_after(x: Any, y: Any) -> Any:
         first, second = whole(x), whole(y)
