@@ -18,7 +18,7 @@ from ..base.tracing import looks_on
 from ..errors import ArgumentError, CaptureError
 from ..plan.program_plan import ProgramPlan
 from .confirm import confirmed
-from .planned import Plans
+from .planned import Plans, Way
 from .program import Program, Sources, sources_of
 from .record import Recording
 from .replay import replayed
@@ -161,14 +161,14 @@ class Captured(Generic[P, T]):
         self._recorded += 1
         if self._plans is not None and self._plans.wants(key):
             return self._plans.make(key, self.fn, signature)
-        fn, followed = (self.fn, bool) if self._plans is None else self._plans.run(key, self.fn)
+        way = Way() if self._plans is None else self._plans.way(key)
         entries = self._entries.get(key, [])
         changing = () if waiting is None else waiting.changing
         if waiting is None:  # floats that have changed between calls are variables from now on
             differing = [(kept.differing(environment), kept) for kept in entries]
             changing = next((tuple({*found, *kept.changing}) for found, kept in differing if found), ())
-        result, program, changed = Recording(fn, signature, environment, changing).run()
-        if self._plans is not None and not followed():
+        result, program, changed = Recording(self.fn, signature, environment, changing).run(way.within, way.together)
+        if self._plans is not None and not way.followed():
             return result
         if program is not None:
             same = not program.followed or (waiting is not None and confirmed(waiting.program, program))
@@ -230,7 +230,9 @@ def _bases(program: Program, sources: Sources) -> list[Any]:
     return [rest[number] if number in rest else next(made) for number in range(len(program.bases))]
 
 
-def capture(fn: Callable[P, T], *, limit: int = KEPT, plan: str | ProgramPlan | None = None) -> Captured[P, T]:
+def capture(
+    fn: Callable[P, T], *, limit: int = KEPT, plan: str | ProgramPlan | None = None, memory: float | None = None
+) -> Captured[P, T]:
     """``fn``, recorded when it is first called and replayed afterwards over local tensors, without dispatch of DTensors.
 
     Forward and backward tapes stand behind one autograd function, so gradients, hooks and optimizers work as ever. Replays give
@@ -242,8 +244,12 @@ def capture(fn: Callable[P, T], *, limit: int = KEPT, plan: str | ProgramPlan | 
         plan: ``"program"``: the first call of a kind runs as it is and is planned, the next is recorded by that plan (see
             docs/plan.md); results are equal up to the order of additions. Or a plan, as ``dt.plan`` made or a file has it.
 
+        memory: bytes that a rank may hold at once of what the planned step takes, makes and keeps for backward; makes
+            ``plan="program"`` the default.
+
     Raises:
         CaptureError: when ``fn`` does what a replay could not do again, on all ranks alike; it says what to do instead.
+        PlanError: no plan was found that fits into ``memory``, as of ``dt.plan``.
 
     >>> import torch, dtensor as dt
     >>> x = dt.ones(3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)])
@@ -253,4 +259,6 @@ def capture(fn: Callable[P, T], *, limit: int = KEPT, plan: str | ProgramPlan | 
     """
     if not callable(fn):
         raise ArgumentError(f"capture takes a function or a module, got {fn!r}")
-    return Captured(fn, limit, None if plan is None else Plans(plan))
+    if plan is None and memory is not None:
+        plan = "program"
+    return Captured(fn, limit, None if plan is None else Plans(plan, memory))

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..base.recording import current
 from ..base.torch_internals import TensorBase
+from ..tensor.autograd import grad_placements_of
 from ..tensor.dtensor import DTensor
 from .signature import described
 
@@ -142,3 +143,12 @@ def without_hooks(leaves: list[Any]) -> Iterator[None]:
         for x, hooks in held:
             if hooks is not None:
                 x._backward_hooks = hooks
+
+
+def arrived(given: Any, gradient: Any) -> Any:
+    """A gradient on its way to what was given: where that is a leaf, as the leaf's gradients lie."""
+    if not isinstance(gradient, DTensor) or "_grad_layout" not in given.__dict__ or given.grad_fn is not None:
+        return gradient
+    wanted = grad_placements_of(given)
+    same = gradient._layout.placements == wanted or gradient._layout.mesh != given._layout.mesh
+    return gradient if same else gradient.redistribute(placements=wanted)

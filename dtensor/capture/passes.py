@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..base.torch_internals import TensorBase
-from ..comm import Communicator, Pending
+from ..comm import Communicator
 from .graph import Step, Tape, Var
 from .optimize import renamed
 
@@ -50,27 +50,19 @@ def _copy(step: Step) -> tuple[Var, Var] | None:
 
 
 def with_bound_collectives(tape: Tape, facts: Mapping[Var, Fact], lasting: frozenset[int]) -> Tape:
-    """All-reductions whose group and algorithm are looked up once; in place where nobody needs what goes in, and under way until
-    the first step that uses what comes out."""
+    """All-reductions whose group and algorithm are looked up once; in place where nobody needs what goes in."""
     uses = _Uses(tape, lasting)
-    at_once: set[Any] = set()  # collectives under way that may be waited for at any time
     steps: list[Step] = []
-    waits: dict[int, list[Step]] = {}  # by the step that they come before
     for place, step in enumerate(tape.steps):
-        steps += waits.get(place, ())
         x = step.args[1] if step.fn is _ALL_REDUCE and len(step.args) == 4 else None
         if isinstance(x, Var) and x in facts:
             comm, _, mesh_dims, op = step.args
             bound = comm.bind_all_reduce(mesh_dims, op, facts[x][3])
             taken = bound.taking is not None and _row_major(facts[x]) and uses.last_of(place, x)
-            step = dataclasses.replace(step, fn=bound.taking if taken else bound.run, args=(x,))
-            if bound.at_once:
-                at_once.add(step.out)
-        elif step.fn is Pending.wait and step.args[0] in at_once and isinstance(step.out, Var):
-            waits.setdefault(uses.first_after(place, step.out), []).append(step)
-            continue
+            writes = frozenset((x.storage,) if taken else ())
+            step = dataclasses.replace(step, fn=bound.taking if taken else bound.run, args=(x,), writes=writes)
         steps.append(step)
-    return Tape(tape.inputs, [*steps, *waits.get(len(tape.steps), ())], tape.results, tape.constants)
+    return Tape(tape.inputs, steps, tape.results, tape.constants)
 
 
 def _row_major(fact: Fact) -> bool:
@@ -116,10 +108,6 @@ class _Uses:
             return False
         writes = [*self.written.get(made.storage, ()), *self._after(place, self.written, source.storage)]
         return all(other == place for other in writes) and not any(self._after(place, self.read, source.storage))
-
-    def first_after(self, place: int, var: Var) -> int:
-        """The first step after ``place`` that uses the memory of ``var``; the number of steps if none does."""
-        return min(self._after(place, self.read, var.storage), default=len(self.steps))
 
     def last_of(self, place: int, var: Var) -> bool:
         """Whether the site at ``place`` is the last that sees the memory of ``var``, and the only site."""

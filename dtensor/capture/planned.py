@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
 from ..plan.follow import Following
 from ..plan.make import planned
 from ..plan.program_plan import ProgramPlan
+from .buckets import BYTES
 from .signature import Signature
 
 TRIES = 3  # plans for one kind of call that later runs may leave, as the run does that makes an optimizer's state
+
+
+class Way(NamedTuple):
+    """How a function is recorded: inside of what it runs, what tells afterwards whether its plan was followed to its end, and how
+    many bytes of values collectives may move together, and so before or after they need to be there."""
+
+    within: AbstractContextManager[Any] = nullcontext()
+    followed: Callable[[], bool] = functools.partial(bool, 1)
+    together: int = BYTES
 
 
 class Plans:
@@ -21,12 +33,16 @@ class Plans:
 
     Args:
         given: ``"program"``, or the plan for all of them.
+        memory: bytes that a rank may hold at once.
     """
 
-    def __init__(self, given: str | ProgramPlan) -> None:
+    def __init__(self, given: str | ProgramPlan, memory: float | None = None) -> None:
         if given != "program" and not isinstance(given, ProgramPlan):
             raise ArgumentError(f'capture takes plan="program" or a ProgramPlan, got {given!r}')
+        if given != "program" and memory is not None:
+            raise ArgumentError('capture takes memory= for plans that it makes: plan="program", or give dt.plan(memory=)')
         self._given = given if isinstance(given, ProgramPlan) else None
+        self._memory = math.inf if memory is None else memory
         self._found: dict[Any, ProgramPlan] = {}
         self._left: dict[Any, int] = {}
 
@@ -40,22 +56,16 @@ class Plans:
     def make(self, key: Any, fn: Callable[..., Any], signature: Signature) -> Any:
         """What ``fn`` gives; it runs as it is, and is planned."""
         args, kwargs = signature.rebuild(signature.tensors)
-        made, self._found[key] = planned(fn, args, kwargs)
+        made, self._found[key] = planned(fn, args, kwargs, memory=self._memory)
         return made
 
-    def run(self, key: Any, fn: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[], bool]]:
-        """``fn`` by the plan of this kind of calls, and what tells afterwards whether it was followed to its end."""
+    def way(self, key: Any) -> Way:
+        """How calls of this kind are recorded."""
         plan = self._given or self._found.get(key)
         if plan is None:
-            return fn, lambda: True
-        following = Following(plan)
-
-        @functools.wraps(fn, updated=())
-        def by_plan(*args: Any, **kwargs: Any) -> Any:
-            with following:
-                return fn(*args, **kwargs)
-
-        return by_plan, functools.partial(self._followed, key, following)
+            return Way()
+        following, spare = Following(plan), max(0.0, self._memory - plan.peak_bytes)
+        return Way(following, functools.partial(self._followed, key, following), int(min(BYTES, spare)))
 
     def _followed(self, key: Any, following: Following) -> bool:
         if following.followed:

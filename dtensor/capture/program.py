@@ -15,11 +15,12 @@ from ..dispatch.local_op import below_autograd
 from ..dispatch.wrapping import wrap_local
 from ..layout.layout import Layout
 from ..tensor.dtensor import DTensor
-from .buckets import bucketed
+from .buckets import BYTES, bucketed
 from .codegen import Source
 from .graph import Step, Tape, Var
 from .leaf_gradients import Guarded
 from .optimize import optimized, without_unused
+from .overlap import overlapped
 from .passes import with_bound_collectives, without_copies
 from .results import ENV, Base, Constant, Given, Joined, LocalOf, Made, Result, View, follow
 from .signature import Metadata
@@ -116,6 +117,7 @@ class Program:
         numbers: floats of the survey that the tape takes, by their place in its key.
         followed: whether there are floats in the tape that change, of which some may have slipped away (see confirm.py);
         guarded: those of the survey that must not change after all.
+        together: bytes of values that collectives may move together.
         assigned: what the run leaves in ``.grad`` of tensors of the survey.
     """
 
@@ -134,6 +136,7 @@ class Program:
     numbers: tuple[tuple[Var, int], ...] = ()
     followed: bool = False
     guarded: frozenset[int] = frozenset()
+    together: int = BYTES
     backwards: dict[Any, Backward] = field(default_factory=dict)
     compiled: Compiled | None = None
     _given: tuple[Given, ...] = ()
@@ -145,7 +148,7 @@ class Program:
         written = frozenset(self.mutated)
         self._counting = [place for place, form in enumerate(self.forms) if form.distributed and form.given in written]
         self._strides = [stride for form in self.forms for stride in form.strides]
-        self.steps = bucketed(self.steps, self.facts, frozenset(self._storages()))
+        self.steps = bucketed(self.steps, self.facts, frozenset(self._storages()), self.together)
 
     @property
     def ready(self) -> bool:
@@ -168,7 +171,7 @@ class Program:
         constants = {var: value for var, value in self.constants.items() if var.storage not in kept}
         inputs = tuple(var for group in backward.incoming for var in group)
         lasting = frozenset(self._storages() | {var.storage for var in incoming})
-        backward.steps = bucketed(backward.steps, self.facts, lasting)
+        backward.steps = bucketed(backward.steps, self.facts, lasting, self.together)
         read = [var for step in backward.steps for var in step.inputs] + list(results)
         earlier = tuple(dict.fromkeys(var for var in read if var not in made and var not in incoming and var not in constants))
         tape = self._shortened(Tape(inputs + earlier, backward.steps, results, constants), lasting)
@@ -186,7 +189,9 @@ class Program:
 
     def _shortened(self, tape: Tape, lasting: frozenset[int]) -> Tape:
         tape = without_unused(without_copies(optimized(tape, lasting), self.facts, lasting), lasting)
-        return with_bound_collectives(tape, self.facts, lasting)
+        tape = with_bound_collectives(tape, self.facts, lasting)
+        tape.steps = overlapped(tape.steps, self.facts, lasting, self.together)
+        return tape
 
     def _storages(self) -> set[int]:
         return {var.storage for form in self.forms for var in form.locals}

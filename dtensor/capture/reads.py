@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
+from .graph import Step, Var
 
 _NAMES = ("tolist", "numpy", "__array__", "__dlpack__", "apply_", "map_")  # what no dispatch key sees
 _READS = frozenset(getattr(torch.Tensor, name) for name in _NAMES)
@@ -34,3 +35,27 @@ class Refusing(TorchFunctionMode):
         if func in _READS and args[0].device.type != "meta" and (within := self._reading()) is not None:
             raise refuse(f"Tensor.{func.__name__}()", within)
         return func(*args, **(kwargs or {}))
+
+
+class Unvarying:
+    """Memory that holds the same at every replay, since it was made of Python values alone: reading it decides nothing anew."""
+
+    def __init__(self) -> None:
+        self._storages: set[int] = set()
+
+    def holds(self, variables: Iterable[Var]) -> bool:
+        """Whether all of these are such memory, and there are some."""
+        found = {var.storage for var in variables}
+        return bool(found) and found <= self._storages
+
+    def made(self, var: Var) -> None:
+        """A tensor made of Python numbers."""
+        self._storages.add(var.storage)
+
+    def after(self, step: Step) -> None:
+        """What a step makes and writes to; what a site does with what it is given is its own affair."""
+        given = {var.storage for var in step.inputs}
+        if step.keep or step.site or not given <= self._storages:
+            self._storages -= given if step.site else step.writes
+        else:
+            self._storages |= {var.storage for var in step.outputs}

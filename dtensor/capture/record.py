@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ..dispatch.wrapping import wrap_local
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
 from .graph import Step, Var
-from .leaf_gradients import Leaves, leaves_of, without_hooks
+from .leaf_gradients import Leaves, arrived, leaves_of, without_hooks
 from .numbers import Number, plain
 from .program import Backward, Form, Program, joined, locals_of, sources_of
 from .recorder import Recorder
@@ -81,8 +82,13 @@ class Recording:
         return local, var
 
     # --- the run -------------------------------------------------------------------------------------------------------
-    def run(self) -> tuple[Any, Program | None, str | None]:
-        """The function's result, and the program; None, with where, if the run left other variables behind than it found."""
+    def run(self, way: AbstractContextManager[Any], together: int) -> tuple[Any, Program | None, str | None]:
+        """The function's result, and the program; None, with where, if the run left other variables behind than it found.
+
+        Args:
+            way: inside of what it runs.
+            together: bytes of values that collectives may move together.
+        """
         args, kwargs = self.signature.rebuild([self.seen[Given(ARG, i)] for i in range(len(self.signature.tensors))])
         layouts = {given: (x._layout, x._local) for given, x in self.seen.items() if type(x) is DTensor}
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -90,7 +96,8 @@ class Recording:
         try:
             with self.leaves.watched(), self.recorder.running(self.steps):
                 self._show_numbers()
-                out = self._called(args, kwargs)
+                with way:
+                    out = self._called(args, kwargs)
                 leaves, tree = pytree.tree_flatten(out)
                 for leaf in leaves:
                     if isinstance(leaf, DTensor):
@@ -111,7 +118,7 @@ class Recording:
                     "x.t_()), which a replay cannot; make a new tensor"
                 )
         changed = self._changed()
-        program, bases = self._program(leaves, tree)
+        program, bases = self._program(leaves, tree, together)
         linked = self._linked(program, bases)
         sources = sources_of(self.signature.tensors, self.environment)
         result = pytree.tree_unflatten(program.finish(linked, sources), tree)
@@ -147,7 +154,7 @@ class Recording:
         return self.environment.difference(Environment(self.fn))
 
     # --- what it made --------------------------------------------------------------------------------------------------
-    def _program(self, leaves: list[Any], tree: Any) -> tuple[Program, list[Any]]:
+    def _program(self, leaves: list[Any], tree: Any, together: int) -> tuple[Program, list[Any]]:
         owners = {id(x): given for given, x in self.seen.items()}
         locals_ = {id(x._local): given for given, x in self.seen.items() if isinstance(x, DTensor)}
         storages = {var.storage for group in self.vars.values() for var in group}
@@ -201,6 +208,7 @@ class Recording:
             tuple((var, place) for place, var in self.numbers.items()),
             self.recorder.numbers.seen,
             frozenset(self.recorder.numbers.guarded),
+            together,
         )
         return program, sorter.tensors
 
@@ -256,14 +264,15 @@ class Recording:
         steps: list[Step] = []
         chosen = [(root, grad[0]) for root, grad in zip(roots, shown, strict=True) if grad is not None]
         with self.recorder.running(steps), without_hooks(inputs):
-            found = torch.autograd.grad(
+            computed = torch.autograd.grad(
                 [root for root, _ in chosen], inputs, [grad for _, grad in chosen], retain_graph=True, allow_unused=True
             )
+            found = [arrived(self.real[given], x) for given, x in zip(program.differentiable, computed, strict=True)]
             for gradient in found:
                 if isinstance(gradient, DTensor):
                     gradient._local  # noqa: B018  as above
         if key not in program.backwards:
-            program.add_backward(key, self._backward(shown, grads, steps, list(found)))
+            program.add_backward(key, self._backward(shown, grads, steps, found))
         return tuple(found)
 
     def _incoming(self, grad: Any) -> tuple[Any, tuple[Var, ...]]:

@@ -25,7 +25,8 @@ from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
 from .graph import Ranks, Step, Var
 from .numbers import Numbers
-from .reads import Refusing, refuse
+from .reads import Refusing, Unvarying, refuse
+from .writes import tensors_in, written_by
 
 aten = torch.ops.aten
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -48,7 +49,7 @@ class Recorder(TorchDispatchMode):
         self._pending: dict[int, tuple[Any, Var]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         self._count = 0
-        self.numbers = Numbers(self.number, self._step)
+        self.numbers, self.unvarying = Numbers(self.number, self._step), Unvarying()
 
     @contextmanager
     def running(self, steps: list[Step]) -> Iterator[None]:
@@ -110,7 +111,10 @@ class Recorder(TorchDispatchMode):
             self._step(Step(TensorBase.item, (self._known(args[0]),), {}, self.numbers.last, within=within))
             return func(*args)
         if any(tag in func.tags for tag in _READS) and not _indexed_by_numbers(func, args):
-            raise refuse(str(func), within)
+            if not self.unvarying.holds(map(self._known, tensors_in((args, kwargs)))):
+                raise refuse(str(func), within)
+            if func is aten._local_scalar_dense.default:
+                return func(*args)
         if func is aten.lift_fresh.default:
             self._constant(args[0])
         taken, named = self.numbers.inserted(self.taken(args), self.taken(kwargs))
@@ -126,8 +130,8 @@ class Recorder(TorchDispatchMode):
             self._expect(generator or _default(args, kwargs))
         if _meta(result, {}):
             return result
-        written = _written(func, args, kwargs)
-        known = {id(x): self._known(x) for x in _tensors((args, kwargs))}
+        written = written_by(func, args, kwargs)
+        known = {id(x): self._known(x) for x in tensors_in((args, kwargs))}
         writes = frozenset(known[id(x)].storage for x in written)
         self._append(Step(fn, taken, named, None, writes, drawn, within=within), result, known, written)
         return result
@@ -241,6 +245,7 @@ class Recorder(TorchDispatchMode):
         if _key(x) not in self._vars:
             var = self._new(x)
             self.constants[var] = x.detach().clone()
+            self.unvarying.made(var)
 
     def _out(self, value: Any, fresh: list[Var]) -> Any:
         """``value`` with variables, new ones for what has not been seen."""
@@ -269,6 +274,7 @@ class Recorder(TorchDispatchMode):
                     f"capture: {step.within or step.fn} changes the size of a local tensor in place; make a new one"
                 )
         step.out = self._out(result, fresh)
+        self.unvarying.after(step)
         if fresh or step.writes or step.keep:
             self.steps.append(step)
 
@@ -306,39 +312,20 @@ def _key(x: torch.Tensor) -> tuple[Any, ...]:
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
 def _meta(value: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operation is planning, not work: on tensors without data."""
-    return any(x.device.type == "meta" for x in _tensors((value, kwargs)))
+    return any(x.device.type == "meta" for x in tensors_in((value, kwargs)))
 
 
 def _indexed_by_numbers(func: Any, args: tuple[Any, ...]) -> bool:
     """An index of integers has a result of known shape; one of bools does not."""
     return func in (aten.index.Tensor, aten._unsafe_index.Tensor) and all(
-        x.dtype in (torch.int64, torch.int32) for x in _tensors(args[1])
+        x.dtype in (torch.int64, torch.int32) for x in tensors_in(args[1])
     )
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found.extend(_tensors(value))
-    return found
-
-
 def _default(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
-    device = next((x.device for x in _tensors((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
+    device = next((x.device for x in tensors_in((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
     if device.type == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device()]
     return torch.default_generator

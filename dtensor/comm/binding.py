@@ -139,13 +139,13 @@ class Binding(ABC):
             return Reduction(lambda x: Pending.of(self.map(lambda _, term: fold([term], op), x)))
 
         def told(run: Run) -> Run:
-            return self._issuing("all_reduce", dims, run, lambda x: events.reduced(_nbytes(x), size, op))
+            return self._issuing("all_reduce", dims, run, lambda x: events.reduced(_nbytes(x), size, op), made.at_once)
 
         made = self._all_reduce(dims, op, dtype)
         return Reduction(told(made.run), None if made.taking is None else told(made.taking), made.at_once)
 
-    def _issuing(self, kind: str, dims: Dims, run: Run, nbytes: Callable[[Local], int]) -> Run:
-        """``run``, recorded and reported."""
+    def _issuing(self, kind: str, dims: Dims, run: Run, nbytes: Callable[[Local], int], at_once: bool = True) -> Run:
+        """``run``, recorded and reported; ``at_once``: as of :class:`Reduction`, with others to wait for."""
 
         def issue(x: Local) -> Pending[Local]:
             if ACTIVE and (recorder := current()) is not None:
@@ -155,6 +155,7 @@ class Binding(ABC):
             return run(x)
 
         issue.__name__ = kind
+        setattr(issue, "at_once", at_once and self.talks)  # noqa: B010  no attribute of functions that types know
         return issue
 
     def local(self, pieces: Sequence[torch.Tensor]) -> Local:

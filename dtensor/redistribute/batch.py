@@ -98,21 +98,27 @@ def _undivided(step: Any) -> Any:
 def as_one(steps: Sequence[Step]) -> Callable[..., Merged]:
     """What issues the collectives of steps of one kind as one, given a local for each; means are not divided."""
     undivided = tuple(map(_undivided, steps))
-    return _of_several(because(undivided, _merged(undivided)), steps[0].verb)
+    at_once = communicator_of(steps[0].before.mesh).talks and not isinstance(steps[0], AllReduce)
+    return _of_several(because(undivided, _merged(undivided)), steps[0].verb, at_once)
 
 
 def reduced_as_one(comm: Communicator, mesh_dims: Sequence[int], op: Any, dtype: torch.dtype) -> Callable[..., Merged]:
     """The same of all-reduces over mesh dims."""
-    return _of_several(_reduced(comm, mesh_dims, op, dtype, 1), "all_reduce")
+    return _of_several(_reduced(comm, mesh_dims, op, dtype, 1), "all_reduce", False)
 
 
-def _of_several(together: Together, name: str) -> Callable[..., Merged]:
-    """``together`` of locals, with results that share no memory: who gets them may write to one."""
+def _of_several(together: Together, name: str, at_once: bool) -> Callable[..., Merged]:
+    """``together`` of locals, with results that share no memory: who gets them may write to one.
+
+    Args:
+        at_once: as of :class:`..comm.binding.Reduction`.
+    """
 
     def issue(*values: Local) -> Merged:
         return together(list(values), [None] * len(values)).then(lambda made: [_own(x) for x in made])
 
     issue.__name__ = f"{name.replace(' ', '_').replace('-', '_')}_together"
+    setattr(issue, "at_once", at_once)  # noqa: B010  no attribute of functions that types know
     return issue
 
 

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from ..base.torch_internals import TorchDispatchMode, tree_leaves
+from ..base.tracing import has_no_values
 from ..comm import shards_of
 from ..tensor.dtensor import DTensor
 
 
 class Live(TorchDispatchMode):
-    """Inside, counts the bytes of plain tensors' storages while they exist: of those given, and of what operators make.
+    """Inside, counts the bytes of plain tensors' storages while they exist: of those given, and of what operators make. Tensors
+    without data have none.
 
     Attributes:
         now, peak: bytes at present, and at most so far.
@@ -46,6 +48,8 @@ class Live(TorchDispatchMode):
 
     def _count(self, x: torch.Tensor) -> None:
         for shard in shards_of(x._local if isinstance(x, DTensor) else x):
+            if shard.device.type == "meta" or has_no_values(shard):  # an operator is asked what its results look like
+                continue
             storage = shard.untyped_storage()
             key, nbytes = storage._cdata, storage.nbytes()
             if key not in self._known:

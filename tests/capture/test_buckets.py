@@ -59,6 +59,36 @@ def test_parameters_are_gathered_and_gradients_reduced_together(placement: Place
     assert moved <= nbytes
 
 
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
+def test_gradients_of_a_functions_leaves_are_reduced_together(placement: Placement) -> None:
+    mesh = dt.init_device_mesh("cpu", (3,))
+    weights = [dt.randn(7, 7, device_mesh=mesh, placements=[placement]).requires_grad_() for _ in range(4)]
+    seen: list[Any] = []
+    weights[1].register_hook(lambda grad: seen.append(grad.placements))
+
+    def forward(x: Any) -> Any:
+        for w in weights:
+            x = torch.tanh(F.linear(x, w)).t().contiguous().t()
+        return x.square().mean()
+
+    f, x = dt.capture(forward), dt.randn(61, 7, device_mesh=mesh, placements=[Shard(0)])
+    grads = []
+    for run in (forward, f, f, f):
+        for w in weights:
+            w.grad = None
+        loss = run(x)
+        _, kind, nbytes = kinds(loss.backward)
+        grads.append(([w.grad for w in weights], kind["all_reduce"] + kind["reduce_scatter"], nbytes))
+    assert f.cache_info().replayed == 2
+    assert [count for _, count, _ in grads][:1] + [count for _, count, _ in grads][2:] == [4, 1, 1]
+    assert grads[3][2] <= grads[0][2]
+    assert seen == [(placement,)] * 4
+    for got, _, _ in grads[1:]:
+        for one, other in zip(got, grads[0][0], strict=True):
+            assert one.placements == other.placements
+            assert torch.equal(one.full_tensor(), other.full_tensor())
+
+
 def replayed(run: Callable[..., Any], *args: Any) -> tuple[Any, Counter[str]]:
     """What a replay gives, which is what the function gives, and its collectives."""
     f = dt.capture(run)
@@ -96,6 +126,19 @@ def test_what_is_written_in_between_keeps_its_order() -> None:
     assert seen["all_gather"] == 2
 
 
+def test_statistics_that_run_are_sent_after_they_are_written() -> None:
+    def running(x: Any, mean: Any, var: Any) -> Any:
+        first = whole(x.t())
+        y = F.batch_norm(x.t(), mean, var, training=True, momentum=0.5)
+        return y, first, whole(mean), whole(var)
+
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = dt.distribute_tensor(torch.randn(5, 4), mesh, [Shard(0)])
+    stats = [dt.distribute_tensor(torch.ones(5), mesh, [Shard(0)]) for _ in range(2)]
+    _, seen = replayed(running, x, *stats)
+    assert seen["all_gather"] == 2
+
+
 def test_results_are_memory_of_their_own() -> None:
     def write_after(x: Any, y: Any) -> Any:
         first, second = whole(x), whole(y)
@@ -115,6 +158,17 @@ def test_one_that_needs_another_waits_for_it() -> None:
 
     _, seen = replayed(chained, *cut(Shard(0), Shard(0)))
     assert seen["all_gather"] == 2
+
+
+def test_what_one_brings_late_another_does_not_send_early() -> None:
+    def crossing(x: Any, y: Any, z: Any) -> Any:
+        part = x.redistribute(placements=[Shard(0)])
+        first = whole(y)
+        other = (z @ first.t()).redistribute(placements=[Shard(0)])
+        return part, other, whole(part), first
+
+    _, seen = replayed(crossing, *cut(Partial(), Shard(0), Shard(1)))
+    assert seen["all_gather"] + seen["reduce_scatter"] == 3
 
 
 def test_views_of_what_is_sent_come_along() -> None:

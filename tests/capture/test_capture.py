@@ -446,3 +446,41 @@ def test_partial_arguments_and_complex_numbers() -> None:
         for a, b in zip(f(x, z), eager, strict=True):
             assert a._layout is b._layout
             assert torch.equal(a.full_tensor(), b.full_tensor())
+
+
+def test_what_is_made_of_python_values_alone_may_decide() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x = dt.distribute_tensor(torch.arange(1.0, 6.0), mesh, [dt.Shard(0)])
+    lengths = [2, 3]
+
+    def packed(x: Any) -> Any:
+        places = torch.arange(5)
+        starts = torch.diff(places, prepend=places[:1] - 1) != 1
+        starts[0] = len(lengths) > 1
+        mask = torch.zeros(5, dtype=torch.bool)
+        mask[: lengths[0]] = True
+        return x * mask.nonzero().numel() if starts.any() else x
+
+    f = dt.capture(packed)
+    with dt.implicit_replication():
+        for _ in range(3):
+            torch.testing.assert_close(f(x).full_tensor(), 2 * x.full_tensor())
+        assert f.cache_info().replayed == 2
+        lengths[0] = 4
+        torch.testing.assert_close(f(x).full_tensor(), 4 * x.full_tensor())
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_written_to_such_memory_may_not_decide(late: bool) -> None:
+    x = dt.distribute_tensor(torch.arange(1.0, 6.0), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)])
+
+    def decides(x: Any, plain: torch.Tensor) -> Any:
+        made = torch.zeros(2)
+        view = made[:1]
+        (view if late else made).copy_(plain)
+        return x if made.any() else -x
+
+    with pytest.raises(CaptureError, match="reads a tensor's values"):
+        dt.capture(decides)(x, torch.ones(1))
+    with pytest.raises(CaptureError, match="reads a tensor's values"):
+        dt.capture(lambda x: x * torch.rand(3).argmax().item())(x)

@@ -102,6 +102,47 @@ def test_a_plan_of_another_program_is_told_and_left() -> None:
         run(x)
 
 
+def test_a_planned_step_may_put_equal_objects_in_the_place_of_others() -> None:
+    x = dt.randn(5, 6, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[S(0)])
+    state = {"scales": [2]}
+
+    def step(x: Any) -> Any:
+        state["scales"] = list(state["scales"])
+        return (x * state["scales"][0]).sum()
+
+    run = dt.capture(step, plan="program")
+    for _ in range(4):
+        torch.testing.assert_close(run(x).full_tensor(), 2 * x.sum().full_tensor())
+    assert run.cache_info().replayed == 2
+
+
+def test_a_captured_step_keeps_within_a_bound_of_memory() -> None:
+    mesh = dt.init_device_mesh("cpu", (4,))
+    weights = [dt.randn(32, 32, device_mesh=mesh, placements=[S(0)]).requires_grad_() for _ in range(4)]
+    x = dt.randn(128, 32, device_mesh=mesh, placements=[S(0)])
+
+    def step(x: Any) -> Any:
+        h = x
+        for w in weights:
+            h = torch.tanh(F.linear(h, w))
+        loss = h.square().mean()
+        return loss.detach(), *torch.autograd.grad(loss, weights)
+
+    free = dt.capture(step, plan="program")
+    expected = [free(x) for _ in range(3)][-1]
+    limit = int(0.8 * free.plans()[0].peak_bytes)
+    bound = dt.capture(step, memory=limit)
+    found = [bound(x) for _ in range(3)][-1]
+    torch.testing.assert_close([y.full_tensor() for y in found], [y.full_tensor() for y in expected])
+    assert bound.plans()[0].peak_bytes <= limit < free.plans()[0].peak_bytes
+    assert bound.cache_info().replayed == 1
+    with pytest.raises(dt.errors.PlanError, match=r"least peak found is [\d,]+ B per rank"):
+        dt.capture(step, memory=1000)(x)
+
+
 def test_what_is_no_plan_is_refused() -> None:
     with pytest.raises(dt.errors.ArgumentError, match="program"):
         dt.capture(lambda x: x, plan="model")
+    plan = dt.plan(lambda: dt.ones(4, device_mesh=dt.init_device_mesh("cpu", (2,))).sum())
+    with pytest.raises(dt.errors.ArgumentError, match="memory="):
+        dt.capture(lambda x: x, plan=plan, memory=1000)

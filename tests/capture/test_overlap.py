@@ -1,0 +1,112 @@
+"""Collectives are issued early and waited for late, and nobody can tell, whenever what is sent is read."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from dtensor.capture.graph import Step, Var
+from dtensor.capture.overlap import overlapped
+from dtensor.comm import Pending
+
+
+def issue(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+issue.at_once = True  # type: ignore[attr-defined]  # as bound collectives say it
+
+
+def fact(*shape: int) -> tuple[Any, ...]:
+    return 0, torch.Size(shape), (1,), torch.float64, False, False
+
+
+def drawn(seed: int) -> tuple[list[Step], dict[Var, Any], list[Var]]:
+    """Steps that make, view, add, write to and send four numbers; what is given; all variables of tensors."""
+    draw, steps, facts = random.Random(seed), [], {}
+    known = [Var(k, k) for k in range(1, 4)]
+    facts.update(dict.fromkeys(known, fact(4)))
+    pending: list[Var] = []
+
+    def new(storage: int | None = None) -> Var:
+        index = len(known) + len(steps) + 10 * seed + 100
+        while any(var.index == index for var in [*known, *pending]):
+            index += 1
+        return Var(index, index if storage is None else storage)
+
+    for _ in range(40):
+        x, y = draw.choice(known), draw.choice(known)
+        match draw.choice(("add", "view", "write", "send", "send", "wait", "wait")):
+            case "add":
+                steps.append(Step(torch.add, (x, y), {}, made := new()))
+            case "view":
+                steps.append(Step(torch.Tensor.view, (x, [4]), {}, made := new(x.storage)))
+            case "write":
+                steps.append(Step(torch.Tensor.add_, (x, y), {}, x, writes=frozenset((x.storage,))))
+                continue
+            case "send":
+                steps.append(Step(issue, (x,), {}, sent := new(), keep=True, site=True))
+                pending.append(sent)
+                continue
+            case "wait" if pending:
+                taken = pending.pop(0)
+                steps.append(Step(Pending.wait, (taken,), {}, made := new(), keep=True, site=True))
+            case _:
+                continue
+        known.append(made)
+        facts[made] = fact(4)
+    for taken in pending:
+        steps.append(Step(Pending.wait, (taken,), {}, made := new(), keep=True, site=True))
+        known.append(made)
+        facts[made] = fact(4)
+    return steps, facts, known
+
+
+def run(steps: list[Step], known: list[Var], late: bool) -> list[torch.Tensor]:
+    """The values of all variables; what is sent is read when it is issued, or when it is waited for."""
+    held: dict[Var, Any] = {var: torch.arange(4.0, dtype=torch.float64) + var.index for var in known[:3]}
+    for step in steps:
+        args = [held[x] if isinstance(x, Var) else x for x in step.args]
+        if step.fn is issue:
+            held[step.out] = args[0] if late else args[0].clone()
+        elif step.fn is Pending.wait:
+            held[step.out] = 2 * args[0]
+        else:
+            held[step.out] = step.fn(*args)
+    return [held[var] for var in known]
+
+
+def under_way(steps: list[Step]) -> int:
+    """Steps, in all, between issues and waits for them."""
+    waits = {step.args[0]: place for place, step in enumerate(steps) if step.fn is Pending.wait}
+    return sum(waits[step.out] - place for place, step in enumerate(steps) if step.fn is issue)
+
+
+@pytest.mark.parametrize("most", [0, 64, 200, 1 << 20])
+def test_random_tapes_keep_their_values_and_the_order_of_what_is_issued(most: int) -> None:
+    longer = 0
+    for seed in range(60):
+        steps, facts, known = drawn(seed)
+        found = overlapped(steps, facts, frozenset((1, 2, 3)), most)
+        assert sorted(map(id, found)) == sorted(map(id, steps))
+        assert [x for x in found if x.fn is issue] == [x for x in steps if x.fn is issue]
+        expected = run(steps, known, False)
+        for late in (False, True):
+            torch.testing.assert_close(run(found, known, late), expected, rtol=0, atol=0)
+        longer += under_way(found) - under_way(steps)
+    assert longer > 0 or most < 1000
+
+
+def test_what_is_given_is_sent_at_once_and_waited_for_at_its_first_use() -> None:
+    x, w, made, sent, whole, used = (Var(k, k) for k in range(1, 7))
+    facts = dict.fromkeys((x, w, made, whole, used), fact(4))
+    local, after = Step(torch.add, (x, x), {}, made), Step(torch.add, (made, whole), {}, used)
+    send = Step(issue, (w,), {}, sent, keep=True, site=True)
+    wait = Step(Pending.wait, (sent,), {}, whole, keep=True, site=True)
+    between = [Step(torch.add, (made, made), {}, Var(10 + k, 10 + k)) for k in range(2)]
+    steps = [local, *between, send, wait, *between, after]
+    assert overlapped(steps[:5] + [after], facts, frozenset((1, 2)), 1000) == [send, local, *between, wait, after]
+    assert overlapped(steps[:5] + [after], facts, frozenset((1, 2)), 10) == steps[:5] + [after]
