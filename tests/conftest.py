@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import arrivals
 import hypothesis
+import pytest
 import torch
 
 torch.set_num_threads(1)
@@ -14,3 +17,12 @@ os.environ["DTENSOR_PROFILE"] = "off"  # plans as the built-in constants make th
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+arrivals.count()
+
+
+@pytest.fixture(autouse=True)
+def _what_arrives_is_what_is_reported() -> Iterator[None]:
+    with arrivals.compared():
+        yield
