@@ -107,7 +107,7 @@ def _through(arounds: Sequence[Around], fn: Callable[[], T], sent: Any = None) -
 
 
 def because(cause: Any, fn: Callable[P, T]) -> Callable[P, T]:
-    """``fn``, whose collectives are issued for ``cause``: listeners find it in ``CAUSES``, the profiler and ``DebugMode`` show it."""
+    """``fn``, whose collectives are issued for ``cause``: listeners find it in ``CAUSES``, ranges show it."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         profiled = shows_ranges()

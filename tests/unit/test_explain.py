@@ -7,11 +7,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import cases_defects
-import cases_gloo
-import cases_interplay
-import cases_reports_operators
-import cases_reports_tensors
 import pytest
 import torch
 from case_lists import S0, S1, R, line, put, value
@@ -28,25 +23,6 @@ from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, para
 
 P = dt.Partial()
 HERE = "test_explain.py"
-LISTS = (cases_gloo, cases_defects, cases_interplay, cases_reports_operators, cases_reports_tensors)
-SAMPLE = [(cases, name) for cases in LISTS for name in cases.CASES.here[::9]]
-
-
-@pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
-@pytest.mark.parametrize(("cases", "name"), SAMPLE, ids=[name for _, name in SAMPLE])
-def test_the_numbers_are_those_of_comm_debug_mode(cases: Any, name: str) -> None:
-    with CommDebugMode() as comm:
-        told = dt.explain(cases.CASES[name])
-    kinds = [movement.event.kind for movement in told.movements]
-    sizes: dict[str, int] = {}
-    for movement in told.movements:
-        sizes[movement.event.kind] = sizes.get(movement.event.kind, 0) + movement.bytes
-    assert comm.get_comm_counts() == {kind: kinds.count(kind) for kind in set(kinds)}
-    assert comm.get_comm_bytes() == sizes
-    assert told.bytes == sum(comm.get_comm_bytes().values()) == sum(one.bytes for one in told.lines)
-    assert told.exchanges == comm.get_exchange_count()
-    assert all(movement.place.file for movement in told.movements)
-    str(told)
 
 
 class MLP(nn.Module):
