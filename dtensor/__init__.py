@@ -14,6 +14,7 @@ from .interop.compiled import substitutes as _substitutes
 from .interop.dynamo import keep_from_inlining as _keep_from_inlining
 from .interop.dynamo import leave_untraced as _leave_untraced
 from .interop.dynamo import written_in_python as _written_in_python
+from .interop.lookers import teach_lookers as _teach_lookers
 from .interop.state_dicts import teach_state_dicts as _teach_state_dicts
 from .layout.layout import Layout
 from .mesh.device_mesh import DeviceMesh, init_device_mesh
@@ -151,6 +152,7 @@ _provided_by("dtensor.debug.html", "html_of")
 _leave_untraced(__name__)
 _keep_from_inlining()
 _teach_state_dicts()
+_teach_lookers()
 _constants_of_graphs(DeviceMesh, Layout, Shard, Replicate, Partial, Monoid)
 _substitutes()
 _written_in_python(DTensor)

@@ -1,7 +1,7 @@
-"""``explain script.py`` tells what a program moves, line by line, ``plan script.py`` how it should run, ``plan MODEL`` how a
-known model lies on a cluster, ``bench`` what redistributions and operators take here, ``doctor`` looks at the machine,
-``verify [module] [pattern]`` verifies rules, ``calibrate`` measures collectives, ``ops`` lists operators, ``ranks`` tells what
-the ranks of a job did last.
+"""``explain script.py`` tells what a program moves, line by line, ``trace script.py`` writes it over time, ``plan script.py``
+tells how it should run, ``plan MODEL`` how a known model lies on a cluster, ``bench`` what redistributions and operators take
+here, ``doctor`` looks at the machine, ``verify [module] [pattern]`` verifies rules, ``calibrate`` measures collectives, ``ops``
+lists operators, ``ranks`` tells what the ranks of a job did last.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m dtensor", description=__doc__)
     commands = parser.add_subparsers(dest="command")
-    for add in (_explain, _plan, _bench, _doctor, _ranks, _verify, _calibrate, _ops):
+    for add in (_explain, _trace, _plan, _bench, _doctor, _ranks, _verify, _calibrate, _ops):
         add(commands)
     options = parser.parse_args(argv)
     if options.command is None:
@@ -63,7 +63,6 @@ def needs(module: str, extra: str, what: str) -> None:
 # --- scripts ------------------------------------------------------------------------------------------------------------
 def _script(commands: Any, name: str, what: str, run: Callable[..., int]) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=f"run a script and {what} (also under torchrun -m)")
-    command.add_argument("--html", type=Path, metavar="FILE", help="also as a page: the script's lines beside what they move")
     command.add_argument("script", type=Path, metavar="SCRIPT.py")
     command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     command.set_defaults(run=run)
@@ -74,7 +73,21 @@ def _explain(commands: Any) -> None:
     def run(options: argparse.Namespace) -> int:
         return script.explained(script.asked(options.script), options.arguments, options.html)
 
-    _script(commands, "explain", "tell what it moves, by line", run)
+    _html(_script(commands, "explain", "tell what it moves, computes and holds, by line", run))
+
+
+def _html(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--html", type=script.writable, metavar="FILE", help="also as a page: the script's lines beside what they move"
+    )
+
+
+def _trace(commands: Any) -> None:
+    def run(options: argparse.Namespace) -> int:
+        return script.traced(script.asked(options.script), options.arguments, options.output)
+
+    command = _script(commands, "trace", "write what it does, over time, for Perfetto and chrome://tracing", run)
+    command.add_argument("--output", type=script.writable, default="trace.json", metavar="FILE", help="default trace.json")
 
 
 def _plan(commands: Any) -> None:
@@ -93,7 +106,10 @@ def _plan(commands: Any) -> None:
     command.epilog = (
         f"In place of a script {', '.join(MODELS)}: ways to lay a training step of it over a cluster (plan MODEL --help)."
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="the plan, for capture(plan=ProgramPlan.load(FILE))")
+    _html(command)
+    command.add_argument(
+        "--json", type=script.writable, metavar="FILE", help="the plan, for capture(plan=ProgramPlan.load(FILE))"
+    )
 
 
 # --- measuring ----------------------------------------------------------------------------------------------------------
@@ -114,7 +130,7 @@ def _bench(commands: Any) -> None:
     called.set_defaults(run=_dispatch)
     for each in (moved, called):
         each.add_argument("--json", action="store_true", help="rows as JSON on stdout instead of the table")
-        each.add_argument("--plot", metavar="FILE", help="as png, svg or pdf")
+        each.add_argument("--plot", type=script.writable, metavar="FILE", help="as png, svg or pdf")
 
 
 def _redistribute(options: argparse.Namespace) -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
+import arrivals
 import hypothesis
+import pytest
 import torch
 
 torch.set_num_threads(1)
@@ -21,3 +24,12 @@ def pytest_collection_finish() -> None:
     """What stands by now stays: collections of garbage, which tests ask for, need not walk through it."""
     gc.collect()
     gc.freeze()
+
+
+arrivals.count()
+
+
+@pytest.fixture(autouse=True)
+def _what_arrives_is_what_is_reported() -> Iterator[None]:
+    with arrivals.compared():
+        yield

@@ -57,6 +57,7 @@ NAMES: dict[str, Internal] = {
     "find_torch_dispatch_rule": Internal(
         "torch._library.simple_registry.find_torch_dispatch_rule", "whether register_torch_dispatch was called before", _NONE
     ),
+    "all_operators": Internal("torch._C._dispatch_get_all_op_names", "modes of torch's are told about all of them", _NONE),
     "DispatchKey": Internal("torch._C.DispatchKey", "names of dispatch keys", _NONE),
     "DispatchKeySet": Internal("torch._C.DispatchKeySet", "the keys that a kernel was called with", _NONE),
     "has_kernel": Internal("torch._C._dispatch_has_kernel_for_dispatch_key", "whether an operator is a composite", _NONE),

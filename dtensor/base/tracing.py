@@ -15,9 +15,11 @@ from .torch_internals import (
     count_dispatch_modes,
     current_dispatch_modes,
     infra_mode,
+    profiler_enabled,
     without_modes,
 )
 
+LOOKERS: dict[type, bool] = {}  # dispatch modes of torch's that take down what runs; whether ranges of the profiler, too
 _STAND_INS = (FakeTensor, FunctionalTensor)
 _PROXY = DISPATCH_MODE_KEYS.PROXY
 _FUNCTIONAL = DISPATCH_MODE_KEYS.FUNCTIONAL
@@ -52,8 +54,15 @@ def aside() -> AbstractContextManager[Any]:
 
 
 def looks_on(mode: Any) -> bool:
-    """Whether a dispatch mode is one of ours that takes down what runs, and for which nothing runs otherwise."""
-    return getattr(mode, "looks_on", False)
+    """Whether a dispatch mode takes down what runs, and nothing runs otherwise for it."""
+    return getattr(mode, "looks_on", False) or type(mode) in LOOKERS
+
+
+def shows_ranges() -> bool:
+    """Whether somebody shows ranges here: torch's profiler, or its ``DebugMode``."""
+    return profiler_enabled() or bool(
+        LOOKERS and count_dispatch_modes() and any(LOOKERS.get(type(mode)) for mode in current_dispatch_modes())
+    )
 
 
 def _looked_at() -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from ..base.caches import Shared
 from ..base.recording import ACTIVE, current, site
-from ..base.torch_internals import profiler_enabled
+from ..base.tracing import shows_ranges
 from ..mesh.device_mesh import DeviceMesh
 from ..ranks.per_rank import shards_of
 from . import events
@@ -150,7 +150,7 @@ class Binding(ABC):
         def issue(x: Local) -> Pending[Local]:
             if ACTIVE and (recorder := current()) is not None:
                 return recorder.site(issue, (x,), {})
-            if events.listeners or profiler_enabled():
+            if events.listeners or shows_ranges():
                 return events.reporting(self._event(kind, dims, nbytes(x)), lambda: run(x), x)
             return run(x)
 
@@ -186,7 +186,10 @@ class Binding(ABC):
         return self._kept.keep(self._bound, key, make()) if found is None else found
 
     def _event(self, kind: str, dims: Dims, nbytes: int) -> events.Event:
-        groups = tuple(tuple(self.mesh.ranks[member] for member in group) for group in self._groups(dims))
+        ranks = self.mesh.ranks
+        groups = self._known(
+            ("ranks", dims), lambda: tuple(tuple(ranks[member] for member in group) for group in self._groups(dims))
+        )
         return events.Event(kind, dims, self.group_size(dims), nbytes, self.mesh, groups=groups)
 
 

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import torch
 
 from ..base.scoped import Scoped
-from ..base.torch_internals import profiler_enabled
+from ..base.tracing import shows_ranges
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Monoid
 from .fold import Op
@@ -84,14 +84,14 @@ def report(event: Event) -> list[Around]:
 def reporting(event: Event, issue: Callable[[], T], sent: Any = None) -> T:
     """What ``issue()`` gives, reported with what it sends; where that is :class:`Pending`, its end too."""
     arounds = report(event)
-    if profiler_enabled():
+    if shows_ranges():
         arounds = [_ranged(str(event)), *arounds]
     made = _through(arounds, issue, sent)
     return made.within(partial(_through, arounds)) if arounds and isinstance(made, Pending) else made  # type: ignore[return-value]  # itself
 
 
 def _ranged(name: str) -> Around:
-    """As a range of that name in what torch's profiler shows."""
+    """As a range of that name in what torch's profiler and ``DebugMode`` show."""
 
     def run(fn: Callable[[], T], sent: Any = None) -> T:
         with torch.profiler.record_function(f"dtensor::{name}"):
@@ -107,10 +107,10 @@ def _through(arounds: Sequence[Around], fn: Callable[[], T], sent: Any = None) -
 
 
 def because(cause: Any, fn: Callable[P, T]) -> Callable[P, T]:
-    """``fn``, whose collectives are issued for ``cause``: those who listen find it in ``CAUSES``, torch's profiler shows it."""
+    """``fn``, whose collectives are issued for ``cause``: listeners find it in ``CAUSES``, ranges show it."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        profiled = profiler_enabled()
+        profiled = shows_ranges()
         if not listeners and not profiled:
             return fn(*args, **kwargs)
         with CAUSES.entered(cause) if listeners else nullcontext():

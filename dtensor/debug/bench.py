@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -233,7 +234,7 @@ def as_json(rows: Sequence[Moved | Called]) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
 
 
-def plot(rows: Sequence[Moved | Called], path: str) -> None:
+def plot(rows: Sequence[Moved | Called], path: Path) -> None:
     """Bars of what was measured beside what the model predicts, or beside plain torch."""
     import matplotlib as mpl  # optional: only pictures need it
 

@@ -94,7 +94,7 @@ class Holdings:
             store = self._store(piece, rank, rank is not None, None)
             if store is not None and len(store.ranks) == 1:
                 (found,) = store.ranks
-        if graph_task() == -1 and not x._is_view() and x.requires_grad and x.is_leaf and type(x) is not PerRank:
+        if graph_task() == -1 and type(x) is not PerRank and not x._is_view() and x.requires_grad and x.is_leaf:
             self.name([x], PARAMETERS)
             self._leaves.setdefault(id(x), weakref.ref(x))
         return found

@@ -22,6 +22,27 @@ def _nowhere() -> bool:
     return False
 
 
+class _Stray:
+    """What a copy of a module gets for a hook of ours: it takes itself away."""
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        for number in [number for number, hook in module._forward_hooks.items() if hook is self]:
+            del module._forward_hooks[number], module._forward_hooks_always_called[number]
+
+
+class _Leaving:
+    """The end of a module's forward. A module may be copied or pickled meanwhile: the log is no part of it."""
+
+    def __init__(self, log: ModuleLog) -> None:
+        self._log = log
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        self._log.left(module)
+
+    def __reduce__(self) -> Any:
+        return _Stray, ()
+
+
 class ModuleLog:
     """Follows modules from :meth:`follow` to :meth:`stop`: ``record`` books a collective on the innermost one that is running.
 
@@ -62,7 +83,7 @@ class ModuleLog:
             for name, inner in module.named_modules():
                 if inner not in self._names:  # its last hook: what its other hooks communicate is its own
                     self._names[inner] = f"{root}.{name}" if name else root
-                    self._hooks.append(inner.register_forward_hook(self._left, always_call=True))
+                    self._hooks.append(inner.register_forward_hook(_Leaving(self), always_call=True))
         name = self._names[module]
         _RUNNING.set((*_RUNNING.get(), (self, name, sequence_number())))
         self._seen[name] = type(module).__name__
@@ -70,7 +91,8 @@ class ModuleLog:
         if own:
             self.parameters[name] = own
 
-    def _left(self, module: nn.Module, *_: Any) -> None:
+    def left(self, module: nn.Module) -> None:
+        """Its forward has ended."""
         running = _RUNNING.get()
         own = (self, self._names.get(module))
         last = max((place for place, entered in enumerate(running) if entered[:2] == own), default=None)

@@ -1,20 +1,27 @@
-"""Scripts as they are, watched: ``python -m dtensor explain script.py``, ``plan``."""
+"""Scripts as they are, watched: ``python -m dtensor explain script.py``, ``trace``, ``plan``."""
 
 from __future__ import annotations
 
 import os
 import runpy
 import sys
+import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from ..errors import ArgumentError
 from ..plan import plan
 from .explain import Explanation
 from .html import save_html
 from .seen import Record
+from .trace import save
 
 
 def run(script: Path, arguments: Sequence[str]) -> int:
@@ -31,10 +38,24 @@ def run(script: Path, arguments: Sequence[str]) -> int:
 
 
 def explained(script: Path, arguments: Sequence[str], html: Path | None = None) -> int:
-    """Run a script, then print what it moved; its exit status. Where it raises, what it moved until then is printed first."""
-    with told(html) as tell, Record() as record:
+    """Run a script, then print what it moved, computed and held; its exit status. Where it raises, what it did until then is
+    printed first.
+    """
+    with told(html) as tell, Record(computing=True) as record:
         tell(lambda: Explanation.of(record))
         return run(script, arguments)
+
+
+def traced(script: Path, arguments: Sequence[str], output: Path) -> int:
+    """Run a script, then write what it did, over time; its exit status. Where it raises on one rank nothing is written."""
+    with Record(computing=True) as record:
+        began = time.perf_counter_ns()
+        status = run(script, arguments)
+    with _together():
+        save(record, began, output)
+    if first():
+        print(f"written to {output}: open it in https://ui.perfetto.dev", flush=True)
+    return status
 
 
 def planned(script: Path, arguments: Sequence[str], html: Path | None = None, json: Path | None = None) -> int:
@@ -54,6 +75,18 @@ def first() -> bool:
 
 
 @contextmanager
+def _together() -> Iterator[None]:
+    """The processes that torchrun started have a group, also where the script has ended its own."""
+    ended = dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if ended:
+        store, rank, size = next(rendezvous("env://"))  # which remembers where the processes of the first group were
+        dist.init_process_group("gloo", store=PrefixStore("dtensor", store), rank=rank, world_size=size)
+    yield
+    if ended:
+        dist.destroy_process_group()
+
+
+@contextmanager
 def told(html: Path | None) -> Iterator[Callable[[Callable[[], Any]], None]]:
     """At the end one rank prints what it was handed, and writes it as a page if a path is given."""
     handed: list[Callable[[], Any]] = []
@@ -64,6 +97,14 @@ def told(html: Path | None) -> Iterator[Callable[[Callable[[], Any]], None]]:
             print(found := make(), flush=True)
             if html is not None:
                 print(f"written to {save_html(found, html, title='What the program moves')}")
+
+
+def writable(text: str) -> Path:
+    """The path of a file that can be written there, as ``argparse`` asks for it: otherwise it ends the command, with 2."""
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ArgumentTypeError(f"{text} cannot be written: it is a folder, or there is none to put it in")
+    return path
 
 
 def asked(script: Path) -> Path:

@@ -50,10 +50,15 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     [(0, 'all_gather'), (1, 'all_gather'), (0, 'aten::mm'), (1, 'aten::mm')]
     """
     with Record(computing=True) as record:
-        began, offset = time.perf_counter_ns(), time.time_ns() - time.perf_counter_ns()
+        began = time.perf_counter_ns()
         yield
+    save(record, began, path)
+
+
+def save(record: Record, began: int, path: str | os.PathLike[str]) -> None:
+    """Writes what was recorded since ``began``, of all ranks; all of them call it, and the first writes."""
     events = list(events_of(record, began))
-    told = told_by_all(record.holdings, (offset + began, events))
+    told = told_by_all(record.holdings, (time.time_ns() - time.perf_counter_ns() + began, events))
     if len(told) == 1 or dist.get_rank() == 0:
         first = min(start for start, _ in told)
         merged = [_later(event, (start - first) / 1e3) for start, each in told for event in each]

@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from trace_format import events_in
 
 import dtensor as dt
 from dtensor.__main__ import main
 from dtensor.debug import bench, doctor
 from dtensor.debug.on_ranks import on_ranks
+from dtensor.debug.trace import COMMUNICATION
 from dtensor.errors import DTensorError
 
 SCRIPT = """
@@ -30,7 +33,7 @@ sys.exit(int(sys.argv[1]))
 def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     said = capsys.readouterr().out
-    assert all(command in said for command in ("explain", "plan", "bench", "doctor", "verify", "calibrate", "ops"))
+    assert all(command in said for command in ("explain", "trace", "plan", "bench", "doctor", "verify", "calibrate", "ops"))
 
 
 @pytest.mark.parametrize("status", [0, 3])
@@ -42,6 +45,39 @@ def test_a_script_is_run_and_explained(status: int, tmp_path: Path, capsys: pyte
     assert "1 collective, 72 B received per rank" in said
     assert "train.py:6  y = x.full_tensor()  # moves: 1 collective, 72 B" in said
     assert (sys.path, sys.argv) == before
+
+
+def test_a_script_is_run_and_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, written = tmp_path / "train.py", tmp_path / "trace.json"
+    script.write_text(SCRIPT)
+    assert main(["trace", "--output", str(written), str(script), "3"]) == 3
+    assert f"written to {written}" in capsys.readouterr().out
+    moved = [event for event in events_in(written) if event["ph"] == "X" and event["tid"] == COMMUNICATION]
+    assert [(event["pid"], event["name"], event["args"]["bytes"]) for event in moved] == [(k, "all_gather", 72) for k in (0, 1)]
+    script.write_text(SCRIPT.replace("sys.exit", "1 / 0, sys.exit"))
+    with pytest.raises(ZeroDivisionError):
+        main(["trace", "--output", str(tmp_path / "none.json"), str(script), "0"])
+    assert not (tmp_path / "none.json").exists()
+    for words in (["trace", "--output"], ["explain", "--html"], ["plan", "--json"]):
+        with pytest.raises(SystemExit, match="2"):
+            main([*words, str(tmp_path / "no" / "file"), str(script)])
+        assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("verb", ["explain", "trace"])
+def test_what_torchrun_starts_speaks_once(verb: str, tmp_path: Path) -> None:
+    script, written = tmp_path / "train.py", tmp_path / "trace.json"
+    script.write_text(SCRIPT.replace("sys.exit", "import torch.distributed as dist; dist.destroy_process_group(); sys.exit"))
+    words = [verb, *(["--output", str(written)] if verb == "trace" else []), str(script), "0"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dtensor", *words]
+    said = subprocess.run(torchrun, capture_output=True, text=True, timeout=120, check=True).stdout
+    if verb == "explain":
+        assert said.count("1 collective, 72 B received per rank") == said.count("train.py:6") == 1
+    else:
+        assert said.count("written to") == 1
+        moved = [event for event in events_in(written) if event["ph"] == "X" and event["tid"] == COMMUNICATION]
+        assert sorted((event["pid"], event["args"]["bytes"]) for event in moved) == [(0, 72), (1, 72)]
 
 
 def test_what_a_failing_script_moved_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -213,3 +215,24 @@ def test_a_large_tensor_prints_one_summary_and_the_shapes_of_its_pieces() -> Non
     assert "pieces" not in repr(small)
     alike = dt.ones(2000, device_mesh=dt.init_device_mesh("cpu", (4,)), placements=[R])
     assert repr(alike).endswith("pieces: ranks 0-3 [2000])")
+
+
+def test_a_module_that_is_copied_or_saved_meanwhile_is_itself() -> None:
+    """Its copy had a copy of the whole log, with all parameters met, and told it for ever."""
+    layer = nn.Linear(2, 2)
+    with CommDebugMode() as comm:
+        layer(torch.ones(2))
+        copied, read = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
+        for other in (copied, read):
+            assert torch.equal(other(torch.ones(2)), layer(torch.ones(2)))
+    assert list(comm.comm_module_counts) == ["Global", "Linear"]
+    for module in (layer, copied, read):
+        module(torch.ones(2))
+        assert not module._forward_hooks
+        assert not module._forward_hooks_always_called
+
+
+def test_pieces_of_which_ranks_tell_different_things_can_be_looked_at() -> None:
+    one = torch.ones(2, 3)
+    mixed = dt.per_rank([one.clone(), one[:]])  # the second is a view
+    assert dt.explain(lambda: mixed + 1).result.shards[1].shape == (2, 3)

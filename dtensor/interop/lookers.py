@@ -1,0 +1,60 @@
+"""Torch's modes that show what runs, ``DebugMode`` and ``CommDebugMode``, told about this package's DTensors.
+
+Before torch's own DTensors such a mode steps back (``NotImplemented``): they run with the mode in force, which sees what they
+do. Of a class that it does not know it calls the operator with itself taken away, and sees nothing of it. By
+``register_torch_dispatch``, which says what a mode does with an operator, both step back before ours as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ..base.torch_internals import all_operators
+from ..base.tracing import LOOKERS
+from ..ranks.per_rank import PerRank
+from ..tensor.dtensor import DTensor
+from .when_imported import when_imported
+
+_LIBRARIES: list[torch.library.Library] = []
+
+
+def teach_lookers() -> None:
+    """Have them see what DTensors do, now or when they are imported."""
+    when_imported("torch.utils._debug_mode", _teach_debug_mode)
+    when_imported("torch.distributed.tensor.debug._comm_mode", lambda module: _teach(module, "CommDebugMode", _nothing, False))
+
+
+def _teach_debug_mode(module: ModuleType) -> None:
+    call: Any = getattr(module, "_OpCall", None)
+
+    def taken_down(mode: Any, func: Any, args: Any, kwargs: Any) -> None:
+        mode._record_call(call(func, args, kwargs, mode.call_depth, stack=mode.record_stack_trace))
+
+    _teach(module, "DebugMode", _nothing if call is None else taken_down, True)
+
+
+def _nothing(mode: Any, func: Any, args: Any, kwargs: Any) -> None: ...
+
+
+def _teach(module: ModuleType, name: str, taken_down: Callable[..., None], shows_ranges: bool) -> None:
+    kind: Any = getattr(module, name, None)
+    if kind is None:
+        return
+
+    def steps_back(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(issubclass(each, (DTensor, PerRank)) for each in types):
+            return mode.__torch_dispatch__(func, types, args, kwargs)
+        if any(issubclass(each, DTensor) for each in types):
+            taken_down(mode, func, args, kwargs or {})
+        return NotImplemented
+
+    LOOKERS[kind] = shows_ranges
+    library = torch.library.Library("aten", "FRAGMENT")
+    _LIBRARIES.append(library)
+    for operator in all_operators():
+        if operator.startswith("aten::"):
+            torch.library.register_torch_dispatch(operator, kind, steps_back, lib=library)

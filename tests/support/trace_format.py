@@ -1,0 +1,57 @@
+"""What the documented format of trace events asks for, so that Perfetto and chrome://tracing open a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NUMBER = (int, float)
+# phase -> what such an event has, of which types (the trace event format: duration, metadata, counter and flow events)
+FORMAT: dict[str, dict[str, Any]] = {
+    "X": {"name": str, "cat": str, "ts": NUMBER, "dur": NUMBER, "args": dict},
+    "M": {"name": str, "args": dict},
+    "C": {"name": str, "ts": NUMBER, "args": dict},
+    "s": {"name": str, "cat": str, "ts": NUMBER, "id": (int, str)},
+    "f": {"name": str, "cat": str, "ts": NUMBER, "id": (int, str), "bp": str},
+}
+
+
+def events_in(path: Path) -> list[dict[str, Any]]:
+    """The events of a file, which is as the format says."""
+    read = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert read["displayTimeUnit"] in ("ms", "ns")
+    events: list[dict[str, Any]] = read["traceEvents"]
+    starts: dict[Any, dict[str, Any]] = {}
+    for event in events:
+        for name, kind in FORMAT[event["ph"]].items():
+            assert isinstance(event[name], kind), event
+        assert isinstance(event["pid"], int), event
+        assert isinstance(event["tid"], int), event
+        assert event.get("ts", 0) >= 0, event
+        assert event.get("dur", 0) >= 0, event
+        if event["ph"] == "C":
+            assert all(isinstance(size, int) and size >= 0 for size in event["args"].values()), event
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name")
+            assert isinstance(event["args"]["name"], str)
+        if event["ph"] == "s":
+            assert event["id"] not in starts
+            starts[event["id"]] = event
+    ends = [event for event in events if event["ph"] == "f"]
+    assert sorted(event["id"] for event in ends) == sorted(starts)
+    for end in ends:
+        begin = starts[end["id"]]
+        assert (end["cat"], end["name"], end["bp"]) == (begin["cat"], begin["name"], "e")
+        assert end["pid"] != begin["pid"]
+        assert any(inside(event, end) for event in events if event["ph"] == "X")
+        assert any(inside(event, begin) for event in events if event["ph"] == "X")
+    return events
+
+
+def inside(span: dict[str, Any], at: dict[str, Any]) -> bool:
+    """Arrows bind to the span around their end."""
+    same = (span["pid"], span["tid"]) == (at["pid"], at["tid"])
+    return bool(same and span["ts"] <= at["ts"] <= span["ts"] + span["dur"] + 1e-3)

@@ -1,0 +1,124 @@
+"""Every view of what a program moves has the same numbers: on the programs of the lists of cases, here and on processes.
+
+Under all other tests the same is held to what arrives (``tests/support/arrivals.py``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from gloo import run_gloo
+
+from dtensor.comm.events import Event
+from dtensor.debug import CommDebugMode
+from dtensor.debug.budget import Limits, counted, excess
+from dtensor.debug.explain import Explanation
+from dtensor.debug.seen import Record
+from dtensor.debug.trace import COMMUNICATION, events_of
+
+LISTS = (
+    "cases_gloo",
+    "cases_defects",
+    "cases_interplay",
+    "cases_random",
+    "cases_reports_operators",
+    "cases_reports_recent",
+    "cases_reports_tensors",
+)
+EVERY = 9  # of the list, in each run; the others are slow
+PROGRAMS = [
+    pytest.param(name, case, id=case, marks=() if k % EVERY == 0 else pytest.mark.slow)
+    for name in LISTS
+    for k, case in enumerate(importlib.import_module(name).CASES.here)
+]
+
+
+@pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+@pytest.mark.parametrize(("cases", "name"), PROGRAMS)
+def test_every_view_has_the_same_numbers(cases: str, name: str) -> None:
+    began = time.perf_counter_ns()
+    with CommDebugMode() as comm, Record(computing=True) as record:
+        importlib.import_module(cases).CASES[name]()
+    told, traced = Explanation.of(record), list(events_of(record, began))
+    kinds, sizes = Counter[str](), Counter[str]()
+    for movement in told.movements:
+        kinds[movement.event.kind] += 1
+        sizes[movement.event.kind] += movement.bytes
+    assert comm.get_comm_counts() == kinds
+    assert comm.get_comm_bytes() == dict(sizes)
+    assert told.exchanges == comm.get_exchange_count()
+    assert told.bytes == sum(line.bytes for line in told.lines) == sizes.total()
+    assert all(movement.place.file for movement in told.movements)
+    assert told.memory is not None
+    assert _in_trace(traced, told.memory.peaks) == _expected(told)
+    assert counted(record) == Limits(told.bytes, len(told.movements), told.flops, told.memory.peak)
+    assert not excess(record, counted(record))
+    str(told)
+
+
+def _in_trace(traced: list[dict[str, Any]], ranks: dict[int, int]) -> dict[int, tuple[Counter[tuple[str, int]], int, int]]:
+    """By rank the collectives, each with its bytes; FLOPs; the most that is held at once."""
+    found: dict[int, tuple[Counter[tuple[str, int]], int, int]] = {rank: (Counter(), 0, 0) for rank in ranks}
+    for event in traced:
+        moved, flops, most = found.get(event["pid"], (Counter(), 0, 0))
+        if event["ph"] == "X" and event["tid"] == COMMUNICATION:
+            moved[event["name"], event["args"]["bytes"]] += 1
+        elif event["ph"] == "X":
+            flops += event["args"]["flops"]
+        elif event["ph"] == "C":
+            most = max(most, sum(event["args"].values()))
+        found[event["pid"]] = moved, flops, most
+    return found
+
+
+def _expected(told: Explanation) -> dict[int, tuple[Counter[tuple[str, int]], int, int]]:
+    assert told.memory is not None
+    found = {}
+    for rank, most in told.memory.peaks.items():
+        mine = [one for one in told.movements if not one.event.groups or any(rank in group for group in one.event.groups)]
+        calls = [call for operation in told.operations for call in operation.calls if call.rank in (rank, None)]
+        moved = Counter((one.event.kind, one.bytes) for one in mine for _ in range(_times(one.event, rank)))
+        found[rank] = moved, sum(call.flops for call in calls), most
+    return found
+
+
+def _times(event: Event, rank: int) -> int:
+    return sum(rank in group for group in event.groups) or 1
+
+
+def _moved(names: tuple[str, ...]) -> dict[str, tuple[list[tuple[str, int]], list[tuple[str, int]]]]:
+    """Of each case the collectives in order, as counted and as explained."""
+    torch.set_num_threads(1)
+    found = {}
+    for name in names:
+        for case, program in importlib.import_module(name).CASES.items():
+            with CommDebugMode() as comm, Record() as record:
+                try:
+                    program()
+                except pytest.skip.Exception:
+                    continue
+            events = [event for event in comm.events if event.kind != "all_gather_object"]
+            found[case] = [(event.kind, event.bytes) for event in events], [(m.event.kind, m.bytes) for m in record.movements]
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+@pytest.mark.parametrize("name", LISTS)
+def test_processes_move_what_one_process_does(name: str) -> None:
+    ranks, here = run_gloo(_moved, 4, (name,), timeout_s=280.0), _moved((name,))
+    differing = {}
+    for case in ranks[0]:
+        for found in (rank[case] for rank in ranks):
+            assert found[0] == found[1], case
+        rows = [rank[case][0] for rank in ranks]
+        together = Counter((kinds[0][0], max(size for _, size in kinds)) for kinds in zip(*rows, strict=True))
+        if case in here and together != Counter(here[case][0]):
+            differing[case] = together, Counter(here[case][0])
+    assert not differing
