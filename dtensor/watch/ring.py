@@ -111,9 +111,10 @@ class Entry:
     def __init__(self, page: Page, number: int) -> None:
         at = place_of(number)
         words = page.words
+        written = words[at] == number  # it is put there last
         self.hash, self.time, self.operations = words[at + HASH], words[at + WHEN], words[at + OPERATIONS]
         self.what, self.over, self.line, self.after = (page.text(words[at + k]) for k in (WHAT, OVER, LINE, AFTER))
-        self.there = words[at] == number  # looked at last: it is taken away before it is written over
+        self.there = written and words[at] == number  # and taken away before it is written over
 
     def __str__(self) -> str:
         return f"{self.what}   {self.line}"
