@@ -16,7 +16,7 @@ from ..mesh.groups import Group
 from ..watch.chain import Chain, Deed, read_lengths, told_lengths, unfitting
 from ..watch.levels import Level, refuse_child
 from ..watch.ring import ISSUED, fingerprint
-from ..watch.verdict import Said, differing_words, unfit_words
+from ..watch.verdict import Said, differing_words, said_of, unfit_words
 from ..watch.watching import chain_among, explained, operations_among, refuse, waited
 from .pending import Pending
 from .regions import Route, Transfer
@@ -73,12 +73,13 @@ def ranks_of(group: Group) -> list[int]:
     return [in_torch[k] for k in group.order or range(group.size)]
 
 
-@remembered(64)
-def holders(mesh: DeviceMesh) -> frozenset[int]:
-    """The ranks that hold a tensor together with this one; none where they are no processes."""
+@remembered(256)
+def holders(mesh: DeviceMesh, dims: tuple[int, ...] | None = None) -> frozenset[int]:
+    """The ranks that hold a tensor together with this one, of those along some mesh dims; none where they are no processes."""
     if mesh.kind != "process_group":
         return frozenset()
-    return frozenset(mesh.ranks[member] for member in mesh.members_of(range(mesh.ndim), mesh.current_member() or 0))
+    along = range(mesh.ndim) if dims is None else dims
+    return frozenset(mesh.ranks[member] for member in mesh.members_of(along, mesh.current_member() or 0))
 
 
 def draws(mesh: DeviceMesh, generator: torch.Generator) -> None:
@@ -125,8 +126,8 @@ def _exchanged(chain: Chain, group: Group, ranks: list[int], deed: Deed) -> None
 
 def _words_told(chain: Chain, group: Group, ranks: list[int], hashes: list[int]) -> dict[int, Said]:
     """What each rank says that it does."""
-    entry = chain.last()
-    mine = f"{entry.over}\n{entry}".encode()[:_WORDS].ljust(_WORDS)
+    own = said_of(chain.last())
+    mine = f"{own.over}\n{own.words}".encode()[:_WORDS].ljust(_WORDS)
     rows = _told(chain, group, chain.count, torch.frombuffer(bytearray(mine), dtype=torch.uint8)).view(-1, _WORDS)
     said = [bytes(row.tolist()).decode(errors="replace").strip().partition("\n") for row in rows]
     return {rank: Said(hashed, over, what) for rank, hashed, (over, _, what) in zip(ranks, hashes, said, strict=True)}

@@ -1,25 +1,34 @@
-"""Under ``check_ranks("strict")`` operations count: what they are becomes part of what ranks compare at the next collective."""
+"""Operations count: what they are becomes part of what ranks compare at the next collective.
+
+Under ``check_ranks("strict")`` each is taken down with its line and numbers. Under ``"watch"`` the plans that are looked up are
+noted: but for views and what computes with copies alone, which a rank may do by itself (the first one prints a norm).
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from ..base.caches import remembered
-from ..base.tracing import has_no_values
+from ..base.caches import Bounded, remembered
+from ..base.torch_internals import count_dispatch_modes
+from ..base.tracing import has_no_values, under_way
 from ..comm.watched import holders
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.schema import Operator
 from ..watch import lines
-from ..watch.ring import fingerprint
+from ..watch.levels import Level
+from ..watch.ring import Trail, fingerprint
 from ..watch.watching import operations_among
 from . import wrapping
+from .keys import TRUTHS
 
-_KINDS = str | bool | int | float | complex | None | torch.dtype | torch.device | torch.layout | torch.memory_format
+_MAIN = threading.main_thread().ident
+_KINDS = str | bool | int | float | complex | None | torch.dtype | torch.layout | torch.memory_format
 
 
 def counting(operator: Operator, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,6 +46,54 @@ def counting(operator: Operator, run: Callable[..., Any]) -> Callable[..., Any]:
         return run(cls, func, types, args, kwargs)
 
     return counted
+
+
+def noting(operator: Operator, plans: dict[Any, Any]) -> Callable[[Any], Any]:
+    """``plans.get``, whose calls count; not those of other threads, which come in no order, nor while a program is traced."""
+    get, known, thread, modes = plans.get, Bounded[Any, Callable[[], None]](1024), threading.get_ident, count_dispatch_modes
+
+    def find(signature: tuple[Any, ...]) -> Any:
+        found = get(signature)
+        if thread() == _MAIN and not (modes() and under_way()):
+            note = known.get(signature)
+            if note is None:
+                note = known.keep(signature, _note_of(operator, signature))
+            note()
+        return found
+
+    return find
+
+
+def _note_of(operator: Operator, signature: tuple[Any, ...]) -> Callable[[], Any]:
+    """What notes a call. Ranks that hold copies of all operands do it each for itself."""
+    ranks = frozenset[int]().union(*map(_together, _layouts(signature)))
+    if operator.is_view or len(ranks) < 2:
+        return int
+    trail = Level.trails.get(ranks) or Level.trails.setdefault(ranks, Trail(ranks))
+    return trail.note(f"{operator.name}({', '.join(map(_part, signature))})")
+
+
+def _together(layout: Layout) -> frozenset[int]:
+    """The ranks that have other parts or terms of a tensor than this one, and this one."""
+    mesh = layout.mesh
+    return holders(mesh, tuple(dim for dim in range(mesh.ndim) if not layout.placements[dim].is_replicate()))
+
+
+def _layouts(signature: Iterable[Any]) -> Iterator[Layout]:
+    for part in signature:
+        if isinstance(part, Layout):
+            yield part
+        elif isinstance(part, tuple):
+            yield from _layouts(part)
+
+
+def _part(part: Any) -> str:
+    """A part of a plan's key in words."""
+    if isinstance(part, tuple):
+        return f"[{', '.join(map(_part, part))}]"
+    if isinstance(part, Layout):
+        return _shown(part)
+    return part.__name__ if isinstance(part, type) else TRUTHS.get(part) or _said(part)
 
 
 @remembered(64)
@@ -73,4 +130,6 @@ def _said(value: Any) -> str:
         return repr(value.item())  # a number
     if isinstance(value, list | tuple):
         return _said(value[0]) if len(value) == 1 else f"[{', '.join(map(_said, value))}]"  # dim=[0] is dim=0
+    if isinstance(value, torch.device):
+        return value.type  # each rank has its own
     return repr(value) if isinstance(value, _KINDS) else type(value).__name__

@@ -33,7 +33,7 @@ from ..watch.watching import note
 from . import wrapping
 from .bind import bind, runner_of
 from .conditions import by_kinds, floats_by_default, under_default_dtype
-from .counted import counting
+from .counted import counting, noting
 from .keys import AS_IT_IS, static
 from .local_op import local_function
 from .mixed_meshes import across_places, meshes_of
@@ -131,7 +131,8 @@ def _entered(func: Any) -> Entry:
 def _dispatch_of(entry: Entry) -> Callable[..., Any]:
     """What happens at each call of one operator."""
     tensor, is_view, local_op = wrapping.TENSOR, entry.operator.is_view, entry.local
-    find, general = entry.plans.get, _general_form_of(entry)
+    find = noting(entry.operator, entry.plans) if Level.now == "watch" and Level.armed else entry.plans.get
+    general = _general_form_of(entry, find)
     numbered, sized = entry.operator.numbered, entry.operator.sized
 
     def run(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -169,10 +170,10 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
     return counting(entry.operator, run) if Level.now == "strict" else run
 
 
-def _general_form_of(entry: Entry) -> Callable[..., Any]:
+def _general_form_of(entry: Entry, find: Callable[[Any], Any]) -> Callable[..., Any]:
     """A call of one operator, whatever its arguments."""
     tensor, local_op = wrapping.TENSOR, entry.local
-    find, by_type, names_by_type = entry.plans.get, entry.scalar_positions, entry.scalar_names
+    by_type, names_by_type = entry.scalar_positions, entry.scalar_names
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key: list[Any] = []
@@ -202,7 +203,7 @@ def _general_form_of(entry: Entry) -> Callable[..., Any]:
         if found is None:
             found = _miss(entry, signature, args, kwargs)
         if type(found) is not Layout:
-            return found(args, kwargs, local_args, local_kwargs)  # type: ignore[operator]  # a Runner
+            return found(args, kwargs, local_args, local_kwargs)
         return wrap_local(local_op(*local_args, **local_kwargs) if local_kwargs else local_op(*local_args), found)
 
     return run

@@ -14,6 +14,7 @@ from .plain_operands import in_autograd
 
 AS_IT_IS = frozenset((type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))  # in a key as in a call
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
+TRUTHS: dict[Any, str] = {_TRUE: "True", _FALSE: "False"}
 
 
 def static(value: Any, key: list[Any], by_type: bool) -> Any:

@@ -127,7 +127,11 @@ class Board:
     def judge(self, verdict: dict[str, Any]) -> dict[str, Any]:
         """The verdict: this one, unless another rank was faster."""
         unnamed = self.folder / f".verdict.{uuid.uuid4().hex}"  # both threads of a rank may judge at once
-        unnamed.write_text(json.dumps(verdict))
+        try:
+            unnamed.write_text(json.dumps(verdict))
+        except FileNotFoundError:  # all have left, and the folder with them
+            self.verdict = self.verdict or verdict
+            return self.verdict
         try:
             os.link(unnamed, self.folder / "verdict")
         except FileExistsError:
@@ -169,7 +173,7 @@ class Board:
         if isinstance(error, Exception | KeyboardInterrupt):
             self._put_error(error, lines.of_error(error.__traceback__))
             self.words[STATE] = FAILED
-        else:
+        elif self.words[STATE] != WAITING:  # a mesh keeps its groups: it has left when this wait is over
             self.words[STATE] = LEFT
         if self.spread:
             self._tell_end()

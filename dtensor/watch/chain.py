@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from ..base.callers import users_frame
 from . import lines
-from .board import CHAIN, COUNT, NUMBER, RUNNING, SINCE, STATE, THREADS, WAITING, Board, ring_page
+from .board import CHAIN, COUNT, LEFT, NUMBER, RUNNING, SINCE, STATE, THREADS, WAITING, Board, ring_page
 from .levels import Level
 from .pages import Page
-from .ring import HASH, LENGTHS, WORDS, Entry, Ring, fingerprint, place_of
+from .ring import HASH, LENGTHS, WORDS, Entry, Ring, fingerprint, mixed, place_of
 
 
 class Deed(NamedTuple):
@@ -72,9 +72,10 @@ class Chain(Ring):
         if self.board.failed is not None:
             self.board.failed()
         operations = self._operations() if Level.operations else 0
+        after = self._trailed() if Level.trails else ""
         frame = users_frame(sys._getframe(2))
         line = "" if frame is None else lines.line_of(frame.f_code.co_filename, frame.f_lineno)
-        at = self.add(deed.hash, deed.what, deed.over, line, operations, deed.lengths)
+        at = self.add(deed.hash, deed.what, deed.over, line, operations, deed.lengths, after)
         number, hashed = self.count, self.hash
         if self._to_come:
             self._look()
@@ -104,16 +105,29 @@ class Chain(Ring):
 
     def end_wait(self) -> None:
         words = self.board.words
-        words[STATE] = RUNNING
+        words[STATE] = LEFT if self.board.left else RUNNING
         words[COUNT] += 1
 
     def _operations(self) -> int:
         """How many operations all ranks of the group have done together; they become part of the hash."""
-        found = 0
+        found = hashed = 0
         for ranks, ring in Level.operations.items():
             if ranks.issuperset(self.ranks):
-                self.mix(ring.hash)
+                hashed ^= mixed(
+                    ring.hash, fingerprint(repr(sorted(ranks))), 0
+                )  # in any order: ranks may have met them in another
                 found += ring.count
+        self.mix(hashed)
+        return found
+
+    def _trailed(self) -> str:
+        """The same of operations that are not taken down; the last one in words."""
+        found, hashed = "", 0
+        for ranks, trail in Level.trails.items():
+            if ranks.issuperset(self.ranks):
+                found = trail.settle() or found
+                hashed ^= mixed(trail.hash, trail.key, 0) if trail.count else 0
+        self.mix(hashed)
         return found
 
     def _look(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from ..errors import ArgumentError, DTensorError
-from .ring import Ring
+from .ring import Ring, Trail
 
 LEVELS = ("off", "watch", "strict")
 VARIABLE = "DTENSOR_CHECK_RANKS"
@@ -18,6 +18,8 @@ class Level:
 
     Attributes:
         operations: under "strict" those so far, by the ranks that do them together.
+        trails: the same under "watch", where no words are made of them.
+        armed: whether this process has been a rank among others.
         replicas: after how many steps of an optimizer its copies are compared; 0: never.
         changed: who is told of another level.
     """
@@ -25,6 +27,8 @@ class Level:
     now = "watch"
     replicas = 0
     operations: ClassVar[dict[frozenset[int], Ring]] = {}
+    trails: ClassVar[dict[frozenset[int], Trail]] = {}
+    armed = False
     changed: ClassVar[list[Callable[[], None]]] = []
 
 
@@ -57,9 +61,24 @@ def check_ranks(level: str, *, replicas: int = 0) -> None:
     before = Level.now, Level.replicas
     Level.now, Level.replicas = level, replicas
     if before != (level, replicas):
-        Level.operations.clear()
+        begin_anew()
         for tell in Level.changed:
             tell()
+
+
+def arm() -> None:
+    """Says that there are other ranks with which operations are compared."""
+    if not Level.armed:
+        Level.armed = True
+        for tell in Level.changed:
+            tell()
+
+
+def begin_anew() -> None:
+    """Nothing has been computed together so far."""
+    Level.operations.clear()
+    for trail in Level.trails.values():  # dispatch has them by now
+        trail.begin_anew()
 
 
 def refuse_child() -> None:

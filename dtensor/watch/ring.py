@@ -6,15 +6,19 @@ where they parted.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
+from collections import deque
+from collections.abc import Callable
 
 from .pages import Page
 
 DEPTH = 4096  # things that are remembered
-# Words of each: its number, the hash after it, what it was, the mesh dims, the line, when, operations before it, what it sends.
-NUMBER, HASH, WHAT, OVER, LINE, WHEN, OPERATIONS, LENGTHS = range(8)
-SLOT = 8
+# Words of each: its number, the hash after it, what it was, the mesh dims, the line, when, operations before it, what it sends,
+# and the last operation before it where those are not taken down one by one.
+NUMBER, HASH, WHAT, OVER, LINE, WHEN, OPERATIONS, LENGTHS, AFTER = range(9)
+SLOT = 9
 HEAD = 4  # words before them: how many there were; of collectives the last one issued, and the last one broken off
 ISSUED, BROKEN_OFF = 1, 2
 _MIX, MASK = 0x9E3779B97F4A7C15, 2**64 - 1
@@ -44,7 +48,7 @@ class Ring:
         self.page, self.words = page, page.words
         self.count = self.hash = 0
 
-    def add(self, hashed: int, what: str, over: str, line: str, operations: int = 0, lengths: str = "") -> int:
+    def add(self, hashed: int, what: str, over: str, line: str, operations: int = 0, lengths: str = "", after: str = "") -> int:
         """Takes a thing down; its place among the words."""
         number = self.count = self.count + 1
         self.hash = mixed(self.hash, hashed, number)
@@ -57,6 +61,7 @@ class Ring:
         words[at + WHEN] = time.monotonic_ns()
         words[at + OPERATIONS] = operations
         words[at + LENGTHS] = keep(lengths)
+        words[at + AFTER] = keep(after)
         words[at] = number
         words[0] = number
         return at
@@ -66,15 +71,50 @@ class Ring:
         self.hash = mixed(self.hash, more, self.count)
 
 
+class Trail:
+    """Operations that ``ranks`` do together and that are not taken down: their ids since the last collective, and a hash of those
+    before. Of more than 65,536 between two collectives the last ones are compared.
+    """
+
+    def __init__(self, ranks: frozenset[int]) -> None:
+        self.key = fingerprint(repr(sorted(ranks)))
+        self.ids: deque[int] = deque(maxlen=1 << 16)
+        self.count = self.hash = 0
+        self.words: dict[int, str] = {}  # by id
+
+    def note(self, words: str) -> Callable[[], None]:
+        """What notes the operation that these words tell, each time it is called."""
+        self.words[found := fingerprint(words)] = words
+        return functools.partial(self.ids.append, found)
+
+    def settle(self) -> str:
+        """Makes what was noted a part of the hash; the last of it in words."""
+        ids = self.ids
+        if not ids:
+            return ""
+        hashed, last = self.hash, ids[-1]
+        for each in ids:  # one by one: ranks need not have stopped at the same places
+            hashed = hash((hashed, each))  # of whole numbers: the same in all processes
+        self.hash, self.count = hashed, self.count + len(ids)
+        ids.clear()
+        return self.words.get(last, "")
+
+    def begin_anew(self) -> None:
+        """As in a new world."""
+        self.ids.clear()
+        self.count = self.hash = 0
+
+
 class Entry:
     """A thing as it was taken down by one rank."""
 
     def __init__(self, page: Page, number: int) -> None:
         at = place_of(number)
         words = page.words
+        written = words[at] == number  # it is put there last
         self.hash, self.time, self.operations = words[at + HASH], words[at + WHEN], words[at + OPERATIONS]
-        self.what, self.over, self.line = (page.text(words[at + k]) for k in (WHAT, OVER, LINE))
-        self.there = words[at] == number  # looked at last: it is taken away before it is written over
+        self.what, self.over, self.line, self.after = (page.text(words[at + k]) for k in (WHAT, OVER, LINE, AFTER))
+        self.there = written and words[at] == number  # and taken away before it is written over
 
     def __str__(self) -> str:
         return f"{self.what}   {self.line}"

@@ -60,7 +60,7 @@ def differing(board: Board, key: int, ranks: Sequence[int], number: int) -> Verd
         return _unfit(board, key, ranks, number, found)
     before = first_operation(board, ranks, found)
     if before is None:
-        return differing_words(number, {rank: Said(entry.hash, entry.over, str(entry)) for rank, entry in found.items()})
+        return differing_words(number, {rank: said_of(entry) for rank, entry in found.items()})
     number, operations = before
     said = {}
     for rank, entry in found.items():
@@ -68,6 +68,12 @@ def differing(board: Board, key: int, ranks: Sequence[int], number: int) -> Verd
         hashed = 0 if done is None else done.hash
         said[rank] = Said(hashed, entry.over if done is None else done.over, str(done or entry))
     return differing_words(number, said)
+
+
+def said_of(entry: Entry) -> Said:
+    """What a rank does, and what it has computed last."""
+    after = f", after {entry.after}" if entry.after else ""
+    return Said(entry.hash, entry.over, f"{entry.what}{after}   {entry.line}")
 
 
 def first_operation(board: Board, ranks: Sequence[int], found: dict[int, Entry]) -> tuple[int, dict[int, Entry]] | None:

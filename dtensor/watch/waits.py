@@ -138,7 +138,8 @@ def _wait_of(board: Board, rank: int) -> Wait | None:
         return Wait(rank, words[CHAIN], words[NUMBER], words[SINCE], words[COUNT])
     if not words[IN_TORCH] or time.monotonic_ns() - words[BEAT] > _FRESH_S * 1e9:  # its watcher does not get to look
         return None
-    return Wait(rank, 0, words[IN_TORCH], words[IN_TORCH_SINCE], words[COUNT])
+    _, _, nbytes = _called(page, words[IN_TORCH])
+    return Wait(rank, 0, words[IN_TORCH], words[IN_TORCH_SINCE] + nbytes * _BYTE_NS, words[COUNT])
 
 
 def _awaited(board: Board, wait: Wait) -> Iterator[int]:
@@ -148,10 +149,27 @@ def _awaited(board: Board, wait: Wait) -> Iterator[int]:
         return
     page = board.rank_page(wait.rank)
     assert page is not None
-    for rank in ast.literal_eval(page.text(wait.number).partition(" ")[2] or "()"):
+    name, ranks, _ = _called(page, wait.number)
+    for rank in ranks:
         other = _wait_of(board, rank)
-        if other is None or other.key:  # not in a collective of torch's: it has not come to this one
+        theirs = ("", (), 0) if other is None or other.key else _called(board.rank_page(rank), other.number)
+        if rank != wait.rank and not _meets(name, wait.rank, *theirs[:2]):  # it has not come to this one
             yield rank
+
+
+def _called(page: Page | None, place: int) -> tuple[str, tuple[int, ...], int]:
+    """A function of torch.distributed in which a rank is, the ranks that it needs, and of a message its bytes."""
+    assert page is not None
+    name, _, rest = page.text(place).partition("|")
+    ranks, _, nbytes = rest.partition("|")
+    return name, ast.literal_eval(ranks or "()"), int(nbytes or 0)
+
+
+def _meets(ours: str, rank: int, theirs: str, needed: tuple[int, ...]) -> bool:
+    """Whether what another rank is in may be what this one waits for."""
+    if ours in _MESSAGES:
+        return theirs == _MESSAGES[ours] and (not needed or rank in needed)
+    return bool(theirs) and theirs not in _MESSAGES
 
 
 def _place(board: Board, wait: Wait) -> str:
@@ -159,7 +177,7 @@ def _place(board: Board, wait: Wait) -> str:
         return shown(board, wait.key, wait.rank, wait.number)
     page = board.rank_page(wait.rank)
     assert page is not None
-    return f"torch.distributed.{page.text(wait.number).partition(' ')[0]}   {page.text(page.words[WHERE])}"
+    return f"torch.distributed.{_called(page, wait.number)[0]}   {page.text(page.words[WHERE])}"
 
 
 # --- what this process waits for in torch's own collectives ------------------------------------------------------------------
@@ -169,18 +187,32 @@ _COLLECTIVES = frozenset(
     if name.startswith(("all_", "barrier", "broadcast", "reduce", "gather", "scatter", "monitored_barrier"))
     and "coalesced" not in name
 )
+_MESSAGES = {"recv": "send", "send": "recv"}  # and what another rank is in that ends it
+_NAMES = _COLLECTIVES | _MESSAGES.keys()
+_BYTE_NS = 100  # what was sent before may still be on its way
 
 
 def in_torch() -> tuple[str, int] | None:
-    """The collective of torch.distributed that the main thread is in, with its ranks, and which call it is."""
+    """The collective or message of torch.distributed that the main thread is in, with its ranks, and which call it is."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         code = frame.f_code
-        if code.co_name in _COLLECTIVES and code.co_filename.endswith("distributed_c10d.py"):
+        if code.co_name in _NAMES and code.co_filename.endswith("distributed_c10d.py"):
             group: Any = frame.f_locals.get("group") or dist.group.WORLD
             try:
-                return f"{code.co_name} {tuple(dist.get_process_group_ranks(group))!r}", id(frame)
+                return f"{code.co_name}|{_needed(code.co_name, group, frame.f_locals)}", id(frame)
             except (ValueError, RuntimeError, KeyError, TypeError):  # not a group of this process
                 return None
         frame = frame.f_back
     return None
+
+
+def _needed(name: str, group: Any, given: dict[str, Any]) -> str:
+    """The ranks that a call of torch.distributed needs, and of a message its bytes."""
+    if name not in _MESSAGES:
+        return repr(tuple(dist.get_process_group_ranks(group)))
+    side = "src" if name == "recv" else "dst"
+    rank, in_group = given[side], given[f"group_{side}"]
+    if rank is None and in_group is None:  # from anybody
+        return f"()|{given['tensor'].nbytes}"
+    return f"({dist.get_global_rank(group, in_group) if rank is None else rank},)|{given['tensor'].nbytes}"

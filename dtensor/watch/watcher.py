@@ -82,7 +82,8 @@ class Watcher:
         board = self.board
         if not board.present:
             board.leave()
-            return True
+            if all(chain.handle() is None for chain in list(self.chains.values())):
+                return True  # else a mesh keeps its groups, and may wait in them
         self._say_where()
         verdict = board.found()
         waits = self._waits()
@@ -149,17 +150,20 @@ class Watcher:
         """Ends what this process waits for, in each group. Gloo has no other way than a wait of its own that runs out of time:
         it breaks the group's connections, and with them all waits.
         """
-        handles = [self.board.world(), *(chain.handle() for chain in list(self.chains.values()))]
-        for handle in {id(handle): handle for handle in handles if handle is not None}.values():
+        world = self.board.world()
+        found = [(chain.handle(), chain.backend) for chain in list(self.chains.values())]
+        if world is not None and world is dist.group.WORLD:
+            found.append((world, str(dist.get_backend_config(world))))
+        for handle, backend in {id(handle): (handle, backend) for handle, backend in found if handle is not None}.values():
             with contextlib.suppress(Exception):
-                _end_waits_of(handle)
+                _end_waits_of(handle, backend)
 
 
-def _end_waits_of(handle: Any) -> None:
+def _end_waits_of(handle: Any, backend: str) -> None:
     size, rank = handle.size(), handle.rank()
     if size == 1:
         return
-    if "gloo" not in dist.get_backend_config(handle):
+    if "gloo" not in backend:
         handle.abort()
         return
     for step in range(1, size):  # one whose connection is closed already breaks no other

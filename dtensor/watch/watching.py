@@ -14,7 +14,7 @@ from ..errors import DivergenceError, DTensorError
 from . import lines
 from .board import Board, ended
 from .chain import Chain
-from .levels import Level
+from .levels import Level, arm, begin_anew
 from .ring import BROKEN_OFF, WORDS, Ring, fingerprint
 from .verdict import Said, Verdict, differing, differing_words, error_of, lost, named
 from .waits import gone
@@ -70,6 +70,7 @@ def begin() -> None:
     if dist.get_backend() not in _UNWATCHED and Level.now != "off":
         with _LOCK:
             _watcher()
+        arm()
 
 
 def _apart(board: Board, ranks: tuple[int, ...]) -> bool:
@@ -93,7 +94,7 @@ def _watcher() -> Watcher:
         return watcher
     if watcher is not None:
         watcher.stop()
-    Level.operations.clear()
+    begin_anew()
     _Watched.watcher = watcher = Watcher(Board(world))
     return watcher
 

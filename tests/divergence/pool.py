@@ -124,6 +124,7 @@ def _outcome(program: Any, all_do: str, store: str, rank: int, size: int) -> tup
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
     )
+    os.environ["POOL_FOLDER"] = store
     try:
         if isinstance(program, str):
             program = importlib.import_module("programs_of_ranks").PROGRAMS[program]

@@ -337,7 +337,7 @@ _FAILING: dict[str, Deed] = {
     "mean of whole numbers": lambda at: at.of(torch.ones(2, 3).long(), Shard(0)).mean(),
     "another dtype": lambda at: (at.of(torch.ones(2, 3), Shard(0)) @ at.of(torch.ones(3, 3).double(), R)).sum(),
     "a block of another shape": lambda at: DTensor.from_local(
-        torch.ones(3 + (at.rank == 2), 2), at.mesh, [Shard(0)], shape=(9, 2), stride=(2, 1)
+        torch.ones(3 + (at.rank == 2), 2), at.mesh, [Shard(0)], shape=(3 * dist.get_world_size(), 2), stride=(2, 1)
     ).full_tensor(),
     "blocks of several widths": lambda at: DTensor.from_local(
         torch.ones(3, 2 + (at.rank == 2)), at.mesh, [Shard(0)]
@@ -453,3 +453,5 @@ HEALTHY = {f"healthy/{name}": Program(deed, deed, 0) for name, deed in DEEDS.ite
 SLOW = {f"slow/{name}": Program(DEEDS[name], _after(5.0, DEEDS[name]), 1) for name in ("sum0", "large", "softmax")}
 FAILING = {f"failing/{name}": Program(deed, deed, 2) for name, deed in _FAILING.items()}
 PROGRAMS = DIFFERENT | RAISING | DEADLY | HEALTHY | SLOW | FAILING
+# Operations and collectives are the same; a number in them is not, or what is drawn. Only "strict" compares those.
+OTHER_NUMBERS = frozenset({"sum of 2/sum of 3", "dropped out/dropped out less", "random/drawn before"})

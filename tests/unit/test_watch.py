@@ -18,7 +18,7 @@ from dtensor.watch import lines, reading
 from dtensor.watch.board import alive, process_state, sweep
 from dtensor.watch.levels import Level
 from dtensor.watch.pages import Page
-from dtensor.watch.ring import fingerprint
+from dtensor.watch.ring import WORDS, Ring, Trail, entry_in, fingerprint
 from dtensor.watch.verdict import Said, differing_words, error_of
 
 
@@ -164,3 +164,27 @@ def test_processes_that_are_gone_are_known() -> None:
     finally:
         child.wait()
     assert not alive(child.pid)
+
+
+def test_a_thing_that_is_being_written_down_is_not_read() -> None:
+    ring = Ring(Page(None, WORDS, ours=True))
+    at, text = ring.add(1, "all_reduce(sum)", "", "train.py:1"), ring.page.text
+    ring.words[at] = 0
+
+    def finishing(place: int) -> str:
+        ring.words[at] = 1  # the writer has come to the end while the reader is among the texts
+        return text(place)
+
+    ring.page.text = finishing  # type: ignore[method-assign]
+    assert entry_in(ring.page, 1) is None
+
+
+def test_a_trail_tells_alike_streams_from_others_wherever_it_is_settled() -> None:
+    one, same, other = (Trail(frozenset({0, 1})) for _ in range(3))
+    for trail, names, stops in ((one, "sum mean sum", (3,)), (same, "sum mean sum", (1, 2, 3)), (other, "sum sum mean", (3,))):
+        for number, name in enumerate(names.split(), 1):
+            trail.note(name)()
+            if number in stops:
+                assert trail.settle() == name
+    assert one.hash == same.hash != other.hash
+    assert one.count == same.count == 3
