@@ -3,8 +3,8 @@
 ``torch.nn.functional.linear``, ``matmul`` and many a model fold all dims but the last into rows. Where an inner one of them is
 sharded (a sequence), blocks of the stack are no blocks of rows: the view is a remote one, and to read it moves every element.
 But a product acts on each row by itself, and sums over rows are sums over the stack. So the view is never read: the rows of the
-product are a view of the product's stack, and seeing them as a stack again gives that stack. The same holds of stacks of matrices,
-which torch folds into one dim before ``bmm``: a batch of heads that are sharded.
+product are a view of the product's stack, and seeing them as a stack again gives that stack. The same holds of stacks of
+matrices, which torch folds into one dim before ``bmm``: a batch of heads that are sharded.
 """
 
 from __future__ import annotations
