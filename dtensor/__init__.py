@@ -1,11 +1,12 @@
 """dtensor: SPMD maths on distributed tensors."""
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from .base.extensions import provided_by as _provided_by
 from .base.modes import explicit, implicit_replication, remember
-from .capture import Captured, CaptureInfo, capture
 from .comm import PerRank, map_ranks, per_rank
 from .dispatch.cache_info import CacheInfo, cache_info
 from .dispatch.register_sharding import register_sharding, unregister_sharding
@@ -19,7 +20,6 @@ from .interop.state_dicts import teach_state_dicts as _teach_state_dicts
 from .layout.layout import Layout
 from .mesh.device_mesh import DeviceMesh, init_device_mesh
 from .placement import Monoid, Partial, Placement, Replicate, Shard
-from .plan import ProgramPlan, Sharding, auto_shard, plan
 from .random.seed import manual_seed, random_mode
 from .rules.registry import read_from as _read_from
 from .tensor import replicas as _replicas
@@ -104,6 +104,13 @@ _ROOMS = (
     "testing",
 )
 _NAMES = {
+    "CaptureInfo": "capture.captured",
+    "Captured": "capture.captured",
+    "capture": "capture.captured",
+    "ProgramPlan": "plan.program_plan",
+    "Sharding": "plan.auto",
+    "auto_shard": "plan.auto",
+    "plan": "plan.make",
     "Explanation": "debug.explain",
     "budget": "debug.budget",
     "explain": "debug.explain",
@@ -125,12 +132,19 @@ if TYPE_CHECKING:  # what the names below are; a checker that saw __getattr__ wo
     from . import placement_types as placement_types
     from . import sharding_spec as sharding_spec
     from . import testing as testing
+    from .capture import Captured as Captured
+    from .capture import CaptureInfo as CaptureInfo
+    from .capture import capture as capture
     from .debug.budget import budget as budget
     from .debug.explain import Explanation as Explanation
     from .debug.explain import explain as explain
     from .debug.memory import Memory as Memory
     from .debug.memory import memory as memory
     from .debug.trace import trace as trace
+    from .plan import ProgramPlan as ProgramPlan
+    from .plan import Sharding as Sharding
+    from .plan import auto_shard as auto_shard
+    from .plan import plan as plan
     from .sharding_spec import sharded_tensor as sharded_tensor
     from .sharding_spec.shard_model import collect_state_dict as collect_state_dict
     from .sharding_spec.shard_model import shard_model as shard_model
@@ -142,6 +156,15 @@ else:
         if name in _NAMES:
             return getattr(import_module(f".{_NAMES[name]}", __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    class _Face(ModuleType):
+        """Names some functions as the rooms that they stand in: Python's import would put the room in the function's place."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if not (name in _NAMES and isinstance(value, ModuleType)):
+                super().__setattr__(name, value)
+
+    sys.modules[__name__].__class__ = _Face
 
 
 # The rooms below do not know those above them; they are told here.

@@ -30,6 +30,9 @@ NAMES: dict[str, Internal] = {
     "set_conj": Internal("torch._C._set_conj", "a lazily conjugated local shows above dispatch", _NONE),
     "TensorBase": Internal("torch._C.TensorBase", "methods as torch defines them, under those of the subclass", "torch.Tensor"),
     "nn_functions": Internal("torch._C._nn", "functions of torch.nn.functional written in C++", "torch.nn.functional"),
+    "flash_attention_on_cpu": Internal(
+        "torch._scaled_dot_product_flash_attention_for_cpu", "attention with the logarithms of the rows' sums", _NONE
+    ),
     "assert_async": Internal("torch._assert_async", "a check of values that does not wait for the device", _NONE),
     "OpOverload": Internal("torch._ops.OpOverload", "the type of an operator's overload", _NONE),
     "OpOverloadPacket": Internal("torch._ops.OpOverloadPacket", "the type of an operator", _NONE),

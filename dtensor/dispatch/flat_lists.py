@@ -32,12 +32,23 @@ def through_memory(operator: Operator) -> Callable[..., Any]:
 
 def _brought(listed: list[Any], first: list[Any], is_first: bool) -> list[tuple[Any, Any]]:
     """What stood in a list and was replaced there, each with its copy."""
+    if _none_strays(listed, first, is_first):
+        return []
     strayed = []
     for i, (x, like) in enumerate(zip(listed, first, strict=False)):
         if not (all(map(_dense, shards_of(x))) if is_first else all(map(_alike, shards_of(x), shards_of(like)))):
             listed[i] = torch.empty_like(like, dtype=x.dtype).copy_(x)
             strayed.append((x, listed[i]))
     return strayed
+
+
+def _none_strays(listed: list[Any], first: list[Any], is_first: bool) -> bool:
+    """Whether that is plain at once, most often: one look at all strides."""
+    if {*map(type, listed), *map(type, first)} != {torch.Tensor}:
+        return False
+    if is_first:
+        return all(map(torch.Tensor.is_contiguous, listed))
+    return list(map(torch.Tensor.stride, listed)) == list(map(torch.Tensor.stride, first))
 
 
 def _dense(x: torch.Tensor) -> bool:

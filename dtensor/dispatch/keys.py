@@ -40,8 +40,7 @@ def static(value: Any, key: list[Any], by_type: bool) -> Any:
         if isinstance(value, wrapping.TENSOR):
             key.append(value._layout)
             return value._local
-        strides = value.stride() if value.layout is torch.strided else None
-        key.append((value.shape, strides, value.dtype, in_autograd()))
+        key.append((value.shape, _strides(value), value.dtype, in_autograd()))
         return value
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         value = value.node.maybe_as_int() if isinstance(value, torch.SymInt) else value
@@ -49,6 +48,10 @@ def static(value: Any, key: list[Any], by_type: bool) -> Any:
         value = tuple(value)
     key.append(kind if isinstance(value, torch.Generator) else value)
     return value
+
+
+def _strides(x: torch.Tensor) -> tuple[int, ...] | None:
+    return x.stride() if x.layout is torch.strided else None
 
 
 def _static_list(value: Any, key: list[Any], by_type: bool) -> Any:
@@ -62,6 +65,9 @@ def _static_list(value: Any, key: list[Any], by_type: bool) -> Any:
             key.append(len(value))
             key += layouts
             return locals_
+    elif first is torch.Tensor and set(map(type, value)) == {first}:  # step counts
+        key.append((in_autograd(), *[(x.shape, _strides(x), x.dtype) for x in value]))
+        return list(value)
     elif (first is int or first is float) and (len(value) == 1 or len(set(map(type, value))) == 1):  # True == 1 as a key
         key.append((first, len(value)) if by_type else (first, *value))
         return value

@@ -48,7 +48,7 @@ from .local_layout import layout_of_locals
 from .observed import observed, taken_apart, tell_looked_at
 from .printing import pieces
 
-_make, _grad_enabled = make_wrapper_subclass, torch.is_grad_enabled
+_make, _grad_enabled, _require_grad = make_wrapper_subclass, torch.is_grad_enabled, torch.Tensor.requires_grad_
 
 
 class DTensor(torch.Tensor):
@@ -245,7 +245,7 @@ class DTensor(torch.Tensor):
     # --- leaves: gradients arrive in the leaf's own layout ------------------------------------------------------
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         """Like ``torch.Tensor.requires_grad_``; a leaf's gradient is reduced to the leaf's layout when accumulated."""
-        super().requires_grad_(requires_grad)
+        _require_grad(self, requires_grad)
         if requires_grad and self.is_leaf:
             keep_grad_layout(self)
         return self

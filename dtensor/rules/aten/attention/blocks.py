@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....base.torch_internals import flash_attention_on_cpu
 from ...blockwise import on_each_rank
 from ...kernels import At, KernelContext
 
@@ -26,15 +27,16 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 def attention_block(query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> tuple[Tensor, Tensor]:
     """Rows without keys are zeros."""
     if query.numel() and key.numel():
-        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, *args, **given)
-    rows = query.shape[:3]
-    return query.new_zeros(*rows, value.shape[3]), query.new_zeros(rows, dtype=sums_dtype(query))
+        rows, sums = flash_attention_on_cpu(query, key, value, *args, **given)
+        return rows, sums
+    lead = query.shape[:3]
+    return query.new_zeros(*lead, value.shape[3]), query.new_zeros(lead, dtype=sums_dtype(query))
 
 
 @on_each_rank
 def attention_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> Gradients:
     if query.numel() and key.numel():
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, query, key, value, *args, **given)
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward.default(grad, query, key, value, *args, **given)
     return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
 
 
