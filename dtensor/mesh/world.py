@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from ..errors import MeshError
 
 _MEETING = "dtensor/start"  # where in the store of the agents the ranks of a start find each other
 _ASK_S = 0.01
+_PREFIXED: Any = dist.PrefixStore  # type: ignore[attr-defined]  # torch leaves it out of __all__
 
 
 def distributed() -> bool:
@@ -30,11 +32,11 @@ def ensure_world(device_type: str) -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         dist.init_process_group(backend)
         return
-    store, rank, size = next(dist.rendezvous("env://"))
+    store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]  # as above
     dist.init_process_group(backend, store=unwritten(store, rank, size), rank=rank, world_size=size)
 
 
-def unwritten(store: dist.Store, rank: int, size: int) -> dist.Store:
+def unwritten(store: Any, rank: int, size: int) -> Any:
     """A part of the store where no earlier start of these ranks has written.
 
     torchrun's agents hold one store for all restarts of their workers, who would read there under what addresses the killed ones
@@ -49,7 +51,7 @@ def unwritten(store: dist.Store, rank: int, size: int) -> dist.Store:
         store.set(_MEETING, name)
         others = [f"{name}/{other}" for other in range(1, size)]
         store.set(f"{name}/met", b" ".join(store.multi_get(others)) if others else b"")
-        return dist.PrefixStore(name, store)
+        return _PREFIXED(name, store)
     mine, told, end = uuid.uuid4().hex, "", time.monotonic() + store.timeout.total_seconds()
     while time.monotonic() < end:
         name = store.get(_MEETING).decode()
@@ -57,7 +59,7 @@ def unwritten(store: dist.Store, rank: int, size: int) -> dist.Store:
             store.set(f"{name}/{rank}", mine)
             told = name
         if store.check([f"{name}/met"]) and mine.encode() in store.get(f"{name}/met"):
-            return dist.PrefixStore(name, store)
+            return _PREFIXED(name, store)
         time.sleep(_ASK_S)
     raise MeshError(
         f"rank {rank} has waited {store.timeout.total_seconds():.0f} s for rank 0 to start; see what that rank printed"
