@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL ?= -n 2 --dist worksteal
 
-.PHONY: wheel demo demo-4 test test-4 test-chaos test-hf test-all check lint format types layers docs bench profile clean
+.PHONY: wheel site demo demo-4 test test-4 test-chaos test-hf test-all check lint format types layers docs bench profile clean
 
 demo: $(VENV)/.test
 	$(BIN)/python docs/examples/train_gpt.py
@@ -51,6 +51,11 @@ docs: $(VENV)/.test
 	$(BIN)/python -m dtensor ops > docs/.ops.md && mv docs/.ops.md docs/ops.md
 	$(PYTEST) -q tests/unit/test_docs.py tests/rules/test_operator_page.py
 
+# The documentation as a site, build/site; to look at it: python3 -m http.server -d build/site
+site: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	$(PYTEST) -q tests/unit/test_site.py
+
 bench: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/dispatch.py
 
@@ -75,6 +80,10 @@ $(VENV)/.test: pyproject.toml constraints.txt
 
 $(VENV)/.hf: $(VENV)/.test
 	$(INSTALL) -e '.[test,hf]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.test
+	$(INSTALL) -e '.[test,docs]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.test

@@ -91,8 +91,12 @@ class Binding(ABC):
         dims = tuple(mesh_dims)
         if not self.held:
             return Pending.of
-        nbytes = functools.cache(lambda: events.routed(self._groups(dims), transfer.route_of) * transfer.dtype.itemsize)
+        nbytes = functools.cache(lambda: self._brought(dims, transfer) * transfer.dtype.itemsize)
         return self._issuing(transfer.kind, dims, self._transfer(dims, transfer), lambda _: nbytes())
+
+    def _brought(self, dims: Dims, transfer: Transfer) -> int:
+        """Elements that it brings to a rank, the most over ranks."""
+        return events.routed(self._groups(dims), transfer.route_of)
 
     def bind_transfer_to(self, target: DeviceMesh, ranks: Sequence[int], transfer: Transfer) -> Run:
         """The local on ``target`` of what is given as the local on this mesh.

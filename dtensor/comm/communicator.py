@@ -112,7 +112,12 @@ class Communicator(Binding):
         wholes = {group: (sum(box.numel for box in boxes),) for group, boxes in parts.items()}
         members_of = self.mesh.members_of
         said = _said([box.numel for box in boxes] for boxes in parts.values())
-        scatter = Scatter(lambda at: parts[members_of(dims, at)], op, lambda at: wholes[members_of(dims, at)], dtype, said)
+
+        def new(at: int) -> tuple[int, ...]:
+            group = members_of(dims, at)
+            return parts[group][group.index(at)].size
+
+        scatter = Scatter(lambda at: parts[members_of(dims, at)], op, lambda at: wholes[members_of(dims, at)], new, dtype, said)
         return self.bind_reduce_scatter(dims, scatter)
 
     def bind_exchange(self, mesh_dims: Sequence[int], leaving: Lengths, arriving: Lengths, dtype: torch.dtype) -> Run:

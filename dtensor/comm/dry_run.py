@@ -24,7 +24,10 @@ class DryRun(Communicator):
         return fn(0, *args, **kwargs)
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
-        return _empty(transfer.route_of(0).new)
+        return _empty(transfer.route_of(0).new if transfer.new_of is None else transfer.new_of(0))
+
+    def _brought(self, dims: Dims, transfer: Transfer) -> int:
+        return super()._brought(dims, transfer) if transfer.brings is None else transfer.brings
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
         return _empty(transfer.route_of(ranks.index(target.ranks[0])).new)
@@ -33,7 +36,7 @@ class DryRun(Communicator):
         return Reduction(lambda x: Pending.of(x.new_empty(x.shape)))
 
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
-        own = scatter.chunks_of(0)[self.mesh.members_of(dims, 0).index(0)].size
+        own = scatter.new(0)
 
         def run(x: Local) -> Pending[Local]:
             terms = x.new_empty((self.group_size(dims), *own))  # of all ranks, or this one's packed for all

@@ -83,6 +83,8 @@ class Transfer:
         kind: what it amounts to: ``"all_gather"`` (every member gets the blocks of all), ``"broadcast"`` or ``"all_to_all"``.
         traffic_of: a member's group's :class:`Traffic`, where that is found sooner than by all routes; None where only they tell.
         said: what it is, in words that are the same on all ranks of the group: they compare them.
+        new_of: the shape of a member's new block, where it is known without the member's part.
+        brings: elements that it brings to a rank, the most over ranks, where that is known without all parts.
     """
 
     route_of: Callable[[int], Route]
@@ -90,18 +92,21 @@ class Transfer:
     kind: str = "all_to_all"
     traffic_of: Callable[[int], Traffic | None] | None = None
     said: str = ""
+    new_of: Callable[[int], tuple[int, ...]] | None = None
+    brings: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scatter:
     """Region ``chunks_of(member)[k]`` of the blocks of a group, reduced by ``op``, for position k.
 
-    ``old(member)`` is the shape of its block; regions of one position are of one shape on all ranks. ``said``: as of a transfer.
+    ``old(member)`` is the shape of its block, ``new(member)`` that of what it gets, on all ranks alike. ``said``: as of a transfer.
     """
 
     chunks_of: Callable[[int], tuple[Box, ...]]
     op: str | Monoid
     old: Callable[[int], tuple[int, ...]]
+    new: Callable[[int], tuple[int, ...]]
     dtype: torch.dtype
     said: str = ""
 

@@ -205,7 +205,15 @@ class Layout:
 
     def local_offset(self, coordinate: Sequence[int]) -> tuple[int, ...]:
         """Global index of the first element of the block at a mesh coordinate."""
-        return tuple(0 if split is None else split.offsets[self._leaf(split, coordinate)] for split in self.splits)
+        return tuple(
+            0 if split is None else starts[self._leaf(split, coordinate)]
+            for split, starts in zip(self.splits, self._starts, strict=True)
+        )
+
+    @cached_property
+    def _starts(self) -> tuple[tuple[int, ...], ...]:
+        """Where the blocks of each tensor dim start: looking them up by their sizes would read all sizes each time."""
+        return tuple(() if split is None else split.offsets for split in self.splits)
 
     def local_stride(self, coordinate: Sequence[int] | None) -> Stride:
         """Dense strides of the block, its dims ordered in memory as in the global tensor."""

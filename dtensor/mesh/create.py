@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from .device_mesh import CURRENT, DeviceMesh, as_mesh
 from .groups import new_handle
-from .root import distributed, ensure_world, make_root
+from .root import make_root
+from .world import distributed, ensure_world
 
 
 class _World(threading.local):

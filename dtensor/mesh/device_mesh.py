@@ -25,7 +25,8 @@ from .current_rank import current_coordinate, current_rank
 from .derive import concatenated, dims_of_ranks, flattened, sliced, unflattened
 from .geometry import Dims, Geometry, Names
 from .groups import handle_of
-from .root import Kind, Root, device_type_of, distributed, ensure_world, make_root, mesh_shape_of
+from .root import Kind, Root, device_type_of, make_root, mesh_shape_of
+from .world import distributed, ensure_world
 
 
 class DeviceMesh(Geometry, TorchDeviceMesh):

@@ -31,4 +31,5 @@ def _coordinates(mesh: DeviceMesh) -> Table:
 def groups(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Table:
     """The members of each communication group over ``mesh_dims``, shape (groups, group size), in group order."""
     firsts = np.flatnonzero(leaves(mesh, mesh_dims) == 0)
-    return np.asarray([mesh.members_of(mesh_dims, int(member)) for member in firsts], dtype=np.int64)
+    within = np.asarray(mesh.members_of(mesh_dims, 0), dtype=np.int64)  # member 0 is a first: all groups are this one, moved
+    return firsts[:, None] + within[None, :]

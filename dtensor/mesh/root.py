@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from ..base.validation import whole, wholes
 from ..errors import ArgumentError, MeshError
+from .world import distributed, ensure_world
 
 Kind = str  # "process_group", "in_process", "dry_run": the row of ``comm.BACKENDS``
 
@@ -39,19 +39,6 @@ class Root:
     @property
     def key(self) -> tuple[Any, ...]:
         return self.device_type, self.ranks, self.shape, self.kind, id(self.world), self.stands_for
-
-
-def distributed() -> bool:
-    """Whether ranks are processes: a group is initialised, or torchrun started us."""
-    return dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())
-
-
-def ensure_world(device_type: str) -> None:
-    """Initialise the world group where torchrun left that to us."""
-    if not dist.is_initialized():
-        if device_type == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
 
 
 def device_type_of(device: Any) -> str:

@@ -119,7 +119,14 @@ def _bind(comm: Communicator, step: Step) -> Bound:
                 group = before.mesh.members_of(mesh_dims, member)
                 return tuple(inside(before, member, after, other) for other in group)
 
-            scatter = Scatter(chunks_of, op, functools.partial(_local_shape, before), before.dtype, _said(step))
+            scatter = Scatter(
+                chunks_of,
+                op,
+                functools.partial(_local_shape, before),
+                functools.partial(_local_shape, after),
+                before.dtype,
+                _said(step),
+            )
             return _collective(comm, _known_as(step, comm.bind_reduce_scatter(mesh_dims, scatter)), step)
         case AllGather() | Exchange():
             return _collective(comm, _transfer(comm, step), step)
@@ -135,7 +142,9 @@ def _transfer(comm: Communicator, step: AllGather | Exchange) -> Run:
         if not bound:
             kind, find = ("all_gather", gather_traffic) if isinstance(step, AllGather) else ("all_to_all", traffic)
             traffic_of = functools.partial(find, step.before, step.after, step.mesh_dims)
-            transfer = Transfer(functools.partial(route, step), step.before.dtype, kind, traffic_of, _said(step))
+            new_of, brings = functools.partial(_local_shape, step.after), step.bytes // step.before.dtype.itemsize
+            find_route = functools.partial(route, step)
+            transfer = Transfer(find_route, step.before.dtype, kind, traffic_of, _said(step), new_of, brings)
             bound.append(_known_as(step, comm.bind_transfer(step.mesh_dims, transfer)))
         return bound[0](x)
 

@@ -187,34 +187,43 @@ def two_hosts() -> Iterator[list[tuple[str, dict[str, str], tuple[str, ...]]]]:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_two_nodes_resume_where_both_were_killed(tmp_path: Path) -> None:
+def test_two_nodes_lose_a_worker_then_a_node_and_get_it_back(tmp_path: Path) -> None:
+    """The second node ends; the first one goes on alone until it comes back. In the end both are killed and started again."""
     folder = tmp_path / "job"
     folder.mkdir()
 
-    def start(steps: int) -> list[subprocess.Popen[bytes]]:
+    def start(at: int, steps: int) -> subprocess.Popen[bytes]:
+        address, environment, before = hosts[at]
+        environment = environment | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else a node that comes is not told of the store
+        patience = f"is_host={at == 0},last_call_timeout=1,keep_alive_interval=1"
         rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0][0]}:29477", "--rdzv-id", str(steps))
-        many = ("--nnodes", "2", "--nproc-per-node", "2", *rendezvous)
-        return [
-            launch(
-                folder, steps, *many, "--rdzv-conf", f"is_host={at == 0}", "--local-addr", address, before=before, **environment
-            )
-            for at, (address, environment, before) in enumerate(hosts)
-        ]
+        many = ("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "9", *rendezvous, "--rdzv-conf", patience)
+        return launch(folder, steps, *many, "--local-addr", address, before=before, **environment)
+
+    def goes_on() -> None:
+        seen = {line.pid for line in told(folder)}
+        wait_for(folder, seen, EVERY + 2, agents[0])
 
     with two_hosts() as hosts:
-        agents = start(STEPS)
+        agents = [start(at, STEPS) for at in (0, 1)]
         try:
-            wait_for(folder, set(), 2 * EVERY + 2, agents[0])
+            goes_on()
+            kill(children(agents[1].pid)[1])
+            goes_on()
+            kill_all(agents[1])
+            goes_on()
+            agents[1] = start(1, STEPS)
+            goes_on()
         finally:
             for agent in agents:
                 kill_all(agent)
         steps = told(folder)[-1].step + EVERY
-        agents = start(steps)
+        agents = [start(at, steps) for at in (0, 1)]
         try:
             assert [agent.wait(LIMIT_S) for agent in agents] == [0, 0], (folder / "output.txt").read_text()
         finally:
             for agent in agents:
                 kill_all(agent)
     agree(folder, uninterrupted(tmp_path / "uninterrupted", steps))
-    assert {line.ranks for line in told(folder)} == {4}
-    assert len({line.pid for line in told(folder)}) == 2
+    starts = {line.pid: line.ranks for line in told(folder)}
+    assert list(starts.values()) == [4, 4, 2, 4, 4]
