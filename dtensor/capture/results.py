@@ -156,7 +156,7 @@ class Sorter:
         while id(leaf) not in self.given and id(leaf) in self.recorder.views:
             _, (func, place), args, kwargs = self.recorder.views[id(leaf)]
             if leaf.requires_grad and not args[0].requires_grad:
-                break  # a view below autograd (see folded_rows.py): a result of its own
+                break  # a view below autograd (see folded.py): a result of its own
             chain.append((func, place, args[1:], kwargs))
             leaf = args[0]
         return leaf, tuple(reversed(chain))

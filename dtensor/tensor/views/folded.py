@@ -28,8 +28,8 @@ from ...dispatch.operands import laid_out
 from ...dispatch.plain_operands import replicated, taken_as_replicated
 from ...layout.layout import Layout
 from ...layout.splits import Split
+from ...propagation.calls import make_call
 from ...propagation.meta import NotInferable, results_of
-from ...propagation.propagate import make_call
 from ...propagation.schema import Operator, operator_of
 from ...redistribute import redistribute_local
 from ...rules import lookup
