@@ -52,7 +52,7 @@ def _asked(cause: Cause) -> list[Asked]:
     if cause.plan.how != "rule" or call.mesh.size() == 1:
         return []
     listening, (_, slots) = Listening(), make_call(cause.operator, call.mesh, call.arguments)
-    known = {slot: fact for slot, fact in zip(slots, call.parted, strict=False) if fact is not None}
+    known = {slot: fact for slot, fact in zip(slots, call.known, strict=False) if fact is not None}
     propagate(cause.operator, call.mesh, call.arguments, frozenset(slots[i] for i in call.plain), listening, known)
     return [asked for asked in listening.calls if asked.chosen is not None][:1]  # of lists the first element
 

@@ -21,13 +21,14 @@ from ..layout.splits import Split
 from ..propagation.calls import Slot
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator
-from ..rules.parted import Left, Parted
+from ..rules.parted import Known, Left, Parted
 from . import wrapping
 from .bind import runner_of
-from .settled import counted_versions
+from .settled import FORMS, counted_versions, settled_dims
 from .steps import Args, Keywords, Runner
 
 _FACT = "_parted"  # the attribute of a tensor whose rows are parted
+_LASTING = frozenset((_FACT, FORMS))
 _OWNERSHIPS = "_ownerships"  # of one that says whose rows are whose
 
 
@@ -89,18 +90,22 @@ def fact_of(x: Any) -> Fact | None:
     return found if found is not None and found.versions == counted_versions(x) and found.ownership.holds() else None
 
 
-def facts_of_call(operator: Operator, bound: Mapping[str, Any]) -> dict[Slot, Parted]:
+def facts_of_call(operator: Operator, bound: Mapping[str, Any]) -> dict[Slot, Known]:
     """What is known of the operands of a call."""
-    found: dict[Slot, Parted] = {}
+    found: dict[Slot, Known] = {}
     numbers: dict[int, int] = {}
     for name in operator.names:
         value = bound.get(name)
         listed = isinstance(value, (list, tuple))
         for index, x in enumerate(value) if listed else ((None, value),):  # type: ignore[arg-type]
+            settles = type(x) is wrapping.TENSOR and not operator.is_view  # which shows the memory as it is
+            parted, settled = None, settled_dims(x) if settles else frozenset()
             if (fact := fact_of(x)) is not None:
                 own = fact.ownership
                 source = next((other for other, y in bound.items() if y is own.ends), None)
-                found[name, index] = Parted(fact.dim, numbers.setdefault(id(own), len(numbers)), own.split, source)
+                parted = Parted(fact.dim, numbers.setdefault(id(own), len(numbers)), own.split, source)
+            if parted is not None or settled:
+                found[name, index] = Known(parted, settled)
     return found
 
 
@@ -119,7 +124,7 @@ def by_facts(
         pattern: tuple[Any, ...] = ()
         for value in (*args, *kwargs.values()) if kwargs else args:
             kind = type(value)
-            if kind is list or kind is tuple or (kind is tensor and _FACT in value.__dict__):
+            if kind is list or kind is tuple or (kind is tensor and not _LASTING.isdisjoint(value.__dict__)):
                 pattern = _pattern(operator, operator.bind(args, kwargs))
                 break
         runner = runners.get(pattern)

@@ -35,7 +35,7 @@ from . import wrapping
 from .versions import versions_of
 
 Runner = Callable[[Any, Any, list[Any], dict[str, Any]], Any]
-_FORMS = "_forms"  # the attribute of a tensor that has those of its memory, its views' too
+FORMS = "_forms"  # the attribute of a tensor that has those of its memory, its views' too
 _GIVEN = "_given"  # whether somebody writes to its memory and is not counted: a list of one, shared by what was detached of it
 
 
@@ -135,24 +135,43 @@ def moved(x: Any, move: Move, local: Any) -> Any:
     """``local``, that of ``x``, after ``move``: as it was moved before, if it was."""
     if not move.communicates or type(x) is not wrapping.TENSOR or NESTED.depth:
         return execute(move, local)
-    home = _home(x)
-    versions = None if REMEMBERED.held and REMEMBERED.last("") == "nothing" else counted_versions(x)
-    if versions is None:  # nobody counts
+    home, versions = _home(x), _countable_versions(x)
+    if versions is None:
         return execute(move, local)
-    keeper, recorder = home if _same_memory(x, home) else x, current() if ACTIVE else None
+    keeper, recorder = _keeper(x, home), current() if ACTIVE else None
     if home.is_leaf and home.requires_grad and not _may_keep(home, keeper, recorder, versions):
         return execute(move, local)
     forms = _forms(keeper, recorder, versions)
     order, back = _orders(move.src)
     source, target = _turned(move.src, order), _turned(move.dst, order)
-    held = forms.held.setdefault(source, {})
-    found = held.get(target)
+    key, wanted = _flat(source), _flat(target)
+    held = forms.held.setdefault(key, {})
+    found = held.get(wanted)
     if found is None:
         found = _nearest(held, source, target, local if not order else local.permute(order))
-        held[target] = found
+        held[wanted] = found if wanted is target else found.reshape(-1)
         if home.grad_fn is None and all(op is None for op in source.partials):
-            _LATELY.add(forms, source, target)
+            _LATELY.add(forms, key, wanted)
+    elif wanted is not target:
+        found = found.view(target.shape)
     return found if not order else found.permute(back)
+
+
+def settled_dims(x: Any) -> frozenset[int]:
+    """The mesh dims over which ``x`` is in terms that have been added up before, and would be had for nothing."""
+    layout = x._layout
+    terms = [i for i, op in enumerate(layout.partials) if op is not None]
+    keeper = _keeper(x, _home(x)) if terms and not NESTED.depth else x
+    forms: Forms | None = keeper.__dict__.get(FORMS) if terms and not NESTED.depth else None
+    if forms is None or forms.recorder is not (current() if ACTIVE else None) or forms.versions != _countable_versions(x):
+        return frozenset()
+    held = forms.held.get(_flat(_turned(layout, _orders(layout)[0])), {})
+    return frozenset([i for i in terms if any(target.partials[i] is None for target in tuple(held))])
+
+
+def _countable_versions(x: Any) -> tuple[int, ...] | None:
+    """As :func:`counted_versions`; None also where nothing is to be remembered."""
+    return None if REMEMBERED.held and REMEMBERED.last("") == "nothing" else counted_versions(x)
 
 
 def _may_keep(leaf: Any, keeper: Any, recorder: Any, versions: Any) -> bool:
@@ -167,15 +186,16 @@ def _may_keep(leaf: Any, keeper: Any, recorder: Any, versions: Any) -> bool:
 
 
 def _forms(keeper: Any, recorder: Any, versions: Any) -> Forms:
-    forms: Forms | None = keeper.__dict__.get(_FORMS)
+    forms: Forms | None = keeper.__dict__.get(FORMS)
     if forms is None or forms.recorder is not recorder or forms.versions != versions:
-        forms = keeper.__dict__[_FORMS] = Forms(recorder, versions)
+        forms = keeper.__dict__[FORMS] = Forms(recorder, versions)
     return forms
 
 
 def _nearest(held: dict[Layout, Any], source: Layout, target: Layout, local: Any) -> Any:
     """``local`` as ``target`` has it, from whatever form is cheapest."""
-    ways = [(plan_move(have, target), value) for have, value in ((source, local), *tuple(held.items()))]  # other threads add some
+    there = [_seen_as(have, value, source) for have, value in tuple(held.items())]  # other threads add some
+    ways = [(plan_move(have, target), value) for have, value in ((source, local), *filter(None, there))]
     move, value = min(ways, key=lambda way: way[0].cost)
     return execute(move, value)
 
@@ -193,6 +213,29 @@ def _turned(layout: Layout, order: tuple[int, ...]) -> Layout:
         return layout
     splits, shape = [layout.splits[d] for d in order], [layout.shape[d] for d in order]
     return Layout.from_splits(layout.mesh, splits, layout.partials, shape, [layout.stride[d] for d in order], layout.dtype)
+
+
+@remembered(4096)
+def _flat(layout: Layout) -> Layout:
+    """That of the memory as it lies, where no dim is cut: whatever shape it is seen in, it is one value."""
+    if any(layout.splits) or memory_order(layout.shape, layout.stride) != ():
+        return layout
+    return Layout.from_splits(layout.mesh, (None,), layout.partials, (layout.numel,), None, layout.dtype)
+
+
+def _seen_as(have: Layout, value: Any, like: Layout) -> tuple[Layout, Any] | None:
+    """A form in the shape of ``like``, if it can be seen so."""
+    if have.shape == like.shape:
+        return have, value
+    if len(have.shape) != 1 or any(have.splits):
+        return None
+    seen = Layout.from_splits(have.mesh, (None,) * len(like.shape), have.partials, like.shape, None, have.dtype)
+    return seen, value.view(like.shape)
+
+
+def _keeper(x: Any, home: Any) -> Any:
+    """Which tensor has the forms of the memory that ``x`` shows."""
+    return home if _same_memory(x, home) else x
 
 
 def _home(x: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..rules.call import Call
-from ..rules.parted import NOTHING, Parted
+from ..rules.parted import NOTHING, Known
 from .schema import Operator
 
 Slot = tuple[str, int | None]  # an argument, and the position inside it if it is a list
@@ -21,7 +21,7 @@ def make_call(
     mesh: DeviceMesh,
     bound: dict[str, Any],
     plain: Collection[Slot] = (),
-    parted: Mapping[Slot, Parted] = NOTHING,
+    known: Mapping[Slot, Known] = NOTHING,
 ) -> tuple[Call, tuple[Slot, ...]]:
     """The call with its operands flattened in schema order, and the slot of each (``out=`` arguments are results)."""
     operands: list[Layout] = []
@@ -44,5 +44,5 @@ def make_call(
     names = tuple(name for name, _ in slots)
     scalars = operator.scalars.difference(names)
     call = Call(operator.func, mesh, bound, tuple(operands), names, plain=frozenset(fixed), scalars=scalars)
-    call.parted = tuple(map(parted.get, slots)) if parted else ()
+    call.known = tuple(map(known.get, slots)) if known else ()
     return call, tuple(slots)

@@ -19,7 +19,7 @@ from ..redistribute import Plan as Move
 from ..redistribute import plan as plan_move
 from ..rules.call import Call, Meta
 from ..rules.facts import rule_of_each
-from ..rules.parted import NOTHING, Parted
+from ..rules.parted import NOTHING, Known
 from ..rules.registry import lookup
 from ..rules.rule import Rule
 from .calls import Slot, make_call
@@ -71,7 +71,7 @@ def propagate(
     bound: dict[str, Any],
     plain: frozenset[Slot],
     choose: Chooser = choose,
-    parted: Mapping[Slot, Parted] = NOTHING,
+    known: Mapping[Slot, Known] = NOTHING,
 ) -> Plan:
     """The plan of one operator call.
 
@@ -79,11 +79,11 @@ def propagate(
         bound: arguments by name, tensors as their layouts.
         plain: slots that hold plain tensors or numbers, the same on all ranks (they are never moved).
         choose: which rows a rule's call follows.
-        parted: slots of operands whose rows are known to be parted.
+        known: of slots of operands what is known beside their layouts.
     """
     for check in operator.facts.refuses:
         check(operator.name, bound)
-    call, slots = make_call(operator, mesh, bound, plain, parted)
+    call, slots = make_call(operator, mesh, bound, plain, known)
     base = rule_of_each(operator.func) if operator.facts.per_element else None
     rule = lookup(operator.func)
     if rule is not None and rule.answer is not None:

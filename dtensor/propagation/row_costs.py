@@ -72,7 +72,8 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
                 continue
             cost = moving.get((i, target))
             if cost is None:
-                cost = moving[i, target] = _move(current[i], target, call.operands[i], mesh_dim)
+                paid = call.settled(i, mesh_dim) and not isinstance(target, Partial)
+                cost = moving[i, target] = LOCAL_STEP if paid else _move(current[i], target, call.operands[i], mesh_dim)
             seconds += cost
             changes += cost > 0
             invented = invented and not isinstance(current[i], int)

@@ -12,7 +12,7 @@ import torch
 from ..errors import RuleError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
-from .parted import Parted
+from .parted import Known, Parted
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Call:
         plain: positions of operands that are plain tensors or numbers rather than DTensors.
         scalars: names of the arguments that are numbers and no operands (a step size).
         stale: names of the numbers that may be another call's, as this one's plan serves all of them.
-        parted: for each operand what is known of its rows, () where nothing is known of any.
+        known: for each operand what is known of it beside its layout, () where that is nothing for all.
     """
 
     func: Any
@@ -75,7 +75,18 @@ class Call:
     plain: frozenset[int] = field(default_factory=frozenset)
     scalars: frozenset[str] = frozenset()
     stale: frozenset[str] = frozenset()
-    parted: tuple[Parted | None, ...] = ()
+    known: tuple[Known | None, ...] = ()
+
+    @property
+    def parted(self) -> tuple[Parted | None, ...]:
+        """For each operand what is known of its rows, () where nothing is known of any."""
+        found = tuple([None if each is None else each.parted for each in self.known])
+        return found if any(found) else ()
+
+    def settled(self, operand: int, mesh_dim: int) -> bool:
+        """Whether the terms of an operand over a mesh dim have been added up before."""
+        own = self.known[operand] if self.known else None
+        return own is not None and mesh_dim in own.settled
 
     @property
     def fixed(self) -> frozenset[int]:

@@ -32,7 +32,20 @@ class Parted:
     source: str | None = None
 
 
-NOTHING: Mapping[Any, Parted] = MappingProxyType({})  # by argument and position in a list, what is known
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of one operand beside its layout.
+
+    Attributes:
+        parted: how its rows are parted.
+        settled: mesh dims over which it is in terms that have been added up before, for another operation.
+    """
+
+    parted: Parted | None = None
+    settled: frozenset[int] = frozenset()
+
+
+NOTHING: Mapping[Any, Known] = MappingProxyType({})  # by argument and position in a list
 
 
 @dataclass(frozen=True, slots=True)
