@@ -1,19 +1,21 @@
 """Steps of captured programs: a tensor-parallel MLP and a transformer block, forward and backward, AdamW over 100 parameters, and
 the block's whole training step, on one rank's host.
 
-    python benchmarks/captured.py [--quick] [--json]
+    python benchmarks/captured.py [--quick] [--json] [--compiled aot_eager] [--only "TP MLP"]
 
 Columns: "by hand" is Megatron-LM's program (local tensors, explicit all-reduces, one autograd function each), "plain" the
 same local work without any communication, "peer" ``torch.distributed.tensor``, "ours" ``dtensor`` as it is, "captured" the same
 under ``dtensor.capture``. The process group is torch's fake one of 8 ranks: collectives cost their call and nothing else. All
-sides take turns in one process. The last columns are captured / by hand, peer / by hand and ours / by hand.
+sides take turns in one process. ``--compiled BACKEND`` adds "ours, compiled" and "peer, compiled" (by ``torch.compile``; an error
+is shown by its name). The last columns are captured / by hand, peer / by hand and ours / by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,10 +106,11 @@ def block_step(side: Any, around: Callable[[Any], Any]) -> Run:
 CASES = {"TP MLP": mlp, "TP block": block, "AdamW, 100": adamw, "block, step": block_step}
 
 
-def measure(effort: timing.Effort) -> dict[str, dict[str, Any]]:
+def measure(effort: timing.Effort, names: Sequence[str], backend: str | None) -> dict[str, dict[str, Any]]:
     sides = all_sides()
     rows = {}
-    for name, case in CASES.items():
+    for name in names:
+        case = CASES[name]
         functions = {
             "plain": case(Alone(), _same),
             "by hand": case(ByHand(), _same),
@@ -115,6 +118,10 @@ def measure(effort: timing.Effort) -> dict[str, dict[str, Any]]:
             "ours": case(sides["ours"], _same),
             "captured": case(sides["ours"], dt.capture),
         }
+        if backend is not None:
+            torch._dynamo.reset()
+            around = functools.partial(torch.compile, backend=backend)
+            functions |= {"ours, compiled": case(sides["ours"], around), "peer, compiled": case(sides["peer"], around)}
         rows[name] = timing.interleaved(functions, effort)
     return rows
 
@@ -123,21 +130,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--compiled", metavar="BACKEND", help="also under torch.compile")
+    parser.add_argument("--only", nargs="+", metavar="ROW", choices=CASES, default=list(CASES))
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    rows = measure(timing.Effort.quick() if options.quick else timing.Effort(seconds=0.005))
+    effort = timing.Effort.quick() if options.quick else timing.Effort(seconds=0.005)
+    rows = measure(effort, options.only, options.compiled)
     if options.json:
         print(json.dumps({"machine": timing.machine(), "rows": rows}, indent=2))
         return
     print(
         f"{'microseconds':12}"
-        + "".join(f"{side:>10}" for side in next(iter(rows.values())))
+        + "".join(f"{side:>{_width(side)}}" for side in next(iter(rows.values())))
         + "   captured / peer / ours : by hand"
     )
     for name, row in rows.items():
         ratios = " ".join(f"{row[side] / row['by hand']:9.2f}" for side in ("captured", "peer", "ours"))
-        print(f"{name:12}" + "".join(f"{value * 1e6:10.0f}" for value in row.values()) + f"   {ratios}")
+        cells = ((side, value if isinstance(value, str) else f"{value * 1e6:.0f}") for side, value in row.items())
+        print(f"{name:12}" + "".join(f"{cell:>{_width(side)}}" for side, cell in cells) + f"   {ratios}")
+
+
+def _width(side: str) -> int:
+    return max(10, len(side) + 2)
 
 
 if __name__ == "__main__":

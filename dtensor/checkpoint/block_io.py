@@ -19,7 +19,7 @@ from ..comm.rows import flat_bytes
 from ..errors import CheckpointError
 from .files import open_regular
 
-_LONG = 512  # bytes: shorter runs are gathered from mapped memory, since a system call each would cost more than they do
+_LONG = 4096  # bytes, a page: shorter runs are gathered from mapped memory, since a system call each would cost more than they do
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,9 @@ class Files:
         shape = (*size, width)
         stored = np.ndarray(shape, np.uint8, mapped, source, (*source_stride, 1))
         np.ndarray(shape, np.uint8, target.data, begin, (*target_stride, 1))[...] = stored
+        if hasattr(mmap, "MADV_DONTNEED"):  # else every page that was read counts as this process's memory until the end
+            page = source // mmap.PAGESIZE * mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_DONTNEED, page, self._end(source, size, source_stride, width) - page)
 
     def _read(self, handle: int, memory: memoryview, at: int, file: str) -> None:
         while memory:

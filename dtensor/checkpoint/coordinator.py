@@ -97,6 +97,7 @@ def other_rank(told: Sequence[object]) -> int | None:
 
 
 # --- messages --------------------------------------------------------------------------------------------------------------
+_INLINE = 4096  # bytes that go with the length: most of what ranks say is one message
 _TAG = 0x63686B70  # so that a program's own messages are not taken for ours
 _GROUPS: dict[Any, Any] = {}
 
@@ -114,17 +115,27 @@ def _gloo_group(group: Any, world_ranks: list[int], apart: bool) -> Any:
 
 
 def _send(value: Any, to: int, group: Any) -> None:
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    dist.send(torch.tensor([len(data)]), to, group, _TAG)
-    dist.send(data, to, group, _TAG)
+    data = pickle.dumps(value)
+    first = len(data).to_bytes(8, "little") + data[:_INLINE]
+    dist.send(_bytes(first.ljust(8 + _INLINE)), to, group, _TAG)
+    if len(data) > _INLINE:
+        dist.send(_bytes(data[_INLINE:]), to, group, _TAG)
 
 
 def _receive(source: int, group: Any) -> Any:
-    length = torch.zeros(1, dtype=torch.int64)
-    dist.recv(length, source, group, _TAG)
-    data = torch.empty(int(length), dtype=torch.uint8)
-    dist.recv(data, source, group, _TAG)
-    return pickle.loads(data.numpy().tobytes())
+    first = torch.empty(8 + _INLINE, dtype=torch.uint8)
+    dist.recv(first, source, group, _TAG)
+    told = first.numpy().tobytes()
+    length, data = int.from_bytes(told[:8], "little"), told[8:]
+    if length > _INLINE:
+        rest = torch.empty(length - _INLINE, dtype=torch.uint8)
+        dist.recv(rest, source, group, _TAG)
+        data += rest.numpy().tobytes()
+    return pickle.loads(data[:length])
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _attempt(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:

@@ -24,7 +24,6 @@ from ..comm.rows import flat_bytes
 
 Words = NDArray[np.uint64]
 MASK = (1 << 64) - 1
-_SHORT = 512  # rows of fewer words are handled together
 _ROWS = 1 << 16  # words handled at a time: what is converted to 64 bits stays in the cache
 
 
@@ -57,17 +56,12 @@ def digest(block: torch.Tensor, offset: Sequence[int]) -> int:
 def _contract(words: NDArray[np.generic], outer: Words, inner: Words) -> int:
     """``outer @ words @ inner``, modulo 2^64."""
     total, columns = 0, len(inner)
-    if columns < _SHORT:
-        rows = max(1, _ROWS // columns)
-        for row in range(0, len(outer), rows):
-            factors = (outer[row : row + rows, None] * inner).reshape(-1)
-            total += int(np.dot(words[row : row + rows].reshape(-1).astype(np.uint64), factors))
-        return total & MASK
-    for row in range(len(outer)):
-        line = 0
+    rows = max(1, _ROWS // columns)
+    for row in range(0, len(outer), rows):
         for column in range(0, columns, _ROWS):
-            line += int(np.dot(words[row, column : column + _ROWS].astype(np.uint64), inner[column : column + _ROWS]))
-        total += line * int(outer[row])
+            block = words[row : row + rows, column : column + _ROWS].astype(np.uint64)
+            lines = np.einsum("ij,j->i", block, inner[column : column + _ROWS])  # twice as fast as a product of matrices
+            total += int(np.dot(lines, outer[row : row + rows]))
     return total & MASK
 
 
@@ -85,9 +79,11 @@ def _words(block: torch.Tensor) -> tuple[NDArray[np.generic], int]:
 def _factors(dim: int, start: int, count: int) -> Words:
     """Odd pseudo-random numbers for places ``start ..`` along a tensor dim."""
     first, last = start // _ROWS, -(-(start + count) // _ROWS)
+    inner, outer, start = _random(2 * dim, 0, _ROWS), _random(2 * dim + 1, first, last), start - first * _ROWS
     with np.errstate(over="ignore"):
-        table = _random(2 * dim, 0, _ROWS) * _random(2 * dim + 1, first, last)[:, None]
-    return table.reshape(-1)[start - first * _ROWS :][:count]
+        if len(outer) == 1:
+            return inner[start : start + count] * outer
+        return (inner * outer[:, None]).reshape(-1)[start : start + count]
 
 
 @remembered(64)

@@ -174,6 +174,51 @@ def buffers_and_averages(mesh: Any) -> Step:
     return step, (lambda i: (randn(5, 6, on=mesh, at=[Shard(0)] * mesh.ndim),)), params, [opt]
 
 
+@case
+def a_generator_against_a_discriminator(mesh: Any) -> Step:
+    makes = [weight(mesh, 4, 8, at=Shard(1)), weight(mesh, 8, 6, at=Shard(0))]
+    tells = [weight(mesh, 6, 8, at=Shard(1)), weight(mesh, 8, 1, at=Shard(0))]
+    opts = [torch.optim.AdamW(tells, lr=0.02), torch.optim.SGD(makes, lr=0.1, momentum=0.9)]
+
+    def told(x: Any) -> Any:
+        return F.leaky_relu(x @ tells[0]) @ tells[1]
+
+    def step(real: Any, noise: Any) -> Any:
+        fake = torch.tanh(noise @ makes[0]) @ makes[1]
+        opts[0].zero_grad()
+        seen = F.softplus(-told(real)).mean() + F.softplus(told(fake.detach())).mean()
+        seen.backward()
+        opts[0].step()
+        opts[1].zero_grad()
+        fooled = F.softplus(-told(fake)).mean()
+        fooled.backward()
+        opts[1].step()
+        return seen, fooled
+
+    at = [Shard(0)] * mesh.ndim
+    return step, (lambda i: (randn(5, 6, on=mesh, at=at), randn(5, 4, on=mesh, at=at))), makes + tells, opts
+
+
+@case
+def a_student_of_a_teacher_that_follows_it(mesh: Any) -> Step:
+    student = [weight(mesh, 6, 8, at=Shard(1)), weight(mesh, 8, 5, at=Shard(0))]
+    teacher = [w.detach().clone() for w in student]
+    opt = torch.optim.AdamW(student, lr=0.02, fused=True)
+
+    def step(x: Any) -> Any:
+        with torch.no_grad():
+            wanted = torch.softmax(F.gelu(x @ teacher[0]) @ teacher[1], dim=-1)
+        loss = F.cross_entropy(F.gelu(x @ student[0]) @ student[1], wanted)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        with torch.no_grad():
+            torch._foreach_lerp_(teacher, [w.detach() for w in student], 0.1)
+        return loss
+
+    return step, (lambda i: (randn(6, 6, on=mesh, at=[Shard(0)] * mesh.ndim),)), student + teacher, [opt]
+
+
 def main() -> list[str]:
     """Every step on a line and on a square of the processes."""
     for mesh in (mesh_of(4), mesh_of(2, 2)):

@@ -19,6 +19,7 @@ from torch import nn
 
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
+from dtensor.comm.events import listening
 from dtensor.debug import CommDebugMode
 from dtensor.errors import LayoutError, MeshError, MixedTensorError, PlacementError
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
@@ -284,6 +285,34 @@ def a_module_trains_as_on_one_device() -> None:
         assert abs(losses[0].item() - losses[1].item()) < 1e-9
     for p, q in zip(plain.parameters(), distributed.parameters(), strict=True):
         equal(q.detach(), p.detach())
+
+
+@case
+def copies_of_shards_are_summed_while_the_backward_pass_goes_on() -> None:
+    torch.manual_seed(0)
+    plain, mesh, x = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double(), square(), value(8, 6)
+    model = copy.deepcopy(plain)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    trail: list[tuple[str, bool]] = []
+
+    def listen(event: Any) -> Any:
+        def around(fn: Callable[[], Any], sent: Any = None) -> Any:
+            trail.append((event.kind, sent is not None))
+            return fn()
+
+        return around
+
+    with listening(listen):
+        model(dt.distribute_tensor(x, mesh, [Shard(0), Shard(0)])).square().sum().backward()
+    plain(x).square().sum().backward()
+    for own, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        equal(own.grad, wanted.grad)
+    assert trail.count(("all_reduce", True)) >= len(model)
+    if mesh.kind == "process_group":  # in one process a collective has ended when it has begun
+        begun, ended = trail.index(("all_reduce", True)), trail.index(("all_reduce", False))
+        assert ("reduce_scatter", True) in trail[begun:ended], trail
 
 
 @case

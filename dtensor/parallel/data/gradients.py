@@ -46,6 +46,7 @@ class Reduction:
         ] = {}  # of whole gradients: they serve again, as fresh pages cost more than the copy
         self._dtype = dtype
         self._flat: Any = None  # what has arrived
+        self._replicas: Pending[Any] | None = None  # summed over copies of shards
         self._waits: list[Callable[[], Any]] = []  # for copies to host memory
         self._pending = self._issue([gradients[i] for i in self.chosen], dtype)
 
@@ -82,24 +83,31 @@ class Reduction:
 
     @torch.no_grad()
     def arrive(self) -> None:
-        """Wait for it; its results are here, or on their way to host memory."""
+        """Wait for it; its results are here, on their way to host memory, or being summed over copies of shards."""
         group, axes = self.group, self.group.axes
         flat = self._pending.wait()
         if self._buckets:
             group.buckets[self._key(self._dtype)] = self._buckets
         if axes.scattered and axes.reduced:
-            flat = self._over_replicas(flat)
-            if flat is None:
-                return
-        self._flat = self._finished(flat)
-        if axes.host is not None:
-            self._flat = group.comm.map(self._fetched, self._flat, axes.host)
+            self._over_replicas(flat)
+        else:
+            self._settle(flat)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something goes on meanwhile."""
+        return self._replicas is not None or self.group.axes.host is not None
 
     @torch.no_grad()
-    def deliver(self) -> None:
-        """Add its results, which have arrived, to the parameters' gradients."""
+    def deliver(self) -> bool:
+        """Add its results, which have arrived, to the parameters' gradients. False: they are on their way to host memory now."""
+        if self._replicas is not None:
+            flat, self._replicas = self._replicas.wait(), None
+            self._settle(flat)
+            if self.under_way:
+                return False
         if self._flat is None:
-            return
+            return True
         for wait in self._waits:
             wait()
         group = self.group
@@ -113,6 +121,12 @@ class Reduction:
             if i not in self.missing or used[i]:
                 m = group.managed[i]
                 accumulate(m.parameter, wrap(block, m.stored))
+        return True
+
+    def _settle(self, flat: Any) -> None:
+        self._flat = self._finished(flat)
+        if self.group.axes.host is not None:
+            self._flat = self.group.comm.map(self._fetched, self._flat, self.group.axes.host)
 
     def _fetched(self, member: int, flat: Tensor, host: Host) -> Tensor:
         copied, wait = host.fetched(flat)
@@ -130,16 +144,16 @@ class Reduction:
                 settings.hook(gradients)
         return flat if divisor is None else flat / divisor
 
-    def _over_replicas(self, flat: Any) -> Any:
-        """This rank's part with those of the passes before that were not summed over replicas; None: it waits with them."""
+    def _over_replicas(self, flat: Any) -> None:
+        """Sum this rank's part with those of the passes before that were not summed over replicas; or let it wait with them."""
         group, key = self.group, (tuple(self.chosen), self._op)
         before, missing = group.scattered.pop(key, (None, frozenset()))
         flat = flat if before is None else before + flat
         self.missing |= missing
-        if not group.settings.all_reduces:
+        if group.settings.all_reduces:
+            self._replicas = group.comm.all_reduce(flat, group.axes.reduced, self._op)
+        else:
             group.scattered[key] = (flat, frozenset(self.missing))
-            return None
-        return group.comm.all_reduce(flat, group.axes.reduced, self._op).wait()
 
     def _blocks(self, member: int, flat: Tensor) -> list[Tensor]:
         group = self.group

@@ -49,7 +49,7 @@ class Schedule:
         self.order: list[Any] = []
         self.last: list[Any] = []
         self._reductions: list[list[Reduction]] = []  # under way, a unit's together
-        self._arriving: list[Reduction] = []  # their results copied to host memory meanwhile
+        self._arriving: list[Reduction] = []  # their results summed over copies of shards, or copied to host memory meanwhile
         self._queued = False
 
     def begin(self, distributed: bool) -> None:
@@ -105,15 +105,13 @@ class Schedule:
             for reduction in arriving:
                 reduction.arrive()
             self._take()
-            self._arriving = arriving
-            if not any(reduction.group.axes.host for reduction in arriving):
+            self._arriving += arriving
+            if not any(reduction.under_way for reduction in arriving):
                 self._take()
 
     def _take(self) -> None:
         """What has arrived becomes gradients."""
-        for reduction in self._arriving:
-            reduction.deliver()
-        self._arriving = []
+        self._arriving = [reduction for reduction in self._arriving if not reduction.deliver()]
 
     def end(self) -> None:
         """The backward pass has ended: all gradients arrive, in the order they were sent."""
@@ -121,7 +119,8 @@ class Schedule:
         for unit in self.units:
             unit.flush()
         self._deliver()
-        self._take()
+        while self._arriving:
+            self._take()
         for unit in self.units:
             unit.end()
 
