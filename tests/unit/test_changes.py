@@ -1,4 +1,4 @@
-"""Torch is left as it was found but for what ``dtensor.interop.changes`` lists: looked for in fresh processes."""
+"""Torch is left as it was found but for what is said to be changed, and listed: looked for in fresh processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ours():
     return found
 
 assert not ours()
-import dtensor as dt
+import dtensor, dtensor as dt
 """
 STAGES = {
     "import": "",
@@ -78,20 +78,23 @@ dt.explain(lambda: x @ x.t())
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_torch_is_as_it_was_but_for_the_list(stage: str) -> None:
-    program = LOOK + STAGES[stage] + "\nprint(*sorted(ours()), sep='\\n')"
+    program = LOOK + STAGES[stage] + "\nprint(*sorted(ours()), '', *dtensor.base.told.IN_FORCE, sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
-    found = set(done.stdout.split())
-    listed = {change.where for change in CHANGES}
-    beyond = {name for name in found if not any(name == known or name.startswith(known + ".") for known in listed)}
+    found, said = (set(part.splitlines()) for part in done.stdout.split("\n\n"))
+    assert said <= {change.where for change in CHANGES}
+    beyond = {name for name in found if not any(name == known or name.startswith(known + ".") for known in said)}
     # torch's own DTensor has other names for the same two lists
     assert beyond <= {
         "torch.distributed.tensor._optim_foreach_supported_types",
         "torch.distributed.tensor._util_foreach_supported_types",
     }
     assert {"torch.optim.optimizer._foreach_supported_types", "torch.utils._foreach_utils._foreach_supported_types"} <= found
+    for where in ("torch.autograd.function.Function.apply", "sys.meta_path"):
+        assert (where in found) is (where in said)
     assert ("torch.autograd.function.Function.apply" in found) is (stage == "local tensors")
+    assert ("torch.library.register_torch_dispatch" in said) is (stage not in ("import", "local tensors"))
 
 
 def test_every_change_says_why_and_how_it_is_undone() -> None:

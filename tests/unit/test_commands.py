@@ -19,6 +19,7 @@ from dtensor.debug import bench, doctor
 from dtensor.debug.on_ranks import on_ranks
 from dtensor.debug.trace import COMMUNICATION
 from dtensor.errors import DTensorError
+from dtensor.interop.changes import CHANGES
 
 SCRIPT = """
 import sys
@@ -232,7 +233,9 @@ def test_the_doctor_names_what_is_there() -> None:
     said = "\n".join(doctor.report())
     assert "torch 2." in said
     assert "gloo" in said
-    assert "_foreach_supported_types" in said
+    for change in CHANGES:
+        assert (f"  {change.where}: {change.why}" in said) is change.in_force
+    assert "  torch.optim.optimizer._foreach_supported_types: " in said
 
 
 @pytest.mark.gloo
