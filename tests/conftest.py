@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -26,3 +27,9 @@ arrivals.count()
 def _what_arrives_is_what_is_reported() -> Iterator[None]:
     with arrivals.compared():
         yield
+
+
+def pytest_collection_finish() -> None:
+    """What stands by now stays: collections of garbage, which tests ask for, need not walk through it."""
+    gc.collect()
+    gc.freeze()

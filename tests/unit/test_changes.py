@@ -1,4 +1,4 @@
-"""Torch is left as it was found but for what is said to be changed, and listed: looked for in fresh processes."""
+"""Torch is left as it was found but for what ``dtensor.interop.changes`` lists: looked for in a fresh process, stage by stage."""
 
 from __future__ import annotations
 
@@ -53,10 +53,6 @@ STAGES = {
 x = dt.distribute_tensor(torch.ones(4, 3), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)])
 (x @ x.t()).sum().item()
 """,
-    "local tensors": """
-x = dt.distribute_tensor(torch.ones(4, 3), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)])
-x.to_local().sum()
-""",
     "a capture": """
 x = dt.distribute_tensor(torch.ones(4, 3), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)])
 step = dt.capture(lambda x: (x * 2).relu().sum())
@@ -73,16 +69,30 @@ with CommDebugMode():
     x.sum().item()
 dt.explain(lambda: x @ x.t())
 """,
+    "local tensors": """
+x = dt.distribute_tensor(torch.ones(4, 3), dt.init_device_mesh("cpu", (2,)), [dt.Shard(0)])
+x.to_local().sum()
+""",
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_torch_is_as_it_was_but_for_the_list(stage: str) -> None:
-    program = LOOK + STAGES[stage] + "\nprint(*sorted(ours()), '', *dtensor.base.told.IN_FORCE, sep='\\n')"
+@pytest.fixture(scope="module")
+def found_after() -> dict[str, tuple[set[str], set[str]]]:
+    """By stage what of torch is ours once it has run, and those before it; and what is said to be."""
+    told = "*sorted(ours()), '', *dtensor.base.told.IN_FORCE"
+    program = LOOK + "".join(STAGES[stage] + f"\nprint({stage!r}, {told}, sep=';')\n" for stage in STAGES)
+        STAGES[stage] + f"\nprint({stage!r}, *sorted(ours()), '', *dtensor.base.told.IN_FORCE, sep=';')\n" for stage in STAGES
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
-    found, said = (set(part.splitlines()) for part in done.stdout.split("\n\n"))
+    rows = [[set(part.split(";")) for part in line.split(";;")] for line in done.stdout.splitlines()]
+    return {stage: (found - {stage}, said) for stage, (found, said) in zip(STAGES, rows, strict=True)}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_torch_is_as_it_was_but_for_the_list(stage: str, found_after: dict[str, tuple[set[str], set[str]]]) -> None:
+    found, said = found_after[stage]
     assert said <= {change.where for change in CHANGES}
     beyond = {name for name in found if not any(name == known or name.startswith(known + ".") for known in said)}
     # torch's own DTensor has other names for the same two lists
@@ -91,10 +101,10 @@ def test_torch_is_as_it_was_but_for_the_list(stage: str) -> None:
         "torch.distributed.tensor._util_foreach_supported_types",
     }
     assert {"torch.optim.optimizer._foreach_supported_types", "torch.utils._foreach_utils._foreach_supported_types"} <= found
+    assert ("torch.autograd.function.Function.apply" in found) is (stage == "local tensors")
     for where in ("torch.autograd.function.Function.apply", "sys.meta_path"):
         assert (where in found) is (where in said)
-    assert ("torch.autograd.function.Function.apply" in found) is (stage == "local tensors")
-    assert ("torch.library.register_torch_dispatch" in said) is (stage not in ("import", "local tensors"))
+    assert ("torch.library.register_torch_dispatch" in said) is (stage != "import")
 
 
 def test_every_change_says_why_and_how_it_is_undone() -> None:
