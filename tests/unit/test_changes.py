@@ -81,8 +81,6 @@ def found_after() -> dict[str, tuple[set[str], set[str]]]:
     """By stage what of torch is ours once it has run, and those before it; and what is said to be."""
     told = "*sorted(ours()), '', *dtensor.base.told.IN_FORCE"
     program = LOOK + "".join(STAGES[stage] + f"\nprint({stage!r}, {told}, sep=';')\n" for stage in STAGES)
-        STAGES[stage] + f"\nprint({stage!r}, *sorted(ours()), '', *dtensor.base.told.IN_FORCE, sep=';')\n" for stage in STAGES
-    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
