@@ -46,11 +46,26 @@ def unreported(self: Binding, kind: str, dims: Any, run: Callable[..., Any], nby
     return issue
 
 
+def unasked(comm: Any, issue: Callable[..., Any], step: Any) -> executor.Bound:
+    """As ``executor._collective``, without it."""
+    finish = executor._finish(comm, step)
+    if finish is None:
+        return executor.Bound(lambda x: issue(x).wait(), issue)
+    return executor.Bound(lambda x: finish(issue(x).wait()), lambda x: issue(x).then(finish))
+
+
+def native(group: Any, op: Any) -> Callable[..., Any]:
+    """As ``backends.all_reduction``, without it."""
+    issue, options = group.handle.allreduce, backends._with(dist.AllreduceOptions(), reduceOp=op)
+    return lambda x: issue([x], options)
+
+
 @contextmanager
 def without_door() -> Iterator[None]:
     """What is bound and run in here has no door."""
-    taken = [patch.object(Binding, "_issuing", unreported), patch.object(backends, "issuing", lambda fn: fn)]
-    taken += [patch.object(module, "because", lambda cause, fn: fn) for module in (bind, batch, executor)]
+    taken = [patch.object(Binding, "_issuing", unreported)]
+    taken += [patch.object(executor, "_collective", unasked), patch.object(reductions, "all_reduction", native)]
+    taken += [patch.object(module, "because", lambda cause, fn: fn) for module in (bind, batch)]
     for module in (transfer, reductions):
         names = [name for name in vars(module) if hasattr(getattr(backends, name, None), "__wrapped__")]
         taken += [patch.object(module, name, getattr(module, name).__wrapped__) for name in names]
