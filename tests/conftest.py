@@ -20,12 +20,6 @@ hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-def pytest_collection_finish() -> None:
-    """What stands by now stays: collections of garbage, which tests ask for, need not walk through it."""
-    gc.collect()
-    gc.freeze()
-
-
 arrivals.count()
 
 
@@ -33,3 +27,9 @@ arrivals.count()
 def _what_arrives_is_what_is_reported() -> Iterator[None]:
     with arrivals.compared():
         yield
+
+
+def pytest_collection_finish() -> None:
+    """What stands by now stays: collections of garbage, which tests ask for, need not walk through it."""
+    gc.collect()
+    gc.freeze()

@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import thread_time
@@ -33,23 +34,30 @@ class Effort:
         return Effort(repeats=7, seconds=0.001, warmup=3)
 
 
-def interleaved(functions: Mapping[str, Callable[[], object]], effort: Effort) -> dict[str, float | str]:
+def interleaved(
+    functions: Mapping[str, Callable[[], object]],
+    effort: Effort,
+    around: Callable[[str], AbstractContextManager[object]] = nullcontext,
+) -> dict[str, float | str]:
     """Each function's median time in seconds, or the name of the error that it raised.
 
-    The functions take turns, each round in another order, so that a slow moment of the machine hits no one alone.
+    The functions take turns, each round in another order, so that a slow moment of the machine hits no one alone. Each turn of
+    one runs inside ``around(name)``, which is not timed.
     """
     result: dict[str, float | str] = {}
     counts: dict[str, int] = {}
     for name, function in functions.items():
         try:
-            counts[name] = _calls_per_round(function, effort)
+            with around(name):
+                counts[name] = _calls_per_round(function, effort)
         except Exception as error:
             result[name] = type(error).__name__
     times: dict[str, list[float]] = {name: [] for name in counts}
     for repeat in range(effort.repeats):
         names = list(counts)
         for name in names[repeat % len(names) :] + names[: repeat % len(names)] if names else ():
-            times[name].append(_time(functions[name], counts[name]) / counts[name])
+            with around(name):
+                times[name].append(_time(functions[name], counts[name]) / counts[name])
     return {name: result[name] if name in result else statistics.median(times[name]) for name in functions}
 
 

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from ..errors import LayoutError
 from ..mesh.groups import Group
-from .events import issuing
+from .events import issuing, listeners
 from .fold import Op, dense
 from .pending import Pending
 from .rows import as_row
@@ -153,7 +153,8 @@ def all_gather_rows(group: Group, into: Tensor, row: Tensor) -> dist.Work:
 def all_reduction(group: Group, op: dist.ReduceOp.RedOpType) -> Callable[[Tensor], dist.Work]:
     """The backend's own all-reduce, in place."""
     issue, options = group.handle.allreduce, _with(dist.AllreduceOptions(), reduceOp=op)
-    return issuing(lambda x: issue([x], options))
+    told = issuing(issue)
+    return lambda x: told([x], options) if listeners else issue([x], options)
 
 
 Message = tuple[int, Tensor]  # torch's rank in the group, and a row

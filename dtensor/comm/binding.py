@@ -16,6 +16,7 @@ import torch
 
 from ..base.caches import Shared
 from ..base.recording import ACTIVE, current, site
+from ..base.torch_internals import count_dispatch_modes, profiler_enabled
 from ..base.tracing import shows_ranges
 from ..mesh.device_mesh import DeviceMesh
 from ..ranks.per_rank import shards_of
@@ -154,7 +155,7 @@ class Binding(ABC):
         def issue(x: Local) -> Pending[Local]:
             if ACTIVE and (recorder := current()) is not None:
                 return recorder.site(issue, (x,), {})
-            if events.listeners or shows_ranges():
+            if events.listeners or profiler_enabled() or (count_dispatch_modes() and shows_ranges()):
                 return events.reporting(self._event(kind, dims, nbytes(x)), lambda: run(x), x)
             return run(x)
 

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import torch
 
 from ..base.scoped import Scoped
+from ..base.torch_internals import count_dispatch_modes, profiler_enabled
 from ..base.tracing import shows_ranges
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Monoid
@@ -110,11 +111,10 @@ def because(cause: Any, fn: Callable[P, T]) -> Callable[P, T]:
     """``fn``, whose collectives are issued for ``cause``: listeners find it in ``CAUSES``, ranges show it."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        profiled = shows_ranges()
-        if not listeners and not profiled:
+        if not (listeners or profiler_enabled() or count_dispatch_modes()):  # written out: this is asked at every step
             return fn(*args, **kwargs)
         with CAUSES.entered(cause) if listeners else nullcontext():
-            if not profiled:
+            if not shows_ranges():
                 return fn(*args, **kwargs)
             name = "; ".join(map(str, cause)) if isinstance(cause, tuple) else str(cause)
             return _ranged(name)(lambda: fn(*args, **kwargs), None)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..base import torch_internals
+from ..base.told import changed
 
 _SCHEMAS = {
     "exchange": "(Tensor row, int[] arriving, int[] leaving, str group) -> Tensor",
@@ -67,6 +68,7 @@ def operators() -> Any:
         _LIBRARY.impl(name, _RUN[name], "CompositeExplicitAutograd")
         torch.library.register_fake(f"dtensor::{name}", _WITHOUT_DATA[name], lib=_LIBRARY)
         _LIBRARY._register_effectful_op(f"dtensor::{name}", torch_internals.EffectType.ORDERED)
+    changed("torch.ops.dtensor")
     return torch.ops.dtensor
 
 

@@ -32,8 +32,9 @@ def report() -> Iterator[str]:
     yield f"process groups: {', '.join(backends) or 'none'}"
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     yield f"accelerators: {', '.join(torch.cuda.get_device_name(i) for i in range(devices)) or 'none'}"
-    yield f"changes to torch that may be in force ({len(CHANGES)}):"
-    yield from (f"  {change.where}" for change in CHANGES)
+    found = [change for change in CHANGES if change.in_force]
+    yield f"changes to torch that are in force ({len(found)} of {len(CHANGES)}):"
+    yield from (f"  {change.where}: {change.why}" for change in found)
 
 
 def self_test(seconds: float = 60.0) -> str:

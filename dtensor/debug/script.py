@@ -41,7 +41,7 @@ def explained(script: Path, arguments: Sequence[str], html: Path | None = None) 
     """Run a script, then print what it moved, computed and held; its exit status. Where it raises, what it did until then is
     printed first.
     """
-    with told(html) as tell, Record(computing=True) as record:
+    with told(html, f"What {script.name} moves") as tell, Record(computing=True) as record:
         tell(lambda: Explanation.of(record))
         return run(script, arguments)
 
@@ -62,7 +62,7 @@ def planned(script: Path, arguments: Sequence[str], html: Path | None = None, js
     """Run a script once, then print how all of its calls together should run; its exit status."""
     status: list[int] = []
     found = plan(lambda: status.append(run(script, arguments)))
-    with told(html) as tell:
+    with told(html, f"How {script.name} should run") as tell:
         tell(lambda: found)
     if json is not None and first():
         found.save(json)
@@ -87,7 +87,7 @@ def _together() -> Iterator[None]:
 
 
 @contextmanager
-def told(html: Path | None) -> Iterator[Callable[[Callable[[], Any]], None]]:
+def told(html: Path | None, title: str) -> Iterator[Callable[[Callable[[], Any]], None]]:
     """At the end one rank prints what it was handed, and writes it as a page if a path is given."""
     handed: list[Callable[[], Any]] = []
     try:
@@ -96,7 +96,7 @@ def told(html: Path | None) -> Iterator[Callable[[Callable[[], Any]], None]]:
         for make in handed if first() else ():
             print(found := make(), flush=True)
             if html is not None:
-                print(f"written to {save_html(found, html, title='What the program moves')}")
+                print(f"written to {save_html(found, html, title=title)}")
 
 
 def writable(text: str) -> Path:

@@ -19,6 +19,7 @@ from ..base import tracing
 from ..base.caches import Shared, watched
 from ..base.callers import wrapped_by_torch
 from ..base.modes import IMPLICIT_REPLICATION, MODES
+from ..base.told import changed, restored
 from ..base.torch_internals import find_torch_dispatch_rule
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
@@ -95,6 +96,7 @@ def clear_plans() -> None:
         PLANS.clear()
         if _LIBRARY is not None:
             _LIBRARY._destroy()
+            restored("torch.library.register_torch_dispatch")
             _LIBRARY = None
 
 
@@ -123,6 +125,7 @@ def _entered(func: Any) -> Entry:
         if func.namespace == "aten" and find_torch_dispatch_rule(func, wrapping.TENSOR) is None:
             if _LIBRARY is None:
                 _LIBRARY = torch.library.Library("aten", "FRAGMENT")
+                changed("torch.library.register_torch_dispatch")
             torch.library.register_torch_dispatch(func, wrapping.TENSOR, entry.run, lib=_LIBRARY)
         _ENTRIES[id(func)] = entry
         return entry

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..base.told import IN_FORCE
+
 
 class Change(NamedTuple):
     """One thing that torch is told.
@@ -26,6 +28,11 @@ class Change(NamedTuple):
     why: str
     since: str
     undone: str
+
+    @property
+    def in_force(self) -> bool:
+        """Whether it has been made and not been undone."""
+        return self.where in IN_FORCE
 
 
 CHANGES = (
@@ -53,7 +60,14 @@ CHANGES = (
     Change(
         "torch.distributed._state_dict_utils",
         "its import",
-        "torch's state-dict tools take DTensors; six of its names, which ask for the class first",
+        "torch's state-dict tools take DTensors; four of its names, which ask for the class first",
+        "2.11",
+        "the names are kept by interop.state_dicts, which wraps them",
+    ),
+    Change(
+        "torch.distributed.checkpoint.state_dict",
+        "its import",
+        "with all ranks in this process none is asked for who is first; two of its names",
         "2.11",
         "the names are kept by interop.state_dicts, which wraps them",
     ),

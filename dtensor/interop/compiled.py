@@ -15,6 +15,7 @@ import torch
 
 from ..base import torch_internals
 from ..base.modes import EXPLICIT, IMPLICIT_REPLICATION
+from ..base.told import changed
 from ..base.torch_internals import opaque_object
 from ..comm import PerRank, shards_of
 from ..dispatch.local_op import seen
@@ -36,6 +37,7 @@ def constants(*kinds: type) -> None:
         kind.__fx_repr__ = _written  # type: ignore[attr-defined]  # torch asks the class for it
         members = dict.fromkeys(_methods(kind), opaque_object.MemberType.USE_REAL)
         opaque_object.register_opaque_type(kind, typ="value", members=members)
+    changed("torch._library.opaque_object._OPAQUE_TYPES")
 
 
 def _methods(kind: type) -> set[str]:
@@ -79,6 +81,7 @@ def _substitute(module: Any) -> None:
         module.allow_in_graph(function)
     for function, seen_as in _SEEN_AS.items():
         module.substitute_in_graph(function, skip_signature_check=True)(seen_as)
+    changed("torch._dynamo")
 
 
 def _itself(x: Any) -> Any:

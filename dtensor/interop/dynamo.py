@@ -14,6 +14,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from ..base.told import changed
 from ..base.torch_internals import eval_frame
 from .when_imported import when_imported
 
@@ -48,6 +49,7 @@ def _skip(module: Any) -> None:
         if file.relative_to(package).with_suffix("").as_posix() not in LOOKED_INTO:
             module.SKIP_DIRS.append(str(file))
     module._recompile_re()
+    changed("torch._dynamo.trace_rules.SKIP_DIRS")
 
 
 def written_in_python(kind: type) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..base.told import changed
 from ..base.torch_internals import all_operators
 from ..base.tracing import LOOKERS
 from ..ranks.per_rank import PerRank
@@ -25,7 +26,7 @@ _LIBRARIES: list[torch.library.Library] = []
 def teach_lookers() -> None:
     """Have them see what DTensors do, now or when they are imported."""
     when_imported("torch.utils._debug_mode", _teach_debug_mode)
-    when_imported("torch.distributed.tensor.debug._comm_mode", lambda module: _teach(module, "CommDebugMode", _nothing, False))
+    when_imported("torch.distributed.tensor.debug._comm_mode", _teach_comm_debug_mode)
 
 
 def _teach_debug_mode(module: ModuleType) -> None:
@@ -34,14 +35,18 @@ def _teach_debug_mode(module: ModuleType) -> None:
     def taken_down(mode: Any, func: Any, args: Any, kwargs: Any) -> None:
         mode._record_call(call(func, args, kwargs, mode.call_depth, stack=mode.record_stack_trace))
 
-    _teach(module, "DebugMode", _nothing if call is None else taken_down, True)
+    _teach(module, "torch.utils._debug_mode.DebugMode", _nothing if call is None else taken_down, True)
+
+
+def _teach_comm_debug_mode(module: ModuleType) -> None:
+    _teach(module, "torch.distributed.tensor.debug.CommDebugMode", _nothing, False)
 
 
 def _nothing(mode: Any, func: Any, args: Any, kwargs: Any) -> None: ...
 
 
-def _teach(module: ModuleType, name: str, taken_down: Callable[..., None], shows_ranges: bool) -> None:
-    kind: Any = getattr(module, name, None)
+def _teach(module: ModuleType, where: str, taken_down: Callable[..., None], shows_ranges: bool) -> None:
+    kind: Any = getattr(module, where.rpartition(".")[2], None)
     if kind is None:
         return
 
@@ -53,6 +58,7 @@ def _teach(module: ModuleType, name: str, taken_down: Callable[..., None], shows
         return NotImplemented
 
     LOOKERS[kind] = shows_ranges
+    changed(where)
     library = torch.library.Library("aten", "FRAGMENT")
     _LIBRARIES.append(library)
     for operator in all_operators():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.told import changed
 from ..comm import communicator_of, each_shard, shards_of
 from ..mesh.device_mesh import DeviceMesh
 from ..tensor.distribute import distribute_tensor
@@ -50,6 +51,7 @@ def _teach(module: Any) -> None:
         ours = isinstance(mesh, DeviceMesh)
         return _cut(value, mesh, placements) if ours else distribute(value, mesh, placements)
 
+    changed("torch.distributed._state_dict_utils")
     module._iterate_state_dict = iterate_state_dict
     module._broadcast_tensors = broadcast_tensors
     module.distribute_tensor = distribute_to
@@ -71,6 +73,7 @@ def _teach_options(module: Any) -> None:
         here = info.full_state_dict and _all_here(model) and all(x.is_meta for x in _tensors(model))
         return _load_onto_meta(model, state, info.strict) if here else load(model, state, info)
 
+    changed("torch.distributed.checkpoint.state_dict")
     module._verify_options, module._load_model_state_dict = verify_options, load_model
 
 

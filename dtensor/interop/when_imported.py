@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from ..base.told import changed, restored
+
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
     """``action`` of the module ``name``, if it is loaded, else right after it has been executed."""
@@ -16,6 +18,7 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
         action(sys.modules[name])
     else:
         sys.meta_path.insert(0, _Waiting(name, action))
+        changed("sys.meta_path")
 
 
 class _Waiting(MetaPathFinder):
@@ -26,6 +29,7 @@ class _Waiting(MetaPathFinder):
         if name != self.name:
             return None
         sys.meta_path.remove(self)
+        restored("sys.meta_path")
         spec = find_spec(name)
         if spec is None or spec.loader is None:
             return spec

@@ -22,6 +22,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import Function
 
+from ..base.told import changed, restored
 from ..base.torch_internals import TensorBase
 from .joint_autograd import flat
 from .per_rank import _BEFORE, _JOINT, PerRank
@@ -41,11 +42,14 @@ def watch_functions() -> None:
     if _TORCHS.__code__ is _CODE:
         _TORCHS.__kwdefaults__ = {"_applied": _apply}  # before the code that reads it
         _TORCHS.__code__ = _asking()
+        changed("torch.autograd.function.Function.apply")
 
 
 def leave_functions() -> None:
     """Torch's function as it was."""
-    _TORCHS.__code__, _TORCHS.__kwdefaults__ = _CODE, None
+    if _TORCHS.__code__ is not _CODE:
+        _TORCHS.__code__, _TORCHS.__kwdefaults__ = _CODE, None
+        restored("torch.autograd.function.Function.apply")
 
 
 def _asking() -> CodeType:

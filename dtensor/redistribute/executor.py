@@ -15,9 +15,10 @@ import torch
 
 from ..base.caches import remembered
 from ..base.memory_order import outermost_first
+from ..base.torch_internals import count_dispatch_modes, profiler_enabled
 from ..comm import Communicator, Pending, communicator_of
 from ..comm.binding import Run
-from ..comm.events import because
+from ..comm.events import because, listeners
 from ..comm.fold import divided, identity
 from ..comm.regions import Box, Route, Scatter, Transfer, region
 from ..layout.layout import Layout
@@ -169,11 +170,14 @@ def route(step: AllGather | Exchange, member: int) -> Route:
 
 def _collective(comm: Communicator, issue: Run, step: Step) -> Bound:
     """``issue``, and what is done with its result."""
-    issue = because((step,), issue)
-    finish = _finish(comm, step)
+    told, finish = because((step,), issue), _finish(comm, step)
+
+    def start(x: Local) -> Pending[Local]:  # as ``told`` does, without a call of its own where nobody looks
+        return (told if listeners or profiler_enabled() or count_dispatch_modes() else issue)(x)
+
     if finish is None:
-        return Bound(lambda x: issue(x).wait(), issue)
-    return Bound(lambda x: finish(issue(x).wait()), lambda x: issue(x).then(finish))
+        return Bound(lambda x: (told if listeners or profiler_enabled() or count_dispatch_modes() else issue)(x).wait(), start)
+    return Bound(lambda x: finish(start(x).wait()), lambda x: start(x).then(finish))
 
 
 def _finish(comm: Communicator, step: Step) -> Callable[[Local], Local] | None:

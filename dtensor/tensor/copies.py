@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..base.told import changed
 from ..comm import PerRank, communicator_of, per_rank
 from ..dispatch.wrapping import wrap_local
 from ..errors import DTensorError, UnsupportedOperationError
@@ -90,3 +91,4 @@ def _marks(x: Any) -> dict[str, Any]:
 
 # What a saved DTensor is made of: values only, so that torch.load(weights_only=True) reads it.
 torch.serialization.add_safe_globals([restore_tensor, restore_layout, restore_mesh, per_rank, Shard, Replicate, Partial])
+changed("torch._weights_only_unpickler._marked_safe_globals_set")

@@ -10,6 +10,7 @@ import torch
 
 from ..base.extensions import pictured, provided
 from ..base.recording import ACTIVE
+from ..base.told import changed
 from ..base.torch_internals import disabled_torch_function, forward_ad, make_wrapper_subclass
 from ..base.torch_internals import foreach_supported_types as _foreach_types
 from ..base.torch_internals import optimizer_supported_types as _optimizer_types
@@ -336,4 +337,6 @@ install(DTensor)
 wrap: Callable[[Any, Layout], DTensor] = wrap_local
 # Lists of DTensors have rules, so torch may take its `_foreach_` ways (clip_grad_norm_) with them as with plain tensors.
 _optimizer_types.append(DTensor)
+changed("torch.optim.optimizer._foreach_supported_types")
 _foreach_types.append(DTensor)
+changed("torch.utils._foreach_utils._foreach_supported_types")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..base.told import changed
 from ..errors import DTensorError, UnitError
 
 Place = tuple[nn.Module, str]
@@ -49,6 +50,7 @@ def note_replaced(parameter: Tensor, by: str, what: Any = None) -> None:
     """Another parameter stands where ``parameter`` did."""
     if not _counts[0]:
         register_optimizer_step_pre_hook(_check)
+        changed("torch.optim.optimizer._global_optimizer_pre_hooks")
     _counts[0] += 1
     _REPLACED[parameter] = Replacement(by, what)
 

@@ -45,7 +45,7 @@ def ours():
     return found
 
 assert not ours()
-import dtensor as dt
+import dtensor, dtensor as dt
 """
 STAGES = {
     "import": "",
@@ -77,20 +77,22 @@ x.to_local().sum()
 
 
 @pytest.fixture(scope="module")
-def found_after() -> dict[str, set[str]]:
-    """By stage what of torch is ours once it has run, and those before it."""
-    program = LOOK + "".join(STAGES[stage] + f"\nprint({stage!r}, *sorted(ours()), sep=';')\n" for stage in STAGES)
+def found_after() -> dict[str, tuple[set[str], set[str]]]:
+    """By stage what of torch is ours once it has run, and those before it; and what is said to be."""
+    told = "*sorted(ours()), '', *dtensor.base.told.IN_FORCE"
+    program = LOOK + "".join(STAGES[stage] + f"\nprint({stage!r}, {told}, sep=';')\n" for stage in STAGES)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
-    return {stage: set(names) for stage, *names in (line.split(";") for line in done.stdout.splitlines())}
+    rows = [[set(part.split(";")) for part in line.split(";;")] for line in done.stdout.splitlines()]
+    return {stage: (found - {stage}, said) for stage, (found, said) in zip(STAGES, rows, strict=True)}
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_torch_is_as_it_was_but_for_the_list(stage: str, found_after: dict[str, set[str]]) -> None:
-    found = found_after[stage]
-    listed = {change.where for change in CHANGES}
-    beyond = {name for name in found if not any(name == known or name.startswith(known + ".") for known in listed)}
+def test_torch_is_as_it_was_but_for_the_list(stage: str, found_after: dict[str, tuple[set[str], set[str]]]) -> None:
+    found, said = found_after[stage]
+    assert said <= {change.where for change in CHANGES}
+    beyond = {name for name in found if not any(name == known or name.startswith(known + ".") for known in said)}
     # torch's own DTensor has other names for the same two lists
     assert beyond <= {
         "torch.distributed.tensor._optim_foreach_supported_types",
@@ -98,6 +100,9 @@ def test_torch_is_as_it_was_but_for_the_list(stage: str, found_after: dict[str, 
     }
     assert {"torch.optim.optimizer._foreach_supported_types", "torch.utils._foreach_utils._foreach_supported_types"} <= found
     assert ("torch.autograd.function.Function.apply" in found) is (stage == "local tensors")
+    for where in ("torch.autograd.function.Function.apply", "sys.meta_path"):
+        assert (where in found) is (where in said)
+    assert ("torch.library.register_torch_dispatch" in said) is (stage != "import")
 
 
 def test_every_change_says_why_and_how_it_is_undone() -> None:

@@ -19,6 +19,7 @@ from dtensor.debug import bench, doctor
 from dtensor.debug.on_ranks import on_ranks
 from dtensor.debug.trace import COMMUNICATION
 from dtensor.errors import DTensorError
+from dtensor.interop.changes import CHANGES
 
 SCRIPT = """
 import sys
@@ -128,6 +129,7 @@ def test_a_stranger_finds_the_all_gather_too_many_in_one_command(tmp_path: Path,
         assert told in said, said
     assert f'<td class="number">{at}</td>' in page.read_text()
     assert "return self.down(h)" in page.read_text()
+    assert "<title>What model.py moves</title>" in page.read_text()
     script.write_text(EXTRA.replace("[dt.Shard(0)]", "[dt.Shard(int(layer is model.down))]"))  # as it should be
     assert main(["explain", str(script)]) == 0
     assert "0 collectives, 0 B received per rank" in capsys.readouterr().out
@@ -142,6 +144,7 @@ def test_a_script_is_planned_as_a_whole(tmp_path: Path, capsys: pytest.CaptureFi
     assert said.startswith(str(found))
     assert found.nbytes <= found.eager_nbytes == 96
     assert f"{found.nbytes:,} B received per rank" in page.read_text()
+    assert "<title>How model.py should run</title>" in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -232,7 +235,9 @@ def test_the_doctor_names_what_is_there() -> None:
     said = "\n".join(doctor.report())
     assert "torch 2." in said
     assert "gloo" in said
-    assert "_foreach_supported_types" in said
+    for change in CHANGES:
+        assert (f"  {change.where}: {change.why}" in said) is change.in_force
+    assert "  torch.optim.optimizer._foreach_supported_types: " in said
 
 
 @pytest.mark.gloo

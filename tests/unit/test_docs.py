@@ -8,6 +8,8 @@ import importlib
 import io
 import pkgutil
 import re
+import subprocess
+import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,3 +146,17 @@ def test_files_that_are_named_are_there(page: str) -> None:
     missing = [name for name in named if not any((ROOT / room / name).exists() for room in ("", "dtensor", "tests"))]
     assert named
     assert not missing
+
+
+@pytest.mark.gloo
+def test_ranks_that_differ_say_what_the_page_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "debugging.md").read_text()
+    program, told = re.findall(r"```(?:python no-run|text)\n(.*?)```", page.partition("## A divergence")[2], re.DOTALL)[:2]
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode
+    for rank in (0, 1):
+        said = [line.partition(": ")[2] for line in done.stderr.splitlines() if line.startswith(f"[rank{rank}]: ")]
+        assert said[-3:] == told.splitlines(), done.stderr

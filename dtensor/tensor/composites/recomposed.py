@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...base.told import changed
 from ...base.torch_internals import DispatchKey, DispatchKeySet, assert_async, forward_ad, keys_after, make_wrapper_subclass
 from ...comm import communicator_of
 from ...dispatch.plain_operands import replicated
@@ -44,6 +45,7 @@ def recomposed(name: str, function: Callable[..., Any]) -> None:
     library = torch.library.Library(namespace, "IMPL")
     library.impl(full, run, _KEY, with_keyset=True)
     _LIBRARIES.append(library)
+    changed("dispatch key PythonTLSSnapshot")
 
 
 def _version() -> tuple[int, ...]:
