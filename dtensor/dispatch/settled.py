@@ -26,6 +26,7 @@ from ..base.caches import remembered
 from ..base.memory_order import memory_order
 from ..base.modes import REMEMBERED
 from ..base.recording import ACTIVE, current
+from ..base.scoped import Scoped
 from ..comm import PerRank, shards_of
 from ..layout.layout import Layout
 from ..redistribute import Plan as Move
@@ -34,6 +35,7 @@ from ..redistribute import plan as plan_move
 from . import wrapping
 from .versions import versions_of
 
+AFRESH: Scoped[object] = Scoped("afresh")  # inside, only what was moved there since is used: what ran before does not show
 Runner = Callable[[Any, Any, list[Any], dict[str, Any]], Any]
 _FORMS = "_forms"  # the attribute of a tensor that has those of its memory, its views' too
 _GIVEN = "_given"  # whether somebody writes to its memory and is not counted: a list of one, shared by what was detached of it
@@ -134,7 +136,7 @@ def moved(x: Any, move: Move, local: Any) -> Any:
     versions = None if _given(x)[0] or (REMEMBERED.held and REMEMBERED.last("") == "nothing") else versions_of(home)
     if versions is None:  # nobody counts
         return execute(move, local)
-    keeper, recorder = home if _same_memory(x, home) else x, current() if ACTIVE else None
+    keeper, recorder = home if _same_memory(x, home) else x, _recorder()
     if home.is_leaf and home.requires_grad and not _may_keep(home, keeper, recorder, versions):
         return execute(move, local)
     forms = _forms(keeper, recorder, versions)
@@ -148,6 +150,13 @@ def moved(x: Any, move: Move, local: Any) -> Any:
         if home.grad_fn is None and all(op is None for op in source.partials):
             _LATELY.add(forms, source, target)
     return found if not order else found.permute(back)
+
+
+def _recorder() -> Any:
+    """Who records, and has what is moved for itself."""
+    if ACTIVE and (recorder := current()) is not None:
+        return recorder
+    return AFRESH.last(None) if AFRESH.held else None
 
 
 def _may_keep(leaf: Any, keeper: Any, recorder: Any, versions: Any) -> bool:
