@@ -2,16 +2,17 @@
 
     python benchmarks/program_cost.py [--families llama,gpt2] [--layouts tp,fsdp,dp,tp_dp,styles,styles_sp] [--layers 2]
     python benchmarks/program_cost.py --dtype bfloat16
-    python benchmarks/program_cost.py --plan             # by a plan of the whole program (the extra ``plan``)
+    python benchmarks/program_cost.py --ways eager,captured,planned      # also replayed, and by a plan of the whole program
     python benchmarks/program_cost.py --cluster          # two layers as large as Llama-70B's, on a dry run of 512 x 8 ranks
     python benchmarks/program_cost.py --xla [--jax-python /path/to/python]      # the same Llama by XLA's partitioner
 
 Parameters are placed as ``FAMILIES`` says and nothing else is (``styles``: by a plan of ``parallelize_module``); then one forward
 and backward runs with all ranks in this process. *Bytes* are what one rank receives, over what the hand-written program receives
 (``costing/families.py`` has the formulas); *FLOPs* are those of the matrix products of all ranks together, over those of one
-device; *collectives* beside those by hand.
+device; *collectives* beside those by hand. *Way*: ``eager`` is the step as it runs, ``captured`` a replay of
+``dt.capture(step)``, ``planned`` one of ``dt.capture(step, plan="program")``.
 
-Needs the extra ``hf``.
+Needs the extra ``hf``, ``planned`` also ``plan``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import argparse
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,6 @@ from torch.utils.flop_counter import flop_registry
 
 import dtensor as dt
 from dtensor.parallel import parallelize_module
-from dtensor.plan.follow import Following
 
 # --- counting --------------------------------------------------------------------------------------------------------------
 aten = torch.ops.aten
@@ -51,6 +50,8 @@ class Flops(TorchDispatchMode):
 
     Planning asks operators without data what their results look like, on the device "meta": on another one, that is not counted.
     """
+
+    looks_on = True  # nothing runs otherwise: captured steps are replayed
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -89,22 +90,36 @@ class Cost:
         return sum(self.collectives.values())
 
 
-def measure(model: nn.Module, inputs: dict[str, Any], way: Callable[[], Any] = nullcontext) -> Cost:
-    """One step, inside of a context that ``way`` makes."""
-    device = next(model.parameters()).device.type
-    with dt.implicit_replication(), dt.debug.CommDebugMode() as comm, Flops(device) as flops, way():
-        loss = model(**inputs).loss
-        loss.backward()
-        for parameter in model.parameters():
-            grad = parameter.grad
-            if isinstance(grad, dt.DTensor) and isinstance(
-                parameter, dt.DTensor
-            ):  # an optimizer wants gradients that lie like their parameters
-                grad.redistribute(placements=parameter.placements)
-        value = loss.full_tensor() if isinstance(loss, dt.DTensor) else loss
-    kinds: Counter[str] = Counter()
-    for event in comm.events:
-        kinds[event.kind] += 1
+def step_of(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
+    """Forward and backward; gradients lie like their parameters, as an optimizer wants them."""
+
+    def step() -> Any:
+        model.zero_grad()
+        with dt.implicit_replication():
+            loss = model(**inputs).loss
+            loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def run_of(way: str, model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
+    """The step as it runs, or what replays it."""
+    step = step_of(model, inputs)
+    if way == "eager":
+        return step
+    run = dt.capture(step, plan="program" if way == "planned" else None)
+    while not run.cache_info().replayed:
+        run()
+    return run
+
+
+def measure(step: Callable[[], Any], device: str = "cpu") -> Cost:
+    """What one step costs."""
+    with dt.debug.CommDebugMode() as comm, Flops(device) as flops:
+        loss = step()
+    value = loss.full_tensor() if isinstance(loss, dt.DTensor) else loss
+    kinds = Counter(event.kind for event in comm.events)
     found = float("nan") if value.device.type == "meta" else float(value)
     return Cost(sum(event.bytes for event in comm.events), flops.total, kinds, found)
 
@@ -149,27 +164,18 @@ def prepared(
     return distribute(model, mesh, placements[layout]), laid_out(inputs, mesh, [cut]), mesh.shape
 
 
-def by_plan(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], Any]:
-    """What makes a context in which the step goes by its plan."""
-
-    def step() -> None:
-        with dt.implicit_replication():
-            model(**inputs).loss.backward()
-
-    plan = dt.plan(step)
-    model.zero_grad()
-    return lambda: Following(plan)
-
-
 # --- rows of the table -----------------------------------------------------------------------------------------------------
-def row(name: str, layout: str, size: Size, one: Cost, kinds: bool, plan: bool) -> str:
+def row(name: str, layout: str, size: Size, one: Cost, kinds: bool, way: str) -> str:
     model, inputs, ranks = prepared(layout, name, size)
-    found = measure(model, inputs, by_plan(model, inputs) if plan else nullcontext)
+    try:
+        found = measure(run_of(way, model, inputs))
+    except dt.errors.CaptureError as error:
+        return f"{name:10} {layout:9} {way:9} is not captured: {str(error).partition(':')[2][:80]}"
     hand, count = by_hand(layout, FAMILIES[name], model_of(FAMILIES[name], size), size, ranks)
     close = (1e-4 if size.dtype is torch.float32 else 2e-2) * abs(one.loss)
     wrong = "" if abs(found.loss - one.loss) < close else f"  WRONG: {one.loss}"
     return (
-        f"{name:10} {layout:9} {found.nbytes:12,} {found.nbytes / hand:9.2f} {found.flops / one.flops:15.2f} "
+        f"{name:10} {layout:9} {way:9} {found.nbytes:12,} {found.nbytes / hand:9.2f} {found.flops / one.flops:15.2f} "
         f"{found.count:14} ({count:5})  {found.loss:.5f}{wrong} {dict(found.collectives) if kinds else ''}"
     )
 
@@ -183,11 +189,10 @@ def cluster(name: str, size: Size) -> str:
     family = FAMILIES[name]
     with torch.device("meta"):
         model, inputs, ranks = prepared("tp_dp", name, size, mesh)
-        measure(model, inputs)  # plans are made, which asks operators without data too
-        model.zero_grad()
-        found = measure(model, inputs)
+        measure(step := step_of(model, inputs), "meta")  # plans are made, which asks operators without data too
+        found = measure(step, "meta")
         part = replace(size, batch=size.batch // 512)
-        one = measure(model_of(family, part), {key: x.to("meta") for key, x in family.inputs(part).items()})
+        one = measure(step_of(model_of(family, part), {key: x.to("meta") for key, x in family.inputs(part).items()}), "meta")
         hand, count = by_hand("tp_dp", family, model_of(family, size), size, ranks)
     return (
         f"{name:10} 512 x 8   {found.nbytes / 1e9:9.2f} GB {found.nbytes / hand:9.2f} {found.flops * 8 / one.flops:15.2f} "
@@ -203,24 +208,26 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--kinds", action="store_true", help="collectives by kind")
-    parser.add_argument("--plan", action="store_true", help="by a plan of the whole program")
+    parser.add_argument("--ways", default="eager", help="any of eager,captured,planned")
     parser.add_argument("--cluster", action="store_true", help="one row: Llama-70B's layers on 4,096 ranks")
     parser.add_argument("--xla", action="store_true", help="also the same Llama in jax, divided by XLA's partitioner")
     parser.add_argument("--jax-python", default="", help="the interpreter that has jax; default this one")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    print(f"{'model':10} {'layout':9} {'bytes':>12} {'over hand':>9} {'FLOPs over fair':>15} {'collectives (by hand)':>22}  loss")
+    head = f"{'model':10} {'layout':9} {'way':9} {'bytes':>12} {'over hand':>9} {'FLOPs over fair':>15}"
+    print(head, f"{'collectives (by hand)':>22}  loss")
     if options.cluster:
         print(cluster("llama", CLUSTER))
         return
     size = Size(options.layers, options.width, dtype=getattr(torch, options.dtype))
     for name in options.families.split(","):
         family: Family = FAMILIES[name]
-        one = measure(model_of(family, size), family.inputs(size))
+        one = measure(step_of(model_of(family, size), family.inputs(size)))
         for layout in options.layouts.split(","):
             if not layout.startswith("styles") or (name, layout) in PLANS:
-                print(row(name, layout, size, one, options.kinds, options.plan), flush=True)
+                for way in options.ways.split(","):
+                    print(row(name, layout, size, one, options.kinds, way), flush=True)
     if options.xla:
         for line in xla.rows(size, options.layouts.split(","), options.jax_python):
             print(line)

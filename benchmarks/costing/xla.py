@@ -32,7 +32,7 @@ def rows(size: Size, layouts: Sequence[str], python: str = "") -> Iterator[str]:
         hand = _by_hand(layout, size, found["parameters"])
         kinds = found["collectives"]
         yield (
-            f"{'llama, xla':10} {layout:9} {int(found['bytes']):12,} {found['bytes'] / hand:9.2f} {found['flops']:15.2f} "
+            f"{'llama':10} {layout:9} {'xla':9} {int(found['bytes']):12,} {found['bytes'] / hand:9.2f} {found['flops']:15.2f} "
             f"{sum(kinds.values()):14}          {kinds}"
         )
 

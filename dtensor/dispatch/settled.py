@@ -26,6 +26,7 @@ from ..base.caches import remembered
 from ..base.memory_order import memory_order
 from ..base.modes import REMEMBERED
 from ..base.recording import ACTIVE, current
+from ..base.scoped import Scoped
 from ..comm import PerRank, shards_of
 from ..layout.layout import Layout
 from ..redistribute import Plan as Move
@@ -34,6 +35,7 @@ from ..redistribute import plan as plan_move
 from . import wrapping
 from .versions import versions_of
 
+AFRESH: Scoped[object] = Scoped("afresh")  # inside, only what was moved there since is used: what ran before does not show
 Runner = Callable[[Any, Any, list[Any], dict[str, Any]], Any]
 FORMS = "_forms"  # the attribute of a tensor that has those of its memory, its views' too
 _GIVEN = "_given"  # whether somebody writes to its memory and is not counted: a list of one, shared by what was detached of it
@@ -138,7 +140,7 @@ def moved(x: Any, move: Move, local: Any) -> Any:
     home, versions = _home(x), _countable_versions(x)
     if versions is None:
         return execute(move, local)
-    keeper, recorder = _keeper(x, home), current() if ACTIVE else None
+    keeper, recorder = _keeper(x, home), _recorder()
     if home.is_leaf and home.requires_grad and not _may_keep(home, keeper, recorder, versions):
         return execute(move, local)
     forms = _forms(keeper, recorder, versions)
@@ -163,7 +165,7 @@ def settled_dims(x: Any) -> frozenset[int]:
     terms = [i for i, op in enumerate(layout.partials) if op is not None]
     keeper = _keeper(x, _home(x)) if terms and not NESTED.depth else x
     forms: Forms | None = keeper.__dict__.get(FORMS) if terms and not NESTED.depth else None
-    if forms is None or forms.recorder is not (current() if ACTIVE else None) or forms.versions != _countable_versions(x):
+    if forms is None or forms.recorder is not _recorder() or forms.versions != _countable_versions(x):
         return frozenset()
     held = forms.held.get(_flat(_turned(layout, _orders(layout)[0])), {})
     return frozenset([i for i in terms if any(target.partials[i] is None for target in tuple(held))])
@@ -172,6 +174,13 @@ def settled_dims(x: Any) -> frozenset[int]:
 def _countable_versions(x: Any) -> tuple[int, ...] | None:
     """As :func:`counted_versions`; None also where nothing is to be remembered."""
     return None if REMEMBERED.held and REMEMBERED.last("") == "nothing" else counted_versions(x)
+
+
+def _recorder() -> Any:
+    """Who records, and has what is moved for itself."""
+    if ACTIVE and (recorder := current()) is not None:
+        return recorder
+    return AFRESH.last(None) if AFRESH.held else None
 
 
 def _may_keep(leaf: Any, keeper: Any, recorder: Any, versions: Any) -> bool:

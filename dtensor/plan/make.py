@@ -82,7 +82,7 @@ def plan_of(graph: Graph, seconds: float = _SECONDS, memory: float = math.inf) -
     eager, limit = eager_options(graph), Memory(graph, memory)
     classes = classes_from(graph, eager)
     found = described(graph, classes, best_options(classes, eager, seconds, limit), eager, limit)
-    if found.seconds > found.eager_seconds * _ALIKE and (peak := limit.held(eager).peak) <= memory:
+    if found.seconds > found.eager_seconds * _ALIKE and (peak := limit.held(eager, remembered=True).peak) <= memory:
         return as_recorded(found, peak)  # whose operators share more than a plan knows to
     if found.peak_bytes > memory:
         raise PlanError(

@@ -115,8 +115,12 @@ class Memory:
         return max([node.number, *shown])
 
     # --- exact ---------------------------------------------------------------------------------------------------------
-    def held(self, taken: Sequence[Option]) -> Held:
-        """What a rank holds under these options, with what is moved again so as to stay within the limit, if that can be."""
+    def held(self, taken: Sequence[Option], remembered: bool = False) -> Held:
+        """What a rank holds under these options, with what is moved again so as to stay within the limit, if that can be.
+
+        Args:
+            remembered: no plan is followed: what calls have made keeps its forms as long as it lives, what is given has none.
+        """
         reach, profile = self.dies[:], np.zeros(len(self.graph.nodes) + 1)
         pieces: dict[tuple[int, Form], list[Piece]] = {}
         gaps: list[_Gap] = []
@@ -129,8 +133,10 @@ class Memory:
                 found = pieces[number, form] = _pieces(uses)
                 if copies(*moves[form]):
                     size = moves[form][1].max_local_nbytes
-                    _add(profile, found[0].start, found[-1].end, size)
-                    gaps += _gaps((number, form), found, size, moves[form])
+                    given = remembered and self.graph.values[value.root].producer.kind == "input"
+                    for piece in found if given else (Piece([], found[0].start, found[-1].end),):
+                        _add(profile, piece.start, max(piece.end, self.dies[number] if remembered and not given else 0), size)
+                    gaps += [] if remembered else _gaps((number, form), found, size, moves[form])
             if self.home(number) is None:
                 _add(profile, self.born[number], reach[number], self.size(number, made))
         profile = np.cumsum(profile[:-1])

@@ -17,6 +17,7 @@ from ..dispatch.dispatcher import run_chosen
 from ..dispatch.mixed_meshes import across_places, meshes_of
 from ..dispatch.operands import plan_of_bound
 from ..dispatch.plain_operands import through_copies
+from ..dispatch.settled import AFRESH
 from ..dispatch.versions import versions_of
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -34,7 +35,7 @@ from .graph import Asked, Graph, Kind, Node, Value
 def recorded(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Graph]:
     """What ``step`` gives, and the graph of its calls. It runs once, as it would without being recorded."""
     recorder = Recorder()
-    with recorder, OBSERVERS.entered(recorder), listening(recorder.heard):
+    with recorder, OBSERVERS.entered(recorder), AFRESH.entered(recorder), listening(recorder.heard):
         made = step(*args, **kwargs)
     for x in tree_leaves(made):
         if isinstance(x, DTensor):

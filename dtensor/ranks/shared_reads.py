@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.recording import site
 from ..errors import LayoutError
 from .hidden import below_transforms
 from .shared_writes import AgreedByRanks
@@ -40,17 +41,21 @@ class UsedByRanks(torch.autograd.Function):
             LayoutError: they differ, and there is one tensor for all of them.
         """
         found = [grad for grad in grads if grad is not None]
-        values = [below_transforms(grad.detach()) for grad in found]
-        for grad in values[1:]:
-            if not torch.allclose(grad, values[0], *_tolerance(values[0]), equal_nan=True):
-                raise LayoutError(
-                    f"the gradient of a plain tensor of shape {tuple(grad.shape)} differs between ranks, since they used it with "
-                    "values of their own: with processes each rank would have another one. Distribute the tensor "
-                    "(dtensor.distribute_tensor, distribute_module, parallel.replicate), or give every rank its own with per_rank"
-                )
+        _compare(*[below_transforms(grad.detach()) for grad in found])
         if not found or not torch.is_grad_enabled():
             return (found[0] if found else None), None
         return AgreedByRanks.apply(*found), None
+
+
+@site  # values decide, so each replay compares those that it has
+def _compare(*values: Tensor) -> None:
+    for grad in values[1:]:
+        if not torch.allclose(grad, values[0], *_tolerance(values[0]), equal_nan=True):
+            raise LayoutError(
+                f"the gradient of a plain tensor of shape {tuple(grad.shape)} differs between ranks, since they used it with "
+                "values of their own: with processes each rank would have another one. Distribute the tensor "
+                "(dtensor.distribute_tensor, distribute_module, parallel.replicate), or give every rank its own with per_rank"
+            )
 
 
 def _tolerance(x: Tensor) -> tuple[float, float]:

@@ -30,6 +30,8 @@ class Live(TorchDispatchMode):
     (112, 48)
     """
 
+    looks_on = True  # captured programs are replayed
+
     def __init__(self, given: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.now = self.peak = 0

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import dtensor as dt
 from dtensor import DTensor, Partial, PerRank, Replicate, Shard
 from dtensor.capture import capture
-from dtensor.errors import CaptureError
+from dtensor.errors import CaptureError, LayoutError
 
 MESH, THREE, GRID = mesh_of(2), mesh_of(3), mesh_of(2, 2)
 
@@ -484,3 +484,21 @@ def test_what_is_written_to_such_memory_may_not_decide(late: bool) -> None:
         dt.capture(decides)(x, torch.ones(1))
     with pytest.raises(CaptureError, match="reads a tensor's values"):
         dt.capture(lambda x: x * torch.rand(3).argmax().item())(x)
+
+
+def test_replays_compare_gradients_of_one_tensor_that_ranks_use() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    w = torch.ones(3, requires_grad=True)
+
+    def step(x: Any) -> Any:
+        (grad,) = torch.autograd.grad((x.to_local() * w).sum(), w)
+        return grad
+
+    f, same = dt.capture(step), dt.ones(3, device_mesh=mesh)
+    with dt.implicit_replication():
+        for _ in range(3):
+            assert torch.equal(f(same), torch.ones(3))
+        assert f.cache_info().replayed
+        apart = DTensor.from_local(dt.per_rank([torch.ones(3), torch.zeros(3)]), mesh, [Replicate()])
+        with pytest.raises(LayoutError, match="differs between ranks"):
+            f(apart)

@@ -13,6 +13,9 @@ from torch.nn import functional as F
 import dtensor as dt
 from dtensor.debug import CommDebugMode
 from dtensor.plan.follow import Following
+from dtensor.plan.memory import Memory
+from dtensor.plan.options import eager_options
+from dtensor.plan.record import recorded
 from dtensor.testing.live import Live
 
 R, S = dt.Replicate(), dt.Shard
@@ -92,6 +95,18 @@ def test_the_peak_of_a_plan_is_that_of_its_run(way: str) -> None:
     assert plan.peak_bytes == pytest.approx(peak / mesh.size(), rel=0.1)
     assert f"{plan.peak_bytes:,} B held per rank" in str(plan)
     assert dt.ProgramPlan.loads(plan.dumps()) == plan
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_step_holds_without_a_plan_is_known_too(way: str) -> None:
+    step, given = blocks(mesh := dt.init_device_mesh("cpu", (2,)), way)
+    run(step, given, None)
+    _, graph = recorded(step, (), {})
+    for p in given:
+        p.grad = None
+    _, peak, nbytes = run(step, given, None)
+    assert nbytes == sum(event.bytes for event, _ in graph.heard)
+    assert Memory(graph).held(eager_options(graph), remembered=True).peak == pytest.approx(peak / mesh.size(), rel=0.1)
 
 
 def test_under_a_bound_forms_are_let_go_and_moved_again() -> None:

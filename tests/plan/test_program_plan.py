@@ -221,3 +221,21 @@ def test_variables_do_not_grow_with_the_layers_of_a_stack() -> None:
     assert counts[0] == counts[1]
     plan = plan_of(graph)
     assert plan.seconds < plan.eager_seconds
+
+
+def test_what_ran_before_does_not_show_in_a_plan() -> None:
+    mesh = dt.init_device_mesh("cpu", (4,))
+    x = dt.randn(4, 6, device_mesh=mesh, placements=[dt.Shard(0)])
+    w = dt.randn(6, 512, device_mesh=mesh, placements=[dt.Shard(1)]).requires_grad_()
+
+    def step() -> None:
+        torch.tanh(x @ w).square().sum().backward()
+
+    plans = []
+    for _ in range(2):
+        plans.append(dt.plan(step))
+        w.grad = None
+        step()
+        w.grad = None
+    assert plans[0].eager_nbytes > 0
+    assert plans[0] == plans[1]
