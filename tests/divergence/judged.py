@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from pool import Outcome, Pool
-from programs_of_ranks import DEADLY, DIFFERENT, FAILING, HEALTHY, OTHER_NUMBERS, PROGRAMS, RAISING
+from programs_of_ranks import DEADLY, DIFFERENT, FAILING, HEALTHY, ONLY_STRICT, PROGRAMS, RAISING
 
 OWN_WORDS = ("LayoutError", "CheckpointError")  # of functions that compare by themselves what ranks give them
 ENDS_S = 10.0  # after which every wait is over: promised are 5, of a machine that has the time
@@ -72,8 +72,8 @@ class Judge:
         given = [rank for rank, outcome in enumerate(found) if outcome.kind == "result"]
         right = {rank: found[rank].value[:3] == (other if rank == odd else usual)[rank][:3] for rank in given}
         if len(given) == len(found):
-            if self.level == "watch" and name in OTHER_NUMBERS:
-                return Finding("other numbers, not compared")
+            if self.level == "watch" and name in ONLY_STRICT:
+                return Finding("left to strict")
             return Finding("silent", "all ranks got something, as if nothing were wrong")
         if not all(right.values()):
             return Finding("a wrong number", f"{found}, right is {usual} and, of rank {odd}, {other[odd]}")
