@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-if os.environ.get("DTENSOR_CHAOS_PEER"):  # what the peer makes of the same programs
+PEER = bool(os.environ.get("DTENSOR_CHAOS_PEER"))
+if PEER:  # what the peer makes of the same programs
     import torch.distributed.tensor as dt
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
