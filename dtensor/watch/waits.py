@@ -89,6 +89,11 @@ def why_in_torch(board: Board) -> Verdict | None:
     return lost(board, lost_one, f"{named([board.rank])} needs it for {_place(board, first)}")
 
 
+def needed_in_torch(board: Board) -> tuple[int, ...]:
+    """The ranks that this one needs in a function of torch.distributed."""
+    return _called(board.page.text(board.words[IN_TORCH]))[1]
+
+
 def gone(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict | None:
     """As :func:`why`, of a connection that broke: it counts, too, who has come and is gone now."""
     for rank in ranks:

@@ -36,7 +36,7 @@ from .board import (
 )
 from .chain import Chain
 from .verdict import Verdict, lost, named, raised
-from .waits import has_come, in_torch, why, why_in_torch
+from .waits import has_come, in_torch, needed_in_torch, why, why_in_torch
 
 _PERIOD_S = 0.1
 _NOTHING_YET_S = 0.3  # a wait shorter than this is none of anybody's business
@@ -92,11 +92,11 @@ class Watcher:
             verdict = verdict or board.posts.verdict()
         waits = self._waits()
         if verdict is None and waits is None and board.words[IN_TORCH]:
-            verdict = why_in_torch(board)
+            verdict = why_in_torch(board) or self._stopped_rank(needed_in_torch(board))
             verdict = None if verdict is None else board.judge(verdict)
         if verdict is None and waits is not None:
             chain, number = waits
-            verdict = why(board, chain.ranks, chain.key, number) or self._stopped_rank(chain, number)
+            verdict = why(board, chain.ranks, chain.key, number) or self._stopped_rank(chain.ranks)
             if verdict is not None and self._waits() == waits:
                 verdict = board.judge(verdict)
         if verdict is None:
@@ -108,9 +108,9 @@ class Watcher:
             self._end_waits()
         return True
 
-    def _stopped_rank(self, chain: Chain, number: int) -> Verdict | None:
+    def _stopped_rank(self, ranks: tuple[int, ...]) -> Verdict | None:
         """That a rank is needed which a signal has stopped: at each of so many looks, for all may have been stopped together."""
-        for rank in chain.ranks:
+        for rank in ranks:
             page = self.board.rank_page(rank)
             stopped = page is not None and process_state(page.words[PID]) == "T"
             self._looks[rank] = self._looks.get(rank, 0) + 1 if stopped else 0
