@@ -1,4 +1,4 @@
-"""What ``check_ranks`` costs on gloo: one small all-reduce and a fully sharded training step, all levels in turn in one run.
+"""What ``check_ranks`` costs on gloo: one small all-reduce, operations, and a fully sharded training step, all levels in turn.
 
     python benchmarks/check_ranks.py [--ranks 2] [--rounds 10]
 
@@ -31,6 +31,7 @@ from dtensor.watch.chain import Deed  # noqa: E402
 from dtensor.watch.watching import chain_among  # noqa: E402
 
 LEVELS = ("off", "watch", "strict")
+OPERATIONS = 500  # between two collectives
 
 
 def main() -> None:
@@ -46,7 +47,8 @@ def run(rank: int, size: int, rounds: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     mesh = dt.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
-    for name, step, repeated in (("all-reduce", all_reduce(mesh), 100), ("FSDP step", training_step(mesh), 3)):
+    steps = (("all-reduce", all_reduce(mesh), 100), ("operations", operations(mesh), 5), ("FSDP step", training_step(mesh), 3))
+    for name, step, repeated in steps:
         found = timed(step, repeated, rounds)
         for level in LEVELS:
             wall, host = (min(each[k] for each in found[level]) for k in (0, 1))
@@ -56,6 +58,8 @@ def run(rank: int, size: int, rounds: int, folder: str) -> None:
                     f"wall {wall * 1e6:10,.1f} us ({wall / wall_off:.3f})  host {host * 1e6:10,.1f} us ({host / host_off:.3f})"
                 )
                 print(f"{size} ranks  {name:<11} {level:<7} {ratios}", flush=True)
+                if name == "operations" and level == "watch":
+                    print(f"{size} ranks  an operation takes {(host - host_off) / OPERATIONS * 1e6:.2f} us more", flush=True)
     if rank == 0:
         print(f"{size} ranks  besides a collective {alone(mesh) * 1e6:.2f} us", flush=True)
     dist.barrier()
@@ -82,6 +86,18 @@ def timed(step: Callable[[], None], repeated: int, rounds: int) -> dict[str, lis
 def all_reduce(mesh: dt.DeviceMesh) -> Callable[[], None]:
     reduce, x = communicator_of(mesh).bind_all_reduce((0,), "sum", torch.float32), torch.ones(64)
     return lambda: reduce.run(x).wait()
+
+
+def operations(mesh: dt.DeviceMesh) -> Callable[[], None]:
+    """Operations that communicate nothing, and an all-reduce, with which they are compared."""
+    reduce, x = all_reduce(mesh), dt.distribute_tensor(torch.ones(64), mesh, [dt.Shard(0)])
+
+    def step() -> None:
+        for _ in range(OPERATIONS):
+            torch.add(x, x)
+        reduce()
+
+    return step
 
 
 def training_step(mesh: dt.DeviceMesh) -> Callable[[], None]:

@@ -1,7 +1,8 @@
 """Operations count: what they are becomes part of what ranks compare at the next collective.
 
 Under ``check_ranks("strict")`` each is taken down with its line and numbers. Under ``"watch"`` the plans that are looked up are
-noted: but for views and what computes with copies alone, which a rank may do by itself (the first one prints a norm).
+noted: but for views and what computes with copies alone, which a rank may do by itself (the first one prints a norm). What
+autograd does when it stores a gradient counts nowhere: it copies or does not as somebody else holds a reference, a debugger too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from ..base.caches import Bounded, remembered
-from ..base.torch_internals import count_dispatch_modes
+from ..base.torch_internals import AccumulateGrad, autograd_node, count_dispatch_modes
 from ..base.tracing import has_no_values, under_way
 from ..comm.watched import holders
 from ..layout.layout import Layout
@@ -35,6 +36,8 @@ def counting(operator: Operator, run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, an operator's dispatch, whose calls count."""
 
     def counted(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if isinstance(autograd_node(), AccumulateGrad):
+            return run(cls, func, types, args, kwargs)
         ring, layouts = None, [value._layout for value in _tensors((*args, *(kwargs or {}).values()))]
         if layouts:
             mesh = layouts[0].mesh
@@ -54,7 +57,7 @@ def noting(operator: Operator, plans: dict[Any, Any]) -> Callable[[Any], Any]:
 
     def find(signature: tuple[Any, ...]) -> Any:
         found = get(signature)
-        if thread() == _MAIN and not (modes() and under_way()):
+        if thread() == _MAIN and not (modes() and under_way()) and not isinstance(autograd_node(), AccumulateGrad):
             note = known.get(signature)
             if note is None:
                 note = known.keep(signature, _note_of(operator, signature))

@@ -20,36 +20,28 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from ..base.torch_internals import default_store
 from . import lines
 from .pages import Page
-from .ring import WORDS, done_in
+from .posts import Post, Posts
+from .ring import WORDS, done_in, entry_in
 
 RUNNING, WAITING, FAILED, LEFT = range(4)
 # Words of a rank's page. WHERE it is, its last ERROR and that one's line are texts. COUNT is of its waits, ERROR_COUNT of those
 # before that error, ERRORS of errors; BEAT is when its watcher looked last, THREADS whether several threads
-# have waited.
+# have waited, WHERE_SINCE since when it has been where it is.
 PID, STATE, CHAIN, NUMBER, SINCE, COUNT, WHERE = range(7)
-ERROR, ERROR_LINE, ERROR_AT, ERROR_COUNT, ERRORS, IN_TORCH, IN_TORCH_SINCE, BEAT, THREADS = range(7, 16)
+ERROR, ERROR_LINE, ERROR_AT, ERROR_COUNT, ERRORS, IN_TORCH, IN_TORCH_SINCE, BEAT, THREADS, WHERE_SINCE = range(7, 17)
 WORDS_OF_RANK = 32
 WHERE_TEXT, CALL_TEXT, ERROR_TEXT, LINE_TEXT = range(4)  # places of its changing texts
 
 
 _NAME = "dtensor-ranks-"
 _ROOM = 1 << 25  # bytes that must be free
-_ASK_S = 0.5  # between two questions to the store
-
-
-class End(NamedTuple):
-    """How a rank ended: its error and that one's line, if it has failed, and how many collectives it came to, by chain."""
-
-    error: str
-    line: str
-    counts: dict[str, int]
 
 
 class Board:
@@ -72,8 +64,9 @@ class Board:
         self.verdict: dict[str, Any] | None = None
         self.failed: Callable[[], NoReturn] | None = None  # what is raised instead of the next collective, after a verdict
         self.left = False
-        self.spread = False  # whether some chain goes over several hosts: how this rank ends is told in the store then
-        self._ends: dict[int, tuple[float, End | None]] = {}  # of ranks of other hosts: when it was asked, and what was found
+        self.spread = False  # whether some chain goes over several hosts: what this rank does is told in the store then
+        self.circle: tuple[float, Any] | None = None  # of ranks that wait for each other, and when it was seen first
+        self.posts = Posts(self._store, self._key, self.rank)
 
     def _found_folder(self) -> tuple[str, Path]:
         """The folder of this host's ranks, and what its keys in the store begin with, new in this world."""
@@ -126,6 +119,8 @@ class Board:
     # --- the verdict -----------------------------------------------------------------------------------------------------
     def judge(self, verdict: dict[str, Any]) -> dict[str, Any]:
         """The verdict: this one, unless another rank was faster."""
+        if self.spread:
+            verdict = self.posts.judge(verdict)
         unnamed = self.folder / f".verdict.{uuid.uuid4().hex}"  # both threads of a rank may judge at once
         try:
             unnamed.write_text(json.dumps(verdict))
@@ -176,28 +171,57 @@ class Board:
         elif self.words[STATE] != WAITING:  # a mesh keeps its groups: it has left when this wait is over
             self.words[STATE] = LEFT
         if self.spread:
-            self._tell_end()
+            self.tell()
         pages = (self.rank_page(rank) for rank in range(self.size))
         if all(page is not None and page.words[STATE] == LEFT for page in pages) and self.found() is None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _tell_end(self) -> None:
-        words, page = self.words, self.page
-        ring = {f"{key:016x}": done_in(self._pages[f"chain-{key:016x}-{self.rank}"]) for key in self.chains}
-        texts = [page.text(words[place]) if words[STATE] == FAILED else "" for place in (ERROR, ERROR_LINE)]
-        with suppress(RuntimeError):  # the process that keeps the store may be gone
-            self._store.set(f"{self._key}/end/{self.rank}", json.dumps([*texts, ring]))
+    def tell(self) -> None:
+        """Posts what stands on this rank's page, for ranks of other hosts."""
+        words, page, now = self.words, self.page, time.monotonic_ns()
+        rings = {}
+        for key in list(self.chains):
+            ring = self._pages[f"chain-{key:016x}-{self.rank}"]
+            last = entry_in(ring, ring.words[0])
+            said = (0, "", "", "", "") if last is None else (last.hash, last.what, last.over, last.line, last.after)
+            rings[f"{key:016x}"] = [ring.words[0], done_in(ring), *said]
+        error, line = (page.text(words[place]) if words[STATE] == FAILED else "" for place in (ERROR, ERROR_LINE))
+        waits = words[STATE] == WAITING
+        self.posts.tell(
+            Post(
+                0,
+                words[STATE],
+                page.text(words[WHERE]),
+                (now - words[WHERE_SINCE]) / 1e9,
+                f"{words[CHAIN]:016x}",
+                words[NUMBER],
+                (now - words[SINCE]) / 1e9 if waits else 0.0,
+                words[COUNT],
+                words[THREADS],
+                page.text(words[IN_TORCH]),
+                words[IN_TORCH_SINCE],
+                (now - words[IN_TORCH_SINCE]) / 1e9,
+                error,
+                line,
+                rings,
+            )
+        )
 
-    def end_of(self, rank: int) -> End | None:
-        """How a rank of another host has ended, if it has said so."""
-        asked, found = self._ends.get(rank, (0.0, None))
-        if self.spread and found is None and time.monotonic() - asked > _ASK_S:
-            key = f"{self._key}/end/{rank}"
-            with suppress(RuntimeError):
-                if self._store.check([key]):
-                    found = End(*json.loads(self._store.get(key).decode()))
-            self._ends[rank] = time.monotonic(), found
-        return found
+    def post_of(self, rank: int) -> Post | None:
+        """What a rank of another host has told last; None of one of this host."""
+        return self.posts.of(rank) if self.spread and self.rank_page(rank) is None else None
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank has said that it leaves, or is known to be gone."""
+        page, post = self.rank_page(rank), self.post_of(rank)
+        return ended(page) if page is not None else post is not None and post.state in (FAILED, LEFT)
+
+    def where(self, rank: int) -> tuple[str, float]:
+        """The line of its program at which a rank is, and for how many seconds."""
+        page, post = self.rank_page(rank), self.post_of(rank)
+        if page is not None:
+            return page.text(page.words[WHERE]), (time.monotonic_ns() - page.words[WHERE_SINCE]) / 1e9
+        return ("", 0.0) if post is None else (post.where, post.where_s + self.posts.silent_s(rank))
 
 
 def ring_page(board: Board, kind: str, key: int, rank: int) -> Page | None:

@@ -116,6 +116,14 @@ class Entry:
         self.what, self.over, self.line, self.after = (page.text(words[at + k]) for k in (WHAT, OVER, LINE, AFTER))
         self.there = written and words[at] == number  # and taken away before it is written over
 
+    @classmethod
+    def told(cls, hashed: int, what: str, over: str, line: str, after: str) -> Entry:
+        """One of another host."""
+        made = cls.__new__(cls)
+        made.hash, made.time, made.operations, made.there = hashed, 0, 0, True
+        made.what, made.over, made.line, made.after = what, over, line, after
+        return made
+
     def __str__(self) -> str:
         return f"{self.what}   {self.line}"
 

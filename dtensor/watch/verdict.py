@@ -132,11 +132,7 @@ def lost(board: Board, rank: int, needed: str, how: str = "") -> Verdict:
     """That a rank which others need has failed, left or died; ``needed`` says in what."""
     page = board.rank_page(rank)
     if page is None:  # on another host
-        end = board.end_of(rank)
-        if end is not None and end.error:
-            return _failed(rank, end.error, end.line, "", needed)
-        how = how or "has left: its program ended, or it destroyed its groups"
-        return {"kind": "lost", "words": f"rank {rank} {how}; {needed}"}
+        return _lost_afar(board, rank, needed, how)
     words = page.words
     where = page.text(words[WHERE])
     at = f", at {where}" if where else ""
@@ -146,6 +142,20 @@ def lost(board: Board, rank: int, needed: str, how: str = "") -> Verdict:
         left = words[STATE] == LEFT
         how = "has left: its program ended, or it destroyed its groups" if left else "has died: its process is gone"
     return {"kind": "lost", "words": f"rank {rank} {how}{at}{_last(board, rank)}; {needed}"}
+
+
+def _lost_afar(board: Board, rank: int, needed: str, how: str) -> Verdict:
+    post = board.post_of(rank)
+    if post is None:
+        return {"kind": "lost", "words": f"rank {rank} {how or 'has left'}; {needed}"}
+    at = f", at {post.where}" if post.where else ""
+    if not how and post.state == FAILED:
+        return _failed(rank, post.error, post.line, at, needed)
+    left = post.state == LEFT
+    how = how or ("has left: its program ended, or it destroyed its groups" if left else "tells nothing: it is gone, or stopped")
+    came = [ring for ring in post.rings.values() if ring[0]]
+    after = "".join(f", after {what}   {line}" for _, _, _, what, _, line, _ in came[-1:])
+    return {"kind": "lost", "words": f"rank {rank} {how}{at}{after}; {needed}"}
 
 
 def _failed(rank: int, error: str, line: str, at: str, needed: str) -> Verdict:
@@ -173,8 +183,16 @@ def stuck(board: Board, waiting: dict[int, str]) -> Verdict:
 
 def shown(board: Board, key: int, rank: int, number: int) -> str:
     """A collective of a rank, and its line."""
-    entry = entry_in(ring_page(board, "chain", key, rank), number)
+    entry = entry_of(board, key, rank, number)
     return "a collective" if entry is None else str(entry)
+
+
+def entry_of(board: Board, key: int, rank: int, number: int) -> Entry | None:
+    """A collective of a rank, from its page; of one of another host if it was its last."""
+    found = entry_in(ring_page(board, "chain", key, rank), number)
+    post = None if found is not None else board.post_of(rank)
+    ring = None if post is None else post.rings.get(f"{key:016x}")
+    return Entry.told(*ring[2:]) if ring is not None and ring[0] == number else found
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -182,7 +200,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def _entries(board: Board, key: int, ranks: Sequence[int], number: int) -> dict[int, Entry]:
-    found = {rank: entry_in(ring_page(board, "chain", key, rank), number) for rank in ranks}
+    found = {rank: entry_of(board, key, rank, number) for rank in ranks}
     return {rank: entry for rank, entry in found.items() if entry is not None}
 
 

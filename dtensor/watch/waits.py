@@ -35,13 +35,16 @@ from .board import (
     ring_page,
 )
 from .pages import Page
-from .ring import done_in, entry_in
-from .verdict import Verdict, differing, lost, named, shown, stuck
+from .ring import done_in
+from .verdict import Verdict, differing, entry_of, lost, named, shown, stuck
 
 PATIENCE_S = 2.0  # before ranks that wait for each other are said to be stuck
+_SILENT_S = 15.0  # of a rank of another host: it may compute without letting another thread run
+_BROKEN_S = 1.5  # the same of one whose connection broke
 _GAVE_UP_S = 3.0  # after an error of which nothing followed
 _FRESH_S = 0.5  # how old a look of another rank's watcher may be
-_AGAIN_S = 0.2  # they are looked at twice: nothing may have moved
+_AGAIN_S, _AGAIN_AFAR_S = 0.2, 1.2  # they are looked at twice: nothing may have moved
+_FRESH_AFAR_S = 1.2  # how old the post of a rank of another host may be
 
 
 class Wait(NamedTuple):
@@ -52,11 +55,12 @@ class Wait(NamedTuple):
     number: int
     since: int
     waits: int
+    call: str = ""
 
 
 def why(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict | None:
     """Why the wait of these ranks in collective ``number`` will not end; None where it may."""
-    entries = {rank: entry_in(ring_page(board, "chain", key, rank), number) for rank in ranks}
+    entries = {rank: entry_of(board, key, rank, number) for rank in ranks}
     if len({entry.hash for entry in entries.values() if entry is not None}) > 1:
         return differing(board, key, ranks, number)
     missing = [rank for rank in ranks if not has_come(board, key, rank, number)]
@@ -64,26 +68,47 @@ def why(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict 
     what = "" if came is None else shown(board, key, came, number)
     for rank in missing:
         page = board.rank_page(rank)
-        if board.end_of(rank) is not None if page is None else ended(page) or _gave_up(board, page):
+        silent = board.post_of(rank) is not None and board.posts.silent_s(rank) > _SILENT_S
+        if board.has_ended(rank) or silent or (page is not None and _gave_up(board, page)):
             came_too = [rank for rank in ranks if rank not in missing]
             return lost(board, rank, f"{named(came_too)} {'needs' if len(came_too) == 1 else 'need'} it for {what}")
     return _circle(board)
 
 
+def why_in_torch(board: Board) -> Verdict | None:
+    """Why the wait of this rank in a function of torch.distributed will not end: one that it needs has been gone for a while."""
+    first = _wait_of(board, board.rank)
+    if first is None or first.key or time.monotonic_ns() - first.since < PATIENCE_S * 1e9:
+        return None
+    lost_one = next((rank for rank in _called(first.call)[1] if rank != board.rank and board.has_ended(rank)), None)
+    if lost_one is None:
+        return None
+    time.sleep(_AGAIN_S)  # what it has sent before is there by now
+    if first != _wait_of(board, board.rank):
+        return None
+    return lost(board, lost_one, f"{named([board.rank])} needs it for {_place(board, first)}")
+
+
+def needed_in_torch(board: Board) -> tuple[int, ...]:
+    """The ranks that this one needs in a function of torch.distributed."""
+    return _called(board.page.text(board.words[IN_TORCH]))[1]
+
+
 def gone(board: Board, ranks: tuple[int, ...], key: int, number: int) -> Verdict | None:
     """As :func:`why`, of a connection that broke: it counts, too, who has come and is gone now."""
     for rank in ranks:
-        page = board.rank_page(rank)
-        if rank != board.rank and (board.end_of(rank) is not None if page is None else ended(page)):
+        silent = board.rank_page(rank) is None and board.spread and board.posts.silent_s(rank) > _BROKEN_S
+        if rank != board.rank and (board.has_ended(rank) or silent):
             return lost(board, rank, f"{named([board.rank])} needs it for {shown(board, key, board.rank, number)}")
     return why(board, ranks, key, number)
 
 
 def has_come(board: Board, key: int, rank: int, number: int) -> bool:
     """Whether a rank has come to a collective, perhaps long ago; one that has ended: whether it has done its part."""
-    page, end = ring_page(board, "chain", key, rank), board.end_of(rank)
+    page, post = ring_page(board, "chain", key, rank), board.post_of(rank)
     if page is None:
-        return end is not None and end.counts.get(f"{key:016x}", 0) >= number
+        count, done = (0, 0) if post is None else post.rings.get(f"{key:016x}", [0, 0])[:2]
+        return bool((done if board.has_ended(rank) else count) >= number)
     own = board.rank_page(rank)
     if own is not None and ended(own):
         return done_in(page) >= number
@@ -101,13 +126,14 @@ def _gave_up(board: Board, page: Page) -> bool:
 
 # --- circles -------------------------------------------------------------------------------------------------------------
 def _circle(board: Board) -> Verdict | None:
-    first = _closure(board)
-    if first is None:
+    found, now = _closure(board), time.monotonic()
+    if found is None or board.circle is None or board.circle[1] != found:
+        board.circle = None if found is None else (now, found)
         return None
-    time.sleep(_AGAIN_S)
-    if first != _closure(board):
+    again = _AGAIN_S if all(board.rank_page(rank) is not None for rank in found) else _AGAIN_AFAR_S
+    if now - board.circle[0] < again:
         return None
-    return stuck(board, {wait.rank: _place(board, wait) for wait in first.values()})
+    return stuck(board, {wait.rank: _place(board, wait) for wait in found.values()})
 
 
 def _closure(board: Board) -> dict[int, Wait] | None:
@@ -131,15 +157,29 @@ def _closure(board: Board) -> dict[int, Wait] | None:
 
 def _wait_of(board: Board, rank: int) -> Wait | None:
     page = board.rank_page(rank)
-    if page is None or page.words[THREADS]:  # while one thread waits another may be at work
+    if page is None:
+        return _wait_afar(board, rank)
+    if page.words[THREADS]:  # while one thread waits another may be at work
         return None
     words = page.words
     if words[STATE] == WAITING:
         return Wait(rank, words[CHAIN], words[NUMBER], words[SINCE], words[COUNT])
     if not words[IN_TORCH] or time.monotonic_ns() - words[BEAT] > _FRESH_S * 1e9:  # its watcher does not get to look
         return None
-    _, _, nbytes = _called(page, words[IN_TORCH])
-    return Wait(rank, 0, words[IN_TORCH], words[IN_TORCH_SINCE] + nbytes * _BYTE_NS, words[COUNT])
+    call = page.text(words[IN_TORCH])
+    return Wait(rank, 0, words[IN_TORCH], words[IN_TORCH_SINCE] + _called(call)[2] * _BYTE_NS, words[COUNT], call)
+
+
+def _wait_afar(board: Board, rank: int) -> Wait | None:
+    """The same of a rank of another host, whose clock is another: it has waited for long enough."""
+    post = board.post_of(rank)
+    if post is None or post.threads or board.posts.silent_s(rank) > _FRESH_AFAR_S:
+        return None
+    if post.state == WAITING:
+        return Wait(rank, int(post.chain, 16), post.number, 0, post.waits) if post.waited_s > PATIENCE_S else None
+    if not post.call or post.call_s - _called(post.call)[2] * _BYTE_NS / 1e9 < PATIENCE_S:
+        return None
+    return Wait(rank, 0, post.since, 0, post.waits, post.call)
 
 
 def _awaited(board: Board, wait: Wait) -> Iterator[int]:
@@ -147,20 +187,17 @@ def _awaited(board: Board, wait: Wait) -> Iterator[int]:
         ranks = ast.literal_eval((board.folder / f"chain-{wait.key:016x}").read_text())
         yield from (rank for rank in ranks if not has_come(board, wait.key, rank, wait.number))
         return
-    page = board.rank_page(wait.rank)
-    assert page is not None
-    name, ranks, _ = _called(page, wait.number)
+    name, ranks, _ = _called(wait.call)
     for rank in ranks:
         other = _wait_of(board, rank)
-        theirs = ("", (), 0) if other is None or other.key else _called(board.rank_page(rank), other.number)
+        theirs = _called("" if other is None else other.call)
         if rank != wait.rank and not _meets(name, wait.rank, *theirs[:2]):  # it has not come to this one
             yield rank
 
 
-def _called(page: Page | None, place: int) -> tuple[str, tuple[int, ...], int]:
+def _called(call: str) -> tuple[str, tuple[int, ...], int]:
     """A function of torch.distributed in which a rank is, the ranks that it needs, and of a message its bytes."""
-    assert page is not None
-    name, _, rest = page.text(place).partition("|")
+    name, _, rest = call.partition("|")
     ranks, _, nbytes = rest.partition("|")
     return name, ast.literal_eval(ranks or "()"), int(nbytes or 0)
 
@@ -175,9 +212,7 @@ def _meets(ours: str, rank: int, theirs: str, needed: tuple[int, ...]) -> bool:
 def _place(board: Board, wait: Wait) -> str:
     if wait.key:
         return shown(board, wait.key, wait.rank, wait.number)
-    page = board.rank_page(wait.rank)
-    assert page is not None
-    return f"torch.distributed.{_called(page, wait.number)[0]}   {page.text(page.words[WHERE])}"
+    return f"torch.distributed.{_called(wait.call)[0]}   {board.where(wait.rank)[0]}"
 
 
 # --- what this process waits for in torch's own collectives ------------------------------------------------------------------

@@ -29,13 +29,14 @@ from .board import (
     STATE,
     WAITING,
     WHERE,
+    WHERE_SINCE,
     WHERE_TEXT,
     Board,
     process_state,
 )
 from .chain import Chain
 from .verdict import Verdict, lost, named, raised
-from .waits import has_come, in_torch, why
+from .waits import has_come, in_torch, needed_in_torch, why, why_in_torch
 
 _PERIOD_S = 0.1
 _NOTHING_YET_S = 0.3  # a wait shorter than this is none of anybody's business
@@ -53,7 +54,7 @@ class Watcher:
         self.board = board
         self.chains: dict[tuple[int, ...], Chain] = {}
         self._stopped = threading.Event()
-        self._told, self._call = _SLOW_S, 0
+        self._told, self._call, self._where = _SLOW_S, 0, "-"
         self._looks: dict[int, int] = {}  # by rank, how often one after the other it was seen to be stopped
         self._thread = threading.Thread(target=self._run, name="dtensor-ranks", daemon=True)
         self._thread.start()
@@ -86,10 +87,16 @@ class Watcher:
                 return True  # else a mesh keeps its groups, and may wait in them
         self._say_where()
         verdict = board.found()
+        if board.spread:
+            board.tell()
+            verdict = verdict or board.posts.verdict()
         waits = self._waits()
+        if verdict is None and waits is None and board.words[IN_TORCH]:
+            verdict = why_in_torch(board) or self._stopped_rank(needed_in_torch(board))
+            verdict = None if verdict is None else board.judge(verdict)
         if verdict is None and waits is not None:
             chain, number = waits
-            verdict = why(board, chain.ranks, chain.key, number) or self._stopped_rank(chain, number)
+            verdict = why(board, chain.ranks, chain.key, number) or self._stopped_rank(chain.ranks)
             if verdict is not None and self._waits() == waits:
                 verdict = board.judge(verdict)
         if verdict is None:
@@ -101,9 +108,9 @@ class Watcher:
             self._end_waits()
         return True
 
-    def _stopped_rank(self, chain: Chain, number: int) -> Verdict | None:
+    def _stopped_rank(self, ranks: tuple[int, ...]) -> Verdict | None:
         """That a rank is needed which a signal has stopped: at each of so many looks, for all may have been stopped together."""
-        for rank in chain.ranks:
+        for rank in ranks:
             page = self.board.rank_page(rank)
             stopped = page is not None and process_state(page.words[PID]) == "T"
             self._looks[rank] = self._looks.get(rank, 0) + 1 if stopped else 0
@@ -130,7 +137,11 @@ class Watcher:
         words, page = self.board.words, self.board.page
         words[BEAT] = time.monotonic_ns()
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        words[WHERE] = page.put(WHERE_TEXT, lines.at(frame))
+        where = lines.at(frame)
+        del frame  # it holds what the program may be done with
+        if where != self._where:
+            self._where, words[WHERE_SINCE] = where, time.monotonic_ns()
+            words[WHERE] = page.put(WHERE_TEXT, where)
         found = None if words[STATE] == WAITING else in_torch()
         if found is None:
             words[IN_TORCH] = self._call = 0
@@ -141,10 +152,10 @@ class Watcher:
 
     def _say_slow(self, chain: Chain, number: int, seconds: float) -> None:
         for rank in chain.ranks:
-            page = self.board.rank_page(rank)
-            if page is not None and not has_come(self.board, chain.key, rank, number):
-                where = page.text(page.words[WHERE])
-                _LOG.warning("rank %d has waited %.0f s for rank %d, which is at %s", self.board.rank, seconds, rank, where)
+            if not has_come(self.board, chain.key, rank, number):
+                where, long = self.board.where(rank)
+                said = f"rank {rank} {where and 'is at '}{where or 'says nothing'} for {long:.0f} s"
+                _LOG.warning("%s; rank %d has waited %.0f s for it", said, self.board.rank, seconds)
 
     def _end_waits(self) -> None:
         """Ends what this process waits for, in each group. Gloo has no other way than a wait of its own that runs out of time:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from multiprocessing import util
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -30,7 +33,7 @@ _BROKEN = (
     "Broken pipe",
     "gloo/transport",
 )  # torch has no class for them
-_FIND_S = 2.0  # in which the reason is found why a connection broke
+_FIND_S = 3.0  # in which the reason is found why a connection broke
 
 _LOCK = threading.Lock()
 
@@ -50,6 +53,18 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
+def _end_unseen() -> None:
+    """Leaves word of a rank that ends before it has made a mesh: others may be waiting for it in theirs."""
+    if _Watched.watcher is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        with suppress(Exception):  # the process that keeps the store may be gone
+            if dist.get_backend() not in _UNWATCHED and Level.now in ("watch", "strict"):
+                Board(dist.group.WORLD).leave()
+
+
+atexit.register(_end_unseen)
+util.Finalize(None, _end_unseen, exitpriority=100)  # of a process of multiprocessing, which ends without atexit
+
+
 def chain_among(ranks: Iterable[int], handle: Any, backend: str) -> Chain | None:
     """The chain of these ranks, which ``handle`` connects; None where they are no processes of their own."""
     if dist.get_backend() in _UNWATCHED or backend in _UNWATCHED:
@@ -61,7 +76,9 @@ def chain_among(ranks: Iterable[int], handle: Any, backend: str) -> Chain | None
             chain = watcher.chains[ranks] = Chain(watcher.board, ranks, handle, backend)
             watcher.board.chains.append(chain.key)
             chain.apart = _apart(watcher.board, ranks)
-            watcher.board.spread |= chain.apart
+            if chain.apart:
+                watcher.board.spread = True
+                watcher.board.tell()
         return chain
 
 

@@ -1,6 +1,9 @@
 """``chaos.py [WORDS] [--level strict] [--ranks 4] [--part 1/3] [--out FILE]``: runs the programs whose names have one of WORDS in
 them, all of them without any, and prints what came of each and how many programs of each kind came to what. What is wrong is said
 in whole. ``--out`` keeps a line for each program; ``--counts FILE...`` prints the counts of such files together.
+
+With ``DTENSOR_CHAOS_PEER=1 TORCH_DISTRIBUTED_DEBUG=DETAIL DTENSOR_CHAOS_TIMEOUT=8`` those of ``table.py`` in which one rank does
+something else are run by ``torch.distributed.tensor``.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 for folder in ("../support", "."):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
+import table  # noqa: E402
 from judged import Judge, kind_of  # noqa: E402
 from pool import Pool  # noqa: E402
 from programs_of_ranks import PROGRAMS  # noqa: E402
@@ -44,7 +48,8 @@ def main() -> int:
         print(counted({(one["level"], one["name"]): one for one in kept}.values()))  # the last run of each
         return 0
     part, parts = map(int, options.part.split("/"))
-    names = [name for name in PROGRAMS if not options.words or any(word in name for word in options.words)]
+    programs = table.DIFFERENT if table.PEER else PROGRAMS
+    names = [name for name in programs if not options.words or any(word in name for word in options.words)]
     names = names[len(names) * (part - 1) // parts : len(names) * part // parts]
     found: list[dict[str, Any]] = []
     shares = [names[len(names) * k // options.at_once : len(names) * (k + 1) // options.at_once] for k in range(options.at_once)]
@@ -65,7 +70,7 @@ def run(names: list[str], options: argparse.Namespace, found: list[dict[str, Any
         finding = judge.of(name)
         one = {
             "name": name,
-            "level": options.level,
+            "level": "peer" if table.PEER else options.level,
             "kind": kind_of(name),
             **finding._asdict(),
             "seconds": time.monotonic() - begin,

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-if os.environ.get("DTENSOR_CHAOS_PEER"):  # what the peer makes of the same programs
+PEER = bool(os.environ.get("DTENSOR_CHAOS_PEER"))
+if PEER:  # what the peer makes of the same programs
     import torch.distributed.tensor as dt
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -172,6 +173,8 @@ DEEDS: dict[str, Deed] = {
     "written to a file": lambda at: _written(at),
     "loaded by a worker": lambda at: _loaded(at),
     "barrier": lambda at: dist.barrier(),
+    "copies": lambda at: (at.w * 2).norm().item(),
+    "gradients held": lambda at: _held(at),
     "plain_all_reduce": lambda at: dist.all_reduce(torch.ones(3)),
 }
 
@@ -182,6 +185,15 @@ def _gradient(at: Scene, factor: float) -> torch.Tensor:
     assert w.grad is not None
     grad: Any = w.grad if factor == 1.0 else w.grad.redistribute(placements=[Shard(0)])
     return grad.full_tensor()
+
+
+def _held(at: Scene) -> torch.Tensor:
+    """One rank holds on to its gradients, as a debugger does: autograd copies them there."""
+    w, held = at.x.detach().requires_grad_(), list[Any]()
+    w.register_hook(lambda gradient: held.append(gradient) if at.rank == 1 else None)
+    for _ in range(2):
+        (w * at.x).sum().backward()
+    return w.grad.full_tensor()  # type: ignore[union-attr]  # after backward it is there
 
 
 def _seeded(at: Scene, seed: int, drawn: int = 0) -> torch.Tensor:
@@ -389,6 +401,7 @@ _OTHERS = [
     ("nothing", "written to a file"),
     ("nothing", "destroyed"),
     ("nothing", "dropped"),
+    ("nothing", "copies"),
     ("sum0", "dropped"),
 ]
 _MIXED = [
@@ -453,5 +466,5 @@ HEALTHY = {f"healthy/{name}": Program(deed, deed, 0) for name, deed in DEEDS.ite
 SLOW = {f"slow/{name}": Program(DEEDS[name], _after(5.0, DEEDS[name]), 1) for name in ("sum0", "large", "softmax")}
 FAILING = {f"failing/{name}": Program(deed, deed, 2) for name, deed in _FAILING.items()}
 PROGRAMS = DIFFERENT | RAISING | DEADLY | HEALTHY | SLOW | FAILING
-# Operations and collectives are the same; a number in them is not, or what is drawn. Only "strict" compares those.
-OTHER_NUMBERS = frozenset({"sum of 2/sum of 3", "dropped out/dropped out less", "random/drawn before"})
+# A number is another, or what is drawn, or what one rank computes with its copies alone: only "strict" compares those.
+ONLY_STRICT = frozenset({"sum of 2/sum of 3", "random/drawn before", "nothing/copies"})

@@ -6,13 +6,19 @@ Here a part of the table; ``make test-chaos`` runs all of it.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from judged import Judge
 from pool import Pool
 from programs_of_ranks import DEADLY, DIFFERENT, FAILING, HEALTHY, RAISING
+
+import dtensor as dt
 
 SIZE = 3
 ALL = bool(os.environ.get("DTENSOR_CHAOS"))
@@ -70,7 +76,11 @@ def test_what_one_rank_fails_at_all_fail_at(name: str, judge: Judge) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    some(HEALTHY, "healthy/backward, healthy/many, healthy/forked, healthy/dropped, slow/sum0, healthy/loaded by a worker"),
+    some(
+        HEALTHY,
+        "healthy/backward, healthy/many, healthy/forked, healthy/gradients held, "
+        "healthy/dropped, slow/sum0, healthy/loaded by a worker",
+    ),
 )
 def test_nothing_is_said_of_a_healthy_program(name: str, judge: Judge) -> None:
     check(judge, name)
@@ -94,6 +104,33 @@ def test_ranks_of_several_hosts_tell_each_other(name: str, hosts: Judge) -> None
     check(hosts, name)
 
 
-@pytest.mark.parametrize("name", some(FAILING, "failing/embedding") + some(RAISING, "sum0/raises"))
+@pytest.mark.parametrize(
+    "name",
+    some(FAILING, "failing/embedding")
+    + some(RAISING, "sum0/raises, full/raises and goes on")
+    + some({name: DEADLY[name] for name in DEADLY if "stopped" not in name}, "sum0/killed"),
+)
 def test_an_error_reaches_other_hosts(name: str, hosts: Judge) -> None:
     check(hosts, name)
+
+
+def _fails_early(folder: str, rank: int, told: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+    if rank == 1:
+        raise ValueError("no data here")
+    begin = time.monotonic()
+    try:
+        dt.distribute_tensor(torch.ones(6), dt.init_device_mesh("cpu", (3,)), [dt.Shard(0)]).sum().item()
+    except Exception as error:
+        told.put((type(error).__name__, str(error).partition(" (on")[0], time.monotonic() - begin < 60.0))
+
+
+def test_a_rank_that_fails_before_its_first_mesh_is_named(tmp_path: Path) -> None:
+    spawn = torch.multiprocessing.get_context("spawn")
+    told = spawn.Queue()
+    ranks = [spawn.Process(target=_fails_early, args=(str(tmp_path), rank, told)) for rank in range(3)]
+    for process in ranks:
+        process.start()
+    assert [told.get(timeout=100.0) for _ in range(2)] == [("ValueError", "no data here", True)] * 2
+    for process in ranks:
+        process.join()
