@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import hypothesis
@@ -14,3 +15,9 @@ os.environ["DTENSOR_PROFILE"] = "off"  # plans as the built-in constants make th
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_finish() -> None:
+    """What stands by now stays: collections of garbage, which tests ask for, need not walk through it."""
+    gc.collect()
+    gc.freeze()

@@ -17,3 +17,8 @@ def provided_by(module: str, *names: str) -> None:
 def provided(name: str) -> Callable[..., Any]:
     """The function of this name; its module is imported now if nobody has needed it yet."""
     return getattr(import_module(_MODULES[name]), name)
+
+
+def pictured(x: Any) -> str:
+    """What a notebook shows: the ``_repr_html_`` of what has a picture."""
+    return str(provided("html_of")(x))

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..base.memory_order import contiguous_stride
 from ..comm import Communicator, Pending, communicator_of
 from ..placement import Monoid
 from ..redistribute.batch import as_one, kind_of, reduced_as_one
@@ -49,9 +50,10 @@ def bucketed(steps: list[Step], facts: Mapping[Var, Any], lasting: frozenset[int
         lasting: memory that the steps are given, of which at another call several may be one.
     """
     groups: dict[int, list[list[_Site]]] = {}  # by the place at which they are issued
-    for sites in _by_kind(steps, facts).values():
-        if len(sites) > 1:
-            uses = _Uses(steps, lasting)
+    kinds = [sites for sites in _by_kind(steps, facts).values() if len(sites) > 1]
+    if kinds:
+        uses = _Uses(steps, lasting)
+        for sites in kinds:
             for number, site in enumerate(sites):
                 _find_window(site, number, sites, uses, facts)
             _agree(sites)
@@ -162,11 +164,8 @@ def _find_window(site: _Site, number: int, sites: Sequence[_Site], uses: _Uses, 
 def _is_row_major(fact: Any) -> bool:
     """Of memory of its own, which is what collectives that are joined give."""
     offset, shape, stride, _, conjugated, negated = fact
-    steps = [1]
-    for size in reversed(shape[1:]):
-        steps.insert(0, steps[0] * size)
     return not (offset or conjugated or negated) and all(
-        size == 1 or own == step for size, own, step in zip(shape, stride, steps, strict=False)
+        size == 1 or own == step for size, own, step in zip(shape, stride, contiguous_stride(tuple(shape)), strict=True)
     )
 
 

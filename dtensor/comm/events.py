@@ -57,8 +57,7 @@ class Event:
     @property
     def over(self) -> str:
         """The mesh dims by name."""
-        names = self.mesh.mesh_dim_names if self.mesh is not None else None
-        return "+".join(str(dim) if names is None else names[dim] for dim in self.mesh_dims)
+        return "+".join(map(str, self.mesh_dims if self.mesh is None else self.mesh.named(self.mesh_dims)))
 
 
 # Runs what issues a collective, with the locals that it sends where they are known; then what ends it, with None.
@@ -111,13 +110,21 @@ def because(cause: Any, fn: Callable[P, T]) -> Callable[P, T]:
     """``fn``, whose collectives are issued for ``cause``: those who listen find it in ``CAUSES``, torch's profiler shows it."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not listeners and not profiler_enabled():
+        profiled = profiler_enabled()
+        if not listeners and not profiled:
             return fn(*args, **kwargs)
-        name = "; ".join(map(str, cause)) if isinstance(cause, tuple) else str(cause)
         with CAUSES.entered(cause) if listeners else nullcontext():
-            return _ranged(name)(lambda: fn(*args, **kwargs), None) if profiler_enabled() else fn(*args, **kwargs)
+            if not profiled:
+                return fn(*args, **kwargs)
+            name = "; ".join(map(str, cause)) if isinstance(cause, tuple) else str(cause)
+            return _ranged(name)(lambda: fn(*args, **kwargs), None)
 
     return run
+
+
+def steps_under_way() -> tuple[Any, ...]:
+    """The steps of redistributions that a collective is issued for."""
+    return next((cause for cause in reversed(CAUSES.values()) if isinstance(cause, tuple)), ())
 
 
 def issuing(fn: Callable[P, T]) -> Callable[P, T]:

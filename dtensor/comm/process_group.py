@@ -109,5 +109,4 @@ class ProcessGroups(Communicator):
         return whole.cpu()
 
     def _over(self, dims: Dims) -> str:
-        names = self.mesh.mesh_dim_names
-        return repr(tuple(dim if names is None else names[dim] for dim in dims))
+        return repr(self.mesh.named(dims))

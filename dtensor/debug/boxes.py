@@ -86,7 +86,8 @@ def boxes_of(layout: Layout) -> Boxes:
         where = ", ".join(f"{begin}:{stop}" for begin, stop in block)
         shape = "x".join(str(stop - begin) for begin, stop in block) or "a number"
         cells[index] = Box(ranks, f"[{where}] ({shape})")
-    terms = [f"{p} over {_name(layout.mesh, i)}" for i, p in enumerate(layout.placements) if isinstance(p, Partial)]
+    over = zip(layout.placements, layout.mesh.named(range(layout.mesh.ndim)), strict=True)
+    terms = [f"{p} over {name}" for p, name in over if isinstance(p, Partial)]
     remark = f"each rank holds a term: {', '.join(terms)}" if terms else ""
     named = [[Interval(f"{begin}:{stop}", stop - begin) for begin, stop in dim] for dim in dims]
     return Boxes(repr(layout), tuple(_panels(named, cells)), bool(terms), remark)
@@ -94,24 +95,22 @@ def boxes_of(layout: Layout) -> Boxes:
 
 def boxes_of_mesh(mesh: DeviceMesh) -> Boxes:
     """The ranks of a mesh by coordinate; of a part of a mesh those of all its copies."""
-    title = f"mesh of {mesh.device_type}: " + ", ".join(f"{_name(mesh, i)}={size}" for i, size in enumerate(mesh.shape))
+    names = mesh.named(range(mesh.ndim))
+    title = f"mesh of {mesh.device_type}: " + ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
     if mesh.size() > MOST:
         return Boxes(title, (), remark=f"{mesh.size():,} ranks")
     held: dict[tuple[int, ...], list[int]] = {}
     for rank, coordinate in zip(mesh.ranks, mesh.coordinates, strict=True):
         held.setdefault(coordinate, []).append(rank)
     cells = {
-        at: Box(tuple(sorted(ranks)), ", ".join(f"{_name(mesh, i)} {k}" for i, k in enumerate(at))) for at, ranks in held.items()
+        at: Box(tuple(sorted(ranks)), ", ".join(f"{name} {k}" for name, k in zip(names, at, strict=True)))
+        for at, ranks in held.items()
     }
-    named = [[Interval(f"{_name(mesh, i)} {k}", 1) for k in range(size)] for i, size in enumerate(mesh.shape)]
+    named = [[Interval(f"{name} {k}", 1) for k in range(size)] for name, size in zip(names, mesh.shape, strict=True)]
     return Boxes(title, tuple(_panels(named, cells)), remark=_KINDS[mesh.kind])
 
 
 _KINDS = {"in_process": "all ranks in this process", "process_group": "a process for each rank", "dry_run": "a dry run: no data"}
-
-
-def _name(mesh: DeviceMesh, dim: int) -> str:
-    return mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else str(dim)
 
 
 def _intervals(layout: Layout, dim: int) -> list[tuple[int, int]]:

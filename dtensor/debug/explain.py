@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..base.callers import Place
-from ..base.extensions import provided
+from ..base.extensions import pictured
 from ..redistribute.step import place as placed
 from ..redistribute.step import seconds_of
 from .memory import Memory, memory_of
@@ -128,9 +128,7 @@ class Explanation:
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return str(provided("html_of")(self))
+    _repr_html_ = pictured
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

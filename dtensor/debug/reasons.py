@@ -62,7 +62,7 @@ def _rows(asked: Asked) -> Iterator[str]:
     for mesh_dim, taken in enumerate(asked.chosen.choice.rows):
         priced = ranked(table, asked.factors, asked.call, asked.kept, mesh_dim, work)
         shown = [item for k, item in enumerate(priced) if k < SHOWN or item[1] == taken]
-        name = mesh_dim if mesh.mesh_dim_names is None else mesh.mesh_dim_names[mesh_dim]
+        (name,) = mesh.named((mesh_dim,))
         yield f"rows considered on {name} ({len(priced)}), by price of what they move now and owe:"
         for price, row in shown:
             yield f"  {'*' if row == taken else ' '} {_told(row, asked)}: {seconds_of(price[0])}"

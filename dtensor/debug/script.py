@@ -33,7 +33,7 @@ def run(script: Path, arguments: Sequence[str]) -> int:
 def explained(script: Path, arguments: Sequence[str], html: Path | None = None) -> int:
     """Run a script, then print what it moved; its exit status. Where it raises, what it moved until then is printed first."""
     with told(html) as tell, Record() as record:
-        tell(lambda: Explanation(tuple(record.movements), None, record.get_exchange_count()))
+        tell(lambda: Explanation.of(record))
         return run(script, arguments)
 
 

@@ -208,13 +208,12 @@ class Record(CommDebugMode):
         return "forward" if graph_task() == -1 else "backward", module
 
     def _movement(self, event: Event, frame: FrameType) -> Movement:
-        causes, node = events.CAUSES.values(), autograd_node() if graph_task() != -1 else None
-        calls = [cause for cause in causes if isinstance(cause, Cause)]
-        steps = next((cause for cause in reversed(causes) if isinstance(cause, tuple)), ())
+        node = autograd_node() if graph_task() != -1 else None
+        calls = [cause for cause in events.CAUSES.values() if isinstance(cause, Cause)]
         place, called = _asked_by(frame, node)
         operator = "torch.distributed" if event.direct else calls[-1].operator.name if calls else called
         cause, logged = calls[-1] if calls else None, len(self.holdings.log)
-        return Movement(event, place, *self._phase_and_module(node), operator, steps, cause, logged=logged)
+        return Movement(event, place, *self._phase_and_module(node), operator, events.steps_under_way(), cause, logged=logged)
 
 
 def _leave(mode: Operators) -> None:

@@ -41,7 +41,7 @@ def counting(operator: Operator, run: Callable[..., Any]) -> Callable[..., Any]:
 
 @remembered(64)
 def _over(mesh: DeviceMesh) -> str:
-    return repr(tuple(mesh.mesh_dim_names or range(mesh.ndim)))
+    return repr(mesh.named(range(mesh.ndim)))
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..base.caches import Bounded
-from ..base.extensions import provided
+from ..base.extensions import pictured
 from ..base.memory_order import Stride, contiguous_stride, stride_like
 from ..base.validation import element_type, sizes_of
 from ..errors import LayoutError
@@ -278,13 +278,11 @@ class Layout:
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        names = self.mesh.mesh_dim_names or tuple(str(dim) for dim in range(self.mesh.ndim))
+        names = self.mesh.named(range(self.mesh.ndim))
         where = ", ".join(f"{name}={placement}" for name, placement in zip(names, self.placements, strict=True))
         return f"{dtype}[{', '.join(map(str, self.shape))}] on ({where})"
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return str(provided("html_of")(self))
+    _repr_html_ = pictured
 
     def __reduce__(self) -> tuple[Any, ...]:
         return restore_layout, (self.mesh, self.placements, tuple(self.shape), self.stride, self.dtype)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
-from ..base.extensions import provided
+from ..base.extensions import pictured
 from ..base.scoped import Scoped
 from ..base.tracing import constant_of_graph
 from ..errors import MeshError
@@ -238,9 +238,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         names = "" if self._names is None else f", mesh_dim_names={self._names}"
         return f"DeviceMesh({self.device_type!r}, {self.mesh.tolist()}{names})"
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return str(provided("html_of")(self))
+    _repr_html_ = pictured
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as geometry, without process groups."""

@@ -41,6 +41,10 @@ class Geometry:
     def mesh_dim_names(self) -> tuple[str, ...] | None:
         return self._names
 
+    def named(self, mesh_dims: Iterable[int]) -> tuple[str | int, ...]:
+        """Mesh dims as a person reads them: by name, by number where they have none."""
+        return tuple(mesh_dims) if self._names is None else tuple(self._names[i] for i in mesh_dims)
+
     @cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(math.prod(self._root.shape[d] for d in dims) for dims in self._dims)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.extensions import provided
+from ..base.extensions import pictured
 from ..base.modes import implicit_replication
 from ..base.torch_internals import tree_leaves, tree_map
 from ..errors import ArgumentError, PlanError
@@ -68,9 +68,7 @@ class Sharding:
         lines = [f"  {name}: {', '.join(spelled(places))}" for name, places in self.placements.items()]
         return "\n".join([head, *lines, *(f"  batch {i}: {', '.join(spelled(places))}" for i, places in enumerate(self.batch))])
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return str(provided("html_of")(self))
+    _repr_html_ = pictured
 
     def apply(self, model: nn.Module, mesh: DeviceMesh, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
         """``model``, its parameters and buffers made DTensors on ``mesh`` in place, as they were placed.

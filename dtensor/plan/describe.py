@@ -14,7 +14,7 @@ from .classes import Classes
 from .graph import Graph, Node
 from .memory import Held, Memory
 from .options import Form, Option, Options, by_text, form_of, options_along
-from .prices import event_seconds, move_seconds
+from .prices import heard_seconds, move_seconds
 from .program_plan import PlannedCall, PlannedMove, ProgramPlan, Spelled, spelled
 from .total import Move, Total
 
@@ -37,8 +37,8 @@ def described(graph: Graph, classes: Classes, taken: Sequence[Option], eager: Se
         total.bytes(taken) + held.nbytes,
         held.peak,
         f"{peak.name}{' (backward)' if peak.backward else ''} {peak.line}".rstrip(),
-        total.local_seconds(eager) + sum(event_seconds(event, mesh) for event in graph.heard),
-        sum(event.bytes for event in graph.heard),
+        total.local_seconds(eager) + sum(heard_seconds(event, steps, mesh) for event, steps in graph.heard),
+        sum(event.bytes for event, _ in graph.heard),
     )
 
 

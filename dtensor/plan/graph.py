@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.choose import Chosen, declared
 from ..propagation.row_table import Line
+from ..redistribute import Step
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule
 from ..rules.work import Work, work_of
@@ -111,11 +112,12 @@ class Node:
 
 @dataclass(slots=True)
 class Graph:
-    """A recorded program; ``heard``: the collectives that it issued as it ran."""
+    """A recorded program; ``heard``: the collectives that it issued as it ran, each with the steps of redistributions that
+    it was issued for."""
 
     nodes: list[Node] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
-    heard: list[Event] = field(default_factory=list)
+    heard: list[tuple[Event, Sequence[Step]]] = field(default_factory=list)
 
     @property
     def mesh(self) -> DeviceMesh | None:

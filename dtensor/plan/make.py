@@ -23,7 +23,7 @@ from .solver import Assembly
 T = TypeVar("T")
 _SWEEPS = 3
 _CUTS = 8  # moments at which memory is bounded, found by one solution after the other
-_ALIKE = 1.01  # the copying around transfers is in the price of those planned, not of those heard
+_ALIKE = 1 + 1e-9
 _SECONDS = 45.0  # for all sweeps together
 
 

@@ -17,7 +17,7 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, init_device_mesh
 from ..propagation.choose import realized
 from ..propagation.row_costs import LOCAL_STEP
-from ..redistribute import estimate
+from ..redistribute import Step, estimate
 from ..rules.rule import Row
 from ..rules.work import share
 from .graph import Asked, Node
@@ -63,10 +63,14 @@ def local_seconds(node: Node, rows: Sequence[Row], operands: Sequence[Layout | N
     return device_of(mesh).seconds(flops, nbytes, work.dtype)
 
 
-def event_seconds(event: Event, mesh: DeviceMesh) -> float:
-    """Seconds of a collective that was issued."""
-    kind = event.kind if event.kind in ("all_gather", "reduce_scatter", "all_reduce") else "exchange"
-    return collective_seconds(event.mesh or mesh, event.mesh_dims, kind, event.bytes) + LOCAL_STEP  # type: ignore[arg-type]
+def heard_seconds(event: Event, steps: Sequence[Step], mesh: DeviceMesh) -> float:
+    """Seconds of a collective that was issued, and of the copying in the steps of redistributions that it was issued for."""
+
+    def wire(kind: str, nbytes: int) -> float:
+        known = kind if kind in ("all_gather", "reduce_scatter", "all_reduce") else "exchange"
+        return collective_seconds(event.mesh or mesh, event.mesh_dims, known, nbytes)  # type: ignore[arg-type]
+
+    return wire(event.kind, event.bytes) + sum(step.seconds - wire(step.verb, step.bytes) for step in steps) + LOCAL_STEP
 
 
 def kernel_bytes(asked: Asked, rows: Sequence[Row], operands: Sequence[Layout | None]) -> int:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.extensions import provided
+from ..base.extensions import pictured
 from ..errors import ArgumentError
 from ..placement import Partial, Placement, Replicate, Shard
 
@@ -112,9 +112,7 @@ class ProgramPlan:
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return str(provided("html_of")(self))
+    _repr_html_ = pictured
 
     def dumps(self) -> str:
         """The plan as JSON."""

@@ -12,7 +12,7 @@ import torch
 
 from ..base.callers import place_of, users_frame
 from ..base.torch_internals import OpOverload, TorchDispatchMode, autograd_node, sequence_number, tree_leaves
-from ..comm.events import listening
+from ..comm.events import Event, listening, steps_under_way
 from ..dispatch.dispatcher import run_chosen
 from ..dispatch.mixed_meshes import across_places, meshes_of
 from ..dispatch.operands import plan_of_bound
@@ -34,7 +34,7 @@ from .graph import Asked, Graph, Kind, Node, Value
 def recorded(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Graph]:
     """What ``step`` gives, and the graph of its calls. It runs once, as it would without being recorded."""
     recorder = Recorder()
-    with recorder, OBSERVERS.entered(recorder), listening(recorder.graph.heard.append):
+    with recorder, OBSERVERS.entered(recorder), listening(recorder.heard):
         made = step(*args, **kwargs)
     for x in tree_leaves(made):
         if isinstance(x, DTensor):
@@ -72,6 +72,9 @@ class Recorder(TorchDispatchMode):
         self._written: dict[int, list[float]] = {}  # by value that others show, when its memory is written to
 
     # --- operator calls ------------------------------------------------------------------------------------------------
+    def heard(self, event: Event) -> None:
+        self.graph.heard.append((event, steps_under_way()))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or not any(isinstance(x, DTensor) for x in tree_leaves((args, kwargs))):

@@ -199,8 +199,8 @@ def described(layout: Layout) -> str:
 
 
 def _names(layout: Layout, mesh_dims: tuple[int, ...]) -> str:
-    names = layout.mesh.mesh_dim_names
-    return ", ".join(names[i] if names else f"mesh dim {i}" for i in mesh_dims)
+    unnamed = "" if layout.mesh.mesh_dim_names else "mesh dim "
+    return ", ".join(f"{unnamed}{name}" for name in layout.mesh.named(mesh_dims))
 
 
 def place(layout: Layout) -> str:

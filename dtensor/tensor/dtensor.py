@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from ..base.extensions import provided
+from ..base.extensions import pictured, provided
 from ..base.recording import ACTIVE
 from ..base.torch_internals import disabled_torch_function, forward_ad, make_wrapper_subclass
 from ..base.torch_internals import foreach_supported_types as _foreach_types
@@ -313,9 +313,7 @@ class DTensor(torch.Tensor):
             tail = f", grad_fn=<{type(self.grad_fn).__name__}>"
         return f"DTensor({self._layout!r}{tail}{pieces(self)})"
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return str(provided("html_of")(self))
+    _repr_html_ = pictured
 
     tolist, numpy, __array__, __dlpack__, __format__ = host.tolist, host.numpy, host.array, host.dlpack, host.text
     share_memory_, is_shared, is_pinned, pin_memory = host.share_memory_, host.is_shared, host.is_pinned, host.pin_memory

@@ -64,7 +64,7 @@ def compare(optimizer: Optimizer, step: int) -> None:
             continue
         everybody = comm.all_gather_object(sums, dims)
         ranks = [mesh.ranks[member] for member in mesh.members_of(dims, comm.held[0])]
-        parted(step, repr(tuple(mesh.mesh_dim_names or range(mesh.ndim))), _differing(dict(zip(ranks, everybody, strict=True))))
+        parted(step, repr(mesh.named(range(mesh.ndim))), _differing(dict(zip(ranks, everybody, strict=True))))
 
 
 def _differing(found: dict[int, dict[str, int]]) -> dict[int, tuple[int, str]]:
