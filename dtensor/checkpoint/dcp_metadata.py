@@ -11,7 +11,6 @@ import os
 import pickle
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -20,8 +19,9 @@ from ..base.torch_internals import StorageInfo as _StorageInfo
 from ..base.torch_internals import flatten_state_dict
 from ..errors import CheckpointError
 from .block_io import Stream, Window, record_at
-from .files import check_name, open_regular, read_regular
+from .files import check_name, open_regular, read_regular, written
 from .manifest import Block, Entry, Manifest, check_entries
+from .remote import Address
 from .tree import dtype_of, tensors_in
 from .tree import encode as encode_tree
 
@@ -30,7 +30,9 @@ _LONGEST = 1 << 20  # bytes that describe one tensor
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------------
-def encode(values: Any, entries: Mapping[str, Entry], streams: Mapping[tuple[str, tuple[int, ...]], Stream], file: Path) -> bytes:
+def encode(
+    values: Any, entries: Mapping[str, Entry], streams: Mapping[tuple[str, tuple[int, ...]], Stream], file: Address
+) -> bytes:
     """The content of a ``.metadata`` file; plain values, which it keeps in streams of their own, go to ``file``.
 
     Args:
@@ -49,7 +51,7 @@ def encode(values: Any, entries: Mapping[str, Entry], streams: Mapping[tuple[str
         for i, block in enumerate(entry.blocks):
             stream = streams[name, block.offset]
             stored[dcp.MetadataIndex(name, block.offset, i)] = _StorageInfo(block.file, stream.start, stream.length)
-    with open(file, "wb") as out:
+    with written(file) as out:
         for name, value in flat.items():
             if name not in entries:
                 start = out.tell()
@@ -115,7 +117,7 @@ class _Reader(pickle.Unpickler):
         raise CheckpointError(f"the checkpoint's metadata names {module}.{name}, which is no part of one: it is not loaded")
 
 
-def read_foreign(folder: Path) -> Manifest:
+def read_foreign(folder: Address) -> Manifest:
     """The manifest of a checkpoint that ``torch.distributed.checkpoint`` wrote; it has no digests.
 
     Raises:
@@ -143,7 +145,7 @@ def read_foreign(folder: Path) -> Manifest:
     return manifest
 
 
-def _opened(folder: Path, name: str) -> BinaryIO:
+def _opened(folder: Address, name: str) -> BinaryIO:
     return open(open_regular(folder / name), "rb")
 
 
@@ -152,7 +154,7 @@ def _offset(index: Any) -> tuple[int, ...] | None:
     return None if offset is None else tuple(offset)
 
 
-def _entry(folder: Path, name: str, said: Any, places: Mapping[Any, Any]) -> Entry:
+def _entry(folder: Address, name: str, said: Any, places: Mapping[Any, Any]) -> Entry:
     dtype = str(said.properties.state[0]).removeprefix("torch.")
     blocks = []
     for chunk in said.chunks:
@@ -214,7 +216,7 @@ class _TensorReader(pickle.Unpickler):
         return str(pid[2])  # ("storage", type, key, device, elements)
 
 
-def _value(folder: Path, name: str, info: Any) -> Any:
+def _value(folder: Address, name: str, info: Any) -> Any:
     try:
         with _opened(folder, info.relative_path) as file:
             content = io.BytesIO(Window(file, info.offset, info.length).readall())

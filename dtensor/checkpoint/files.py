@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import stat
-from pathlib import Path
-from typing import Any
+import tempfile
+from collections.abc import Iterator
+from typing import Any, BinaryIO, cast
 
 from ..errors import CheckpointError
+from .remote import Address, Remote
 
 
-def open_regular(path: Path, links: bool = False) -> int:
+def open_regular(path: Address, links: bool = False) -> int:
     """A handle to read a regular file with; what else may stand there (a FIFO, a device, a folder) is not opened.
 
     Args:
@@ -21,6 +24,8 @@ def open_regular(path: Path, links: bool = False) -> int:
     Raises:
         CheckpointError: there is none.
     """
+    if isinstance(path, Remote):
+        raise CheckpointError(f"{path} is not of this library, whose checkpoints alone are read from there: copy it to a folder")
     try:
         found = os.stat(path, follow_symlinks=links)
     except FileNotFoundError:
@@ -37,18 +42,31 @@ def open_regular(path: Path, links: bool = False) -> int:
     return handle
 
 
-def read_regular(path: Path, links: bool = False) -> bytes:
+def read_regular(path: Address, links: bool = False) -> bytes:
     """A regular file's content; see :func:`open_regular`."""
+    if isinstance(path, Remote):
+        return path.read()
     with open(open_regular(path, links), "rb") as file:
         return file.read()
 
 
-def present(path: Path) -> bool:
+def size_of(path: Address, links: bool = False) -> int:
+    """Bytes of a regular file; see :func:`open_regular`."""
+    if isinstance(path, Remote):
+        return path.size()
+    handle = open_regular(path, links)
+    try:
+        return os.fstat(handle).st_size
+    finally:
+        os.close(handle)
+
+
+def present(path: Address) -> bool:
     """Whether anything stands there, also a link to nothing."""
-    return os.path.lexists(path)
+    return path.exists() if isinstance(path, Remote) else os.path.lexists(path)
 
 
-def check_name(name: Any, said_by: Path) -> str:
+def check_name(name: Any, said_by: Address) -> str:
     """``name``, which ``said_by`` gives a file in its own folder.
 
     Raises:
@@ -84,8 +102,26 @@ def strict_json(text: bytes | str, numbers: bool = True) -> Any:
     return json.loads(text, object_pairs_hook=once, parse_constant=constant)
 
 
-def replace_file(path: Path, content: bytes) -> None:
+@contextlib.contextmanager
+def written(path: Address) -> Iterator[BinaryIO]:
+    """A new file to write and read, on its disk at the end."""
+    if isinstance(path, Remote):
+        with tempfile.NamedTemporaryFile() as aside:
+            yield cast(BinaryIO, aside)
+            aside.flush()
+            path.take(aside.name)
+        return
+    with open(path, "w+b") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Address, content: bytes) -> None:
     """``path`` with this content: written aside, brought to the disk, renamed."""
+    if isinstance(path, Remote):
+        path.write(content)
+        return
     aside = path.with_name(path.name + ".new")
     aside.unlink(missing_ok=True)  # left by a killed save; never written through, if it is a link
     with open(aside, "xb") as file:
@@ -96,8 +132,10 @@ def replace_file(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
+def sync_folder(folder: Address) -> None:
     """Bring the names in ``folder`` to the disk."""
+    if isinstance(folder, Remote):
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

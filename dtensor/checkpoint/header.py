@@ -11,7 +11,6 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from ..errors import CheckpointError
 from .files import open_regular, sha256, strict_json
 from .manifest import Block, Entry
+from .remote import Address
 
 _LONGEST = 100_000_000  # bytes of a header: the format's own bound
 
@@ -76,7 +76,7 @@ def _print(entries: Mapping[str, Any], digests: Mapping[str, int]) -> str:
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------------
-def read_header(path: Path) -> tuple[dict[str, Entry], int]:
+def read_header(path: Address) -> tuple[dict[str, Entry], int]:
     """The tensors of one file, and the bytes that it has."""
     with open(open_regular(path, links=True), "rb") as file:
         size = os.fstat(file.fileno()).st_size

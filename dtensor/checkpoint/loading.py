@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from .manifest import NAME, Block, Entry, Manifest, check_files, read_manifest
 from .match import Matched, match_trees, put_back
 from .memory import check_shared, finish
 from .names import renamed
+from .remote import Address, Remote, RemoteFiles, place_of
 from .stateful import Expanded, expand
 from .targets import Target
 from .tree import decode
@@ -100,7 +100,7 @@ def load(
     tensor(12., dtype=torch.bfloat16)
     """
     finish_pending()
-    ranks, folder = Ranks(process_group), Path(path)
+    ranks, folder = Ranks(process_group), place_of(path)
     what = f"loading {folder}"
     manifest = ranks.together(what, lambda: None, lambda _: find_manifest(folder))
     if rename is not None:
@@ -110,7 +110,7 @@ def load(
 
 
 def _fill_state(
-    state: Any, folder: Path, manifest: Manifest, ranks: Ranks, what: str, match: Callable[[Expanded], Matched]
+    state: Any, folder: Address, manifest: Manifest, ranks: Ranks, what: str, match: Callable[[Expanded], Matched]
 ) -> Loaded:
     """Compare what all ranks ask for; read and verify it; change the state."""
     found: list[tuple[Expanded, Matched]] = []
@@ -123,7 +123,7 @@ def _fill_state(
     ranks.together(what, matched, _same_everywhere)
     expanded, wanted = found[0]
     buffers: Buffers = {}
-    with Files(folder, manifest.links) as files:
+    with RemoteFiles(folder) if isinstance(folder, Remote) else Files(folder, manifest.links) as files:
         ranks.together(
             what,
             lambda: _read(wanted.targets, manifest, files, buffers, ranks.rank),
@@ -135,7 +135,7 @@ def _fill_state(
     return Loaded(wanted.missing, wanted.unexpected, read)
 
 
-def find_manifest(folder: Path) -> Manifest:
+def find_manifest(folder: Address) -> Manifest:
     """The manifest of a checkpoint: ours, torch's, or a model in the Hugging Face layout.
 
     Raises:
@@ -173,7 +173,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Entry]:
     >>> {name: (entry.shape, entry.dtype) for name, entry in dt.checkpoint.read_tensors(folder).items()}
     {'w': ((5, 3), 'float32')}
     """
-    return find_manifest(Path(path)).tensors
+    return find_manifest(place_of(path)).tensors
 
 
 def read_tree(path: str | os.PathLike[str]) -> Any:
@@ -191,7 +191,7 @@ def read_tree(path: str | os.PathLike[str]) -> Any:
     >>> tree["step"], tree["w"].device.type, tuple(tree["w"].shape)
     (7, 'meta', (5, 3))
     """
-    manifest = find_manifest(Path(path))
+    manifest = find_manifest(place_of(path))
     tensors = {n: torch.empty(e.shape, dtype=e.torch_dtype, device="meta") for n, e in manifest.tensors.items()}
     return decode(manifest.tree, tensors)
 
@@ -202,7 +202,7 @@ def _same_everywhere(prints: list[str]) -> None:
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------------
-def _read(targets: Mapping[str, Target], manifest: Manifest, files: Files, buffers: Buffers, rank: int) -> Sums:
+def _read(targets: Mapping[str, Target], manifest: Manifest, files: Files | RemoteFiles, buffers: Buffers, rank: int) -> Sums:
     check_files(manifest, files.folder)
     sums: Sums = {}
     for name, held in held_here({name: target.like for name, target in targets.items()}, rank):
@@ -233,7 +233,7 @@ def _copy_replicas(held: list[Held], buffers: dict[int | None, torch.Tensor]) ->
             buffers[piece.member].copy_(buffers[first.member])
 
 
-def _fill(out: torch.Tensor, piece: Held, name: str, entry: Entry, files: Files, sums: Sums) -> None:
+def _fill(out: torch.Tensor, piece: Held, name: str, entry: Entry, files: Files | RemoteFiles, sums: Sums) -> None:
     """Read one block of ours from all stored blocks that it meets, and account for what was read."""
     filled = 0
     for number, block in enumerate(entry.blocks):
@@ -254,7 +254,9 @@ def _fill(out: torch.Tensor, piece: Held, name: str, entry: Entry, files: Files,
         raise CheckpointError(f"the stored blocks of {name!r} leave {out.numel() - filled} of its elements out")
 
 
-def _account(found: int, entire: bool, piece: Held, name: str, number: int, block: Block, files: Files, sums: Sums) -> None:
+def _account(
+    found: int, entire: bool, piece: Held, name: str, number: int, block: Block, files: Files | RemoteFiles, sums: Sums
+) -> None:
     """A block that was read entirely is verified at once; of others, ranks add up what each has read, replicas once."""
     if entire:
         if found != block.digest:
@@ -276,6 +278,6 @@ def _verify(sums: list[Sums], manifest: Manifest) -> None:
             raise _corrupted(name, block, None)
 
 
-def _corrupted(name: str, block: Block, folder: Path | None) -> CheckpointError:
+def _corrupted(name: str, block: Block, folder: Address | None) -> CheckpointError:
     file = block.file if folder is None else folder / block.file
     return CheckpointError(f"{name!r} is corrupted: its block at {block.offset} in {file} does not fit its checksum")

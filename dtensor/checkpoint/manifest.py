@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,8 @@ from numpy.typing import NDArray
 
 from ..base.memory_order import contiguous_stride
 from ..errors import CheckpointError
-from .files import check_name, open_regular, present, read_regular, replace_file, sha256, strict_json
+from .files import check_name, present, read_regular, replace_file, sha256, size_of, strict_json
+from .remote import Address
 from .tree import decode, dtype_of
 
 NAME = "manifest.json"
@@ -77,7 +76,7 @@ class Manifest:
     links: bool = False
     notes: Any = None
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Address) -> None:
         """Put it into ``folder``, in place of an older one: one atomic rename."""
         said = {key: value for key, value in asdict(self).items() if key != "links"}
         body = json.dumps(said, separators=(",", ":"))
@@ -85,7 +84,7 @@ class Manifest:
         replace_file(folder / NAME, text.encode())
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Address) -> Manifest:
     """The manifest in ``folder``.
 
     Raises:
@@ -105,7 +104,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def check_files(manifest: Manifest, folder: Path) -> None:
+def check_files(manifest: Manifest, folder: Address) -> None:
     """Every file is there, with its size.
 
     Raises:
@@ -113,14 +112,12 @@ def check_files(manifest: Manifest, folder: Path) -> None:
     """
     for name, size in manifest.files.items():
         path = folder / name
-        handle = open_regular(path, manifest.links)
-        found = os.fstat(handle).st_size
-        os.close(handle)
+        found = size_of(path, manifest.links)
         if found != size:
             raise CheckpointError(f"{path} has {found:,} bytes instead of {size:,}: the checkpoint is truncated or was changed")
 
 
-def _check_beside(manifest: Manifest, folder: Path) -> None:
+def _check_beside(manifest: Manifest, folder: Address) -> None:
     path = folder / ".metadata"
     if manifest.beside and present(path) and sha256(read_regular(path)) not in manifest.beside:
         raise CheckpointError(
@@ -129,7 +126,7 @@ def _check_beside(manifest: Manifest, folder: Path) -> None:
         )
 
 
-def _from_json(data: Any, path: Path) -> Manifest:
+def _from_json(data: Any, path: Address) -> Manifest:
     tensors = {}
     for name, entry in data["tensors"].items():
         blocks = tuple(
@@ -152,7 +149,7 @@ def _from_json(data: Any, path: Path) -> Manifest:
 _MOST = 2**63 - 1  # elements and bytes that torch can count
 
 
-def check_entries(manifest: Manifest, path: Path) -> None:
+def check_entries(manifest: Manifest, path: Address) -> None:
     """Every entry is a tensor that can be, whose blocks tile it and lie in the files; the tree names no other.
 
     Raises:

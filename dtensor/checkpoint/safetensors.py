@@ -25,6 +25,7 @@ from .digest import MASK, digest
 from .files import check_name, present, read_regular, replace_file, strict_json, sync_folder
 from .header import NAME_OF, Place, header_of, read_header
 from .manifest import Entry, Manifest, check_entries
+from .remote import Address, local_of
 from .saving import fingerprint_of, reduced, with_values
 from .stateful import expand
 from .transaction import in_two_steps
@@ -34,17 +35,17 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------------
-def is_file(path: Path) -> bool:
+def is_file(path: Address) -> bool:
     """Whether ``path`` is a single file of this layout, rather than a folder."""
     return path.suffix == ".safetensors" and not path.is_dir()
 
 
-def is_model(path: Path) -> bool:
+def is_model(path: Address) -> bool:
     """Whether ``path`` is a model in this layout: a folder with an index or a single file, or such a file."""
     return is_file(path) or present(path / INDEX) or present(path / SINGLE)
 
 
-def read_model(path: Path) -> Manifest:
+def read_model(path: Address) -> Manifest:
     """What the files hold, and where, with their checksums where this library wrote them.
 
     Raises:
@@ -60,7 +61,7 @@ def read_model(path: Path) -> Manifest:
     return _joined(path, files)
 
 
-def _joined(folder: Path, files: Mapping[str, set[str] | None]) -> Manifest:
+def _joined(folder: Address, files: Mapping[str, set[str] | None]) -> Manifest:
     tensors: dict[str, Entry] = {}
     sizes = {}
     for file, expected in files.items():
@@ -111,7 +112,7 @@ def save_safetensors(
     (60, 15.0)
     """
     finish_pending()
-    ranks, folder = Ranks(process_group), Path(path)
+    ranks, folder = Ranks(process_group), local_of(path)
     what = f"exporting to {folder}"
     tensors: dict[str, Any] = {}
     files: list[_File] = []

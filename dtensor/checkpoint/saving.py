@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +25,9 @@ from .background import PendingSave, Staging, finish_pending, in_background
 from .block_io import Stream, append
 from .coordinator import Ranks
 from .digest import digest
-from .files import present, read_regular, replace_file, sha256, sync_folder
+from .files import present, read_regular, replace_file, sha256, size_of, sync_folder, written
 from .manifest import NAME, Block, Entry, Manifest
+from .remote import Address, place_of
 from .stateful import expand
 from .transaction import in_two_steps, same_state
 from .tree import encode, named_tensors, tensors_in
@@ -53,7 +53,7 @@ class _Job:
         print: of what must be alike on all ranks.
     """
 
-    folder: Path
+    folder: Address
     encoded: Any
     values: Any
     entries: dict[str, Entry]
@@ -80,7 +80,8 @@ def save(state: Any, path: str | os.PathLike[str], *, async_op: bool = False, pr
 
     All ranks call it, with the same nesting and the same plain values. Each block of a DTensor is written once, by one of the
     ranks that hold it, in shares of about the same size; of a plain tensor the first rank's value counts. Unreduced (``Partial``)
-    tensors are reduced first. On several machines ``path`` is on a file system that they share.
+    tensors are reduced first. On several machines ``path`` is on a file system that they share, or an address that fsspec knows
+    (``s3://bucket/folder``).
 
     Args:
         state: nested dicts, lists and tuples of tensors (distributed or plain), plain values (numbers, strings, bytes, None,
@@ -106,10 +107,12 @@ def save(state: Any, path: str | os.PathLike[str], *, async_op: bool = False, pr
     (15.0, 7)
     """
     finish_pending()
-    return start(state, Path(path), Ranks(process_group, apart=async_op), Staging() if async_op else None)
+    return start(state, place_of(path), Ranks(process_group, apart=async_op), Staging() if async_op else None)
 
 
-def start(state: Any, folder: Path, ranks: Ranks, staging: Staging[Any] | None, beside: Beside = Beside()) -> PendingSave | None:
+def start(
+    state: Any, folder: Address, ranks: Ranks, staging: Staging[Any] | None, beside: Beside = Beside()
+) -> PendingSave | None:
     """Save as :func:`save` does; in the background if there is ``staging`` for what this rank writes."""
     job = _prepared(state, folder, ranks, staging, beside.notes)
     if staging is None:
@@ -119,7 +122,7 @@ def start(state: Any, folder: Path, ranks: Ranks, staging: Staging[Any] | None, 
 
 
 # --- the parts of a save ---------------------------------------------------------------------------------------------------
-def _prepared(state: Any, folder: Path, ranks: Ranks, staging: Staging[Any] | None, notes: Any) -> _Job | Exception:
+def _prepared(state: Any, folder: Address, ranks: Ranks, staging: Staging[Any] | None, notes: Any) -> _Job | Exception:
     """Everything that needs the tensors; what is wrong is told when the ranks meet."""
     try:
         tree = expand(state).tree
@@ -187,8 +190,8 @@ def _without_tensors(tree: Any) -> Any:
     return tree
 
 
-def _run(job: _Job | Exception, folder: Path, ranks: Ranks, beside: Beside, copied: Callable[[], None] = lambda: None) -> None:
-    def files(token: str) -> tuple[Path, Path]:
+def _run(job: _Job | Exception, folder: Address, ranks: Ranks, beside: Beside, copied: Callable[[], None] = lambda: None) -> None:
+    def files(token: str) -> tuple[Address, Address]:
         return folder / f"__{ranks.rank}_{token}.distcp", folder / f"__{ranks.rank}_{token}v.distcp"
 
     def left_over(token: str) -> None:
@@ -219,18 +222,16 @@ def _known(job: _Job | Exception) -> _Job:
     return job
 
 
-def _written(job: _Job, file: Path) -> list[tuple[str, Block, Stream]]:
+def _written(job: _Job, file: Address) -> list[tuple[str, Block, Stream]]:
     """Write this rank's share and bring it to the disk."""
     if not job.writes:
         return []
     share = []
-    with open(file, "w+b") as out:
+    with written(file) as out:
         for write in job.writes:
             stream = append(out, write.data)
             block = Block(write.offset, tuple(write.data.shape), file.name, stream.at, digest(write.data, write.offset))
             share.append((write.name, block, stream))
-        out.flush()
-        os.fsync(out.fileno())
     return share
 
 
@@ -238,18 +239,18 @@ def _commit(job: _Job, shares: list[list[tuple[str, Block, Stream]]], token: str
     """Make what was written the checkpoint."""
     from . import dcp_metadata as metadata  # imports torch.distributed.checkpoint, which takes a second
 
-    written = [item for share in shares for item in share]
+    everything = [item for share in shares for item in share]
     blocks: dict[str, list[Block]] = {name: [] for name in job.entries}
-    for name, block, _ in written:
+    for name, block, _ in everything:
         blocks[name].append(block)
     entries = {name: Entry(entry.shape, entry.dtype, tuple(blocks[name])) for name, entry in job.entries.items()}
     values = job.folder / f"__0_{token}v.distcp"
     metadata_file = metadata.encode(
-        job.values, entries, {(name, block.offset): stream for name, block, stream in written}, values
+        job.values, entries, {(name, block.offset): stream for name, block, stream in everything}, values
     )
     older = job.folder / ".metadata"
     prints = (sha256(metadata_file), *((sha256(read_regular(older)),) if present(older) else ()))
-    files = {name: (job.folder / name).stat().st_size for name in {values.name, *(block.file for _, block, _ in written)}}
+    files = {name: size_of(job.folder / name) for name in {values.name, *(block.file for _, block, _ in everything)}}
     sync_folder(job.folder)
     Manifest(entries, job.encoded, files, prints, notes=beside.notes).write(job.folder)
     try:
@@ -262,7 +263,7 @@ def _commit(job: _Job, shares: list[list[tuple[str, Block, Stream]]], token: str
         raise CheckpointError(f"the new checkpoint is complete, but what is beside it is not in order: {error}") from error
 
 
-def _committed(folder: Path, token: str) -> bool:
+def _committed(folder: Address, token: str) -> bool:
     with contextlib.suppress(OSError, CheckpointError):
         return token.encode() in read_regular(folder / NAME)
     return False

@@ -10,7 +10,6 @@ import shutil
 import warnings
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CheckpointError
@@ -19,6 +18,7 @@ from .coordinator import Ranks
 from .files import present
 from .loading import Loaded, find_manifest, load
 from .manifest import NAME, read_manifest
+from .remote import Address, Remote, place_of
 from .saving import Beside, start
 from .transaction import locked
 
@@ -33,7 +33,8 @@ class Manager:
     launcher left behind and those that it starts anew do not both write.
 
     Args:
-        path: on several machines, on a file system that they share.
+        path: on several machines, on a file system that they share; or an address that fsspec knows (``s3://bucket/run7``),
+            where nothing keeps others from writing.
         every: steps between saves.
         keep: how many of the last checkpoints are kept.
         best: keep also the one with the least or greatest ``metric``.
@@ -70,7 +71,7 @@ class Manager:
     ) -> None:
         if every < 1 or keep < 1 or best not in ("min", "max", None):
             raise CheckpointError(f"every={every} and keep={keep} are at least 1, best={best!r} is 'min', 'max' or None")
-        self.path, self.every, self.keep, self.best = Path(path), every, keep, best
+        self.path, self.every, self.keep, self.best = place_of(path), every, keep, best
         self._group = process_group
         self._staging: Staging[Any] | None = Staging() if async_op else None
         self._pending: PendingSave | None = None
@@ -185,13 +186,13 @@ class Manager:
         metric = self._metrics[step]
         return None if metric is None or math.isnan(metric) else metric
 
-    def _folder(self, step: int) -> Path:
+    def _folder(self, step: int) -> Address:
         return self.path / f"step-{step:09d}"
 
-    def _folders(self) -> Iterator[tuple[int, Path]]:
-        names = sorted(os.listdir(self.path)) if self.path.is_dir() else []
-        found = [(int(match[1]), self.path / name) for name in names if (match := _NAME.fullmatch(name))]
-        return iter(sorted(found))
+    def _folders(self) -> Iterator[tuple[int, Address]]:
+        names = [place.name for place in self.path.iterdir()] if self.path.is_dir() else []
+        found = {int(match[1]): self.path / name for name in names if (match := _NAME.fullmatch(name))}
+        return iter(sorted(found.items()))
 
     # --- resuming ----------------------------------------------------------------------------------------------------------
     def resume(self, state: Any, *, step: int | None = None, **options: Any) -> int:
@@ -222,7 +223,7 @@ class Manager:
         return chosen
 
     def _load(self, step: int, state: Any, options: dict[str, Any]) -> Loaded:
-        return load(state, self._folder(step), process_group=self._group, **options)
+        return load(state, str(self._folder(step)), process_group=self._group, **options)
 
     def _last_complete(self, asked: int | None) -> tuple[int | None, list[str], list[int]]:
         """On the first rank: the step, what is wrong with later ones, and all steps."""
@@ -241,8 +242,11 @@ class Manager:
         return None, [], steps
 
 
-def _remove(folder: Path) -> None:
+def _remove(folder: Address) -> None:
     """The manifest first: what is left if this is interrupted is no checkpoint, and removed by the next save."""
     with contextlib.suppress(FileNotFoundError):
         (folder / NAME).unlink()
-    shutil.rmtree(folder)
+    if isinstance(folder, Remote):
+        folder.remove_all()
+    else:
+        shutil.rmtree(folder)

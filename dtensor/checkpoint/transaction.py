@@ -7,18 +7,18 @@ import fcntl
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TypeVar
 
 from ..errors import CheckpointError
 from .coordinator import Ranks, other_rank
+from .remote import Address, Remote
 
 T = TypeVar("T")
 
 
 def in_two_steps(
     ranks: Ranks,
-    folder: Path,
+    folder: Address,
     what: str,
     state: str | Exception,
     *,
@@ -78,12 +78,15 @@ _ANOTHER = "another save into this folder is under way; save into another folder
 
 
 @contextlib.contextmanager
-def locked(folder: Path, otherwise: str = _ANOTHER) -> Iterator[None]:
+def locked(folder: Address, otherwise: str = _ANOTHER) -> Iterator[None]:
     """Hold the folder against other saves; the system lets go of it when this process ends, however it ends.
 
     Args:
-        otherwise: what to say where somebody else holds it.
+        otherwise: what to say where somebody else holds it. Object stores have no locks: nobody is kept away there.
     """
+    if isinstance(folder, Remote):
+        yield
+        return
     handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK)
     _HELD.add(handle)
     try:

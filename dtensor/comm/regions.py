@@ -100,7 +100,8 @@ class Transfer:
 class Scatter:
     """Region ``chunks_of(member)[k]`` of the blocks of a group, reduced by ``op``, for position k.
 
-    ``old(member)`` is the shape of its block, ``new(member)`` that of what it gets. ``said``: as a transfer's.
+    ``old(member)`` is the shape of its block, ``new(member)`` that of what it gets: regions of one position are of one shape on
+    all ranks. ``said``: as of a transfer.
     """
 
     chunks_of: Callable[[int], tuple[Box, ...]]

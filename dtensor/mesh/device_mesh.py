@@ -174,6 +174,12 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         """All dims as they were made: what torch's own code asks a slice for."""
         return self._derive(tuple((dim,) for dim in range(len(self._root.shape))), self._root.names)
 
+    def _get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:  # type: ignore[override]  # lists of ours
+        """A mesh of each group over one dim; torch's code asks for those that a rank is not in, too."""
+        dim, ranks = self.dim_index(mesh_dim_name), self._root.ranks
+        groups = dict.fromkeys(self.members_of((dim,), member) for member in self.members)
+        return [DeviceMesh(self.device_type, [ranks[m] for m in group], mesh_dim_names=(mesh_dim_name,)) for group in groups]
+
     def _derive(self, dims: Dims, names: Names) -> DeviceMesh:
         if dims == self._dims and names == self._names:
             return self

@@ -103,13 +103,14 @@ def layer_bytes(model: Transformer, degrees: Degrees, tokens: float, element: in
     """What a rank receives for one layer, forward and backward, of ``tokens`` (a micro batch's, over ``cp``), by mesh dim.
 
     Tensor and sequence parallel: two gathers and two reduce-scatters each way. Ring attention: keys and values go around in
-    forward, they and their gradients in backward. Experts: tokens go there and come back, each way.
+    forward, they and their gradients, which are added up in float32, in backward. Experts: tokens go there and come back, each
+    way.
     """
     tp, cp, ep = degrees.tp, degrees.cp, degrees.ep
     hidden = tokens * model.hidden * element
     return {
         "tp": 8 * hidden * (tp - 1) / tp,
-        "cp": 3 * 2 * tokens * model.kv * element / tp * (cp - 1),
+        "cp": 2 * tokens * model.kv / tp * (cp - 1) * (2 * element + max(element, _FULL)),
         "ep": 4 * hidden * model.chosen / tp * (ep - 1) / ep,
     }
 

@@ -223,6 +223,8 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
         return Split(whole[0].mesh_dims, even) if differ and max(even) < max(whole[0].sizes) else whole[0]
     ordered = pieces[0][0] if pieces else tuple(sorted(mesh_dims))
     default = chunk_sizes(size, tuple(call.mesh.shape[i] for i in ordered))
+    if not pieces:
+        return Split(ordered, default)
     return Split(ordered, covering(default, [(blocks, window) for nesting, blocks, window in pieces if nesting == ordered]))
 
 

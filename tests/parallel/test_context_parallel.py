@@ -209,3 +209,16 @@ def test_what_is_not_to_be_restored_stays_cut() -> None:
         pass
     assert x.tolist() == list(range(8))
     assert [own.tolist() for own in y.shards] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+def test_heads_on_a_mesh_that_was_made_anew() -> None:
+    given = operands(8)
+    expected = on_one_device(given, is_causal=True)[0]
+    meshes = [dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp")) for _ in range(2)]
+    buffers = [x.clone() for x in given]
+    with context_parallel(meshes[0]["cp"], buffers=buffers, buffer_seq_dims=[2] * 3):
+        heads = [dt.distribute_tensor(x, meshes[1]["tp"], [Shard(1)]) for x in buffers]
+        out = F.scaled_dot_product_attention(*heads, is_causal=True)
+    (whole,) = context_parallel_unshard(meshes[0]["cp"], [out.full_tensor()], [2])
+    for own in whole.shards:
+        torch.testing.assert_close(own, expected)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import dtensor as dt
 from dtensor.__main__ import main
 from dtensor.debug import CommDebugMode
 from dtensor.errors import PlanError
-from dtensor.parallel import parallelize_module
+from dtensor.experimental import context_parallel
+from dtensor.layout.layout import Layout
+from dtensor.parallel import parallelize_module, replicate
 from dtensor.plan.cluster import CLUSTERS, Degrees, best, estimate, layer_bytes
 from dtensor.plan.transformer import MODELS, Transformer
 
@@ -81,26 +85,81 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str], tmp_path
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_a_layer_sends_what_is_predicted(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one layer more adds to a step of the example of tensor and sequence parallelism."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
+def issued(mesh: dt.DeviceMesh, sizes: dict[str, int], layers: int, batch: int, dtype: torch.dtype) -> Counter[str]:
+    """Bytes by mesh dim of a step of the example of tensor and sequence parallelism, its sequences cut over "cp"."""
     from gpt_model import GPT, Config, loss_of
     from llama_tp_sp import PLAN
 
-    mesh = dt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    torch.manual_seed(0)
+    with torch.device("meta" if mesh.device_type == "meta" else "cpu"):
+        model: Any = parallelize_module(GPT(Config(**sizes, layers=layers)).to(dtype), mesh["tp"], PLAN)
+        tokens = torch.zeros(batch, sizes["context"], dtype=torch.int64)
+    if mesh["cp"].size() > 1:
+        model = replicate(model, mesh["cp"])
+    targets, tables = tokens.clone(), [buffer for _, buffer in model.named_buffers()]
+    whole = context_parallel(mesh["cp"], buffers=[tokens, targets, *tables], buffer_seq_dims=[1, 1, *[0] * len(tables)])
+    with CommDebugMode() as comm, whole if mesh["cp"].size() > 1 else contextlib.nullcontext():
+        loss_of(model(tokens), dt.distribute_tensor(targets, mesh["tp"], [dt.Replicate()])).backward()
+    found: Counter[str] = Counter()
+    for event in comm.events:
+        found[event.over] += event.bytes * (event.over == "tp" or event.kind != "all_reduce")  # but gradients of copies
+    return found
 
-    def issued(layers: int) -> int:
-        torch.manual_seed(0)
-        model: Any = parallelize_module(GPT(Config(32, context=16, width=16, heads=8, layers=layers)), mesh, PLAN)
-        with CommDebugMode() as comm:
-            loss_of(model(tokens), dt.distribute_tensor(tokens, mesh, [dt.Replicate()])).backward()
-        return sum(event.bytes for event in comm.events)
 
-    predicted = layer_bytes(Transformer(1, 16, 8, 8, 64, 32), Degrees(tp=ranks), 2 * 16, element=4)
-    assert predicted["cp"] == predicted["ep"] == 0
+def check_a_layer(mesh: dt.DeviceMesh, sizes: dict[str, int], batch: int, dtype: torch.dtype) -> None:
+    """What one layer more adds to a step is what is predicted."""
+    tp, cp, width = mesh["tp"].size(), mesh["cp"].size(), sizes["width"]
+    model = Transformer(1, width, sizes["heads"], sizes["heads"], 4 * width, sizes["vocabulary"])
+    predicted = layer_bytes(model, Degrees(tp=tp, cp=cp), batch * sizes["context"] / cp, element=dtype.itemsize)
+    one, two = (issued(mesh, sizes, layers, batch, dtype) for layers in (1, 2))
+    assert two["cp"] - one["cp"] == predicted["cp"]
     norms = (
-        2 * 2 * (ranks - 1) * 16 * 4 // ranks
+        2 * 2 * (tp - 1) * width * 4 // tp
     )  # gradients of the two norms' weights, an all-reduce each, wherever it is asked for
-    assert issued(3) - issued(2) - predicted["tp"] in (0, norms)
+    assert two["tp"] - one["tp"] - predicted["tp"] in (0, norms)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_layer_sends_what_is_predicted(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    mesh = dt.init_device_mesh("cpu", (1, ranks), mesh_dim_names=("cp", "tp"))
+    check_a_layer(mesh, {"vocabulary": 32, "context": 16, "width": 16, "heads": 8}, 2, torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_ring_sends_what_is_predicted(cp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    mesh = dt.init_device_mesh("cpu", (cp, 1), mesh_dim_names=("cp", "tp"))
+    check_a_layer(mesh, {"vocabulary": 32, "context": 16, "width": 16, "heads": 4}, 2, torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [(1, 1, 8), (2, 2, 2), (8, 8, 8), (2048, 1, 8), (128, 16, 8)])
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "llama3-405b"])
+def test_a_dry_run_sends_what_is_predicted(name: str, degrees: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of the published width, run without data on up to 16,384 ranks."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    mesh = dt.init_device_mesh("meta", degrees, mesh_dim_names=("dp", "cp", "tp"))
+    model = MODELS[name]
+    sizes = {"vocabulary": model.vocabulary, "context": 8192, "width": model.hidden, "heads": model.heads}
+    check_a_layer(mesh, sizes, 1, torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_a_mesh_of_16384_ranks_starts_and_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step of a plan asks for every rank's part: a counter, since a time says nothing on a machine that others use."""
+    asked: list[int] = []
+    before = Layout.local_shape
+
+    def counted(layout: Layout, coordinate: Any) -> tuple[int, ...]:
+        asked.append(1)
+        return before(layout, coordinate)
+
+    monkeypatch.setattr(Layout, "local_shape", counted)
+    mesh = dt.init_device_mesh("meta", (16, 8, 128), mesh_dim_names=("dp", "cp", "tp"))
+    x = dt.empty(100003, 5000, device_mesh=mesh, placements=[dt.Shard(0), dt.Replicate(), dt.Shard(1)])
+    with CommDebugMode() as comm:
+        x.redistribute(placements=[dt.Shard(1), dt.Shard(0), dt.Replicate()]).redistribute(placements=[dt.Replicate()] * 3)
+    assert comm.get_total_counts() > 1
+    assert len(asked) < 100

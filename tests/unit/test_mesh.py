@@ -297,3 +297,12 @@ def test_a_slice_knows_the_mesh_that_it_is_of() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
     assert mesh["tp"]._get_root_mesh() == mesh.flatten()._get_root_mesh() == mesh
     assert mesh["dp"]._get_root_mesh() == mesh
+
+
+def test_all_submeshes_of_a_dim() -> None:
+    mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+    assert [part.mesh.tolist() for part in mesh._get_all_submeshes("dp")] == [[0, 3], [1, 4], [2, 5]]
+    assert [part.mesh.tolist() for part in mesh["tp"]._get_all_submeshes("tp")] == [[0, 1, 2], [3, 4, 5]]
+    assert mesh._get_all_submeshes("tp")[1].mesh_dim_names == ("tp",)
+    with pytest.raises(MeshError, match="no mesh dim 'cp'"):
+        mesh._get_all_submeshes("cp")

@@ -258,7 +258,7 @@ class _AroundTheRing(TorchFunctionMode):
         if any(not isinstance(x, DTensor) or x.layout.mesh is not first.layout.mesh for x in given):
             raise LayoutError("attention of DTensors beside plain tensors or on several meshes; make them all DTensors, or local")
         mesh, cuts = first.device_mesh, [first.ndim - 2, first.ndim - 1]
-        if mesh._root is not self.mesh._root or set(mesh.group_id(range(mesh.ndim))) & set(self.mesh.group_id((0,))):
+        if mesh._root.key != self.mesh._root.key or set(mesh.group_id(range(mesh.ndim))) & set(self.mesh.group_id((0,))):
             raise MeshError(
                 f"inside of context_parallel over {self.mesh} attention got DTensors on {mesh}; give it DTensors over other dims "
                 "of the same mesh, local tensors, or leave context_parallel and cut the sequence by placements"
@@ -275,7 +275,7 @@ class _AroundTheRing(TorchFunctionMode):
 
     def _check(self, given: tuple[Tensor, ...], grouped: bool) -> None:
         query = given[0]
-        if self.mesh.device_type != "cpu":
+        if self.mesh.device_type not in ("cpu", "meta"):
             raise UnsupportedOperationError(
                 f"blocks of attention have no operator on {self.mesh.device_type} here; cut heads there (ColwiseParallel)"
             )

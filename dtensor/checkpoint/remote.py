@@ -1,0 +1,162 @@
+"""Checkpoints on storage that is not a file system of this machine (object stores, memory), by way of fsspec.
+
+A folder is there what names begin with. An object comes to be whole or not at all, which is what a rename is on a disk: the
+manifest is the last one written. There are no locks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from ..base.memory_order import contiguous_stride
+from ..comm.rows import flat_bytes
+from ..errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A folder or file there: what of ``pathlib.Path`` checkpoints use."""
+
+    fs: Any  # fsspec's
+    path: str
+
+    def __str__(self) -> str:
+        return str(self.fs.unstrip_protocol(self.path))
+
+    def __truediv__(self, name: str) -> Remote:
+        return Remote(self.fs, f"{self.path.rstrip('/')}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
+    def parent(self) -> Remote:
+        return Remote(self.fs, self.path.rstrip("/").rpartition("/")[0])
+
+    @property
+    def suffix(self) -> str:
+        return Path(self.name).suffix
+
+    def is_dir(self) -> bool:
+        self.fs.invalidate_cache()  # other ranks write there too
+        return bool(self.fs.isdir(self.path))
+
+    def exists(self) -> bool:
+        self.fs.invalidate_cache()
+        return bool(self.fs.exists(self.path))
+
+    def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
+        self.fs.makedirs(self.path, exist_ok=exist_ok)
+
+    def iterdir(self) -> Iterator[Remote]:
+        self.fs.invalidate_cache()
+        return (Remote(self.fs, found) for found in self.fs.ls(self.path, detail=False))
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        if self.exists() or not missing_ok:
+            self.fs.rm_file(self.path)
+
+    def remove_all(self) -> None:
+        self.fs.rm(self.path, recursive=True)
+
+    def size(self) -> int:
+        try:
+            return int(self.fs.info(self.path)["size"])
+        except FileNotFoundError:
+            raise _missing(self) from None
+
+    def read(self, start: int | None = None, end: int | None = None) -> bytes:
+        """Its content, or some bytes of it."""
+        try:
+            return bytes(self.fs.cat_file(self.path, start=start, end=end))
+        except FileNotFoundError:
+            raise _missing(self) from None
+
+    def write(self, content: bytes) -> None:
+        """Replaced at once."""
+        self.fs.pipe_file(self.path, content)
+
+    def take(self, file: str) -> None:
+        """The content of a file here."""
+        self.fs.put_file(file, self.path)
+
+
+Address: TypeAlias = Path | Remote
+
+
+def _missing(place: Remote) -> CheckpointError:
+    return CheckpointError(f"{place} is missing: the checkpoint is incomplete")
+
+
+def place_of(path: str | os.PathLike[str]) -> Address:
+    """A path, or what fsspec makes of an address with a protocol (``s3://bucket/run``).
+
+    Raises:
+        CheckpointError: what fsspec needs for that protocol is not installed, or there is none of that name.
+    """
+    if not (isinstance(path, str) and "://" in path):
+        return Path(path)
+    try:
+        from fsspec.core import url_to_fs  # torch brings it; packages for most protocols are extras
+
+        fs, inner = url_to_fs(path)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be reached: {error}") from error
+    local = {"file", "local"}.intersection([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
+    return Path(inner) if local else Remote(fs, inner)
+
+
+def local_of(path: str | os.PathLike[str]) -> Path:
+    """A path on this machine.
+
+    Raises:
+        CheckpointError: it is an address of another storage.
+    """
+    place = place_of(path)
+    if isinstance(place, Remote):
+        raise CheckpointError(f"models are written to a file system, not to {path}: write to a folder and copy that")
+    return place
+
+
+class RemoteFiles:
+    """As :class:`..block_io.Files`, one request for each box: from its first byte to its last."""
+
+    def __init__(self, folder: Remote) -> None:
+        self.folder, self.bytes_read = folder, 0
+
+    def __enter__(self) -> RemoteFiles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def read_box(
+        self,
+        out: torch.Tensor,
+        place: Sequence[int],
+        size: Sequence[int],
+        file: str,
+        at: int,
+        stride: Sequence[int],
+        start: Sequence[int],
+    ) -> None:
+        """See :meth:`..block_io.Files.read_box`."""
+        width = out.element_size()
+        theirs, ours = ([step * width for step in steps] for steps in (stride, contiguous_stride(tuple(out.shape))))
+        first = at + sum(a * b for a, b in zip(start, theirs, strict=True))
+        count = sum((n - 1) * step for n, step in zip(size, theirs, strict=True)) + width
+        data = (self.folder / file).read(first, first + count)
+        self.bytes_read += len(data)
+        if len(data) < count:
+            raise CheckpointError(f"{self.folder / file} is truncated")
+        begin = sum(a * b for a, b in zip(place, ours, strict=True))
+        here = np.ndarray((*size, width), np.uint8, flat_bytes(out).numpy().data, begin, (*ours, 1))
+        here[...] = np.ndarray((*size, width), np.uint8, data, 0, (*theirs, 1))
