@@ -147,6 +147,20 @@ class Communicator(Binding):
             return Pending.of([self._own(chunk) for chunk in chunks])
         return self._exchange(chunks, dims, shape_of, "all_to_all")
 
+    @site
+    def scatter(
+        self, chunks: Sequence[Local], mesh_dims: Sequence[int], shape_of: Callable[[int, int], Shape], source: int = 0
+    ) -> Pending[Local]:
+        """What group position ``source`` had for this rank. Others' ``chunks`` are empty; ``shape_of``: see ``all_to_all``."""
+        dims, chunks = self._counted(chunks, mesh_dims, "scatter")
+        if not self.held or len(chunks) == 1:
+            return Pending.of(self._own(chunks[source]))
+
+        def sent(sender: int, target: int) -> Shape:
+            return shape_of(sender, target) if self.mesh.members_of(dims, sender)[source] == sender else (0,)
+
+        return self._exchange(chunks, dims, sent, "scatter").then(lambda received: received[source])
+
     def _exchange(
         self, chunks: list[Local], dims: Dims, shape_of: Callable[[int, int], Shape], kind: str
     ) -> Pending[list[Local]]:

@@ -58,7 +58,7 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
             raise MeshError(
-                f"distribute_tensor: the DTensor lives on {tensor.device_mesh!r}, not on {mesh!r}; "
+                f"distribute_tensor takes no DTensor on {tensor.device_mesh!r} to a different device mesh, {mesh!r}; "
                 f"call x.redistribute(mesh, placements)"
             )
         return tensor.redistribute(placements=placements)
@@ -82,7 +82,7 @@ def distribute_tensor(
 def _layout_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layout:
     if not strided(tensor, "distribute_tensor").is_leaf:
         raise LayoutError(
-            "distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, placements)"
+            "distribute_tensor can distribute leaf tensors; a computed value goes to DTensor.from_local(value, mesh, placements)"
         )
     return Layout.of(mesh, placements, tensor.shape, _dense_stride(tensor), tensor.dtype)
 
@@ -124,22 +124,17 @@ def _ordered(block: torch.Tensor, layout: Layout, member: int) -> torch.Tensor:
 
 
 def _send_blocks(tensor: torch.Tensor, layout: Layout, everywhere: tuple[int, ...], position: int) -> Any:
-    """One all-to-all in which only the source sends: to every rank its block."""
+    """To every rank its block, from the one that has them."""
     mesh, comm = layout.mesh, communicator_of(layout.mesh)
-    empty = (0,) * max(1, layout.ndim)
 
     def blocks(member: int, full: torch.Tensor) -> list[torch.Tensor]:
         group = mesh.members_of(everywhere, member)
-        if group[position] != member:
-            return [full.new_empty(empty) for _ in group]
-        return [block_of(full, layout, other) for other in group]
+        return [block_of(full, layout, to) if group[position] == member else full.new_empty(0) for to in group]
 
-    def shape_of(source: int, destination: int) -> tuple[int, ...]:
-        is_source = mesh.members_of(everywhere, source)[position] == source
-        return layout.local_shape(mesh.coordinates[destination]) if is_source else empty
+    def shape_of(_: int, to: int) -> tuple[int, ...]:
+        return layout.local_shape(mesh.coordinates[to])
 
-    received = comm.all_to_all(comm.map(blocks, tensor), everywhere, shape_of).wait()
-    return received[position]
+    return comm.scatter(comm.map(blocks, tensor), everywhere, shape_of, position).wait()
 
 
 def _position(mesh: DeviceMesh, source: int) -> int:
