@@ -180,3 +180,22 @@ def test_one_rank_scatters_what_it_distributes() -> None:
     assert (comm.get_comm_counts()[torch.ops.c10d.scatter_], comm.get_total_counts()) == (1, 1)
     assert comm.get_comm_bytes() == {"scatter": 8}
     assert torch.equal(x.full_tensor(), torch.arange(5.0))
+
+
+def test_where_it_differs_on_purpose() -> None:
+    """What the page on porting says."""
+    mesh = dtensor.DeviceMesh("cpu", 2)
+    pieces = dtensor.per_rank([torch.ones(2, 3), torch.ones(1, 3)])
+    assert dtensor.DTensor.from_local(pieces, mesh, [dtensor.Shard(0)], shape=(3, 3)).stride() == (3, 1)
+    x = dtensor.distribute_tensor(torch.ones(4, 3), mesh, [dtensor.Replicate()])
+    assert dtensor.distribute_tensor(x, mesh, [dtensor.Shard(0)]).placements == (dtensor.Shard(0),)
+    partial = x.redistribute(placements=[dtensor.Partial()])
+    assert [piece.sum().item() for piece in partial.to_local().shards] == [12.0, 0.0]
+    assert torch.empty_like(partial).placements == (dtensor.Replicate(),)
+    assert torch.equal(partial.fill_(8.0).full_tensor(), torch.full((4, 3), 8.0))
+    assert len(x.redistribute(placements=[dtensor.Shard(0)]).unbind(0)) == 4
+    model = dtensor.fsdp.fully_shard(torch.nn.Linear(3, 5), mesh=mesh, reshard_after_forward=False)
+    model(torch.ones(2, 3))
+    assert isinstance(model.weight, dtensor.DTensor)
+    model.unshard()
+    assert not isinstance(model.weight, dtensor.DTensor)
