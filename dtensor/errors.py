@@ -57,6 +57,10 @@ class UnsupportedOperationError(DTensorError, NotImplementedError):
     """The operation has no meaning on this layout; the message says what to do instead."""
 
 
+class StyleError(UnsupportedOperationError, TypeError):
+    """A parallel style does not fit the module."""
+
+
 class GatherWarning(UserWarning):
     """An operator without a fitting rule gathered its operands on every rank: right, but slow."""
 

@@ -32,7 +32,7 @@ class Event:
     """One collective.
 
     Attributes:
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"`` or ``"broadcast"``
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"`` or ``"scatter"``
             (``"all_gather_object"``, of 0 bytes, for the exchange of small Python values).
         mesh_dims: dims of ``mesh``, first one major.
         group_size: number of ranks that talk to each other.

@@ -80,7 +80,8 @@ class Transfer:
 
     Attributes:
         route_of: each member's part.
-        kind: what it amounts to: ``"all_gather"`` (every member gets the blocks of all), ``"broadcast"`` or ``"all_to_all"``.
+        kind: what it amounts to: ``"all_gather"`` (every member gets the blocks of all), ``"broadcast"``, ``"scatter"`` or
+            ``"all_to_all"``.
         traffic_of: a member's group's :class:`Traffic`, where that is found sooner than by all routes; None where only they tell.
         said: what it is, in words that are the same on all ranks of the group: they compare them.
         new_of: the shape of a member's new block, where it is known without the member's part.

@@ -22,8 +22,8 @@ class _Misfit(Exception):
     """What is wrong with a row."""
 
 
-def factors_of_table(table: Table, call: Call) -> Factors:
-    """The rows of a user's table, each shard row a factor of its own.
+def factors_of_table(table: Table, call: Call, outs: Sequence[str] = ()) -> Factors:
+    """The rows of a user's table, each shard row a factor of its own. ``outs`` names what the table's operator writes results to.
 
     Raises:
         RuleError: see ``register_sharding``.
@@ -33,9 +33,9 @@ def factors_of_table(table: Table, call: Call) -> Factors:
     dims: tuple[list[list[tuple[str, ...]]], ...] = tuple([[() for _ in shape] for shape in side] for side in shapes)
     sizes: dict[str, int] = {}
     rows = []
-    for k, row in enumerate(_asked(table, call)):
+    for k, row in enumerate(_asked(table, call, outs)):
         try:
-            placed = _read(row, call, shapes[0], shapes[1])
+            placed = _read(row, call, shapes[0], shapes[1], len(outs))
             factor = _factor(f"@{k}", placed, shapes, dims, sizes)
         except (_Misfit, PlacementError) as error:
             raise RuleError(f"register_sharding for {call.func}: row {k}, {row!r}: {error}") from None
@@ -45,10 +45,11 @@ def factors_of_table(table: Table, call: Call) -> Factors:
     return Factors(operands, results, sizes, rows=tuple(rows))
 
 
-def _asked(table: Table, call: Call) -> list[Any]:
-    arguments = arguments_given(call.func)
+def _asked(table: Table, call: Call, outs: Sequence[str]) -> list[Any]:
+    arguments, taken = arguments_given(call.func), inspect.signature(table).parameters
     positional = [call.arguments[a.name] for a in arguments if not a.kwarg_only]
     named = {a.name: call.arguments[a.name] for a in arguments if a.kwarg_only and a.name in call.arguments}
+    named |= {name: meta for name, meta in zip(outs, call.results, strict=False) if name in taken}
     try:
         inspect.signature(table).bind(*positional, **named)
     except TypeError as error:
@@ -62,12 +63,14 @@ def _asked(table: Table, call: Call) -> list[Any]:
 _FORM = "([Shard(0)], [Shard(0), None]) for example: outputs, inputs"
 
 
-def _read(row: Any, call: Call, operands: Sequence[Any], results: Sequence[Any]) -> tuple[list[Placement], list[Placement]]:
-    """The placements of all operands and of all results."""
+def _read(
+    row: Any, call: Call, operands: Sequence[Any], results: Sequence[Any], written: int
+) -> tuple[list[Placement], list[Placement]]:
+    """The placements of all operands and of all results, of which ``written`` may be given as inputs, too."""
     if not isinstance(row, (list, tuple)) or len(row) != 2:
         raise _Misfit(f"a row is a pair, {_FORM}")
     outputs = _checked(_outputs(row[0], call, len(results)), results)
-    inputs, outs = _inputs(row[1], call)
+    inputs, outs = _inputs(row[1], call, written)
     if outs and [p for p in outs if p is not None] not in ([], outputs):
         raise _Misfit(f"out= tensors are the outputs, {outputs}, and cannot be placed otherwise; leave them out")
     placed = _checked(inputs, operands)
@@ -112,7 +115,7 @@ def _alone(given: Any) -> bool:
     return given is not None and not isinstance(given, (list, tuple))
 
 
-def _inputs(given: Any, call: Call) -> tuple[list[Any], list[Any]]:
+def _inputs(given: Any, call: Call, written: int) -> tuple[list[Any], list[Any]]:
     """One placement for each operand; and what the row says of ``out=`` tensors."""
     operator, arguments = operator_of(call.func), arguments_given(call.func)
     values = [call.arguments.get(a.name) for a in arguments]
@@ -123,7 +126,7 @@ def _inputs(given: Any, call: Call) -> tuple[list[Any], list[Any]]:
         given = [given if k == holding[0] else None for k in range(len(values))]
     given = list(given or ())
     given, outs = given[: len(arguments)], given[len(arguments) :]
-    if len(outs) not in (0, len(operator.outs)):
+    if len(outs) not in (0, written):
         raise _Misfit(f"{len(given) + len(outs)} inputs, but the operator has {len(arguments)} arguments: {call.func._schema}")
     flat: list[Any] = []
     for k, (argument, value) in enumerate(zip(arguments, values, strict=True)):

@@ -69,12 +69,12 @@ def register_sharding(op: Any, notation: str | by | None = None, *, samples: Seq
         samples: arguments that ``python -m dtensor verify`` and ``verify_rule`` call it with: tuples, or
             ``dtensor.testing.Sample`` s.
 
-    A table, the decorated function, gets the op's arguments (keyword-only ones by keyword, ``out=`` not at all), each tensor as
-    its ``Layout`` (``.shape``, ``.ndim``, ``.dtype``), and returns rows ``(outputs, inputs)`` for ONE mesh dim: a placement for
-    each tensor, in the order of the schema, None for what is no tensor. A list of tensors takes a list of placements, or one for
-    all of them; an optional tensor that is left out takes None or anything; where there is one tensor only, its placement may
-    stand alone. Arguments at the end that are no tensors may be left out. ``out=`` tensors are the outputs: a row says nothing of
-    them, or the same again. Meshes of more dims combine rows.
+    A table, the decorated function, gets the op's arguments (keyword-only ones by keyword, ``out=`` ones if it names them, as the
+    ``.shape`` and ``.dtype`` of the result), each tensor as its ``Layout`` (``.shape``, ``.ndim``, ``.dtype``), and returns rows
+    ``(outputs, inputs)`` for ONE mesh dim: a placement for each tensor, in the order of the schema, None for what is no tensor. A
+    list of tensors takes a list of placements, or one for all of them; an optional tensor that is left out takes None or
+    anything; where there is one tensor only, its placement may stand alone. Arguments at the end that are no tensors may be left
+    out. ``out=`` tensors are the outputs: a row says nothing of them, or the same again. Meshes of more dims combine rows.
 
     Raises:
         RuleError: ``op`` is none of these; the notation cannot be read, or names what the operator lacks; when first used, a row
@@ -128,7 +128,7 @@ def unregister_sharding(op: Any) -> None:
 def _declare_table(overloads: Sequence[Any], samples: Sequence[Any], table: Table) -> Table:
     if not callable(table):
         raise RuleError(f"register_sharding decorates a function that returns rows, got {table!r}")
-    _declare(dict.fromkeys(overloads, _by_table(table, samples)))
+    _declare({found: _by_table(table, samples, operator_of(found).outs) for found in overloads})
     return table
 
 
@@ -141,9 +141,9 @@ def _declare(made: Mapping[Any, Rule]) -> None:
     clear_plans()
 
 
-def _by_table(table: Table, samples: Sequence[Any]) -> Rule:
+def _by_table(table: Table, samples: Sequence[Any], outs: tuple[str, ...]) -> Rule:
     """A table sees the values of numbers and may ask them, so each value has a plan of its own."""
-    factors: Callable[[Call], Factors] = lambda call: factors_of_table(table, call)  # noqa: E731
+    factors: Callable[[Call], Factors] = lambda call: factors_of_table(table, call, outs)  # noqa: E731
     return Rule(factors, kind="custom", floats_matter=True, samples=tuple(samples))
 
 

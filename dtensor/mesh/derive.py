@@ -25,6 +25,8 @@ def sliced(mesh: Geometry, names: str | tuple[str, ...]) -> tuple[Dims, Names]:
             dims.append(mesh._dims[known.index(name)])
         elif name in root.flattened and mesh._is_root:
             dims.append(root.flattened[name])
+        elif known is None:
+            raise MeshDimError(f"Cannot slice a DeviceMesh without mesh_dim_names! {mesh!r} has no mesh dim {name!r}")
         else:
             raise MeshDimError(f"Invalid mesh_dim_name: {mesh!r} has no mesh dim {name!r}; its dims are {known}")
     used = [d for group in dims for d in group]

@@ -26,7 +26,6 @@ from .derive import concatenated, dims_of_ranks, flattened, sliced, unflattened
 from .geometry import Dims, Geometry, Names
 from .groups import handle_of
 from .root import Kind, Root, device_type_of, make_root, mesh_shape_of
-from .world import distributed, ensure_world
 
 
 class DeviceMesh(Geometry, TorchDeviceMesh):
@@ -84,7 +83,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         """The ranks of this mesh as the current rank sees it, shape ``self.shape``."""
         member = self.current_member()
         members = self.members_of(range(self.ndim), 0 if member is None else member)
-        return torch.tensor([self._root.ranks[m] for m in members], dtype=torch.int).reshape(self.shape)
+        return torch.tensor([self._root.ranks[m] for m in members], dtype=torch.int, device="cpu").reshape(self.shape)
 
     # --- the current rank -------------------------------------------------------------------------------------
     def get_rank(self) -> Any:
@@ -137,7 +136,10 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         if mesh_dim is None:
             if self.ndim != 1:
                 name = self._names[0] if self._names else 0
-                raise MeshError(f"{what}() of a {self.ndim}-d mesh needs a mesh dim: {what}({name!r})")
+                raise MeshError(
+                    f"Found the DeviceMesh have {self.ndim} dimensions. Optional kwarg `mesh_dim` needs to be specified when "
+                    f"device_mesh.ndim > 1. Write {what}({name!r})"
+                )
             return self, 0
         if isinstance(mesh_dim, str) and mesh_dim not in (self._names or ()) and mesh_dim in self._root.flattened:
             return self._derive((self._root.flattened[mesh_dim],), (mesh_dim,)), 0
@@ -195,8 +197,9 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         """A mesh over existing process groups: one group, or a list with one group per mesh dim and ``mesh`` given."""
         if isinstance(group, (list, tuple)):
             if mesh is None:
-                raise MeshError("from_group with several groups needs mesh=, the ranks as an n-d array")
-            groups = list(group)
+                raise MeshError("Must pass mesh if passing multiple ProcessGroups: mesh=, the ranks as an n-d array")
+            if not (groups := list(group)):
+                raise MeshError("Expects at least one ProcessGroup, got none")
         else:
             groups = [group]
             mesh = dist.get_process_group_ranks(group) if mesh is None else mesh
@@ -289,10 +292,11 @@ def init_device_mesh(
     """A mesh over ranks ``0 .. prod(mesh_shape) - 1``.
 
     With a process group initialised, or under torchrun, each rank is a process (the group is initialised here if it
-    is not yet: gloo for CPU, NCCL for CUDA). Otherwise all ranks live in this process. ``"meta"`` simulates one rank.
+    is not yet: gloo for CPU, NCCL for CUDA); those of a larger world are outside of the mesh. Otherwise all ranks live in this
+    process. ``"meta"`` simulates one rank.
 
     Raises:
-        MeshError: the world does not have that many ranks, or the names do not fit.
+        MeshError: the world has fewer ranks, or the names do not fit.
 
     >>> init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     DeviceMesh('cpu', [[0, 1], [2, 3]], mesh_dim_names=('dp', 'tp'))
@@ -306,13 +310,6 @@ def init_device_mesh(
         raise TypeError(f"init_device_mesh() got unexpected keyword arguments {sorted(options)}")
     shape = mesh_shape_of(mesh_shape)
     count = math.prod(shape)
-    if device_type != "meta" and distributed():
-        ensure_world(device_type)
-        if count != dist.get_world_size():
-            raise MeshError(
-                f"mesh_shape {shape} needs {count} ranks, the world has {dist.get_world_size()}; "
-                "for a part of the world use DeviceMesh(device_type, ranks)"
-            )
     return DeviceMesh(device_type, np.arange(count).reshape(shape), mesh_dim_names=mesh_dim_names)
 
 

@@ -100,8 +100,10 @@ def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
         names = tuple(names)
         if not all(isinstance(name, str) for name in names):
             raise MeshError(f"mesh_dim_names are strings, one per mesh dim, got {names}")
-        if len(names) != array.ndim or len(set(names)) != len(names):
-            raise MeshError(f"{array.ndim} distinct mesh_dim_names are needed for a mesh of shape {array.shape}, got {names}")
+        if len(names) != array.ndim:
+            raise MeshError(f"mesh_shape and mesh_dim_names should have same length! Got {array.shape} and {names}")
+        if len(set(names)) != len(names):
+            raise MeshError(f"Each mesh_dim_name must be unique, got mesh_dim_names={names}")
     kind: Kind = "in_process"
     world = None
     if device_type == "meta":
@@ -110,6 +112,7 @@ def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
         ensure_world(device_type)
         kind, world = "process_group", dist.group.WORLD
         if max(ranks) >= dist.get_world_size():
-            raise MeshError(f"mesh ranks {array.tolist()} exceed the world of {dist.get_world_size()} ranks")
+            size = dist.get_world_size()
+            raise MeshError(f"Mesh should not be bigger than default world size {size}: it has rank {max(ranks)}")
     named: dict[str, tuple[int, ...]] = {name: (dim,) for dim, name in enumerate(names or ())}
     return Root(device_type, ranks, tuple(array.shape), names, kind, world, named)

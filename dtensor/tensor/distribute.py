@@ -64,7 +64,7 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
             raise MeshError(
-                f"distribute_tensor: the DTensor lives on {tensor.device_mesh!r}, not on {mesh!r}; "
+                f"distribute_tensor takes no DTensor on {tensor.device_mesh!r} to a different device mesh, {mesh!r}; "
                 f"call x.redistribute(mesh, placements)"
             )
         return tensor.redistribute(placements=placements)
@@ -88,7 +88,7 @@ def distribute_tensor(
 def _layout_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layout:
     if not strided(tensor, "distribute_tensor").is_leaf:
         raise LayoutError(
-            "distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, placements)"
+            "distribute_tensor can distribute leaf tensors; a computed value goes to DTensor.from_local(value, mesh, placements)"
         )
     return Layout.of(mesh, placements, tensor.shape, _dense_stride(tensor), tensor.dtype)
 
@@ -143,7 +143,7 @@ def _scattering(layout: Layout, position: int) -> Run:
         comes = tuple(own if k == position and own.numel else None for k in range(len(group)))
         return Route(shape, size, nothing, comes, None)
 
-    kind = "all_to_all" if any(layout.splits) else "broadcast"
+    kind = "scatter" if any(layout.splits) else "broadcast"
     met = Traffic(layout.max_local_nbytes // layout.dtype.itemsize, 1, True)
     said = f"{described(full)} from {position} -> {place(layout)}"
     return communicator_of(mesh).bind_transfer(everywhere, Transfer(route_of, layout.dtype, kind, lambda _: met, said))

@@ -133,7 +133,7 @@ def _localize(value: DTensor, position: int, wanted: Placements, grad: Placement
             if not redistribute:
                 raise PlacementError(
                     f"local_map: argument {position} is placed {value.placements}, in_placements says {expected}; "
-                    "redistribute it first or pass redistribute_inputs=True"
+                    "redistribute it first or set redistribute_inputs=True"
                 )
             value = value.redistribute(placements=expected)
     return value.to_local(grad_placements=grad)

@@ -540,6 +540,21 @@ def groups_that_do_not_fit_a_mesh_are_refused() -> None:
 
 
 @case
+def a_mesh_is_made_of_the_first_ranks_of_a_larger_world() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    assert mesh.mesh.tolist() == [0, 1]
+    with CommDebugMode() as comm:
+        x = dt.distribute_tensor(value(5), mesh, [Shard(0)])
+    if dist.is_initialized() and dist.get_rank() > 1:
+        assert x.to_local().shape == (0,)
+    else:
+        equal(x, value(5))
+        assert comm.get_comm_counts() == ({"scatter": 1} if dist.is_initialized() else {})
+    if dist.is_initialized():
+        raises(MeshError, "not be bigger than default world size 4", lambda: dt.init_device_mesh("cpu", (8,)))
+
+
+@case
 def meta_pieces_have_sizes_too() -> None:
     x = DTensor.from_local(torch.empty(2, 3, device="meta"), mesh_of((4,)), [Shard(0)])
     assert x.shape == (8, 3)

@@ -231,6 +231,25 @@ def test_out_tensors_are_the_outputs(inputs: Any) -> None:
         assert out.placements == (where,)
 
 
+def test_a_table_may_name_what_its_operator_writes_to() -> None:
+    minimum = torch.ops.aten.min.dim_min
+
+    @dt.register_sharding(minimum)
+    def _(x: Any, dim: int, keepdim: bool, min: Any, min_indices: Any) -> list[Any]:
+        assert tuple(min.shape) == tuple(min_indices.shape) == (x.shape[0], 1)
+        return [([Shard(0), Shard(0)], [Shard(0), None, None, Shard(0), Shard(0)])]
+
+    try:
+        x = put(torch.arange(12.0).reshape(4, 3).flip(1), Shard(0))
+        out = put(torch.zeros(4, 1), Shard(0)), put(torch.zeros(4, 1, dtype=torch.int64), Shard(0))
+        assert torch.min(x, dim=1, keepdim=True, out=out).values is out[0]
+        for values, indices in (out, torch.min(x, dim=1, keepdim=True)):
+            equal(values, torch.tensor([[0.0], [3.0], [6.0], [9.0]]))
+            equal(indices, torch.full((4, 1), 2))
+    finally:
+        dt.unregister_sharding(minimum)
+
+
 def test_out_tensors_placed_otherwise_than_the_outputs_are_refused() -> None:
     op = define(OUT, lambda x, *, out: out.copy_(x))
     dt.register_sharding(op)(lambda x: [([Shard(0)], [Shard(0), R])])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -122,3 +123,79 @@ def test_every_argument_of_torchs_is_taken(theirs: str, ours: str, name: str) ->
     takes_all = any(p.kind is p.VAR_KEYWORD for p in given)
     names = [p.name for p in wanted if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and not p.name.startswith("_")]
     assert takes_all or [name for name in names if name not in {p.name for p in given} | GROUPS] == []
+
+
+MESH = dtensor.DeviceMesh("cpu", [[0, 1], [2, 3]])
+NAMED = dtensor.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+PREPARE = dtensor.parallel.PrepareModuleInput(input_layouts=dtensor.Shard(0), desired_input_layouts=dtensor.Replicate())
+SAID: dict[str, tuple[type[Exception], Any]] = {
+    "Each mesh_dim_name must be unique": (RuntimeError, lambda: dtensor.DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("a", "a"))),
+    "should have same length!": (RuntimeError, lambda: dtensor.init_device_mesh("cpu", (4,), mesh_dim_names=("a", "b"))),
+    "Found the DeviceMesh have 2 dimensions": (RuntimeError, lambda: NAMED.get_group()),
+    "`mesh_dim` needs to be specified": (RuntimeError, lambda: NAMED.get_local_rank()),
+    "Cannot slice a DeviceMesh without mesh_dim_names!": (RuntimeError, lambda: MESH["dp"]),
+    "Invalid mesh_dim_name": (KeyError, lambda: NAMED["pp"]),
+    "Must pass mesh if passing multiple": (ValueError, lambda: dtensor.DeviceMesh.from_group([object()], "cpu")),
+    "Expects at least one ProcessGroup": (ValueError, lambda: dtensor.DeviceMesh.from_group([], "cpu", torch.arange(0))),
+    "distribute leaf tensor": (RuntimeError, lambda: dtensor.distribute_tensor(torch.ones(2, requires_grad=True) * 2, MESH)),
+    "to a different device mesh": (ValueError, lambda: dtensor.distribute_tensor(dtensor.zeros(2, device_mesh=MESH), NAMED)),
+    "does not support containers that do not implement forward": (
+        ValueError,
+        lambda: dtensor.fsdp.fully_shard(torch.nn.ModuleList([torch.nn.Linear(2, 2)]), mesh=NAMED["dp"]),
+    ),
+    "module inputs and input_layouts should have same length!": (
+        ValueError,
+        lambda: dtensor.parallel.parallelize_module(torch.nn.Bilinear(1, 1, 1), NAMED["tp"], PREPARE)(
+            torch.ones(1), torch.ones(1)
+        ),
+    ),
+    "has no parameter `weight` of two dims": (
+        NotImplementedError,
+        lambda: dtensor.parallel.parallelize_module(torch.nn.ReLU(), NAMED["tp"], dtensor.parallel.ColwiseParallel()),
+    ),
+    "expected a tensor": (
+        TypeError,
+        lambda: dtensor.parallel.parallelize_module(torch.nn.ReLU(), NAMED["tp"], dtensor.parallel.SequenceParallel())(5),
+    ),
+}
+
+
+@pytest.mark.parametrize("words", SAID)
+def test_what_programs_look_for_in_errors_is_there(words: str) -> None:
+    kind, provoke = SAID[words]
+    with pytest.raises(kind, match=re.escape(words)):
+        provoke()
+
+
+def test_the_ranks_of_a_mesh_are_on_the_host_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        assert dtensor.init_device_mesh("cpu", (2,)).mesh.tolist() == [0, 1]
+
+
+def test_one_rank_scatters_what_it_distributes() -> None:
+    mesh = dtensor.DeviceMesh("cpu", 2)
+    given = dtensor.per_rank([torch.arange(5.0), torch.zeros(5)])
+    with dtensor.debug.CommDebugMode() as comm:
+        x = dtensor.distribute_tensor(given, mesh, [dtensor.Shard(0)])
+    assert (comm.get_comm_counts()[torch.ops.c10d.scatter_], comm.get_total_counts()) == (1, 1)
+    assert comm.get_comm_bytes() == {"scatter": 8}
+    assert torch.equal(x.full_tensor(), torch.arange(5.0))
+
+
+def test_where_it_differs_on_purpose() -> None:
+    """What the page on porting says."""
+    mesh = dtensor.DeviceMesh("cpu", 2)
+    pieces = dtensor.per_rank([torch.ones(2, 3), torch.ones(1, 3)])
+    assert dtensor.DTensor.from_local(pieces, mesh, [dtensor.Shard(0)], shape=(3, 3)).stride() == (3, 1)
+    x = dtensor.distribute_tensor(torch.ones(4, 3), mesh, [dtensor.Replicate()])
+    assert dtensor.distribute_tensor(x, mesh, [dtensor.Shard(0)]).placements == (dtensor.Shard(0),)
+    partial = x.redistribute(placements=[dtensor.Partial()])
+    assert [piece.sum().item() for piece in partial.to_local().shards] == [12.0, 0.0]
+    assert torch.empty_like(partial).placements == (dtensor.Replicate(),)
+    assert torch.equal(partial.fill_(8.0).full_tensor(), torch.full((4, 3), 8.0))
+    assert len(x.redistribute(placements=[dtensor.Shard(0)]).unbind(0)) == 4
+    model = dtensor.fsdp.fully_shard(torch.nn.Linear(3, 5), mesh=mesh, reshard_after_forward=False)
+    model(torch.ones(2, 3))
+    assert isinstance(model.weight, dtensor.DTensor)
+    model.unshard()
+    assert not isinstance(model.weight, dtensor.DTensor)

@@ -75,7 +75,7 @@ class PrepareModuleInput(ParallelStyle):
             }
             if self.input_layouts is None or self.desired_input_layouts is None:
                 return args, named
-            _same_number(args, self.input_layouts, f"positional arguments of {type(module).__name__}")
+            _same_number(args, self.input_layouts, f"positional arguments of {type(module).__name__}", "input")
             pairs = zip(args, self.input_layouts, self.desired_input_layouts, strict=True)
             return tuple(_moved(x, mesh, given, wanted, self.use_local_output) for x, given, wanted in pairs), named
 
@@ -122,7 +122,7 @@ class PrepareModuleOutput(ParallelStyle):
         def hook(_: nn.Module, args: Any, outputs: Any) -> Any:
             single = not isinstance(outputs, (tuple, list))
             values = (outputs,) if single else outputs
-            _same_number(values, self.output_layouts, f"outputs of {type(module).__name__}")
+            _same_number(values, self.output_layouts, f"outputs of {type(module).__name__}", "output")
             pairs = zip(values, self.output_layouts, self.desired_output_layouts, strict=True)
             moved = [_moved(x, mesh, given, wanted, self.use_local_output) for x, given, wanted in pairs]
             return moved[0] if single else _rebuilt(outputs, moved)
@@ -244,8 +244,7 @@ def _alike(given: Any, wanted: Any) -> bool:
     return True
 
 
-def _same_number(values: Sequence[Any], layouts: Sequence[Any], what: str) -> None:
+def _same_number(values: Sequence[Any], layouts: Sequence[Any], what: str, side: str | None = None) -> None:
     if len(values) != len(layouts):
-        raise PlacementError(
-            f"{len(values)} {what}, but {len(layouts)} layouts; give one for each, None for those to leave alone"
-        )
+        law = "give one for each;" if side is None else f"module {side}s and {side}_layouts should have same length!"
+        raise PlacementError(f"{len(values)} {what}, but {len(layouts)} layouts: {law} None is for those to leave alone")

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ...errors import StyleError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Placement, Replicate, Shard
 from ...tensor.dtensor import DTensor
@@ -36,11 +37,11 @@ def family_of(module: nn.Module) -> Family:
     """What the weight of ``module`` means: (out, in), (in, out), or (row, feature) of a table.
 
     Raises:
-        TypeError: ``module`` has no two-dimensional weight, nor computes one.
+        StyleError: ``module`` has no two-dimensional weight, nor computes one.
     """
     weight = tensor_of(module, "weight")
     if weight is None or weight.ndim != 2:
-        raise TypeError(
+        raise StyleError(
             f"{type(module).__name__} has no parameter `weight` of two dims, so there are no columns or rows to cut; "
             "parallelize its submodules, or define a ParallelStyle of your own"
         )
@@ -112,7 +113,7 @@ class ColwiseParallel(_MatrixParallel):
     ((Shard(dim=0),), float32[5, 4] on (0=S(1)))
 
     Raises:
-        TypeError, MeshError, PlacementError: a module without such a weight, a mesh of several dims, layouts that are none.
+        StyleError, MeshError, PlacementError: a module without such a weight, a mesh of several dims, layouts that are none.
     """
 
     _default_input = Replicate()
@@ -146,7 +147,7 @@ class RowwiseParallel(_MatrixParallel):
     ((Shard(dim=1),), (Replicate(),), float32[5, 3] on (0=R))
 
     Raises:
-        TypeError, MeshError, PlacementError: as :class:`ColwiseParallel`.
+        StyleError, MeshError, PlacementError: as :class:`ColwiseParallel`.
     """
 
     _default_input = Shard(-1)

@@ -189,8 +189,6 @@ def annotated(x: Any, mesh: DeviceMesh, placement: Placement, whole: int | None 
     """
     if isinstance(seen(x), DTensor):
         return x  # a transform of torch.func may hide that it is one
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"expected a tensor at the boundary of a parallel module, got {type(x).__name__}")
     shape = None
     dim = getattr(placement, "dim", None)
     if whole is not None and dim is not None:
@@ -206,12 +204,18 @@ def local_if(x: Any, use_local: bool) -> Any:
 
 
 # --- hooks -----------------------------------------------------------------------------------------------------------
+def _tensor(x: Any) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"expected a tensor at the boundary of a parallel module, got {type(x).__name__}")
+    return x
+
+
 def before_forward(module: nn.Module, prepare: Callable[[Any], Any]) -> None:
     """Have ``prepare`` change the first tensor that ``module`` is called with, positional or by keyword."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
-            return (prepare(args[0]), *args[1:]), kwargs
+            return (prepare(_tensor(args[0])), *args[1:]), kwargs
         for name, value in kwargs.items():
             if isinstance(value, torch.Tensor):
                 return args, {**kwargs, name: prepare(value)}
@@ -225,8 +229,8 @@ def after_forward(module: nn.Module, prepare: Callable[[Any], Any]) -> None:
 
     def hook(_: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple) and output:
-            rest = (prepare(output[0]), *output[1:])
+            rest = (prepare(_tensor(output[0])), *output[1:])
             return type(output)(*rest) if hasattr(output, "_fields") else rest
-        return prepare(output)
+        return prepare(_tensor(output))
 
     module.register_forward_hook(hook)
