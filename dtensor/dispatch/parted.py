@@ -32,7 +32,22 @@ _LASTING = frozenset((_FACT, FORMS))
 _OWNERSHIPS = "_ownerships"  # of one that says whose rows are whose
 
 
-class Ownership:
+class OfThisRun:
+    """What neither copies nor files of a tensor take along."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return set, ()
+
+
+class Ownerships(OfThisRun, dict[Any, "Ownership"]):
+    """Of products of groups, by how these are cut and which rows there are."""
+
+    __slots__ = ()
+
+
+class Ownership(OfThisRun):
     """Whose the rows of a dim are: those of a group belong to who holds the group.
 
     Attributes:
@@ -75,7 +90,7 @@ class Ownership:
         return before if first + count == ends.shape[0] else before | (rows >= ends[first + count - 1])
 
 
-class Fact:
+class Fact(OfThisRun):
     """That the rows of a tensor along ``dim`` are parted, as long as its versions are these."""
 
     __slots__ = ("dim", "ownership", "versions")
@@ -86,8 +101,10 @@ class Fact:
 
 def fact_of(x: Any) -> Fact | None:
     """What is known of the rows of a tensor now."""
-    found: Fact | None = x.__dict__.get(_FACT) if type(x) is wrapping.TENSOR else None
-    return found if found is not None and found.versions == counted_versions(x) and found.ownership.holds() else None
+    found = x.__dict__.get(_FACT) if type(x) is wrapping.TENSOR else None
+    if type(found) is not Fact or found.versions is None or found.versions != counted_versions(x):
+        return None
+    return found if found.ownership.holds() else None
 
 
 def facts_of_call(operator: Operator, bound: Mapping[str, Any]) -> dict[Slot, Known]:
@@ -174,7 +191,9 @@ def _at(bound: Mapping[str, Any], name: str, index: int) -> Any:
 
 def _ownership(ends: Any, left: Left, layout: Layout) -> Ownership:
     """That of a product of groups: one for all that are made of the same."""
-    made = ends.__dict__.setdefault(_OWNERSHIPS, {})
+    made = ends.__dict__.get(_OWNERSHIPS)
+    if type(made) is not Ownerships:
+        made = ends.__dict__[_OWNERSHIPS] = Ownerships()
     assert left.split is not None
     key = left.split, layout.mesh, layout.splits[left.dim], layout.shape[left.dim], current() if ACTIVE else None
     found: Ownership | None = made.get(key)

@@ -9,11 +9,11 @@ from typing import Any
 from ..layout.layout import Layout
 from ..placement import Monoid
 from ..redistribute import plan as plan_move
-from ..rules.rule import Row
 from .classes import Classes
 from .graph import Graph, Node
 from .memory import Held, Memory
 from .options import Form, Option, Options, by_text, form_of, options_along
+from .owners import lines_of
 from .prices import heard_seconds, move_seconds
 from .program_plan import PlannedCall, PlannedMove, ProgramPlan, Spelled, spelled
 from .total import Move, Total
@@ -76,7 +76,7 @@ class _Writing:
             node.name,
             repr(node.key),
             node.kind,
-            tuple(_texts(node, option.rows)),
+            tuple(_texts(node, option)),
             tuple(tuple(spelled(layout.placements) for layout in path) for path in paths),
             tuple(self._dropped(node)),
             node.line,
@@ -127,14 +127,15 @@ class _Writing:
                 if option is not own and option.rows != own.rows:
                     self.taken[node.number] = option
                     extra = self.total.near(node, self.taken) - here
-                    best = min(best, (" & ".join(_texts(node, option.rows)), extra), key=lambda found: found[1])
+                    best = min(best, (" & ".join(_texts(node, option)), extra), key=lambda found: found[1])
         self.taken[node.number] = own
         return best if best[0] else ("", 0.0)
 
 
-def _texts(node: Node, rows: Sequence[Row]) -> list[str]:
+def _texts(node: Node, option: Option) -> list[str]:
     """Rows as the rule's lines are written."""
-    if node.asked is None or not rows:
+    if node.asked is None or not option.rows:
         return []
-    named = {line.row_for(node.asked.factors): text for text, line in by_text(node.asked.lines).items()}
-    return [named[row] for row in rows]
+    lines = by_text(lines_of(node.asked, option.operands))
+    named = {line.row_for(node.asked.factors): text for text, line in lines.items()}
+    return [named[row] for row in option.rows]

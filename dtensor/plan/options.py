@@ -8,13 +8,14 @@ from typing import Any
 
 from ..base.caches import remembered
 from ..layout.layout import Layout
-from ..placement import Partial, Placement, Replicate, Shard
+from ..placement import Partial, Replicate, Shard
 from ..propagation.choose import realized
 from ..propagation.row_table import Line, Where
 from ..rules.call import Call
 from ..rules.rule import Row
 from .classes import Class, Classes, classes_of
 from .graph import Asked, Graph, Node
+from .owners import ByOwner, facts_of, lines_of, marked, marks_of, parted_as, placed, plain, unmarked
 from .prices import work_seconds
 
 Form = Layout  # one for all layouts that differ in strides only, and in the spelling of mesh dims of one rank
@@ -23,7 +24,8 @@ Form = Layout  # one for all layouts that differ in strides only, and in the spe
 @remembered(65536)
 def form_of(layout: Layout) -> Form:
     """What two layouts of one tensor share that need no move between them."""
-    return Layout.from_splits(layout.mesh, layout.splits, layout.partials, layout.shape, None, layout.dtype)
+    marks = dict(marks_of(layout))
+    return Layout.from_splits(layout.mesh, layout.splits, layout.partials, layout.shape, None, layout.dtype, marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,10 @@ def _as_recorded(graph: Graph, node: Node) -> Option:
     operands = tuple(None if number is None else layout for number, layout in zip(node.operands, node.wanted, strict=False))
     if node.asked is None or node.asked.chosen is None:
         return Option((), operands, results)
-    rows = node.asked.chosen.choice.rows
+    rows, known = node.asked.chosen.choice.rows, node.asked.call.parted
+    if known:
+        operands = tuple(layout and parted_as(layout, fact) for layout, fact in zip(operands, known, strict=True))
+    results = marked(results, node.asked.chosen.left, known)
     return Option(rows, operands, results, work_seconds(node, rows, operands, results))
 
 
@@ -107,27 +112,44 @@ def _options(graph: Graph, own: Class, now: Option, mesh_dim: int, forms: list[d
 def _of_call(own: Class, now: Option, mesh_dim: int, forms: list[dict[Form, Layout]]) -> Iterator[Option]:
     asked = own.node.asked
     assert asked is not None
-    for line in asked.lines:
-        if not _reachable(line, own, mesh_dim, forms):
-            continue
-        rows = (*now.rows[:mesh_dim], line.row_for(asked.factors), *now.rows[mesh_dim + 1 :])
-        given = tuple(
-            layout if where is None else _seed(asked.call, i, where, now, mesh_dim)
-            for i, (layout, where) in enumerate(zip(asked.call.operands, line.operands, strict=True))
-        )
-        key = rows, given
-        if key not in asked.answers:
-            asked.answers[key] = _realized(own.node, asked, rows, given)
-        if (option := asked.answers[key]) is not None:
-            yield option
+    for seen in _known(asked.call, own, now, mesh_dim, forms):
+        for line in lines_of(asked, seen):
+            if not line.on(mesh_dim) or not _reachable(line, own, mesh_dim, forms):
+                continue
+            rows = (*now.rows[:mesh_dim], line.row_for(asked.factors), *now.rows[mesh_dim + 1 :])
+            given = tuple(
+                layout if where is None else _seed(layout, where, mesh_dim)
+                for layout, where in zip(seen, line.operands, strict=True)
+            )
+            key = rows, given
+            if key not in asked.answers:
+                asked.answers[key] = _realized(own.node, asked, rows, given)
+            if (option := asked.answers[key]) is not None:
+                yield option
+
+
+def _known(call: Call, own: Class, now: Option, mesh_dim: int, forms: list[dict[Form, Layout]]) -> Iterator[tuple[Layout, ...]]:
+    """The operands as ``now`` takes them, and with rows that are parted on the mesh dim in one way, where they come so."""
+    taken = now.operands or (None,) * len(call.operands)
+    have = [y if x is None else x for x, y in zip(taken, call.operands, strict=True)]
+    yield tuple(unmarked(layout, mesh_dim) for layout in have)
+    coming = [{layout.placements[mesh_dim] for value in feeds for layout in forms[value].values()} for feeds in own.feeds]
+    marks = [[mark for mark in each if isinstance(mark, ByOwner)] for each in coming]
+    for split in dict.fromkeys(mark.split for each in marks for mark in each):
+        alike = [next((mark for mark in each if mark.split == split), None) for each in marks]
+        yield tuple(x if mark is None else placed(x, mesh_dim, mark) for x, mark in zip(have, alike, strict=True))
 
 
 def _realized(node: Node, asked: Asked, rows: tuple[Row, ...], given: tuple[Layout, ...]) -> Option | None:
-    chosen = realized(asked.rule, rows, asked.factors, replace(asked.call, operands=given), asked.kept)
+    known = facts_of(asked, given)
+    call = replace(asked.call, operands=tuple(map(unmarked, given)), parted=known)
+    chosen = realized(asked.rule, rows, asked.factors, call, asked.kept)
     if chosen is None:
         return None
-    operands = tuple(None if n is None else x for n, x in zip(node.operands, chosen.operands, strict=True))
-    results = tuple(None if n is None else x for n, x in zip(node.results, chosen.results, strict=True))
+    taken = [x if y.same_data(x) else y for x, y in zip(given, chosen.operands, strict=True)]
+    operands = tuple(None if n is None else x for n, x in zip(node.operands, taken, strict=True))
+    left = marked(chosen.results, chosen.left, known)
+    results = tuple(None if n is None else x for n, x in zip(node.results, left, strict=True))
     return Option(rows, operands, results, work_seconds(node, rows, operands, results))
 
 
@@ -143,19 +165,12 @@ def by_text(lines: Sequence[Line]) -> dict[str, Line]:
     return found
 
 
-def _seed(call: Call, i: int, where: Where, now: Option, mesh_dim: int) -> Layout:
-    """An operand as ``now`` takes it, but for one mesh dim."""
-    before = now.operands[i] if i < len(now.operands) else None
-    layout = before if before is not None else call.operands[i]
-    if _placed(layout, mesh_dim) == where:
+def _seed(layout: Layout, where: Where, mesh_dim: int) -> Layout:
+    """An operand as it is taken, but for one mesh dim; terms whose rows are parted are terms."""
+    here = layout.placements[mesh_dim]
+    if _placed(layout, mesh_dim) == where or (isinstance(here, ByOwner) and where == Partial("sum")):
         return layout
-    placements: list[Placement] = [_plain(p) for p in layout.placements]
-    placements[mesh_dim] = Shard(where) if isinstance(where, int) else where
-    return layout.replace(placements=placements)
-
-
-def _plain(placement: Placement) -> Placement:
-    return Shard(placement.dim) if isinstance(placement, Shard) else placement
+    return placed(layout, mesh_dim, Shard(where) if isinstance(where, int) else where)
 
 
 def _placed(layout: Layout, mesh_dim: int) -> Where:
@@ -170,9 +185,7 @@ def _placed_along(now: Option, mesh_dim: int) -> Iterator[Option]:
     ranks = layout.mesh.shape[mesh_dim]
     cuts = [d for d, blocks in enumerate(_blocks(layout, mesh_dim)) if blocks and blocks % ranks == 0]
     for placement in (Replicate(), *map(Shard, cuts)):
-        placements: list[Placement] = [_plain(p) for p in layout.placements]
-        placements[mesh_dim] = placement
-        yield replace(now, results=(layout.replace(placements=placements),))
+        yield replace(now, results=(placed(layout, mesh_dim, placement),))
 
 
 def _blocks(layout: Layout, mesh_dim: int) -> list[int]:
@@ -186,16 +199,15 @@ def _of_gradient(own: Class, now: Option, forms: list[dict[Form, Layout]]) -> It
     given = now.operands[0]
     assert given is not None
     for leaf in (layout for value in own.feeds[1] for layout in forms[value].values()):
-        target = given.replace(placements=[_plain(p) for p in leaf.placements])
+        target = given.replace(placements=list(map(plain, leaf.placements)))
         yield replace(now, operands=(target, leaf), results=(target,))
 
 
 def _reachable(line: Line, own: Class, mesh_dim: int, forms: list[dict[Form, Layout]]) -> bool:
     """Terms are of use where some operand comes in terms of that kind."""
     terms = [(i, where) for i, where in enumerate(line.operands) if isinstance(where, Partial)]
-    return not terms or any(
-        layout.placements[mesh_dim] == where for i, where in terms for value in own.feeds[i] for layout in forms[value].values()
-    )
+    coming = ((where, layout) for i, where in terms for value in own.feeds[i] for layout in forms[value].values())
+    return not terms or any(_seed(layout, where, mesh_dim) is layout for where, layout in coming)
 
 
 def _allowed(graph: Graph, node: Node, option: Option) -> bool:
@@ -206,7 +218,7 @@ def _allowed(graph: Graph, node: Node, option: Option) -> bool:
             return False
     for number, layout in zip(node.results, option.results, strict=True):
         kept = number is not None and graph.values[number].kept
-        if kept and layout is not None and form_of(layout) != form_of(graph.values[number].layout):  # type: ignore[index]
+        if kept and layout is not None and form_of(unmarked(layout)) != form_of(graph.values[number].layout):  # type: ignore[index]
             return False
     return True
 
@@ -223,6 +235,4 @@ def _without_repeats(options: list[Option]) -> list[Option]:
 
 def whole(layout: Layout, mesh_dim: int) -> Layout:
     """``layout`` with everything on every rank of one mesh dim."""
-    placements: list[Placement] = [_plain(p) for p in layout.placements]
-    placements[mesh_dim] = Replicate()
-    return layout.replace(placements=placements)
+    return placed(layout, mesh_dim, Replicate())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,13 +22,16 @@ from ..redistribute import Step, estimate
 from ..rules.rule import Row
 from ..rules.work import share
 from .graph import Asked, Node
+from .owners import marks_of
 
 FREE = 1e-6  # seconds: what moves nothing between ranks may take so long; it is not worth a variable
 
 
 @remembered(1 << 17)
 def move_seconds(source: Layout, target: Layout) -> float:
-    """Seconds from one layout to the other; infinite where there is no way."""
+    """Seconds from one layout to the other; infinite where there is no way: rows are parted where they are made, or never."""
+    if marks_of(target) - marks_of(source):
+        return math.inf
     if source.same_data(target):
         return 0.0
     return estimate(source, target) + LOCAL_STEP

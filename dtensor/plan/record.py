@@ -16,6 +16,7 @@ from ..comm.events import Event, listening, steps_under_way
 from ..dispatch.dispatcher import run_chosen
 from ..dispatch.mixed_meshes import across_places, meshes_of
 from ..dispatch.operands import plan_of_bound
+from ..dispatch.parted import facts_of_call
 from ..dispatch.plain_operands import through_copies
 from ..dispatch.settled import AFRESH
 from ..dispatch.versions import versions_of
@@ -110,7 +111,7 @@ class Recorder(TorchDispatchMode):
     def _planned(self, operator: Operator, bound: dict[str, Any], meshes: tuple[DeviceMesh, ...]) -> tuple[Plan, Asked | None]:
         """The plan of a call, and what its rule was asked if that was one question; calls that are alike share both."""
         try:
-            key = operator.func, _frozen(bound)
+            key = operator.func, _frozen(bound), tuple(facts_of_call(operator, bound).items())
             found = self._plans.get(key)
         except TypeError:  # an argument that is not hashed
             key, found = None, None

@@ -37,6 +37,7 @@ def free_rows(table: Table, factors: Factors, call: Call, kept: Kept) -> tuple[R
             for line in table.wanting.get(_here(call, mesh_dim), ())
             if line.row.kernel is None
             and not line.kernel
+            and not line.invents
             and all(line.results[r] == _current(call.operands[i], mesh_dim) for r, i in kept.items() if r < len(line.results))
         ]
         if not lines or ranks == 1:  # of one rank, rows with moves are free too

@@ -41,6 +41,12 @@ class Line:
         row = self.row
         return replace(row, kernel=factors.kernels[row.factor]) if self.kernel and row.factor else row
 
+    @property
+    def invents(self) -> bool:
+        """Whether it cuts results though no operand is cut."""
+        cut = [any(isinstance(where, int) for where in places) for places in (self.operands, self.results)]
+        return cut == [False, True]
+
     def on(self, mesh_dim: int) -> bool:
         """Whether it is a row for that mesh dim: for parted operands, one of those that part them."""
         return self.row.parted is None or mesh_dim in self.row.parted.split.mesh_dims

@@ -188,6 +188,29 @@ def host_reads_are_global() -> None:
     assert x[3, 4].item() == value(5, 6)[3, 4].item()
 
 
+@case
+def owners_of_rows_compute_what_experts_do_and_move_nothing_before_the_sum() -> None:
+    mesh, ends = square(), torch.tensor([2, 2, 6], dtype=torch.int32)
+    plain = [value(6, 8).float(), value(3, 8, 16).float() / 100, value(3, 8, 4).float() / 100]
+    given = [dt.distribute_tensor(x, mesh, [R, p]).requires_grad_() for x, p in zip(plain, (R, Shard(0), Shard(0)), strict=True)]
+    plain = [x.requires_grad_() for x in plain]
+
+    def expert(x: Any, up: Any, down: Any, ends: Any) -> Any:
+        gate, h = nn.functional.grouped_mm(x, up, offs=ends).chunk(2, dim=-1)
+        return nn.functional.grouped_mm(torch.exp(-gate) * h, down, offs=ends)
+
+    whole = dt.distribute_tensor(ends, mesh, [R, R])
+    with CommDebugMode() as comm:
+        made = expert(*given, whole)
+    assert comm.get_total_counts() == 0
+    expected = expert(*plain, ends)
+    torch.testing.assert_close(made.full_tensor(), expected, rtol=1e-4, atol=1e-4)
+    (made * made).sum().backward()
+    (expected * expected).sum().backward()
+    for own, other in zip(given, plain, strict=True):
+        torch.testing.assert_close(own.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-4)
+
+
 # --- differentiated and written to ------------------------------------------------------------
 @case
 def a_layer_and_its_gradients() -> None:

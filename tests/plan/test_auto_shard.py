@@ -38,10 +38,10 @@ class Block(nn.Module):
 MEGATRON = {"q": S(0), "k": S(0), "v": S(0), "o": S(1), "up": S(0), "down": S(1)}
 
 
-def found(width: int, batch: int, length: int, **options: Any) -> dt.Sharding:
+def found(width: int, batch: int, length: int, mesh: tuple[int, ...] = (8,), **options: Any) -> dt.Sharding:
     with torch.device("meta"):
         model, x = Block(width, width // 128).bfloat16(), torch.empty(batch, length, width, dtype=torch.bfloat16)
-    return dt.auto_shard(model, dt.init_device_mesh("meta", (8,)), example=(x,), **options)
+    return dt.auto_shard(model, dt.init_device_mesh("meta", mesh), example=(x,), **options)
 
 
 def test_data_parallelism_where_parameters_are_small() -> None:
@@ -57,6 +57,33 @@ def test_megatrons_cut_where_the_batch_is_one_sequence() -> None:
     copies = found(8192, 1, 2048, placements={f"{name}.weight": [R] for name in MEGATRON})
     assert sharding.seconds <= 1.05 * min(by_hand.seconds, copies.seconds)
     assert by_hand.seconds < copies.seconds
+
+
+WAYS = {"data": dict.fromkeys(MEGATRON, R), "fsdp": dict.fromkeys(MEGATRON, S(0)), "megatron": MEGATRON}
+
+
+@pytest.mark.parametrize(
+    ("width", "batch", "length", "mesh", "part"),
+    [
+        pytest.param(1024, 8, 1024, (8,), None, marks=pytest.mark.slow),
+        (4096, 8, 2048, (8,), None),
+        pytest.param(2048, 64, 512, (8,), 1.1, marks=pytest.mark.slow),
+        pytest.param(2048, 8, 512, (2, 4), None, marks=pytest.mark.slow),
+        pytest.param(2048, 8, 512, (2, 4), 1.1, marks=pytest.mark.slow),
+    ],
+)
+def test_no_way_known_by_hand_is_better_for_a_block(
+    width: int, batch: int, length: int, mesh: tuple[int, ...], part: float | None
+) -> None:
+    """``part``: of the memory that cutting every weight takes; on two mesh dims the last one cuts."""
+    ways = {n: {f"{name}.weight": [*[R] * (len(mesh) - 1), p] for name, p in way.items()} for n, way in WAYS.items()}
+    hands = {name: found(width, batch, length, mesh, placements=way) for name, way in ways.items()}
+    limit = None if part is None else int(hands["fsdp"].memory * part)
+    sharding = found(width, batch, length, mesh, memory=limit)
+    fitting = [hand.seconds for hand in hands.values() if limit is None or hand.memory <= limit]
+    assert fitting
+    assert limit is None or sharding.memory <= limit
+    assert sharding.seconds <= 1.05 * min(fitting)
 
 
 def test_weights_are_cut_where_memory_binds() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import random
 from collections.abc import Callable
 from typing import Any
@@ -144,6 +146,28 @@ def test_a_write_to_the_ends_ends_what_is_known() -> None:
     ends.add_(0)
     assert fact_of(many) is None
     same(torch.exp(many), torch.exp(one))
+
+
+def test_groups_that_are_cut_otherwise_have_other_owners() -> None:
+    mesh, w = MESHES[2,], numbers(3, 12, 8, seed=4)
+    x, ends = numbers(7, 8), dt.distribute_tensor(ENDS, mesh, [R])
+    a, b = dt.distribute_tensor(x, mesh, [R]), dt.distribute_tensor(numbers(3, 8, 12, seed=1), mesh, [Shard(0)])
+    for cut in (Shard(0), Shard(0, sizes=(1, 2)), Shard(0, sizes=(0, 3)), Shard(1)):
+        many = F.grouped_mm(a, b, offs=ends)
+        one = F.grouped_mm(x, numbers(3, 8, 12, seed=1), offs=ENDS)
+        got = F.grouped_mm(many, dt.distribute_tensor(w, mesh, [cut]), offs=ends)
+        same(torch.exp(got), torch.exp(F.grouped_mm(one, w, offs=ENDS)))
+
+
+def test_copies_and_files_know_nothing() -> None:
+    one, many = product(MESHES[2,])
+    assert fact_of(many) is not None
+    file = io.BytesIO()
+    torch.save(many, file)
+    file.seek(0)
+    for other in (copy.deepcopy(many), torch.load(file, weights_only=False)):
+        assert fact_of(other) is None
+        same(torch.exp(other), torch.exp(one))
 
 
 def test_rows_behind_the_last_group_are_zeros_like_on_one_rank() -> None:

@@ -62,6 +62,7 @@ def grouped(at: KernelContext, a: Any, b: Any, offs: Any = None, bias: Any = Non
     left, right, result = _kind(at.call)
     made = at.results[0]
     assert made is not None
+    total = at.once(_ragged)
 
     def product(here: At, a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
         if offs is None:
@@ -73,7 +74,7 @@ def grouped(at: KernelContext, a: Any, b: Any, offs: Any = None, bias: Any = Non
             for name, offset in zip(names, at.operands[i].local_offset(coordinate), strict=True)
         }
         sizes = dict(zip(left + right, (*a.shape, *b.shape), strict=True))
-        ends = [min(max(end - offsets["r"], 0), sizes["r"]) for end in (0, *offs.tolist())]
+        ends = [min(max(end - offsets["r"], 0), sizes["r"]) for end in (0, *_ends(offs, total))]
         out = a.new_zeros(made.local_shape(coordinate))
         first, groups = offsets.get("g", 0), sizes.get("g", 0)
         if result == "gmn":
@@ -91,8 +92,20 @@ def grouped(at: KernelContext, a: Any, b: Any, offs: Any = None, bias: Any = Non
     return at.map(product, a, b, offs)
 
 
+def _ragged(call: Call) -> int:
+    """How many positions the ragged dim has."""
+    left, right, _ = _kind(call)
+    return int(dict(zip(left + right, call.shape(0) + call.shape(1), strict=True)).get("r", 0))
+
+
+def _ends(offs: Tensor, total: int) -> list[int]:
+    """Where each group ends; without data, in even parts."""
+    count = offs.shape[0]
+    return [total * (i + 1) // count for i in range(count)] if offs.is_meta else offs.tolist()
+
+
 def products(call: Call) -> float:
-    """FLOPs: each position of the ragged dim is in one group."""
+    """FLOPs of a call: each position of the ragged dim is in one group."""
     left, right, _ = _kind(call)
     sizes = dict(zip(left + right, call.shape(0) + call.shape(1), strict=True))
     return 2.0 * math.prod(size for name, size in sizes.items() if name != "g" or "r" not in sizes)

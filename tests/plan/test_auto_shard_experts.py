@@ -1,0 +1,106 @@
+"""``auto_shard`` of a mixture of experts: experts are cut where that is best, or where memory leaves nothing else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dtensor as dt
+
+R, S = dt.Replicate(), dt.Shard
+EXPERTS = ("up", "down")
+
+
+class Routed(nn.Module):
+    """Matrices of all experts in one tensor each; every token goes to two of them."""
+
+    def __init__(self, experts: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, width, 2 * inner) / width**0.5)
+        self.down = nn.Parameter(torch.randn(experts, inner, width) / inner**0.5)
+
+    def routed(self, x: Any) -> tuple[Any, Any]:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        return weights, chosen
+
+
+class Grouped(Routed):
+    """Tokens in order of their experts, and products of groups of rows."""
+
+    def forward(self, x: Any) -> Any:
+        weights, chosen = self.routed(x)
+        numbers, order = torch.sort(chosen.reshape(-1))
+        ends = torch.cumsum(F.one_hot(numbers, self.up.shape[0]).sum(0), 0, dtype=torch.int32)
+        gate, h = F.grouped_mm(x[order // 2], self.up, offs=ends).chunk(2, dim=-1)
+        made = F.grouped_mm(F.silu(gate) * h, self.down, offs=ends) * weights.reshape(-1)[order].unsqueeze(-1)
+        return (x + torch.zeros_like(x).index_add(0, order // 2, made)).square().mean()
+
+
+class Batched(Routed):
+    """All experts at once on as many tokens each as there is room for, by batched products."""
+
+    def forward(self, x: Any) -> Any:
+        weights, chosen = self.routed(x)
+        experts, room = self.up.shape[0], 4 * x.shape[0] // self.up.shape[0]
+        mask = F.one_hot(chosen, experts).to(x.dtype)
+        scores = (mask * weights.unsqueeze(-1)).sum(1)
+        best, tokens = scores.t().topk(room)
+        gate, h = torch.bmm(x[tokens], self.up).chunk(2, dim=-1)
+        made = torch.bmm(F.silu(gate) * h, self.down) * best.unsqueeze(-1)
+        return (x + torch.zeros_like(x).index_add(0, tokens.reshape(-1), made.reshape(-1, x.shape[1]))).square().mean()
+
+
+def found(
+    kind: type[Routed], tokens: int, width: int, inner: int, ranks: int = 8, experts: int = 16, **options: Any
+) -> dt.Sharding:
+    with torch.device("meta"):
+        model, x = kind(experts, width, inner).bfloat16(), torch.empty(tokens, width, dtype=torch.bfloat16)
+    return dt.auto_shard(model, dt.init_device_mesh("meta", (8,)), example=(x,), **options)
+
+
+def hands(kind: type[Routed], *sizes: int) -> dict[str, dt.Sharding]:
+    """The usual ways: copies, whole experts on each rank, their columns and rows."""
+    ways = {"copies": (R, R), "experts": (S(0), S(0)), "columns": (S(2), S(1))}
+    given = {name: {key: [place] for key, place in zip(EXPERTS, way, strict=True)} for name, way in ways.items()}
+    return {name: found(kind, *sizes, placements=way) for name, way in given.items()}
+
+
+@pytest.mark.parametrize("kind", [Grouped, Batched])
+def test_experts_are_cut_where_they_are_large(kind: type[Routed]) -> None:
+    sizes = (4096, 2048, 4096)
+    sharding, known = found(kind, *sizes), hands(kind, *sizes)
+    assert [sharding.placements[name] for name in EXPERTS] == [(S(0),), (S(0),)]
+    assert sharding.seconds <= 1.05 * min(hand.seconds for hand in known.values())
+    assert known["experts"].seconds < known["copies"].seconds
+
+
+@pytest.mark.parametrize("kind", [Grouped, Batched])
+def test_experts_are_cut_where_memory_binds(kind: type[Routed]) -> None:
+    sizes = (65536, 256, 256)
+    free, known = found(kind, *sizes), hands(kind, *sizes)
+    limit = (free.memory + known["experts"].memory) / 2
+    bound = found(kind, *sizes, memory=limit)
+    assert bound.memory <= limit
+    fitting = [hand.seconds for hand in known.values() if hand.memory <= limit]
+    assert bound.seconds <= 1.05 * min(fitting)
+    assert free.seconds <= 1.05 * min(hand.seconds for hand in known.values())
+
+
+@pytest.mark.parametrize("kind", [Grouped, Batched])
+def test_what_was_found_computes_the_same(kind: type[Routed]) -> None:
+    torch.manual_seed(0)
+    model, x, mesh = kind(4, 16, 8), torch.randn(12, 16), dt.init_device_mesh("cpu", (2,))
+    sharding = dt.auto_shard(model, mesh, example=(x,), placements={name: [S(0)] for name in EXPERTS})
+    sharded = sharding.apply(copy.deepcopy(model), mesh)
+    loss, expected = sharded(dt.distribute_tensor(x, mesh, sharding.batch[0])), model(x)
+    torch.testing.assert_close(loss.full_tensor(), expected)
+    loss.backward()
+    expected.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(sharded.get_parameter(name).grad.full_tensor(), p.grad, atol=1e-5, rtol=1e-4)
