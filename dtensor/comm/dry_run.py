@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from ..mesh.device_mesh import DeviceMesh
+from ..mesh.groups import Group
 from .binding import Dims, Local, Reduction, Run
 from .communicator import Communicator
 from .fold import Op
 from .pending import Pending
-from .regions import Scatter, Transfer
+from .regions import Packing, Scatter, Transfer
+from .transfer import is_packed, packings
 
 
 class DryRun(Communicator):
@@ -24,7 +26,12 @@ class DryRun(Communicator):
         return fn(0, *args, **kwargs)
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
-        return _empty(transfer.route_of(0).new if transfer.new_of is None else transfer.new_of(0))
+        like = self.mesh._root.stands_for
+        if like is None or like.device_type != "cpu":  # a cluster, whose backend copies nothing into rows
+            return _empty(transfer.route_of(0).new if transfer.new_of is None else transfer.new_of(0))
+        route, members = transfer.route_of(0), self.mesh.members_of(dims, 0)
+        group = Group(None, members, members.index(0), None, "gloo")
+        return _in_rows(*packings(group, route)) if is_packed(group, transfer) else _empty(route.new)
 
     def _brought(self, dims: Dims, transfer: Transfer) -> int:
         return super()._brought(dims, transfer) if transfer.brings is None else transfer.brings
@@ -46,6 +53,17 @@ class DryRun(Communicator):
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:
         return [value] * self.group_size(dims)
+
+
+def _in_rows(leaving: Packing, arriving: Packing) -> Run:
+    """What leaves is there until it has arrived, and what arrives until it is in its place."""
+
+    def run(x: Local) -> Pending[Local]:
+        row = x if leaving.whole else x.new_empty(leaving.total)
+        buffer = x.new_empty(arriving.shape if arriving.whole else arriving.total)
+        return Pending(lambda: (buffer if arriving.whole else buffer.new_empty(arriving.shape), row)[0])
+
+    return run
 
 
 def _empty(shape: tuple[int, ...]) -> Run:

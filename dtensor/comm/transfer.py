@@ -36,24 +36,48 @@ EXAMINED = 64  # members whose routes are looked at to choose a way; in larger g
 
 def bind_transfer(group: Group, transfer: Transfer) -> Issue:
     """The way that costs least, by what all members of the group know."""
-    member, traits = group.members[group.position], traits_of(group)
-    gathers = transfer.kind == "all_gather"
-    asked = transfer.traffic_of is not None and (gathers or group.size <= EXAMINED)
-    known = transfer.traffic_of(member) if asked and transfer.traffic_of is not None else None
-    if gathers and traits.reduces and known is not None and known.joined is not None:
-        return _joined(group, *known.joined)
+    member = group.members[group.position]
+    joined = _joined_blocks(group, transfer)
+    if joined is not None:
+        return _joined(group, *joined)
     route = transfer.route_of(member)
     if transfer.kind == "broadcast":
         return _broadcast(group, route)
-    if gathers:
-        known = Traffic.of_gather(route)
-        if traits.reduces and known.alike:
-            return _gathered(group, route)
-    return (bind_direct if _directly(group, transfer, route, known) else _packed)(group, route)
+    if _natively(group, transfer, route):
+        return _gathered(group, route)
+    return (bind_direct if _directly(group, transfer, route) else _packed)(group, route)
 
 
-def _directly(group: Group, transfer: Transfer, route: Route, known: Traffic | None) -> bool:
+def is_packed(group: Group, transfer: Transfer) -> bool:
+    """Whether it travels as one all-to-all of rows."""
+    if transfer.kind == "broadcast" or _joined_blocks(group, transfer) is not None:
+        return False
+    route = transfer.route_of(group.members[group.position])
+    return not (_natively(group, transfer, route) or _directly(group, transfer, route))
+
+
+def _known(group: Group, transfer: Transfer) -> Traffic | None:
+    """What is found sooner than by all routes."""
+    asked = transfer.kind == "all_gather" or group.size <= EXAMINED
+    return transfer.traffic_of(group.members[group.position]) if asked and transfer.traffic_of is not None else None
+
+
+def _joined_blocks(group: Group, transfer: Transfer) -> tuple[tuple[int, ...], int] | None:
+    """Of a gather of equal blocks that come one after the other along a dim, by the backend's own."""
+    if transfer.kind != "all_gather" or not traits_of(group).reduces:
+        return None
+    known = _known(group, transfer)
+    return None if known is None else known.joined
+
+
+def _natively(group: Group, transfer: Transfer, route: Route) -> bool:
+    """Whether by the backend's own gather of equal blocks."""
+    return transfer.kind == "all_gather" and traits_of(group).reduces and Traffic.of_gather(route).alike
+
+
+def _directly(group: Group, transfer: Transfer, route: Route) -> bool:
     """Whether message by message."""
+    known = Traffic.of_gather(route) if transfer.kind == "all_gather" else _known(group, transfer)
     traits, in_rows = traits_of(group), len(route.new) == 1
     if in_rows and traits.sends_lists:  # there is nothing to pack, but to copy the row of a gather for each of the others
         return True
