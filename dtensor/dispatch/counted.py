@@ -69,17 +69,20 @@ def noting(operator: Operator, plans: dict[Any, Any]) -> Callable[[Any], Any]:
 
 def _note_of(operator: Operator, signature: tuple[Any, ...]) -> Callable[[], Any]:
     """What notes a call. Ranks that hold copies of all operands do it each for itself."""
-    ranks = frozenset[int]().union(*map(_together, _layouts(signature)))
+    ranks = _together(list(_layouts(signature)))
     if operator.is_view or len(ranks) < 2:
         return int
     trail = Level.trails.get(ranks) or Level.trails.setdefault(ranks, Trail(ranks))
     return trail.note(f"{operator.name}({', '.join(map(_part, signature))})")
 
 
-def _together(layout: Layout) -> frozenset[int]:
-    """The ranks that have other parts or terms of a tensor than this one, and this one."""
-    mesh = layout.mesh
-    return holders(mesh, tuple(dim for dim in range(mesh.ndim) if not layout.placements[dim].is_replicate()))
+def _together(layouts: list[Layout]) -> frozenset[int]:
+    """The ranks along all mesh dims over which some of these tensors are parts or terms."""
+    dims: dict[DeviceMesh, set[int]] = {}
+    for layout in layouts:
+        own = (dim for dim in range(layout.mesh.ndim) if not layout.placements[dim].is_replicate())
+        dims.setdefault(layout.mesh, set()).update(own)
+    return frozenset[int]().union(*(holders(mesh, tuple(sorted(along))) for mesh, along in dims.items()))
 
 
 def _layouts(signature: Iterable[Any]) -> Iterator[Layout]:
