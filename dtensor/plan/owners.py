@@ -14,7 +14,7 @@ from ..layout.splits import Split
 from ..placement import Partial, Placement, Shard
 from ..propagation.choose import declared
 from ..propagation.row_table import Line
-from ..rules.parted import Left, Parted
+from ..rules.parted import Known, Left, Parted
 from .graph import Asked
 
 NOT_CUT = Split((), ())
@@ -70,14 +70,15 @@ def marked(results: Sequence[Layout | None], left: Sequence[Left], known: Sequen
     return tuple(found)
 
 
-def facts_of(asked: Asked, operands: Sequence[Layout | None]) -> tuple[Parted | None, ...]:
+def facts_of(asked: Asked, operands: Sequence[Layout | None]) -> tuple[Known | None, ...]:
     """What marks say of the operands of a call."""
     source = next((name for _, name in asked.factors.groups.values()), None)
-    found: list[Parted | None] = []
+    found: list[Known | None] = []
     numbers: dict[Split, int] = {}
     for layout in operands:
         mark = None if layout is None else next((p for p in layout.placements if type(p) is ByOwner), None)
-        found.append(None if mark is None else Parted(mark.dim, numbers.setdefault(mark.split, len(numbers)), mark.split, source))
+        parted = None if mark is None else Parted(mark.dim, numbers.setdefault(mark.split, len(numbers)), mark.split, source)
+        found.append(None if parted is None else Known(parted))
     return tuple(found) if numbers else ()
 
 
@@ -86,5 +87,5 @@ def lines_of(asked: Asked, operands: Sequence[Layout | None]) -> tuple[Line, ...
     known = facts_of(asked, operands)
     key = "lines", known
     if key not in asked.answers:
-        asked.answers[key] = declared(asked.rule, asked.factors, replace(asked.call, parted=known)).lines
+        asked.answers[key] = declared(asked.rule, asked.factors, replace(asked.call, known=known)).lines
     return cast("tuple[Line, ...]", asked.answers[key])

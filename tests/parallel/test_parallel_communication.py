@@ -334,18 +334,21 @@ def _by_others(size: int, sums_only: bool) -> list[float]:
     return sums(grads)
 
 
+@pytest.mark.own_collectives
 @pytest.mark.parametrize("sums_only", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
 def test_gathers_and_reductions_of_the_users_own(size: int, sums_only: bool) -> None:
     _by_others(size, sums_only)
 
 
+@pytest.mark.own_collectives
 @pytest.mark.gloo
 def test_gathers_and_reductions_of_the_users_own_on_process_groups() -> None:
     for there in run_gloo(_by_others, 3, 3, True):
         assert there == pytest.approx(_by_others(3, True), rel=1e-12)
 
 
+@pytest.mark.own_collectives
 def test_parameters_of_several_dtypes_are_gathered_as_bytes() -> None:
     mesh, gathering = flat_mesh(), Gathering()
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
