@@ -148,7 +148,7 @@ def _realized(node: Node, asked: Asked, rows: tuple[Row, ...], given: tuple[Layo
         return None
     taken = [x if y.same_data(x) else y for x, y in zip(given, chosen.operands, strict=True)]
     operands = tuple(None if n is None else x for n, x in zip(node.operands, taken, strict=True))
-    left = marked(chosen.results, chosen.left, known)
+    left = marked(chosen.results, chosen.left, call.parted)
     results = tuple(None if n is None else x for n, x in zip(node.results, left, strict=True))
     return Option(rows, operands, results, work_seconds(node, rows, operands, results))
 
