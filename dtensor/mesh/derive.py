@@ -26,7 +26,7 @@ def sliced(mesh: Geometry, names: str | tuple[str, ...]) -> tuple[Dims, Names]:
         elif name in root.flattened and mesh._is_root:
             dims.append(root.flattened[name])
         elif known is None:
-            raise MeshDimError(f"Cannot slice a DeviceMesh without mesh_dim_names! {mesh!r} has no mesh dim {name!r}")
+            raise MeshDimError(f"{mesh!r} has no mesh dim {name!r}: it was made without mesh_dim_names, by which dims are picked")
         else:
             raise MeshDimError(f"Invalid mesh_dim_name: {mesh!r} has no mesh dim {name!r}; its dims are {known}")
     used = [d for group in dims for d in group]

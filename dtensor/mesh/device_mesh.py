@@ -136,10 +136,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         if mesh_dim is None:
             if self.ndim != 1:
                 name = self._names[0] if self._names else 0
-                raise MeshError(
-                    f"Found the DeviceMesh have {self.ndim} dimensions. Optional kwarg `mesh_dim` needs to be specified when "
-                    f"device_mesh.ndim > 1. Write {what}({name!r})"
-                )
+                raise MeshError(f"{what}() of a {self.ndim}-d mesh needs a mesh dim: {what}({name!r})")
             return self, 0
         if isinstance(mesh_dim, str) and mesh_dim not in (self._names or ()) and mesh_dim in self._root.flattened:
             return self._derive((self._root.flattened[mesh_dim],), (mesh_dim,)), 0
@@ -197,9 +194,9 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         """A mesh over existing process groups: one group, or a list with one group per mesh dim and ``mesh`` given."""
         if isinstance(group, (list, tuple)):
             if mesh is None:
-                raise MeshError("Must pass mesh if passing multiple ProcessGroups: mesh=, the ranks as an n-d array")
+                raise MeshError("from_group with several groups needs mesh=, the ranks as an n-d array")
             if not (groups := list(group)):
-                raise MeshError("Expects at least one ProcessGroup, got none")
+                raise MeshError("from_group got an empty list of groups; give one for each mesh dim")
         else:
             groups = [group]
             mesh = dist.get_process_group_ranks(group) if mesh is None else mesh

@@ -101,9 +101,9 @@ def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
         if not all(isinstance(name, str) for name in names):
             raise MeshError(f"mesh_dim_names are strings, one per mesh dim, got {names}")
         if len(names) != array.ndim:
-            raise MeshError(f"mesh_shape and mesh_dim_names should have same length! Got {array.shape} and {names}")
+            raise MeshError(f"a mesh of shape {array.shape} takes as many mesh_dim_names as it has dims, got {names}")
         if len(set(names)) != len(names):
-            raise MeshError(f"Each mesh_dim_name must be unique, got mesh_dim_names={names}")
+            raise MeshError(f"two mesh dims have one name: mesh_dim_names={names}")
     kind: Kind = "in_process"
     world = None
     if device_type == "meta":
@@ -113,6 +113,6 @@ def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
         kind, world = "process_group", dist.group.WORLD
         if max(ranks) >= dist.get_world_size():
             size = dist.get_world_size()
-            raise MeshError(f"Mesh should not be bigger than default world size {size}: it has rank {max(ranks)}")
+            raise MeshError(f"the mesh has rank {max(ranks)}, and the world {size} ranks")
     named: dict[str, tuple[int, ...]] = {name: (dim,) for dim, name in enumerate(names or ())}
     return Root(device_type, ranks, tuple(array.shape), names, kind, world, named)

@@ -64,7 +64,7 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
             raise MeshError(
-                f"distribute_tensor takes no DTensor on {tensor.device_mesh!r} to a different device mesh, {mesh!r}; "
+                f"distribute_tensor: the DTensor lives on {tensor.device_mesh!r}, not on {mesh!r}; "
                 f"call x.redistribute(mesh, placements)"
             )
         return tensor.redistribute(placements=placements)
@@ -88,7 +88,7 @@ def distribute_tensor(
 def _layout_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layout:
     if not strided(tensor, "distribute_tensor").is_leaf:
         raise LayoutError(
-            "distribute_tensor can distribute leaf tensors; a computed value goes to DTensor.from_local(value, mesh, placements)"
+            "distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, placements)"
         )
     return Layout.of(mesh, placements, tensor.shape, _dense_stride(tensor), tensor.dtype)
 

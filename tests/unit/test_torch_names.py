@@ -129,21 +129,24 @@ MESH = dtensor.DeviceMesh("cpu", [[0, 1], [2, 3]])
 NAMED = dtensor.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 PREPARE = dtensor.parallel.PrepareModuleInput(input_layouts=dtensor.Shard(0), desired_input_layouts=dtensor.Replicate())
 SAID: dict[str, tuple[type[Exception], Any]] = {
-    "Each mesh_dim_name must be unique": (RuntimeError, lambda: dtensor.DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("a", "a"))),
-    "should have same length!": (RuntimeError, lambda: dtensor.init_device_mesh("cpu", (4,), mesh_dim_names=("a", "b"))),
-    "Found the DeviceMesh have 2 dimensions": (RuntimeError, lambda: NAMED.get_group()),
-    "`mesh_dim` needs to be specified": (RuntimeError, lambda: NAMED.get_local_rank()),
-    "Cannot slice a DeviceMesh without mesh_dim_names!": (RuntimeError, lambda: MESH["dp"]),
+    "two mesh dims have one name": (RuntimeError, lambda: dtensor.DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("a", "a"))),
+    "takes as many mesh_dim_names as it has dims": (
+        RuntimeError,
+        lambda: dtensor.init_device_mesh("cpu", (4,), mesh_dim_names=("a", "b")),
+    ),
+    "get_group() of a 2-d mesh needs a mesh dim": (RuntimeError, lambda: NAMED.get_group()),
+    "get_local_rank() of a 2-d mesh needs a mesh dim": (RuntimeError, lambda: NAMED.get_local_rank()),
+    "it was made without mesh_dim_names": (RuntimeError, lambda: MESH["dp"]),
     "Invalid mesh_dim_name": (KeyError, lambda: NAMED["pp"]),
-    "Must pass mesh if passing multiple": (ValueError, lambda: dtensor.DeviceMesh.from_group([object()], "cpu")),
-    "Expects at least one ProcessGroup": (ValueError, lambda: dtensor.DeviceMesh.from_group([], "cpu", torch.arange(0))),
-    "distribute leaf tensor": (RuntimeError, lambda: dtensor.distribute_tensor(torch.ones(2, requires_grad=True) * 2, MESH)),
-    "to a different device mesh": (ValueError, lambda: dtensor.distribute_tensor(dtensor.zeros(2, device_mesh=MESH), NAMED)),
-    "does not support containers that do not implement forward": (
+    "with several groups needs mesh=": (ValueError, lambda: dtensor.DeviceMesh.from_group([object()], "cpu")),
+    "an empty list of groups": (ValueError, lambda: dtensor.DeviceMesh.from_group([], "cpu", torch.arange(0))),
+    "takes leaf tensors": (RuntimeError, lambda: dtensor.distribute_tensor(torch.ones(2, requires_grad=True) * 2, MESH)),
+    "the DTensor lives on": (ValueError, lambda: dtensor.distribute_tensor(dtensor.zeros(2, device_mesh=MESH), NAMED)),
+    "nobody calls it": (
         ValueError,
         lambda: dtensor.fsdp.fully_shard(torch.nn.ModuleList([torch.nn.Linear(2, 2)]), mesh=NAMED["dp"]),
     ),
-    "module inputs and input_layouts should have same length!": (
+    "input_layouts takes as many as the module has inputs": (
         ValueError,
         lambda: dtensor.parallel.parallelize_module(torch.nn.Bilinear(1, 1, 1), NAMED["tp"], PREPARE)(
             torch.ones(1), torch.ones(1)
@@ -161,7 +164,7 @@ SAID: dict[str, tuple[type[Exception], Any]] = {
 
 
 @pytest.mark.parametrize("words", SAID)
-def test_what_programs_look_for_in_errors_is_there(words: str) -> None:
+def test_errors_are_of_the_classes_that_programs_catch(words: str) -> None:
     kind, provoke = SAID[words]
     with pytest.raises(kind, match=re.escape(words)):
         provoke()

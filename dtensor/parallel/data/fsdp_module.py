@@ -195,7 +195,7 @@ class FSDPModule:
         """
         groups = _unit(self).groups
         if stream is not None and any(group.axes.shard and group.axes.replicate for group in groups):
-            raise ValueError("stream cannot be set when using native HSDP: on a 2-d mesh the hook runs where the all-reduce does")
+            raise ValueError("stream= is for a mesh of one dim; on two the hook runs where the all-reduce does")
         for group in groups:
             group.settings.hook, group.settings.hook_stream = hook, stream
 

@@ -135,9 +135,8 @@ def check_callable(module: Any, name: str) -> None:
     has_forward = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_forward:
         raise UnitError(
-            f"{name} does not support containers that do not implement forward, such as this {type(module).__name__}: nobody "
-            f"calls it, so nothing could gather its parameters; apply it to each of its modules: for block in blocks: "
-            f"{name}(block, mesh=mesh)"
+            f"{name} of a {type(module).__name__}: nobody calls it, so nothing could gather its parameters; apply it to each of "
+            f"its modules: for block in blocks: {name}(block, mesh=mesh)"
         )
     if unit_of(module) is not None:
         raise DTensorError(

@@ -98,8 +98,8 @@ def sharding(mesh: Any, dims: DataParallelMeshDims | None, offload: OffloadPolic
         return Axes(mesh[(*copy, *shard)], WAYS["HSDP" if copy else "FSDP"], len(copy), host)
     if mesh.ndim > 2:
         raise MeshError(
-            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh!r}: it cuts over its one dim, or copies over the first and "
-            "cuts over the second; slice them from it"
+            f"data parallelism takes a mesh of one dim, or of two (copied over the first, cut over the second), got {mesh!r}; "
+            "slice them from it"
         )
     return Axes(mesh, WAYS["HSDP" if mesh.ndim == 2 else "FSDP"], mesh.ndim - 1, host)
 

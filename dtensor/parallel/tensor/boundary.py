@@ -246,5 +246,5 @@ def _alike(given: Any, wanted: Any) -> bool:
 
 def _same_number(values: Sequence[Any], layouts: Sequence[Any], what: str, side: str | None = None) -> None:
     if len(values) != len(layouts):
-        law = "give one for each;" if side is None else f"module {side}s and {side}_layouts should have same length!"
+        law = "give one for each;" if side is None else f"{side}_layouts takes as many as the module has {side}s;"
         raise PlacementError(f"{len(values)} {what}, but {len(layouts)} layouts: {law} None is for those to leave alone")
