@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gloo import run_gloo
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
@@ -89,3 +90,26 @@ def _compared(fn: Program, shape: tuple[int, ...], mesh: dt.DeviceMesh, placemen
     else:
         assert isinstance(own, dt.DTensor), where
         torch.testing.assert_close(own.full_tensor(), plain, equal_nan=True)
+
+
+def _refused() -> list[str]:
+    dt.check_ranks("off")
+    mesh = dt.init_device_mesh("cpu", (3,))
+    truth = dt.distribute_tensor(torch.ones(2, 4, dtype=torch.bool), mesh, [dt.Shard(0)])
+    counts = dt.distribute_tensor(torch.ones(2, 4, dtype=torch.int64), mesh, [dt.Shard(0)])
+    whole = dt.distribute_tensor(torch.ones(4, 4, dtype=torch.bool), mesh, [dt.Replicate()])
+    said = []
+    for program in (lambda: truth @ whole, lambda: counts.softmax(1), lambda: counts.log_softmax(-1), lambda: counts.sin().neg()):
+        try:
+            program()
+            said.append("")
+        except NotImplementedError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.gloo
+def test_a_rank_without_elements_refuses_the_dtypes_that_the_others_do() -> None:
+    first, *others = run_gloo(_refused, 3)
+    assert [bool(words) for words in first] == [True, True, True, False]
+    assert others == [first, first]
