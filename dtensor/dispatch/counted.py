@@ -96,7 +96,8 @@ def _layouts(signature: Iterable[Any]) -> Iterator[Layout]:
 def _part(part: Any) -> str:
     """A part of a plan's key in words."""
     if isinstance(part, tuple):
-        return f"[{', '.join(map(_part, part))}]"
+        values = [_part(value) for value in part if not isinstance(value, type)]  # beside the types that numbers have
+        return values[0] if len(values) == 1 else f"[{', '.join(values)}]"
     if isinstance(part, Layout):
         return _shown(part)
     return part.__name__ if isinstance(part, type) else TRUTHS.get(part) or _said(part)

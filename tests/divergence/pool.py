@@ -108,6 +108,7 @@ class Pool:
 
 def _main(pipe: Connection, rank: int, size: int, level: str, apart: bool) -> None:
     faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell leaves out for what it runs in the background
     torch.set_num_threads(1)
     if apart:  # as if each rank were on a host of its own
         importlib.import_module("dtensor.watch.board")._host = lambda: f"host {rank}"  # type: ignore[attr-defined]
