@@ -1,6 +1,7 @@
 """What a whole unchanged model moves and computes, beside the program written by hand: bytes, matrix FLOPs, collectives.
 
     python benchmarks/program_cost.py [--families llama,gpt2] [--layouts tp,fsdp,dp,tp_dp,styles,styles_sp] [--layers 2]
+    python benchmarks/program_cost.py --families more    # ... those of costing/more_families.py
     python benchmarks/program_cost.py --dtype bfloat16
     python benchmarks/program_cost.py --ways eager,captured,planned      # also replayed, and by a plan of the whole program
     python benchmarks/program_cost.py --cluster          # two layers as large as Llama-70B's, on a dry run of 512 x 8 ranks
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from costing import xla
 from costing.families import FAMILIES, USUAL, Family, Size, by_hand, model_of
+from costing.more_families import MORE
 from costing.styles import PLANS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -221,7 +223,8 @@ def main() -> None:
         print(cluster("llama", CLUSTER))
         return
     size = Size(options.layers, options.width, dtype=getattr(torch, options.dtype))
-    for name in options.families.split(","):
+    FAMILIES.update(MORE)
+    for name in MORE if options.families == "more" else options.families.split(","):
         family: Family = FAMILIES[name]
         one = measure(step_of(model_of(family, size), family.inputs(size)))
         for layout in options.layouts.split(","):

@@ -67,7 +67,7 @@ class Family:
         return next((spot for pattern, spot in self.places if re.search(pattern, name)), dt.Replicate())
 
 
-def _llama_like(size: Size) -> dict[str, Any]:
+def llama_like(size: Size) -> dict[str, Any]:
     heads = {"num_attention_heads": size.heads[0], "num_key_value_heads": size.heads[1]}
     sizes = {"hidden_size": size.width, "intermediate_size": size.hidden, "vocab_size": size.vocabulary}
     return heads | sizes | {"num_hidden_layers": size.layers, "max_position_embeddings": 2 * size.length}
@@ -84,18 +84,22 @@ def _t5(size: Size) -> dict[str, Any]:
 
 
 def _vit(size: Size) -> dict[str, Any]:
-    return _llama_like(size) | {"image_size": 64, "patch_size": 8}
+    return llama_like(size) | {"image_size": 64, "patch_size": 8}
 
 
-_LLAMA = ((r"(q|k|v|gate|up)_proj\.weight|embed_tokens|lm_head", COLUMN), (r"(o|down)_proj\.weight", ROW))
+LLAMA = ((r"(q|k|v|gate|up)_proj\.weight|embed_tokens|lm_head", COLUMN), (r"(o|down)_proj\.weight", ROW))
+BERT = (
+    (r"attention\.self\.(query|key|value)|intermediate\.dense|word_embeddings|decoder", COLUMN),
+    (r"attention\.output\.dense\.weight|layer\.\d+\.output\.dense\.weight", ROW),
+)
 _T5 = (
     (r"Attention\.(q|k|v)\.|DenseReluDense\.wi|shared|embed_tokens|lm_head", COLUMN),
     (r"Attention\.o\.|DenseReluDense\.wo|relative_attention_bias", ROW),
 )
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", _llama_like, _LLAMA),
-    "qwen3": Family("Qwen3ForCausalLM", lambda size: _llama_like(size) | {"head_dim": size.width // size.heads[0]}, _LLAMA),
-    "mistral": Family("MistralForCausalLM", _llama_like, _LLAMA),
+    "llama": Family("LlamaForCausalLM", llama_like, LLAMA),
+    "qwen3": Family("Qwen3ForCausalLM", lambda size: llama_like(size) | {"head_dim": size.width // size.heads[0]}, LLAMA),
+    "mistral": Family("MistralForCausalLM", llama_like, LLAMA),
     "gpt2": Family(
         "GPT2LMHeadModel",
         _gpt2,
@@ -107,15 +111,12 @@ FAMILIES = {
     ),
     "bert": Family(
         "BertForMaskedLM",
-        _llama_like,
-        (
-            (r"attention\.self\.(query|key|value)|intermediate\.dense|word_embeddings|decoder", COLUMN),
-            (r"attention\.output\.dense\.weight|layer\.\d+\.output\.dense\.weight", ROW),
-        ),
+        llama_like,
+        BERT,
     ),
     "opt": Family(
         "OPTForCausalLM",
-        lambda size: _llama_like(size) | {"ffn_dim": size.hidden, "word_embed_proj_dim": size.width},
+        lambda size: llama_like(size) | {"ffn_dim": size.hidden, "word_embed_proj_dim": size.width},
         ((r"(q|k|v)_proj|fc1|embed_tokens|lm_head", COLUMN), (r"(out_proj|fc2)\.weight", ROW)),
     ),
     # one table embeds for encoder and decoder; what all decoder layers owe the encoder's result is reduced once
@@ -132,8 +133,8 @@ FAMILIES = {
     # whole experts on each rank; every rank routes all tokens
     "mixtral": Family(
         "MixtralForCausalLM",
-        lambda size: _llama_like(size) | {"num_local_experts": 4, "num_experts_per_tok": 2},
-        ((r"experts\.", dt.Shard(0)), *_LLAMA),
+        lambda size: llama_like(size) | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        ((r"experts\.", dt.Shard(0)), *LLAMA),
     ),
 }
 USUAL = (

@@ -1,0 +1,144 @@
+"""More unchanged models, in which nothing was tuned: attention written out, folded heads, parallel blocks, norms behind, experts.
+
+python benchmarks/program_cost.py --families more --layouts tp,fsdp,tp_dp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import dtensor as dt
+
+from .families import BERT, COLUMN, LLAMA, ROW, Family, Size, llama_like
+
+Config = Callable[[Size], dict[str, Any]]
+
+
+def _with(**more: Callable[[Size], Any]) -> Config:
+    """The names that most families have, and more."""
+    return lambda size: llama_like(size) | {name: value(size) for name, value in more.items()}
+
+
+def _named(**names: Callable[[Size], Any]) -> Config:
+    return lambda size: {name: value(size) for name, value in names.items()}
+
+
+def _width(size: Size) -> int:
+    return size.width
+
+
+def _heads(size: Size) -> int:
+    return size.heads[0]
+
+
+def _layers(size: Size) -> int:
+    return size.layers
+
+
+def _hidden(size: Size) -> int:
+    return size.hidden
+
+
+def _words(size: Size) -> int:
+    return size.vocabulary
+
+
+def _per_head(size: Size) -> int:
+    return size.width // size.heads[0]
+
+
+def _parallel(layers: int) -> int:
+    """Attention and MLP of a layer are added before they are reduced."""
+    return 2 * layers + 2
+
+
+_GPT = (r"(q|k|v)_proj|c_fc|fc_in|fc1|wte|embed_tokens|lm_head", COLUMN), (r"(out_proj|c_proj|fc_out|fc2|dense)\.weight", ROW)
+_FUSED = (
+    (r"query_key_value|dense_h_to_4h|word_embeddings\.|embed_in|embed_out|lm_head", COLUMN),
+    (r"(attention\.dense|dense_4h_to_h)\.weight", ROW),
+)
+_EXPERTS = (r"\.experts\.", dt.Shard(0))
+_FEW = {"num_experts_per_tok": lambda _: 2, "moe_intermediate_size": _hidden}
+MORE = {
+    "gemma": Family("GemmaForCausalLM", _with(head_dim=_per_head), LLAMA),
+    "gemma2": Family("Gemma2ForCausalLM", _with(head_dim=_per_head), LLAMA),
+    "gemma3": Family("Gemma3ForCausalLM", _with(head_dim=_per_head), LLAMA),
+    "granite": Family("GraniteForCausalLM", llama_like, LLAMA),
+    "olmo2": Family("Olmo2ForCausalLM", llama_like, LLAMA),
+    "qwen2": Family("Qwen2ForCausalLM", llama_like, ((r"(q|k|v)_proj\.bias", COLUMN), *LLAMA)),
+    "stablelm": Family("StableLmForCausalLM", llama_like, LLAMA),
+    "cohere": Family("CohereForCausalLM", llama_like, LLAMA, reductions=_parallel),
+    "phi": Family("PhiForCausalLM", llama_like, _GPT, reductions=_parallel),
+    "phi3": Family("Phi3ForCausalLM", _with(pad_token_id=lambda _: 0), ((r"qkv_proj|gate_up_proj", COLUMN), *LLAMA)),
+    "starcoder2": Family("Starcoder2ForCausalLM", llama_like, ((r"o_proj\.weight", ROW), *_GPT)),
+    "gptj": Family(
+        "GPTJForCausalLM",
+        _named(
+            n_embd=_width,
+            n_head=_heads,
+            n_layer=_layers,
+            vocab_size=_words,
+            n_positions=lambda s: 2 * s.length,
+            rotary_dim=_per_head,
+        ),
+        _GPT,
+        reductions=_parallel,
+    ),
+    "gptneo": Family(
+        "GPTNeoForCausalLM",
+        _named(
+            hidden_size=_width,
+            num_heads=_heads,
+            num_layers=_layers,
+            attention_types=lambda s: [[["global"], s.layers]],
+            vocab_size=_words,
+            max_position_embeddings=lambda s: 2 * s.length,
+        ),
+        _GPT,
+    ),
+    "gptneox": Family("GPTNeoXForCausalLM", llama_like, _FUSED, reductions=_parallel),
+    "falcon": Family(
+        "FalconForCausalLM",
+        _with(multi_query=lambda _: False, parallel_attn=lambda _: False, bias=lambda _: True),
+        _FUSED,
+    ),
+    "bloom": Family("BloomForCausalLM", _named(hidden_size=_width, n_head=_heads, n_layer=_layers, vocab_size=_words), _FUSED),
+    "roberta": Family("RobertaForMaskedLM", llama_like, BERT),
+    "electra": Family("ElectraForMaskedLM", _with(embedding_size=_width), BERT),
+    "deberta": Family(
+        "DebertaV2ForMaskedLM",
+        llama_like,
+        ((r"(query|key|value)_proj|intermediate\.dense|word_embeddings|decoder", COLUMN), (r"output\.dense\.weight", ROW)),
+    ),
+    "distilbert": Family(
+        "DistilBertForMaskedLM",
+        _named(dim=_width, n_heads=_heads, n_layers=_layers, hidden_dim=_hidden, vocab_size=_words),
+        ((r"(q|k|v)_lin|lin1|word_embeddings|vocab_projector", COLUMN), (r"(out_lin|lin2)\.weight", ROW)),
+    ),
+    "bart": Family(
+        "BartForConditionalGeneration",
+        _named(
+            d_model=_width,
+            encoder_layers=_layers,
+            decoder_layers=_layers,
+            encoder_attention_heads=_heads,
+            decoder_attention_heads=_heads,
+            encoder_ffn_dim=_hidden,
+            decoder_ffn_dim=_hidden,
+            vocab_size=_words,
+        ),
+        ((r"shared", COLUMN), *_GPT),
+        reductions=lambda layers: 10 * layers + 4,
+    ),
+    "qwen2moe": Family(
+        "Qwen2MoeForCausalLM",
+        _with(num_experts=lambda _: 4, shared_expert_intermediate_size=_hidden, **_FEW),
+        (_EXPERTS, *LLAMA),
+    ),
+    "mamba": Family(
+        "MambaForCausalLM",
+        _named(hidden_size=_width, num_hidden_layers=_layers, vocab_size=_words),
+        ((r"in_proj|embeddings|lm_head|conv1d|dt_proj|A_log|\.D$", COLUMN), (r"(out_proj|x_proj)\.weight", ROW)),
+    ),
+}
