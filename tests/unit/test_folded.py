@@ -125,6 +125,17 @@ def test_what_else_is_done_to_rows(program: Callable[..., Any], stack: Any) -> N
     check(lambda x, w: program(x.view(-1, 7), w), x.transpose(0, 1).contiguous(), w, mesh=MESH, placements=[stack, [R, R]])
 
 
+@pytest.mark.parametrize("placement", [Shard(1), Partial(), R], ids=str)
+def test_a_view_of_a_view_of_another_dtype_is_written_through(placement: Any) -> None:
+    def program(x: Any) -> Any:
+        y = x * 1
+        y.view(torch.int64).view(-1)[None].fill_(3)
+        y.view(torch.int64).flatten()[4:6].unsqueeze(0).mul_(2)
+        return y
+
+    check(program, torch.randn(3, 4, dtype=torch.float64), mesh=MESH, placements=[[placement, R]], gradients=False)
+
+
 @pytest.mark.parametrize("stack", [STACKS[0], STACKS[1], STACKS[3]], ids=str)
 def test_order_does_not_matter_and_nothing_moves(stack: Any) -> None:
     x = dt.distribute_tensor(torch.randn(4, 6, 7), MESH, stack)
