@@ -42,6 +42,21 @@ def fullness() -> dict[str, tuple[int, int]]:
     return {name: found() for name, found in sorted(_CACHES.items())}
 
 
+def _typed(value: Any) -> Any:
+    return type(value), value
+
+
+def nested_key(value: Any, leaf: Callable[[Any], Any] = _typed) -> Any:
+    """Nested arguments as a key; of numbers their type too, as True is 1 and 1 is 1.0.
+
+    >>> nested_key([1, {"dim": True}])
+    ((<class 'int'>, 1), (('dim', (<class 'bool'>, True)),))
+    """
+    if isinstance(value, dict):
+        return tuple([(name, nested_key(item, leaf)) for name, item in value.items()])
+    return tuple([nested_key(item, leaf) for item in value]) if isinstance(value, (list, tuple)) else leaf(value)
+
+
 class Bounded(dict[K, T]):
     """A dictionary of what is made again where it is missing: it keeps ``limit`` entries, and then forgets the older half.
 

@@ -180,7 +180,7 @@ def _refusing_as_others(plan: Plan, operator: Operator, func: Callable[..., Any]
                 func(*tree_map(with_elements, args), **tree_map(with_elements, kwargs))
             except NotImplementedError:
                 raise
-            except Exception:
+            except Exception:  # of the ones, which are not this rank's values
                 pass
             asked = True
         return func(*args, **kwargs)

@@ -251,9 +251,14 @@ def _conditional(
     plan: Plan, found: Layout | Runner, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], bound: dict[str, Any]
 ) -> Layout | Runner:
     """``found`` for calls like this one: in the kinds of their numbers, and in what is known of their operands."""
-    if plan.by_numbers:
-        found = by_kinds(runner_of(found, operator), args, kwargs, partial(_for_numbers, operator))
+    found = _by_numbers(plan, found, operator, args, kwargs)
     return by_facts(found, plan, operator, bound, partial(_for_facts, operator))
+
+
+def _by_numbers(
+    plan: Plan, found: Layout | Runner, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Layout | Runner:
+    return by_kinds(runner_of(found, operator), args, kwargs, partial(_for_numbers, operator)) if plan.by_numbers else found
 
 
 def _for_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
@@ -264,9 +269,7 @@ def _for_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
 def _for_facts(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
     bound = operator.bind(args, kwargs)
     plan, found = _planned(operator, args, kwargs, bound, tuple(meshes_of(bound.values())))
-    if plan.by_numbers:
-        found = by_kinds(runner_of(found, operator), args, kwargs, partial(_for_numbers, operator))
-    return runner_of(found, operator)
+    return runner_of(_by_numbers(plan, found, operator, args, kwargs), operator)
 
 
 def _kept(entry: Entry, signature: tuple[Any, ...], found: Layout | Runner) -> Layout | Runner:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..base.caches import Bounded
-from ..base.recording import ACTIVE, current
+from ..base.recording import current
 from ..base.torch_internals import tree_leaves
 from ..comm import communicator_of
 from ..layout.layout import Layout
@@ -61,13 +61,12 @@ class Ownership(OfThisRun):
 
     def __init__(self, ends: Any, split: Split, layout: Layout, dim: int) -> None:
         self.ends, self.split, self.layout, self.dim = ends, split, layout, dim
-        self.versions, self.recorder = counted_versions(ends), current() if ACTIVE else None
+        self.versions, self.recorder = counted_versions(ends), current()
         self._own: Any = None
 
     def holds(self) -> bool:
         """Whether it may be relied on, here and now."""
-        recorder = current() if ACTIVE else None
-        return self.recorder is recorder and self.versions is not None and self.versions == counted_versions(self.ends)
+        return self.recorder is current() and self.versions is not None and self.versions == counted_versions(self.ends)
 
     def others(self) -> Any:
         """On each rank whether a row of its block is another's."""
@@ -195,7 +194,7 @@ def _ownership(ends: Any, left: Left, layout: Layout) -> Ownership:
     if type(made) is not Ownerships:
         made = ends.__dict__[_OWNERSHIPS] = Ownerships()
     assert left.split is not None
-    key = left.split, layout.mesh, layout.splits[left.dim], layout.shape[left.dim], current() if ACTIVE else None
+    key = left.split, layout.mesh, layout.splits[left.dim], layout.shape[left.dim], current()
     found: Ownership | None = made.get(key)
     if found is None or not found.holds():
         found = made[key] = Ownership(ends, left.split, layout, left.dim)

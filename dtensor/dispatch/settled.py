@@ -163,9 +163,10 @@ def settled_dims(x: Any) -> frozenset[int]:
     """The mesh dims over which ``x`` is in terms that have been added up before, and would be had for nothing."""
     layout = x._layout
     terms = [i for i, op in enumerate(layout.partials) if op is not None]
-    keeper = _keeper(x, _home(x)) if terms and not NESTED.depth else x
-    forms: Forms | None = keeper.__dict__.get(FORMS) if terms and not NESTED.depth else None
-    if forms is None or forms.recorder is not _recorder() or forms.versions != _countable_versions(x):
+    if not terms or NESTED.depth:
+        return frozenset()
+    forms = _current(_keeper(x, _home(x)), _recorder(), _countable_versions(x))
+    if forms is None:
         return frozenset()
     held = forms.held.get(_flat(_turned(layout, _orders(layout)[0])), {})
     return frozenset([i for i in terms if any(target.partials[i] is None for target in tuple(held))])
@@ -195,10 +196,16 @@ def _may_keep(leaf: Any, keeper: Any, recorder: Any, versions: Any) -> bool:
 
 
 def _forms(keeper: Any, recorder: Any, versions: Any) -> Forms:
-    forms: Forms | None = keeper.__dict__.get(FORMS)
-    if forms is None or forms.recorder is not recorder or forms.versions != versions:
+    forms = _current(keeper, recorder, versions)
+    if forms is None:
         forms = keeper.__dict__[FORMS] = Forms(recorder, versions)
     return forms
+
+
+def _current(keeper: Any, recorder: Any, versions: Any) -> Forms | None:
+    """The forms that may be used: of this recorder, and of the memory as it is."""
+    forms: Forms | None = keeper.__dict__.get(FORMS)
+    return forms if forms is not None and forms.recorder is recorder and forms.versions == versions else None
 
 
 def _nearest(held: dict[Layout, Any], source: Layout, target: Layout, local: Any) -> Any:

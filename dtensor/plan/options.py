@@ -141,8 +141,7 @@ def _known(call: Call, own: Class, now: Option, mesh_dim: int, forms: list[dict[
 
 
 def _realized(node: Node, asked: Asked, rows: tuple[Row, ...], given: tuple[Layout, ...]) -> Option | None:
-    known = facts_of(asked, given)
-    call = replace(asked.call, operands=tuple(map(unmarked, given)), known=known)
+    call = replace(asked.call, operands=tuple(map(unmarked, given)), known=facts_of(asked, given))
     chosen = realized(asked.rule, rows, asked.factors, call, asked.kept)
     if chosen is None:
         return None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..base.caches import nested_key
 from ..base.callers import place_of, users_frame
 from ..base.torch_internals import OpOverload, TorchDispatchMode, autograd_node, sequence_number, tree_leaves
 from ..comm.events import Event, listening, steps_under_way
@@ -111,7 +112,7 @@ class Recorder(TorchDispatchMode):
     def _planned(self, operator: Operator, bound: dict[str, Any], meshes: tuple[DeviceMesh, ...]) -> tuple[Plan, Asked | None]:
         """The plan of a call, and what its rule was asked if that was one question; calls that are alike share both."""
         try:
-            key = operator.func, _frozen(bound), tuple(facts_of_call(operator, bound).items())
+            key = operator.func, nested_key(bound, _leaf), tuple(facts_of_call(operator, bound).items())
             found = self._plans.get(key)
         except TypeError:  # an argument that is not hashed
             key, found = None, None
@@ -304,12 +305,8 @@ def _declared_writes(plan: Plan) -> tuple[str, ...]:
     return rule.writes(plan.call) if rule is not None and rule.writes is not None else ()
 
 
-def _frozen(value: Any) -> Any:
-    """Arguments as a key; of numbers their type too, as True is 1 and 1 is 1.0."""
-    if isinstance(value, dict):
-        return tuple((name, _frozen(item)) for name, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_frozen, value))
+def _leaf(value: Any) -> Any:
+    """An argument in a key: of a tensor how it lies, of a number its type too."""
     if isinstance(value, torch.Tensor):
         return value._layout if isinstance(value, DTensor) else (tuple(value.shape), value.stride(), value.dtype)
     return type(value), value

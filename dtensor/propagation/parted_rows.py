@@ -17,7 +17,7 @@ from ..layout.splits import Split
 from ..placement import Partial
 from ..rules.call import Call
 from ..rules.parted import Left, Parted
-from ..rules.rule import Along, Dims, Factors, R, Row, Rule, Spec, candidates, stands
+from ..rules.rule import Along, Factors, R, Row, Rule, Spec, alone, candidates, stands
 from .row_table import Line, where_of
 
 SUM = Partial("sum")
@@ -115,7 +115,7 @@ def left_parted(
         cuts = [operands[i].splits[d] for i, dims in enumerate(factors.operands) if (d := stands(dims, groups)) is not None]
         split = cuts[0] if cuts else None
         for r, dims in enumerate(factors.results):
-            d = _alone(dims, name)
+            d = alone(dims, (name,))
             if d is not None and split is not None and set(split.mesh_dims) == taken and _in_terms(given[r], taken):
                 found[r] = Left(r, d, source=source, split=split)
     return tuple(found.values())
@@ -141,15 +141,11 @@ def _by_owners(
             continue
         masked = any(row.parted is not None for row in taken)
         for r, dims in enumerate(factors.results):
-            d = _alone(dims, names[0])
+            d = alone(dims, names)
             if d is None or along.results[r] != Along(names[0]) or not _in_terms(results[r], over):
                 continue
             if results[r].splits[d] == operands[i].splits[fact.dim]:
                 yield Left(r, d, operand=i, masked=masked)
-
-
-def _alone(dims: Dims, name: str) -> int | None:
-    return next((d for d, names in enumerate(dims) if names == (name,)), None)
 
 
 def _in_terms(layout: Layout, mesh_dims: set[int]) -> bool:

@@ -266,6 +266,11 @@ def stands(dims: Dims, factor: str) -> int | None:
     return next((d for d, names in enumerate(dims) if factor in names), None)
 
 
+def alone(dims: Dims, names: tuple[str, ...]) -> int | None:
+    """The tensor dim that is these factors and no others."""
+    return dims.index(names) if names in dims else None
+
+
 def candidates(factors: Factors, partials: Partials) -> list[Row]:
     """All rows, the ones that shard first (declaration order breaks ties)."""
     rows = list(factors.rows)

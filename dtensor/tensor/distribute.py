@@ -135,10 +135,10 @@ def _scattering(layout: Layout, position: int) -> Run:
         group = mesh.members_of(everywhere, member)
         shape, size = tuple(layout.shape), layout.local_shape(mesh.coordinates[member])
         mine, nothing = group.index(member), (None,) * len(group)
-        leaving = [inside(full, member, layout, other) for other in group]
-        sends = tuple(None if k == mine or not box.numel else box for k, box in enumerate(leaving))
         own = Box((0,) * len(size), size)
         if mine == position:
+            leaving = [inside(full, member, layout, other) for other in group]
+            sends = tuple(None if k == mine or not box.numel else box for k, box in enumerate(leaving))
             return Route(shape, size, sends, nothing, (leaving[mine], own) if own.numel else None)
         comes = tuple(own if k == position and own.numel else None for k in range(len(group)))
         return Route(shape, size, nothing, comes, None)

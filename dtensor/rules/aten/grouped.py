@@ -38,10 +38,16 @@ def _groups(call: Call) -> int:
     return 1 if call.get("offs") is None else int(call["offs"].shape[0])
 
 
+def _sizes(call: Call) -> dict[str, int]:
+    """Of the dims of both operands."""
+    left, right, _ = _kind(call)
+    return dict(zip(left + right, call.shape(0) + call.shape(1), strict=True))
+
+
 def grouped_metas(call: Call) -> tuple[Meta, ...]:
     """What the operator gives: rows that begin at multiples of 16 bytes, which it asks of its operands too."""
     left, right, result = _kind(call)
-    sizes = dict(zip(left + right, call.shape(0) + call.shape(1), strict=True)) | {"g": _groups(call)}
+    sizes = _sizes(call) | {"g": _groups(call)}
     if "g" in left + right:
         sizes["g"] = (call.shape(0) if left[0] == "g" else call.shape(1))[0]
     dtype = call.operands[0].dtype
@@ -94,8 +100,7 @@ def grouped(at: KernelContext, a: Any, b: Any, offs: Any = None, bias: Any = Non
 
 def _ragged(call: Call) -> int:
     """How many positions the ragged dim has."""
-    left, right, _ = _kind(call)
-    return int(dict(zip(left + right, call.shape(0) + call.shape(1), strict=True)).get("r", 0))
+    return _sizes(call).get("r", 0)
 
 
 def _ends(offs: Tensor, total: int) -> list[int]:
@@ -106,8 +111,7 @@ def _ends(offs: Tensor, total: int) -> list[int]:
 
 def products(call: Call) -> float:
     """FLOPs of a call: each position of the ragged dim is in one group."""
-    left, right, _ = _kind(call)
-    sizes = dict(zip(left + right, call.shape(0) + call.shape(1), strict=True))
+    sizes = _sizes(call)
     return 2.0 * math.prod(size for name, size in sizes.items() if name != "g" or "r" not in sizes)
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ...base.caches import Bounded, remembered
+from ...base.caches import Bounded, nested_key, remembered
 from ...comm import communicator_of
 from ...dispatch.dispatcher import dispatch
 from ...dispatch.mixed_meshes import meshes_of
@@ -30,11 +30,12 @@ from ...layout.layout import Layout
 from ...layout.splits import Split
 from ...propagation.calls import make_call
 from ...propagation.meta import NotInferable, results_of
+from ...propagation.propagate import Plan
 from ...propagation.schema import Operator, operator_of
 from ...redistribute import redistribute_local
 from ...rules import lookup
-from ...rules.call import Call, Meta
-from ...rules.rule import Dims, Factors, Rule
+from ...rules.call import Meta
+from ...rules.rule import Factors, alone
 from ..dtensor import DTensor, wrap
 from .remote_view import Origin, RemoteView, is_local, plan_of
 
@@ -108,9 +109,9 @@ def _turned(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """With its dims in another order the folded tensor is the same of the stack with its dims in that order."""
     folded = _folded(args[0])
     plan = None if folded is None or folded.after else plan_of(operator, args, kwargs)
-    factors = None if plan is None or plan.rule is None else plan.rule.factors(plan.call)
-    if folded is None or factors is None or len(factors.results) != 1:
+    if folded is None or plan is None or plan.chosen is None or len(plan.chosen.results) != 1:
         return NotImplemented
+    factors = plan.chosen.choice.factors
     (before,), (after,) = factors.operands, factors.results
     if len(set(before)) < len(before) or sorted(before) != sorted(after) or after == before:
         return NotImplemented
@@ -131,10 +132,8 @@ def _folded(x: Any) -> _Folded | None:
     if origin.shows == "all" and (at := _merged(before, shape)) is not None:
         return _Folded(base, at, before[at : at + 1 + len(before) - len(shape)], (), at)
     inner = _folded(base)
-    if inner is None or origin.plan.rule is None:
-        return None
-    dim = _carried(origin.plan.rule, origin.plan.call, inner.dim, x._place)
-    if dim is None or shape[dim] != before[inner.dim]:  # a part of it
+    dim = None if inner is None else _carried(origin.plan, inner.dim, x._place)
+    if inner is None or dim is None or shape[dim] != before[inner.dim]:  # a part of it
         return None
     return _Folded(inner.stack, inner.at, inner.sizes, (*inner.after, (origin, x._place)), dim)
 
@@ -153,12 +152,12 @@ def _merged(before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
     return at if (*before[:at], math.prod(before[at : at + count]), *before[at + count :]) == after else None
 
 
-def _carried(rule: Rule, call: Call, dim: int, place: int) -> int | None:
+def _carried(plan: Plan, dim: int, place: int) -> int | None:
     """The dim of a view's result that shows ``dim`` of its base."""
-    factors = rule.factors(call)
+    factors = None if plan.chosen is None else plan.chosen.choice.factors
     if factors is None or not factors.operands[0][dim] or place >= len(factors.results):
         return None
-    return _only(factors.results[place], factors.operands[0][dim])
+    return alone(factors.results[place], factors.operands[0][dim])
 
 
 # --- whether the order matters ---------------------------------------------------------------------------------------------
@@ -169,7 +168,7 @@ _PLACES: Bounded[Any, Places | None] = Bounded(4096, "folded.places")
 def _where(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any], found: Sequence[_Folded | None]) -> Places | None:
     layouts = [(x._layout,) if isinstance(x, DTensor) else (tuple(x.shape), x.stride(), x.dtype) for x in tensors]
     dims = tuple([x and x.dim for x in found])
-    key = (operator.func, *map(_hashable, marked), *layouts, dims)
+    key = (operator.func, nested_key(marked), *layouts, dims)
     if key not in _PLACES:
         _PLACES.keep(key, _places(operator, marked, tensors, dims))
     return _PLACES.get(key)
@@ -202,7 +201,7 @@ def _places(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any],
     for tensor in (*operands, *factors.results):
         if [each for each in tensor if name[0] in each] not in ([], [name]):  # a part of a dim, or of several
             return None
-    return tuple(_only(operand, name) for operand in operands), tuple(_only(result, name) for result in factors.results)
+    return tuple(alone(operand, name) for operand in operands), tuple(alone(result, name) for result in factors.results)
 
 
 def _orderless(factors: Factors, name: tuple[str, ...]) -> bool:
@@ -213,10 +212,6 @@ def _orderless(factors: Factors, name: tuple[str, ...]) -> bool:
     reduced = factors.reduced.get(own, "sum")
     plain = all(isinstance(each, str) for each in (reduced if isinstance(reduced, tuple) else (reduced,)))
     return plain and own not in factors.whole and own not in factors.kernels and all(key[2] != own for key in factors.windows)
-
-
-def _only(dims: Dims, name: tuple[str, ...]) -> int | None:
-    return dims.index(name) if name in dims else None
 
 
 # --- blocks as they lie, and back ------------------------------------------------------------------------------------------
@@ -308,9 +303,3 @@ def _replaced(args: Any, kwargs: Any, by: Callable[[Any], Any], kind: type = tor
         return by(value) if isinstance(value, kind) else value
 
     return tuple([of(value) for value in args]), {name: of(value) for name, value in kwargs.items()}
-
-
-def _hashable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return tuple([(name, _hashable(item)) for name, item in value.items()])
-    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else (type(value), value)

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from ...base import tracing
-from ...base.caches import Bounded
+from ...base.caches import Bounded, nested_key
 from ...base.torch_internals import make_wrapper_subclass
 from ...comm import communicator_of
 from ...dispatch.bind import bind, runner_of
@@ -312,10 +312,6 @@ _PLANS: Bounded[Any, Plan] = Bounded(4096, "remote_view.plans")
 
 def plan_of(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """The plan of a view operation, found again by its arguments."""
-    key = (operator.func, args[0]._layout, _hashable(args[1:]), _hashable(tuple(sorted(kwargs.items()))))
+    key = (operator.func, args[0]._layout, nested_key(args[1:]), nested_key(kwargs))
     found = _PLANS.get(key)
     return _PLANS.keep(key, plan_for(operator, args, kwargs)) if found is None else found
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
