@@ -241,6 +241,8 @@ def _rewritten(
     own = None if plan.rule is None else plan.rule.local
     known = operator.names if own is None else (*operator.names, *{name for values in by_member.values() for name in values})
     positional, func = operator.names[: operator.positional], own or local_function(operator.func)
+    if plan.moves and operator.facts.needs_strides:
+        func = _dense_if_refused(func)
     given = {member: _filled(form, values) for member, values in by_member.items()}
     named = {
         member: {name: value for name, value in values.items() if name in known and name not in positional}
@@ -260,6 +262,18 @@ def _rewritten(
         return func(*local_args, **{**local_kwargs, **named[member]})
 
     return [], lambda *local_args, **local_kwargs: comm.map(one, local_args, local_kwargs)
+
+
+def _dense_if_refused(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``func``, a view of what was moved here, which may lie otherwise in memory than the whole did that allows it."""
+
+    def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return func(x, *args, **kwargs)
+        except RuntimeError:
+            return func(x.contiguous(), *args, **kwargs)
+
+    return run
 
 
 def _filled(form: Form, values: Constants) -> Given:

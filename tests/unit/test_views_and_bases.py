@@ -417,6 +417,17 @@ def test_a_write_to_some_of_overlapping_windows_stays() -> None:
     everywhere(program)
 
 
+def test_windows_are_seen_flat_where_blocks_lie_otherwise() -> None:
+    def program(x: Any) -> Any:
+        windows = x.unfold(0, 2, 1)
+        return windows.view(24, 2), windows.transpose(1, 2).transpose(0, 1).view(2, 24), windows.reshape(-1)
+
+    for sizes in ((0, 5, 0), (5, 0, 0), (2, 2, 1)):
+        mesh, cuts = dt.init_device_mesh("cpu", (3,)), (Shard(0, sizes=sizes), Shard(1))
+        for cut in cuts:
+            check(program, X, mesh=mesh, placements=[[cut]], cloned=True, gradients=False)
+
+
 def test_a_write_in_parts_arrives_through_a_chain_of_views() -> None:
     def program(x: Any) -> Any:
         part = x[:, 1][1::2]
