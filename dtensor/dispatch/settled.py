@@ -33,12 +33,11 @@ from ..redistribute import Plan as Move
 from ..redistribute import execute
 from ..redistribute import plan as plan_move
 from . import wrapping
-from .versions import versions_of
+from .versions import SHARED, shared, versions_of
 
 AFRESH: Scoped[object] = Scoped("afresh")  # inside, only what was moved there since is used: what ran before does not show
 Runner = Callable[[Any, Any, list[Any], dict[str, Any]], Any]
 FORMS = "_forms"  # the attribute of a tensor that has those of its memory, its views' too
-_GIVEN = "_given"  # whether somebody writes to its memory and is not counted: a list of one, shared by what was detached of it
 
 
 class Forms:
@@ -104,33 +103,29 @@ def nested(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def users(x: Any) -> Any:
     """``x`` (a DTensor), whose memory the user may write to from now on without being counted."""
-    given = x.__dict__.get(_GIVEN)
-    (_given(x) if given is None else given)[0] = True
+    own = shared(x)
+    own.given = True
+    for ref in own.group[1] if own.group else ():
+        if (other := ref()) is not None:
+            other.given = True
     return x
 
 
-def sharing(layout: Layout) -> Runner:
-    """What gives the memory of its argument again, of which autograd does not say so (``detach``)."""
+def sharing(found: Layout | Runner) -> Runner:
+    """What ``found`` does, which gives the memory of its argument again, of which autograd does not say so (``detach``)."""
 
     def detached(args: Any, kwargs: Any, local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        made, given = wrapping.wrap_local(local_args[0], layout), args[0].__dict__.get(_GIVEN)
-        made.__dict__[_GIVEN] = _given(args[0]) if given is None else given
+        whole = isinstance(found, Layout)
+        made = wrapping.wrap_local(local_args[0], found) if whole else found(args, kwargs, local_args, local_kwargs)
+        made.__dict__[SHARED] = shared(args[0])
         return made
 
     return detached
 
 
-def _given(x: Any) -> list[bool]:
-    """That of the memory of ``x``: its base's, where it is a view."""
-    found: list[bool] | None = x.__dict__.get(_GIVEN)
-    if found is None:
-        found = x.__dict__[_GIVEN] = [False] if x._base is None else _given(x._base)
-    return found
-
-
 def counted_versions(x: Any) -> tuple[int, ...] | None:
     """What changes whenever the memory of ``x`` is written to; None where somebody may write and is not counted."""
-    return None if _given(x)[0] else versions_of(_home(x))
+    return None if shared(x).given else versions_of(_home(x))
 
 
 def moved(x: Any, move: Move, local: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -10,21 +11,46 @@ import torch
 
 from ..base.torch_internals import DispatchKey, is_key_excluded
 
+SHARED = "_shared"  # the attribute of a tensor that has its ``Shared``
 _GROUPS = count()
 
 
-def versions_of(x: torch.Tensor) -> tuple[int, ...] | None:
-    """What changes whenever the memory of ``x`` is written to; None where nobody counts.
+class Shared:
+    """What a tensor, its views and what was detached of them have in common: one counter of torch's.
 
-    Views share their base's version. Tensors that got the same memory otherwise form a group.
+    Attributes:
+        given: somebody has their locals, and is not counted when writing to them.
+        counter: a tensor that has the counter.
+        group: a number, and all that are the same memory and count apart; a number, so that what one of them wrote before it
+            vanished is not forgotten.
     """
+
+    __slots__ = ("__weakref__", "counter", "given", "group")
+
+    def __init__(self) -> None:
+        self.given = False
+        self.counter: Callable[[], Any] | None = None
+        self.group: tuple[int, list[weakref.ref[Shared]]] | None = None
+
+
+def shared(x: Any) -> Shared:
+    found: Shared | None = x.__dict__.get(SHARED)
+    if found is None:
+        found = x.__dict__[SHARED] = Shared() if x._base is None else shared(x._base)
+    return found
+
+
+def versions_of(x: torch.Tensor) -> tuple[int, ...] | None:
+    """What changes whenever the memory of ``x`` is written to; None where nobody counts."""
     root = x if x._base is None else x._base
-    counter = root.__dict__.get("_counter", root)
-    number, refs = counter.__dict__.get("_group", (-1, None))
-    members = [root] if refs is None else [member for ref in refs if (member := ref()) is not None]
-    if any(member.is_inference() for member in members):
+    found: Shared | None = root.__dict__.get(SHARED)
+    if found is None or found.group is None:
+        return None if root.is_inference() else (-1, root._version)
+    number, refs = found.group
+    members = [member.counter() for ref in refs if (member := ref()) is not None and member.counter is not None]
+    if any(member is not None and member.is_inference() for member in members):
         return None
-    return (number, *[member._version for member in members])
+    return (number, *[member._version for member in members if member is not None])
 
 
 def stamp(x: Any) -> list[Any]:
@@ -36,43 +62,34 @@ def stamp(x: Any) -> list[Any]:
 
 
 def counted_together(x: torch.Tensor, y: torch.Tensor) -> None:
-    """From now on ``x`` and ``y`` are the same memory, and each has its own version (``x.data``, ``x.data = y``, ``x.set_(y)``).
-
-    The group has a number, so that what one of them wrote before it vanished is not forgotten. Its members are not the tensors,
-    which ``torch.utils.swap_tensors`` exchanges only where nobody refers to them weakly, but their counters.
-    """
+    """From now on ``x`` and ``y`` are the same memory, and each has its own version (``x.data``, ``x.data = y``, ``x.set_(y)``)."""
     roots = [t if t._base is None else t._base for t in (x, y)]
-    if roots[0] is roots[1]:
+    pair = [shared(root) for root in roots]
+    if pair[0] is pair[1]:
         return
-    refs = [ref for root in roots for ref in _counter(root).__dict__["_group"][1] if ref() is not None]
-    group = next(_GROUPS), refs
-    for ref in refs:
-        ref().__dict__["_group"] = group
-
-
-def counting_as(x: Any, detached: Any) -> Any:
-    """``detached`` of ``x``, which shares its counter: those that count with ``x`` count with it."""
-    detached.__dict__["_counter"] = x.__dict__.get("_counter", x)
-    return detached
+    for one, root in zip(pair, roots, strict=True):
+        if one.counter is None:
+            one.counter, one.group = _counter(root), (0, [weakref.ref(one)])
+    members = [member for one in pair if one.group for ref in one.group[1] if (member := ref()) is not None]
+    given, group = any(member.given for member in members), (next(_GROUPS), [weakref.ref(member) for member in members])
+    for member in members:
+        member.given, member.group = given, group
 
 
 def pass_version_on(x: Any, root: torch.Tensor) -> None:
     """``root`` is now what ``x`` was: those that got the same memory otherwise count with it."""
-    if "_counter" in x.__dict__:
-        root.__dict__["_counter"] = x.__dict__.pop("_counter")
-    elif "_group" in x.__dict__:
-        group = root.__dict__["_group"] = x.__dict__.pop("_group")
-        group[1][:] = [weakref.ref(root) if ref() is x else ref for ref in group[1]]
+    found: Shared | None = x.__dict__.pop(SHARED, None)
+    if found is not None:
+        root.__dict__[SHARED] = found
+        if found.counter is not None and found.counter() is x:
+            found.counter = weakref.ref(root)
 
 
-def _counter(root: Any) -> Any:
-    """What has the version counter of ``root``, lives as long and knows its group: a detached tensor without memory; or itself,
-    if it is a view that is computed, or where torch, below autograd, gives what it detaches a counter of its own."""
-    made: Any = root.__dict__.get("_counter", root)
-    if "_group" not in made.__dict__:
-        if not isinstance(type(root)._local, property) and not is_key_excluded(DispatchKey.ADInplaceOrView):
-            made = torch.Tensor.detach(root)
-            del made._local
-            root.__dict__["_counter"] = made
-        made.__dict__["_group"] = 0, [weakref.ref(made)]
-    return made
+def _counter(root: Any) -> Callable[[], Any]:
+    """What gives a tensor with the version counter of ``root``: one that was detached, without memory; or itself, if it is a view
+    that is computed, or where torch, below autograd, gives what it detaches a counter of its own."""
+    if isinstance(type(root)._local, property) or is_key_excluded(DispatchKey.ADInplaceOrView):
+        return weakref.ref(root)
+    made: Any = torch.Tensor.detach(root)
+    del made._local
+    return lambda: made

@@ -21,14 +21,12 @@ _OWN = frozenset(
         "_grad_layout",
         "_apart",
         "_counted",
-        "_counter",
-        "_group",
         "_origin",
         "_place",
         "_pending",
         "_data_parallel",
         "_forms",
-        "_given",
+        "_shared",
         "_left",
     ]
 )

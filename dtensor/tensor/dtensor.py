@@ -20,7 +20,7 @@ from ..dispatch.dispatcher import dispatch
 from ..dispatch.local_op import seen
 from ..dispatch.plain_operands import laid_out_alike
 from ..dispatch.settled import users
-from ..dispatch.versions import counted_together, counting_as
+from ..dispatch.versions import SHARED, counted_together
 from ..dispatch.wrapping import install, wrap_local
 from ..errors import DTensorError, LayoutError
 from ..layout.layout import Layout
@@ -259,8 +259,7 @@ class DTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The same memory with a version of its own: autograd does not see what is written to it, views of this tensor do."""
-        apart = users(users(self)._uncounted())
-        return counting_as(apart, apart.detach())
+        return cast(DTensor, users(self)._uncounted()).detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -285,6 +284,7 @@ class DTensor(torch.Tensor):
         apart: DTensor | None = self.__dict__.get("_apart")
         if apart is None or apart._local is not self._local:
             apart = self.__dict__["_apart"] = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]  # torch's stub
+            apart.__dict__.pop(SHARED, None)  # it was detached, and has a counter of its own
             counted_together(apart, self)
         return cast(DTensor, apart)
 

@@ -191,7 +191,7 @@ def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | 
         return deferred
     if not is_local(plan) or (plan.rule is not None and plan.rule.run is not None) or changes(plan):
         return deferred
-    if operator.func is _DETACH and isinstance(found, Layout):
+    if operator.func is _DETACH:
         return sharing(found)
     if not facts_of(operator.func).needs_strides:
         return found

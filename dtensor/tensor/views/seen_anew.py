@@ -23,7 +23,6 @@ _OF_MEMORY = (
     "_apart",
     "_counted",
     "_forms",
-    "_given",
     "_grad_layout",
     "_left",
 )  # instance attributes that speak of the memory, not of the object
