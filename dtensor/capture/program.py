@@ -81,6 +81,7 @@ class Backward:
         incoming: for each gradient that comes in its locals, () for none; their strides beside them.
         needed: what it reads of the forward run.
         gradients: for each differentiable input what it gives: None, or locals and layout.
+        copied: for each of these locals whether it is given as a copy, since its memory is something else's too.
     """
 
     incoming: tuple[tuple[Var, ...], ...]
@@ -89,8 +90,19 @@ class Backward:
     steps: list[Step]
     gradients: tuple[tuple[tuple[Var, ...], Layout | None] | None, ...]
     needed: tuple[Var, ...] = ()
+    copied: tuple[bool, ...] = ()
     tape: Tape | None = None
     source: Source | None = None
+
+    def given(self, locals_: Sequence[torch.Tensor]) -> list[Any]:
+        """The gradients of the differentiable inputs, which nobody else holds, so that autograd may keep them as they are."""
+        found: list[Any] = []
+        at = 0
+        for gradient in self.gradients:
+            count = 0 if gradient is None else len(gradient[0])
+            found.append(None if gradient is None else joined(tuple(locals_[at : at + count]), gradient[1]))
+            at += count
+        return found
 
 
 @dataclass(slots=True, eq=False)
@@ -183,6 +195,7 @@ class Program:
         for var in results:
             copied.append(var.storage in shared)
             shared.add(var.storage)
+        backward.copied = tuple(copied)
         backward.tape, backward.source = tape, Source("backward", tape, copied)
         self.backwards[key] = backward
         self.compiled = None

@@ -240,12 +240,12 @@ class Recording:
     def _linked(self, program: Program, bases: list[torch.Tensor]) -> list[torch.Tensor]:
         """The bases, those with gradients as results of one autograd function of the user's tensors."""
         if not program.differentiable:
-            return [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in bases]
+            return [_detached(x) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in bases]
         apply: Any = _Recorded.apply
         made = iter(apply(self, program, bases, *(self.real[given] for given in program.differentiable)))
         linked = [next(made) if base.requires_grad else x for x, base in zip(bases, program.bases, strict=True)]
         return [
-            x.detach() if isinstance(x, torch.Tensor) and x.requires_grad and not base.requires_grad else x
+            _detached(x) if isinstance(x, torch.Tensor) and x.requires_grad and not base.requires_grad else x
             for x, base in zip(linked, program.bases, strict=True)
         ]
 
@@ -273,7 +273,8 @@ class Recording:
                     gradient._local  # noqa: B018  as above
         if key not in program.backwards:
             program.add_backward(key, self._backward(shown, grads, steps, found))
-        return tuple(found)
+        made, own = program.backwards[key], [local for x in found if x is not None for local in locals_of(x)]
+        return tuple(made.given([copied(x) if copy else x.detach() for x, copy in zip(own, made.copied, strict=True)]))
 
     def _incoming(self, grad: Any) -> tuple[Any, tuple[Var, ...]]:
         """A gradient, with memory that nothing else has, and its variables."""
@@ -315,7 +316,7 @@ class _Recorded(torch.autograd.Function):
         ctx.recording, ctx.program, ctx.bases = recording, program, bases
         ctx.set_materialize_grads(False)
         wanted = [x for x, base in zip(bases, program.bases, strict=True) if base.requires_grad]
-        return tuple(x.detach() for x in wanted)  # they share the version counters of what the run has saved
+        return tuple(map(_detached, wanted))  # they share the version counters of what the run has saved
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -331,6 +332,14 @@ def _stand_in(x: Any, locals_: tuple[torch.Tensor, ...], replaced: bool) -> Any:
         made = locals_[0].detach()
     if x.requires_grad:
         torch.Tensor.requires_grad_(made)  # not DTensor's, which brings gradients to the leaf's layout
+    return made
+
+
+def _detached(x: Any) -> Any:
+    """``x`` without history, in the same layout: of a mesh dim of one rank ``detach`` may say another thing that means the same."""
+    made = x.detach()
+    if isinstance(made, DTensor):
+        made._layout = x._layout
     return made
 
 

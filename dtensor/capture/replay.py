@@ -9,7 +9,7 @@ import torch
 from ..dispatch.local_op import below_autograd, recorded
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
-from .program import Backward, Compiled, Program, Sources, as_recorded, joined, locals_of
+from .program import Backward, Compiled, Program, Sources, as_recorded, locals_of
 from .signature import described
 
 
@@ -93,13 +93,4 @@ def run_backward(backward: Backward, grads: Any, values: list[torch.Tensor]) -> 
     assert backward.source is not None
     with below_autograd():
         computed = backward.source.run(*locals_, *values)
-    found: list[Any] = []
-    at = 0
-    for gradient in backward.gradients:
-        if gradient is None:
-            found.append(None)
-        else:
-            count = len(gradient[0])
-            found.append(joined(computed[at : at + count], gradient[1]))
-            at += count
-    return found
+    return backward.given(computed)
