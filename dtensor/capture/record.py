@@ -336,7 +336,7 @@ def _stand_in(x: Any, locals_: tuple[torch.Tensor, ...], replaced: bool) -> Any:
 
 
 def _detached(x: Any) -> Any:
-    """``x`` without history, in the same layout: of a mesh dim of one rank ``detach`` may say another thing that means the same."""
+    """``x`` without history, in the same layout: ``detach`` may call a dim of one rank by another placement, which says the same."""
     made = x.detach()
     if isinstance(made, DTensor):
         made._layout = x._layout
