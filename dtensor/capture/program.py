@@ -130,7 +130,7 @@ class Program:
         followed: whether there are floats in the tape that change, of which some may have slipped away (see confirm.py);
         guarded: those of the survey that must not change after all.
         together: bytes of values that collectives may move together.
-        assigned: what the run leaves in ``.grad`` of tensors of the survey.
+        assigned: what the run leaves in ``.grad`` of tensors of the survey; rebound: what as locals of others.
     """
 
     forms: tuple[Form, ...]
@@ -142,6 +142,7 @@ class Program:
     bases: tuple[Base, ...]
     results: tuple[Result, ...]
     assigned: tuple[tuple[int, Result], ...]
+    rebound: tuple[tuple[int, int], ...]
     tree: Any
     mutated: tuple[Given, ...]
     differentiable: tuple[Given, ...]
@@ -264,6 +265,8 @@ class Program:
         gradients = [self._result(result, bases, sources) for _, result in self.assigned]
         for (number, _), gradient in zip(self.assigned, gradients, strict=True):
             sources[ENV][number].grad = gradient
+        for number, base in self.rebound:
+            sources[ENV][number]._local = bases[base]._local
         return [self._result(result, bases, sources) for result in self.results]
 
     def _result(self, result: Result, bases: list[Any], sources: Sources) -> Any:
