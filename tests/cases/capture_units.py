@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from capture_cases import randn
+from capture_cases import randn, weight
 from capture_steps import OPTIMIZERS, Step, compare_steps
 from case_lists import Cases
 from torch import nn
@@ -191,6 +191,24 @@ def gradients_of_several_calls() -> Step:
         return (randn(12, 6, on=line(), at=[Shard(0)]),)
 
     return step, arguments, list(model.parameters()), [opt]
+
+
+@case
+def stages_on_meshes_of_their_own() -> Step:
+    grid("pp", "tp")
+    first, second = (dt.DeviceMesh("cpu", ranks, mesh_dim_names=("tp",)) for ranks in ([0, 1], [2, 3]))
+    one, other = weight(first, 6, 8, at=Shard(1)), weight(second, 8, 3, at=Shard(0))
+    opt = ADAMW([one, other])
+
+    def step(x: Any) -> Any:
+        hidden = torch.relu(x @ one).redistribute(second, [dt.Replicate()])
+        loss = (hidden @ other).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return step, lambda i: (randn(5, 6, on=first),), [one, other], [opt]
 
 
 def main() -> list[str]:
