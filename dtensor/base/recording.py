@@ -1,12 +1,13 @@
 """What a recorder (see ``capture``) wants to know of the layers below it: which functions are one step of what it records.
 
-``site`` marks functions that a recorder keeps as one step, called again at each replay: collectives, draws. ``aside`` marks
-those whose work is done once for all: checks, and what they set up. With nobody recording each pays one truth test.
+``site`` marks functions that a recorder keeps as one step, called again at each replay: collectives, draws. ``effect`` marks
+those that do something to the memory of their arguments. ``aside`` marks those whose work is done once for all: checks, and what
+they set up. With nobody recording each pays one truth test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sized
 from functools import wraps
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
@@ -28,6 +29,9 @@ class Recorder(Protocol):
     def site(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``fn(*args, **kwargs)``, kept as one step."""
 
+    def effect(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``fn(*args, **kwargs)``, kept as one step, which does something to the memory of the tensors that it is given."""
+
     def aside(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``fn(*args, **kwargs)``, not kept."""
 
@@ -36,6 +40,17 @@ class Recorder(Protocol):
 
     def knows(self, pending: Any) -> bool:
         """Whether a collective under way is one that it has seen begin."""
+
+    def apart(self, owner: Any, empty: Mapping[str, Any]) -> None:
+        """Attributes of ``owner`` that say what it keeps between calls, called before they are looked at: a recording starts with
+        these, and leaves them as it found them."""
+
+    def ends_empty(self, held: Sized, what: str) -> None:
+        """``held`` is for tensors that wait for another call, where a recording may leave none; ``what`` says what they are, and
+        what to write instead."""
+
+    def undo(self, fn: Callable[[], Any]) -> None:
+        """``fn()`` is called if the recording is refused before it has ended."""
 
 
 ACTIVE: list[Recorder] = []  # in any thread; recorders are dispatch modes, which belong to a thread (and its backward passes)
@@ -55,6 +70,11 @@ def current() -> Recorder | None:
 def site(fn: Callable[P, T]) -> Callable[P, T]:
     """``fn``, one step to a recorder."""
     return _marked(fn, "site")
+
+
+def effect(fn: Callable[P, T]) -> Callable[P, T]:
+    """``fn``, one step to a recorder, and one that writes to what it is given."""
+    return _marked(fn, "effect")
 
 
 def aside(fn: Callable[P, T]) -> Callable[P, T]:

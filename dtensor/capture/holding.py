@@ -39,14 +39,14 @@ def parts_of(value: Any) -> list[Any] | None:
 
 
 def contents_of(value: Any) -> Callable[[], list[Any]] | None:
-    """Gives the objects that something holds now."""
+    """Gives the objects that something holds now; what programs may set of a thing of the library's, its ``_surveyed`` gives."""
     if isinstance(value, ContextVar):
         return lambda: [value.get(MISSING)]
     if isinstance(value, types.GeneratorType):
         return lambda: [] if value.gi_frame is None else [*value.gi_frame.f_locals.values(), value.gi_yieldfrom]
     if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
         return lambda: list(value.flat)
-    return None
+    return getattr(value, "_surveyed", None) if type(value).__module__.startswith("dtensor.") else None
 
 
 def state_of(value: Any) -> Callable[[], Any] | None:

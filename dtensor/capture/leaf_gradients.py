@@ -75,6 +75,11 @@ class Leaves:
         self.touched |= bool(found)
         return found
 
+    def put_back(self) -> None:
+        """The gradients that were there before the run."""
+        for number, x in self._leaves.items():
+            x.grad = self._before[number]
+
     def guards(self) -> Guarded:
         """What a replay must find."""
         return self._known if self.touched or self.accumulated else Guarded()
@@ -111,21 +116,19 @@ class _Looking(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def leaves_of(roots: list[torch.Tensor]) -> set[int]:
-    """Addresses of the leaves, and of the nodes, that the history of ``roots`` reaches."""
-    reached: set[int] = set()
+def leaves_of(roots: list[torch.Tensor]) -> dict[int, Any]:
+    """By address the leaves, and the nodes, that the history of ``roots`` reaches."""
+    reached: dict[int, Any] = {}
     nodes: list[Any] = [x.grad_fn if x.grad_fn is not None else x for x in roots]
-    alive = []
     while nodes:
         node = nodes.pop()
         if node is None or id(node) in reached:
             continue
-        reached.add(id(node))
-        alive.append(node)  # addresses are not used again
+        reached[id(node)] = node
         if isinstance(node, torch.Tensor):
             continue
         if hasattr(node, "variable"):
-            reached.add(id(node.variable))
+            reached[id(node.variable)] = node.variable
         nodes.extend(following for following, _ in node.next_functions)
     return reached
 

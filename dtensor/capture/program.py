@@ -81,6 +81,7 @@ class Backward:
         incoming: for each gradient that comes in its locals, () for none; their strides beside them.
         needed: what it reads of the forward run.
         gradients: for each differentiable input what it gives: None, or locals and layout.
+        copied: for each of these locals whether it is given as a copy, since its memory is something else's too.
     """
 
     incoming: tuple[tuple[Var, ...], ...]
@@ -89,8 +90,19 @@ class Backward:
     steps: list[Step]
     gradients: tuple[tuple[tuple[Var, ...], Layout | None] | None, ...]
     needed: tuple[Var, ...] = ()
+    copied: tuple[bool, ...] = ()
     tape: Tape | None = None
     source: Source | None = None
+
+    def given(self, locals_: Sequence[torch.Tensor]) -> list[Any]:
+        """The gradients of the differentiable inputs, which nobody else holds, so that autograd may keep them as they are."""
+        found: list[Any] = []
+        at = 0
+        for gradient in self.gradients:
+            count = 0 if gradient is None else len(gradient[0])
+            found.append(None if gradient is None else joined(tuple(locals_[at : at + count]), gradient[1]))
+            at += count
+        return found
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +130,7 @@ class Program:
         followed: whether there are floats in the tape that change, of which some may have slipped away (see confirm.py);
         guarded: those of the survey that must not change after all.
         together: bytes of values that collectives may move together.
-        assigned: what the run leaves in ``.grad`` of tensors of the survey.
+        assigned: what the run leaves in ``.grad`` of tensors of the survey; rebound: what as locals of others.
     """
 
     forms: tuple[Form, ...]
@@ -130,6 +142,7 @@ class Program:
     bases: tuple[Base, ...]
     results: tuple[Result, ...]
     assigned: tuple[tuple[int, Result], ...]
+    rebound: tuple[tuple[int, int], ...]
     tree: Any
     mutated: tuple[Given, ...]
     differentiable: tuple[Given, ...]
@@ -183,6 +196,7 @@ class Program:
         for var in results:
             copied.append(var.storage in shared)
             shared.add(var.storage)
+        backward.copied = tuple(copied)
         backward.tape, backward.source = tape, Source("backward", tape, copied)
         self.backwards[key] = backward
         self.compiled = None
@@ -251,6 +265,8 @@ class Program:
         gradients = [self._result(result, bases, sources) for _, result in self.assigned]
         for (number, _), gradient in zip(self.assigned, gradients, strict=True):
             sources[ENV][number].grad = gradient
+        for number, base in self.rebound:
+            sources[ENV][number]._local = bases[base]._local
         return [self._result(result, bases, sources) for result in self.results]
 
     def _result(self, result: Result, bases: list[Any], sources: Sources) -> Any:

@@ -10,9 +10,19 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 from .graph import Step, Var
+from .writes import tensors_in
 
 _NAMES = ("tolist", "numpy", "__array__", "__dlpack__", "apply_", "map_")  # what no dispatch key sees
+_DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _READS = frozenset(getattr(torch.Tensor, name) for name in _NAMES)
+
+
+def decides(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether values become Python values or decide a shape. An index of integers has a shape that is known, one of bools not."""
+    if not any(tag in func.tags for tag in _DECIDING):
+        return False
+    numbers = torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_index.Tensor
+    return func not in numbers or any(x.dtype not in (torch.int64, torch.int32) for x in tensors_in(args[1]))
 
 
 def refuse(what: str, within: str = "") -> CaptureError:

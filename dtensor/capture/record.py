@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,15 +11,15 @@ from torch.autograd.graph import increment_version
 
 from ..base.torch_internals import pytree
 from ..comm import PerRank
-from ..dispatch.wrapping import wrap_local
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
 from .graph import Step, Var
 from .leaf_gradients import Leaves, arrived, leaves_of, without_hooks
+from .memory import apart, copied, detached, stand_in
 from .numbers import Number, plain
 from .program import Backward, Form, Program, joined, locals_of, sources_of
 from .recorder import Recorder
-from .replay import kind_of, refuse_graph
+from .replay import Recorded, kind_of
 from .results import ARG, ENV, GRAD, Given, Sorter
 from .signature import Metadata, Signature
 from .survey import Environment
@@ -39,8 +39,10 @@ class Recording:
         self.real: dict[Given, torch.Tensor] = {}  # what the user has, and
         self.seen: dict[Given, Any] = {}  # what the function sees
         self.vars: dict[Given, tuple[Var, ...]] = {}
+        self.shown: dict[Given, tuple[torch.Tensor, ...]] = {}
         self.strides: dict[Given, tuple[tuple[int, ...], ...]] = {}
         self.copied: dict[Given, set[int]] = {}  # shown with memory of their own; the memory that they share in truth
+        self.rebound: list[int] = []  # variables, by number, that have another local after the run
         self._restore: list[tuple[Any, Any]] = []
         for number, x in enumerate(signature.tensors):
             self._give(Given(ARG, number), x)
@@ -56,9 +58,9 @@ class Recording:
         self.real[given], self.vars[given] = x, tuple(var for _, var in shown)
         self.strides[given] = tuple(local.stride() for local, _ in shown)
         replaced = any(local is not mine for (local, _), mine in zip(shown, own, strict=True))
-        locals_ = tuple(local for local, _ in shown)
+        locals_ = self.shown[given] = tuple(local for local, _ in shown)
         if given.kind == ARG:
-            self.seen[given] = _stand_in(x, locals_, replaced)
+            self.seen[given] = stand_in(x, locals_, replaced)
             return
         self.seen[given] = x
         if replaced:
@@ -102,28 +104,43 @@ class Recording:
                 for leaf in leaves:
                     if isinstance(leaf, DTensor):
                         leaf._local  # noqa: B018  arrives now, or is computed, if it is not there yet
+        except CaptureError:
+            self.leaves.put_back()
+            raise
         finally:
+            moved = [given for given, held in layouts.items() if not self._stands(given, *held)]
             for x, local in self._restore:
                 x._local = local
             for held, key in self.environment.floats.values():
                 if type(held.get(key)) is Number:
                     held[key] = plain(held[key])
             torch.clear_autocast_cache()
-        restored = {id(x): local for x, local in self._restore}
-        for given, (layout, local) in layouts.items():
-            x = self.seen[given]
-            if x._layout is not layout or (x._local is not local and restored.get(id(x)) is not x._local):
-                raise CaptureError(
-                    f"capture: the function changes the shape or the data of {self._named(given)} (x.data = ..., "
-                    "x.t_()), which a replay cannot; make a new tensor"
-                )
+        self._check_moved(moved, layouts)
         changed = self._changed()
         program, bases = self._program(leaves, tree, together)
+        for given in program.mutated:
+            if given in self.copied:  # it has been shown with memory of its own
+                for own, local in zip(locals_of(self.real[given]), self.shown[given], strict=True):
+                    own.copy_(local)
         linked = self._linked(program, bases)
         sources = sources_of(self.signature.tensors, self.environment)
         result = pytree.tree_unflatten(program.finish(linked, sources), tree)
         self.recorder.views.clear()
         return result, None if changed else program, changed
+
+    def _stands(self, given: Given, layout: Any, local: Any) -> bool:
+        return self.seen[given]._layout is layout and self.seen[given]._local is local
+
+    def _check_moved(self, moved: list[Given], before: dict[Given, tuple[Any, Any]]) -> None:
+        """Variables of the function may be given other locals of the same kind, as buffers of units are."""
+        for given in moved:
+            x = self.seen[given]
+            if x._layout is not before[given][0] or given.kind != ENV or x.requires_grad or given in self.copied:
+                raise CaptureError(
+                    f"capture: the function changes the shape or the data of {self._named(given)} (x.data = ..., "
+                    "x.t_()), which a replay cannot; make a new tensor"
+                )
+        self.rebound = [given.number for given in moved]
 
     def _show_numbers(self) -> None:
         for place in self.changing:
@@ -162,6 +179,7 @@ class Recording:
         gradients = self.leaves.changed()
         results = sorter.sort([*leaves, *gradients.values()])
         assigned = tuple(zip(gradients, results[len(leaves) :], strict=True))
+        rebound = tuple((number, sorter.local_of(self.environment.tensors[number])) for number in self.rebound)
         written = {storage for step in self.steps for storage in step.writes}
         mutated = tuple(given for given, group in self.vars.items() if any(var.storage in written for var in group))
         for given in mutated:
@@ -202,6 +220,7 @@ class Recording:
             tuple(sorter.bases),
             tuple(results[: len(leaves)]),
             assigned,
+            rebound,
             tree,
             mutated,
             differentiable,
@@ -214,8 +233,7 @@ class Recording:
 
     def _check_mutated(self, given: Given) -> None:
         x = self.real[given]
-        shared = set().union(*self.copied.values())
-        if given in self.copied or any(var.storage in shared for var in self.vars[given]):
+        if any(not apart(self.real[other], x) for other in self._beside(given)):
             raise CaptureError(
                 f"capture: the function writes to {self._named(given)}, which shares its memory with another tensor that it "
                 "is given; pass copies"
@@ -226,6 +244,14 @@ class Recording:
                 "base's; write to the base"
             )
 
+    def _beside(self, given: Given) -> Iterator[Given]:
+        """Others in memory that a tensor is in too, of which all but one were shown as copies."""
+        own = self._memory(given)
+        yield from (other for other in self.real if other != given and not own.isdisjoint(self._memory(other)))
+
+    def _memory(self, given: Given) -> set[int]:
+        return self.copied.get(given, set()) | {var.storage for var in self.vars[given]}
+
     def _differentiable(self, bases: list[torch.Tensor]) -> tuple[Given, ...]:
         """The given tensors that the results depend on, as autograd sees it."""
         reached = leaves_of(bases)
@@ -235,17 +261,29 @@ class Recording:
                     f"capture: the function reads {self._named(given)}, which was computed from tensors with gradients; pass "
                     "it as an argument"
                 )
+        self._check_delivered(reached)
         return tuple(given for given, x in self.seen.items() if x.requires_grad and x.is_leaf and id(x) in reached)
+
+    def _check_delivered(self, reached: dict[int, Any]) -> None:
+        """Results' gradients go to leaves that a replay hands them to: what was there before and capture cannot find is none."""
+        known = {id(x) for x in self.seen.values()}
+        for x in reached.values():
+            if isinstance(x, torch.Tensor) and id(x) not in known and not self.recorder.made(x):
+                raise CaptureError(
+                    "capture: the function returns results with gradients for tensors that capture cannot find (units of "
+                    "fully_shard and replicate deliver their parameters' by themselves); capture the whole step, its backward() "
+                    "in it, or call the function under torch.no_grad()"
+                )
 
     def _linked(self, program: Program, bases: list[torch.Tensor]) -> list[torch.Tensor]:
         """The bases, those with gradients as results of one autograd function of the user's tensors."""
         if not program.differentiable:
-            return [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in bases]
-        apply: Any = _Recorded.apply
+            return [detached(x) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in bases]
+        apply: Any = Recorded.apply
         made = iter(apply(self, program, bases, *(self.real[given] for given in program.differentiable)))
         linked = [next(made) if base.requires_grad else x for x, base in zip(bases, program.bases, strict=True)]
         return [
-            x.detach() if isinstance(x, torch.Tensor) and x.requires_grad and not base.requires_grad else x
+            detached(x) if isinstance(x, torch.Tensor) and x.requires_grad and not base.requires_grad else x
             for x, base in zip(linked, program.bases, strict=True)
         ]
 
@@ -273,7 +311,8 @@ class Recording:
                     gradient._local  # noqa: B018  as above
         if key not in program.backwards:
             program.add_backward(key, self._backward(shown, grads, steps, found))
-        return tuple(found)
+        made, own = program.backwards[key], [local for x in found if x is not None for local in locals_of(x)]
+        return tuple(made.given([copied(x) if copy else x.detach() for x, copy in zip(own, made.copied, strict=True)]))
 
     def _incoming(self, grad: Any) -> tuple[Any, tuple[Var, ...]]:
         """A gradient, with memory that nothing else has, and its variables."""
@@ -305,42 +344,6 @@ class Recording:
             for gradient in gradients
         )
         return Backward(incoming, strides, layouts, steps, made)
-
-
-class _Recorded(torch.autograd.Function):
-    """The recorded run's own place in the user's graph: its gradients come from the graph that the run built."""
-
-    @staticmethod
-    def forward(ctx: Any, recording: Recording, program: Program, bases: list[Any], *inputs: torch.Tensor) -> Any:
-        ctx.recording, ctx.program, ctx.bases = recording, program, bases
-        ctx.set_materialize_grads(False)
-        wanted = [x for x, base in zip(bases, program.bases, strict=True) if base.requires_grad]
-        return tuple(x.detach() for x in wanted)  # they share the version counters of what the run has saved
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        refuse_graph()
-        return None, None, None, *ctx.recording.backward(ctx.program, ctx.bases, grads)
-
-
-def _stand_in(x: Any, locals_: tuple[torch.Tensor, ...], replaced: bool) -> Any:
-    """A leaf with the memory of an argument."""
-    if isinstance(x, DTensor):
-        made: Any = wrap_local(joined(locals_, x._layout)._local if replaced else x._local, x._layout)
-    else:
-        made = locals_[0].detach()
-    if x.requires_grad:
-        torch.Tensor.requires_grad_(made)  # not DTensor's, which brings gradients to the leaf's layout
-    return made
-
-
-def copied(x: torch.Tensor) -> torch.Tensor:
-    """A copy that lies in memory as ``x`` does, also where elements are repeated."""
-    once = x.detach()
-    for d, (size, step) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        once = once.narrow(d, 0, 1) if step == 0 and size > 1 else once
-    fresh = torch.empty_strided(once.shape, once.stride(), dtype=x.dtype, device=x.device).copy_(once)
-    return fresh.as_strided(x.shape, x.stride())
 
 
 def _counts(x: Any) -> bool:

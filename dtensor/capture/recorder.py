@@ -19,20 +19,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..base.generators import state_now
 from ..base.recording import ACTIVE
 from ..base.torch_internals import TensorBase, TorchDispatchMode, current_dispatch_modes
-from ..comm import Pending, PerRank
+from ..comm import Pending, PerRank, shards_of
 from ..dispatch.local_op import local_function
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
 from .graph import Ranks, Step, Var
+from .keeping import Keeping
 from .numbers import Numbers
-from .reads import Refusing, Unvarying, refuse
+from .reads import Refusing, Unvarying, decides, refuse
 from .writes import tensors_in, written_by
 
 aten = torch.ops.aten
-_READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Keeping, TorchDispatchMode):
     """Records while it is entered with :meth:`running`; a forward run and its backward share one."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):
         drawn = _python_draws()
         ACTIVE.append(self)
         try:
-            with Refusing(self._reading), self.numbers.running(), self:
+            with self.leaving(), Refusing(self._reading), self.numbers.running(), self:
                 yield
         finally:
             ACTIVE.remove(self)
@@ -75,6 +75,11 @@ class Recorder(TorchDispatchMode):
         """What is at work, for a read of values in this thread."""
         if self.paused or self not in current_dispatch_modes():  # at work itself
             return None
+        return self._where
+
+    @property
+    def _where(self) -> str:
+        """The operation on DTensors at work."""
         return self.within[-1] if self.within else ""
 
     # --- what arrives --------------------------------------------------------------------------------------------------
@@ -105,12 +110,18 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if _meta(args, kwargs):
             return func(*args, **kwargs)
-        within = self.within[-1] if self.within else ""
+        within = self._where
+        if "c10d" in func.namespace:  # also of functional ones it is not seen who waits
+            raise CaptureError(
+                f"capture: the function calls {func}, and what torch's collectives do with memory and when is not told to who "
+                "records; use redistribute (to another mesh too), or call it outside of the captured function: of a pipeline "
+                "capture what its stages compute, not its schedule"
+            )
         if func is aten._local_scalar_dense.default and self.numbers.reading and args[0].is_floating_point():
             self.numbers.last = self.number()
             self._step(Step(TensorBase.item, (self._known(args[0]),), {}, self.numbers.last, within=within))
             return func(*args)
-        if any(tag in func.tags for tag in _READS) and not _indexed_by_numbers(func, args):
+        if decides(func, args):
             if not self.unvarying.holds(map(self._known, tensors_in((args, kwargs)))):
                 raise refuse(str(func), within)
             if func is aten._local_scalar_dense.default:
@@ -139,12 +150,17 @@ class Recorder(TorchDispatchMode):
     # --- sites ---------------------------------------------------------------------------------------------------------
     def site(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``fn(*args, **kwargs)``, one step; see :mod:`dtensor.recording`."""
-        taken, named = self.taken(args), self.taken(kwargs)
+        step = Step(fn, self.taken(args), self.taken(kwargs), None, keep=True, site=True, within=self._where)
         result = self.aside(fn, args, kwargs)
-        self._append(
-            Step(fn, taken, named, None, keep=True, site=True, within=self.within[-1] if self.within else ""), result, {}, []
-        )
+        self._append(step, result, {}, [])
         return result
+
+    def effect(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``fn(*args, **kwargs)``, one step that writes."""
+        step = Step(fn, self.taken(args), self.taken(kwargs), None, keep=True, within=self._where)
+        step.writes = frozenset(var.storage for var in step.inputs)
+        self.steps.append(step)
+        return self.aside(fn, args, kwargs)
 
     def aside(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``fn(*args, **kwargs)``, no step."""
@@ -176,6 +192,11 @@ class Recorder(TorchDispatchMode):
     def find(self, x: torch.Tensor) -> Var | None:
         """The variable of a tensor, if it is known."""
         return self._vars.get(_key(x))
+
+    def made(self, x: torch.Tensor) -> bool:
+        """Whether memory of a tensor is known, so that the tape has been given or makes it."""
+        local = x._local if isinstance(x, DTensor) else x
+        return all(shard.untyped_storage()._cdata in self._bases for shard in shards_of(local))
 
     def taken(self, value: Any) -> Any:
         """``value`` with variables in place of tensors."""
@@ -315,13 +336,6 @@ def _key(x: torch.Tensor) -> tuple[Any, ...]:
 def _meta(value: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operation is planning, not work: on tensors without data."""
     return any(x.device.type == "meta" for x in tensors_in((value, kwargs)))
-
-
-def _indexed_by_numbers(func: Any, args: tuple[Any, ...]) -> bool:
-    """An index of integers has a result of known shape; one of bools does not."""
-    return func in (aten.index.Tensor, aten._unsafe_index.Tensor) and all(
-        x.dtype in (torch.int64, torch.int32) for x in tensors_in(args[1])
-    )
 
 
 def _default(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:

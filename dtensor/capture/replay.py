@@ -9,7 +9,8 @@ import torch
 from ..dispatch.local_op import below_autograd, recorded
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
-from .program import Backward, Compiled, Program, Sources, as_recorded, joined, locals_of
+from .memory import detached
+from .program import Backward, Compiled, Program, Sources, as_recorded, locals_of
 from .signature import described
 
 
@@ -93,13 +94,20 @@ def run_backward(backward: Backward, grads: Any, values: list[torch.Tensor]) -> 
     assert backward.source is not None
     with below_autograd():
         computed = backward.source.run(*locals_, *values)
-    found: list[Any] = []
-    at = 0
-    for gradient in backward.gradients:
-        if gradient is None:
-            found.append(None)
-        else:
-            count = len(gradient[0])
-            found.append(joined(computed[at : at + count], gradient[1]))
-            at += count
-    return found
+    return backward.given(computed)
+
+
+class Recorded(torch.autograd.Function):
+    """The recorded run's own place in the user's graph: its gradients come from the graph that the run built."""
+
+    @staticmethod
+    def forward(ctx: Any, recording: Any, program: Program, bases: list[Any], *inputs: torch.Tensor) -> Any:
+        ctx.recording, ctx.program, ctx.bases = recording, program, bases
+        ctx.set_materialize_grads(False)
+        wanted = [x for x, base in zip(bases, program.bases, strict=True) if base.requires_grad]
+        return tuple(map(detached, wanted))  # they share the version counters of what the run has saved
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        refuse_graph()
+        return None, None, None, *ctx.recording.backward(ctx.program, ctx.bases, grads)

@@ -98,6 +98,21 @@ class Sorter:
         shared = self._shared(leaves)
         return [self._one(leaf, shared) for leaf in leaves]
 
+    def local_of(self, x: Any) -> int:
+        """The number of what the tape computes as the local of a tensor that was there before.
+
+        Raises:
+            CaptureError: it is another tensor's too.
+        """
+        found = self._vars(x)
+        known = self.storages | {var.storage for base in self.bases for var in base.locals}
+        if any(var.storage in known for var in found):
+            raise CaptureError(
+                "capture: the function gives one of its variables memory that another tensor has too (x.data = y); write to it "
+                "in place: x.copy_(y)"
+            )
+        return self._base(x, found)
+
     def _shared(self, leaves: list[Any]) -> set[int]:
         """Memory that several different results show, or the given tensors."""
         seen: dict[int, int] = {}

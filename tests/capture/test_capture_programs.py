@@ -158,3 +158,8 @@ def test_programs(block: int) -> None:
 @pytest.mark.parametrize("block", range(50))
 def test_longer_programs(block: int) -> None:
     check_longer(differs, 100_000 + START + block * BLOCK)
+
+
+@pytest.mark.parametrize("seed", [100_191, 100_248])
+def test_a_recording_gives_gradients_and_layouts_as_replays_do(seed: int) -> None:
+    assert differs(seed, 10) is None

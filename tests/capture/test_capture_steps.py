@@ -16,7 +16,6 @@ from case_lists import on_four
 from dtensor import Replicate, Shard
 from dtensor.capture import capture
 from dtensor.errors import CaptureError
-from dtensor.parallel import fully_shard, replicate
 
 MESH, GRID = mesh_of(2), mesh_of(2, 2)
 
@@ -198,20 +197,6 @@ def test_gradients_of_arguments_are_refused() -> None:
     f = capture(lambda x: x.square().sum().backward())
     with pytest.raises(CaptureError, match="gives argument tensor 0 a gradient"):
         f(randn(4, on=MESH, at=[Shard(0)], grad=True))
-
-
-def _twice(step: Any, x: Any) -> None:
-    step(x)
-    step(x)
-
-
-@pytest.mark.parametrize("unit", [fully_shard, replicate])
-def test_units_of_data_parallelism_are_refused(unit: Any) -> None:
-    layer = unit(torch.nn.Linear(6, 3), mesh=MESH)
-    step = capture(lambda x: layer(x).sum().backward())
-    x = randn(4, 6, on=MESH, at=[Shard(0)])
-    with pytest.raises(CaptureError, match="cannot find among"):
-        _twice(step, x)
 
 
 def test_parameters_count_their_writes() -> None:

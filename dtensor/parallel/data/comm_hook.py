@@ -57,6 +57,10 @@ class Reducer:
     index: int
     last: bool
 
+    def _surveyed(self) -> list[Any]:
+        """For ``capture``."""
+        return [self.hook, self.state]
+
     def __call__(
         self, comm: Communicator, mesh_dims: Sequence[int], flat: Any, parameters: Sequence[nn.Parameter]
     ) -> Pending[Any]:

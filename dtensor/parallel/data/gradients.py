@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...base.recording import ACTIVE, aside, current
 from ...comm import Pending, shards_of
 from ...comm.events import because
 from ...errors import DTensorError
@@ -24,6 +25,11 @@ from .comm_hook import Reducer
 from .gradient_node import Column
 from .offload import Host
 from .param_group import Group
+
+WAITING = (
+    "gradients that wait for a later backward pass ({}); capture a step of all its microbatches, up to the one after which they "
+    "are reduced, as one function"
+)
 
 
 class Reduction:
@@ -115,7 +121,7 @@ class Reduction:
         self._flat = None
         used = {}
         if self.missing:
-            rows = [shard.tolist() for shard in shards_of(flags)]
+            rows = _read(flags)
             used = {i: any(row[k] for row in rows) for k, i in enumerate(self.chosen)}
         for i, block in zip(self.chosen, blocks, strict=True):
             if i not in self.missing or used[i]:
@@ -154,6 +160,8 @@ class Reduction:
             self._replicas = group.comm.all_reduce(flat, group.axes.reduced, self._op)
         else:
             group.scattered[key] = (flat, frozenset(self.missing))
+            if ACTIVE and (recorder := current()) is not None:
+                recorder.ends_empty(group.scattered, WAITING.format("set_requires_all_reduce(False)"))
 
     def _blocks(self, member: int, flat: Tensor) -> list[Tensor]:
         group = self.group
@@ -162,6 +170,12 @@ class Reduction:
         if any(dtype is not flat.dtype for dtype in dtypes):
             blocks = [block.to(dtype) for block, dtype in zip(blocks, dtypes, strict=True)]
         return [*blocks, flags]
+
+
+@aside
+def _read(flags: Any) -> list[list[float]]:
+    """Which gradients there are follows from what each rank's program did, so it is the same whenever all do that again."""
+    return [shard.tolist() for shard in shards_of(flags)]
 
 
 def _filled(bucket: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...base.recording import ACTIVE, current, effect
 from ...comm import Communicator, Pending, communicator_of, each_shard, shards_of
 from ...comm.binding import Run
 from ...comm.events import because
@@ -29,6 +30,15 @@ from .neighbours import Neighbours
 from .parameters import Managed
 from .policy import MixedPrecisionPolicy
 
+_NOTHING_GATHERED = {
+    "gathered": False,
+    "_stamp": [],
+    "_pending": None,
+    "_kept": None,
+    "_buffer": None,
+    "_full": [],
+    "_targets": [],
+}
 _ALIGNMENT = 16  # bytes: rows stand behind each other in a receive buffer and are read in the parameters' own dtypes
 
 
@@ -175,6 +185,8 @@ class Group:
         """Issue the all-gather, unless what is gathered is still right."""
         if not self.managed:
             return
+        if ACTIVE and (recorder := current()) is not None:
+            recorder.apart(self, _NOTHING_GATHERED | {"buckets": {}})
         for m in self.managed:
             m.refresh()
         now = self.stamp()
@@ -255,9 +267,8 @@ class Group:
             # writing through .data leaves the version counters alone that autograd checks its saved tensors by
             self._targets = self.comm.map(lambda member, full: self.rows(member).targets([x.data for x in full]), self._full)
         for buffer in shards_of(self._buffer):
-            storage = buffer.untyped_storage()
-            if storage.nbytes() == 0:
-                storage.resize_(buffer.numel())
+            if buffer.untyped_storage().nbytes() == 0:
+                _resize(buffer, buffer.numel())
 
     def keep_part(self, neighbours: Neighbours) -> None:
         """Give the gathered values' memory back but for this rank's part, from which neighbours make them whole again."""
@@ -274,7 +285,7 @@ class Group:
             self._pending = None
         if self.gathered and not self.borrows:
             for buffer in shards_of(self._buffer):
-                buffer.untyped_storage().resize_(0)
+                _resize(buffer, 0)
         self.gathered = False
 
     def rows(self, member: int) -> Rows:
@@ -305,6 +316,12 @@ class Group:
                 "backward needs parameters as they were in forward, but one was written to in between (by an optimizer step?), "
                 "or replaced (by torch.func.functional_call?); call backward() before step(), or recompute the forward pass"
             )
+
+
+@effect
+def _resize(buffer: Tensor, nbytes: int) -> None:
+    """Take the memory of a buffer, or give it back."""
+    buffer.untyped_storage().resize_(nbytes)
 
 
 def _alias(full: Any) -> Any:

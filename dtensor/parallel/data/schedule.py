@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ...base.recording import ACTIVE, current
 from ...base.torch_internals import engine, graph_task
 from .gradients import Reduction
 
@@ -54,6 +55,8 @@ class Schedule:
 
     def begin(self, distributed: bool) -> None:
         """A forward pass starts."""
+        if ACTIVE and (recorder := current()) is not None:
+            recorder.undo(self.reset)
         self.distributed, self._queued = distributed, False
         self.last, self.order = self.order, []
         for unit in self.units:

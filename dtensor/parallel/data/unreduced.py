@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ...base.recording import ACTIVE, current
 from .gradient_node import Column
-from .gradients import add, reductions, to_be_added
+from .gradients import WAITING, add, reductions, to_be_added
 from .param_group import Group
 from .schedule import Schedule
 
@@ -41,6 +42,8 @@ class Unreduced:
             gradients = {i: to_be_added(column, self._dtype) for i, column in gradients.items()}
         if not self.sync:
             self._held.update({(k, i): column for i, column in gradients.items()})
+            if ACTIVE and (recorder := current()) is not None:
+                recorder.ends_empty(self._held, WAITING.format("set_requires_gradient_sync(False)"))
         elif self.in_order or self.defers:
             self._ready[k].append(gradients)
             if self.in_order:

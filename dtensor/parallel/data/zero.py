@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...base.recording import ACTIVE, current
 from ...comm import communicator_of, shards_of
 from ...dispatch.versions import stamp
 from ...errors import MeshError, UnsupportedOperationError
@@ -119,8 +120,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({name: value for name, value in outer.items() if name != "params"})
+        if ACTIVE and (recorder := current()) is not None:  # whose replays cannot know who has written since, and set no options
+            recorder.apart(self, {"_stamps": dict.fromkeys(self._stamps)})
+            recorder.apart(self.inner, {"param_groups": [dict(group) for group in self.inner.param_groups]})
+        self._pass_options()
         with torch.no_grad():
             for k, one in enumerate(self._parts):
                 if self._stamps[k] != stamp(one.parameter):  # loaded, or written to, since
@@ -133,6 +136,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 one.part.grad = None
                 self._stamps[k] = stamp(one.parameter)
         return loss
+
+    def _pass_options(self) -> None:
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({name: value for name, value in outer.items() if name != "params"})
 
     # --- parts -------------------------------------------------------------------------------------------------------
     def _part(self, p: Tensor) -> nn.Parameter:
@@ -183,6 +190,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """The inner optimizer's, its state DTensors: what a distributed checkpoint saves in parts. After
         :meth:`consolidate_state_dict`, and until the next step, the plain optimizer's.
         """
+        self._pass_options()
         return self.inner.state_dict() if self._consolidated is None else self._consolidated
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -193,6 +201,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def consolidated_state_dict(self) -> dict[str, Any]:
         """The state dict that the plain optimizer would have: whole plain tensors, on every rank."""
+        self._pass_options()
         return _mapped(self.inner.state_dict(), lambda x: x.full_tensor() if isinstance(x, DTensor) else x)
 
     def consolidate_state_dict(self, to: int = 0) -> None:

@@ -1,0 +1,54 @@
+"""Tensors with the memory of others, and where that lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..dispatch.wrapping import wrap_local
+from ..tensor.dtensor import DTensor
+from .program import joined, locals_of
+
+
+def stand_in(x: Any, locals_: tuple[torch.Tensor, ...], replaced: bool) -> Any:
+    """A leaf with the memory of an argument."""
+    if isinstance(x, DTensor):
+        made: Any = wrap_local(joined(locals_, x._layout)._local if replaced else x._local, x._layout)
+    else:
+        made = locals_[0].detach()
+    if x.requires_grad:
+        torch.Tensor.requires_grad_(made)  # not DTensor's, which brings gradients to the leaf's layout
+    return made
+
+
+def detached(x: Any) -> Any:
+    """``x`` without history, in its very layout: ``detach`` may name the placement on a mesh dim of one rank otherwise."""
+    made = x.detach()
+    if isinstance(made, DTensor):
+        made._layout = x._layout
+    return made
+
+
+def copied(x: torch.Tensor) -> torch.Tensor:
+    """A copy that lies in memory as ``x`` does, also where elements are repeated."""
+    once = x.detach()
+    for d, (size, step) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        once = once.narrow(d, 0, 1) if step == 0 and size > 1 else once
+    fresh = torch.empty_strided(once.shape, once.stride(), dtype=x.dtype, device=x.device).copy_(once)
+    return fresh.as_strided(x.shape, x.stride())
+
+
+def apart(x: Any, y: Any) -> bool:
+    """Whether two tensors have no element in common: between the first and the last of one is none of the other."""
+    for one, other in zip(locals_of(x), locals_of(y), strict=False):
+        (a, b), (c, d) = _bounds(one), _bounds(other)
+        if a < d and c < b:
+            return False
+    return True
+
+
+def _bounds(x: torch.Tensor) -> tuple[int, int]:
+    """The first address of its elements, and the one after the last."""
+    count = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
+    return x.data_ptr(), x.data_ptr() + count * x.itemsize
