@@ -17,6 +17,7 @@ from ..base import torch_internals
 from ..base.modes import EXPLICIT, IMPLICIT_REPLICATION
 from ..base.told import changed
 from ..base.torch_internals import opaque_object
+from ..base.tracing import kept, kept_object
 from ..comm import PerRank, shards_of
 from ..dispatch.local_op import seen
 from ..mesh.device_mesh import DeviceMesh
@@ -24,7 +25,6 @@ from ..placement import Partial, Placement, Replicate, Shard
 from ..ranks.hidden import each_rank
 from ..tensor.autograd import as_local, laid
 from ..tensor.dtensor import DTensor
-from ..tensor.flattened import kept, kept_object
 from ..tensor.local_layout import measures
 from .when_imported import when_imported
 

@@ -146,6 +146,24 @@ MATHS: dict[str, Case] = {
     "large reductions": of(lambda x: (x @ x.t()).sum(), ((800, 600), S1)),
 }
 
+
+# --- random numbers: those that are drawn without a compiler ----------------------------------------------------------------
+def dropped_in_a_checkpoint(x: Any, w: Any) -> Any:
+    return checkpoint(lambda x, w: F.dropout(x @ w, 0.3).sin(), x, w, use_reentrant=False)
+
+
+RANDOM: dict[str, Case] = {
+    "dropout": of(lambda x: F.dropout(F.dropout(x, 0.5), 0.1), ((5, 6), S0)),
+    "dropout in a checkpoint": of(dropped_in_a_checkpoint, ((5, 6), S1), ((6, 7), S0)),
+    "dropout of channels": of(lambda x: F.dropout2d(x, 0.5) * F.alpha_dropout(x, 0.5, True), ((2, 4, 5, 5), S1)),
+    "dropout in attention": of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.3), HEADS, HEADS, HEADS),
+    "drawn like a tensor": of(lambda x: x * torch.rand_like(x) + torch.empty_like(x).normal_(), ((5, 6), S0)),
+    "drawn by values": of(lambda x: torch.bernoulli(x.sigmoid()) * torch.normal(x.detach(), 1.0) * x, ((5, 6), S1)),
+    "drawn categories": of(lambda x: x * torch.multinomial(x.detach().abs() + 1, 6, replacement=True), ((5, 6), S0)),
+    "rrelu": of(lambda x: F.rrelu(x, training=True), ((5, 6), S0)),
+}
+
+
 # --- every way to redistribute --------------------------------------------------------------------------------------------
 LYING: dict[str, Where] = {
     "S0": S0,
@@ -198,4 +216,4 @@ MODULES = {
         6,
     ),
 }
-ALL: dict[str, Case] = {**LINES, **CASES, **MATHS, **MODULES, **MOVES}
+ALL: dict[str, Case] = {**LINES, **CASES, **MATHS, **RANDOM, **MODULES, **MOVES}

@@ -139,8 +139,6 @@ def refused(mesh: dt.DeviceMesh) -> None:
     """As one graph these are refused, and the cause is named; the next eager call is as it was."""
     torch._dynamo.reset()
     x = dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)])
-    with pytest.raises(Exception, match=r"random numbers of a DTensor inside torch\.compile"):
-        torch.compile(lambda x: F.dropout(x), backend="aot_eager", fullgraph=True)(x)
     with pytest.raises(Exception, match="give shape="):
         torch.compile(lambda a: DTensor.from_local(a, mesh, [Shard(0)]), backend="aot_eager", fullgraph=True)(torch.ones(2, 3))
     gathering: list[tuple[Any, Any]] = [
@@ -152,9 +150,14 @@ def refused(mesh: dt.DeviceMesh) -> None:
         with pytest.raises(Exception, match="return a clone of it"):
             torch.compile(view, backend="aot_eager", fullgraph=True)(dt.distribute_tensor(torch.ones(4, 6), mesh, [where]))
     torch.manual_seed(1 + mesh.get_rank())  # not yet the same on all ranks: the first draw takes over the first one's
-    drawn = F.dropout(x).full_tensor()
+    drawn = torch.compile(F.dropout, backend="aot_eager", fullgraph=True)(x).full_tensor()
     torch.manual_seed(1)
     torch.testing.assert_close(drawn, F.dropout(torch.ones(5, 7)))
+    with dt.random_mode("counter"):  # the mode is that of the call
+        dt.manual_seed(3)
+        one = torch.compile(F.dropout, backend="aot_eager", fullgraph=True)(x).full_tensor()
+        dt.manual_seed(3)
+        torch.testing.assert_close(one, F.dropout(x).full_tensor())
 
 
 @pytest.mark.slow
