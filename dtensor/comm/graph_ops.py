@@ -1,4 +1,4 @@
-"""The collectives and draws that stand in a compiled program's graph: one operator each, which has ended when it returns.
+"""The collectives, draws and checks that stand in a compiled program's graph: one operator each, which has ended when it returns.
 
 Every rank must issue the collectives of a program, in its order, once. Compilers drop what has no effect and no use, and a rank
 may have no use for what it gets (the first one of a cumulative sum). They keep what has an effect wherever they copy a part of
@@ -26,6 +26,7 @@ _SCHEMAS = {
     "gather": "(Tensor row, int size, str group) -> Tensor",
     "reduce": "(Tensor row, str op, str group) -> Tensor",
     "reduce_scatter": "(Tensor row, str op, int size, str group) -> Tensor",
+    "check": "(str check) -> ()",
     "draw": "(str make, Tensor[] given, int[] size, int[] stride, ScalarType dtype, Device device) -> Tensor",
 }
 
@@ -57,14 +58,16 @@ def _ended(sent: Tensor) -> Any:
     return torch.ops._c10d_functional.wait_tensor(sent)
 
 
-_RUN: dict[str, Callable[..., Tensor]] = {
+_RUN: dict[str, Callable[..., Any]] = {
+    "check": lambda check: kept_object(check)(),
     "exchange": _exchange,
     "gather": _gather,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
     "draw": _draw,
 }
-_WITHOUT_DATA: dict[str, Callable[..., Tensor]] = {
+_WITHOUT_DATA: dict[str, Callable[..., Any]] = {
+    "check": lambda check: None,
     "exchange": lambda row, arriving, leaving, group: row.new_empty(sum(arriving)),
     "gather": lambda row, size, group: row.new_empty(row.numel() * size),
     "reduce": lambda row, op, group: torch.empty_like(row),
@@ -73,12 +76,12 @@ _WITHOUT_DATA: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def in_graph(name: str, *args: Any) -> Tensor:
+def in_graph(name: str, *args: Any) -> Any:
     """The operator of this name, issued while a program is traced."""
     tracer = torch_internals.infra_mode(_PROXY)
     nodes = () if tracer is None else tracer.tracer.graph.nodes
     before = len(nodes)
-    issued: Tensor = getattr(_operators(), name)(*args)
+    issued = getattr(_operators(), name)(*args)
     for node in islice(reversed(nodes), len(nodes) - before):
         node.meta = _Saved(node.meta)
     return issued
