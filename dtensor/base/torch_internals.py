@@ -139,6 +139,9 @@ NAMES: dict[str, Internal] = {
     "eval_frame": Internal("torch._C._dynamo.eval_frame", "our own frames are not compiled", "torch.compiler.disable"),
     "opaque_object": Internal("torch._library.opaque_object", "placements and meshes are constants of graphs", _NONE),
     "graph_break": Internal("torch._dynamo.graph_break", "what is not compiled says why", _NONE),
+    "CheckpointPolicy": Internal(
+        "torch.utils.checkpoint.CheckpointPolicy", "a collective is not computed again in a backward pass", _NONE
+    ),
     "EffectType": Internal("torch._library.effects.EffectType", "compilers neither drop nor copy a collective", _NONE),
 }
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from uuid import uuid4
 
 from torch import Tensor
 
+from ..errors import DTensorError
 from .torch_internals import (
     DISPATCH_MODE_KEYS,
     FakeTensor,
@@ -72,3 +74,25 @@ def _looked_at() -> bool:
 def constant_of_graph(x: Any) -> Any:
     """``x``; where a graph broke, torch may hand on a constant that was made in it in a wrapper of its own."""
     return x.real_obj if type(x) is WrappedConstant else x
+
+
+def kept(value: Any) -> str:
+    """A name for an object that stands in compiled programs, in this process."""
+    place = _KEPT.get(value)
+    if place is None:
+        place = _KEPT[value] = len(_OBJECTS)
+        _OBJECTS.append(value)
+    return f"{_PROCESS} {place}"
+
+
+def kept_object(name: str) -> Any:
+    """What has that name."""
+    process, where = name.split()
+    if process != _PROCESS:
+        raise DTensorError("a program that another process compiled: its meshes are not here")
+    return _OBJECTS[int(where)]
+
+
+_KEPT: dict[Any, int] = {}
+_OBJECTS: list[Any] = []
+_PROCESS = uuid4().hex

@@ -20,7 +20,7 @@ from ..placement import Monoid
 from .backends import LOGICAL, message, native_reduction, row_major, traits_of
 from .binding import Reduction, Run
 from .fold import Op, dense, fold
-from .graph_ops import operators
+from .graph_ops import in_graph
 from .pending import Pending
 from .regions import Packing, Scatter, Traffic, Transfer
 from .rows import as_row
@@ -46,7 +46,7 @@ def _exchange(group: Group, row: Tensor, arriving: list[int], leaving: list[int]
     carried = message(row)
     if carried.dtype is not row.dtype:
         arriving, leaving = ([length * row.dtype.itemsize for length in side] for side in (arriving, leaving))
-    return _as(operators().exchange(carried, arriving, leaving, group.handle.group_name), row.dtype)
+    return _as(in_graph("exchange", carried, arriving, leaving, group.handle.group_name), row.dtype)
 
 
 def _as(row: Tensor, dtype: torch.dtype) -> Tensor:
@@ -73,7 +73,7 @@ def _gathered(group: Group, route: Any) -> Run:
 
     def issue(x: Tensor) -> Pending[Tensor]:
         row = message(as_row(row_major(x, route.old)))
-        rows = operators().gather(row, group.size, group.handle.group_name)
+        rows = in_graph("gather", row, group.size, group.handle.group_name)
         return Pending.of(arriving.unpack(_as(rows, x.dtype)))
 
     return issue
@@ -109,7 +109,7 @@ def _scattered_natively(group: Group, leaving: Packing, size: tuple[int, ...], n
 
     def issue(x: Tensor) -> Pending[Tensor]:
         row = as_row(leaving.pack(row_major(x, leaving.shape))).view(seen)
-        reduced = operators().reduce_scatter(row, op, group.size, group.handle.group_name)
+        reduced = in_graph("reduce_scatter", row, op, group.size, group.handle.group_name)
         return Pending.of(_as(reduced, x.dtype).view(size))
 
     return issue
@@ -142,7 +142,7 @@ def _reduced_natively(group: Group, native: tuple[str, torch.dtype]) -> Run:
 
     def issue(x: Tensor) -> Pending[Tensor]:
         row = as_row(dense(x)).view(seen)
-        return Pending.of(_as(operators().reduce(row, op, group.handle.group_name), x.dtype).view(x.shape))
+        return Pending.of(_as(in_graph("reduce", row, op, group.handle.group_name), x.dtype).view(x.shape))
 
     return issue
 

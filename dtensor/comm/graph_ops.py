@@ -1,15 +1,17 @@
-"""The collectives that stand in a compiled program's graph: one operator each, which has ended when it returns.
+"""The collectives, draws and checks that stand in a compiled program's graph: one operator each, which has ended when it returns.
 
 Every rank must issue the collectives of a program, in its order, once. Compilers drop what has no effect and no use, and a rank
 may have no use for what it gets (the first one of a cumulative sum). They keep what has an effect wherever they copy a part of
 the forward pass into the backward one, as ``wait_tensor`` of torch's functional collectives, and which part that is they choose
 by sizes, which differ between uneven blocks. So these are effects in order, which torch neither drops nor copies nor exchanges.
+Random numbers are such effects too: every rank advances its generator alike, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,12 +19,15 @@ from torch import Tensor
 
 from ..base import torch_internals
 from ..base.told import changed
+from ..base.tracing import kept_object
 
 _SCHEMAS = {
     "exchange": "(Tensor row, int[] arriving, int[] leaving, str group) -> Tensor",
     "gather": "(Tensor row, int size, str group) -> Tensor",
     "reduce": "(Tensor row, str op, str group) -> Tensor",
     "reduce_scatter": "(Tensor row, str op, int size, str group) -> Tensor",
+    "check": "(str check) -> ()",
+    "draw": "(str make, Tensor[] given, int[] size, int[] stride, ScalarType dtype, Device device) -> Tensor",
 }
 
 
@@ -42,26 +47,56 @@ def _reduce_scatter(row: Tensor, op: str, size: int, group: str) -> Tensor:
     return _ended(torch.ops._c10d_functional.reduce_scatter_tensor(row, op, size, group))
 
 
+def _draw(make: str, given: list[Tensor], size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    made: Tensor = kept_object(make)(given)
+    if list(made.stride()) == stride:
+        return made
+    return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(made)
+
+
 def _ended(sent: Tensor) -> Any:
     return torch.ops._c10d_functional.wait_tensor(sent)
 
 
-_RUN: dict[str, Callable[..., Tensor]] = {
+_RUN: dict[str, Callable[..., Any]] = {
+    "check": lambda check: kept_object(check)(),
     "exchange": _exchange,
     "gather": _gather,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
+    "draw": _draw,
 }
-_WITHOUT_DATA: dict[str, Callable[..., Tensor]] = {
+_WITHOUT_DATA: dict[str, Callable[..., Any]] = {
+    "check": lambda check: None,
     "exchange": lambda row, arriving, leaving, group: row.new_empty(sum(arriving)),
     "gather": lambda row, size, group: row.new_empty(row.numel() * size),
     "reduce": lambda row, op, group: torch.empty_like(row),
     "reduce_scatter": lambda row, op, size, group: row.new_empty(row.numel() // size),
+    "draw": lambda make, given, size, stride, dtype, device: torch.empty_strided(size, stride, dtype=dtype, device=device),
 }
 
 
+def in_graph(name: str, *args: Any) -> Any:
+    """The operator of this name, issued while a program is traced."""
+    tracer = torch_internals.infra_mode(_PROXY)
+    nodes = () if tracer is None else tracer.tracer.graph.nodes
+    before = len(nodes)
+    issued = getattr(_operators(), name)(*args)
+    for node in islice(reversed(nodes), len(nodes) - before):
+        node.meta = _Saved(node.meta)
+    return issued
+
+
+class _Saved(dict[str, Any]):
+    """What is known of a node whose result is kept, also where activation checkpointing marks all of its block as to be computed
+    again: ranks would issue it twice, and not all of them."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, torch_internals.CheckpointPolicy.MUST_SAVE if key == "recompute" else value)
+
+
 @cache
-def operators() -> Any:
+def _operators() -> Any:
     """``torch.ops.dtensor``, whose operators are defined when the first of them is traced."""
     for name, schema in _SCHEMAS.items():
         _LIBRARY.define(name + schema)
@@ -72,4 +107,5 @@ def operators() -> Any:
     return torch.ops.dtensor
 
 
+_PROXY = torch_internals.DISPATCH_MODE_KEYS.PROXY
 _LIBRARY = torch.library.Library("dtensor", "FRAGMENT")

@@ -35,7 +35,7 @@ from . import wrapping
 from .bind import bind, runner_of
 from .conditions import by_kinds, floats_by_default, under_default_dtype
 from .counted import counting, noting
-from .keys import AS_IT_IS, static
+from .keys import AS_IT_IS, stand_in, static
 from .local_op import local_function
 from .mixed_meshes import across_places, meshes_of
 from .operands import plan_of_bound
@@ -157,7 +157,7 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
                         try:
                             signature = (args[0]._layout, tuple(args[1])) if sized else (args[0]._layout, *args[1:])
                             found = find(signature)
-                        except (TypeError, IndexError):  # sizes that are symbols, or left out
+                        except (TypeError, IndexError):  # numbers that are symbols, or left out
                             pass
                         else:
                             if found is None:
@@ -219,6 +219,8 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
             f"is one value; use x.redistribute(placements=...), or give it the piece: x.to_local()"
             f"{wrapped_by_torch(sys._getframe())}"
         )
+    if tracing.under_way():
+        args, kwargs = tuple(map(stand_in, args)), {name: stand_in(value) for name, value in kwargs.items()}
     operator, bound = entry.operator, entry.operator.bind(args, kwargs)
     meshes = tuple(meshes_of(bound.values()))
     special = across_places(operator, bound, meshes) or through_copies(operator, bound)

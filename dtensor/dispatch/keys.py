@@ -14,6 +14,7 @@ from .plain_operands import in_autograd
 
 AS_IT_IS = frozenset((type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))  # in a key as in a call
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
+_SYMBOLS: dict[type, Any] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 TRUTHS: dict[Any, str] = {_TRUE: "True", _FALSE: "False"}
 
 
@@ -42,12 +43,22 @@ def static(value: Any, key: list[Any], by_type: bool) -> Any:
             return value._local
         key.append((value.shape, _strides(value), value.dtype, in_autograd()))
         return value
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        value = value.node.maybe_as_int() if isinstance(value, torch.SymInt) else value
+    if kind in _SYMBOLS:  # of a program that is traced: looked at where its value decides something
+        kind = _SYMBOLS[kind]
+        if not by_type:
+            return static(kind(value), key, by_type)
+        key.append(kind)
+        return value
     if kind is torch.Size:
         value = tuple(value)
     key.append(kind if isinstance(value, torch.Generator) else value)
     return value
+
+
+def stand_in(value: Any) -> Any:
+    """``value``; for a number that is a symbol one of its kind, in whose place any other has the same plan."""
+    kind = _SYMBOLS.get(type(value))
+    return value if kind is None else kind(2)
 
 
 def _strides(x: torch.Tensor) -> tuple[int, ...] | None:

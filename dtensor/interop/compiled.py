@@ -17,15 +17,17 @@ from ..base import torch_internals
 from ..base.modes import EXPLICIT, IMPLICIT_REPLICATION
 from ..base.told import changed
 from ..base.torch_internals import opaque_object
+from ..base.tracing import constant_of_graph, is_traced, kept, kept_object
 from ..comm import PerRank, shards_of
 from ..dispatch.local_op import seen
-from ..mesh.device_mesh import DeviceMesh
+from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Partial, Placement, Replicate, Shard
 from ..ranks.hidden import each_rank
+from ..tensor import create
 from ..tensor.autograd import as_local, laid
+from ..tensor.distribute import distribute_tensor
 from ..tensor.dtensor import DTensor
-from ..tensor.flattened import kept, kept_object
-from ..tensor.local_layout import measures
+from ..tensor.local_layout import Alike, measures
 from .when_imported import when_imported
 
 
@@ -36,6 +38,7 @@ def constants(*kinds: type) -> None:
     for kind in kinds:
         kind.__fx_repr__ = _written  # type: ignore[attr-defined]  # torch asks the class for it
         members = dict.fromkeys(_methods(kind), opaque_object.MemberType.USE_REAL)
+        members |= dict.fromkeys(members.keys() & _OF_GROUPS, opaque_object.MemberType.INLINED)
         opaque_object.register_opaque_type(kind, typ="value", members=members)
     changed("torch._library.opaque_object._OPAQUE_TYPES")
 
@@ -47,6 +50,7 @@ def _methods(kind: type) -> set[str]:
     return {name for name, value in found.items() if isinstance(value, kinds) and (name in _ASKED or not name.startswith("__"))}
 
 
+_OF_GROUPS = frozenset({"get_group", "get_all_groups"})  # looked into: process groups are inputs of a graph, not constants
 _ASKED = frozenset({"__getitem__", "__repr__", "__str__"})
 
 
@@ -101,6 +105,8 @@ _ALL_RANKS = "with all ranks in this process DTensors are not compiled: start a 
 
 
 def _placed(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, grad_placements: Any) -> Any:
+    if shape is None and not is_traced(local) and measures(mesh, placements):  # as the graph takes it for granted
+        Alike(mesh, tuple(local.shape), local.stride(), local.dtype, str(placements))()
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride, grad_placements=grad_placements)
 
 
@@ -123,21 +129,77 @@ def _from_local(
         _break(msg="DTensor.from_local while a mode is entered: under explicit() or implicit_replication() give DTensors")
     if run_check:
         _break(msg="DTensor.from_local(run_check=True) compares what ranks hold, at every call")
-    if shape is None and _asks_others(device_mesh, placements):
-        _break(msg="DTensor.from_local without shape= asks the other ranks for their sizes: give shape=")
     return _placed(local_tensor, device_mesh, placements, shape, stride, grad_placements)
+
+
+def _making(function: Any) -> tuple[Any, Any]:
+    """What a function that makes a DTensor of sizes is in a graph, and to the compiler."""
+
+    def made(*size: Any, **options: Any) -> Any:
+        return function(*size, **options)
+
+    def seen_as(*size: Any, **options: Any) -> Any:
+        if not _on_processes(options.get("device_mesh")):
+            _break(msg=_ALL_RANKS)
+        if options.get("device_mesh") is None:
+            _break(msg="a DTensor made without device_mesh= is on the mesh that is entered: give it")
+        return made(*size, **options)
+
+    return made, seen_as
+
+
+def _distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """``distribute_tensor`` as the compiler sees it: one rank's value is not sent to others in a graph."""
+    if not _on_processes(device_mesh):
+        _break(msg=_ALL_RANKS)
+    if device_mesh is None or (src_data_rank is not None and not isinstance(tensor, DTensor)):
+        _break(msg=_ONE_RANKS)
+    if tensor.requires_grad and not isinstance(tensor, DTensor):
+        _break(msg="distribute_tensor makes a leaf of a tensor that requires grad, which a graph does not: distribute it outside")
+    return _cut(tensor, device_mesh, placements)
+
+
+_ONE_RANKS = "distribute_tensor sends one rank's value to the others: where all have it, give device_mesh= and src_data_rank=None"
+
+
+def _as_given(x: Any) -> Any:
+    return x
+
+
+def _mesh(mesh: Any = None) -> DeviceMesh:
+    """``as_mesh`` as the compiler sees it."""
+    if not isinstance(mesh, DeviceMesh):
+        _break(msg="the mesh that is entered, or one of torch's, is looked up: give a mesh of this package")
+    return mesh
+
+
+def _cut(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
 def _on_processes(mesh: Any) -> bool:
     return not isinstance(mesh, DeviceMesh) or mesh.kind == "process_group"
 
 
-def _asks_others(mesh: Any, placements: Any) -> bool:
-    return isinstance(mesh, DeviceMesh) and measures(mesh, placements)
-
-
-_constant(_asks_others)
 _constant(_on_processes)
 
-_IN_GRAPH: tuple[Any, ...] = (_placed, laid, as_local)
-_SEEN_AS: dict[Any, Any] = {DTensor.from_local: _from_local, seen: _itself, each_rank: _itself, shards_of: _alone}
+_MADE = {
+    function: _making(function) for function in (create.zeros, create.ones, create.empty, create.full, create.rand, create.randn)
+}
+_IN_GRAPH: tuple[Any, ...] = (_placed, _cut, laid, as_local, *[made for made, _ in _MADE.values()])
+_SEEN_AS: dict[Any, Any] = {
+    **{function: seen_as for function, (_, seen_as) in _MADE.items()},
+    as_mesh: _mesh,
+    constant_of_graph: _as_given,
+    distribute_tensor: _distribute_tensor,
+    DTensor.from_local: _from_local,
+    seen: _itself,
+    each_rank: _itself,
+    shards_of: _alone,
+}

@@ -34,6 +34,7 @@ LOOKED_INTO = frozenset(
         "parallel/tensor/matrix",
         "parallel/tensor/style",
         "placement",
+        "tensor/local_map",
     }
 )
 

@@ -120,8 +120,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """The ``torch.distributed`` process group along one mesh dim or flattened one (may be left out on a 1-d mesh)."""
-        mesh, dim = self._along(mesh_dim, "get_group")
-        return handle_of(mesh, (dim,))
+        return getattr(_GROUPS, _group_name(self, mesh_dim))
 
     def get_all_groups(self) -> list[Any]:
         """``get_group`` of every mesh dim."""
@@ -308,6 +307,24 @@ def init_device_mesh(
     shape = mesh_shape_of(mesh_shape)
     count = math.prod(shape)
     return DeviceMesh(device_type, np.arange(count).reshape(shape), mesh_dim_names=mesh_dim_names)
+
+
+class _Groups:
+    """Process groups by name: a compiler takes an attribute of a global object as an input of its graph."""
+
+
+_GROUPS = _Groups()
+
+
+def _group_name(mesh: DeviceMesh, mesh_dim: int | str | None) -> str:
+    """Under which the group along a mesh dim is found there."""
+    named, dim = mesh._along(mesh_dim, "get_group")
+    handle = handle_of(named, (dim,))
+    setattr(_GROUPS, handle.group_name, handle)
+    return str(handle.group_name)
+
+
+_group_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # to a compiler the name is a constant
 
 
 def restore_mesh(

@@ -13,7 +13,7 @@ ranks outside of the mesh that run the op draw too: their next draw is then that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from ..base import tracing
 from ..base.generators import go_to, state_now
 from ..base.recording import aside, site
 from ..base.scoped import Scoped
+from ..base.torch_internals import tree_flatten, tree_unflatten
 from ..comm import communicator_of
+from ..comm.graph_ops import in_graph
 from ..comm.watched import draws
 from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
@@ -55,6 +57,29 @@ class Drawing:
 
 
 DRAWING = Drawing()
+
+
+def as_one_step(layout: Layout, make: Callable[..., Any], *given: Any) -> Any:
+    """``make(*given)``, blocks of one draw; where a program is traced, a step of its graph, which draws when that runs."""
+    mesh = layout.mesh
+    if mesh.kind != "process_group" or not tracing.under_way():
+        return make(*given)
+    values, structure = tree_flatten(given)
+    places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+    parts = [values[i] for i in places]
+    for i in places:
+        values[i] = None
+
+    def made(blocks: Sequence[torch.Tensor]) -> Any:
+        filled = list(values)
+        for i, block in zip(places, blocks, strict=True):
+            filled[i] = block
+        return make(*tree_unflatten(filled, structure))
+
+    member = mesh.current_member()
+    coordinate = None if member is None else mesh.coordinates[member]
+    shaped = layout.local_shape(coordinate), layout.local_stride(coordinate)
+    return in_graph("draw", tracing.kept(made), parts, *shaped, layout.dtype, torch.device(mesh.device_type))
 
 
 def draw(layout: Layout, whole: Callable[[torch.device], torch.Tensor]) -> Any:
@@ -124,8 +149,8 @@ def synchronize(mesh: DeviceMesh) -> None:
     """On process groups, once for all ranks that share a draw: they take over the first one's generator state."""
     if tracing.under_way() and mesh.kind == "process_group":
         raise UnsupportedOperationError(
-            "random numbers of a DTensor inside torch.compile: they are those of one device, drawn from torch's generator, which "
-            "no graph carries; draw them outside, or let the graph break there (fullgraph=False)"
+            "these random numbers of a DTensor inside torch.compile: a graph has no step that draws them; draw them outside, or "
+            "let the graph break there (fullgraph=False)"
         )
     comm, seeded, dims = communicator_of(mesh), mesh._root.seeded, mesh.group_id(range(mesh.ndim))
     if not comm.talks:

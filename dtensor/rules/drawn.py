@@ -14,6 +14,7 @@ from ..layout.layout import Layout
 from ..random.distributions import sampler_of
 from ..random.draw import (
     DRAWING,
+    as_one_step,
     block_of,
     default_generator,
     draw,
@@ -36,21 +37,25 @@ class DrawLike(Word):
     """A block of what the op draws for a whole tensor with the strides of the global operand, whose values do not matter."""
 
     def __call__(self, at: KernelContext, like: Any, *args: Any, **kwargs: Any) -> Any:
-        func, layout, result = at.call.func, at.operands[0], at.results[0]
+        result = at.results[0]
         assert result is not None
-        sampler = sampler_of(func._schema.name.partition("::")[2])
-        if DRAWING.mode == "counter" and sampler is not None:
-            given = _arguments_of(func, args, kwargs)
-            return draw_counted(result, sampler, given, given.get("generator"))
-        has_out = any(argument.is_out for argument in func._schema.arguments)
+        return as_one_step(result, lambda: _block_like(at.call.func, at.operands[0], result, args, kwargs))
 
-        def sample(device: torch.device) -> Tensor:
-            whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
-            into = {"out": torch.empty(result.shape, dtype=result.dtype, device=device)} if has_out else {}
-            drawn: Tensor = func(whole, *args, **kwargs, **into)
-            return drawn
 
-        return draw(result, sample)
+def _block_like(func: Any, layout: Layout, result: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    sampler = sampler_of(func._schema.name.partition("::")[2])
+    if DRAWING.mode == "counter" and sampler is not None:
+        given = _arguments_of(func, args, kwargs)
+        return draw_counted(result, sampler, given, given.get("generator"))
+    has_out = any(argument.is_out for argument in func._schema.arguments)
+
+    def sample(device: torch.device) -> Tensor:
+        whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
+        into = {"out": torch.empty(result.shape, dtype=result.dtype, device=device)} if has_out else {}
+        drawn: Tensor = func(whole, *args, **kwargs, **into)
+        return drawn
+
+    return draw(result, sample)
 
 
 def _arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +88,7 @@ class DrawAround(Word):
                 whole[i] = around(values[i], layout, member, self.other)
             return block_of(op(*whole, generator=generator), result, member)
 
-        return drawn_alike(at, generator, one, *args)
+        return as_one_step(result, lambda *args: drawn_alike(at, generator, one, *args), *args)
 
 
 def around(block: Tensor, layout: Layout, member: int | None, other: float) -> Tensor:

@@ -18,7 +18,7 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import as_mesh
 from ..placement import Placement
 from ..random.distributions import SAMPLERS
-from ..random.draw import DRAWING, draw, draw_counted
+from ..random.draw import DRAWING, as_one_step, draw, draw_counted
 from ..redistribute import redistribute_local
 from .dtensor import DTensor, wrap
 
@@ -134,10 +134,13 @@ def _drawn(
     fill: Any, size: Any, *, placements: Sequence[Placement] | None = None, device_mesh: Any = None, **options: Any
 ) -> DTensor:
     layout, reduced, requires_grad = _prepare(size, placements, device_mesh, options, fill)
-    if DRAWING.mode == "counter":
-        local = draw_counted(reduced, SAMPLERS["uniform" if fill is torch.rand else "normal"], {})
-    else:
-        local = draw(reduced, lambda device: fill(tuple(layout.shape), dtype=layout.dtype, device=device))
+
+    def block() -> Any:
+        if DRAWING.mode == "counter":
+            return draw_counted(reduced, SAMPLERS["uniform" if fill is torch.rand else "normal"], {})
+        return draw(reduced, lambda device: fill(tuple(layout.shape), dtype=layout.dtype, device=device))
+
+    local = as_one_step(reduced, block)
     return _finish(local, layout, reduced, requires_grad)
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 import torch
 
 from ..base.modes import MODES
+from ..base.tracing import kept
 from ..dispatch.wrapping import wrap_local
 from ..errors import DTensorError
 from ..layout.layout import Layout
@@ -77,20 +77,3 @@ def told_apart(x: Any) -> str:
     """What torch keeps compiled programs under, on disk too: those of another process name process groups that are not here."""
     local = x._local
     return f"{kept(x._layout)} {tuple(local.shape)} {local.stride()} {x.requires_grad}"
-
-
-def kept(value: Any) -> str:
-    """A name for an object that stands in compiled programs, in this process."""
-    return f"{_PROCESS} {_KEPT.setdefault(value, len(_KEPT))}"
-
-
-def kept_object(name: str) -> Any:
-    """What has that name."""
-    process, where = name.split()
-    if process != _PROCESS:
-        raise DTensorError("a program that another process compiled: its meshes are not here")
-    return list(_KEPT)[int(where)]
-
-
-_KEPT: dict[Any, int] = {}
-_PROCESS = uuid4().hex

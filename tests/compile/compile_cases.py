@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -61,6 +62,7 @@ LINES: dict[str, Case] = {
     "to_local": of(lambda x: x.to_local().sin(), ((5, 6), S0)),
     "full_tensor": of(lambda x: x.full_tensor().sin(), ((5, 6), S0)),
     "sum of all": of(lambda x: x.sum(), ((5, 6), S0)),
+    "number of a value": of(lambda x: x * x.detach().sum().item() + float(x.detach().amax()), ((5, 6), S0)),
     "plain number": of(lambda x: x * torch.tensor(3.0), ((5, 6), S0)),
 }
 
@@ -80,6 +82,46 @@ def from_local(mesh: DeviceMesh) -> Made:
 @case
 def from_local_of_replicas(mesh: DeviceMesh) -> Made:
     return (lambda a: DTensor.from_local(a * 2, mesh, [Replicate()]).redistribute(placements=S1).sin(), (torch.randn(5, 6),))
+
+
+@case
+def from_local_of_alike_pieces(mesh: DeviceMesh) -> Made:
+    return (lambda a: DTensor.from_local((a * 2).t(), mesh, [Shard(0)]).sum(0), (torch.randn(3, 6),))
+
+
+@case
+def there_and_back(mesh: DeviceMesh) -> Made:
+    return of(lambda x: DTensor.from_local(x.to_local().sin(), x.device_mesh, x.placements) * 2, ((4, 6), S0))(mesh)
+
+
+@case
+def groups_of_a_mesh(mesh: DeviceMesh) -> Made:
+    def run(x: Any) -> Any:
+        mine, named = x.device_mesh.get_group(), mesh["tp"].get_group("tp")
+        reduced = funcol.all_reduce(x._local_tensor * 1.0, "sum", mesh.get_group(0))
+        return x * (mine.size() + torch.distributed.get_world_size(named)) + reduced.sum() + len(mesh.get_all_groups())
+
+    return of(run, ((4, 6), S0))(mesh)
+
+
+@case
+def made_of_sizes(mesh: DeviceMesh) -> Made:
+    def run(x: Any) -> Any:
+        options: dict[str, Any] = {"device_mesh": mesh, "placements": S0}
+        drawn = dt.rand(5, 6, **options) + dt.randn((5, 6), **options)
+        return x * dt.ones(5, 6, **options) + dt.zeros(5, 6, **options) + dt.full((5, 6), 2.0, **options) + drawn
+
+    return of(run, ((5, 6), S0))(mesh)
+
+
+@case
+def distribute_tensor_that_all_have(mesh: DeviceMesh) -> Made:
+    return (lambda a: dt.distribute_tensor(a.detach() * 2, mesh, S0, src_data_rank=None).sum(0), (torch.randn(5, 6),))
+
+
+@case
+def local_map_(mesh: DeviceMesh) -> Made:
+    return of(lambda x: dt.local_map(torch.sin, S0, (S0,), device_mesh=mesh)(x) * 2, ((4, 6), S0))(mesh)
 
 
 # --- mathematics ----------------------------------------------------------------------------------------------------------
@@ -146,6 +188,24 @@ MATHS: dict[str, Case] = {
     "large reductions": of(lambda x: (x @ x.t()).sum(), ((800, 600), S1)),
 }
 
+
+# --- random numbers: those that are drawn without a compiler ----------------------------------------------------------------
+def dropped_in_a_checkpoint(x: Any, w: Any) -> Any:
+    return checkpoint(lambda x, w: F.dropout(x @ w, 0.3).sin(), x, w, use_reentrant=False)
+
+
+RANDOM: dict[str, Case] = {
+    "dropout": of(lambda x: F.dropout(F.dropout(x, 0.5), 0.1), ((5, 6), S0)),
+    "dropout in a checkpoint": of(dropped_in_a_checkpoint, ((5, 6), S1), ((6, 7), S0)),
+    "dropout of channels": of(lambda x: F.dropout2d(x, 0.5) * F.alpha_dropout(x, 0.5, True), ((2, 4, 5, 5), S1)),
+    "dropout in attention": of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.3), HEADS, HEADS, HEADS),
+    "drawn like a tensor": of(lambda x: x * torch.rand_like(x) + torch.empty_like(x).normal_(), ((5, 6), S0)),
+    "drawn by values": of(lambda x: torch.bernoulli(x.sigmoid()) * torch.normal(x.detach(), 1.0) * x, ((5, 6), S1)),
+    "drawn categories": of(lambda x: x * torch.multinomial(x.detach().abs() + 1, 6, replacement=True), ((5, 6), S0)),
+    "rrelu": of(lambda x: F.rrelu(x, training=True), ((5, 6), S0)),
+}
+
+
 # --- every way to redistribute --------------------------------------------------------------------------------------------
 LYING: dict[str, Where] = {
     "S0": S0,
@@ -198,4 +258,4 @@ MODULES = {
         6,
     ),
 }
-ALL: dict[str, Case] = {**LINES, **CASES, **MATHS, **MODULES, **MOVES}
+ALL: dict[str, Case] = {**LINES, **CASES, **MATHS, **RANDOM, **MODULES, **MOVES}

@@ -16,7 +16,17 @@ import dtensor as dt
 from dtensor import DTensor
 
 pytestmark = pytest.mark.gloo
-FEW = [*LINES, "from_local", "from_local_of_replicas", "two layers", "cumsum", "std", "columns and rows"]
+FEW = [
+    *LINES,
+    "from_local",
+    "from_local_of_replicas",
+    "two layers",
+    "cumsum",
+    "std",
+    "dropout",
+    "activation checkpointing",
+    "columns and rows",
+]
 
 
 def outcome(make: Case, mesh: dt.DeviceMesh, backend: str | None) -> list[Any]:

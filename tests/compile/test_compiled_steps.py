@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -84,9 +85,9 @@ def a_gradient_laid_otherwise(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
 
 
 def breaks(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """Where sizes are asked for, and where a constant made in the graph goes on after it broke."""
+    """Where values are compared, and where a constant made in the graph goes on after it broke."""
     rows = torch.ones(3 - mesh.get_rank(), 7)
-    asked = how(lambda x: DTensor.from_local(x * 2, mesh, [Shard(0)]) * 2)(rows)
+    asked = how(lambda x: DTensor.from_local(x * 2, mesh, [Shard(0)], run_check=True) * 2)(rows)
     made = how(lambda x: x + dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)]))(asked)
     return [asked, made]
 
@@ -139,10 +140,20 @@ def refused(mesh: dt.DeviceMesh) -> None:
     """As one graph these are refused, and the cause is named; the next eager call is as it was."""
     torch._dynamo.reset()
     x = dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)])
-    with pytest.raises(Exception, match=r"random numbers of a DTensor inside torch\.compile"):
-        torch.compile(lambda x: F.dropout(x), backend="aot_eager", fullgraph=True)(x)
-    with pytest.raises(Exception, match="give shape="):
-        torch.compile(lambda a: DTensor.from_local(a, mesh, [Shard(0)]), backend="aot_eager", fullgraph=True)(torch.ones(2, 3))
+    uneven = torch.ones(3 - mesh.get_rank(), 3)
+    for backend in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="give shape="):
+            torch.compile(lambda a: DTensor.from_local(a, mesh, [Shard(0)]) * 2, backend=backend, fullgraph=True)(uneven)
+    for scattered, match in (
+        (torch.ones(4, 3), "src_data_rank=None"),
+        (torch.ones(4, 3).requires_grad_(), "distribute it outside"),
+    ):
+        source = None if scattered.requires_grad else 0
+        cut = functools.partial(dt.distribute_tensor, device_mesh=mesh, placements=[Shard(0)], src_data_rank=source)
+        compiled = torch.compile(lambda a, cut=cut: cut(a), backend="aot_eager", fullgraph=True)
+        with pytest.raises(Exception, match=match):
+            compiled(scattered)
     gathering: list[tuple[Any, Any]] = [
         (torch.flatten, Shard(1)),
         (lambda x: (x * 1).t()[0], Shard(1)),
@@ -152,9 +163,14 @@ def refused(mesh: dt.DeviceMesh) -> None:
         with pytest.raises(Exception, match="return a clone of it"):
             torch.compile(view, backend="aot_eager", fullgraph=True)(dt.distribute_tensor(torch.ones(4, 6), mesh, [where]))
     torch.manual_seed(1 + mesh.get_rank())  # not yet the same on all ranks: the first draw takes over the first one's
-    drawn = F.dropout(x).full_tensor()
+    drawn = torch.compile(F.dropout, backend="aot_eager", fullgraph=True)(x).full_tensor()
     torch.manual_seed(1)
     torch.testing.assert_close(drawn, F.dropout(torch.ones(5, 7)))
+    with dt.random_mode("counter"):  # the mode is that of the call
+        dt.manual_seed(3)
+        one = torch.compile(F.dropout, backend="aot_eager", fullgraph=True)(x).full_tensor()
+        dt.manual_seed(3)
+        torch.testing.assert_close(one, F.dropout(x).full_tensor())
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...base.memory_order import contiguous_stride
 from ...random.distributions import SAMPLERS
-from ...random.draw import DRAWING, block_of, draw, draw_counted
+from ...random.draw import DRAWING, as_one_step, block_of, draw, draw_counted
 from ..call import Call
 from ..drawn import drawn, drawn_alike
 from ..kernels import KernelContext
@@ -59,8 +59,11 @@ def drop(at: KernelContext, x: Any, p: float, train: bool | None) -> Any:
         ones = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device).fill_(1)
         return torch.native_dropout(ones, p, train)[1]
 
-    counted = DRAWING.mode == "counter" and train is not False
-    mask = draw_counted(mask_layout, SAMPLERS["bernoulli"], {"p": 1 - p}) if counted else draw(mask_layout, sample)
+    def kept() -> Any:
+        counted = DRAWING.mode == "counter" and train is not False
+        return draw_counted(mask_layout, SAMPLERS["bernoulli"], {"p": 1 - p}) if counted else draw(mask_layout, sample)
+
+    mask = as_one_step(mask_layout, kept)
     scale = 1.0 if train is False or p == 1 else 1 / (1 - p)
     return at.map(lambda _, block, kept: block * kept * scale if train is not False else block.clone(), x, mask), mask
 
@@ -88,20 +91,20 @@ def leak(
     signs = at.map(lambda _, block: block <= 0, x)
     masks = at.comm.all_gather(signs, cut, lambda member: layout.local_shape(coordinates[member])).wait() if cut else [signs]
 
-    def one(member: int, block: Tensor, own: Tensor, parts: list[Tensor]) -> Tensor:
-        whole = torch.empty(layout.shape, dtype=block.dtype, device=block.device)
+    def one(member: int, own: Tensor, parts: list[Tensor]) -> Tensor:
+        whole = torch.empty(layout.shape, dtype=own.dtype, device=own.device)
         group = mesh.members_of(cut, member) if cut else (member,)
         for peer, negative in zip(group, parts, strict=True):
             place, coordinate = whole, coordinates[peer]
             for d, (offset, size) in enumerate(zip(layout.local_offset(coordinate), layout.local_shape(coordinate), strict=True)):
                 place = place.narrow(d, min(offset, place.shape[d] - size), size)
-            place.copy_(1 - 2 * negative.to(block.dtype))
+            place.copy_(1 - 2 * negative.to(own.dtype))
         slopes = torch.empty_like(whole)
         torch.ops.aten.rrelu_with_noise(whole, slopes, lower, upper, True, generator)
-        own.copy_(block_of(slopes, layout, member))
-        return block * own
+        return block_of(slopes, layout, member)
 
-    return drawn_alike(at, generator, one, x, noise, masks)
+    drawn = as_one_step(layout, lambda *given: drawn_alike(at, generator, one, *given), noise, masks)
+    return at.map(lambda _, block, own, slope: block * own.copy_(slope), x, noise, drawn)
 
 
 drawn("rrelu_with_noise", factors=rrelu_factors, run=leak)

@@ -1,0 +1,110 @@
+"""Random programs of a few operations each, of every kind: what compiled ones give is compared with the same, not compiled."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from compile_cases import Case, Made
+
+import dtensor as dt
+from dtensor import DeviceMesh, Partial, Replicate, Shard
+
+Step = Callable[[Any, Any], Any]  # of the value so far, and of another of the same shape
+ROWS, COLUMNS = 5, 6
+
+
+def written(write: Callable[[Any, Any], Any]) -> Step:
+    """A step that writes to a copy of the value so far."""
+
+    def step(x: Any, y: Any) -> Any:
+        z = x * 1
+        write(z, y)
+        return z
+
+    return step
+
+
+def placed(*placements: Any) -> Step:
+    return lambda x, y: x.redistribute(placements=list(placements))
+
+
+def assigned(z: Any, y: Any) -> None:
+    z[1:3] = y[2:4]
+    z[0, ::2] = 3.0
+
+
+STEPS: dict[str, Step] = {
+    "add": lambda x, y: x + y,
+    "times": lambda x, y: x * y.sigmoid(),
+    "sin": lambda x, y: x.sin(),
+    "relu": lambda x, y: F.relu(x) - 0.1 * y,
+    "square product": lambda x, y: (x @ y.t()) @ x * 0.1,
+    "product by columns": lambda x, y: x @ (y.t() @ x) * 0.1,
+    "softmax of rows": lambda x, y: x.softmax(1) * y,
+    "softmax of columns": lambda x, y: x.softmax(0) + y,
+    "layer_norm": lambda x, y: F.layer_norm(x, (COLUMNS,)),
+    "less its mean": lambda x, y: x - x.mean(0, keepdim=True),
+    "less its sum": lambda x, y: x - 0.1 * x.sum(),
+    "over its deviation": lambda x, y: x / (1 + x.std(1, keepdim=True)),
+    "largest of columns": lambda x, y: x + x.amax(0),
+    "cumsum of columns": lambda x, y: x.cumsum(0) * 0.5,
+    "cumsum of rows": lambda x, y: x.cumsum(1) * 0.5,
+    "sorted": lambda x, y: x.sort(0)[0] + y,
+    "where": lambda x, y: torch.where(x > y, x, y * 2),
+    "masked": lambda x, y: x.masked_fill(y > 0.5, 0.25),
+    "clamped": lambda x, y: x.clamp(-1, 1) + y,
+    "rows turned": lambda x, y: x.flip(0) + x.roll(1, 1),
+    "parts together": lambda x, y: torch.cat([x[:2], y[2:]], 0),
+    "halves exchanged": lambda x, y: torch.cat(x.chunk(2, 1)[::-1], 1),
+    "a row": lambda x, y: x + y[3],
+    "a column": lambda x, y: x * y[:, 2:3],
+    "flat and back": lambda x, y: (x.reshape(-1) * 2).view(ROWS, COLUMNS),
+    "turned and back": lambda x, y: (x.t() + y.t()).t(),
+    "folded": lambda x, y: x.unflatten(1, (2, 3)).transpose(0, 1).sum(0).repeat(1, 2) + y,
+    "stacked": lambda x, y: torch.stack([x, y], 1).amax(1),
+    "chosen": lambda x, y: x.index_select(0, torch.tensor([4, 0, 3, 1, 2])) if type(x) is torch.Tensor else x.flip(1),
+    "dropout": lambda x, y: F.dropout(x, 0.25) + y,
+    "noise": lambda x, y: x + 0.1 * torch.rand_like(y),
+    "norms": lambda x, y: F.normalize(x, dim=1) + x.norm() * 0.1,
+    "log_softmax": lambda x, y: F.log_softmax(x, 1) * 0.3 + y,
+    "added in place": written(lambda z, y: z.add_(y)),
+    "a row in place": written(lambda z, y: z[2].mul_(y[1])),
+    "columns in place": written(lambda z, y: z[:, 1:4].add_(y[:, 2:5])),
+    "turned in place": written(lambda z, y: z.t().mul_(0.5)),
+    "assigned": written(assigned),
+    "filled": written(lambda z, y: z[:, 0].fill_(1.5)),
+    "flat in place": written(lambda z, y: z.view(-1)[7:20].sub_(1)),
+    "to S0": placed(Shard(0)),
+    "to S1": placed(Shard(1)),
+    "to R": placed(Replicate()),
+    "to P": placed(Partial()),
+    "to ragged": placed(Shard(0, sizes=(1, 4))),
+    "through pieces": lambda x, y: dt.DTensor.from_local(
+        x.redistribute(placements=[Shard(1)]).to_local().cos(), x.device_mesh, [Shard(1)], shape=x.shape
+    ),
+    "through the whole": lambda x, y: x * x.full_tensor().mean().detach(),
+    "rounded": lambda x, y: x.to(torch.bfloat16).float() + y,
+    "number": lambda x, y: x * y.detach().sum().sigmoid(),
+}
+LYING = ([Shard(0)], [Shard(1)], [Replicate()], [Shard(0, sizes=(4, 1))])
+
+
+def program(seed: int) -> tuple[str, Case]:
+    """The program of a seed: its words, and how to make it."""
+    draw = random.Random(seed)
+    names = draw.choices(list(STEPS), k=draw.randint(2, 5))
+    where = draw.choice(LYING), draw.choice(LYING)
+
+    def run(x: Any, y: Any) -> Any:
+        for name in names:
+            x, y = STEPS[name](x, y), x
+        return x * 1  # a view that is gathered is no result
+
+    def make(mesh: DeviceMesh) -> Made:
+        return run, tuple(dt.distribute_tensor(torch.randn(ROWS, COLUMNS), mesh, lying) for lying in where)
+
+    return f"{seed}: {where} {' > '.join(names)}", make
