@@ -1,41 +1,47 @@
 """dtensor: SPMD maths on distributed tensors."""
 
+import gc as _gc
 import sys
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .base.extensions import provided_by as _provided_by
-from .base.modes import explicit, implicit_replication, remember
-from .comm import PerRank, map_ranks, per_rank
-from .dispatch.cache_info import CacheInfo, cache_info
-from .dispatch.register_sharding import register_sharding, unregister_sharding
-from .interop.compiled import constants as _constants_of_graphs
-from .interop.compiled import substitutes as _substitutes
-from .interop.dynamo import keep_from_inlining as _keep_from_inlining
-from .interop.dynamo import leave_untraced as _leave_untraced
-from .interop.dynamo import written_in_python as _written_in_python
-from .interop.lookers import teach_lookers as _teach_lookers
-from .interop.state_dicts import teach_state_dicts as _teach_state_dicts
-from .layout.layout import Layout
-from .mesh.device_mesh import DeviceMesh, init_device_mesh
-from .placement import Monoid, Partial, Placement, Replicate, Shard
-from .random.seed import manual_seed, random_mode
-from .rules.registry import read_from as _read_from
-from .tensor import replicas as _replicas
-from .tensor.awaited import AsyncCollectiveTensor
-from .tensor.composites import constants as _constants
-from .tensor.composites import recomposed as _recomposed
-from .tensor.composites import sequences as _sequences
-from .tensor.composites import sparse as _sparse_results
-from .tensor.create import empty, full, ones, rand, randn, zeros
-from .tensor.distribute import distribute_module, distribute_tensor
-from .tensor.dtensor import DTensor
-from .tensor.local_map import local_map
-from .tensor.redistribute_many import redistribute_many
-from .tensor.views import seen_anew as _seen_anew
-from .tensor.views import write_through as _write_through
-from .watch.levels import check_ranks
+_COLLECTS = _gc.isenabled()
+_gc.disable()  # an import leaves no garbage, and a pass over all that torch has made takes as long as the import itself
+try:
+    from .base.extensions import provided_by as _provided_by
+    from .base.modes import explicit, implicit_replication, remember
+    from .comm import PerRank, map_ranks, per_rank
+    from .dispatch.cache_info import CacheInfo, cache_info
+    from .dispatch.register_sharding import register_sharding, unregister_sharding
+    from .interop.compiled import constants as _constants_of_graphs
+    from .interop.compiled import substitutes as _substitutes
+    from .interop.dynamo import keep_from_inlining as _keep_from_inlining
+    from .interop.dynamo import written_in_python as _written_in_python
+    from .interop.lookers import teach_lookers as _teach_lookers
+    from .interop.state_dicts import teach_state_dicts as _teach_state_dicts
+    from .layout.layout import Layout
+    from .mesh.device_mesh import DeviceMesh, init_device_mesh
+    from .placement import Monoid, Partial, Placement, Replicate, Shard
+    from .random.seed import manual_seed, random_mode
+    from .rules.registry import read_from as _read_from
+    from .tensor import replicas as _replicas
+    from .tensor.awaited import AsyncCollectiveTensor
+    from .tensor.composites import constants as _constants
+    from .tensor.composites import recomposed as _recomposed
+    from .tensor.composites import sequences as _sequences
+    from .tensor.composites import sparse as _sparse_results
+    from .tensor.create import empty, full, ones, rand, randn, zeros
+    from .tensor.distribute import distribute_module, distribute_tensor
+    from .tensor.dtensor import DTensor
+    from .tensor.local_map import local_map
+    from .tensor.redistribute_many import redistribute_many
+    from .tensor.views import seen_anew as _seen_anew
+    from .tensor.views import write_through as _write_through
+    from .watch.levels import check_ranks
+finally:
+    if _COLLECTS:
+        _gc.enable()
 
 __version__ = "0.1.0"
 
@@ -172,7 +178,6 @@ _read_from("dtensor.rules.aten.library")
 _provided_by("dtensor.sharding_spec.scattered_tensor", "reshard", "sharding_metadata")
 _provided_by("dtensor.interop.dcp_protocol", "write_items", "chunks", "shard_at")
 _provided_by("dtensor.debug.html", "html_of")
-_leave_untraced(__name__)
 _keep_from_inlining()
 _teach_state_dicts()
 _teach_lookers()

@@ -1,4 +1,6 @@
-"""What classes can do that rooms above them provide: found by name at the first call, so that they import none of them."""
+"""What rooms above provide, so that those below import none of them: what classes can do, found by name at the first call, and
+what is prepared once somebody has a mesh.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 _MODULES: dict[str, str] = {}
+_WAITING: list[Callable[[], None]] = []
 
 
 def provided_by(module: str, *names: str) -> None:
@@ -17,6 +20,21 @@ def provided_by(module: str, *names: str) -> None:
 def provided(name: str) -> Callable[..., Any]:
     """The function of this name; its module is imported now if nobody has needed it yet."""
     return getattr(import_module(_MODULES[name]), name)
+
+
+def before_use(action: Callable[[], None]) -> None:
+    """Run ``action`` before the first mesh, or the first tensors of all ranks, are made: it takes its time."""
+    _WAITING.append(action)
+
+
+def in_use() -> None:
+    """Run what waits for that."""
+    while _WAITING:
+        try:
+            action = _WAITING.pop()
+        except IndexError:  # another thread was faster
+            return
+        action()
 
 
 def pictured(x: Any) -> str:

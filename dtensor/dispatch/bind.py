@@ -147,7 +147,7 @@ def _call(plan: Plan, operator: Operator, form: Form, before: list[Before]) -> t
     if is_kernel(plan):
         tail = [(slice(form.count, form.count), form.tail)] if form.tail else []
         return tail, partial(kernel_of(plan), **_but_for(form.lacking, operator.outs))
-    own = rule.local if rule is not None else None
+    own = None if rule is None or rule.local is None else _of_those_here(plan, rule.local)
     by_member = _constants(plan)
     if by_member:
         return _rewritten(plan, operator, form, by_member, before)
@@ -155,6 +155,11 @@ def _call(plan: Plan, operator: Operator, form: Form, before: list[Before]) -> t
     if not own and operator.mutated and not operator.outs and not operator.facts.per_element and _may_share_memory(plan):
         return [], _apart_if_refused(plan, func)
     return [], func if own else _refusing_as_others(plan, operator, func)
+
+
+def _of_those_here(plan: Plan, own: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule's function for the ranks that live in this process: of one alone, as it was written, without a look for others."""
+    return own if communicator_of(plan.call.mesh).holds_all else getattr(own, "of_one_rank", own)
 
 
 def _refusing_as_others(plan: Plan, operator: Operator, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,7 +243,7 @@ def _constants(plan: Plan) -> dict[int, Constants]:
 def _rewritten(
     plan: Plan, operator: Operator, form: Form, by_member: dict[int, Constants], before: list[Before]
 ) -> tuple[Given, Callable[..., Any]]:
-    own = None if plan.rule is None else plan.rule.local
+    own = None if plan.rule is None or plan.rule.local is None else _of_those_here(plan, plan.rule.local)
     known = operator.names if own is None else (*operator.names, *{name for values in by_member.values() for name in values})
     positional, func = operator.names[: operator.positional], own or local_function(operator.func)
     if plan.moves and operator.facts.needs_strides:

@@ -16,7 +16,7 @@ from ..propagation.propagate import Plan
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_KEYS = (DispatchKey.Conjugate, DispatchKey.Negative)
+_CONJUGATE, _NEGATIVE = DispatchKey.Conjugate, DispatchKey.Negative
 _is_off = is_key_excluded
 _set_off = set_key_excluded
 
@@ -34,13 +34,13 @@ def carried_out(run: Callable[P, T]) -> Callable[P, T]:
     """``run`` with lazy conjugations and negations carried out wherever an operator inside needs it."""
 
     def running(*args: P.args, **kwargs: P.kwargs) -> Any:
-        before = [_is_off(key) for key in _KEYS]
-        for key in _KEYS:
-            _set_off(key, False)
+        conjugate, negative = _is_off(_CONJUGATE), _is_off(_NEGATIVE)
+        _set_off(_CONJUGATE, False)
+        _set_off(_NEGATIVE, False)
         try:
             return run(*args, **kwargs)
         finally:
-            for key, off in zip(_KEYS, before, strict=True):
-                _set_off(key, off)
+            _set_off(_CONJUGATE, conjugate)
+            _set_off(_NEGATIVE, negative)
 
     return running

@@ -153,6 +153,14 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
                         if found is None:
                             found = runner_of(_miss(entry, signature, args, kwargs), entry.operator)
                         return found(args, kwargs, [args[0]._local, args[1]._local], {})  # type: ignore[operator]  # a Runner
+                    if len(args) == 3 and type(args[1]) is tensor and type(args[2]) is tensor:
+                        three = (args[0]._layout, args[1]._layout, args[2]._layout)
+                        found = find(three)
+                        if found is None:
+                            found = _miss(entry, three, args, kwargs)
+                        if type(found) is Layout:
+                            return wrap_local(local_op(args[0]._local, args[1]._local, args[2]._local), found)
+                        return found(args, kwargs, [args[0]._local, args[1]._local, args[2]._local], {})  # type: ignore[operator]
                     if numbered or len(args) == 1 or (sized and len(args) == 2):
                         try:
                             signature = (args[0]._layout, tuple(args[1])) if sized else (args[0]._layout, *args[1:])
@@ -192,12 +200,12 @@ def _general_form_of(entry: Entry, find: Callable[[Any], Any]) -> Callable[..., 
             else:
                 local_args.append(static(value, key, len(local_args) in by_type))
         local_kwargs = {}
-        for name, value in kwargs.items():
-            key.append(name)
-            if type(value) in AS_IT_IS:
-                key.append(value)
-                local_kwargs[name] = value
-            else:
+        if kwargs and AS_IT_IS.issuperset(map(type, kwargs.values())):
+            key += kwargs.items()
+            local_kwargs = kwargs.copy()
+        else:
+            for name, value in kwargs.items():
+                key.append(name)
                 local_kwargs[name] = static(value, key, name in names_by_type)
         if IMPLICIT_REPLICATION.held and MODES.implicit_replication:
             key.append(MODES)

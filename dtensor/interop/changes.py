@@ -108,14 +108,14 @@ CHANGES = (
     ),
     Change(
         "torch.utils._debug_mode.DebugMode",
-        "its import",
+        "the first mesh or per_rank() tensor, and its import",
         "it steps back before DTensors, as before torch's own, and so sees what they do: register_torch_dispatch",
         "2.11",
         "Library._destroy() of interop.lookers",
     ),
     Change(
         "torch.distributed.tensor.debug.CommDebugMode",
-        "its import",
+        "the same",
         "the same: it counts collectives that operators of DTensors need",
         "2.11",
         "Library._destroy() of interop.lookers",

@@ -2,8 +2,8 @@
 
 A compiler that looked into these functions would trace how locals are handled (per rank, in one process) instead of the
 program, and lost gradients or failed on the way. What they call runs as it is, too; the user's own frames are compiled as ever.
-Two things are told: frame evaluation, that frames of ours are not compiled; and Dynamo, that calls of ours are not inlined. The
-latter is a module of a second's import, so it is told when somebody else imports it.
+Two things are told: frame evaluation, that frames of ours are not compiled; and Dynamo, that calls of ours are not inlined. Both
+when somebody else imports Dynamo, which takes a second: until then nobody evaluates frames.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..base.told import changed
 from ..base.torch_internals import eval_frame
 from .when_imported import when_imported
 
+_TOLD = "torch._dynamo.trace_rules"
 _SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 _DONE: set[str] = set()
 
@@ -41,7 +42,7 @@ LOOKED_INTO = frozenset(
 
 def keep_from_inlining() -> None:
     """Tell Dynamo, now or when it comes, that functions of this package are not looked into, but for :data:`LOOKED_INTO`."""
-    when_imported("torch._dynamo.trace_rules", _skip)
+    when_imported(_TOLD, _skip)
 
 
 def _skip(module: Any) -> None:
@@ -51,6 +52,7 @@ def _skip(module: Any) -> None:
             module.SKIP_DIRS.append(str(file))
     module._recompile_re()
     changed("torch._dynamo.trace_rules.SKIP_DIRS")
+    leave_untraced(package.name)
 
 
 def written_in_python(kind: type) -> None:
@@ -71,7 +73,9 @@ def _forwarding(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def leave_untraced(package: str) -> None:
-    """Mark all functions of the modules of ``package`` that are loaded and not yet marked."""
+    """Mark all functions of the modules of ``package`` that are loaded and not yet marked, once Dynamo is there."""
+    if _TOLD not in sys.modules:
+        return
     for name, module in list(sys.modules.items()):
         if (name == package or name.startswith(f"{package}.")) and name not in _DONE:
             _DONE.add(name)

@@ -8,11 +8,13 @@ do. Of a class that it does not know it calls the operator with itself taken awa
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from ..base.extensions import before_use
 from ..base.told import changed
 from ..base.torch_internals import all_operators
 from ..base.tracing import LOOKERS
@@ -24,9 +26,9 @@ _LIBRARIES: list[torch.library.Library] = []
 
 
 def teach_lookers() -> None:
-    """Have them see what DTensors do, now or when they are imported."""
-    when_imported("torch.utils._debug_mode", _teach_debug_mode)
-    when_imported("torch.distributed.tensor.debug._comm_mode", _teach_comm_debug_mode)
+    """Have them see what DTensors do, once there may be some, or when they are imported."""
+    before_use(partial(when_imported, "torch.utils._debug_mode", _teach_debug_mode))
+    before_use(partial(when_imported, "torch.distributed.tensor.debug._comm_mode", _teach_comm_debug_mode))
 
 
 def _teach_debug_mode(module: ModuleType) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..base.extensions import in_use
 from ..base.validation import whole, wholes
 from ..errors import ArgumentError, MeshError
 from .world import distributed, ensure_world
@@ -92,6 +93,7 @@ def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
     Raises:
         MeshError: repeated ranks, wrong number of names, ranks outside the world.
     """
+    in_use()
     device_type, array = device_type_of(device_type), _ranks(mesh)
     ranks = tuple(int(rank) for rank in array.reshape(-1))
     if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:

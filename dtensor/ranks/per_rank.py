@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.extensions import in_use
 from ..base.torch_internals import (
     DispatchKey,
     ForceDispatchKeyGuard,
@@ -94,9 +95,8 @@ class PerRank(Tensor):
 
     def __format__(self, spec: str) -> str:
         texts = [format(shard, spec) for shard in self.shards]
-        return (
-            texts[0] if len(set(texts)) == 1 else "[" + ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts)) + "]"
-        )
+        alike = len(set(texts)) == 1
+        return texts[0] if alike else "[" + ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts)) + "]"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PerRank:
         made = PerRank(copy.deepcopy(shard, memo) for shard in self.shards)
@@ -346,5 +346,5 @@ def _like(sequence: Any, items: list[Any]) -> Any:
 
 
 _JOINT: dict[Any, Callable[..., Any]] = {}  # what does not simply run once per rank; see ``joint_autograd.py``
-_BEFORE: list[Callable[[], None]] = []  # what has to be set up where programs meet such tensors; see ``joint_function.py``
+_BEFORE: list[Callable[[], None]] = [in_use]  # what has to be set up where programs meet such tensors; see ``joint_function.py``
 _EACH_RANK.append(PerRank.__torch_function__)

@@ -26,6 +26,7 @@ def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         return over_ranks(function, args, kwargs) if count_ranks((args, kwargs)) else function(*args, **kwargs)
 
+    setattr(run, "of_one_rank", function)  # noqa: B010  no attribute of functions that types know
     return run
 
 

@@ -16,7 +16,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from ..base.recording import ACTIVE
 from ..comm import communicator_of
+from ..comm.binding import Reduction
 from ..layout.layout import Layout
 from ..layout.splits import Split, offsets_of
 from ..placement import Monoid
@@ -66,12 +68,23 @@ class KernelContext:
         """Global size of the factor."""
         return sum(self.sizes)
 
-    def all_reduce(self, x: Any, op: str | Monoid, factors: Iterable[str] | None = None) -> Any:
-        """The reduction of ``x`` over the group, on every rank; of a joint kernel over the ranks that split ``factors``."""
-        if factors is None:
-            return self.comm.all_reduce(x, self.mesh_dims, op).wait()
-        mesh_dims = tuple(mesh_dim for name in factors for mesh_dim in self.splits[name].mesh_dims)
-        return self.comm.all_reduce(x, mesh_dims, op).wait() if mesh_dims else x
+    def all_reduce(self, x: Any, op: str | Monoid, factors: Iterable[str] | None = None, *, spent: bool = False) -> Any:
+        """The reduction of ``x`` over the group, on every rank; of a joint kernel over the ranks that split ``factors``.
+
+        ``spent``: ``x`` is row-major memory of the kernel's own, which it needs no more, and which may be that of the result.
+        """
+        mesh_dims = self.mesh_dims
+        if factors is not None:
+            mesh_dims = tuple([mesh_dim for name in factors for mesh_dim in self.splits[name].mesh_dims])
+            if not mesh_dims:
+                return x
+        if ACTIVE:  # a recorder knows the method
+            return self.comm.all_reduce(x, mesh_dims, op).wait()
+        key = mesh_dims, op, x.dtype
+        bound: Reduction | None = self.known.get(key)
+        if bound is None:
+            bound = self.known[key] = self.comm.bind_all_reduce(*key)
+        return (bound.taking if spent and bound.taking is not None else bound.run)(x).wait()
 
     def all_gather(self, x: Any, shape_of: Callable[[int], tuple[int, ...]] | None = None) -> list[Any]:
         """Every group position's ``x``; ``shape_of(member)`` tells their shapes, ``None`` if those of one group are alike."""

@@ -252,11 +252,10 @@ def keep_grad_layout(leaf: Any) -> None:
         if is_wrapped(grad):
             return None
         wanted, mesh = grad_layout(layout, None).placements, layout.mesh
-        if not hasattr(grad, "_layout"):  # what the user gave to backward()
-            return distributed(grad, layout).redistribute(placements=wanted)
-        if grad._layout.mesh != mesh:  # the leaf was a number in a program on another mesh
+        if hasattr(grad, "_layout") and grad._layout.mesh != mesh:  # the leaf was a number in a program on another mesh
             return grad.redistribute(mesh, wanted)
-        return None if grad._layout.placements == wanted else grad.redistribute(placements=wanted)
+        arrived = laid(distributed(grad, layout), wanted)  # which may be plain, where the user gave it to backward()
+        return None if arrived is grad else arrived
 
     leaf.register_hook(to_leaf_layout)
     leaf.__dict__["_grad_layout"] = current

@@ -213,7 +213,7 @@ def loss_of_each(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None)
 
 
 def nll_loss(at: KernelContext, scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
-    op, dtype = functional(at.call), at.dtype(0)
+    op, dtype = at.once(functional), at.dtype(0)
     wide = sums_dtype(dtype)
     if "c" not in at.splits and reduction != NONE and dtype is wide:  # the operator gives the two sums of all classes
         loss, total = losses_in_sum(op, scores, target, weight, ignore_index)
@@ -224,30 +224,31 @@ def nll_loss(at: KernelContext, scores: Any, target: Any, weight: Any, reduction
             return loss, torch.zeros_like(total, dtype=dtype)
         loss = loss.sum(dtype=wide)
     if reduction == MEAN:
-        total = at.all_reduce(total, "sum", [name for name in at.splits if name != "c"])
+        total = at.all_reduce(total, "sum", [name for name in at.splits if name != "c"], spent=True)
         loss = loss / total
-    return loss.to(dtype), total.to(dtype)
+    return (loss, total) if dtype is wide else (loss.to(dtype), total.to(dtype))
 
 
 def nll_factors(call: Call) -> Factors:
     scores, target = score_dims(call, 0)
     sizes = score_sizes(call, 0)
     none = call["reduction"] == NONE
-    # the operator's own sums over a block of the batch are terms of both results; of half precision they might overflow
-    sums = call["reduction"] == SUM and call.operands[0].dtype in (torch.float32, torch.float64)
+    # the operator's own sums over a block of the batch are terms of both results (of half precision they might overflow), and
+    # without a reduction a sample's loss is its own, the weight being zero on every rank
+    own = none or (call["reduction"] == SUM and call.operands[0].dtype in (torch.float32, torch.float64))
     loss: Spec = Partial("sum")
     by_class = Kernel(nll_loss, lacking=(loss, R), joint=True)
     # the weight of the targets of one rank: a term of the total, which a mean has reduced already
     by_batch = Kernel(
         nll_loss,
-        lacking=(loss, R if call["reduction"] != SUM else Partial("sum")),
+        lacking=(loss, R if call["reduction"] == MEAN else Partial("sum")),
         collectives=int(call["reduction"] == MEAN),
         nbytes=lambda call: statistics_bytes(call, call["reduction"] == MEAN),
         joint=True,
     )
-    kernels = {name: by_class if name == "c" else by_batch for name in sizes if name == "c" or not sums}
+    kernels = {name: by_class if name == "c" else by_batch for name in sizes if name == "c" or not own}
     operands, results = (scores, target, *weight_dims(call)), (target if none else (), ())
-    reduced = {name: "sum" for name in sizes if name not in kernels}
+    reduced = {name: "R" if none else "sum" for name in sizes if name not in kernels}
     return Factors(operands, results, sizes, reduced=reduced, kernels=kernels)
 
 

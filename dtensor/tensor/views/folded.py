@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product, zip_longest
+from itertools import zip_longest
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,7 +27,6 @@ from ...dispatch.mixed_meshes import meshes_of
 from ...dispatch.operands import laid_out
 from ...dispatch.plain_operands import replicated, taken_as_replicated
 from ...layout.layout import Layout
-from ...layout.splits import Split
 from ...propagation.calls import make_call
 from ...propagation.meta import NotInferable, results_of
 from ...propagation.propagate import Plan
@@ -37,10 +36,10 @@ from ...rules import lookup
 from ...rules.call import Meta
 from ...rules.rule import Factors, alone
 from ..dtensor import DTensor, wrap
+from .folded_layouts import Cuts, merged_layout, stack_layout
 from .remote_view import Origin, RemoteView, is_local, plan_of
 
 _aten = torch.ops.aten
-Cuts = tuple[Split | None, ...]
 
 
 class _Folded(NamedTuple):
@@ -65,6 +64,10 @@ def on_the_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
         return _turned(operator, args, kwargs)
     if operator.mutated or operator.seeded or operator.fills_lists or not operator.gives_tensors:
         return NotImplemented
+    key = None if kwargs else _key(operator, args)
+    known = None if key is None else _PLACED.get(key)
+    if known is not None:
+        return _placed_again(known, operator, args)
     tensors: list[Any] = []
 
     def mark(x: torch.Tensor) -> _Tensor:
@@ -86,23 +89,92 @@ def on_the_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
                 return NotImplemented
             x = replicated(x, leader.stack._layout.mesh)
         given.append(x if dim is None else _in_blocks(x, folded, dim, leader))
+    if key is not None:
+        _note_placed(key, where, found, leader)
     new_args, new_kwargs = _replaced(*marked, lambda mark: given[mark.place], _Tensor)
     made = dispatch(DTensor, operator.func, (), new_args, new_kwargs)
     if not isinstance(made, (list, tuple)):
-        return made if where[1][0] is None else _unfolded(made, where[1][0], leader)
-    each = [x if dim is None else _unfolded(x, dim, leader) for x, dim in zip(made, where[1], strict=True)]
+        return made if where[1][0] is None else _unfolded(made, where[1][0], leader.sizes, leader.cuts)
+    each = [x if dim is None else _unfolded(x, dim, leader.sizes, leader.cuts) for x, dim in zip(made, where[1], strict=True)]
     return type(made)(each)
+
+
+# --- calls like one before: the blocks, the operator on them, the stack that it gives -------------------------------------------
+class _Placed(NamedTuple):
+    """Of each argument that is folded the first and last dim and the layout of its blocks; the folded dim of the result."""
+
+    blocks: tuple[tuple[int, int, Layout] | None, ...]
+    dim: int | None
+    sizes: tuple[int, ...]
+    cuts: Cuts
+
+
+_PLACED: Bounded[Any, _Placed] = Bounded(4096, "folded.placed")
+_SHAPES: Bounded[Any, list[int]] = Bounded(4096, "folded.shapes")
+
+
+def _key(operator: Operator, args: tuple[Any, ...]) -> Any:
+    """All that tells how a call of tensors alone is placed."""
+    key: list[Any] = [id(operator.func)]
+    for x in args:
+        if type(x) is RemoteView and x._origin.shows == "all" and not x._origin.pinned:
+            key += RemoteView, x._origin.base._layout, x._layout
+        elif type(x) is DTensor:
+            key.append(x._layout)
+        else:
+            return None
+    return tuple(key)
+
+
+def _note_placed(key: Any, where: Places, found: Sequence[_Folded | None], leader: _Folded) -> None:
+    """A call whose folded tensors are all cut alike, with one result, is known from now on."""
+    blocks: list[tuple[int, int, Layout] | None] = []
+    for folded, dim in zip(found, where[0], strict=True):
+        if dim is None:
+            blocks.append(None)
+            continue
+        if folded is None or folded.after or folded.dim != dim or folded.sizes != leader.sizes:
+            return
+        cut, merged = merged_layout(folded.stack._layout, dim, leader.sizes, leader.cuts)
+        if cut is not folded.stack._layout:
+            return
+        blocks.append((dim, dim + len(leader.sizes) - 1, merged))
+    if len(where[1]) == 1:
+        _PLACED.keep(key, _Placed(tuple(blocks), where[1][0], leader.sizes, leader.cuts))
+
+
+def _placed_again(known: _Placed, operator: Operator, args: tuple[Any, ...]) -> Any:
+    given = [x if block is None else _block(x._origin.base, *block) for x, block in zip(args, known.blocks, strict=True)]
+    made = dispatch(DTensor, operator.func, (), tuple(given), {})
+    return made if known.dim is None else _unfolded(made, known.dim, known.sizes, known.cuts)
+
+
+def _block(stack: DTensor, first: int, last: int, merged: Layout) -> DTensor:
+    return wrap(communicator_of(merged.mesh).map(lambda _, block: block.flatten(first, last), stack._local), merged)
 
 
 def _seen_again(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view of the folded dim in another shape is one of the stack."""
+    one = None if kwargs or len(args) != 2 else _key(operator, args[:1])
+    key = None if one is None else (*one, nested_key(args[1]))
+    shape = None if key is None else _SHAPES.get(key)
+    if shape is not None:
+        return _view(args[0]._origin.base, shape)
     folded = _folded(args[0])
     if folded is None or folded.after:
         return NotImplemented
-    view, shape = _aten.view.default, list(plan_of(operator, args, kwargs).results[0].shape)
-    if not is_local(plan_of(operator_of(view), (folded.stack, shape), {})):
+    shape = list(plan_of(operator, args, kwargs).results[0].shape)
+    if not is_local(plan_of(operator_of(_aten.view.default), (folded.stack, shape), {})):
         return NotImplemented
-    return view(folded.stack, shape)  # the stack may be a remote view itself, which what is written must reach
+    if key is not None:
+        _SHAPES.keep(key, shape)
+    return _view(folded.stack, shape)
+
+
+def _view(stack: DTensor, shape: list[int]) -> Any:
+    """The stack may be a remote view itself, which what is written must reach."""
+    view = _aten.view.default
+    return dispatch(DTensor, view, (), (stack, shape)) if type(stack) is DTensor else view(stack, shape)
 
 
 def _turned(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -221,7 +293,7 @@ def _in_blocks(x: DTensor, folded: _Folded | None, dim: int, leader: _Folded) ->
         shape = [*x.shape[:dim], *leader.sizes, *x.shape[dim + 1 :]]
         folded = _Folded(_aten.reshape.default(x, shape), dim, leader.sizes, (), dim)
     at, count = folded.at, len(folded.sizes)
-    cut, merged = _merged_layout(folded.stack._layout, at, leader.sizes, leader.cuts)
+    cut, merged = merged_layout(folded.stack._layout, at, leader.sizes, leader.cuts)
     local = _moved(folded.stack, cut)
     made = wrap(communicator_of(cut.mesh).map(lambda _, block: block.flatten(at, at + count - 1), local), merged)
     for origin, place in folded.after:
@@ -230,13 +302,13 @@ def _in_blocks(x: DTensor, folded: _Folded | None, dim: int, leader: _Folded) ->
     return made
 
 
-def _unfolded(x: DTensor, dim: int, leader: _Folded) -> DTensor:
+def _unfolded(x: DTensor, dim: int, sizes: tuple[int, ...], cuts: Cuts) -> DTensor:
     """The view of a stack that ``x`` is, the slices of ``dim`` in their own order again."""
-    cut, stack = _stack_layout(x._layout, dim, leader.sizes, leader.cuts)
+    cut, stack = stack_layout(x._layout, dim, sizes, cuts)
 
     def of_block(member: int | None, block: torch.Tensor) -> torch.Tensor:
         shape = stack.local_shape(None if member is None else cut.mesh.coordinates[member])
-        return block.unflatten(dim, shape[dim : dim + len(leader.sizes)])
+        return block.unflatten(dim, shape[dim : dim + len(sizes)])
 
     made = wrap(communicator_of(cut.mesh).map(of_block, _moved(x, cut)), stack)
     return cast(DTensor, dispatch(DTensor, _aten.view.default, (), (made, list(x.shape))))
@@ -244,46 +316,6 @@ def _unfolded(x: DTensor, dim: int, leader: _Folded) -> DTensor:
 
 def _moved(x: DTensor, layout: Layout) -> Any:
     return x._local if x._layout is layout else redistribute_local(x._local, x._layout, layout)
-
-
-@remembered(4096)
-def _merged_layout(layout: Layout, at: int, sizes: tuple[int, ...], cuts: Cuts) -> tuple[Layout, Layout]:
-    """A stack's layout with the dims to be folded cut so; and that of the folded tensor in the order of ranks."""
-    cut, end = _cut(layout, at, cuts), at + len(sizes)
-    splits = [*cut.splits[:at], _split(sizes, cuts), *cut.splits[end:]]
-    shape = [*cut.shape[:at], math.prod(sizes), *cut.shape[end:]]
-    stride = [*cut.stride[:at], *cut.stride[end - 1 :]]
-    return cut, Layout.from_splits(cut.mesh, splits, cut.partials, shape, stride, cut.dtype)
-
-
-@remembered(4096)
-def _stack_layout(layout: Layout, dim: int, sizes: tuple[int, ...], cuts: Cuts) -> tuple[Layout, Layout]:
-    """The layout of a folded tensor with ``dim`` in the order of ranks; and that of the stack."""
-    cut = _cut(layout, dim, (_split(sizes, cuts),))
-    splits = [*cut.splits[:dim], *cuts, *cut.splits[dim + 1 :]]
-    shape = [*cut.shape[:dim], *sizes, *cut.shape[dim + 1 :]]
-    steps = [cut.stride[dim] * math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    stride = [*cut.stride[:dim], *steps, *cut.stride[dim + 1 :]]
-    return cut, Layout.from_splits(cut.mesh, splits, cut.partials, shape, stride, cut.dtype)
-
-
-def _split(sizes: tuple[int, ...], cuts: Cuts) -> Split:
-    """How the folded dim is cut in the order of ranks."""
-    blocks = [(size,) if cut is None else cut.sizes for size, cut in zip(sizes, cuts, strict=True)]
-    return Split(_mesh_dims(cuts), tuple(map(math.prod, product(*blocks))))
-
-
-def _cut(layout: Layout, at: int, cuts: Cuts) -> Layout:
-    """``layout`` with dims ``at``, ... cut so, and no other by the same mesh dims."""
-    taken = set(_mesh_dims(cuts))
-    splits = [None if split is not None and taken.intersection(split.mesh_dims) else split for split in layout.splits]
-    splits[at : at + len(cuts)] = cuts
-    partials = [None if mesh_dim in taken else op for mesh_dim, op in enumerate(layout.partials)]
-    return Layout.from_splits(layout.mesh, splits, partials, layout.shape, layout.stride, layout.dtype)
-
-
-def _mesh_dims(cuts: Cuts) -> tuple[int, ...]:
-    return tuple(mesh_dim for cut in cuts if cut is not None for mesh_dim in cut.mesh_dims)
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,52 @@
+"""Layouts of a folded dim in the order of ranks, and of the stack that it is folded from."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+from ...base.caches import remembered
+from ...layout.layout import Layout
+from ...layout.splits import Split
+
+Cuts = tuple[Split | None, ...]  # how the dims that are folded are cut
+
+
+@remembered(4096)
+def merged_layout(layout: Layout, at: int, sizes: tuple[int, ...], cuts: Cuts) -> tuple[Layout, Layout]:
+    """A stack's layout with the dims to be folded cut so; and that of the folded tensor in the order of ranks."""
+    cut, end = _cut(layout, at, cuts), at + len(sizes)
+    splits = [*cut.splits[:at], _split(sizes, cuts), *cut.splits[end:]]
+    shape = [*cut.shape[:at], math.prod(sizes), *cut.shape[end:]]
+    stride = [*cut.stride[:at], *cut.stride[end - 1 :]]
+    return cut, Layout.from_splits(cut.mesh, splits, cut.partials, shape, stride, cut.dtype)
+
+
+@remembered(4096)
+def stack_layout(layout: Layout, dim: int, sizes: tuple[int, ...], cuts: Cuts) -> tuple[Layout, Layout]:
+    """The layout of a folded tensor with ``dim`` in the order of ranks; and that of the stack."""
+    cut = _cut(layout, dim, (_split(sizes, cuts),))
+    splits = [*cut.splits[:dim], *cuts, *cut.splits[dim + 1 :]]
+    shape = [*cut.shape[:dim], *sizes, *cut.shape[dim + 1 :]]
+    steps = [cut.stride[dim] * math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    stride = [*cut.stride[:dim], *steps, *cut.stride[dim + 1 :]]
+    return cut, Layout.from_splits(cut.mesh, splits, cut.partials, shape, stride, cut.dtype)
+
+
+def _split(sizes: tuple[int, ...], cuts: Cuts) -> Split:
+    """How the folded dim is cut in the order of ranks."""
+    blocks = [(size,) if cut is None else cut.sizes for size, cut in zip(sizes, cuts, strict=True)]
+    return Split(_mesh_dims(cuts), tuple(map(math.prod, product(*blocks))))
+
+
+def _cut(layout: Layout, at: int, cuts: Cuts) -> Layout:
+    """``layout`` with dims ``at``, ... cut so, and no other by the same mesh dims."""
+    taken = set(_mesh_dims(cuts))
+    splits = [None if split is not None and taken.intersection(split.mesh_dims) else split for split in layout.splits]
+    splits[at : at + len(cuts)] = cuts
+    partials = [None if mesh_dim in taken else op for mesh_dim, op in enumerate(layout.partials)]
+    return Layout.from_splits(layout.mesh, splits, partials, layout.shape, layout.stride, layout.dtype)
+
+
+def _mesh_dims(cuts: Cuts) -> tuple[int, ...]:
+    return tuple(mesh_dim for cut in cuts if cut is not None for mesh_dim in cut.mesh_dims)
