@@ -288,9 +288,9 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """A mesh over ranks ``0 .. prod(mesh_shape) - 1``.
 
-    With a process group initialised, or under torchrun or another launcher that sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``MASTER_PORT``, each rank is a process (the group is initialised here if it is not yet: gloo for CPU, NCCL for CUDA); those of a larger world are outside of the mesh. Otherwise all ranks live in this
-    process. ``"meta"`` simulates one rank.
+    With a process group initialised, or under torchrun or another launcher that sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``
+    and ``MASTER_PORT``, each rank is a process (the group is initialised here if it is not yet: gloo for CPU, NCCL for CUDA);
+    those of a larger world are outside of the mesh. Otherwise all ranks live in this process. ``"meta"`` simulates one rank.
 
     Raises:
         MeshError: the world has fewer ranks, or the names do not fit.
