@@ -37,6 +37,10 @@ class UnitError(DTensorError, ValueError):
     """A module cannot be a unit of data parallelism, or cannot be distributed without another one that shares its weight."""
 
 
+class ContradictionError(PlacementError, UnitError, AssertionError):
+    """Two things that were said contradict each other: layouts of different numbers, a unit that is one already."""
+
+
 class RuleError(DTensorError):
     """A sharding rule is malformed or does not fit the operation that it is declared for."""
 

@@ -33,7 +33,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
 
     A ``torch.distributed.device_mesh.DeviceMesh`` as far as torch's functions look: functional collectives and ``DDP`` take it.
 
-    Where no process group is initialised and no torchrun environment is set, all ranks live in this process;
+    Where no process group is initialised and no launcher's environment is set, all ranks live in this process;
     otherwise each rank is a process of ``torch.distributed``. Device type ``"meta"`` simulates one rank without data.
 
     Args:
@@ -287,9 +287,9 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """A mesh over ranks ``0 .. prod(mesh_shape) - 1``.
 
-    With a process group initialised, or under torchrun, each rank is a process (the group is initialised here if it
-    is not yet: gloo for CPU, NCCL for CUDA); those of a larger world are outside of the mesh. Otherwise all ranks live in this
-    process. ``"meta"`` simulates one rank.
+    With a process group initialised, or under torchrun or another launcher that sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``
+    and ``MASTER_PORT``, each rank is a process (the group is initialised here if it is not yet: gloo for CPU, NCCL for CUDA);
+    those of a larger world are outside of the mesh. Otherwise all ranks live in this process. ``"meta"`` simulates one rank.
 
     Raises:
         MeshError: the world has fewer ranks, or the names do not fit.

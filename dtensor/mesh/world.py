@@ -14,16 +14,19 @@ from ..errors import MeshError
 
 _MEETING = "dtensor/start"  # where in the store of the agents the ranks of a start find each other
 _ASK_S = 0.01
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by which any launcher tells torch of a world of processes
 _PREFIXED: Any = dist.PrefixStore  # type: ignore[attr-defined]  # torch leaves it out of __all__
 
 
 def distributed() -> bool:
-    """Whether ranks are processes: a group is initialised, or torchrun started us."""
-    return dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())
+    """Whether ranks are processes: a group is initialised, or torchrun or another launcher started us as one of them."""
+    if not dist.is_available():
+        return False
+    return dist.is_initialized() or dist.is_torchelastic_launched() or all(name in os.environ for name in _OF_A_RANK)
 
 
 def ensure_world(device_type: str) -> None:
-    """Initialise the world group where torchrun left that to us."""
+    """Initialise the world group where the launcher left that to us."""
     if dist.is_initialized():
         return
     if device_type == "cuda":

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..base.torch_internals import tree_flatten, tree_unflatten
-from ..errors import PlacementError
+from ..errors import ContradictionError, PlacementError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, normalize
 from .dtensor import DTensor
@@ -43,8 +43,9 @@ def local_map(
         redistribute_inputs: redistribute arguments that are placed otherwise instead of raising.
 
     Raises:
-        PlacementError: an argument is not placed as ``in_placements`` says, or is a DTensor where it says None, or the outputs do
-            not match ``out_placements``.
+        PlacementError: an argument is not placed as ``in_placements`` says.
+        ContradictionError: an argument is a DTensor where it says None, or arguments and outputs are other in number or kind than
+            ``in_placements`` and ``out_placements`` say.
 
     >>> import torch, dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,))
@@ -88,7 +89,7 @@ class _Boundary:
     def _check_count(self, count: int) -> None:
         for name, given in (("in_placements", self.arguments), ("in_grad_placements", self.gradients)):
             if given is not None and len(given) != count:
-                raise PlacementError(f"local_map: {count} flattened arguments, but {name} has {len(given)} entries")
+                raise ContradictionError(f"local_map: {count} flattened arguments, but {name} has {len(given)} entries")
 
     def _local_of(self, i: int, value: Any, meshes: list[DeviceMesh], modules: contextlib.ExitStack) -> Any:
         """What the function gets for argument ``i``, whose meshes are noted; a module has locals until ``modules`` is left."""
@@ -100,7 +101,9 @@ class _Boundary:
         elif isinstance(value, DTensor):
             meshes.append(value.device_mesh)
             if self.arguments is not None and wanted is None:
-                raise PlacementError(f"local_map expects placements for argument {i}, a DTensor; in_placements has None for it")
+                raise ContradictionError(
+                    f"local_map expects placements for argument {i}, a DTensor; in_placements has None for it"
+                )
             return localize(value)
         return value
 
@@ -144,13 +147,13 @@ def _wrap_outputs(out: Any, out_placements: Any, mesh: DeviceMesh) -> Any:
     several = isinstance(out_placements, tuple) and (len(flat) != 1 or not all(isinstance(p, Placement) for p in out_placements))
     wanted = list(out_placements) if several else [out_placements]
     if len(wanted) != len(flat):
-        raise PlacementError(f"local_map: {len(flat)} flattened outputs, but out_placements has {len(wanted)} entries")
+        raise ContradictionError(f"local_map: {len(flat)} flattened outputs, but out_placements has {len(wanted)} entries")
     wrapped = []
     for value, placements in zip(flat, wanted, strict=True):
         if placements is None:
             wrapped.append(value)
         elif not isinstance(value, torch.Tensor):
-            raise PlacementError(
+            raise ContradictionError(
                 f"local_map: out_placements has {placements} for an output that is no tensor, {value!r}; write None in its place"
             )
         else:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ...errors import DTensorError, UnitError
+from ...errors import ContradictionError, UnitError
 from .buffers import Buffers
 from .fsdp_module import FSDPModule, neighbours_of, units_of
 from .layouts import Axes, sharding
@@ -56,7 +56,7 @@ def fully_shard(
     Raises:
         MeshError: more than two data-parallel dims, or a parameter on a mesh that is not of the same root.
         UnitError: ``module`` is a container that nobody calls, or has a weight in common with one that is distributed elsewhere.
-        DTensorError: it is a unit already.
+        ContradictionError: it is a unit already.
 
     Cost: per unit and pass two all-gathers of its parameters and one reduce-scatter of its gradients.
 
@@ -128,7 +128,7 @@ def check_callable(module: Any, name: str) -> None:
     """Whether a unit can be made of ``module``: it runs by being called, and is none yet.
 
     Raises:
-        TypeError, UnitError, DTensorError: it cannot.
+        TypeError, UnitError: it cannot.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"{name} takes a module, got {type(module).__name__}")
@@ -139,7 +139,7 @@ def check_callable(module: Any, name: str) -> None:
             f"its modules: for block in blocks: {name}(block, mesh=mesh)"
         )
     if unit_of(module) is not None:
-        raise DTensorError(
+        raise ContradictionError(
             f"this {type(module).__name__} is data-parallel already; call {name} once per module, inner ones first"
         )
 

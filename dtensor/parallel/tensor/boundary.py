@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import PlacementError
+from ...errors import ContradictionError, PlacementError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Placement
 from .matrix import positive
@@ -28,7 +28,8 @@ class PrepareModuleInput(ParallelStyle):
         use_local_output: hand the module this rank's pieces instead of DTensors.
 
     Raises:
-        PlacementError: numbers of layouts that do not match each other, or the module's arguments.
+        ContradictionError: numbers of layouts that do not match each other.
+        PlacementError: or that do not match the module's arguments.
 
     A call costs the redistributions that the layouts ask for.
 
@@ -103,7 +104,8 @@ class PrepareModuleOutput(ParallelStyle):
     float32[4, 3] on (0=S(0))
 
     Raises:
-        PlacementError: numbers of layouts that do not match each other, or what the module gives.
+        ContradictionError: numbers of layouts that do not match each other.
+        PlacementError: or that do not match what the module gives.
     """
 
     def __init__(self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True) -> None:
@@ -218,7 +220,7 @@ def _matched(given: Layouts, wanted: Layouts, what: str) -> tuple[tuple[Layouts,
     one, other = _as_tuple(given), _as_tuple(wanted)
     same = (one is None) == (other is None)
     if not same or (one is not None and other is not None and not (len(one) == len(other) and _alike(one, other))):
-        raise PlacementError(
+        raise ContradictionError(
             f"{what}_layouts {given} and desired_{what}_layouts {wanted} must have the same length: one entry per {what}, "
             "a Placement, None, or for a nested value a tuple or dict of such"
         )

@@ -1,0 +1,133 @@
+"""Schedules of ``torch.distributed.pipelining`` over stages that are parallel by themselves train as one device does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_gloo
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+import dtensor as dt
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
+
+WIDTH, BATCH, MICROBATCHES, STEPS = 6, 8, 4, 3
+PLAN: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+WAYS: dict[str, Callable[[nn.Module, dt.DeviceMesh], nn.Module]] = {
+    "tensor parallel": lambda module, mesh: parallelize_module(module, mesh, PLAN),
+    "fully sharded": lambda module, mesh: fully_shard(module, mesh=mesh),
+    "replicated": replicate,
+}
+IN_ONE_BACKWARD = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS")
+IN_TWO = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return out
+
+
+def loss_of(out: Tensor, target: Tensor) -> Tensor:
+    return (out - target).square().mean()
+
+
+def alone(model: nn.Module, x: Tensor, y: Tensor) -> list[float]:
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for _ in range(STEPS):
+        loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def places(kind: Any, rank: int) -> list[int]:
+    """The stages of a rank of two: one, two in turn, or the outer and the inner two."""
+    if issubclass(kind, schedules.PipelineScheduleSingle):
+        return [rank]
+    in_v = kind in (schedules.ScheduleZBVZeroBubble, schedules.ScheduleDualPipeV)
+    return [[0, 3], [1, 2]][rank] if in_v else [rank, rank + 2]
+
+
+def _trained(name: str, way: str) -> tuple[list[float], list[float]]:
+    """Losses of the pipeline, on the ranks of its last stage, and of one device."""
+    kind = getattr(schedules, name)
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "inner"))
+    mine, inner = places(kind, int(mesh.get_local_rank("pp"))), mesh["inner"]
+    torch.manual_seed(0)
+    blocks = [Block() for _ in range(2 * len(mine))]
+    x, y = torch.randn(BATCH, 3, WIDTH), torch.randn(BATCH, 3, WIDTH)
+    expected = alone(nn.Sequential(*copy.deepcopy(blocks)), x, y)
+    modules = [WAYS[way](blocks[i], inner) for i in mine]
+    stages = [
+        PipelineStage(module, i, len(blocks), torch.device("cpu"), group=mesh.get_group("pp"))
+        for module, i in zip(modules, mine, strict=True)
+    ]
+    schedule = kind(stages if len(stages) > 1 else stages[0], MICROBATCHES, loss_fn=loss_of)
+    optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.5)
+    last, found = len(blocks) - 1 in mine, []
+    for _ in range(STEPS):
+        losses: list[Tensor] = []
+        given = {"target": part(y, inner, way), "losses": losses} if last else {}
+        schedule.step(*([part(x, inner, way)] if 0 in mine else []), **given)
+        optimizer.step()
+        optimizer.zero_grad()
+        if losses:
+            loss = torch.stack(losses).mean().detach()
+            if way != "tensor parallel":
+                loss = dt.DTensor.from_local(loss, inner, [dt.Partial("avg")]).full_tensor()
+            found.append(loss.item())
+    dist.barrier()
+    return found, expected if last else []
+
+
+def part(x: Tensor, mesh: dt.DeviceMesh, way: str) -> Tensor:
+    """This rank's rows of every microbatch, where ranks have their own."""
+    if way == "tensor parallel":
+        return x
+    return x.unflatten(0, (MICROBATCHES, 2, -1))[:, int(mesh.get_local_rank())].flatten(0, 1)
+
+
+def _trained_by_all(cases: list[tuple[str, str]], level: str) -> list[tuple[list[float], list[float]]]:
+    dt.check_ranks(level)
+    return [_trained(*case) for case in cases]
+
+
+def check(cases: list[tuple[str, str]], level: str = "watch") -> None:
+    by_rank = run_gloo(_trained_by_all, 4, cases, level, timeout_s=200)
+    for k, case in enumerate(cases):
+        measured = [found for found, _ in (results[k] for results in by_rank)]
+        expected = [losses for _, losses in (results[k] for results in by_rank)]
+        assert sum(map(bool, measured)) == 2, case
+        for ours, theirs in zip(measured, expected, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-6), case
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_schedules_of_one_backward() -> None:
+    check([(name, way) for name in IN_ONE_BACKWARD for way in WAYS])
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_schedules_of_two_backwards() -> None:
+    """Torch sums the weights' gradients by their addresses, in another order on each rank: harmless, but a difference."""
+    check([(name, "tensor parallel") for name in IN_TWO], "off")
+
+
+def test_one_process_says_that_stages_are_processes() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "inner"))
+    with pytest.raises(dt.errors.MeshError, match="torchrun --nproc-per-node"):
+        PipelineStage(Block(), 0, 2, torch.device("cpu"), group=mesh.get_group("pp"))
