@@ -59,6 +59,19 @@ class Rows:
         """Of tensors by their layouts, cut and whole over ``group``; rows are padded to ``alignment`` bytes."""
         shapes = tuple(whole.local_shape(whole.mesh.coordinates[member]) for _, whole in pairs)
         boxes = [[inside(whole, member, part, other) for part, whole in pairs] for other in group]
+        return Rows.of_blocks(shapes, boxes, dtypes, cut, list(group).index(member), alignment)
+
+    @staticmethod
+    def of_blocks(
+        shapes: Sequence[tuple[int, ...]],
+        boxes: Sequence[Sequence[Box]],
+        dtypes: Sequence[torch.dtype],
+        cut: Sequence[bool],
+        mine: int,
+        alignment: int = 1,
+    ) -> Rows:
+        """Of tensors by the shapes of what positions have together, and by position by tensor the place of its block in that."""
+        shapes = tuple(shapes)
         sizes = tuple(tuple(box.size for box in each) for each in boxes)
         numels = tuple(tuple(box.numel for box in each) for each in boxes)
         narrowed = tuple(tuple(map(_narrowed, each, shapes)) for each in boxes)
@@ -76,7 +89,6 @@ class Rows:
             unit, filled = max(1, alignment // seen.itemsize), sum(pieces[start:])
             lengths.append(-(-filled // unit) * unit)
             pieces.append(lengths[-1] - filled)
-        mine = list(group).index(member)
         padding = pieces[(mine + 1) * (sum(cut) + 1) - 1]
         found = (tuple(lengths), tuple(pieces), tuple(blocks), padding)
         return Rows(tuple(cut), tuple(dtypes), shapes, sizes, numels, narrowed, mine, seen, *found)

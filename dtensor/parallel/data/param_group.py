@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.recording import ACTIVE, current, effect
+from ...base.recording import ACTIVE, current
 from ...comm import Communicator, Pending, communicator_of, each_shard, shards_of
 from ...comm.binding import Run
 from ...comm.events import because
@@ -25,9 +25,12 @@ from ...layout.layout import Layout
 from ...redistribute.rows import Rows
 from ...tensor.dtensor import wrap
 from .custom_collectives import Settings, gather_rows, scatter_row
+from .extensions import Extensions
 from .layouts import Axes
+from .memory import Memory
 from .neighbours import Neighbours
-from .parameters import Managed
+from .offload import Host
+from .parameters import Managed, is_extended
 from .policy import MixedPrecisionPolicy
 
 _NOTHING_GATHERED = {
@@ -37,6 +40,7 @@ _NOTHING_GATHERED = {
     "_kept": None,
     "_buffer": None,
     "_full": [],
+    "_views": [],
     "_targets": [],
 }
 _ALIGNMENT = 16  # bytes: rows stand behind each other in a receive buffer and are read in the parameters' own dtypes
@@ -48,8 +52,10 @@ class Group:
     Attributes:
         managed: the parameters, wider dtypes first, so that every block is aligned.
         gathered: the buffer is filled.
+        borrows: the parameters are whole and in the right dtype as they are: nothing to gather or copy.
         live: uses whose backward has begun and still needs the gathered values, and the autograd pass that it is: a
             reentrant checkpoint runs passes of its own inside.
+        memory: of the gathered values.
         settings: how its collectives run.
         scattered: reduce-scattered gradients that wait to be summed over replicas.
     """
@@ -66,6 +72,7 @@ class Group:
         self._kept: tuple[Neighbours, Any] | None = None  # parts of the gathered values, between forward and backward
         self._buffer: Any = None
         self._full: list[Any] = []
+        self.memory = Memory()
         self._targets: list[Any] = []
         self._rows: dict[int, Rows] = {}
         self._bound: dict[Any, Run] = {}  # collectives
@@ -102,7 +109,12 @@ class Group:
     def forget(self) -> None:
         """Drop the buffer and what was computed from the list of parameters."""
         self.gathered, self._buffer, self._pending, self._full, self._rows, self._bound = False, None, None, [], {}, {}
+        self._sent_rows: dict[int, Rows] = {}
         self._kept = None
+        self._sent: list[Any] = []  # what is gathered of them, where some say it themselves
+        self._extended = Extensions.of(self.managed, self.axes, self.policy, list(map(self.dtype_of, self.managed)))
+        whole = all(m.cut is None and self.dtype_of(m) == m.stored.dtype for m in self.managed)
+        self.borrows = whole and self.axes.host is None and self._extended is None
         self.buckets: dict[Any, dict[int, list[Tensor]]] = {}  # memory of gradients on their way, see Reduction
         self._inside: dict[bool, list[Layout | None]] = {}
         self._owners: dict[bool, list[int]] = {}
@@ -122,7 +134,8 @@ class Group:
         flat: list[Tensor] = []
         for full, layout in zip(self._full, self._layouts_inside(distributed), strict=True):
             if layout is not None:
-                flat.append(wrap(_alias(full), layout))
+                dtype = shards_of(full)[0].dtype  # an extension may have made it another one
+                flat.append(wrap(_alias(full), layout if dtype is layout.dtype else layout.replace(dtype=dtype)))
             else:
                 flat.extend([shard.data for shard in shards_of(full)])
         return flat
@@ -172,11 +185,6 @@ class Group:
         """How many members' tensors this process holds."""
         return max(1, len(self.comm.held))
 
-    @property
-    def borrows(self) -> bool:
-        """The parameters are whole and in the right dtype as they are: nothing to gather or copy."""
-        return self.axes.host is None and all(m.cut is None and self.dtype_of(m) == m.stored.dtype for m in self.managed)
-
     def stamp(self) -> list[Any]:
         """Changes whenever a parameter's value does."""
         return [part for m in self.managed for part in stamp(m.parameter)]
@@ -186,7 +194,7 @@ class Group:
         if not self.managed:
             return
         if ACTIVE and (recorder := current()) is not None:
-            recorder.apart(self, _NOTHING_GATHERED | {"buckets": {}})
+            recorder.apart(self, _NOTHING_GATHERED | {"memory": Memory(), "buckets": {}})
         for m in self.managed:
             m.refresh()
         now = self.stamp()
@@ -203,19 +211,26 @@ class Group:
             sizes = [buffer.numel() for buffer in shards_of(self._buffer)]
             size_of = sizes.__getitem__ if len(sizes) > 1 else lambda member: sizes[0]
             self._pending = self._bound_to(neighbours, lambda: neighbours.gathering(size_of))(parts)
-        elif self.axes.shard:
-            join: Callable[[list[Tensor]], Tensor] = torch.cat if self.axes.host is None else self.axes.host.joined
-            row = self.comm.map(lambda member, *own: self.rows(member).pack(own, self.axes.mesh.device_type, join), *locals_)
-            self._pending = self._bound_to(self.settings.gathers, self._gathering)(row)
         else:
-            self._pending = Pending.of(None)
+            self._pending = self._gather(locals_)
+
+    def _gather(self, locals_: list[Any]) -> Pending[Any]:
+        device, host = self.axes.mesh.device_type, self.axes.host
+        join: Callable[[list[Tensor]], Tensor] = torch.cat if host is None else host.joined
+        if self._extended is not None:
+            there = locals_ if host is None else [self._sent_there(x, host) for x in locals_]
+            self._sent, join = self._extended.inputs(there), torch.cat
+        if not self.axes.shard:
+            return Pending.of(None)
+        row = self.comm.map(lambda member, *own: self._sending(member).pack(own, device, join), *(self._sent or locals_))
+        return self._bound_to(self.settings.gathers, self._gathering)(row)
 
     def _gathering(self) -> Run:
         """What makes this member's row those of all."""
-        by, seen = self.settings.gathers, self.rows(self.comm.held[0]).seen
+        by, seen = self.settings.gathers, self._sending(self.comm.held[0]).seen
         if by is not None:
-            return functools.partial(gather_rows, self.axes, by, lambda member: self.rows(member).lengths)
-        return self.comm.bind_gather(self.axes.shard, lambda member: self.rows(member).lengths, seen)
+            return functools.partial(gather_rows, self.axes, by, lambda member: self._sending(member).lengths)
+        return self.comm.bind_gather(self.axes.shard, lambda member: self._sending(member).lengths, seen)
 
     def scattering(self, chosen: Sequence[int], dtype: torch.dtype, op: str) -> Run:
         """What reduces gradients of the chosen parameters, and a flag for each, to this member's part."""
@@ -249,26 +264,32 @@ class Group:
             if self._kept is not None:
                 self._kept[0].fill(rows, self._buffer)
             else:
-                locals_ = [self._beside(m) for m in self.managed]
-                self.comm.map(lambda member, *a: self.rows(member).unpack(*a), rows, locals_, self._targets)
-        self._pending, self._kept, self.gathered = None, None, True
+                locals_ = self._sent or [self._beside(m) for m in self.managed]
+                self.comm.map(lambda member, *a: self._sending(member).unpack(*a), rows, locals_, self._targets)
+            if self._extended is not None:
+                locals_ = [m.parameter._local for m in self.managed]  # type: ignore[attr-defined]  # DTensors
+                self._full = self._extended.wholes(locals_, self._views)
+                self.memory.add(self._extended.inner)
+        self._pending, self._kept, self.gathered, self._sent = None, None, True, []
 
     def _beside(self, m: Managed) -> Any:
         """A parameter's local where it is copied from, if it is whole: on the device."""
         local, host = m.parameter._local, self.axes.host  # type: ignore[attr-defined]  # a DTensor
-        if host is None or m.cut is not None:
-            return local
-        return self.comm.map(lambda member, x: host.sent(x, self.axes.mesh.device_type), local)
+        return local if host is None or m.cut is not None else self._sent_there(local, host)
+
+    def _sent_there(self, local: Any, host: Host) -> Any:
+        device = self.axes.mesh.device_type
+        return self.comm.map(lambda _, x: x.to(device, non_blocking=True) if is_extended(x) else host.sent(x, device), local)
 
     def _allocate(self) -> None:
         if self._buffer is None:
-            made = self.comm.map(lambda member: self.rows(member).buffer(self.axes.mesh.device_type))
+            made = self.comm.map(lambda member: self._sending(member).buffer(self.axes.mesh.device_type))
             self._buffer, self._full = made[0], list(made[1:])
+            self._views = self._full
             # writing through .data leaves the version counters alone that autograd checks its saved tensors by
-            self._targets = self.comm.map(lambda member, full: self.rows(member).targets([x.data for x in full]), self._full)
-        for buffer in shards_of(self._buffer):
-            if buffer.untyped_storage().nbytes() == 0:
-                _resize(buffer, buffer.numel())
+            self._targets = self.comm.map(lambda member, full: self._sending(member).targets([x.data for x in full]), self._full)
+            self.memory = Memory(shards_of(self._buffer))
+        self.memory.take()
 
     def keep_part(self, neighbours: Neighbours) -> None:
         """Give the gathered values' memory back but for this rank's part, from which neighbours make them whole again."""
@@ -284,9 +305,17 @@ class Group:
             self._pending.wait()  # all ranks drop it at the same point
             self._pending = None
         if self.gathered and not self.borrows:
-            for buffer in shards_of(self._buffer):
-                _resize(buffer, 0)
+            self.memory.give_back()
         self.gathered = False
+
+    def _sending(self, member: int) -> Rows:
+        """Where what is gathered stands, as one member sees it."""
+        if self._extended is None:
+            return self.rows(member)
+        found = self._sent_rows.get(member)
+        if found is None:
+            found = self._sent_rows[member] = self._extended.rows(member, _ALIGNMENT)
+        return found
 
     def rows(self, member: int) -> Rows:
         """Where the blocks stand, as one member sees it."""
@@ -316,12 +345,6 @@ class Group:
                 "backward needs parameters as they were in forward, but one was written to in between (by an optimizer step?), "
                 "or replaced (by torch.func.functional_call?); call backward() before step(), or recompute the forward pass"
             )
-
-
-@effect
-def _resize(buffer: Tensor, nbytes: int) -> None:
-    """Take the memory of a buffer, or give it back."""
-    buffer.untyped_storage().resize_(nbytes)
 
 
 def _alias(full: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.torch_internals import forward_ad, is_traceable_wrapper_subclass
-from ...comm import PerRank, communicator_of, shards_of
+from ...comm import Communicator, PerRank, communicator_of, shards_of
 from ...errors import MeshError, PlacementError, UnsupportedOperationError
 from ...layout.layout import Layout
 from ...mesh.device_mesh import DeviceMesh
@@ -25,6 +25,7 @@ from .layouts import Axes
 from .ties import around_units, managed_by, shared_with
 
 ShardPlacement = Callable[[nn.Parameter], Shard | None]
+_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 @dataclass(eq=False, slots=True)
@@ -142,10 +143,11 @@ def adopt(
 
 def _take(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> Managed:
     held = shards_in(parameter)
-    if any(is_traceable_wrapper_subclass(x) for x in held):
+    if any(is_traceable_wrapper_subclass(x) and not is_extended(x) for x in held):
         raise UnsupportedOperationError(
             f"a parameter is a {type(held[0]).__name__}, a tensor made of several: data parallelism gathers and reduces plain "
-            "tensors, and would lose the rest; keep its parts as parameters or buffers, or name it in ignored_params"
+            f"tensors, and would lose the rest; give it {' and '.join(_HOOKS)}, keep its parts as parameters or buffers, or name "
+            "it in ignored_params"
         )
     cut = None if not axes.shard or parameter.ndim == 0 else _asked(parameter, where)
     inside = _beside(parameter._layout, axes.mesh) if isinstance(parameter, DTensor) else None
@@ -171,6 +173,27 @@ def shards_in(parameter: Tensor) -> tuple[Tensor, ...]:
     return shards_of(parameter._local if isinstance(parameter, DTensor) else parameter)
 
 
+def is_extended(x: Tensor) -> bool:
+    """Whether a tensor has the two methods.
+
+    Raises:
+        TypeError: it has one of them.
+    """
+    found = [name for name in _HOOKS if hasattr(x, name)]
+    if len(found) == 1:
+        raise TypeError(f"{type(x).__name__} has {found[0]} alone; what is gathered needs both {' and '.join(_HOOKS)}")
+    return bool(found)
+
+
+def of_first(comm: Communicator, local: Any, mesh_dims: Sequence[int]) -> Any:
+    """The first rank's value everywhere. Of a tensor made of several, part by part; other extended ones stay each rank's."""
+    if is_traceable_wrapper_subclass(local):
+        names, context = local.__tensor_flatten__()
+        parts = {name: of_first(comm, getattr(local, name), mesh_dims) for name in names}
+        return type(local).__tensor_unflatten__(parts, context, local.size(), local.stride())
+    return local if any(map(is_extended, shards_in(local))) else comm.broadcast(local, mesh_dims).wait()
+
+
 def _asked(parameter: nn.Parameter, where: ShardPlacement | None) -> int:
     """The tensor dim to cut.
 
@@ -192,16 +215,17 @@ def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout) -> Any:
     """This rank's block of the value that the first data-parallel rank has."""
     local = parameter._local if isinstance(parameter, DTensor) else parameter.detach()
     comm, mesh = communicator_of(axes.mesh), whole.mesh
-    if parameter.is_meta:
+    extended = any(map(is_extended, shards_in(parameter)))
+    if parameter.is_meta and not extended:
         return comm.map(
             lambda member: torch.empty(layout.local_shape(mesh.coordinates[member]), dtype=layout.dtype, device="meta")
         )
     if not communicator_of(mesh).held:
         return local
-    device = axes.mesh.device_type
-    local = local.to(device)
-    if isinstance(local, PerRank) or not comm.holds_all:
-        local = comm.broadcast(local, axes.both).wait()
+    if not parameter.is_meta:
+        local = local.to(axes.mesh.device_type)
+        if isinstance(local, PerRank) or not comm.holds_all:
+            local = of_first(comm, local, axes.both)
 
     def block(member: int, full: torch.Tensor) -> torch.Tensor:
         at, origin = (x.local_offset(mesh.coordinates[member]) for x in (layout, whole))
@@ -232,7 +256,7 @@ def _relocate(m: Managed, mesh: DeviceMesh) -> None:
     further = tuple(i for i, dims in enumerate(mesh._dims) if dims not in m.stored.mesh._dims)
     local = old._local  # type: ignore[attr-defined]  # a DTensor
     if not old.is_meta:
-        local = communicator_of(mesh).broadcast(local, further).wait()
+        local = of_first(communicator_of(mesh), local, further)
     m.stored, m.compute = _on(mesh, m.stored), _on(mesh, m.compute)
     m.parameter = nn.Parameter(wrap(local, m.stored), requires_grad=old.requires_grad)
     m.parameter._data_parallel = old._data_parallel  # type: ignore[attr-defined]  # as _take does

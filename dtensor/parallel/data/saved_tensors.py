@@ -5,13 +5,14 @@ Freed values keep their tensors but not their memory; a backward that reads them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...base.torch_internals import is_traceable_wrapper_subclass
 from ...comm import shards_of
 from ...errors import DTensorError
 from ...tensor.dtensor import DTensor
@@ -27,17 +28,24 @@ class _Freed:
 
 def watched(groups: Sequence[Group]) -> ExitStack:
     """From now until it is closed, saved parts of the groups' gathered values are kept out of the graph."""
-    stores = {
-        shard.untyped_storage()._cdata for group in groups if not group.borrows for x in group._full for shard in shards_of(x)
-    }
+    gathered = [group.memory for group in groups if not group.borrows]
 
     def pack(x: Tensor) -> Any:
-        local = x._local if isinstance(x, DTensor) else x
-        return _Freed(tuple(x.shape)) if any(s.untyped_storage()._cdata in stores for s in shards_of(local)) else x
+        return _Freed(tuple(x.shape)) if any(part in memory for part in _parts(x) for memory in gathered) else x
 
     stack = ExitStack()
     stack.enter_context(saved_tensors_hooks(pack, _unpack))
     return stack
+
+
+def _parts(x: Any) -> Iterator[Tensor]:
+    """The plain tensors that one is made of here."""
+    for shard in shards_of(x._local if isinstance(x, DTensor) else x):
+        if is_traceable_wrapper_subclass(shard):
+            for name in shard.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # such have it
+                yield from _parts(getattr(shard, name))
+        else:
+            yield shard
 
 
 def _unpack(saved: Any) -> Any:

@@ -12,13 +12,13 @@ from torch import nn
 from ...base.torch_internals import tree_map
 from ...comm import PerRank, shards_of
 from ...dispatch.local_op import seen
-from ...errors import MeshError
+from ...errors import MeshError, UnsupportedOperationError
 from ...placement import Partial
 from ...ranks.hidden import as_one, each_rank
 from ...tensor.autograd import as_local, from_pieces, laid
 from ...tensor.dtensor import DTensor
 from .param_group import Group
-from .parameters import Managed
+from .parameters import Managed, is_extended, shards_in
 
 Place = tuple[nn.Module, str, Any]
 
@@ -49,6 +49,11 @@ def as_one_tensor(output: Any) -> Any:
 
 def _whole(group: Group, m: Managed, distributed: bool) -> Any:
     x, axes = _standing(m), group.axes
+    if any(map(is_extended, shards_in(m.parameter))):
+        raise UnsupportedOperationError(
+            f"{m.places[0][1]!r} says by fsdp_pre_all_gather what of it is gathered, which transforms of torch.func cannot "
+            "follow; use the module before fully_shard"
+        )
     if axes.host is not None:
         x = x.to(axes.mesh.device_type)
     whole, dp = laid(x.to(group.dtype_of(m)), m.compute.placements), axes.mesh._dims
