@@ -115,8 +115,10 @@ def sharing(found: Layout | Runner) -> Runner:
     """What ``found`` does, which gives the memory of its argument again, of which autograd does not say so (``detach``)."""
 
     def detached(args: Any, kwargs: Any, local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        whole = isinstance(found, Layout)
-        made = wrapping.wrap_local(local_args[0], found) if whole else found(args, kwargs, local_args, local_kwargs)
+        if isinstance(found, Layout):
+            made = wrapping.wrap_local(local_args[0], found)
+        else:
+            made = found(args, kwargs, local_args, local_kwargs)
         made.__dict__[SHARED] = shared(args[0])
         return made
 

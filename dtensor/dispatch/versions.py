@@ -62,7 +62,7 @@ def stamp(x: Any) -> list[Any]:
 
 
 def counted_together(x: torch.Tensor, y: torch.Tensor) -> None:
-    """From now on ``x`` and ``y`` are the same memory, and each has its own version (``x.data``, ``x.data = y``, ``x.set_(y)``)."""
+    """From now on ``x`` and ``y`` are one memory, and each has its own version (``x.data``, ``x.data = y``, ``x.set_(y)``)."""
     roots = [t if t._base is None else t._base for t in (x, y)]
     pair = [shared(root) for root in roots]
     if pair[0] is pair[1]:
