@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import array
 import functools
+import gc
 import random
+import threading
 import types
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,6 +19,7 @@ from ..errors import CaptureError
 
 MISSING = object()  # where there is nothing; nothing else is it
 
+_CACHE = type(functools.cache(len))
 _PARTIAL = ("func", "args", "keywords")
 _PARTS: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__self__", "__func__"),
@@ -26,8 +30,16 @@ _PARTS: dict[type, tuple[str, ...]] = {
     functools.partial: _PARTIAL,
     functools.partialmethod: _PARTIAL,
     functools.singledispatchmethod: ("func", "dispatcher"),
-    type(functools.cache(len)): ("__wrapped__",),
+    _CACHE: ("__wrapped__",),
 }
+
+
+def entries_of(held: Mapping[Any, Any]) -> Any:
+    """What gives the keys, values and items of a mapping as they are stored, in its order; a subclass may compute others."""
+    for kind in (OrderedDict, dict):
+        if isinstance(held, kind):
+            return [functools.partial(method, held) for method in (kind.keys, kind.values, kind.items)]
+    return [held.keys, held.values, held.items]
 
 
 def parts_of(value: Any) -> list[Any] | None:
@@ -42,6 +54,16 @@ def contents_of(value: Any) -> Callable[[], list[Any]] | None:
     """Gives the objects that something holds now; what programs may set of a thing of the library's, its ``_surveyed`` gives."""
     if isinstance(value, ContextVar):
         return lambda: [value.get(MISSING)]
+    if isinstance(value, threading.local):
+        return lambda: [vars(value)]  # of this thread
+    if isinstance(value, BaseException):
+        return lambda: [value.args]
+    if isinstance(value, defaultdict):
+        return lambda: [value.default_factory]
+    if isinstance(value, deque):
+        return lambda: [value.maxlen]
+    if isinstance(value, _CACHE):
+        return lambda: [entry for held in gc.get_referents(value) if type(held) is dict for entry in held.values()]
     if isinstance(value, types.GeneratorType):
         return lambda: [] if value.gi_frame is None else [*value.gi_frame.f_locals.values(), value.gi_yieldfrom]
     if isinstance(value, numpy.ndarray) and value.dtype.hasobject:

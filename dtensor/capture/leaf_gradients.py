@@ -54,6 +54,7 @@ class Leaves:
 
     Attributes:
         accumulated: numbers of those that a backward pass inside of the run gave a gradient.
+        looked: addresses of tensors that a torch function was called on, ``x.shape`` and the like among them.
         touched: whether anything of the run depends on gradients that were there, or changes them.
     """
 
@@ -63,6 +64,7 @@ class Leaves:
         self._known = Guarded(tuple(self._leaves), hooks_of(leaves), kinds_of(leaves))
         self._before = {number: x.grad for number, x in self._leaves.items()}
         self.accumulated: set[int] = set()
+        self.looked: set[int] = set()
         self.touched = False
 
     def gradients(self) -> dict[int, torch.Tensor]:
@@ -113,6 +115,7 @@ class _Looking(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _LOOKS:
             self._leaves.touched = True
+        self._leaves.looked.update(id(x) for x in args if isinstance(x, torch.Tensor))
         return func(*args, **(kwargs or {}))
 
 

@@ -48,7 +48,7 @@ def names_of(code: CodeType) -> Names:
             elif instruction.opcode in dis.hasname:
                 attributes[instruction.argval] = None
         strings = dict.fromkeys(_strings(part.co_consts))
-        attributes.update(strings)
+        attributes.update(dict.fromkeys(part for text in strings for part in text.split(".")))  # attrgetter("a.b") too
         if {"modules", "import_module", "__import__"} & {*variables, *attributes}:
             modules.update(strings)
     whole, computed = not _WHOLE.isdisjoint(variables), not _COMPUTED.isdisjoint((*variables, *attributes))

@@ -36,6 +36,16 @@ class Number(float):
     read: bool
     var: Var
 
+    def __copy__(self) -> Number:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Number:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.numbers.escaped(self, "what is saved")
+        return float, (plain(self),)
+
 
 def plain(x: Any) -> Any:
     """The float that a number is."""

@@ -108,7 +108,8 @@ class Recording:
             self.leaves.put_back()
             raise
         finally:
-            moved = [given for given, held in layouts.items() if not self._stands(given, *held)]
+            states = ((given, *known, self.seen[given]) for given, known in layouts.items())
+            moved = [given for given, layout, local, x in states if x._layout is not layout or x._local is not local]
             for x, local in self._restore:
                 x._local = local
             for held, key in self.environment.floats.values():
@@ -127,9 +128,6 @@ class Recording:
         result = pytree.tree_unflatten(program.finish(linked, sources), tree)
         self.recorder.views.clear()
         return result, None if changed else program, changed
-
-    def _stands(self, given: Given, layout: Any, local: Any) -> bool:
-        return self.seen[given]._layout is layout and self.seen[given]._local is local
 
     def _check_moved(self, moved: list[Given], before: dict[Given, tuple[Any, Any]]) -> None:
         """Variables of the function may be given other locals of the same kind, as buffers of units are."""
@@ -209,10 +207,11 @@ class Recording:
                 "change on one rank alone; give from_local shape= and stride="
             )
         forms = tuple(Form(given, isinstance(self.real[given], DTensor), self.vars[given], self.strides[given]) for given in used)
-        guards = Metadata([given.number for given in used if given.kind == ENV], self.environment.tensors)
+        tensors = self.environment.tensors
+        guarded = {n for n, x in enumerate(tensors) if id(x) in self.leaves.looked} | {n for kind, n in used if kind == ENV}
         program = Program(
             forms,
-            guards,
+            Metadata(sorted(guarded), tensors),
             self.leaves.guards(),
             self.steps,
             self.recorder.constants,

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from .belonging import VALUES, ById, foreign, has_contents, held_in, is_users, key_of, plain, slots_of, users_hooks, value_of
-from .holding import MISSING, contents_of, parts_of, state_of
+from .holding import MISSING, contents_of, entries_of, parts_of, state_of
 from .names import modules_named, names_of
 from .watch import Watch, contents
 
@@ -48,23 +48,6 @@ class Environment:
         version: how often only such floats were found to have changed.
     """
 
-    __slots__ = (
-        "_alive",
-        "_attributes_named",
-        "_classes",
-        "_modules",
-        "_numbers",
-        "_pending",
-        "_read",
-        "_seen",
-        "_watch",
-        "floats",
-        "key",
-        "paths",
-        "tensors",
-        "version",
-    )
-
     def __init__(self, fn: Any) -> None:
         self.tensors: list[torch.Tensor] = []
         self.key: list[Any] = []
@@ -78,6 +61,7 @@ class Environment:
         self._modules: dict[int, types.ModuleType] = {}  # the user's
         self._classes: list[tuple[type, set[str], str]] = []
         self._attributes_named: dict[str, None] = {}
+        self._computes = False  # whether any code reads attributes by names that it computes
         self._read: set[tuple[int, str]] = set()  # variables of modules
         self._pending: deque[tuple[Any, str]] = deque()  # met, and still to be looked into
         self._visit(fn, getattr(fn, "__name__", type(fn).__name__))
@@ -134,8 +118,9 @@ class Environment:
 
     def _hold_dict(self, held: Mapping[Any, Any], path: str, shown: str) -> None:
         self._watch.dict_(held)
-        self._note(tuple(map(key_of, dict.__iter__(held) if isinstance(held, dict) else held)), path)
-        for key, value in list(dict.items(held) if isinstance(held, dict) else held.items()):  # a subclass may compute them
+        keys, _, items = entries_of(held)
+        self._note(tuple(map(key_of, keys())), path)
+        for key, value in list(items()):
             if type(value) is float and isinstance(held, dict):
                 self.floats[len(self.key)] = (held, key)
             self._visit(value, f"{path}{shown.format(key if isinstance(key, VALUES) else '...')}")
@@ -265,15 +250,16 @@ class Environment:
         self._all((fn.__defaults__, fn.__kwdefaults__), (" default", " default"), path)
         self._hold_dict(vars(fn), path, ".{}")
         self._attributes_named.update(dict.fromkeys(names.attributes))
+        self._computes = self._computes or names.computed
         space = fn.__globals__
         if names.whole:
             self._whole(space, path)
         self._named(space, (*names.variables, *names.attributes) if names.whole else names.variables, f"{path} global ")
         spaces = [space[name] for name in names.variables if isinstance(space.get(name), types.ModuleType)]
         for module in (*spaces, *modules_named(fn)):
-            self._through(module, names.attributes, names.computed, path)
+            self._through(module, names.attributes, path)
 
-    def _through(self, module: types.ModuleType, names: Iterable[str], computed: bool, path: str) -> None:
+    def _through(self, module: types.ModuleType, names: Iterable[str], path: str) -> None:
         """What code that names a module and these attributes reads of it, and of the modules in it."""
         if module is math:  # whose functions are others while somebody records
             return
@@ -282,14 +268,12 @@ class Environment:
         if users:
             self._module(module, path)
             self._named(space, names, path)
-            if computed:
-                self._whole(space, path)
         for name in names:
             value = space.get(name, MISSING)
             if isinstance(value, types.ModuleType):
                 if (id(module), name + ".") not in self._read:
                     self._read.add((id(module), name + "."))
-                    self._through(value, names, computed, path)
+                    self._through(value, names, path)
             elif not users and value is not MISSING:
                 self._of_others(space, name, value, path)
 
@@ -313,6 +297,8 @@ class Environment:
                 self._walk()
         for module in self._modules.values():
             self._watch.keys(vars(module))
+            if self._computes:
+                self._whole(vars(module), module.__name__)
 
     def _whole(self, space: dict[str, Any], path: str) -> None:
         """Which objects a module holds."""

@@ -8,7 +8,7 @@ from operator import attrgetter, is_
 from types import CellType, FunctionType
 from typing import Any
 
-from .holding import MISSING
+from .holding import MISSING, entries_of
 
 _MADE_OF = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
@@ -45,9 +45,10 @@ class Watch:
 
     def dict_(self, held: Mapping[Any, Any]) -> None:
         """All keys and values of a dictionary."""
+        keys, values, _ = entries_of(held)
         self._held.append(held)
-        self._dicts.append(dict.keys(held) if isinstance(held, dict) else held.keys())
-        self._values.append(dict.values(held) if isinstance(held, dict) else held.values())
+        self._dicts.append(keys())
+        self._values.append(values())
 
     def keys(self, held: Mapping[Any, Any]) -> None:
         """Which keys a dictionary has."""
