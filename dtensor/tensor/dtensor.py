@@ -291,6 +291,7 @@ class DTensor(torch.Tensor):
     # --- what torch.compile asks: see :mod:`.flattened` ----------------------------------------------------------
     __tensor_flatten__ = flattened.Flatten()
     __tensor_unflatten__ = staticmethod(flattened.unflatten)
+    _dynamo_dynamic_indices, _dynamo_dynamic_range = flattened.Dropped(), flattened.Dropped()
     _stable_hash_for_caching = flattened.told_apart
     __coerce_tangent_metadata__ = flattened.as_any_tangent
     __coerce_same_metadata_as_tangent__ = flattened.as_tangent

@@ -32,11 +32,25 @@ class Flatten:
         return partial(flatten, x)
 
 
+class Dropped:
+    """What ``torch._dynamo.mark_dynamic`` writes to a tensor. A layout has sizes, and a graph is for one layout: where a mark
+    were kept torch would refuse such a graph, instead of making one for each size."""
+
+    def __get__(self, x: Any, kind: type) -> Any:
+        return self if x is None else set()
+
+    def __set__(self, x: Any, value: Any) -> None:
+        pass
+
+
 Constants = tuple[Layout, bool, bool]
 
 
 def flatten(x: Any) -> tuple[list[str], Constants]:
     """The piece, and what graphs are guarded on: the layout and the modes, under which another program might be right."""
+    marks = vars(x._local)
+    if marks.pop("_dynamo_dynamic_indices", None) is not None:  # torch marks pieces, too: see Dropped
+        marks.pop("_has_dynamo_dim_marking", None)
     return ["_local"], (x._layout, MODES.explicit, MODES.implicit_replication)
 
 

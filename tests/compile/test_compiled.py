@@ -10,14 +10,18 @@ import pytest
 import torch
 from compile_cases import ALL, LINES, Case
 from gloo import run_gloo
+from random_programs import program
 from torch import nn
 
 import dtensor as dt
 from dtensor import DTensor
 
 pytestmark = pytest.mark.gloo
+SAMPLE = dict(map(program, range(5)))
+ALL.update(SAMPLE)
 FEW = [
     *LINES,
+    *SAMPLE,
     "from_local",
     "from_local_of_replicas",
     "two layers",
@@ -88,6 +92,19 @@ def results(backend: str, names: tuple[str, ...]) -> list[dict[str, str]]:
 def test_few_through_autograd(name: str) -> None:
     for rank in results("aot_eager", tuple(FEW)):
         assert not rank[name], rank[name]
+
+
+def of_random_programs(seeds: range) -> dict[str, str]:
+    made = dict(map(program, seeds))
+    ALL.update(made)
+    return {name: wrong for name, wrong in compared(list(made), "aot_eager").items() if wrong}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 240, 60))
+def test_random_programs(first: int) -> None:
+    for rank in run_gloo(of_random_programs, 2, range(first, first + 60), timeout_s=280.0):
+        assert not rank, "\n".join(f"{name}\n{wrong}" for name, wrong in rank.items())
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from compile_cases import Block
 from gloo import run_gloo
 from test_compiled import differing
+from torch import nn
 
 import dtensor as dt
 from dtensor import DTensor, Replicate, Shard
@@ -25,7 +26,7 @@ Compile = Callable[..., Any]
 
 def _trained(model: Any, run: Any, how: Compile | None = None, **options: Any) -> list[Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
-    x, losses = torch.randn(5, 6), []
+    x, losses, gradients = torch.randn(5, 6), [], []
 
     def update() -> None:
         optimizer.step()
@@ -34,12 +35,13 @@ def _trained(model: Any, run: Any, how: Compile | None = None, **options: Any) -
     for _ in range(3):
         loss = run(x).square().mean()
         loss.backward()
+        gradients += [p.grad.detach().clone() for p in model.parameters()]
         with warnings.catch_warnings():
             warnings.simplefilter("error", GatherWarning)
             step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    return [*losses, *(p.detach() for p in model.parameters())]
+    return [*losses, *gradients, *(p.detach() for p in model.parameters())]
 
 
 def tensor_parallel(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
@@ -60,6 +62,41 @@ def fully_sharded(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return _trained(model, how(model))
 
 
+def of_blocks(shard: Callable[..., Any], compiled: Compile | None, **options: Any) -> nn.Sequential:
+    """Blocks that are compiled each by itself, then sharded, and all together."""
+    model = nn.Sequential(Block(), Block())
+    for block in model:
+        if compiled is not None:
+            block.forward = compiled(block.forward, fullgraph=True)
+        shard(block, **options)
+    return model
+
+
+def fully_sharded_blocks(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """One graph for each block, between the hooks; and the whole model, whose graph breaks at them."""
+    found = []
+    for options in ({}, {"reshard_after_forward": False}):
+        model = fully_shard(of_blocks(fully_shard, how, mesh=mesh, **options), mesh=mesh)
+        found += _trained(model, model)
+    model = fully_shard(of_blocks(fully_shard, None, mesh=mesh), mesh=mesh)
+    return found + _trained(model, how(model))
+
+
+def replicated_blocks(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    model = nn.Sequential(Block(), Block())
+    model.forward = how(model.forward, fullgraph=True)  # type: ignore[method-assign]
+    replicate(model, mesh=mesh)
+    return _trained(model, model)
+
+
+def dropout_in_training(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """The common case under tensor parallelism: what is dropped are those of one device, also where columns are cut."""
+    model = nn.Sequential(Block(), nn.Dropout(0.25), nn.Linear(6, 6))
+    plan = {"0.up": ColwiseParallel(), "0.down": RowwiseParallel(use_local_output=False), "2": ColwiseParallel()}
+    parallelize_module(model, mesh, plan)
+    return _trained(model, how(model, fullgraph=True))
+
+
 def replicated(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     model = replicate(Block(), mesh=mesh)
     return _trained(model, how(model))
@@ -69,6 +106,19 @@ def sizes_and_layouts(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     run = how(lambda x: (x @ x.t()).cumsum(0), fullgraph=True)
     laid = [(5, Shard(0)), (6, Shard(0)), (7, Shard(1)), (5, Replicate()), (5, Shard(0))]
     return [run(dt.distribute_tensor(torch.randn(n, 6), mesh, [where])) for n, where in laid]
+
+
+def marked_sizes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """Sizes that are said to change: a graph for each."""
+    found = []
+    for options in ({"dynamic": True}, {}):
+        run = how(lambda x: (x @ x.t()).cumsum(0), fullgraph=True, **options)
+        for n, where in ((4, Shard(0)), (6, Shard(0)), (5, Shard(0)), (4, Replicate())):
+            x = dt.distribute_tensor(torch.randn(n, 6), mesh, [where])
+            if not options:
+                torch._dynamo.mark_dynamic(x, 0)
+            found.append(run(x))
+    return found
 
 
 def plain_targets(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
@@ -115,8 +165,12 @@ PROGRAMS = [
     compiled_optimizers,
     in_modes,
     fully_sharded,
+    fully_sharded_blocks,
     replicated,
+    replicated_blocks,
+    dropout_in_training,
     sizes_and_layouts,
+    marked_sizes,
     plain_targets,
     a_gradient_laid_otherwise,
     breaks,
@@ -125,6 +179,7 @@ PROGRAMS = [
 
 def on_processes() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    drawn_first(mesh)
     for program in PROGRAMS:
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -136,10 +191,22 @@ def on_processes() -> None:
     refused(mesh)
 
 
-def refused(mesh: dt.DeviceMesh) -> None:
-    """As one graph these are refused, and the cause is named; the next eager call is as it was."""
-    torch._dynamo.reset()
+def drawn_first(mesh: dt.DeviceMesh) -> None:
     x = dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)])
+    torch.manual_seed(1 + mesh.get_rank())  # not yet the same on all ranks: the first draw takes over the first one's
+    drawn = torch.compile(F.dropout, backend="aot_eager", fullgraph=True)(x).full_tensor()
+    torch.manual_seed(1)
+    torch.testing.assert_close(drawn, F.dropout(torch.ones(5, 7)))
+    with dt.random_mode("counter"):  # the mode is that of the call
+        dt.manual_seed(3)
+        one = torch.compile(F.dropout, backend="aot_eager", fullgraph=True)(x).full_tensor()
+        dt.manual_seed(3)
+        torch.testing.assert_close(one, F.dropout(x).full_tensor())
+
+
+def refused(mesh: dt.DeviceMesh) -> None:
+    """As one graph these are refused, and the cause is named."""
+    torch._dynamo.reset()
     uneven = torch.ones(3 - mesh.get_rank(), 3)
     for backend in ("eager", "aot_eager"):
         torch._dynamo.reset()
@@ -162,15 +229,6 @@ def refused(mesh: dt.DeviceMesh) -> None:
     for view, where in gathering:
         with pytest.raises(Exception, match="return a clone of it"):
             torch.compile(view, backend="aot_eager", fullgraph=True)(dt.distribute_tensor(torch.ones(4, 6), mesh, [where]))
-    torch.manual_seed(1 + mesh.get_rank())  # not yet the same on all ranks: the first draw takes over the first one's
-    drawn = torch.compile(F.dropout, backend="aot_eager", fullgraph=True)(x).full_tensor()
-    torch.manual_seed(1)
-    torch.testing.assert_close(drawn, F.dropout(torch.ones(5, 7)))
-    with dt.random_mode("counter"):  # the mode is that of the call
-        dt.manual_seed(3)
-        one = torch.compile(F.dropout, backend="aot_eager", fullgraph=True)(x).full_tensor()
-        dt.manual_seed(3)
-        torch.testing.assert_close(one, F.dropout(x).full_tensor())
 
 
 @pytest.mark.slow
