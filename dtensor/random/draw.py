@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..base import tracing
+from ..base.caches import remembered
 from ..base.generators import go_to, state_now
 from ..base.recording import aside, site
 from ..base.scoped import Scoped
@@ -138,10 +139,13 @@ def block_of(whole: torch.Tensor, layout: Layout, member: int | None) -> torch.T
 
 def place_in(whole: torch.Tensor, layout: Layout, coordinate: tuple[int, ...]) -> torch.Tensor:
     """Where one member's block stands in a whole tensor: a view."""
-    for d, (offset, size) in enumerate(zip(layout.local_offset(coordinate), layout.local_shape(coordinate), strict=True)):
-        if size != whole.shape[d]:
-            whole = whole.narrow(d, offset, size)
-    return whole
+    return whole[_region(layout, coordinate)]
+
+
+@remembered(4096)
+def _region(layout: Layout, coordinate: tuple[int, ...]) -> tuple[slice, ...]:
+    starts = zip(layout.local_offset(coordinate), layout.local_shape(coordinate), strict=True)
+    return tuple([slice(start, start + size) for start, size in starts])
 
 
 @aside
@@ -152,10 +156,10 @@ def synchronize(mesh: DeviceMesh) -> None:
             "these random numbers of a DTensor inside torch.compile: a graph has no step that draws them; draw them outside, or "
             "let the graph break there (fullgraph=False)"
         )
-    comm, seeded, dims = communicator_of(mesh), mesh._root.seeded, mesh.group_id(range(mesh.ndim))
+    comm = communicator_of(mesh)
     if not comm.talks:
         return
-    generator = default_generator(mesh)
+    seeded, dims, generator = mesh._root.seeded, mesh.group_id(range(mesh.ndim)), default_generator(mesh)
     if not seeded.issuperset(dims):
         seeded.update(dims)
         state = state_now(generator)

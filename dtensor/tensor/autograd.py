@@ -252,10 +252,13 @@ def keep_grad_layout(leaf: Any) -> None:
         if is_wrapped(grad):
             return None
         wanted, mesh = grad_layout(layout, None).placements, layout.mesh
-        if hasattr(grad, "_layout") and grad._layout.mesh != mesh:  # the leaf was a number in a program on another mesh
+        if not hasattr(grad, "_layout"):  # what the user gave to backward()
+            return laid(distributed(grad, layout), wanted)
+        have = grad._layout
+        if have.mesh is not mesh and have.mesh != mesh:  # the leaf was a number in a program on another mesh
             return grad.redistribute(mesh, wanted)
-        arrived = laid(distributed(grad, layout), wanted)  # which may be plain, where the user gave it to backward()
-        return None if arrived is grad else arrived
+        target = have.replace(placements=wanted)
+        return None if target is have else _moved(grad, target)
 
     leaf.register_hook(to_leaf_layout)
     leaf.__dict__["_grad_layout"] = current
