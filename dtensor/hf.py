@@ -12,12 +12,13 @@ from torch import nn
 
 from .base.modes import implicit_replication
 from .checkpoint import load
-from .errors import CheckpointError, PlacementError
+from .errors import CheckpointError, MeshError, PlacementError
+from .mesh.device_mesh import as_mesh
 from .parallel.tensor.parallelize import submodules_at
 from .tensor.dtensor import DTensor
 from .tensor.materialize import materialize
 
-__all__ = ["adapted_plan", "from_pretrained"]
+__all__ = ["adapted_plan", "from_pretrained", "prepared"]
 
 
 def from_pretrained(
@@ -97,6 +98,43 @@ def _same_as_before(table: torch.Tensor) -> bool:
     if whole.dtype is torch.bool:
         return False
     return bool((whole.isnan() if whole.dtype.is_floating_point else whole == torch.iinfo(whole.dtype).max).all())
+
+
+_OF_BATCHES = ("dp_replicate", "dp_shard", "cp", "tp")  # accelerate's names; along the last two, ranks get the same rows
+
+
+def prepared(trainer: Any, mesh: Any) -> Any:
+    """``trainer``, a ``Trainer`` of ``transformers`` or whatever has an ``accelerator``, for a model that is distributed already.
+
+    Under torchrun Accelerate would wrap the model in ``DistributedDataParallel``; now it leaves it as it is. Each rank gets the
+    rows that its place in ``mesh`` asks for: along ``"dp_shard"`` and ``"dp_replicate"`` its own, along ``"tp"`` and ``"cp"`` the
+    same as the others. With all ranks in one process nothing is to be done, and nothing is.
+
+    Args:
+        mesh: of all ranks, whose dims have these names.
+
+    Raises:
+        MeshError: a dim has another name: nobody could tell which ranks get the same rows.
+
+    Cost: none.
+
+    >>> import types, dtensor as dt, dtensor.hf
+    >>> trainer = types.SimpleNamespace(accelerator=types.SimpleNamespace())  # Trainer(model=model, ...)
+    >>> mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    >>> dtensor.hf.prepared(trainer, mesh) is trainer
+    True
+    """
+    mesh = as_mesh(mesh)
+    names = mesh.mesh_dim_names or ()
+    if not names or not set(names) <= set(_OF_BATCHES):
+        raise MeshError(
+            f"{mesh!r}: give its dims the names that accelerate knows, {', '.join(_OF_BATCHES)}, by which it tells which ranks "
+            "get the same rows of a batch"
+        )
+    if mesh.kind == "process_group":
+        trainer.accelerator.prepare_model = lambda model, **_: model
+        trainer.accelerator.state.device_mesh = mesh
+    return trainer
 
 
 _CUT_OF_LOW_RANK = {"colwise": "lora_B", "rowwise": "lora_A"}  # the factor that has the features which a style cuts
