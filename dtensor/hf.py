@@ -1,4 +1,4 @@
-"""Models of Hugging Face in checkpoints of theirs: distributed first, then read, so that no rank ever holds a whole one."""
+"""Models of Hugging Face: in checkpoints, distributed first, then read, so that no rank ever holds a whole one; and adapted."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from torch import nn
 
 from .base.modes import implicit_replication
 from .checkpoint import load
-from .errors import CheckpointError
+from .errors import CheckpointError, MeshError, PlacementError
+from .mesh.device_mesh import as_mesh
+from .parallel.tensor.parallelize import submodules_at
 from .tensor.dtensor import DTensor
 from .tensor.materialize import materialize
 
-__all__ = ["from_pretrained"]
+__all__ = ["adapted_plan", "from_pretrained", "prepared"]
 
 
 def from_pretrained(
@@ -96,3 +98,90 @@ def _same_as_before(table: torch.Tensor) -> bool:
     if whole.dtype is torch.bool:
         return False
     return bool((whole.isnan() if whole.dtype.is_floating_point else whole == torch.iinfo(whole.dtype).max).all())
+
+
+_OF_BATCHES = ("dp_replicate", "dp_shard", "cp", "tp")  # accelerate's names; along the last two, ranks get the same rows
+
+
+def prepared(trainer: Any, mesh: Any) -> Any:
+    """``trainer``, a ``Trainer`` of ``transformers`` or whatever has an ``accelerator``, for a model that is distributed already.
+
+    Under torchrun Accelerate would wrap the model in ``DistributedDataParallel``; now it leaves it as it is. Each rank gets the
+    rows that its place in ``mesh`` asks for: along ``"dp_shard"`` and ``"dp_replicate"`` its own, along ``"tp"`` and ``"cp"`` the
+    same as the others. With all ranks in one process nothing is to be done, and nothing is.
+
+    Args:
+        mesh: of all ranks, whose dims have these names.
+
+    Raises:
+        MeshError: a dim has another name: nobody could tell which ranks get the same rows.
+
+    Cost: none.
+
+    >>> import types, dtensor as dt, dtensor.hf
+    >>> trainer = types.SimpleNamespace(accelerator=types.SimpleNamespace())  # Trainer(model=model, ...)
+    >>> mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    >>> dtensor.hf.prepared(trainer, mesh) is trainer
+    True
+    """
+    mesh = as_mesh(mesh)
+    names = mesh.mesh_dim_names or ()
+    if not names or not set(names) <= set(_OF_BATCHES):
+        raise MeshError(
+            f"{mesh!r}: give its dims the names that accelerate knows, {', '.join(_OF_BATCHES)}, by which it tells which ranks "
+            "get the same rows of a batch"
+        )
+    if mesh.kind == "process_group":
+        trainer.accelerator.prepare_model = lambda model, **_: model
+        trainer.accelerator.state.device_mesh = mesh
+    return trainer
+
+
+_CUT_OF_LOW_RANK = {"colwise": "lora_B", "rowwise": "lora_A"}  # the factor that has the features which a style cuts
+
+
+def adapted_plan(model: Any) -> dict[str, str]:
+    """The plan for a model with adapters of low rank: for ``model.get_base_model()`` where ``model`` is one of ``peft``.
+
+    It is the model's own (``_tp_plan``), name by name. A matrix that is adapted is cut as it would be without adapter, and so is
+    the factor that has the features that are cut: the second of a column-wise matrix, the first of a row-wise one. The other
+    factor, which is small, stays as it is on all ranks: they must have drawn the same, by one ``torch.manual_seed``.
+
+    Raises:
+        PlacementError: the model has no plan, or a module of it is adapted otherwise.
+
+    Cost: none; applied, a forward reduces the output of a row-wise matrix and of its first factor, one all-reduce each.
+
+    >>> import torch, dtensor as dt, dtensor.hf, peft
+    >>> from dtensor.parallel import parallelize_module
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    >>> adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"])
+    >>> model = peft.inject_adapter_in_model(adapters, LlamaForCausalLM(LlamaConfig(**sizes)))
+    >>> plan, mesh = dtensor.hf.adapted_plan(model), dt.init_device_mesh("cpu", (2,))
+    >>> [name.removeprefix("model.layers.0.self_attn.") for name in plan if "lora" in name]
+    ['q_proj.lora_B.*', 'o_proj.lora_A.*']
+    >>> model = parallelize_module(model, mesh, plan)  # of get_peft_model's it is model.get_base_model()
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    styles = getattr(base, "_tp_plan", None)
+    if not styles:
+        raise PlacementError(
+            f"{type(base).__name__} brings no plan of its own (model._tp_plan): name its modules and their styles"
+        )
+    names = {module: name for name, module in base.named_modules()}
+    plan = {}
+    for path, style in styles.items():
+        for module in submodules_at(base, path):
+            name = names[module]
+            factor = _CUT_OF_LOW_RANK.get(style.split("_")[0])
+            if not hasattr(module, "base_layer"):
+                plan[name] = style
+            elif factor is None or not hasattr(module, factor):
+                raise PlacementError(
+                    f"{name!r}, whose style is {style!r}, is adapted by a {type(module).__name__}: a plan is known for matrices "
+                    "with factors of low rank (lora_A and lora_B); name its parts and their styles"
+                )
+            else:
+                plan[f"{name}.base_layer"] = plan[f"{name}.{factor}.*"] = style
+    return plan

@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 
+import dtensor as dt
+from dtensor.errors import MeshError
+from dtensor.hf import prepared
+
 PROGRAM = Path(__file__).parent / "trainer_program.py"
 ROOT = Path(__file__).parents[2]
 
 
-def logged(folder: Path, *launcher: str) -> list[list[float]]:
-    command = [sys.executable, *launcher, str(PROGRAM), str(folder)]
+def logged(folder: Path, way: str, *launcher: str) -> list[list[float]]:
+    command = [sys.executable, *launcher, str(PROGRAM), str(folder), way]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
@@ -26,9 +30,16 @@ def logged(folder: Path, *launcher: str) -> list[list[float]]:
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_a_fully_sharded_model_trains_on_processes(tmp_path: Path) -> None:
-    one = logged(tmp_path / "one")
-    two = logged(tmp_path / "two", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+def test_a_distributed_model_trains_on_processes(tmp_path: Path) -> None:
+    one = logged(tmp_path / "one", "fully")
     assert len(one) == 4
-    for ours, theirs in zip(two, one, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
+    for way, ranks in {"fully": 2, "by heads": 2, "both": 4}.items():
+        several = logged(tmp_path / way, way, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+        for ours, theirs in zip(several, one, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4), way
+
+
+def test_dims_without_accelerates_names_are_refused() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(MeshError, match="dp_replicate, dp_shard, cp, tp"):
+        prepared(None, mesh)

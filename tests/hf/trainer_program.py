@@ -1,6 +1,6 @@
-"""A Trainer of transformers: on one device, or as a rank of torchrun with the model fully sharded. Prints what it logs.
+"""A Trainer of transformers: on one device, or as a rank of torchrun with the model distributed. Prints what it logs.
 
-python tests/hf/trainer_program.py FOLDER     or     torchrun --nproc-per-node 2 tests/hf/trainer_program.py FOLDER
+python tests/hf/trainer_program.py FOLDER WAY     or     torchrun --nproc-per-node N tests/hf/trainer_program.py FOLDER WAY
 """
 
 from __future__ import annotations
@@ -13,26 +13,34 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import dtensor as dt
-from dtensor.parallel import fully_shard
+from dtensor.hf import prepared
+from dtensor.parallel import fully_shard, parallelize_module
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+MESHES = {"fully": {"dp_shard": 2}, "by heads": {"tp": 2}, "both": {"dp_shard": 2, "tp": 2}}
 
 
-def main(folder: str) -> None:
+def main(folder: str, way: str) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     data = [{name: torch.randint(32, (8,)) for name in ("input_ids", "labels")} for _ in range(16)]
-    if ranks > 1:
-        mesh = dt.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    sizes = MESHES[way] if ranks > 1 else {}
+    if sizes:
+        mesh = dt.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if "tp" in sizes:
+        parallelize_module(model, mesh["tp"], "auto")
+    if "dp_shard" in sizes:
         for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        model = fully_shard(model, mesh=mesh)
-    steps = {"max_steps": 4, "learning_rate": 1e-2, "per_device_train_batch_size": 8 // ranks, "logging_steps": 1}
+            fully_shard(layer, mesh=mesh["dp_shard"])
+        model = fully_shard(model, mesh=mesh["dp_shard"])
+    steps = {"max_steps": 4, "learning_rate": 1e-2, "logging_steps": 1}
     quiet = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
-    trainer = Trainer(model=model, args=TrainingArguments(folder, **steps, **quiet), train_dataset=data)
-    if ranks > 1:
-        trainer.accelerator.prepare_model = lambda model, **_: model  # it is distributed already
+    rows = 8 // sizes.get("dp_shard", 1)
+    args = TrainingArguments(folder, **steps, **quiet, per_device_train_batch_size=rows)
+    trainer = Trainer(model=model, args=args, train_dataset=data)
+    if sizes:
+        prepared(trainer, mesh)
     trainer.train()
     if os.environ.get("RANK", "0") == "0":
         logged = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
@@ -40,4 +48,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,0 +1,118 @@
+"""Adapters of ``peft`` on models that are parallel and fully sharded: trained, saved, loaded and merged as on one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+import dtensor as dt
+from dtensor.errors import MixedTensorError, PlacementError, StyleError
+from dtensor.hf import adapted_plan
+from dtensor.parallel import fully_shard, parallelize_module
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+MESH = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+TOKENS = torch.randint(1, 64, (4, 5), generator=torch.Generator().manual_seed(1))
+ADAPTED = ["q_proj", "v_proj", "o_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+
+
+def adapted(plain: nn.Module) -> Any:
+    torch.manual_seed(4)
+    return peft.get_peft_model(copy.deepcopy(plain), peft.LoraConfig(r=2, target_modules=ADAPTED))
+
+
+def by_heads(model: Any) -> Any:
+    parallelize_module(model.get_base_model(), MESH["tp"], adapted_plan(model))
+    return model
+
+
+def fully(model: Any) -> Any:
+    return fully_shard(model, mesh=MESH["dp"])
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "by heads": by_heads,
+    "fully sharded": fully,
+    "both": lambda model: fully(by_heads(model)),
+}
+
+
+def first(x: Any) -> Tensor:
+    whole = x.full_tensor() if isinstance(x, dt.DTensor) else x
+    value: Tensor = whole.shards[0] if isinstance(whole, dt.PerRank) else whole
+    return value
+
+
+def trained(model: Any) -> list[float]:
+    optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0), []
+    for _ in range(3):
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(first(loss.detach())))
+    return losses
+
+
+@torch.no_grad()
+def answers(model: Any) -> Tensor:
+    return first(model.eval()(input_ids=TOKENS).logits)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_adapters_train_and_are_saved_loaded_and_merged(way: str, plain: Any, tmp_path: Path) -> None:
+    alone, model = adapted(plain), WAYS[way](adapted(plain))
+    losses = trained(alone)
+    assert trained(model) == pytest.approx(losses, abs=1e-5)
+    assert losses[0] != losses[-1]
+
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    model.save_pretrained(tmp_path, state_dict=whole)
+    saved = peft.PeftModel.from_pretrained(copy.deepcopy(plain), tmp_path)
+    assert torch.allclose(answers(saved), answers(alone), atol=1e-5)
+
+    again = WAYS[way](adapted(plain))
+    with dt.implicit_replication():  # a file is the same for all ranks, and so is a factor that is not cut
+        peft.set_peft_model_state_dict(again, peft.load_peft_weights(str(tmp_path), device="cpu"))
+        assert torch.allclose(answers(again), answers(alone), atol=1e-5)
+        again.merge_adapter()
+    assert torch.allclose(answers(again), answers(alone), atol=1e-5)
+
+
+def test_every_cut_matrix_has_a_cut_factor(plain: Any) -> None:
+    model = by_heads(adapted(plain))
+    cut = {
+        name
+        for name, p in model.named_parameters()
+        if "lora" in name and isinstance(p, dt.DTensor) and p.placements[0].is_shard()
+    }
+    assert len(cut) == len(ADAPTED) * SIZES["num_hidden_layers"]
+    assert all(("lora_A" in name) == ("o_proj" in name or "down_proj" in name) for name in cut)
+
+
+def test_what_is_not_known_says_so(plain: Any) -> None:
+    with pytest.raises(StyleError, match="parallelize its submodules"):
+        parallelize_module(adapted(plain).get_base_model(), MESH["tp"], "auto")
+    scaled = peft.get_peft_model(copy.deepcopy(plain), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+    with pytest.raises(PlacementError, match="factors of low rank"):
+        adapted_plan(scaled)
+    with pytest.raises(PlacementError, match="no plan of its own"):
+        adapted_plan(nn.Linear(2, 2))
+    with pytest.raises((MixedTensorError, RuntimeError), match="plain tensor"):
+        fully(adapted(plain)).load_state_dict(adapted(plain).state_dict())
