@@ -49,8 +49,8 @@ def cluster(device: Device, peak: float, memory: float, node: int, inside: float
     return Cluster(Profile({"nccl": links[0]}, {"nccl": links[1]}, node, {"meta": device}), peak, memory)
 
 
-# 80 % of what data sheets say of one direction: NVLink 3 and 4, InfiniBand of 200 and 400 Gb/s per GPU, two links of 90 GB/s for a
-# ring on an axis of the torus; of the TPU 70 % of 459 TFLOP/s in bfloat16 and 90 % of its memory's 2.77 TB/s.
+# 80 % of what data sheets say of one direction: NVLink 3 and 4, InfiniBand of 200 and 400 Gb/s per GPU, two links of 90 GB/s for
+# a ring on an axis of the torus; of the TPU 70 % of 459 TFLOP/s in bfloat16 and 90 % of its memory's 2.77 TB/s.
 _TPU = Device("TPU v5p", {"float64": 1e12, "float32": 5.7e13, "half": 3.2e14, "other": 6.4e14}, 2.5e12, 2e-6)
 CLUSTERS = {
     "a100": cluster(DEVICES["A100"], 3.12e14, 80e9, 8, 2.4e11, 2e10),
