@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from .base.progress import progress
+from .clusters import MODELS
+from .clusters import command as cluster_plan
 from .cost import calibrate
 from .debug import bench, doctor, script
 from .debug.on_ranks import on_ranks
 from .debug.operator_page import measured_in, page
 from .errors import ArgumentError, RuleError
-from .plan import command as cluster_plan
-from .plan.transformer import MODELS
 from .redistribute import moves
 from .rules import rules
 from .testing.asked import rules_asked

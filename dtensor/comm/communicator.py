@@ -69,8 +69,11 @@ class Communicator(Binding):
             group = self.mesh.members_of(dims, member)
             return gathered([(length,) for length in lengths[group]], group.index(member))
 
-        said = _said(lengths[group] for group in lengths)
-        return self.bind_transfer(dims, Transfer(route_of, dtype, "all_gather", said=said))
+        def new_of(member: int) -> tuple[int, ...]:
+            return (sum(lengths[self.mesh.members_of(dims, member)]),)
+
+        said, brings = _said(lengths[group] for group in lengths), max(sum(own) - min(own) for own in lengths.values())
+        return self.bind_transfer(dims, Transfer(route_of, dtype, "all_gather", said=said, new_of=new_of, brings=brings))
 
     @site
     def reduce_scatter(self, chunks: Sequence[Local], mesh_dims: Sequence[int], op: Op = "sum") -> Pending[Local]:

@@ -179,6 +179,9 @@ def profile_of(mesh: DeviceMesh) -> Profile:
     """The profile that all ranks of ``mesh`` go by."""
     if mesh.kind == "process_group":
         return _of_world(mesh._root.world)
+    if mesh._root.profile is not None:
+        given: Profile = mesh._root.profile
+        return given
     found = _of_this_process()
     if mesh.kind == "dry_run" and not found.ranks_per_host:
         return replace(found, ranks_per_host=_DRY_RUN_HOST)

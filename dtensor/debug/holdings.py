@@ -99,6 +99,11 @@ class Holdings:
             self._leaves.setdefault(id(x), weakref.ref(x))
         return found
 
+    def touched(self, values: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
+        """Numbers of the stores that tensors show, with the bytes that they show of them."""
+        found = [(self._known.get(storage._cdata), x) for x in values if (storage := storage_of(x)) is not None]
+        return tuple((known[0].number, x.numel() * x.element_size()) for known, x in found if known is not None)
+
     def name(self, values: Iterable[Tensor], kind: str) -> None:
         """These are of that kind, from their beginning on."""
         for x in values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from .device_mesh import CURRENT, DeviceMesh, as_mesh
 from .groups import new_handle
-from .root import make_root
+from .root import Root, make_root
 from .world import distributed, ensure_world
 
 
@@ -58,4 +59,17 @@ def dry_run_of(mesh: DeviceMesh) -> DeviceMesh:
         return mesh
     root = make_root("meta", np.asarray(mesh.ranks).reshape(mesh.shape), mesh.mesh_dim_names)
     root.stands_for = mesh
-    return DeviceMesh("meta", None, mesh_dim_names=root.names, _root=root, _dims=tuple((dim,) for dim in range(mesh.ndim)))
+    return mesh_of(root)
+
+
+def dry_run_on(profile: Any, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """A mesh without data of a cluster of which a :class:`~dtensor.cost.profile.Profile` says what everything takes."""
+    root = make_root("meta", np.arange(math.prod(shape)).reshape(shape), names)
+    root.profile = profile
+    return mesh_of(root)
+
+
+def mesh_of(root: Root) -> DeviceMesh:
+    """All dims of a root, as they were made."""
+    dims = tuple((dim,) for dim in range(len(root.shape)))
+    return DeviceMesh(root.device_type, None, mesh_dim_names=root.names, _root=root, _dims=dims)

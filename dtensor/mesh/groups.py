@@ -74,10 +74,14 @@ def group_of(mesh: Geometry, mesh_dims: Sequence[int]) -> Group:
     members = mesh.members_of(mesh_dims, member)
     ranks = [mesh.ranks[m] for m in members]
     handle = _handle(mesh, mesh_dims, ranks)
-    in_torch = dist.get_process_group_ranks(handle)
-    order = tuple(in_torch.index(rank) for rank in ranks)
-    kept = None if order == tuple(range(len(order))) else order
-    return Group(handle, members, members.index(member), kept, backend_of(handle, mesh.device_type))
+    return Group(handle, members, members.index(member), order_in(handle, ranks), backend_of(handle, mesh.device_type))
+
+
+def order_in(handle: Any, ranks: Sequence[int]) -> tuple[int, ...] | None:
+    """Torch's group rank of each of these ranks, by group position; None if that is the position."""
+    places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(handle))}
+    order = tuple(places[rank] for rank in ranks)
+    return None if order == tuple(range(len(order))) else order
 
 
 def handle_of(mesh: Geometry, mesh_dims: Sequence[int]) -> Any:

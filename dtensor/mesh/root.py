@@ -36,10 +36,11 @@ class Root:
     seeded: set[int] = field(default_factory=set)  # root dims over which ranks draw from the same generator state
     entered: dict[Any, list[Any]] = field(default_factory=dict)  # blocks of `with mesh:`
     stands_for: Any = None  # of a dry run, the mesh that it is one of: what things take there is what they take here
+    profile: Any = None  # of a dry run, what things take on the cluster that it is one of, if not on one like this machine's
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return self.device_type, self.ranks, self.shape, self.kind, id(self.world), self.stands_for
+        return self.device_type, self.ranks, self.shape, self.kind, id(self.world), self.stands_for, id(self.profile)
 
 
 def device_type_of(device: Any) -> str:

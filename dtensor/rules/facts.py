@@ -38,6 +38,7 @@ class Facts:
         per_element: it works on each element of its lists by itself.
         each: the operator whose rule each element follows, where it has none of its own.
         flat: it reads its lists as flat memory, in the strides of the first.
+        touches: the memory that it reads and writes: of operands too, of results alone, or none (what is made and left as it is).
     """
 
     strides: Law | None = None
@@ -52,6 +53,7 @@ class Facts:
     per_element: bool = False
     each: str | None = None
     flat: bool = False
+    touches: Literal["all", "results", "nothing"] = "all"
 
 
 _FACTS: dict[str, Facts] = {}

@@ -44,6 +44,7 @@ LAYERS = (
     "capture",
     "testing",
     "debug",
+    "clusters",
     "sharded_tensor",
     "hf",
     "device_mesh",

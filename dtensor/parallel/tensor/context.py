@@ -83,7 +83,7 @@ def context_parallel(
             undo = _replace(buffer, order.part_of(mesh, whole, dim))
             if id(buffer) not in kept:
                 put_back.append(undo)
-        with _AroundTheRing(mesh, order):
+        with AroundTheRing(mesh, order):
             yield
     finally:
         for undo in reversed(put_back):
@@ -199,7 +199,7 @@ class _RingAttention(torch.autograd.Function):
 _HIDING = ("multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 
 
-class _AroundTheRing(TorchFunctionMode):
+class AroundTheRing(TorchFunctionMode):
     """Has attention of local tensors meet all of the sequence."""
 
     def __init__(self, mesh: DeviceMesh, order: Order) -> None:

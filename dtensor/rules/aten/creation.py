@@ -7,6 +7,7 @@ from typing import Any
 from ...base.memory_order import stride_like
 from ...placement import REDUCE_OPS
 from ..call import Call
+from ..facts import fact
 from ..kernels import KernelContext
 from ..rule import Factors, Kernel, LocalView, own_factors
 from ..verbs import kernel_rule
@@ -39,3 +40,10 @@ kernel_rule(
     partials=tuple(f"{op} -> R" for op in REDUCE_OPS),
     local_args=local_sizes,
 )
+
+
+# --- of what they are like they read the sizes alone ---
+fact("empty.memory_format empty_permuted.default empty_strided.default empty_like.default", touches="nothing")
+fact("new_empty.default new_empty_strided.default", touches="nothing")
+fact("zeros_like.default ones_like.default full_like.default", touches="results")
+fact("new_zeros.default new_ones.default new_full.default", touches="results")

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import PlanError
-from .cluster import CLUSTERS, Cluster, Estimate, best
+from .cluster import CLUSTERS
+from .composed import Estimate, best
 from .transformer import MODELS
 
 
@@ -31,31 +32,28 @@ def main(model: str, options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     print(f"{model}, {options.batch} sequences of {options.sequence} tokens, on {options.ranks} ranks")
-    print(stated(cluster))
+    print(cluster)
     print(table(found))
     if options.plot is not None:
         plot(found, options.plot)
     return 0
 
 
-def stated(cluster: Cluster) -> str:
-    """The speeds that the estimates go by."""
-    links = ", ".join(
-        f"{name} {link.all_gather.bandwidth / 1e9:.0f} GB/s"
-        for name, link in (("inside", cluster.inside), ("between", cluster.between))
-    )
-    return (
-        f"{cluster.device.name}: {cluster.device.flops['half'] / 1e12:.0f} of {cluster.peak / 1e12:.0f} TFLOP/s, "
-        f"{cluster.memory / 1e9:.0f} GB; nodes of {cluster.node}: {links}"
-    )
-
-
 def table(found: Sequence[Estimate]) -> str:
-    """A row for each: seconds of a step, MFU, and what the busiest rank holds (GB) and receives in a step (GB), by kind."""
-    rows = [["mesh", "step s", "MFU %", *(f"{kind} GB" for kind in found[0].memory), *(f"{dim} GB" for dim in found[0].nbytes)]]
+    """A row for each: what backward computes anew, seconds of a step, MFU, what a rank holds and receives in a step, by kind."""
+    rows = [
+        [
+            "mesh",
+            "again",
+            "step s",
+            "MFU %",
+            *(f"{kind} GB" for kind in found[0].memory),
+            *(f"{dim} GB" for dim in found[0].nbytes),
+        ]
+    ]
     for one in found:
         sizes = [f"{count / 1e9:.2f}" for count in (*one.memory.values(), *one.nbytes.values())]
-        rows.append([str(one.degrees), f"{one.step_seconds:.3f}", f"{100 * one.mfu:.1f}", *sizes])
+        rows.append([str(one.degrees), one.again, f"{one.step_seconds:.3f}", f"{100 * one.mfu:.1f}", *sizes])
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.rjust(w) if k else cell.ljust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True)))

@@ -1,0 +1,63 @@
+"""Sizes of decoder-only transformers, and the products of a token in them, by which MFU counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Transformer:
+    """A decoder with grouped-query attention, RMS norms, rotations and no biases.
+
+    Attributes:
+        ffn: hidden features of the feed-forward network, of each expert where there are ``experts``.
+        chosen: experts that a token goes through.
+        gated: SwiGLU, of three matrices; else GELU between two.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocabulary: int
+    experts: int = 1
+    chosen: int = 1
+    gated: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one feed-forward network."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @property
+    def around_parameters(self) -> int:
+        """Of one layer, but its feed-forward networks: attention, norms, the choice of experts."""
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return 2 * self.hidden * (self.hidden + self.head_dim * self.kv_heads) + 2 * self.hidden + router
+
+    @property
+    def parameters(self) -> int:
+        """All of them; the head is not that of the embedding."""
+        layer = self.around_parameters + self.expert_parameters * self.experts
+        return self.layers * layer + 2 * self.vocabulary * self.hidden + self.hidden
+
+    def flops(self, sequence: int) -> float:
+        """Products of one token forward, in attention with all tokens, as published MFU counts them (Chowdhery et al. 2022,
+        "PaLM", arXiv:2204.02311, appendix B).
+        """
+        layer = self.around_parameters + self.expert_parameters * self.chosen + 2 * sequence * self.hidden
+        return 2.0 * (self.layers * layer + self.vocabulary * self.hidden)
+
+
+# as published with the weights
+MODELS = {
+    "llama3-8b": Transformer(32, 4096, 32, 8, 14336, 128256),
+    "llama3-70b": Transformer(80, 8192, 64, 8, 28672, 128256),
+    "llama3-405b": Transformer(126, 16384, 128, 8, 53248, 128256),
+    "mixtral-8x7b": Transformer(32, 4096, 32, 8, 14336, 32000, experts=8, chosen=2),
+}
