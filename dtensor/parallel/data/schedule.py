@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ...base.torch_internals import engine, graph_task
+from ...mesh.device_mesh import DeviceMesh
 from .gradients import Reduction
 
 
@@ -38,21 +39,21 @@ class Schedule:
 
     Attributes:
         depth: units whose forward is running.
-        distributed: this iteration's batch is a DTensor over the data-parallel mesh.
+        distributed: the mesh of this iteration's batch, where that is a DTensor over the data-parallel mesh dims.
         order: units in the order of their forward, in this pass; ``last`` in the pass before.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = list(units)
         self.depth = 0
-        self.distributed = False
+        self.distributed: DeviceMesh | None = None
         self.order: list[Any] = []
         self.last: list[Any] = []
         self._reductions: list[list[Reduction]] = []  # under way, a unit's together
         self._arriving: list[Reduction] = []  # their results summed over copies of shards, or copied to host memory meanwhile
         self._queued = False
 
-    def begin(self, distributed: bool) -> None:
+    def begin(self, distributed: DeviceMesh | None) -> None:
         """A forward pass starts."""
         self.distributed, self._queued = distributed, False
         self.last, self.order = self.order, []
