@@ -49,11 +49,12 @@ class Gathered(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         group: Group = ctx.group
+        pieces = group.pieces
         columns: list[list[Tensor | None]] = [[] for _ in group.managed]
         for grad, i in zip(grads, group.owners(ctx.distributed), strict=True):
             columns[i].append(grad)
         gradients = {
-            i: tuple(own) if own[0].__class__ is Tensor and len(own) == group.pieces else _column(group, m, own, ctx.distributed)
+            i: tuple(own) if own[0].__class__ is Tensor and len(own) == pieces else _column(group, m, own, ctx.distributed)
             for i, (m, own, trainable) in enumerate(zip(group.managed, columns, ctx.trainable, strict=True))
             if trainable
         }

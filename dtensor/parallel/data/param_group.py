@@ -54,10 +54,9 @@ class Group:
     """
 
     def __init__(self, managed: Sequence[Managed], axes: Axes, policy: MixedPrecisionPolicy) -> None:
-        self.axes, self.policy = axes, policy
+        self.axes, self.policy, self.settings = axes, policy, Settings()
         self.managed: list[Managed] = []
         self.live: dict[Any, int] = {}
-        self.settings = Settings()
         self.neighbours: Neighbours | None = None
         self.scattered: dict[Any, Any] = {}
         self.seen: list[Any] = []
@@ -68,7 +67,7 @@ class Group:
         self.memory = Memory()
         self._targets: list[Any] = []
         self._rows: dict[int, Rows] = {}
-        self._bound: dict[Any, Run] = {}  # collectives
+        self._bound: dict[Any, Run] = {}
         self.add(managed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
@@ -130,7 +129,8 @@ class Group:
         for full, layout in zip(self._full, self._layouts_inside(distributed), strict=True):
             if layout is not None:
                 dtype = shards_of(full)[0].dtype  # an extension may have made it another one
-                flat.append(wrap(_alias(full), layout if dtype is layout.dtype else layout.replace(dtype=dtype)))
+                alias = each_shard(lambda shard: shard.data, full)  # no view: its own version counter
+                flat.append(wrap(alias, layout if dtype is layout.dtype else layout.replace(dtype=dtype)))
             else:
                 flat.extend([shard.data for shard in shards_of(full)])
         return flat
@@ -182,7 +182,10 @@ class Group:
 
     def stamp(self) -> list[Any]:
         """Changes whenever a parameter's value does."""
-        return [part for m in self.managed for part in stamp(m.parameter)]
+        if self.comm.holds_all:
+            return [part for m in self.managed for part in stamp(m.parameter)]
+        parameters: list[Any] = [m.parameter for m in self.managed]  # the same of one piece each, at every pass
+        return [(p._version, id(x), x.data_ptr(), x._version) for p in parameters for x in (p._local,)]
 
     def start_gather(self, now: list[Any] | None = None) -> None:
         """Issue the all-gather, unless what is gathered is still right. ``now``: the stamp, where somebody looked already."""
@@ -336,11 +339,6 @@ class Group:
                 "or replaced (by torch.func.functional_call?); call backward() before step(), or recompute the forward pass"
             )
         return now
-
-
-def _alias(full: Any) -> Any:
-    """The same memory as a tensor of its own: no view, its own version counter."""
-    return each_shard(lambda shard: shard.data, full)
 
 
 def _copied(m: Managed, memo: dict[int, Any]) -> Managed:
