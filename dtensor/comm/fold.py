@@ -91,7 +91,7 @@ def fold(terms: Sequence[Tensor], op: Op, out: Tensor | None = None) -> Tensor:
         # torch's complex sum is a + 1 * b, which makes infinity NaN; backends add parts
         parts = fold([torch.view_as_real(term.detach().resolve_conj()) for term in terms], op)
         return torch.view_as_complex(parts) if out is None else out.copy_(torch.view_as_complex(parts))
-    if dtype in _SUMMED and op in ("sum", "avg") and len(terms) > 1:
+    if dtype in SUMMED and op in ("sum", "avg") and len(terms) > 1:
         return _sum(terms, op, torch.empty(terms[0].shape, dtype=dtype, device=terms[0].device) if out is None else out)
     folded = _fold_uint64(terms, op) if dtype is torch.uint64 else _fold(terms, op)
     return folded if out is None else out.copy_(folded)
@@ -129,7 +129,7 @@ def divided(total: Tensor, count: int) -> Tensor:
     return total
 
 
-_SUMMED = frozenset({torch.float32, torch.float64, torch.int64, torch.int32})
+SUMMED = frozenset({torch.float32, torch.float64, torch.int64, torch.int32})
 _BLOCK = 1 << 16  # elements that stay in cache while all terms are added
 
 

@@ -24,7 +24,7 @@ from .backends import (
     traits_of,
 )
 from .binding import Reduction
-from .fold import Op, dense, fold, fold_stack
+from .fold import SUMMED, Op, dense, fold, fold_stack
 from .pending import Pending
 from .regions import Box, Packing, Scatter, region
 from .rows import as_row
@@ -90,6 +90,8 @@ def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Reduction:
     native = native_reduction(group, op, dtype)
     if native is not None:
         return _natively(all_reduction(group, native[0]), dtype, native[1])
+    if group.size == 2 and traits_of(group).adds_pairs and op in ("sum", "avg") and dtype in SUMMED:
+        return _of_two(group, op == "avg")
     most = sys.maxsize if isinstance(op, Monoid) else traits_of(group).one_round_bytes  # terms of a monoid stay whole
 
     def issue(x: Tensor) -> Pending[Tensor]:
@@ -105,6 +107,22 @@ def _natively(reduce: Callable[[Tensor], dist.Work], dtype: torch.dtype, seen: t
         return started([reduce(as_seen)], lambda: result)
 
     return Reduction(lambda x: issue(dense(x)), issue if seen is dtype else None, True)
+
+
+def _of_two(group: Group, mean: bool) -> Reduction:
+    """The backend's own sum, in place: of two terms it is the fold's, whichever comes first. Those of a mean are halved before,
+    as the fold does it: their sum may not be finite.
+    """
+    reduce = all_reduction(group, dist.ReduceOp.SUM)
+
+    def issue(result: Tensor) -> Pending[Tensor]:
+        return started([reduce(result)] if result.numel() else [], lambda: result)
+
+    def run(x: Tensor) -> Pending[Tensor]:
+        block = row_major(x, tuple(x.shape))
+        return issue(block * 0.5 if mean else dense(block))
+
+    return Reduction(run, lambda x: issue(x.mul_(0.5) if mean else x), True)
 
 
 def _reduced_by_all(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..base.torch_internals import DispatchKey, is_key_excluded
+from ..ranks.per_rank import shards_of
 
 SHARED = "_shared"  # the attribute of a tensor that has its ``Shared``
 _GROUPS = count()
@@ -56,7 +57,7 @@ def versions_of(x: torch.Tensor) -> tuple[int, ...] | None:
 def stamp(x: Any) -> list[Any]:
     """Changes whenever the value of a tensor does: it was written to as a whole or in its pieces, or has others."""
     local, now = (x._local, [x._version]) if hasattr(x, "_layout") else (x, [])
-    for shard in getattr(local, "shards", (local,)):
+    for shard in shards_of(local):
         now += id(shard), shard.data_ptr(), shard._version
     return now
 

@@ -87,6 +87,26 @@ def concatenated(meshes: Sequence[Geometry]) -> tuple[Dims, Names]:
     return dims, tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ()) if named else None
 
 
+def same_root(one: Geometry, other: Geometry) -> bool:
+    """Whether both are parts of one mesh."""
+    return one._root is other._root or one._root.key == other._root.key
+
+
+def picked(mesh: Geometry, mesh_dims: Sequence[int]) -> tuple[Dims, Names]:
+    """Some dims of a mesh, by number."""
+    names = mesh.mesh_dim_names
+    return tuple(mesh._dims[i] for i in mesh_dims), None if names is None else tuple(names[i] for i in mesh_dims)
+
+
+def joined(one: Geometry, other: Geometry) -> tuple[Dims, Names]:
+    """The mesh over the dims of both, in the order of the mesh that both are parts of."""
+    dims = dict(zip(one._dims, one.mesh_dim_names or [None] * one.ndim, strict=True))
+    dims |= dict(zip(other._dims, other.mesh_dim_names or [None] * other.ndim, strict=True))
+    ordered = sorted(dims)
+    names = tuple(name for name in map(dims.__getitem__, ordered) if name is not None)
+    return tuple(ordered), names if len(names) == len(ordered) else None
+
+
 def dims_of_ranks(mesh: Geometry, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
     """The mesh dims, outermost first, over which the current rank meets ``ranks``, in that order."""
     member = mesh.current_member()

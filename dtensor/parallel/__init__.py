@@ -6,7 +6,7 @@ from .data.auto_wrap import units_by_size
 from .data.custom_collectives import AllGather, Comm, ReduceScatter
 from .data.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .data.fully_shard import fully_shard, register_fsdp_forward_method
-from .data.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from .data.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult
 from .data.replicate import ReplicatedModule, replicate
 from .data.sampler import DistributedBatchSampler
 from .data.zero import ZeroRedundancyOptimizer
@@ -35,6 +35,7 @@ __all__ = [
     "ReplicatedModule",
     "RowwiseParallel",
     "SequenceParallel",
+    "ShardPlacementResult",
     "UnshardHandle",
     "ZeroRedundancyOptimizer",
     "context_parallel",

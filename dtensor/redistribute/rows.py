@@ -151,7 +151,8 @@ class Rows:
                 if whole is None:
                     parts.append(torch.zeros(numels[i], dtype=dtype, device=device))
                 else:
-                    parts.append(_part(whole, narrowed[i]).to(dtype).reshape(-1))
+                    part = _part(whole, narrowed[i]) if narrowed[i] else whole
+                    parts.append((part if part.dtype is dtype else part.to(dtype)).reshape(-1))
             parts += behind
         return torch.cat(parts)
 

@@ -145,7 +145,7 @@ def test_numbers_that_mean_all_or_nothing_and_such_as_do_not_fit() -> None:
     assert unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=1)).keep_after_forward is True  # type: ignore[union-attr]
     whole = unit_of(fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=4))
     assert whole is not None
-    assert (whole.keep_after_forward, whole.neighbours) == (False, None)
+    assert (whole.keep_after_forward, whole.groups[0].neighbours) == (False, None)
     for number in (0, 3, 8):
         with pytest.raises(ValueError, match="divides the 4 ranks"):
             fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=number)

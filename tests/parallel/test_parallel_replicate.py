@@ -22,6 +22,7 @@ from dtensor.parallel import (
     parallelize_module,
     replicate,
 )
+from dtensor.parallel.data.module_state import unit_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 
@@ -116,6 +117,76 @@ def test_gradients_travel_in_buckets_before_backward_has_ended() -> None:
         out.sum().backward()
     assert comm.get_comm_counts() == {"all_reduce": 3}
     assert sent[0] >= 2
+
+
+def _memory(x: Any) -> list[int]:
+    local = x.grad._local
+    return [shard.data_ptr() for shard in getattr(local, "shards", [local])]
+
+
+def _views(ranks: int, **options: Any) -> None:
+    """Steps with gradients that stay in their buckets, and with such that do not: the same bits."""
+    mesh = dp(ranks)
+    models = [replicate(net(), mesh, bucket_cap_mb=1e-4, gradient_as_bucket_view=views, **options) for views in (True, False)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5) for model in models]
+    places = None
+    for batch in data(ranks, 3):
+        for model in models:
+            (model(own(batch, mesh)) ** 2).mean().backward()
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(whole(ours.grad), whole(theirs.grad))
+        now = [_memory(p) for p in models[0].parameters()]
+        places = places or now
+        assert now == places
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_gradients_may_stay_in_their_buckets(ranks: int, options: dict[str, Any]) -> None:
+    _views(ranks, **options)
+
+
+@pytest.mark.gloo
+def test_gradients_may_stay_in_their_buckets_on_process_groups() -> None:
+    run_gloo(_views, 2, 2)
+    run_gloo(_views, 3, 3)
+
+
+def test_gradients_in_buckets_are_added_to_where_they_are_kept() -> None:
+    mesh, model, alone = dp(), net(), net()
+    replicate(model, mesh, gradient_as_bucket_view=True)
+    for step, batch in enumerate(data(2, 4)):
+        (model(own(batch, mesh)) ** 2).mean().backward()
+        alone_loss(alone, batch).backward()
+        assert_same(model, alone)
+        if step == 1:
+            places = [_memory(p) for p in model.parameters()]
+            for each in (model, alone):
+                each.zero_grad(set_to_none=False)
+    assert [_memory(p) for p in model.parameters()] == places
+    first = next(model.parameters())
+    first.grad = None  # of some only: the others are added to
+    next(alone.parameters()).grad = None
+    (model(own(batch, mesh)) ** 2).mean().backward()
+    alone_loss(alone, batch).backward()
+    assert_same(model, alone)
+
+
+def test_gradients_in_buckets_have_memory_once() -> None:
+    mesh = dp()
+    held = {}
+    for views in (True, False):
+        model = replicate(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), mesh, gradient_as_bucket_view=views)
+        model(dt.per_rank([torch.ones(1, 16)] * 2)).sum().backward()
+        group = unit_of(model).groups[0]
+        found = [x for each in group.buckets.values() for bucket in each.values() for x in bucket]
+        found += [shard for p in model.parameters() for shard in p.grad._local.shards]
+        stores = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in found}
+        held[views] = sum(stores.values())
+    assert held[True] * 2 == held[False]
 
 
 def test_gradients_accumulate_without_sync() -> None:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from ...comm import communicator_of
 from ...dispatch.versions import stamp
 from ...layout.layout import Layout
+from ...layout.spelled import spelled_on
 from ...redistribute.batch import broadcast_many
 from ...tensor.dtensor import DTensor, wrap
 from .layouts import Axes
-from .parameters import _joined, _on
+from .parameters import joined_mesh
 
 
 class Buffers:
@@ -77,7 +78,7 @@ def _replicated(buffer: Tensor, axes: Axes, inside: Layout | None) -> DTensor:
     whole = (
         Layout.of(axes.mesh, None, buffer.shape, None, buffer.dtype)
         if inside is None
-        else _on(_joined(axes.mesh, inside.mesh), inside)
+        else spelled_on(joined_mesh(axes.mesh, inside.mesh), inside)
     )
     local = buffer._local if isinstance(buffer, DTensor) else buffer.detach()
     if not local.is_meta:

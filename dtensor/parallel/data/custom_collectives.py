@@ -105,6 +105,7 @@ class Settings:
         gathers, scatters: primitives of the user's; None: the communicator's.
         scatter_comm: over groups of their own, for reductions; None: over the mesh's.
         reduces: a :class:`.comm_hook.Reducer` for whole gradients; None: all-reduce.
+        views: whole gradients stay where they were reduced, in memory that serves again when nobody has them as ``.grad``.
     """
 
     divisor: float | None = None
@@ -116,6 +117,7 @@ class Settings:
     scatters: ReduceScatter | None = None
     scatter_comm: Communicator | None = None
     reduces: Any = None
+    views: bool = False
 
     def on_hook_stream(self, device_type: str) -> AbstractContextManager[Any]:
         """Inside, work goes to the hook's stream, which has waited for this one; who leaves waits for it in turn."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from ...comm import Communicator, communicator_of
 from ...comm.regions import Box
 from ...errors import LayoutError
+from ...mesh.derive import picked
 from ...redistribute.executor import inside
 from ...redistribute.rows import Rows
 from .layouts import Axes
@@ -44,10 +45,7 @@ class Extensions:
     ) -> None:
         self._managed, self._axes, self._policy, self._dtypes = list(managed), axes, policy, list(dtypes)
         self._own = [any(map(is_extended, shards_in(m.parameter))) for m in managed]
-        names = axes.mesh.mesh_dim_names
-        self._mesh = axes.mesh._derive(
-            tuple(axes.mesh._dims[i] for i in axes.shard), None if names is None else tuple(names[i] for i in axes.shard)
-        )
+        self._mesh = axes.mesh._derive(*picked(axes.mesh, axes.shard))
         self._told: dict[int, list[Told]] = {}  # by member: of each parameter's inputs
         self._order: list[tuple[int, int]] = []  # entries: parameter and number of the input, wider dtypes first
         self._entries: list[list[int]] = []  # of each parameter

@@ -13,6 +13,7 @@ from ...comm import communicator_of
 from ...errors import DTensorError, UnsupportedOperationError
 from ...mesh.create import with_groups_of_its_own
 from .custom_collectives import AllGather, GroupMemoryAllGather, GroupMemoryReduceScatter, ReduceScatter, allocating_backend
+from .layouts import Axes
 from .module_state import Unit, unit_of
 from .neighbours import Neighbours
 
@@ -78,7 +79,9 @@ class FSDPModule:
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"set_reshard_after_forward takes True or False, got {reshard_after_forward!r}")
         for unit in units_of(self, recurse):
-            unit.keep_after_forward, unit.neighbours = not reshard_after_forward, None
+            unit.keep_after_forward = not reshard_after_forward
+            for group in unit.groups:
+                group.neighbours = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether to free after backward; not doing so saves a gather where gradients are accumulated over several passes."""
@@ -299,12 +302,12 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
         _unit(module)
 
 
-def neighbours_of(unit: Unit, reshard_after_forward: Any) -> Neighbours | None:
+def neighbours_of(axes: Axes, reshard_after_forward: Any) -> Neighbours | None:
     """The ranks that keep parts between forward and backward, if it is a number that means some."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return None
-    made = Neighbours(unit.axes, reshard_after_forward)
-    return made if 1 < made.size < unit.axes.mesh.size_of(unit.axes.shard) else None
+    made = Neighbours(axes, reshard_after_forward)
+    return made if 1 < made.size < axes.mesh.size_of(axes.shard) else None
 
 
 def _unit(module: Any) -> Unit:

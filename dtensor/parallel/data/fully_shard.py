@@ -13,7 +13,7 @@ from .fsdp_module import FSDPModule, neighbours_of, units_of
 from .layouts import Axes, sharding
 from .module_state import Unit, unit_of
 from .param_group import Group
-from .parameters import ShardPlacement, adopt, onto_one_mesh
+from .parameters import Managed, ShardPlacement, adopt, onto_one_mesh
 from .policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -47,7 +47,8 @@ def fully_shard(
             the mesh entered by ``with mesh:``, else all ranks.
         reshard_after_forward: free after forward; default yes, but for the outermost unit, whose backward comes next. A number
             n, a divisor of the ranks: keep 1/n, so that backward gathers from n neighbouring ranks only.
-        shard_placement_fn: per parameter the ``Shard(dim)`` to cut by, default (None) ``Shard(0)``.
+        shard_placement_fn: per parameter the ``Shard(dim)`` to cut by, default (None) ``Shard(0)``; or a
+            ``ShardPlacementResult``, with a mesh of its own.
         mp_policy: dtypes to compute and to reduce in.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in host memory.
         ignored_params: left as they are.
@@ -73,7 +74,8 @@ def fully_shard(
     modules = _outermost(list(module) if isinstance(module, (list, tuple)) else [module])
     axes = sharding(mesh, dp_mesh_dims, offload_policy)
     unit = _unit(modules, axes, set(ignored_params or ()), shard_placement_fn, mp_policy)
-    unit.neighbours = neighbours_of(unit, reshard_after_forward)
+    for group in unit.groups:
+        group.neighbours = neighbours_of(group.axes, reshard_after_forward)
     if reshard_after_forward is not None:
         unit.keep_after_forward = not reshard_after_forward or (reshard_after_forward == 1 and reshard_after_forward is not True)
     for one in modules:
@@ -90,7 +92,10 @@ def _unit(
 ) -> Unit:
     managed = adopt(modules, axes, ignored, "fully_shard", where)
     buffers = Buffers([below for one in modules for below in one.modules()], axes)
-    unit = Unit(modules, [Group(managed, axes, policy)], buffers, axes, policy)
+    by_axes: dict[Axes, list[Managed]] = {axes: []}
+    for m in managed:
+        by_axes.setdefault(m.axes, []).append(m)
+    unit = Unit(modules, [Group(own, each, policy) for each, own in by_axes.items()], buffers, axes, policy)
     units = [inner for one in modules for inner in units_of(one, True)]
     onto_one_mesh([m for inner in units for group in inner.groups for m in group.managed], axes.mesh)
     return unit

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...comm import shards_of
 from ...errors import DTensorError
+from ...mesh.device_mesh import DeviceMesh
 from ...placement import Partial
 from ...tensor.autograd import move
 from ...tensor.dtensor import DTensor
@@ -22,8 +23,8 @@ Column = tuple[Tensor | None, ...]  # one parameter's gradient: per member held 
 class Receiver(Protocol):
     """Who takes the gradients of a group's gathered parameters."""
 
-    def receive(self, group: Group, use: Any, gradients: dict[int, Column], distributed: bool) -> None:
-        """Local gradients by parameter; ``distributed``: terms of one global sum, not each rank's own."""
+    def receive(self, group: Group, use: Any, gradients: dict[int, Column], distributed: DeviceMesh | None) -> None:
+        """Local gradients by parameter; ``distributed``: terms of one global sum over that mesh, not each rank's own."""
 
 
 class Gathered(torch.autograd.Function):
@@ -34,7 +35,9 @@ class Gathered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, group: Group, receiver: Receiver, use: Any, distributed: bool) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: Tensor, group: Group, receiver: Receiver, use: Any, distributed: DeviceMesh | None
+    ) -> tuple[Tensor, ...]:
         ctx.group, ctx.receiver, ctx.use, ctx.distributed = group, receiver, use, distributed
         ctx.set_materialize_grads(False)
         ctx.trainable = [m.parameter.requires_grad for m in group.managed]
@@ -46,23 +49,29 @@ class Gathered(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         group: Group = ctx.group
+        pieces = group.pieces
         columns: list[list[Tensor | None]] = [[] for _ in group.managed]
         for grad, i in zip(grads, group.owners(ctx.distributed), strict=True):
             columns[i].append(grad)
-        needed = [i for i, trainable in enumerate(ctx.trainable) if trainable]
-        gradients = {i: _column(group, group.managed[i], columns[i], ctx.distributed) for i in needed}
+        gradients = {
+            i: tuple(own) if own[0].__class__ is Tensor and len(own) == pieces else _column(group, m, own, ctx.distributed)
+            for i, (m, own, trainable) in enumerate(zip(group.managed, columns, ctx.trainable, strict=True))
+            if trainable
+        }
         ctx.receiver.receive(group, ctx.use, gradients, ctx.distributed)
         return None, None, None, None, None
 
 
-def _column(group: Group, m: Managed, grads: Sequence[Tensor | None], distributed: bool) -> Column:
+def _column(group: Group, m: Managed, grads: Sequence[Tensor | None], distributed: DeviceMesh | None) -> Column:
     """The local gradients of one parameter: those of a DTensor as terms of the data-parallel sum."""
     grad = grads[0]
     if not isinstance(grad, DTensor):
         return (None,) * group.pieces if grad is None and len(grads) == 1 else tuple(grads)
-    if distributed:
+    if distributed is not None:
+        used = group.layout_inside(m, distributed)
+        assert used is not None
         dp = {group.axes.mesh._dims[i] for i in group.axes.both}
-        where = [Partial() if dims in dp else p for p, dims in zip(m.compute.placements, m.compute.mesh._dims, strict=True)]
+        where = [Partial() if dims in dp else p for p, dims in zip(used.placements, used.mesh._dims, strict=True)]
     else:
         if m.inside is None:
             raise DTensorError(

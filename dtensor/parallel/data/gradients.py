@@ -37,7 +37,7 @@ class Reduction:
 
     def __init__(self, group: Group, gradients: dict[int, Column], dtype: torch.dtype, average: bool) -> None:
         self.group, self.chosen = group, list(gradients)
-        self.missing = {i for i, column in gradients.items() if any(grad is None for grad in column)}
+        self.missing = {i for i, column in gradients.items() for grad in column if grad is None}
         self._divisor = group.settings.divisor if average else None
         if average and self._divisor is None and group.settings.sums_only:
             self._divisor = float(group.axes.mesh.size())
@@ -47,9 +47,8 @@ class Reduction:
             if not average:
                 raise DTensorError("a communication hook averages, but the gradients of a DTensor batch's global loss are summed")
         self._op = "avg" if average and self._divisor is None else "sum"
-        self._buckets: dict[
-            int, list[Tensor]
-        ] = {}  # of whole gradients: they serve again, as fresh pages cost more than the copy
+        self._buckets: dict[int, list[Tensor]] | None = None  # of whole gradients: they serve again
+        self._stays = False  # the gradients stay in them
         self._dtype = dtype
         self._flat: Any = None  # what has arrived
         self._replicas: Pending[Any] | None = None  # summed over copies of shards
@@ -61,11 +60,16 @@ class Reduction:
         group, comm, axes = self.group, self.group.comm, self.group.axes
         device, in_process = torch.device(axes.mesh.device_type), comm.holds_all
 
-        self._buckets = {} if axes.scattered else group.buckets.pop(self._key(dtype), {})
+        bound = comm.bind_all_reduce(axes.reduced, self._op, dtype)
+        in_place = None if self._hooked is not None else bound.taking
+        views = group.settings.views and axes.host is None
+        self._stays = views and not axes.scattered and self._none_there()
+        if self._stays or not (axes.scattered or views or in_place is not None):  # fresh pages would cost more than the copy
+            self._buckets = group.buckets.pop(self._key(dtype), {})
 
         def row(member: int) -> Tensor:
             own = [column[member if in_process else 0] for column in columns]
-            if axes.scattered:
+            if self._buckets is None:
                 flags = torch.ones(len(own), dtype=dtype, device=device)  # made there: a copy from the host would wait
                 for k, grad in enumerate(own):
                     if grad is None:
@@ -82,7 +86,10 @@ class Reduction:
                 return group.scattering(self.chosen, dtype, self._op)(packed)
             if self._hooked is not None:
                 return self._hooked(comm, axes.reduced, packed, [group.managed[i].parameter for i in self.chosen])
-            return comm.all_reduce(packed, axes.reduced, self._op)
+            return (in_place or bound.run)(packed)
+
+    def _none_there(self) -> bool:
+        return all(self.group.managed[i].parameter.grad is None for i in self.chosen)
 
     def _key(self, dtype: torch.dtype) -> Any:
         return tuple(self.chosen), dtype
@@ -92,7 +99,7 @@ class Reduction:
         """Wait for it; its results are here, on their way to host memory, or being summed over copies of shards."""
         group, axes = self.group, self.group.axes
         flat = self._pending.wait()
-        if self._buckets:
+        if self._buckets is not None:
             group.buckets[self._key(self._dtype)] = self._buckets
         if axes.scattered and axes.reduced:
             self._over_replicas(flat)
@@ -131,8 +138,15 @@ class Reduction:
 
     def _settle(self, flat: Any) -> None:
         self._flat = self._finished(flat)
+        if self._stays and self._none_there():
+            self._flat = self.group.comm.map(self._in_bucket, self._flat)
         if self.group.axes.host is not None:
             self._flat = self.group.comm.map(self._fetched, self._flat, self.group.axes.host)
+
+    def _in_bucket(self, member: int, flat: Tensor) -> Tensor:
+        assert self._buckets is not None
+        bucket = self._buckets[member][0]
+        return bucket if bucket is flat else bucket.copy_(flat)
 
     def _fetched(self, member: int, flat: Tensor, host: Host) -> Tensor:
         copied, wait = host.fetched(flat)
@@ -199,21 +213,22 @@ def reductions(group: Group, gradients: dict[int, Column], average: bool) -> lis
     """The reductions of a group's gradients, issued: one for each dtype."""
     by_dtype: dict[torch.dtype, dict[int, Column]] = {}
     for i, column in gradients.items():
-        by_dtype.setdefault(group.policy.reduce_dtype or group.dtype_of(group.managed[i]), {})[i] = column
+        by_dtype.setdefault(group.policy.reduce_dtype or group.dtypes[i], {})[i] = column
     return [Reduction(group, columns, dtype, average) for dtype, columns in by_dtype.items()]
 
 
 def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
     """What autograd does with the gradient of a leaf: its hooks, ``.grad``, and the hooks after that."""
-    for hook in list((parameter._backward_hooks or {}).values()):
+    for hook in list(parameter._backward_hooks.values()) if parameter._backward_hooks else ():
         changed = hook(grad)
         grad = grad if changed is None else changed
     if parameter.grad is None:
         parameter.grad = grad
     else:
         parameter.grad.add_(grad)
-    for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
-        hook(parameter)
+    if after := getattr(parameter, "_post_accumulate_grad_hooks", None):
+        for hook in list(after.values()):
+            hook(parameter)
 
 
 def add(held: Column | None, new: Column) -> Column:

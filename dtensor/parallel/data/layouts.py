@@ -96,6 +96,15 @@ def sharding(mesh: Any, dims: DataParallelMeshDims | None, offload: OffloadPolic
         if not shard:
             raise MeshError(f"dp_mesh_dims of fully_shard needs shard=, the mesh dims to cut over, got {dims}; see replicate()")
         return Axes(mesh[(*copy, *shard)], WAYS["HSDP" if copy else "FSDP"], len(copy), host)
+    return cutting(mesh, host)
+
+
+def cutting(mesh: DeviceMesh, host: Host | None) -> Axes:
+    """The roles of all dims of a mesh.
+
+    Raises:
+        MeshError: there are more than two.
+    """
     if mesh.ndim > 2:
         raise MeshError(
             f"data parallelism takes a mesh of one dim, or of two (copied over the first, cut over the second), got {mesh!r}; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from ...base.torch_internals import functorch_active
 from ...comm import shards_of
 from ...dispatch.local_op import seen
+from ...mesh.derive import same_root
+from ...mesh.device_mesh import DeviceMesh
 from ...tensor.dtensor import DTensor
 from ...tensor.materialize import check_values
 from .buffers import Buffers
 from .gradient_node import Column, Gathered
 from .layouts import Axes
-from .neighbours import Neighbours
 from .param_group import Group
-from .parameters import same_root
 from .policy import MixedPrecisionPolicy, cast
 from .saved_tensors import watched
 from .schedule import Schedule
@@ -43,7 +43,6 @@ class Unit:
         modules: what is hooked; parameters are given back after the last of them has run.
         groups: one for a fully sharded module, one per bucket for a replicated one.
         keep_after_forward: do not free between forward and backward; None: as the outermost unit, yes, else no.
-        neighbours: who keep parts between forward and backward instead of freeing all.
         gathers_in_backward: whether backward needs the gathered values.
         unreduced: gradients that have come, and when they are reduced.
         reductions_under_way: how many units' gradients may travel before their results are waited for.
@@ -58,7 +57,6 @@ class Unit:
         self.unreduced = Unreduced(self.groups, policy.reduce_dtype)
         self.keep_after_forward: bool | None = None
         self.keep_after_backward = False
-        self.neighbours: Neighbours | None = None
         self.gathers_in_backward = True
         self.reductions_under_way = 1
         self.awaited: Any = None
@@ -86,13 +84,13 @@ class Unit:
         schedule.depth += 1  # first of all: :meth:`after_forward` is called whatever raises here
         if outermost:
             given = map(seen, tensors_in((args, kwargs)))
-            schedule.begin(any(self._spans(x) for x in given if isinstance(x, DTensor)))
+            schedule.begin(next((x.device_mesh for x in given if isinstance(x, DTensor) and self._spans(x)), None))
             if self.awaited is not None:
                 event, self.awaited = self.awaited, None
                 event.wait()
         if functorch_active():
-            self._standing = put_differentiable(self.groups, schedule.distributed)
-            self.buffers.enter(schedule.distributed)
+            self._standing = put_differentiable(self.groups, schedule.distributed is not None)
+            self.buffers.enter(schedule.distributed is not None)
             return self._cast_inputs(args, kwargs)
         if not self._to_run:
             self._to_run = set(self.modules)
@@ -109,7 +107,7 @@ class Unit:
         if torch.is_grad_enabled():
             then = functools.partial(self._release_all, list(self._expected))
             args, kwargs = self._pass.expect_inputs((args, kwargs), then)
-        self.buffers.enter(schedule.distributed)
+        self.buffers.enter(schedule.distributed is not None)
         if not self.gathers_in_backward and self._watch is None:
             self._watch = watched(self.groups)
         return self._cast_inputs(args, kwargs)
@@ -127,7 +125,7 @@ class Unit:
         if functorch_active():
             put_back(self._standing)
             self._standing = []
-            self.buffers.leave(schedule.distributed, module.training)
+            self.buffers.leave(schedule.distributed is not None, module.training)
             output = output if self.policy.output_dtype is None else cast(output, self.policy.output_dtype)
             return as_one_tensor(output) if not schedule.depth else output
         self._end_watch()
@@ -136,14 +134,11 @@ class Unit:
             output = cast(output, self.policy.output_dtype)
         if schedule.in_backward():  # a forward pass recomputed: backward needs the values next
             return output
-        self.buffers.leave(schedule.distributed, module.training)
+        self.buffers.leave(schedule.distributed is not None, module.training)
         self.put_parameters()
         returns = self._expect_gradients(output) if torch.is_grad_enabled() else True
         if not self._to_run and returns:
-            if self.neighbours is not None and not self.unreduced.defers:
-                self._keep_parts(self.neighbours)
-            elif not self._keeps():
-                self.free()
+            self._release_after_forward()
         return output
 
     def _end_watch(self) -> None:
@@ -170,13 +165,14 @@ class Unit:
         """The modules and names where this unit's parameters stand."""
         return [place for group in self.groups for m in group.managed for place in m.places]
 
-    def _surveyed(self) -> list[Any]:
+    def _guarded(self) -> list[Any]:
         """What programs may set, for ``capture``, which guards it."""
-        own = self.keep_after_forward, self.keep_after_backward, self.neighbours, self.gathers_in_backward, self.awaited
+        own = self.keep_after_forward, self.keep_after_backward, self.gathers_in_backward, self.awaited
         explicit = [unit for found in (self.before_in_forward, self.before_in_backward) for unit in (found or ())]
         settings = [getattr(group.settings, name) for group in self.groups for name in group.settings.__slots__]
         unreduced = self.unreduced.sync, self.unreduced.in_order, self.unreduced.defers
-        return [*own, self.reductions_under_way, *explicit, *settings, *unreduced]
+        neighbours = [group.neighbours for group in self.groups]
+        return [*own, self.reductions_under_way, *explicit, *neighbours, *settings, *unreduced]
 
     def tie(self) -> None:
         """Weights that modules have in common are one again."""
@@ -206,21 +202,24 @@ class Unit:
         for group in self.groups:
             group.start_gather()
 
-    def gather(self) -> None:
+    def gather(self, looked: Mapping[Group, list[Any]] | None = None) -> None:
         for group in self.groups:
-            group.gather()
+            group.gather(None if looked is None else looked.get(group))
 
     def free(self) -> None:
         for group in self.groups:
             if not group.live:
                 group.free()
 
-    def _keep_parts(self, neighbours: Neighbours) -> None:
+    def _release_after_forward(self) -> None:
+        keeps = self._keeps()
         for group in self.groups:
-            if not group.live:
-                group.keep_part(neighbours)
+            if not group.live and group.neighbours is not None and not self.unreduced.defers:
+                group.keep_part()
+            elif not group.live and not keeps:
+                group.free()
 
-    def put_values(self, distributed: bool = False) -> None:
+    def put_values(self, distributed: DeviceMesh | None = None) -> None:
         """Gathered parameters where the module has them."""
         for k, group in enumerate(self.groups):
             found = self._views.get(k)
@@ -229,7 +228,7 @@ class Unit:
             for m, value in zip(group.managed, found[1], strict=True):
                 m.put(value)
 
-    def _applied(self, group: Group, distributed: bool) -> tuple[Use | None, list[Any]]:
+    def _applied(self, group: Group, distributed: DeviceMesh | None) -> tuple[Use | None, list[Any]]:
         if not torch.is_grad_enabled() or not any(m.parameter.requires_grad for m in group.managed):
             return None, group.regrouped(group.values(distributed), distributed)
         use = Use(group, group.seen, self._pass)
@@ -249,14 +248,15 @@ class Unit:
         """A gradient of this unit's output has arrived: the values that forward saw are needed."""
         schedule = self._scheduled()
         schedule.expect_end()
+        looked = {}
         for use in uses:
-            use.group.check_unchanged(use.stamp)
+            looked[use.group] = use.group.check_unchanged(use.stamp)
             use.group.live.setdefault(use, schedule.backward_pass())
         if self.gathers_in_backward:
-            self.gather()
+            self.gather(looked)
             with torch.enable_grad():  # parts of the forward pass may be run again, see torch.utils.checkpoint
                 self.put_values(schedule.distributed)
-        self.buffers.enter(schedule.distributed)
+        self.buffers.enter(schedule.distributed is not None)
         following = self.before_in_backward
         if following is None:
             after = schedule.next_backward(self)
@@ -264,11 +264,11 @@ class Unit:
         for unit in following:
             unit.start_gather()
 
-    def receive(self, group: Group, use: Use, gradients: dict[int, Column], distributed: bool) -> None:
+    def receive(self, group: Group, use: Use, gradients: dict[int, Column], distributed: DeviceMesh | None) -> None:
         """Local gradients of a group (see ``gathered.Receiver``): reduced, or held for a later backward; the group freed."""
         schedule = self._scheduled()
         schedule.expect_end()
-        self.unreduced.receive(schedule, group, gradients, not distributed)
+        self.unreduced.receive(schedule, group, gradients, distributed is None)
         use.through = group.live.get(use, schedule.backward_pass()) == schedule.backward_pass()
         self._expected.discard(use)
         self._release(use)
@@ -300,7 +300,7 @@ class Unit:
     def end(self) -> None:
         """Backward has ended."""
         self._views, self._to_run = {}, set()
-        self.buffers.leave(self._scheduled().distributed, any(module.training for module in self.modules))
+        self.buffers.leave(self._scheduled().distributed is not None, any(module.training for module in self.modules))
         for group in self.groups:
             group.live.clear()
             group.put_parameters()
@@ -315,7 +315,7 @@ class Unit:
     def reset(self) -> None:
         """After a pass that raised: sharded parameters in place, nothing held, nothing awaited."""
         self._end_watch()
-        self.buffers.leave(self._scheduled().distributed, False)
+        self.buffers.leave(self._scheduled().distributed is not None, False)
         self.unreduced.forget()
         self._expected = set()
         for group in self.groups:

@@ -22,6 +22,8 @@ from ...comm.events import because
 from ...dispatch.versions import stamp
 from ...errors import DTensorError, UnitError
 from ...layout.layout import Layout
+from ...layout.spelled import within
+from ...mesh.device_mesh import DeviceMesh
 from ...redistribute.rows import Rows
 from ...tensor.dtensor import wrap
 from .custom_collectives import Settings, gather_rows, scatter_row
@@ -33,16 +35,8 @@ from .offload import Host
 from .parameters import Managed, is_extended
 from .policy import MixedPrecisionPolicy
 
-_NOTHING_GATHERED = {
-    "gathered": False,
-    "_stamp": [],
-    "_pending": None,
-    "_kept": None,
-    "_buffer": None,
-    "_full": [],
-    "_views": [],
-    "_targets": [],
-}
+_EMPTY: list[Any] = []
+_NOTHING_GATHERED = {"gathered": False, "_pending": None, "_kept": None, "_buffer": None, "seen": _EMPTY, "_full": _EMPTY}
 _ALIGNMENT = 16  # bytes: rows stand behind each other in a receive buffer and are read in the parameters' own dtypes
 
 
@@ -52,36 +46,38 @@ class Group:
     Attributes:
         managed: the parameters, wider dtypes first, so that every block is aligned.
         gathered: the buffer is filled.
+        seen: the stamp of what is gathered.
         borrows: the parameters are whole and in the right dtype as they are: nothing to gather or copy.
         live: uses whose backward has begun and still needs the gathered values, and the autograd pass that it is: a
             reentrant checkpoint runs passes of its own inside.
         memory: of the gathered values.
         settings: how its collectives run.
+        neighbours: who keep parts between forward and backward instead of freeing all.
         scattered: reduce-scattered gradients that wait to be summed over replicas.
     """
 
     def __init__(self, managed: Sequence[Managed], axes: Axes, policy: MixedPrecisionPolicy) -> None:
-        self.axes, self.policy = axes, policy
+        self.axes, self.policy, self.settings = axes, policy, Settings()
         self.managed: list[Managed] = []
-        self.gathered = False
         self.live: dict[Any, int] = {}
-        self.settings = Settings()
+        self.neighbours: Neighbours | None = None
         self.scattered: dict[Any, Any] = {}
-        self._stamp: list[Any] = []
+        self.seen: list[Any] = []
         self._pending: Pending[Any] | None = None
         self._kept: tuple[Neighbours, Any] | None = None  # parts of the gathered values, between forward and backward
         self._buffer: Any = None
         self._full: list[Any] = []
+        self._views: list[Any] = []
         self.memory = Memory()
         self._targets: list[Any] = []
         self._rows: dict[int, Rows] = {}
-        self._bound: dict[Any, Run] = {}  # collectives
+        self._bound: dict[Any, Run] = {}
         self.add(managed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
-        copied = [memo.get(id(m)) or _copied(m, memo) for m in self.managed]
+        copied = [copy.deepcopy(m, memo) for m in self.managed]
         made = memo[id(self)] = Group(copied, self.axes, self.policy)
-        made.settings = copy.copy(self.settings)
+        made.settings, made.neighbours = copy.copy(self.settings), self.neighbours
         return made
 
     def add(self, managed: Sequence[Managed]) -> None:
@@ -112,12 +108,13 @@ class Group:
         self._sent_rows: dict[int, Rows] = {}
         self._kept = None
         self._sent: list[Any] = []  # what is gathered of them, where some say it themselves
-        self._extended = Extensions.of(self.managed, self.axes, self.policy, list(map(self.dtype_of, self.managed)))
-        whole = all(m.cut is None and self.dtype_of(m) == m.stored.dtype for m in self.managed)
+        self.dtypes = list(map(self.dtype_of, self.managed))
+        self._extended = Extensions.of(self.managed, self.axes, self.policy, self.dtypes)
+        whole = all(m.cut is None and dtype is m.stored.dtype for m, dtype in zip(self.managed, self.dtypes, strict=True))
         self.borrows = whole and self.axes.host is None and self._extended is None
         self.buckets: dict[Any, dict[int, list[Tensor]]] = {}  # memory of gradients on their way, see Reduction
-        self._inside: dict[bool, list[Layout | None]] = {}
-        self._owners: dict[bool, list[int]] = {}
+        self._inside: dict[DeviceMesh | None, list[Layout | None]] = {}
+        self._owners: dict[DeviceMesh | None, list[int]] = {}
 
     # --- what the computation sees -------------------------------------------------------------------------------
     def dtype_of(self, m: Managed) -> torch.dtype:
@@ -125,29 +122,31 @@ class Group:
         wanted = self.policy.param_dtype
         return wanted if wanted is not None and m.stored.dtype.is_floating_point else m.stored.dtype
 
-    def _layout_inside(self, m: Managed, distributed: bool) -> Layout | None:
-        layout = m.compute if distributed else m.inside
+    def layout_inside(self, m: Managed, distributed: DeviceMesh | None) -> Layout | None:
+        """A parameter's layout while the computation sees it, with a batch on a mesh or each rank's; None: a plain tensor."""
+        layout = m.inside if distributed is None else m.compute if m.inside is not None else within(m.compute, distributed)
         return None if layout is None else layout.replace(dtype=self.dtype_of(m), stride=None)
 
-    def values(self, distributed: bool) -> list[Tensor]:
+    def values(self, distributed: DeviceMesh | None) -> list[Tensor]:
         """The gathered parameters as flat outputs: one DTensor, or one plain tensor per member held here, for each."""
         flat: list[Tensor] = []
         for full, layout in zip(self._full, self._layouts_inside(distributed), strict=True):
             if layout is not None:
                 dtype = shards_of(full)[0].dtype  # an extension may have made it another one
-                flat.append(wrap(_alias(full), layout if dtype is layout.dtype else layout.replace(dtype=dtype)))
+                alias = each_shard(lambda shard: shard.data, full)  # no view: its own version counter
+                flat.append(wrap(alias, layout if dtype is layout.dtype else layout.replace(dtype=dtype)))
             else:
                 flat.extend([shard.data for shard in shards_of(full)])
         return flat
 
-    def _layouts_inside(self, distributed: bool) -> list[Layout | None]:
+    def _layouts_inside(self, distributed: DeviceMesh | None) -> list[Layout | None]:
         """Per parameter its layout while the computation sees it; None: a plain tensor."""
         found = self._inside.get(distributed)
         if found is None:
-            found = self._inside[distributed] = [self._layout_inside(m, distributed) for m in self.managed]
+            found = self._inside[distributed] = [self.layout_inside(m, distributed) for m in self.managed]
         return found
 
-    def owners(self, distributed: bool) -> list[int]:
+    def owners(self, distributed: DeviceMesh | None) -> list[int]:
         """Which parameter each flat output belongs to."""
         found = self._owners.get(distributed)
         if found is None:
@@ -155,11 +154,11 @@ class Group:
             self._owners[distributed] = found
         return found
 
-    def outputs_of(self, m: Managed, distributed: bool) -> int:
+    def outputs_of(self, m: Managed, distributed: DeviceMesh | None) -> int:
         """How many of the flat outputs belong to a parameter."""
-        return 1 if distributed or m.inside is not None else self.pieces
+        return 1 if distributed is not None or m.inside is not None else self.pieces
 
-    def regrouped(self, flat: Sequence[Tensor], distributed: bool) -> list[Any]:
+    def regrouped(self, flat: Sequence[Tensor], distributed: DeviceMesh | None) -> list[Any]:
         """Flat outputs, one item per parameter again."""
         if not self.comm.holds_all:
             return list(flat)
@@ -187,22 +186,23 @@ class Group:
 
     def stamp(self) -> list[Any]:
         """Changes whenever a parameter's value does."""
-        return [part for m in self.managed for part in stamp(m.parameter)]
+        if self.comm.holds_all:
+            return [part for m in self.managed for part in stamp(m.parameter)]
+        parameters: list[Any] = [m.parameter for m in self.managed]  # the same of one piece each, at every pass
+        return [(p._version, id(x), x.data_ptr(), x._version) for p in parameters for x in (p._local,)]
 
-    def start_gather(self) -> None:
-        """Issue the all-gather, unless what is gathered is still right."""
+    def start_gather(self, now: list[Any] | None = None) -> None:
+        """Issue the all-gather, unless what is gathered is still right. ``now``: the stamp, where somebody looked already."""
         if not self.managed:
             return
         if ACTIVE and (recorder := current()) is not None:
-            recorder.apart(self, _NOTHING_GATHERED | {"memory": Memory(), "buckets": {}})
-        for m in self.managed:
-            m.refresh()
-        now = self.stamp()
-        if (self.gathered or self._pending is not None) and self._stamp == now:
+            recorder.apart(self, _NOTHING_GATHERED | {"_views": [], "_targets": [], "memory": Memory(), "buckets": {}})
+        now = self._looked_up() if now is None else now
+        if (self.gathered or self._pending is not None) and self.seen == now:
             return
-        if self._stamp != now:
+        if self.seen != now:
             self._kept = None
-        self._stamp, self.gathered, self._pending = now, False, None
+        self.seen, self.gathered, self._pending = now, False, None
         locals_ = [m.parameter._local for m in self.managed]  # type: ignore[attr-defined]  # DTensors
         if self.borrows:
             self._full, self.gathered = locals_, True
@@ -253,9 +253,9 @@ class Group:
         return found
 
     @functools.partial(because, "gather parameters")
-    def gather(self) -> None:
-        """The parameters, whole, in the buffer."""
-        self.start_gather()
+    def gather(self, now: list[Any] | None = None) -> None:
+        """The parameters, whole, in the buffer; as :meth:`start_gather`."""
+        self.start_gather(now)
         if self._pending is None:
             return
         with torch.no_grad():
@@ -291,10 +291,10 @@ class Group:
             self.memory = Memory(shards_of(self._buffer))
         self.memory.take()
 
-    def keep_part(self, neighbours: Neighbours) -> None:
+    def keep_part(self) -> None:
         """Give the gathered values' memory back but for this rank's part, from which neighbours make them whole again."""
-        if self.gathered and not self.borrows:
-            kept = neighbours, neighbours.keep(self._buffer)
+        if self.neighbours is not None and self.gathered and not self.borrows:
+            kept = self.neighbours, self.neighbours.keep(self._buffer)
             self.free()
             self._kept = kept
 
@@ -312,48 +312,34 @@ class Group:
         """Where what is gathered stands, as one member sees it."""
         if self._extended is None:
             return self.rows(member)
-        found = self._sent_rows.get(member)
-        if found is None:
-            found = self._sent_rows[member] = self._extended.rows(member, _ALIGNMENT)
-        return found
+        if member not in self._sent_rows:
+            self._sent_rows[member] = self._extended.rows(member, _ALIGNMENT)
+        return self._sent_rows[member]
 
     def rows(self, member: int) -> Rows:
         """Where the blocks stand, as one member sees it."""
-        found = self._rows.get(member)
-        if found is None:
+        if member not in self._rows:
             group = self.axes.mesh.members_of(self.axes.shard, member)
-            pairs, dtypes = [(m.stored, m.compute) for m in self.managed], list(map(self.dtype_of, self.managed))
-            found = Rows.of(pairs, dtypes, [m.cut is not None for m in self.managed], member, group, _ALIGNMENT)
-            self._rows[member] = found
-        return found
+            pairs = [(m.stored, m.compute) for m in self.managed]
+            cut = [m.cut is not None for m in self.managed]
+            self._rows[member] = Rows.of(pairs, self.dtypes, cut, member, group, _ALIGNMENT)
+        return self._rows[member]
 
-    @property
-    def seen(self) -> list[Any]:
-        """The stamp of what is gathered."""
-        return self._stamp
+    def _looked_up(self) -> list[Any]:
+        for m in self.managed:
+            m.refresh()
+        return self.stamp()
 
-    def check_unchanged(self, stamp: Any) -> None:
-        """Backward needs the values that forward saw.
+    def check_unchanged(self, stamp: Any) -> list[Any]:
+        """The stamp: backward needs the values that forward saw.
 
         Raises:
             DTensorError: a parameter was written to in between.
         """
-        for m in self.managed:
-            m.refresh()
-        if stamp != self.stamp():
+        now = self._looked_up()
+        if stamp != now:
             raise DTensorError(
                 "backward needs parameters as they were in forward, but one was written to in between (by an optimizer step?), "
                 "or replaced (by torch.func.functional_call?); call backward() before step(), or recompute the forward pass"
             )
-
-
-def _alias(full: Any) -> Any:
-    """The same memory as a tensor of its own: no view, its own version counter."""
-    return each_shard(lambda shard: shard.data, full)
-
-
-def _copied(m: Managed, memo: dict[int, Any]) -> Managed:
-    places = [(copy.deepcopy(module, memo), name) for module, name in m.places]
-    made = memo[id(m)] = Managed(places, copy.deepcopy(m.parameter, memo), m.stored, m.compute, m.inside, m.cut)
-    made.parameter._data_parallel = m.parameter._data_parallel  # type: ignore[attr-defined]
-    return made
+        return now

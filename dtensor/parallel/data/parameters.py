@@ -6,25 +6,30 @@ tensor-parallel block stays in one piece when the data-parallel cut is undone. T
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from ...base.torch_internals import forward_ad, is_traceable_wrapper_subclass
 from ...comm import Communicator, PerRank, communicator_of, shards_of
 from ...errors import MeshError, PlacementError, UnsupportedOperationError
 from ...layout.layout import Layout
-from ...mesh.device_mesh import DeviceMesh
-from ...placement import Placement, Replicate, Shard
+from ...layout.spelled import cut_by, spelled_on
+from ...mesh.derive import joined, picked, same_root
+from ...mesh.device_mesh import DeviceMesh, as_mesh
+from ...placement import Shard
 from ...tensor.dtensor import DTensor, wrap
 from ...tensor.replaced import note_replaced
-from .layouts import Axes
+from .layouts import Axes, cutting
+from .policy import ShardPlacementResult
 from .ties import around_units, managed_by, shared_with
 
-ShardPlacement = Callable[[nn.Parameter], Shard | None]
+ShardPlacement = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
@@ -39,6 +44,7 @@ class Managed:
         compute: the same with the data-parallel cut undone.
         inside: the layout on the tensor-parallel mesh alone; None where there is none: a plain tensor.
         cut: the tensor dim that data parallelism cuts; None: every rank holds it all.
+        axes: what it is cut and copied over.
     """
 
     places: list[tuple[nn.Module, str]]
@@ -47,8 +53,15 @@ class Managed:
     compute: Layout
     inside: Layout | None
     cut: int | None
+    axes: Axes
     owner: Any = None  # the group that gathers and reduces it
     placed: Any = None  # what stands in its places now
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Managed:
+        places = [(copy.deepcopy(module, memo), name) for module, name in self.places]
+        parameter = copy.deepcopy(self.parameter, memo)
+        parameter._data_parallel = self.parameter._data_parallel  # type: ignore[attr-defined]
+        return Managed(places, parameter, self.stored, self.compute, self.inside, self.cut, self.axes)
 
     def refresh(self) -> None:
         """Look the parameter up again: loading and materialising a module may have put another one there.
@@ -149,18 +162,19 @@ def _take(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> 
             f"tensors, and would lose the rest; give it {' and '.join(_HOOKS)}, keep its parts as parameters or buffers, or name "
             "it in ignored_params"
         )
-    cut = None if not axes.shard or parameter.ndim == 0 else _asked(parameter, where)
-    inside = _beside(parameter._layout, axes.mesh) if isinstance(parameter, DTensor) else None
+    placement, axes = _asked(parameter, where, axes)
+    cut = None if not axes.shard or parameter.ndim == 0 else placement
+    inside = beside(parameter._layout, axes.mesh) if isinstance(parameter, DTensor) else None
     if inside is None:
         whole = Layout.of(axes.mesh, None, parameter.shape, None, parameter.dtype)
     else:
-        whole = _on(_joined(axes.mesh, inside.mesh), inside)
-    dp_dims = [_dim(whole.mesh, axes.mesh._dims[i]) for i in axes.shard]
-    layout = whole if cut is None else whole.replace(placements=_cut(whole, cut, dp_dims))
+        whole = spelled_on(joined_mesh(axes.mesh, inside.mesh), inside)
+    dp_dims = [whole.mesh._dims.index(axes.mesh._dims[i]) for i in axes.shard]
+    layout = whole if cut is None else whole.replace(placements=cut_by(whole, cut, dp_dims))
     local = _own_part(parameter, axes, whole, layout)
     made = nn.Parameter(wrap(local, layout), requires_grad=parameter.requires_grad)
     made._data_parallel = axes.kept_on  # type: ignore[attr-defined]  # a mark that survives in the parameter
-    return Managed([], made, layout, whole, inside, cut)
+    return Managed([], made, layout, whole, inside, cut, axes)
 
 
 def _followed(x: Tensor) -> bool:
@@ -194,21 +208,27 @@ def of_first(comm: Communicator, local: Any, mesh_dims: Sequence[int]) -> Any:
     return local if any(map(is_extended, shards_in(local))) else comm.broadcast(local, mesh_dims).wait()
 
 
-def _asked(parameter: nn.Parameter, where: ShardPlacement | None) -> int:
-    """The tensor dim to cut.
+def _asked(parameter: nn.Parameter, where: ShardPlacement | None, axes: Axes) -> tuple[int, Axes]:
+    """The tensor dim to cut, and over what.
 
     Raises:
-        PlacementError: ``where`` gives something else than None or a ``Shard`` of one of the parameter's dims.
+        PlacementError: ``where`` gives something else than None, a ``Shard`` of one of the parameter's dims, or such and a mesh.
     """
-    asked = None if where is None else where(parameter)
+    asked: Any = None if where is None else where(parameter)
+    if isinstance(asked, ShardPlacementResult):
+        if not isinstance(asked.mesh_info, TorchDeviceMesh):
+            raise PlacementError(
+                f"ShardPlacementResult takes mesh_info=mesh, as fully_shard takes mesh=, got {asked.mesh_info!r}"
+            )
+        asked, axes = asked.placement, cutting(as_mesh(asked.mesh_info), axes.host)
     if asked is None:
-        return 0
+        return 0, axes
     if not isinstance(asked, Shard) or not -parameter.ndim <= asked.dim < parameter.ndim:
         raise PlacementError(
             f"shard_placement_fn gave {asked!r} for a parameter of shape {tuple(parameter.shape)}; "
-            f"return Shard(dim) with a dim below {parameter.ndim}, or None for Shard(0)"
+            f"return Shard(dim) with a dim below {parameter.ndim}, None for Shard(0), or a ShardPlacementResult"
         )
-    return asked.dim % parameter.ndim
+    return asked.dim % parameter.ndim, axes
 
 
 def _own_part(parameter: Any, axes: Axes, whole: Layout, layout: Layout) -> Any:
@@ -243,12 +263,13 @@ def onto_one_mesh(managed: Sequence[Managed], dp: DeviceMesh) -> None:
     All parameters of a model are on one mesh then, so that norms over them, and operations on lists of them, just work.
     """
     meshes = dict.fromkeys(m.compute.mesh for m in managed if m.inside is not None and same_root(m.compute.mesh, dp))
-    joined = dp
+    together = dp
     for mesh in meshes:
-        joined = _joined(joined, mesh)
+        if apart(together, mesh):
+            together = joined_mesh(together, mesh)
     for m in managed:
-        if m.inside is None and m.compute.mesh != joined:
-            _relocate(m, joined)
+        if m.inside is None and m.axes.mesh == dp and m.compute.mesh != together:
+            _relocate(m, together)
 
 
 def _relocate(m: Managed, mesh: DeviceMesh) -> None:
@@ -257,7 +278,7 @@ def _relocate(m: Managed, mesh: DeviceMesh) -> None:
     local = old._local  # type: ignore[attr-defined]  # a DTensor
     if not old.is_meta:
         local = of_first(communicator_of(mesh), local, further)
-    m.stored, m.compute = _on(mesh, m.stored), _on(mesh, m.compute)
+    m.stored, m.compute = spelled_on(mesh, m.stored), spelled_on(mesh, m.compute)
     m.parameter = nn.Parameter(wrap(local, m.stored), requires_grad=old.requires_grad)
     m.parameter._data_parallel = old._data_parallel  # type: ignore[attr-defined]  # as _take does
     m.put(m.parameter)
@@ -266,27 +287,24 @@ def _relocate(m: Managed, mesh: DeviceMesh) -> None:
         m.owner.forget()
 
 
-# --- meshes and layouts ------------------------------------------------------------------------------------------------
-def same_root(one: DeviceMesh, other: DeviceMesh) -> bool:
-    """Whether both are parts of one mesh."""
-    return one._root is other._root or one._root.key == other._root.key
+# --- meshes ------------------------------------------------------------------------------------------------------------
+def apart(one: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether no dim of one is a part of a dim of the other."""
+    used = {d for dims in one._dims for d in dims}
+    return all(dims in one._dims or not used & set(dims) for dims in other._dims)
 
 
-def _joined(dp: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
+def joined_mesh(dp: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
     """The mesh over the dims of both, in the order of the mesh that both are parts of."""
     if not same_root(dp, tp):
         raise MeshError(
             f"a parameter lives on {tp!r}, which does not come from the same mesh as {dp!r}; slice both from one: "
             "mesh = init_device_mesh(device_type, (2, 2), mesh_dim_names=('dp', 'tp')), then mesh['dp'] and mesh['tp']"
         )
-    dims = dict(zip(dp._dims, dp.mesh_dim_names or [None] * dp.ndim, strict=True))
-    dims |= dict(zip(tp._dims, tp.mesh_dim_names or [None] * tp.ndim, strict=True))
-    ordered = sorted(dims)
-    names = tuple(dims[d] for d in ordered)
-    return dp._derive(tuple(ordered), None if None in names else names)  # type: ignore[arg-type]  # no None in it then
+    return dp._derive(*joined(dp, tp))
 
 
-def _beside(layout: Layout, dp: DeviceMesh) -> Layout | None:
+def beside(layout: Layout, dp: DeviceMesh) -> Layout | None:
     """``layout`` on the mesh dims that are not data-parallel; None if there is no such dim.
 
     Raises:
@@ -302,32 +320,5 @@ def _beside(layout: Layout, dp: DeviceMesh) -> Layout | None:
         return layout
     if not rest:
         return None
-    names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names[i] for i in rest)
-    smaller = mesh._derive(tuple(mesh._dims[i] for i in rest), names)
+    smaller = mesh._derive(*picked(mesh, rest))
     return Layout.of(smaller, [layout.placements[i] for i in rest], layout.shape, None, layout.dtype)
-
-
-def _dim(mesh: DeviceMesh, root_dims: tuple[int, ...]) -> int:
-    return mesh._dims.index(root_dims)
-
-
-def _on(mesh: DeviceMesh, inside: Layout) -> Layout:
-    """``inside`` spelled on a larger mesh, replicated over the further dims."""
-    where: list[Placement] = [Replicate()] * mesh.ndim
-    for placement, root_dims in zip(inside.placements, inside.mesh._dims, strict=True):
-        where[_dim(mesh, root_dims)] = placement
-    return Layout.of(mesh, where, inside.shape, None, inside.dtype)
-
-
-def _cut(whole: Layout, dim: int, dp_dims: Sequence[int]) -> list[Placement]:
-    """The placements of ``whole`` with ``dim`` cut by data parallelism too, innermost."""
-    split = whole.splits[dim]
-    outer = () if split is None else split.mesh_dims
-    where = list(whole.placements)
-    for level, i in enumerate(outer):
-        old = where[i]
-        assert isinstance(old, Shard)
-        where[i] = Shard(dim, old.sizes, level)
-    for level, i in enumerate(dp_dims, start=len(outer)):
-        where[i] = Shard(dim, None, level if outer else None)
-    return where

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...base.torch_internals import tree_map
 from ...comm import PerRank
+from ...placement import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,32 @@ class DataParallelMeshDims:
     def replicate_names(self) -> tuple[str, ...]:
         """Those of ``replicate``."""
         return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlacementResult:
+    """What ``shard_placement_fn`` gives for a parameter that is cut over another mesh than the rest: experts, say.
+
+    Attributes:
+        placement: the ``Shard(dim)`` to cut by; None: ``Shard(0)``.
+        mesh_info: the mesh, as ``mesh=`` of ``fully_shard``: of one dim, or of two, copied over the first.
+
+    Each mesh has collectives of its own, and gradients are averaged over it.
+
+    >>> import torch, dtensor as dt
+    >>> from dtensor.parallel import fully_shard
+    >>> mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    >>> def where(p):
+    ...     return ShardPlacementResult(dt.Shard(1), mesh["inner"]) if p.ndim == 2 else None
+    >>> layer = fully_shard(torch.nn.Linear(4, 6), mesh=mesh.flatten("dp"), shard_placement_fn=where)
+    >>> layer.weight.layout, layer.bias.layout
+    (float32[6, 4] on (inner=S(1)), float32[6] on (dp=S(0)))
+
+    What is no mesh raises ``PlacementError`` where the parameter is asked for.
+    """
+
+    placement: Shard | None
+    mesh_info: Any
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:

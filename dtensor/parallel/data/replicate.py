@@ -15,7 +15,7 @@ from .comm_hook import CommHook, Reducer
 from .custom_collectives import AllGather, ReduceScatter
 from .fsdp_module import FSDPModule, units_of
 from .fully_shard import add_methods, check_callable, check_offload, check_policy
-from .layouts import copying
+from .layouts import Axes, copying
 from .module_state import Unit
 from .param_group import Group
 from .parameters import Managed, adopt, onto_one_mesh
@@ -109,8 +109,11 @@ def replicate(
         ignored_modules, ignored_params: left as they are.
         dp_mesh_dims: the dims of ``mesh`` to average over, by name (``replicate=``), where it has others too.
         process_group: a group of ``torch.distributed`` instead of a mesh.
-        find_unused_parameters, static_graph, gradient_as_bucket_view: taken for the sake of code written for
-            ``DistributedDataParallel``; unused parameters are found anyway, gradients are views of a bucket's result anyway.
+        find_unused_parameters, static_graph: taken for the sake of code written for ``DistributedDataParallel``: unused
+            parameters are found anyway.
+        gradient_as_bucket_view: ``.grad`` are views of buckets that stay, so that gradients have memory once, and always the
+            same. What refers to one after ``zero_grad()`` sees the next. Gradients that are kept (``set_to_none=False``) are
+            added to, and reduced aside.
 
     >>> import dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -129,14 +132,23 @@ def replicate(
     limit = _bytes_of(bucket_cap_mb)
     axes = copying(mesh if process_group is None else _mesh_over(process_group, module), dp_mesh_dims, offload_policy)
     ignored = {p for inner in ignored_modules for p in inner.parameters()} | set(ignored_params or ())
-    managed = adopt([module], axes, ignored, "replicate")
-    onto_one_mesh(managed, axes.mesh)
-    groups = [Group(bucket, axes, mp_policy) for bucket in buckets(managed, limit)]
-    unit = Unit([module], groups, Buffers(list(module.modules()), axes, broadcast_buffers), axes, mp_policy)
-    unit.unreduced.in_order = True
-    unit.keep_after_forward = True
+    unit = _unit(module, axes, ignored, mp_policy, limit, broadcast_buffers)
+    for group in unit.groups:
+        group.settings.views = gradient_as_bucket_view
     add_methods(module, ReplicatedModule, "Replicated")
     return module
+
+
+def _unit(
+    module: nn.Module, axes: Axes, ignored: set[nn.Parameter], policy: MixedPrecisionPolicy, limit: float, shared: bool
+) -> Unit:
+    managed = adopt([module], axes, ignored, "replicate")
+    onto_one_mesh(managed, axes.mesh)
+    groups = [Group(bucket, axes, policy) for bucket in buckets(managed, limit)]
+    unit = Unit([module], groups, Buffers(list(module.modules()), axes, shared), axes, policy)
+    unit.unreduced.in_order = True
+    unit.keep_after_forward = True
+    return unit
 
 
 def _mesh_over(process_group: Any, module: nn.Module) -> DeviceMesh:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ...base.recording import ACTIVE, current
 from ...base.torch_internals import engine, graph_task
+from ...mesh.device_mesh import DeviceMesh
 from .gradients import Reduction
 
 
@@ -39,21 +40,21 @@ class Schedule:
 
     Attributes:
         depth: units whose forward is running.
-        distributed: this iteration's batch is a DTensor over the data-parallel mesh.
+        distributed: the mesh of this iteration's batch, where that is a DTensor over the data-parallel mesh dims.
         order: units in the order of their forward, in this pass; ``last`` in the pass before.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = list(units)
         self.depth = 0
-        self.distributed = False
+        self.distributed: DeviceMesh | None = None
         self.order: list[Any] = []
         self.last: list[Any] = []
         self._reductions: list[list[Reduction]] = []  # under way, a unit's together
         self._arriving: list[Reduction] = []  # their results summed over copies of shards, or copied to host memory meanwhile
         self._queued = False
 
-    def begin(self, distributed: bool) -> None:
+    def begin(self, distributed: DeviceMesh | None) -> None:
         """A forward pass starts."""
         if ACTIVE and (recorder := current()) is not None:
             recorder.undo(self.reset)

@@ -37,7 +37,8 @@ class Unreduced:
     def receive(self, schedule: Schedule, group: Group, gradients: dict[int, Column], average: bool) -> None:
         """A group's gradients have come."""
         k = self._groups.index(group)
-        gradients = {i: add(self._held.pop((k, i), None), column) for i, column in gradients.items()}
+        if self._held:
+            gradients = {i: add(self._held.pop((k, i), None), column) for i, column in gradients.items()}
         if not self.sync or self.defers:
             gradients = {i: to_be_added(column, self._dtype) for i, column in gradients.items()}
         if not self.sync:
@@ -60,7 +61,7 @@ class Unreduced:
 
     def flush(self, schedule: Schedule) -> None:
         """Backward has ended: groups that this rank did not use take part with nothing, since others may have used them."""
-        average = not schedule.distributed
+        average = schedule.distributed is None
         if self.sync and self.in_order:
             while self._turn or any(self._ready):
                 if not self._ready[self._turn]:

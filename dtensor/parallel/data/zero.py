@@ -20,12 +20,12 @@ from ...comm import communicator_of, shards_of
 from ...dispatch.versions import stamp
 from ...errors import MeshError, UnsupportedOperationError
 from ...layout.layout import Layout
+from ...mesh.derive import same_root
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Placement, Replicate, Shard
 from ...redistribute import execute_many, plan, redistribute_local
 from ...tensor.dtensor import DTensor, wrap
 from .layouts import WAYS, Axes
-from .parameters import same_root
 
 
 @dataclass(frozen=True, eq=False, slots=True)

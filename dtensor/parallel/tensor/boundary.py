@@ -200,7 +200,7 @@ def _moved(x: Any, mesh: DeviceMesh, given: Layouts, wanted: Layouts, use_local:
     distributed = (
         brought(x, mesh, given, positive(wanted, x.ndim)) if isinstance(wanted, Placement) else annotated(x, mesh, given)
     )
-    return local_if(distributed, use_local)
+    return local_if(distributed, use_local, mesh)
 
 
 def _part(layouts: Any, key: Any) -> Any:

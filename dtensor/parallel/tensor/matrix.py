@@ -90,7 +90,7 @@ class _MatrixParallel(ParallelStyle):
             return brought(x, mesh, given, positive(wanted, x.ndim), features if last else None)
 
         def prepare_output(x: Any) -> Any:
-            return local_if(placed(x, mesh, positive(output, x.ndim)), self.use_local_output)
+            return local_if(placed(x, mesh, positive(output, x.ndim)), self.use_local_output, mesh)
 
         before_forward(module, prepare_input)
         after_forward(module, prepare_output)
@@ -197,7 +197,7 @@ class SequenceParallel(ParallelStyle):
             return brought(x, mesh, cut, positive(cut, x.ndim))
 
         before_forward(module, cut_sequence)
-        after_forward(module, lambda x: local_if(cut_sequence(x), self.use_local_output))
+        after_forward(module, lambda x: local_if(cut_sequence(x), self.use_local_output, mesh))
         return module
 
 

@@ -79,7 +79,7 @@ class _Experts(ParallelStyle):
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave, always_call=True)
-        after_forward(module, lambda x: local_if(placed(x, mesh, Replicate()), True) if isinstance(x, DTensor) else x)
+        after_forward(module, lambda x: local_if(placed(x, mesh, Replicate()), True, mesh) if isinstance(x, DTensor) else x)
         return module
 
 
@@ -88,7 +88,7 @@ class _Terms(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh = one_dim(device_mesh, self)
-        after_forward(module, lambda x: local_if(placed(annotated(x, mesh, Partial()), mesh, Replicate()), True))
+        after_forward(module, lambda x: local_if(placed(annotated(x, mesh, Partial()), mesh, Replicate()), True, mesh))
         return module
 
 

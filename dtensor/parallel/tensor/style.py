@@ -13,6 +13,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from ...comm import shards_of
 from ...dispatch.local_op import seen
 from ...errors import MeshError, PlacementError
+from ...layout.spelled import cut_by, spelled_on
+from ...mesh.derive import joined, picked, same_root
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Placement, Replicate, Shard
 from ...ranks.hidden import each_rank
@@ -174,21 +176,19 @@ def brought(x: Any, mesh: DeviceMesh, given: Placement, wanted: Placement, whole
 
 def dim_of(mesh: DeviceMesh, part: DeviceMesh) -> int:
     """Which dim of ``mesh`` is the one dim of ``part``."""
-    if mesh._root is part._root or mesh._root.key == part._root.key:
-        for i, root_dims in enumerate(mesh._dims):
-            if root_dims == part._dims[0]:
-                return i
+    if same_root(mesh, part) and part._dims[0] in mesh._dims:
+        return mesh._dims.index(part._dims[0])
     raise MeshError(f"a tensor on {mesh!r} came to a module that is parallel over {part!r}, which is no dim of that mesh")
 
 
 def annotated(x: Any, mesh: DeviceMesh, placement: Placement, whole: int | None = None) -> DTensor:
-    """``x`` itself if distributed, else the DTensor whose pieces are ``x``.
+    """``x`` itself if distributed, else the DTensor whose pieces are ``x``; over other dims of the mesh only: both.
 
     Args:
         whole: the global size of the dim that ``placement`` shards, where known; otherwise ranks exchange their sizes.
     """
-    if isinstance(seen(x), DTensor):
-        return x  # a transform of torch.func may hide that it is one
+    if isinstance(seen(x), DTensor):  # a transform of torch.func may hide that it is one
+        return _pieces_over(x, mesh, placement, whole)
     shape = None
     dim = getattr(placement, "dim", None)
     if whole is not None and dim is not None:
@@ -198,9 +198,42 @@ def annotated(x: Any, mesh: DeviceMesh, placement: Placement, whole: int | None 
     return DTensor.from_local(x, mesh, [placement], shape=shape)
 
 
-def local_if(x: Any, use_local: bool) -> Any:
-    """The pieces of a distributed ``x`` where ``use_local`` asks for them."""
-    return as_local(x) if use_local and isinstance(seen(x), DTensor) else x
+def _pieces_over(x: Any, mesh: DeviceMesh, placement: Placement, whole: int | None) -> DTensor:
+    """``x``, which may be distributed over other dims of the same mesh: what it has there are pieces over ``mesh`` too."""
+    layout = seen(x)._layout
+    own, further = layout.mesh, mesh._dims[0]
+    used = {d for dims in own._dims for d in dims}
+    if further in own._dims or not same_root(own, mesh) or used & set(further):
+        return x
+    both = spelled_on(own._derive(*joined(own, mesh)), layout)
+    at, shape = both.mesh._dims.index(further), None
+    where = list(both.placements)
+    if isinstance(placement, Shard):
+        dim = placement.dim % len(layout.shape)
+        where = cut_by(both, dim, [at])
+        shape = None if whole is None else [whole if d == dim else n for d, n in enumerate(layout.shape)]
+    else:
+        where[at], shape = placement, list(layout.shape)
+    return DTensor.from_local(as_local(x), both.mesh, where, shape=shape)
+
+
+def local_if(x: Any, use_local: bool, mesh: DeviceMesh) -> Any:
+    """The pieces of a distributed ``x`` over ``mesh`` where ``use_local`` asks for them; over other dims it stays distributed."""
+    if not use_local or not isinstance(seen(x), DTensor):
+        return x
+    layout, local = seen(x)._layout, as_local(x)
+    own = layout.mesh
+    rest = [i for i, dims in enumerate(own._dims) if dims not in mesh._dims]
+    if not rest:
+        return local
+    outer = own._derive(*picked(own, rest))
+    cut = {d: {i in rest for i in split.mesh_dims} for d, split in enumerate(layout.splits) if split is not None}
+    mixed = any(len(kinds) > 1 for kinds in cut.values())  # sizes there are told by the pieces themselves
+    sizes = shards_of(local)[0].shape
+    shape = None if mixed else [sizes[d] if cut.get(d) == {False} else n for d, n in enumerate(layout.shape)]
+    kept = [layout.placements[i] for i in rest]
+    where = [Shard(p.dim, None if mixed else p.sizes) if isinstance(p, Shard) else p for p in kept]
+    return DTensor.from_local(local, outer, where, shape=shape)
 
 
 # --- hooks -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,172 @@
+"""Parameters of one unit that are cut over different meshes, and batches on the data-parallel mesh alone."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as peer
+from gloo import run_gloo
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor import Replicate, Shard
+from dtensor.debug import CommDebugMode
+from dtensor.errors import MeshError, PlacementError
+from dtensor.fsdp import FSDPModule, ShardPlacementResult, fully_shard
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+
+class Experts(nn.Module):
+    """A layer for all, and weights that are cut over fewer ranks than it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+        self.experts = nn.Parameter(torch.randn(3, 6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.up(x)) @ self.experts.sum(0)
+
+
+def whole(x: Any) -> Tensor:
+    full = x.detach().full_tensor()
+    return full.shards[0] if isinstance(full, dt.PerRank) else full
+
+
+def _trained(other: str, reshard: bool | int | None) -> dict[str, int]:
+    """Steps of Adam beside those of one device: the layer over all four ranks, the experts over two of them, or copied too."""
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    dp, experts_mesh = mesh.flatten("dp"), mesh if other == "both" else mesh[other]
+    torch.manual_seed(0)
+    model = nn.Sequential(Experts(), nn.Linear(4, 4), Experts()).double()
+    alone = copy.deepcopy(model)
+
+    def where(p: nn.Parameter) -> ShardPlacementResult | None:
+        return ShardPlacementResult(Shard(1), experts_mesh) if p.ndim == 3 else None
+
+    fully_shard(model[0], mesh=dp, shard_placement_fn=where, reshard_after_forward=reshard)
+    fully_shard(model, mesh=dp, shard_placement_fn=where, reshard_after_forward=reshard)
+    assert model[0].experts.device_mesh == experts_mesh
+    assert model[0].up.weight.device_mesh == dp
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (model, alone)]
+    for step in range(2):
+        x = torch.randn(4, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        if other != "both":  # gradients of experts are averaged over their own mesh: the rest has the same batch
+            x = x[:2].repeat(2, 1, 1) if other == "inner" else x[:2].repeat_interleave(2, 0)
+        with CommDebugMode() as comm:
+            (model(dt.map_ranks(lambda at, x=x: x[at[0]].clone(), mesh=dp)) ** 2).mean().backward()
+        torch.stack([(alone(part) ** 2).mean() for part in x]).mean().backward()
+        for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert ours.grad is not None
+            assert ours.grad.placements == ours.placements
+            torch.testing.assert_close(whole(ours.grad), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours), theirs)
+    return dict(comm.get_comm_counts())
+
+
+@pytest.mark.parametrize("reshard", [None, False, 2])
+@pytest.mark.parametrize("other", ["inner", "outer", "both"])
+def test_steps_are_those_of_one_device(other: str, reshard: bool | int | None) -> None:
+    counts = _trained(other, reshard)
+    assert counts["reduce_scatter"] == 4  # one for each mesh of each unit
+    assert counts.get("all_reduce", 0) == (2 if other == "both" else 0)
+
+
+@pytest.mark.gloo
+def test_on_process_groups() -> None:
+    assert run_gloo(_trained, 4, "inner", None) == [_trained("inner", None)] * 4
+
+
+def test_experts_that_are_cut_over_another_dim_already() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    dp = mesh.flatten("dp")
+    model = Experts().double()
+    experts = model.experts.detach().clone()
+    model.experts = nn.Parameter(dt.distribute_tensor(experts, mesh["ep"], [Shard(0)]))
+    fully_shard(
+        model, mesh=dp, shard_placement_fn=lambda p: ShardPlacementResult(Shard(1), mesh["efsdp"]) if p.ndim == 3 else None
+    )
+    assert model.experts.device_mesh == mesh
+    assert model.experts.placements == (Shard(1), Shard(0))
+    assert model.up.weight.placements == (Shard(0),)
+    torch.testing.assert_close(whole(model.experts), experts)
+    model.unshard()
+    assert model.experts.device_mesh == mesh["ep"]
+    torch.testing.assert_close(whole(model.experts), experts)
+
+
+def test_what_is_no_mesh_is_refused() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for asked in (ShardPlacementResult(Shard(0), "dp"), ShardPlacementResult(Replicate(), mesh), Replicate()):  # type: ignore[arg-type]
+        with pytest.raises(PlacementError, match="ShardPlacementResult"):
+            fully_shard(nn.Linear(3, 4), mesh=mesh, shard_placement_fn=lambda _, asked=asked: asked)
+    cube = dt.init_device_mesh("cpu", (1, 2, 1))
+    with pytest.raises(MeshError, match="one dim, or of two"):
+        fully_shard(nn.Linear(3, 4), mesh=mesh, shard_placement_fn=lambda _: ShardPlacementResult(None, cube))
+
+
+def test_a_unit_has_the_methods_of_torchs() -> None:
+    for name, theirs in inspect.getmembers(peer.FSDPModule, inspect.isfunction):
+        if not name.startswith("_"):
+            ours, known = (inspect.signature(method).parameters.values() for method in (getattr(FSDPModule, name), theirs))
+            assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in known], name
+    assert list(inspect.signature(fully_shard).parameters) == list(inspect.signature(peer.fully_shard).parameters)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def _batch_on_one_dim(size: int, sequence: bool) -> None:
+    """Tensor parallelism inside, data parallelism outside; the batch says how it lies over the latter only."""
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), nn.Linear(4, 6)).double()
+    alone = copy.deepcopy(model)
+    plan: dict[str, Any] = {"[01].up": ColwiseParallel(), "[01].down": RowwiseParallel()}
+    if sequence:
+        plan = {
+            "[01].norm": SequenceParallel(use_local_output=True),
+            "[01].up": ColwiseParallel(input_layouts=Shard(1)),
+            "[01].down": RowwiseParallel(output_layouts=Shard(1)),
+            "2": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate(), use_local_output=False),
+        }
+    parallelize_module(model, mesh["tp"], plan)
+    for block in model[:2]:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    x = torch.randn(size, 6, 4, dtype=torch.float64)
+    given = dt.distribute_tensor(x, mesh, [Shard(0), Shard(1) if sequence else Replicate()])
+    batch = dt.DTensor.from_local(given.to_local(), mesh["dp"], [Shard(0)])
+    loss, expected = model(batch).square().mean(), alone(x).square().mean()
+    torch.testing.assert_close(whole(loss), expected.detach())
+    loss.backward()
+    expected.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert ours.grad is not None, name
+        torch.testing.assert_close(whole(ours.grad), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_batch_on_the_data_parallel_mesh_alone(size: int, sequence: bool) -> None:
+    _batch_on_one_dim(size, sequence)
+
+
+@pytest.mark.gloo
+def test_a_batch_on_the_data_parallel_mesh_alone_on_process_groups() -> None:
+    run_gloo(_batch_on_one_dim, 4, 4, False)
