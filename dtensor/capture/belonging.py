@@ -24,7 +24,9 @@ VALUES = (
     torch.memory_format,
 )
 _FOREIGN = frozenset({"torch", "dtensor", "numpy", "builtins"} | set(sys.stdlib_module_names))
-_DATA = frozenset({"argparse", "collections", "types", "os", "configparser", "optparse"})  # whose objects are the user's data
+_DATA = frozenset(
+    {"argparse", "collections", "types", "os", "configparser", "optparse", "weakref", "_weakrefset"}
+)  # whose objects are the user's data
 _TORCHS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
 

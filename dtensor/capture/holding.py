@@ -8,6 +8,7 @@ import gc
 import random
 import threading
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -56,6 +57,8 @@ def contents_of(value: Any) -> Callable[[], list[Any]] | None:
         return lambda: [value.get(MISSING)]
     if isinstance(value, threading.local):
         return lambda: [vars(value)]  # of this thread
+    if isinstance(value, weakref.ref):
+        return lambda: [value()]
     if isinstance(value, BaseException):
         return lambda: [value.args]
     if isinstance(value, defaultdict):
