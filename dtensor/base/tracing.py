@@ -45,9 +45,9 @@ def under_way() -> bool:
     return any(infra_mode(key) is not None for key in _TRACING)
 
 
-def has_ended(x: Any) -> bool:
-    """Whether ``x`` stands for a tensor of a trace that is over: nothing can be computed of it any more."""
-    return isinstance(x, FunctionalTensor) and infra_mode(_FUNCTIONAL) is None
+def is_argument(x: Any) -> bool:
+    """Whether ``x`` is what a program that is traced was given, while all that it computes stands for values to come."""
+    return infra_mode(_FUNCTIONAL) is not None and not isinstance(x, FunctionalTensor)
 
 
 def aside() -> AbstractContextManager[Any]:

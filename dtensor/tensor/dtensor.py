@@ -289,7 +289,7 @@ class DTensor(torch.Tensor):
         return cast(DTensor, apart)
 
     # --- what torch.compile asks: see :mod:`.flattened` ----------------------------------------------------------
-    __tensor_flatten__ = flattened.Flatten()
+    __tensor_flatten__ = flattened.Flatten(flattened.flatten)
     __tensor_unflatten__ = staticmethod(flattened.unflatten)
     _dynamo_dynamic_indices, _dynamo_dynamic_range = flattened.Dropped(), flattened.Dropped()
     _stable_hash_for_caching = flattened.told_apart

@@ -23,13 +23,16 @@ from .autograd import grad_layout, move, to_whole
 class Flatten:
     """``__tensor_flatten__``: torch asks an instance whether it has one."""
 
+    def __init__(self, flatten: Callable[..., Any], piece: str = "_local") -> None:
+        self.flatten, self.piece = flatten, piece
+
     def __get__(self, x: Any, kind: type) -> Callable[..., Any]:
         if x is None:
-            return flatten
-        x._local  # noqa: B018 - one that is on its way arrives, and is a DTensor from now on
+            return self.flatten
+        getattr(x, self.piece)  # one that is on its way arrives, and is a DTensor from now on
         if x._layout.mesh.kind != "process_group":
             raise AttributeError(f"a tensor on {x._layout.mesh!r} is not one piece: torch.compile does not look into it")
-        return partial(flatten, x)
+        return partial(self.flatten, x)
 
 
 class Dropped:
@@ -73,6 +76,8 @@ def as_tangent(x: Any, constants: Constants | None, expected: type | None = None
     if constants is None:
         return x if expected is None else to_whole(x, None)
     layout = constants[0]
+    if "_origin" in vars(x):
+        x = wrap_local(x._local, x._layout)
     if x._layout is layout:
         return x
     if x._layout.mesh != layout.mesh or x._layout.shape != layout.shape:

@@ -142,6 +142,27 @@ def breaks(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return [asked, made]
 
 
+def views_that_are_gathered(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """What is written to a view that came out of a graph reaches its base; what is written there is seen."""
+    found: list[Any] = []
+    for view, where in (
+        (lambda x: x[1], Shard(0)),
+        (lambda x: (x[2], x.flatten())[1], Shard(1)),
+        (lambda x: x.t()[:, 3], Shard(0)),
+    ):
+        x = dt.distribute_tensor(torch.randn(5, 6), mesh, [where])
+        out = how(view, fullgraph=True)(x)
+        out.mul_(3)
+        found.append(x.clone())
+        x.add_(1)
+        found.append(out.clone())
+        found += [x.clone(), out.clone(), how(lambda v: v.sin() + v, fullgraph=True)(view(x))]
+        both, row = how(lambda x: (lambda z: (z, z[3]))(x * 2), fullgraph=True)(x)
+        row.fill_(7)
+        found += [both, row * 1]
+    return found
+
+
 def in_modes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     """A function that was compiled in one mode, called in another."""
     x = dt.distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
@@ -174,6 +195,7 @@ PROGRAMS = [
     plain_targets,
     a_gradient_laid_otherwise,
     breaks,
+    views_that_are_gathered,
 ]
 
 
@@ -189,6 +211,13 @@ def on_processes() -> None:
         for one, other in zip(got, wanted, strict=True):
             assert not differing(one, other), f"{program.__name__}: {differing(one, other)}"
     refused(mesh)
+    refused_writes(mesh)
+
+
+def refused_writes(mesh: dt.DeviceMesh) -> None:
+    x = dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)])
+    with pytest.raises(Exception, match="give it the base, or write to a clone"):
+        torch.compile(lambda v: v.mul_(2), backend="aot_eager", fullgraph=True)(x[0])
 
 
 def drawn_first(mesh: dt.DeviceMesh) -> None:
@@ -221,14 +250,6 @@ def refused(mesh: dt.DeviceMesh) -> None:
         compiled = torch.compile(lambda a, cut=cut: cut(a), backend="aot_eager", fullgraph=True)
         with pytest.raises(Exception, match=match):
             compiled(scattered)
-    gathering: list[tuple[Any, Any]] = [
-        (torch.flatten, Shard(1)),
-        (lambda x: (x * 1).t()[0], Shard(1)),
-        (lambda x: [view := x[0], view.sin()], Shard(0)),  # read meanwhile
-    ]
-    for view, where in gathering:
-        with pytest.raises(Exception, match="return a clone of it"):
-            torch.compile(view, backend="aot_eager", fullgraph=True)(dt.distribute_tensor(torch.ones(4, 6), mesh, [where]))
 
 
 @pytest.mark.slow

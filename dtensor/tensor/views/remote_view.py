@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import torch
 
-from ...base import tracing
 from ...base.caches import Bounded, nested_key
+from ...base.modes import MODES
 from ...base.torch_internals import make_wrapper_subclass
 from ...comm import communicator_of
 from ...dispatch.bind import bind, runner_of
@@ -24,13 +24,14 @@ from ...dispatch.operands import plan_for
 from ...dispatch.settled import sharing
 from ...dispatch.steps import Runner
 from ...dispatch.versions import counted_together, versions_of
-from ...errors import UnsupportedOperationError
 from ...layout.layout import Layout
 from ...propagation.propagate import Plan
-from ...propagation.schema import Operator
+from ...propagation.schema import Operator, operator_of
 from ...rules.aten.views import check_memory, own_strides
 from ...rules.facts import facts_of
+from ..autograd import grad_layout
 from ..dtensor import DTensor, wrap
+from ..flattened import Flatten
 from ..host import offset_in
 
 _make: Any = make_wrapper_subclass  # the documented way to build wrapper subclasses
@@ -92,17 +93,7 @@ class Origin:
         return None if rest is None else (*own, *rest)
 
     def shown(self) -> list[DTensor]:
-        """The views as the base is now.
-
-        Raises:
-            UnsupportedOperationError: a compiled program returns one: nothing would tie it to its base.
-        """
-        held = self.results[0]._local if self.results else getattr(self.memory, "local", None)
-        if tracing.has_ended(held):
-            raise UnsupportedOperationError(
-                f"torch.compile: the function returns a view that every rank gathers ({self.operator.func} of {self.layout!r}), "
-                "and what is written to it could not reach its base: return a clone of it"
-            )
+        """The views as the base is now."""
         versions = self.now()
         if self.results is None or not (self.pinned or (versions is not None and versions == self.versions)):
             self.results, self.versions = self.computed(self.base), versions
@@ -168,6 +159,11 @@ class RemoteView(DTensor):
         self.__class__ = DTensor  # type: ignore[assignment]  # a plain one from now on
         self._local = value
 
+    @property
+    def _root(self) -> Any:
+        """The local of the tensor that it is a view of."""
+        return chain_of(self)[0]._local
+
     def _uncounted(self) -> DTensor:
         apart = twin(self)
         counted_together(apart, self)
@@ -177,6 +173,39 @@ class RemoteView(DTensor):
         origin, place, layout = self._origin, self._place, self._layout
         target.__class__ = RemoteView
         target._layout, target._origin, target._place = layout, origin, place
+
+
+# --- in compiled programs: what it is a view of, and how --------------------------------------------------------------------
+def _flatten(view: RemoteView) -> tuple[list[str], tuple[Any, ...]]:
+    root, links = chain_of(view)
+    ways = tuple((o.operator.func, tuple(o.args[1:]), tuple(o.kwargs.items()), place) for o, place in links)
+    return ["_root"], (view._layout, MODES.explicit, MODES.implicit_replication, root._layout, ways)
+
+
+def _unflatten(pieces: dict[str, torch.Tensor], constants: tuple[Any, ...], size: Any, stride: Any) -> Any:
+    view = wrap(pieces["_root"], constants[3])
+    view.__dict__["_counted"] = _NOBODY  # who else has this memory is not known: it is computed whenever it is read
+    for func, others, options, place in constants[4]:
+        operator, args, kwargs = operator_of(func), (view, *others), dict(options)
+        made = views_of(Origin(view, operator, args, kwargs, plan_of(operator, args, kwargs)))
+        view = made[place] if isinstance(made, list) else made
+    return view
+
+
+def _as_any_tangent(view: RemoteView) -> DTensor:
+    """A gradient is no view."""
+    layout, mesh = grad_layout(view._layout, None), view._layout.mesh
+    member = mesh.current_member()
+    coordinate = None if member is None else mesh.coordinates[member]
+    steps = layout.local_stride(coordinate)
+    return wrap(view._root.new_empty_strided(layout.local_shape(coordinate), steps, dtype=layout.dtype), layout)
+
+
+with torch.inference_mode():
+    _NOBODY = torch.empty(0)  # of inference mode: without a version
+RemoteView.__tensor_flatten__ = Flatten(_flatten, "_root")
+RemoteView.__tensor_unflatten__ = staticmethod(_unflatten)
+RemoteView.__coerce_tangent_metadata__ = _as_any_tangent  # type: ignore[assignment]  # of views alone
 
 
 def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | Runner:

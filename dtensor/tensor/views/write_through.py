@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...base.memory_order import overlaps
+from ...base.tracing import is_argument, under_way
 from ...dispatch.dispatcher import dispatch
 from ...dispatch.settled import NESTED
 from ...errors import UnsupportedOperationError
@@ -43,6 +44,11 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0]
     if written and all(view._origin.pinned for view in written):  # a part of a write in progress, on the value that will arrive
         return dispatch(DTensor, func, (), args, kwargs)
+    if written and under_way() and is_argument(written[0]._root):
+        raise UnsupportedOperationError(
+            f"torch.compile: the function writes to an argument that is a view which every rank gathers ({operator.name} of "
+            f"{written[0]._layout!r}): give it the base, or write to a clone"
+        )
     if written and not operator.reshapes:
         with NESTED:
             elementwise = _by_element(operator, args, kwargs)
