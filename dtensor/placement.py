@@ -159,7 +159,7 @@ class Monoid:
         finalize: applied once to the folded value, shape kept.
         elementwise: each element of the reduction depends on that element of the terms alone, so that views, ``cat`` and
             ``stack`` of terms are terms.
-        combine_all: for an elementwise one, the value of terms stacked along a new dim 0, where that costs less than pairs.
+        combine_all: the value of terms stacked along a new dim 0, where that costs less than one pair after the other.
 
     Reducing its terms costs a gather of them.
 
@@ -176,10 +176,6 @@ class Monoid:
     finalize: Callable[[Tensor], Tensor] | None = None
     elementwise: bool = False
     combine_all: Callable[[Tensor], Tensor] | None = None
-
-    def __post_init__(self) -> None:
-        if self.combine_all is not None and not self.elementwise:
-            raise PlacementError(f"Monoid {self.name!r}: combine_all is for a reduction element by element (elementwise=True)")
 
     def __str__(self) -> str:
         return self.name

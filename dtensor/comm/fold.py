@@ -150,7 +150,7 @@ def _sum(terms: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
 
 
 def _fold_monoid(terms: Sequence[Tensor], op: Monoid) -> Tensor:
-    if op.elementwise and len(terms) > (2 if op.combine_all is None else 1):
+    if len(terms) > 1 and (op.combine_all is not None or (op.elementwise and len(terms) > 2)):
         return fold_stack(torch.stack([term.detach() for term in terms]), op)
     total = functools.reduce(op.combine, terms)
     if op.finalize is not None:
@@ -160,7 +160,7 @@ def _fold_monoid(terms: Sequence[Tensor], op: Monoid) -> Tensor:
 
 
 def fold_stack(stack: Tensor, op: Monoid) -> Tensor:
-    """The reduction, element by element, of terms stacked along dim 0."""
+    """The reduction of terms stacked along dim 0, at once or element by element."""
     total = _combined_in_pairs(stack, op) if op.combine_all is None else op.combine_all(stack)
     return (total if op.finalize is None else op.finalize(total)).contiguous().detach()
 

@@ -28,6 +28,22 @@ ALONG = "each: a* [@dim] b* -> each: a* [@dim] b*"
 REDUCED = "a* [@dim] b* -> each: a* b*"
 
 
+@dataclass(frozen=True, slots=True)
+class InPairs:
+    """States of several numbers, stacked along dim 0, combined: neighbours first, and all pairs at once, since ``combine`` tells
+    numbers apart (dim 0 of a state) and no elements."""
+
+    combine: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, stack: Tensor) -> Tensor:
+        states = stack.movedim(0, 1)
+        while (count := states.shape[1]) > 1:
+            even = count // 2 * 2
+            combined = self.combine(states[:, 0:even:2], states[:, 1:even:2])
+            states = combined if even == count else torch.cat([combined, states[:, even:]], 1)
+        return states[:, 0]
+
+
 class Part:
     """What the parts of a fold are told of the call, beside a block of each tensor.
 

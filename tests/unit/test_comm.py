@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import random
 from collections.abc import Callable
@@ -15,10 +16,13 @@ from thread_backend import on_threads
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor.comm import PerRank, RankValues, communicator_of, events, map_ranks, per_rank
+from dtensor.comm.fold import fold
 from dtensor.debug import CommDebugMode
 from dtensor.errors import LayoutError, MeshError
 from dtensor.mesh.device_mesh import DeviceMesh
 from dtensor.placement import Monoid
+from dtensor.rules.aten.reduction import MOMENTS
+from dtensor.rules.aten.softmax import EXP_SUM
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -211,3 +215,18 @@ def test_reductions_in_one_process_have_one_order() -> None:
     comm = communicator_of(SQUARE)
     x = comm.map(lambda member: torch.tensor(numbers[member]))
     assert comm.all_reduce(x, (0, 1)).wait().item() == torch.tensor(numbers).cumsum(0)[-1].item()
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 8])
+@pytest.mark.parametrize("monoid", [EXP_SUM, MOMENTS], ids=str)
+def test_states_combined_at_once_are_those_combined_one_by_one(monoid: Monoid, count: int) -> None:
+    numbers = 2 if monoid is EXP_SUM else 3
+    terms = [torch.rand(numbers, 3, 1, generator=torch.Generator().manual_seed(k), dtype=torch.float64) for k in range(count)]
+    if monoid is MOMENTS:
+        for k, term in enumerate(terms):
+            term[0] = k  # elements of a block
+    else:
+        terms[1][0, 0] = -torch.inf
+    one_by_one = functools.reduce(monoid.combine, terms)
+    torch.testing.assert_close(fold(terms, monoid), one_by_one)
+    assert monoid.combine_all is not None

@@ -187,3 +187,27 @@ def test_a_captured_linear_layer() -> None:
             (given,) = torch.autograd.grad((stack * 2).sum() + rows.sum(), x)
             (wanted,) = torch.autograd.grad((F.linear(x, w) * 2).sum() + (x.view(-1, 7) @ w.t()).sum(), x)
             torch.testing.assert_close(given.full_tensor(), wanted.full_tensor())
+
+
+@pytest.mark.parametrize("heads", [[R, Shard(1)], [Shard(0), Shard(1)]])
+def test_a_product_like_one_before_is_one_of_its_own_values(heads: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        x, y = (torch.randn(3, 4, 5, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+        a, b = (dt.distribute_tensor(value, MESH, heads).requires_grad_() for value in (x, y))
+        x.requires_grad_(), y.requires_grad_()
+        product, wanted = a @ b.transpose(-2, -1), x @ y.transpose(-2, -1)
+        torch.testing.assert_close(product.full_tensor(), wanted)
+        for own, other in zip(torch.autograd.grad(product.sum(), (a, b)), torch.autograd.grad(wanted.sum(), (x, y)), strict=True):
+            torch.testing.assert_close(own.full_tensor(), other)
+
+
+def test_a_product_of_a_view_that_was_written_to_since() -> None:
+    x, y = (torch.arange(24.0).view(2, 3, 2, 2) + k for k in range(2))
+    a, b = (dt.distribute_tensor(value, MESH, [R, Shard(1)]) for value in (x, y))
+    folded, plain = (value.view(6, 2, 2) for value in (a, x))
+    torch.testing.assert_close((folded @ b.view(6, 2, 2)).full_tensor(), plain @ y.view(6, 2, 2))
+    for view in (folded, plain):
+        view.mul_(3)
+    torch.testing.assert_close((folded @ b.view(6, 2, 2)).full_tensor(), plain @ y.view(6, 2, 2))
+    torch.testing.assert_close(a.full_tensor(), x)

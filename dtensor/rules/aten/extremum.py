@@ -15,7 +15,7 @@ from torch import Tensor
 from ...comm.fold import bounds
 from ...placement import Monoid
 from ..call import Call
-from ..folds import REDUCED, Part
+from ..folds import REDUCED, InPairs, Part
 from ..verbs import fold, reduce
 
 reduce("amax max", "max", partials="max -> max", refuses_nothing=True)
@@ -46,7 +46,8 @@ class Best:
 
     def monoid(self, call: Call) -> Monoid:
         is_float = call.operands[0].dtype.is_floating_point
-        return Monoid(f"arg{self.op}", _Better(self.op, is_float), _NoElement(self.op, is_float))
+        better = _Better(self.op, is_float)
+        return Monoid(f"arg{self.op}", better, _NoElement(self.op, is_float), combine_all=InPairs(better))
 
 
 @dataclass(frozen=True, slots=True)

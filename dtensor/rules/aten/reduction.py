@@ -16,7 +16,7 @@ from torch import Tensor
 from ...base.caches import remembered
 from ...placement import Monoid
 from ..call import Call
-from ..folds import REDUCED, Part
+from ..folds import REDUCED, InPairs, Part
 from ..rows import linear, on_bools
 from ..verbs import blockwise, fold, reduce
 
@@ -46,7 +46,7 @@ def _combine(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([count, a[1] + delta * share, a[2] + b[2] + delta * delta * a[0] * share])
 
 
-MOMENTS = Monoid("moments", _combine, torch.zeros_like)
+MOMENTS = Monoid("moments", _combine, torch.zeros_like, combine_all=InPairs(_combine))
 
 
 def variance(part: Part, squares: Tensor) -> Tensor:

@@ -24,7 +24,14 @@ def _no_terms(like: Tensor) -> Tensor:
     return torch.stack([torch.full_like(like[0], -torch.inf), torch.zeros_like(like[1])])
 
 
-EXP_SUM = Monoid("expsum", _combine, _no_terms)
+def _combine_all(stack: Tensor) -> Tensor:
+    """The same of states stacked along dim 0."""
+    tops, totals = stack[:, 0], stack[:, 1]
+    top = tops.amax(0)
+    return torch.stack([top, torch.where(tops == top, totals, totals * (tops - top).exp()).sum(0)])
+
+
+EXP_SUM = Monoid("expsum", _combine, _no_terms, combine_all=_combine_all)
 
 
 def exp_sum(part: Part, x: Tensor) -> tuple[Tensor, Tensor]:
