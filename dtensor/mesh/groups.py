@@ -148,10 +148,14 @@ def _handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
 
 def new_handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
     world = dist.group.WORLD
-    timeout = _timeout_of(world, mesh.device_type)
-    if _splits(world):
-        return _make_among_all(mesh, mesh_dims, ranks, timeout)
-    return _make_among_members(ranks, timeout)
+    options = {"timeout": _timeout_of(world, mesh.device_type), "group_desc": _described(mesh, mesh_dims)}
+    return _make_among_all(mesh, mesh_dims, ranks, options) if _splits(world) else _make_among_members(ranks, options)
+
+
+def _described(mesh: Geometry, mesh_dims: Sequence[int]) -> str:
+    """What torch's traces and recorders call the group: ``mesh_dp``, as they do with torch's meshes, or ``mesh_dim_0``."""
+    names = mesh.mesh_dim_names or [f"dim_{d}" for d in range(mesh.ndim)]
+    return "_".join(["mesh", *(names[d] for d in mesh_dims)])
 
 
 def _splits(world: Any) -> bool:
@@ -168,17 +172,17 @@ def _timeout_of(world: Any, device_type: str) -> timedelta | None:
     return getattr(options, "_timeout", None)
 
 
-def _make_among_members(ranks: list[int], timeout: timedelta | None) -> Any:
+def _make_among_members(ranks: list[int], options: dict[str, Any]) -> Any:
     with _named_for(ranks):
-        return dist.new_group(sorted(ranks), timeout, use_local_synchronization=True)
+        return dist.new_group(sorted(ranks), use_local_synchronization=True, **options)
 
 
-def _make_among_all(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int], timeout: timedelta | None) -> Any:
+def _make_among_all(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int], options: dict[str, Any]) -> Any:
     """Every process of the world makes every group along these mesh dims, in one order."""
     mine = None
     for group in dict.fromkeys(mesh.members_of(mesh_dims, member) for member in mesh.members):
         others = sorted(mesh.ranks[member] for member in group)
-        made = dist.new_group(others, timeout)
+        made = dist.new_group(others, **options)
         mine = made if others == sorted(ranks) else mine
     return mine
 

@@ -22,7 +22,12 @@ NAMES = {
     "ring_attention": 4,
     "context_parallel": 4,
     "pipeline_3d": 8,
+    "toy_tp": 4,
+    "fsdp2": 2,
+    "char_gpt_ddp": 4,
+    "titan": 4,
 }
+PORTS = {"toy_tp", "fsdp2", "char_gpt_ddp", "titan"}  # of parts that others run on processes too
 _LOSSES = re.compile(r"^ +(\d+) +(\d+\.\d+) +(\d+\.\d+)$", re.MULTILINE)
 
 
@@ -68,7 +73,7 @@ def test_digits_in_one_process() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in PORTS)) for name in NAMES])
 def test_under_torchrun(name: str) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NAMES[name]))
     for ours, theirs in losses(printed_by(sys.executable, *launch, str(EXAMPLES / f"{name}.py"), *arguments(name))):

@@ -1,4 +1,4 @@
-"""A process that any launcher started as one of several ranks is one, as torch has it; else all ranks are here."""
+"""A process that any launcher started as one of several ranks is one, as torch has it; and what torch's tools call its groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from gloo import run_gloo
 
+import dtensor as dt
 from dtensor.mesh.world import distributed
 
 ROOT = Path(__file__).parents[2]
@@ -42,3 +44,18 @@ def test_ranks_without_torchrun() -> None:
         for rank in range(2)
     ]
     assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["process_group 2 6.0\n"] * 2
+
+
+def _described() -> list[str]:
+    named, nameless = (
+        dt.init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "cp", "tp")),
+        dt.DeviceMesh("cpu", [[0, 3], [1, 2]]),
+    )
+    groups = named.get_group("dp"), named["dp", "tp"].flatten().get_group(), named.get_group("cp"), nameless.get_group(1)
+    return [group.group_desc for group in groups]
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_groups_are_described_by_their_dims() -> None:
+    assert run_gloo(_described, 4) == [["mesh_dp", "mesh_dp", "mesh_cp", "mesh_dim_1"]] * 4
