@@ -7,7 +7,6 @@ types in it, makes inert records of them, and refuses every other name.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import zipfile
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from ..base.torch_internals import StorageInfo as _StorageInfo
 from ..base.torch_internals import flatten_state_dict
 from ..errors import CheckpointError
 from .block_io import Stream, Window, record_at
-from .files import check_name, open_regular, read_regular, written
+from .files import check_name, opened, read_regular, size_of, written
 from .manifest import Block, Entry, Manifest, check_entries
 from .remote import Address
 from .tree import dtype_of, tensors_in
@@ -126,10 +125,8 @@ def read_foreign(folder: Address) -> Manifest:
     content = _Reader(io.BytesIO(read_regular(folder / NAME))).load()
     described, stored, paths = content.state_dict_metadata, content.storage_data, content.planner_data or {}
     places = {(index.fqn, _offset(index)): info for index, info in stored.items()}
-    files = {check_name(info.relative_path, folder / NAME): 0 for info in places.values()}
-    for name in files:
-        with _opened(folder, name) as file:
-            files[name] = os.fstat(file.fileno()).st_size
+    names = {check_name(info.relative_path, folder / NAME) for info in places.values()}
+    files = {name: size_of(folder / name) for name in names}
     entries: dict[str, Entry] = {}
     tree: dict[str, Any] = {}
     for name, said in described.items():
@@ -145,10 +142,6 @@ def read_foreign(folder: Address) -> Manifest:
     return manifest
 
 
-def _opened(folder: Address, name: str) -> BinaryIO:
-    return open(open_regular(folder / name), "rb")
-
-
 def _offset(index: Any) -> tuple[int, ...] | None:
     offset = getattr(index, "offset", None)
     return None if offset is None else tuple(offset)
@@ -161,7 +154,7 @@ def _entry(folder: Address, name: str, said: Any, places: Mapping[Any, Any]) -> 
         offset, shape = tuple(chunk.offsets), tuple(chunk.sizes)
         if 0 not in shape:
             info = places[name, offset]
-            with _opened(folder, info.relative_path) as file:
+            with opened(folder / info.relative_path) as file:
                 at, stride = _tensor_in(file, info, shape, dtype_of(dtype).itemsize, name)
             blocks.append(Block(offset, shape, info.relative_path, at, None, stride))
     return Entry(tuple(said.size), dtype, tuple(blocks))
@@ -218,7 +211,7 @@ class _TensorReader(pickle.Unpickler):
 
 def _value(folder: Address, name: str, info: Any) -> Any:
     try:
-        with _opened(folder, info.relative_path) as file:
+        with opened(folder / info.relative_path) as file:
             content = io.BytesIO(Window(file, info.offset, info.length).readall())
         value = torch.load(content, weights_only=True, map_location="cpu")
     except Exception as error:  # whatever torch's reader trips over

@@ -9,13 +9,14 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from ..errors import CheckpointError
 from .remote import Address, Remote
 
 
-def open_regular(path: Address, links: bool = False) -> int:
+def open_regular(path: Path, links: bool = False) -> int:
     """A handle to read a regular file with; what else may stand there (a FIFO, a device, a folder) is not opened.
 
     Args:
@@ -24,8 +25,6 @@ def open_regular(path: Address, links: bool = False) -> int:
     Raises:
         CheckpointError: there is none.
     """
-    if isinstance(path, Remote):
-        raise CheckpointError(f"{path} is not of this library, whose checkpoints alone are read from there: copy it to a folder")
     try:
         found = os.stat(path, follow_symlinks=links)
     except FileNotFoundError:
@@ -42,11 +41,16 @@ def open_regular(path: Address, links: bool = False) -> int:
     return handle
 
 
+def opened(path: Address, links: bool = False) -> BinaryIO:
+    """A regular file to read parts of; see :func:`open_regular`."""
+    return path.opened() if isinstance(path, Remote) else open(open_regular(path, links), "rb")
+
+
 def read_regular(path: Address, links: bool = False) -> bytes:
     """A regular file's content; see :func:`open_regular`."""
     if isinstance(path, Remote):
         return path.read()
-    with open(open_regular(path, links), "rb") as file:
+    with opened(path, links) as file:
         return file.read()
 
 

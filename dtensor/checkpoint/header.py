@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import CheckpointError
-from .files import open_regular, sha256, strict_json
+from .files import opened, sha256, size_of, strict_json
 from .manifest import Block, Entry
 from .remote import Address
 
@@ -78,8 +77,8 @@ def _print(entries: Mapping[str, Any], digests: Mapping[str, int]) -> str:
 # --- reading ---------------------------------------------------------------------------------------------------------------
 def read_header(path: Address) -> tuple[dict[str, Entry], int]:
     """The tensors of one file, and the bytes that it has."""
-    with open(open_regular(path, links=True), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+    size = size_of(path, links=True)
+    with opened(path, links=True) as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(_LONGEST, size - 8):
             raise CheckpointError(f"{path} is truncated, or no safetensors file")

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -77,6 +77,13 @@ class Remote:
         """Its content, or some bytes of it."""
         try:
             return bytes(self.fs.cat_file(self.path, start=start, end=end))
+        except FileNotFoundError:
+            raise _missing(self) from None
+
+    def opened(self) -> BinaryIO:
+        """To read parts of it: what describes tensors is short."""
+        try:
+            return cast(BinaryIO, self.fs.open(self.path, "rb", block_size=1 << 16))
         except FileNotFoundError:
             raise _missing(self) from None
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from gloo import run_gloo
 from torch import nn
 
@@ -106,11 +109,33 @@ def damage_is_said(address: str) -> None:
     with pytest.raises(CheckpointError, match="is missing"):
         load(state_on(3, [dt.Shard(1)]), address)
     fs.rm_file(manifest)
-    with pytest.raises(CheckpointError, match="is not of this library"):  # what is left is as torch writes it
+    with pytest.raises(CheckpointError, match="is missing"):  # what is left is as torch writes it
         load(state_on(3, [dt.Shard(1)]), address)
 
 
-CASES = (moves_between_meshes, series_resumes, damage_is_said)
+def others_layouts_are_read(address: str) -> None:
+    fs, folder = fsspec.core.url_to_fs(address)
+    w = torch.arange(35.0).reshape(5, 7) + 1
+    with tempfile.TemporaryDirectory() as here:
+        save_safetensors({"w": w, "b": w[0]}, f"{here}/hub", max_shard_size=100)
+        with warnings.catch_warnings(action="ignore"):  # of no process group
+            dcp.save({"w": w, "b": w[0], "step": 7}, checkpoint_id=f"{here}/dcp")
+        for file in (file for kind in ("hub", "dcp") for file in Path(here, kind).iterdir()):
+            fs.makedirs(f"{folder}/{file.parent.name}", exist_ok=True)
+            fs.put_file(str(file), f"{folder}/{file.parent.name}/{file.name}")
+    for kind, rest in (("hub", {}), ("dcp", {"step": 0})):
+        state = {**state_on(3, [dt.Shard(1)]), "b": torch.zeros(7)} | rest
+        wanted = {key: state[key] for key in ("w", "b", *rest)}
+        assert load(wanted, f"{address}/{kind}").missing_keys == []
+        assert torch.equal(wanted["w"].full_tensor(), w)
+        assert torch.equal(wanted["b"], w[0])
+        assert wanted.get("step", 7) == 7
+    fs.rm_file(f"{folder}/hub/model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="is missing"):
+        load({"w": w, "b": w[0]}, f"{address}/hub")
+
+
+CASES = (moves_between_meshes, series_resumes, damage_is_said, others_layouts_are_read)
 
 
 @pytest.mark.parametrize("case", CASES)
