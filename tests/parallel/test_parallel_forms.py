@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from gloo import run_gloo
 from torch import Tensor, nn
 
 import dtensor as dt
+from dtensor.comm import Communicator, Pending
 from dtensor.parallel import fully_shard, replicate
 
 Make = Callable[[nn.Module, dt.DeviceMesh], Any]
@@ -243,3 +245,51 @@ def test_parameters_frozen_and_thawed_between_steps(make: Make) -> None:
         model(own(given)).square().mean().backward()
         torch.stack([alone(x).square().mean() for x in given]).mean().backward()
         assert_same(model, alone)
+
+
+# --- what goes on meanwhile ------------------------------------------------------------------------------------------------
+def _all_reduces_and_backwards(layers: int = 4) -> list[str]:
+    """What a backward over copies of shards does, in order: layers computed, sums over copies started and waited for."""
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "part"))
+    model = nn.Sequential(*(nn.Linear(4, 4).double() for _ in range(layers)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    found: list[str] = []
+    plain = Communicator.all_reduce
+
+    def all_reduce(self: Any, x: Any, mesh_dims: Any, op: Any = "sum") -> Pending[Any]:
+        number = sum(what.startswith("started") for what in found)
+        found.append(f"started {number}")
+        pending = plain(self, x, mesh_dims, op)
+
+        def wait() -> Any:
+            found.append(f"waited {number}")
+            return pending.wait()
+
+        return Pending(wait)
+
+    x = dt.map_ranks(lambda at: torch.ones(2, 4, dtype=torch.float64, requires_grad=True), mesh=mesh)
+    for k, layer in enumerate(model):  # seen when their gradients are asked for, the last one first
+        layer.register_full_backward_hook(lambda *_, k=k: found.append(f"layer {k}"))
+    out = model(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Communicator, "all_reduce", all_reduce)
+        out.sum().backward()
+    assert sorted(what for what in found if "waited" in what) == [f"waited {k}" for k in range(layers)]
+    return found
+
+
+def _meanwhile(found: list[str], number: int) -> list[str]:
+    return [what for what in found[found.index(f"started {number}") : found.index(f"waited {number}")] if "layer" in what]
+
+
+def test_sums_over_copies_of_shards_go_on_while_the_next_unit_computes() -> None:
+    found = _all_reduces_and_backwards()
+    assert all(_meanwhile(found, number) for number in range(2)), found
+
+
+@pytest.mark.gloo
+def test_sums_over_copies_of_shards_go_on_while_the_next_unit_computes_on_process_groups() -> None:
+    for found in run_gloo(_all_reduces_and_backwards, 4):
+        assert all(_meanwhile(found, number) for number in range(2)), found
