@@ -73,7 +73,7 @@ def wrapped_by_torch(frame: FrameType | None) -> str:
             return (
                 ". torch.nn.parallel.DistributedDataParallel takes a model of plain parameters, of which it broadcasts and "
                 "reduces each rank's own; for one with DTensors use dtensor.parallel.replicate(model, mesh) or fully_shard, and "
-                "leave it out of accelerate's prepare(), which wraps it (docs/porting.md)"
+                "leave it out of accelerate's prepare(), which wraps it: see dtensor.hf.prepared (docs/porting.md)"
             )
         frame = frame.f_back
     return ""

@@ -22,6 +22,7 @@ WAYS: dict[str, Callable[[nn.Module, dt.DeviceMesh], nn.Module]] = {
     "tensor parallel": lambda module, mesh: parallelize_module(module, mesh, PLAN),
     "fully sharded": lambda module, mesh: fully_shard(module, mesh=mesh),
     "replicated": replicate,
+    "averaged afterwards": lambda module, mesh: module,
 }
 IN_ONE_BACKWARD = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS")
 IN_TWO = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -81,6 +82,10 @@ def _trained(name: str, way: str) -> tuple[list[float], list[float]]:
         losses: list[Tensor] = []
         given = {"target": part(y, inner, way), "losses": losses} if last else {}
         schedule.step(*([part(x, inner, way)] if 0 in mine else []), **given)
+        if way == "averaged afterwards":
+            for p in (p for module in modules for p in module.parameters()):
+                assert p.grad is not None
+                p.grad = dt.DTensor.from_local(p.grad, inner, [dt.Partial("avg")]).full_tensor()
         optimizer.step()
         optimizer.zero_grad()
         if losses:
@@ -117,14 +122,15 @@ def check(cases: list[tuple[str, str]], level: str = "watch") -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_schedules_of_one_backward() -> None:
-    check([(name, way) for name in IN_ONE_BACKWARD for way in WAYS])
+    ways = [way for way in WAYS if way != "averaged afterwards"]
+    check([(name, way) for name in IN_ONE_BACKWARD for way in ways])
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_schedules_of_two_backwards() -> None:
     """Torch sums the weights' gradients by their addresses, in another order on each rank: harmless, but a difference."""
-    check([(name, "tensor parallel") for name in IN_TWO], "off")
+    check([(name, way) for name in IN_TWO for way in ("tensor parallel", "averaged afterwards")], "off")
 
 
 def test_one_process_says_that_stages_are_processes() -> None:
