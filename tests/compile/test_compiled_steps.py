@@ -142,6 +142,24 @@ def breaks(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return [asked, made]
 
 
+def accumulated(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """Gradients of several passes add up: no two of them, and none that was given, have the same memory."""
+    found = []
+    for run in (
+        lambda x, y: x + y,
+        lambda x, y: (x + y).view(24).view(4, 6) * 1,
+        lambda x, y: x.to_local().sum() + y.full_tensor().sum(),
+    ):
+        x, y = (dt.distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)]).requires_grad_() for _ in range(2))
+        given = dt.distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
+        compiled = how(run, fullgraph=True)
+        for _ in range(3):
+            out = compiled(x, y)
+            out.backward(given if isinstance(out, DTensor) else None)
+        found += [x.grad, y.grad, given]
+    return found
+
+
 def views_that_are_gathered(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     """What is written to a view that came out of a graph reaches its base; what is written there is seen."""
     found: list[Any] = []
@@ -195,6 +213,7 @@ PROGRAMS = [
     plain_targets,
     a_gradient_laid_otherwise,
     breaks,
+    accumulated,
     views_that_are_gathered,
 ]
 
