@@ -12,12 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.compiler import is_exporting
 
 from ..base.modes import MODES
 from ..base.torch_internals import graph_task
 from ..base.tracing import kept
 from ..dispatch.wrapping import wrap_local
-from ..errors import DTensorError
+from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
 from .autograd import grad_layout, move, to_whole
 
@@ -31,6 +32,11 @@ class Flatten:
     def __get__(self, x: Any, kind: type) -> Callable[..., Any]:
         if x is None:
             return self.flatten
+        if is_exporting():
+            raise UnsupportedOperationError(
+                "torch.export of a model of DTensors: its tracer has no form for them; export it before its parameters are "
+                "distributed, or use torch.compile"
+            )
         getattr(x, self.piece)  # one that is on its way arrives, and is a DTensor from now on
         if x._layout.mesh.kind != "process_group":
             raise AttributeError(f"a tensor on {x._layout.mesh!r} is not one piece: torch.compile does not look into it")

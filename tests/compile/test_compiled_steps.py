@@ -231,12 +231,20 @@ def on_processes() -> None:
             assert not differing(one, other), f"{program.__name__}: {differing(one, other)}"
     refused(mesh)
     refused_writes(mesh)
+    refused_exports(mesh)
 
 
 def refused_writes(mesh: dt.DeviceMesh) -> None:
     x = dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)])
     with pytest.raises(Exception, match="give it the base, or write to a clone"):
         torch.compile(lambda v: v.mul_(2), backend="aot_eager", fullgraph=True)(x[0])
+
+
+def refused_exports(mesh: dt.DeviceMesh) -> None:
+    model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for strict in (True, False):
+        with pytest.raises(Exception, match=r"torch\.export of a model of DTensors"):
+            torch.export.export(model, (torch.randn(5, 6),), strict=strict)
 
 
 def drawn_first(mesh: dt.DeviceMesh) -> None:
