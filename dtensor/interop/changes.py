@@ -101,8 +101,8 @@ CHANGES = (
     ),
     Change(
         "torch.ops.dtensor",
-        "the first collective that is compiled",
-        "collectives as operators that stand in graphs, and their effects",
+        "the first of them that is compiled",
+        "collectives, draws and checks as operators that stand in graphs, and their effects",
         "2.11",
         "Library._destroy()",
     ),

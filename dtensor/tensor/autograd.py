@@ -109,7 +109,7 @@ class ToLocal(Transformed):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         layout = ctx.target
-        return from_pieces(layout, grad_layout(layout, None), False, *map(plain, grads)), None, None
+        return from_pieces(layout, grad_layout(layout, None), False, *map(_apart, map(plain, grads))), None, None
 
 
 def whole_piece(x: Any, shared: bool) -> torch.Tensor:
@@ -136,7 +136,7 @@ class FullTensor(Transformed):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         layout, copied = ctx.target, communicator_of(ctx.target.mesh).holds_all
-        return from_pieces(layout, grad_layout(layout, None), copied, *everywhere(plain(grad), layout)), None, None
+        return from_pieces(layout, grad_layout(layout, None), copied, *everywhere(_apart(plain(grad)), layout)), None, None
 
 
 def move_apart(x: Any, target: Layout, async_op: bool = False) -> Any:
@@ -278,6 +278,11 @@ def grad_placements_of(leaf: Any) -> tuple[Placement, ...]:
 def plain(grad: Any) -> Any:
     """A gradient of a plain tensor, which a DTensor may have given (a number times a DTensor): all ranks hold the number."""
     return to_whole(grad, None) if hasattr(seen(grad), "_layout") else grad
+
+
+def _apart(grad: Any) -> Any:
+    """A gradient that can be written to, as autograd does with those that it adds up: not one element seen many times."""
+    return grad.contiguous() if grad is not None and 0 in grad.stride() and grad.numel() > 1 else grad
 
 
 def distributed(grad: Any, like: Layout) -> Any:

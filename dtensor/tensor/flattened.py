@@ -6,16 +6,19 @@ of processes is such a tensor: with all ranks in this process, and in a dry run,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch.compiler import is_exporting
 
 from ..base.modes import MODES
+from ..base.torch_internals import graph_task
 from ..base.tracing import kept
 from ..dispatch.wrapping import wrap_local
-from ..errors import DTensorError
+from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
 from .autograd import grad_layout, move, to_whole
 
@@ -29,6 +32,11 @@ class Flatten:
     def __get__(self, x: Any, kind: type) -> Callable[..., Any]:
         if x is None:
             return self.flatten
+        if is_exporting():
+            raise UnsupportedOperationError(
+                "torch.export of a model of DTensors: its tracer has no form for them; export it before its parameters are "
+                "distributed, or use torch.compile"
+            )
         getattr(x, self.piece)  # one that is on its way arrives, and is a DTensor from now on
         if x._layout.mesh.kind != "process_group":
             raise AttributeError(f"a tensor on {x._layout.mesh!r} is not one piece: torch.compile does not look into it")
@@ -54,6 +62,8 @@ def flatten(x: Any) -> tuple[list[str], Constants]:
     marks = vars(x._local)
     if marks.pop("_dynamo_dynamic_indices", None) is not None:  # torch marks pieces, too: see Dropped
         marks.pop("_has_dynamo_dim_marking", None)
+    if (task := graph_task()) >= 0:
+        _taken(x._local, task)
     return ["_local"], (x._layout, MODES.explicit, MODES.implicit_replication)
 
 
@@ -62,7 +72,34 @@ def unflatten(pieces: dict[str, torch.Tensor], constants: Constants, size: Seque
     layout, shape, steps = constants[0], tuple(map(int, size)), tuple(map(int, stride))
     if shape != tuple(layout.shape) or steps != tuple(layout.stride):
         layout = layout.replace(shape=shape, stride=steps)
-    return wrap_local(pieces["_local"], layout)
+    local = pieces["_local"]
+    return wrap_local(local if (task := graph_task()) < 0 else _own(local, task), layout)
+
+
+def _own(local: torch.Tensor, task: int) -> torch.Tensor:
+    """A gradient that a compiled backward pass gives, in memory that no other of the pass has: a graph gives one tensor for
+    several (of ``x + y``), or what it was given, and autograd takes each wrapper for one that nobody else has."""
+    repeated = 0 in local.stride() and local.numel() > 1
+    if repeated or _taken(local, task):
+        return local.clone(memory_format=torch.contiguous_format if repeated else torch.preserve_format)
+    return local
+
+
+def _taken(local: torch.Tensor, task: int) -> bool:
+    """Whether the memory of ``local`` was in a gradient of this pass before; it is from now on."""
+    if type(local) is not torch.Tensor:  # a stand-in
+        return False
+    seen = vars(_PASS).setdefault("seen", {})
+    if task not in seen:
+        seen.clear()
+        seen[task] = set()
+    where = local.untyped_storage().data_ptr()
+    known = where in seen[task]
+    seen[task].add(where)
+    return known
+
+
+_PASS = threading.local()
 
 
 def as_any_tangent(x: Any) -> Any:

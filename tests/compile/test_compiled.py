@@ -17,7 +17,7 @@ import dtensor as dt
 from dtensor import DTensor
 
 pytestmark = pytest.mark.gloo
-SAMPLE = dict(map(program, range(5)))
+SAMPLE = dict(map(program, range(3)))
 ALL.update(SAMPLE)
 FEW = [
     *LINES,

@@ -142,6 +142,24 @@ def breaks(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return [asked, made]
 
 
+def accumulated(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """Gradients of several passes add up: no two of them, and none that was given, have the same memory."""
+    found = []
+    for run in (
+        lambda x, y: x + y,
+        lambda x, y: (x + y).view(24).view(4, 6) * 1,
+        lambda x, y: x.to_local().sum() + y.full_tensor().sum(),
+    ):
+        x, y = (dt.distribute_tensor(torch.zeros(4, 6), mesh, [Shard(0)]).requires_grad_() for _ in range(2))
+        given = dt.distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
+        compiled = how(run, fullgraph=True)
+        for _ in range(3):
+            out = compiled(x, y)
+            out.backward(given if isinstance(out, DTensor) else None)
+        found += [x.grad, y.grad, given]
+    return found
+
+
 def views_that_are_gathered(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     """What is written to a view that came out of a graph reaches its base; what is written there is seen."""
     found: list[Any] = []
@@ -195,6 +213,7 @@ PROGRAMS = [
     plain_targets,
     a_gradient_laid_otherwise,
     breaks,
+    accumulated,
     views_that_are_gathered,
 ]
 
@@ -212,12 +231,20 @@ def on_processes() -> None:
             assert not differing(one, other), f"{program.__name__}: {differing(one, other)}"
     refused(mesh)
     refused_writes(mesh)
+    refused_exports(mesh)
 
 
 def refused_writes(mesh: dt.DeviceMesh) -> None:
     x = dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)])
     with pytest.raises(Exception, match="give it the base, or write to a clone"):
         torch.compile(lambda v: v.mul_(2), backend="aot_eager", fullgraph=True)(x[0])
+
+
+def refused_exports(mesh: dt.DeviceMesh) -> None:
+    model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for strict in (True, False):
+        with pytest.raises(Exception, match=r"torch\.export of a model of DTensors"):
+            torch.export.export(model, (torch.randn(5, 6),), strict=strict)
 
 
 def drawn_first(mesh: dt.DeviceMesh) -> None:
