@@ -138,6 +138,18 @@ def cross_entropy_recorded(side: Any) -> Run:
     return lambda: torch.autograd.grad(F.cross_entropy(x, target), x)
 
 
+def cross_entropy_of_classes(recorded: bool) -> Case:
+    """Each rank has the scores of 8 classes for 8 samples."""
+
+    def case(side: Any) -> Run:
+        x, target = side.shard(1, N, N).requires_grad_(recorded), side.same_ids(N)
+        if recorded:
+            return lambda: torch.autograd.grad(F.cross_entropy(x, target), x)
+        return lambda: F.cross_entropy(x, target)
+
+    return case
+
+
 def attention(dim: int, *, causal: bool = False, backend: SDPBackend | None = None) -> Case:
     """Attention over (batch, heads, sequence, head dim), the batch or the heads cut."""
 
@@ -360,6 +372,8 @@ CASES: dict[str, Case] = {
     "cross_entropy": cross_entropy,
     "cross_entropy, mean": cross_entropy_mean,
     "cross_entropy, fwd + bwd": cross_entropy_recorded,
+    "cross_entropy, classes": cross_entropy_of_classes(False),
+    "classes, fwd + bwd": cross_entropy_of_classes(True),
     "sdpa, batch cut": attention(0),
     "sdpa, causal, math": attention(1, causal=True, backend=SDPBackend.MATH),
     "distribute_tensor": distribute,

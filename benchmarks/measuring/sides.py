@@ -43,6 +43,9 @@ class Side(Protocol):
         """On the 2-D mesh, tensor dim 1 sharded along its second mesh dim."""
 
     def ids(self, count: int, high: int) -> Any: ...
+    def same_ids(self, count: int) -> Any:
+        """Numbers that all ranks hold."""
+
     def wrap(self, local: Tensor, **known: Any) -> Any: ...
     def unwrap(self, x: Any) -> Tensor: ...
     def distribute(self, full: Tensor) -> Any:
@@ -70,6 +73,9 @@ class Plain:
 
     def ids(self, count: int, high: int) -> Tensor:
         return torch.arange(count) % high
+
+    def same_ids(self, count: int) -> Tensor:
+        return torch.arange(count)
 
     def wrap(self, local: Tensor, **known: Any) -> Tensor:
         return local
@@ -140,6 +146,9 @@ class Distributed:
 
     def ids(self, count: int, high: int) -> Any:
         return self._made(torch.arange(count) % high, self.library.Shard(0))
+
+    def same_ids(self, count: int) -> Any:
+        return self._made(torch.arange(count), self.library.Replicate())
 
     def wrap(self, local: Tensor, **known: Any) -> Any:
         return self.library.DTensor.from_local(local, self.mesh, self.sharded, run_check=False, **known)

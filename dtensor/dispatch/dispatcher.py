@@ -200,13 +200,17 @@ def _general_form_of(entry: Entry, find: Callable[[Any], Any]) -> Callable[..., 
             else:
                 local_args.append(static(value, key, len(local_args) in by_type))
         local_kwargs = {}
-        if kwargs and AS_IT_IS.issuperset(map(type, kwargs.values())):
+        if len(kwargs) > 2 and AS_IT_IS.issuperset(map(type, kwargs.values())):
             key += kwargs.items()
             local_kwargs = kwargs.copy()
         else:
             for name, value in kwargs.items():
                 key.append(name)
-                local_kwargs[name] = static(value, key, name in names_by_type)
+                if type(value) in AS_IT_IS:
+                    key.append(value)
+                    local_kwargs[name] = value
+                else:
+                    local_kwargs[name] = static(value, key, name in names_by_type)
         if IMPLICIT_REPLICATION.held and MODES.implicit_replication:
             key.append(MODES)
         signature = tuple(key)

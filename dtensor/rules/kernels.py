@@ -113,9 +113,12 @@ class KernelContext:
 
     def held(self, name: str, dim: int, member: int) -> range:
         """The positions along a dim of argument ``name`` that a member's block holds."""
-        layout, coordinate = self.operands[self.call.names.index(name)], self.call.mesh.coordinates[member]
-        start = layout.local_offset(coordinate)[dim]
-        return range(start, start + layout.local_shape(coordinate)[dim])
+        found: range | None = self.known.get(key := (name, dim, member))
+        if found is None:
+            layout, coordinate = self.operands[self.call.names.index(name)], self.call.mesh.coordinates[member]
+            start = layout.local_offset(coordinate)[dim]
+            found = self.known[key] = range(start, start + layout.local_shape(coordinate)[dim])
+        return found
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The kernel's arguments by name, where overloads have them in different places."""

@@ -167,15 +167,15 @@ def own_targets(target: Tensor, start: int, size: int, total: int, ignore_index:
         IndexError: a target that is no class, as the plain loss does (on CPU; elsewhere asserted on the device).
     """
     target = target.long()  # labels of one byte would wrap around
-    counts = target != ignore_index
-    legal = ~counts | ((target >= 0) & (target < total))
+    ignored = target == ignore_index
+    legal = (target >= 0).logical_and_(target < total).logical_or_(ignored)
     if target.device.type == "cpu" and type(target) is Tensor:  # nobody can look into a FakeTensor
         if not bool(legal.all()):
             raise IndexError(f"Target {int(target[~legal].flatten()[0])} is out of bounds.")
     else:
         assert_async(legal.all())
     local = target - start
-    return local.masked_fill(~counts | (local < 0) | (local >= size), IGNORED)
+    return local.masked_fill_((local < 0).logical_or_(local >= size).logical_or_(ignored), IGNORED)
 
 
 def of_own_classes(at: KernelContext, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
