@@ -52,7 +52,7 @@ def parts_of(value: Any) -> list[Any] | None:
 
 
 def contents_of(value: Any) -> Callable[[], list[Any]] | None:
-    """Gives the objects that something holds now; what programs may set of a thing of the library's, its ``_surveyed`` gives."""
+    """Gives the objects that something holds now; what programs may set of a thing of the library's, its ``_guarded`` gives."""
     if isinstance(value, ContextVar):
         return lambda: [value.get(MISSING)]
     if isinstance(value, threading.local):
@@ -71,7 +71,7 @@ def contents_of(value: Any) -> Callable[[], list[Any]] | None:
         return lambda: [] if value.gi_frame is None else [*value.gi_frame.f_locals.values(), value.gi_yieldfrom]
     if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
         return lambda: list(value.flat)
-    return getattr(value, "_surveyed", None) if type(value).__module__.startswith("dtensor.") else None
+    return getattr(value, "_guarded", None) if type(value).__module__.startswith("dtensor.") else None
 
 
 def state_of(value: Any) -> Callable[[], Any] | None:

@@ -57,7 +57,7 @@ class Reducer:
     index: int
     last: bool
 
-    def _surveyed(self) -> list[Any]:
+    def _guarded(self) -> list[Any]:
         """For ``capture``."""
         return [self.hook, self.state]
 

@@ -170,7 +170,7 @@ class Unit:
         """The modules and names where this unit's parameters stand."""
         return [place for group in self.groups for m in group.managed for place in m.places]
 
-    def _surveyed(self) -> list[Any]:
+    def _guarded(self) -> list[Any]:
         """What programs may set, for ``capture``, which guards it."""
         own = self.keep_after_forward, self.keep_after_backward, self.neighbours, self.gathers_in_backward, self.awaited
         explicit = [unit for found in (self.before_in_forward, self.before_in_backward) for unit in (found or ())]
