@@ -46,6 +46,7 @@ class Keeping:
             for owner, attributes in self._apart.values():
                 _set(owner, attributes)
             self._apart.clear()
+            self._empty.clear()
 
 
 def _set(owner: Any, attributes: Mapping[str, Any]) -> None:

@@ -6,8 +6,9 @@ accumulated; else whether each leaf has a gradient, of which layout, and who lis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -18,35 +19,46 @@ from ..base.recording import current
 from ..base.torch_internals import TensorBase
 from ..tensor.autograd import grad_placements_of
 from ..tensor.dtensor import DTensor
-from .signature import described
+from .signature import described, picking
 
+_GRAD, _BEFORE, _AFTER = map(attrgetter, ("grad", "_backward_hooks", "_post_accumulate_grad_hooks"))
 _PLACE: Any = TensorBase.grad
 # While torch.autograd.grad runs, the mode does not see what hooks look at.
 _LOOKS = frozenset((_PLACE.__get__, _PLACE.__set__, _PLACE.__delete__, torch.autograd.grad))
 
 
 class Guarded(NamedTuple):
-    """Leaves by their numbers in the survey, and what a replay takes for granted of each: its hooks, and its gradient's kind."""
+    """Leaves by their numbers in the survey, and what a replay takes for granted of each: its hooks, and its gradient's kind.
+
+    Attributes:
+        pick: gives the leaves, of the tensors of a survey.
+    """
 
     numbers: tuple[int, ...] = ()
     hooks: tuple[list[Any], ...] = ()
     gradients: list[Any] = []  # noqa: RUF012  never written to
+    pick: Callable[[Sequence[Any]], Sequence[Any]] = tuple
 
     def hold(self, tensors: Sequence[Any]) -> bool:
         """Whether it is so."""
-        leaves = [tensors[number] for number in self.numbers]
+        leaves = self.pick(tensors)
         return kinds_of(leaves) == self.gradients and hooks_of(leaves) == self.hooks
 
 
 def kinds_of(leaves: Sequence[Any]) -> list[Any]:
     """For each leaf the layout of its gradient (of a plain one its metadata), or None."""
-    grads = [x.grad for x in leaves]
+    grads = map(_GRAD, leaves)
     return [None if grad is None else grad._layout if type(grad) is DTensor else described(grad) for grad in grads]
 
 
 def hooks_of(leaves: Sequence[Any]) -> tuple[list[Any], ...]:
     """The numbers of the hooks on leaves; torch never uses one again."""
-    return [tuple(x._backward_hooks or ()) for x in leaves], [tuple(x._post_accumulate_grad_hooks or ()) for x in leaves]
+    return _keys(map(_BEFORE, leaves)), _keys(map(_AFTER, leaves))
+
+
+def _keys(hooks: Iterable[Any]) -> list[Any]:
+    found = [*hooks]
+    return [tuple(held or ()) for held in found] if any(found) else []
 
 
 class Leaves:
@@ -61,7 +73,7 @@ class Leaves:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._leaves = {number: x for number, x in enumerate(tensors) if x.requires_grad and x.is_leaf}
         leaves = [*self._leaves.values()]
-        self._known = Guarded(tuple(self._leaves), hooks_of(leaves), kinds_of(leaves))
+        self._known = Guarded(tuple(self._leaves), hooks_of(leaves), kinds_of(leaves), picking([*self._leaves]))
         self._before = {number: x.grad for number, x in self._leaves.items()}
         self.accumulated: set[int] = set()
         self.looked: set[int] = set()

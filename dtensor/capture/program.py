@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +24,8 @@ from .leaf_gradients import Guarded
 from .optimize import optimized, without_unused
 from .overlap import overlapped
 from .passes import with_bound_collectives, without_copies
-from .results import ENV, Base, Constant, Given, Joined, LocalOf, Made, Result, View, follow
-from .signature import Metadata
+from .results import ENV, GRAD, Base, Constant, Given, Joined, LocalOf, Made, Result, View, follow
+from .signature import Metadata, picking
 from .survey import Environment
 
 # By kind of Given: arguments, tensors of the survey, their gradients; then floats by their place in the survey's key
@@ -31,6 +33,7 @@ Sources = tuple[Sequence[Any], Sequence[Any], Any, Any]
 
 
 _STRIDE: Any = TensorBase.stride
+_LOCAL, _GRAD = attrgetter("_local"), attrgetter("grad")
 
 
 class _Gradients:
@@ -152,12 +155,14 @@ class Program:
     together: int = BYTES
     backwards: dict[Any, Backward] = field(default_factory=dict)
     compiled: Compiled | None = None
-    _given: tuple[Given, ...] = ()
+    _reads: list[Any] = field(default_factory=list)  # by kind of what is given: which, and whether they are DTensors
     _counting: list[int] = field(default_factory=list)  # places of DTensors that are written to, of which the tape sees locals
     _strides: list[tuple[int, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._given = tuple(form.given for form in self.forms)
+        self.forms = tuple(sorted(self.forms, key=lambda form: (form.given.kind, form.distributed)))  # few ways to read them
+        for (kind, distributed), forms in itertools.groupby(self.forms, key=lambda form: (form.given.kind, form.distributed)):
+            self._reads.append((kind, picking([form.given.number for form in forms]), distributed))
         written = frozenset(self.mutated)
         self._counting = [place for place, form in enumerate(self.forms) if form.distributed and form.given in written]
         self._strides = [stride for form in self.forms for stride in form.strides]
@@ -229,20 +234,25 @@ class Program:
         return Compiled(tape, Source("forward", tape), saved, watched, dict(self.backwards), places)
 
     # --- running -------------------------------------------------------------------------------------------------------
-    def inputs(self, given: list[Any]) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """The locals that the tape starts from, and copies of those that lie otherwise in memory: (copy, own)."""
-        found = [x._local if isinstance(x, DTensor) else x for x in given]
+    def inputs(self, sources: Sources) -> tuple[list[Any], list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """What the program is given, the locals that the tape starts from, and copies of those that lie otherwise in memory:
+        (copy, own)."""
+        given: list[Any] = []
+        found: list[Any] = []
+        for kind, pick, distributed in self._reads:
+            tensors: Sequence[Any] = [*map(_GRAD, pick(sources[ENV]))] if kind == GRAD else pick(sources[kind])
+            given += tensors
+            found += map(_LOCAL, tensors) if distributed else tensors
         if PerRank in set(map(type, found)):
             found = [shard for local in found for shard in shards_of(local)]
         if [*map(_STRIDE, found)] == self._strides:
-            return found, []
+            return given, found, []
         shown = [as_recorded(own, stride) for own, stride in zip(found, self._strides, strict=True)]
-        return shown, [(local, own) for local, own in zip(shown, found, strict=True) if local is not own]
+        return given, shown, [(local, own) for local, own in zip(shown, found, strict=True) if local is not own]
 
     def run(self, compiled: Compiled, sources: Sources) -> tuple[list[Any], tuple[Any, ...]]:
         """The bases, and what is saved for backward passes."""
-        given = [sources[kind][number] for kind, number in self._given]
-        locals_, copies = self.inputs(given)
+        given, locals_, copies = self.inputs(sources)
         if self.numbers:
             floats = [sources[3][place] for _, place in self.numbers]
             locals_ = [*locals_, *(held[key] for held, key in floats)]

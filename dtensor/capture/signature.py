@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +93,11 @@ def described(x: torch.Tensor, argument: bool = False) -> Any:
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
 
 
+def picking(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Gives the items of these numbers."""
+    return itemgetter(*numbers) if len(numbers) > 1 else lambda items: [items[number] for number in numbers]
+
+
 class Metadata:
     """What a replay takes for granted of tensors of the survey, by their numbers: layouts (of plain ones sizes, strides, dtype,
     device), and whether they require gradients. Checked at each call, so in few, large comparisons."""
@@ -100,16 +105,15 @@ class Metadata:
     __slots__ = ("_flags", "_layouts", "_others", "_plain", "_strides", "_tensors", "_whole")
 
     def __init__(self, numbers: Sequence[int], tensors: Sequence[Any]) -> None:
-        self._tensors = [number for number in numbers if type(tensors[number]) is DTensor]
-        self._plain = [number for number in numbers if type(tensors[number]) in (torch.Tensor, torch.nn.Parameter)]
-        kinds = {*self._tensors, *self._plain}
+        distributed = [number for number in numbers if type(tensors[number]) is DTensor]
+        plain = [number for number in numbers if type(tensors[number]) in (torch.Tensor, torch.nn.Parameter)]
+        self._tensors, self._plain, kinds = picking(distributed), picking(plain), {*distributed, *plain}
         self._others = [(number, described(tensors[number])) for number in numbers if number not in kinds]
         found = self._found(tensors)
         self._layouts, self._flags, self._whole, self._strides = found
 
     def _found(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-        distributed = [tensors[number] for number in self._tensors]
-        plain = [tensors[number] for number in self._plain]
+        distributed, plain = self._tensors(tensors), self._plain(tensors)
         return (
             [*map(_LAYOUT, distributed)],
             [*map(_REQUIRES_GRAD, distributed)],
@@ -119,7 +123,7 @@ class Metadata:
 
     def hold(self, tensors: Sequence[Any]) -> bool:
         """Whether it is so."""
-        if not {*map(type, map(tensors.__getitem__, self._tensors))} <= _DISTRIBUTED:
+        if not {*map(type, self._tensors(tensors))} <= _DISTRIBUTED:
             return False
         layouts, flags, whole, strides = self._found(tensors)
         return (
