@@ -16,7 +16,7 @@ sys.path.insert(0, str(DOCS / "site"))
 
 from docstrings import as_markdown  # noqa: E402  (it lies beside this file, which mkdocs runs by its path)
 
-ROOMS = ("", "parallel", "checkpoint", "debug", "sharding_spec", "testing", "rules", "plan", "errors", "experimental")
+ROOMS = ("", "parallel", "checkpoint", "debug", "sharding_spec", "testing", "rules", "plan", "clusters", "errors", "experimental")
 
 
 def on_files(files: Files, config: Any) -> Files:

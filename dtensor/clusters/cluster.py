@@ -24,6 +24,12 @@ class Cluster:
         profile: what operations and collectives take, inside of a node and between nodes.
         peak: FLOPs per second of the data sheet, dense bfloat16, by which MFU counts; the device has what products reach.
         memory: bytes of a device.
+
+    Facts alone: it communicates nothing.
+
+    >>> from dtensor.clusters import CLUSTERS
+    >>> print(CLUSTERS["h100"])
+    H100: 690 of 989 TFLOP/s, 80 GB at 3000 GB/s; nodes of 8: inside 360 GB/s, between 40 GB/s
     """
 
     profile: Profile
@@ -44,7 +50,20 @@ class Cluster:
 
 
 def cluster(device: Device, peak: float, memory: float, node: int, inside: float, between: float) -> Cluster:
-    """A cluster of nodes of so many ranks, with bytes per second into a rank, inside of a node and between nodes."""
+    """A cluster of nodes of so many ranks, with bytes per second into a rank, inside of a node and between nodes.
+
+    Args:
+        device: what products and memory reach, as ``dtensor.cost.device.DEVICES`` has it.
+        peak: FLOPs per second of the data sheet, dense bfloat16.
+        memory: bytes of a device.
+
+    It communicates nothing, and raises nothing.
+
+    >>> from dtensor.clusters import CLUSTERS
+    >>> large = cluster(CLUSTERS["h100"].device, 9.89e14, 80e9, node=72, inside=3.6e11, between=4e10)
+    >>> large.profile.ranks_per_host
+    72
+    """
     links = Link.uniform(1e-5, 1e-6, inside, device.memory), Link.uniform(2e-5, 2e-6, between, device.memory)
     return Cluster(Profile({"nccl": links[0]}, {"nccl": links[1]}, node, {"meta": device}), peak, memory)
 
@@ -63,6 +82,11 @@ CLUSTERS = {
 class Degrees:
     """Ranks along mesh dims: ``tp`` innermost, then ``cp``, ``pp``, ``dp``; ``ep`` of those of ``dp`` cut experts, and stand
     between ``cp`` and ``pp``.
+
+    Numbers alone: they communicate nothing.
+
+    >>> print(Degrees(tp=8, pp=16, dp=128), Degrees(tp=8, pp=16, dp=128).ranks)
+    tp 8 x cp 1 x pp 16 x dp 128 16384
     """
 
     tp: int = 1

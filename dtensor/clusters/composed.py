@@ -31,6 +31,13 @@ class Estimate:
         nbytes: mesh dim -> bytes received in a step.
         seconds: kind -> seconds of a step that nothing else hides.
         mfu: products of the model per second, over those of the data sheet.
+
+    A record: it communicates nothing.
+
+    >>> from dtensor.clusters import CLUSTERS, MODELS
+    >>> found = estimate(MODELS["llama3-8b"], CLUSTERS["h100"], Degrees(dp=8), 2048, 64)
+    >>> sorted(found.memory)
+    ['activations', 'gradients', 'logits', 'optimizer', 'parameters', 'passing']
     """
 
     degrees: Degrees
@@ -170,6 +177,13 @@ def best(model: Transformer, cluster: Cluster, ranks: int, sequence: int, batch:
 
     Raises:
         PlanError: none fits.
+
+    >>> from dtensor.clusters import CLUSTERS, Transformer
+    >>> small = Transformer(2, 1024, 8, 8, 4096, 1000)
+    >>> [str(one.degrees) for one in best(small, CLUSTERS["h100"], 4, 1024, 8, most=1)]
+    ['tp 1 x cp 1 x pp 1 x dp 4']
+
+    Cost: it communicates nothing; host time, below a minute for 16,384 ranks.
     """
     families: dict[tuple[int, ...], list[Degrees]] = {}
     for degrees in all_degrees(model, ranks, cluster.profile.ranks_per_host, sequence, batch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 
 import dtensor as dt
 
-ROOMS: tuple[ModuleType, ...] = (dt, dt.checkpoint, dt.debug, dt.parallel, dt.sharding_spec, dt.testing, dt.sharded_tensor)
+WINGS = ("checkpoint", "debug", "parallel", "sharding_spec", "testing", "sharded_tensor", "clusters", "hf")
+ALIASES = ("fsdp", "experimental", "device_mesh", "placement_types")
+ROOMS: tuple[ModuleType, ...] = (dt, *(import_module(f"dtensor.{name}") for name in (*WINGS, *ALIASES)))
 COST = re.compile(r"communicat|collective|gather|all-reduce|all-to-all|reduce-scatter|broadcast|\bcosts?\b", re.IGNORECASE)
 FAULTS = re.compile(r"\braise[sd]?\b|Error\b|\berrors?\b", re.IGNORECASE)
 
