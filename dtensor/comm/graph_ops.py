@@ -9,41 +9,57 @@ by sizes, which differ between uneven blocks. So these are effects in order, whi
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..base import torch_internals
 from ..base.told import changed
+from ..mesh.groups import Group, backend_of
+from .pending import Pending
+from .watched import watched
 
 _SCHEMAS = {
-    "exchange": "(Tensor row, int[] arriving, int[] leaving, str group) -> Tensor",
-    "gather": "(Tensor row, int size, str group) -> Tensor",
+    "exchange": "(Tensor row, int[] arriving, int[] leaving, str said, str group) -> Tensor",
+    "gather": "(Tensor row, int size, str said, str group) -> Tensor",
     "reduce": "(Tensor row, str op, str group) -> Tensor",
-    "reduce_scatter": "(Tensor row, str op, int size, str group) -> Tensor",
+    "reduce_scatter": "(Tensor row, str op, int size, str said, str group) -> Tensor",
 }
 
 
-def _exchange(row: Tensor, arriving: list[int], leaving: list[int], group: str) -> Tensor:
-    return _ended(torch.ops._c10d_functional.all_to_all_single(row, arriving, leaving, group))
+def _exchange(row: Tensor, arriving: list[int], leaving: list[int], said: str, group: str) -> Tensor:
+    run = partial(torch.ops._c10d_functional.all_to_all_single, row, arriving, leaving, group)
+    return _watched(row, said, group, run, own=(leaving, arriving))
 
 
-def _gather(row: Tensor, size: int, group: str) -> Tensor:
-    return _ended(torch.ops._c10d_functional.all_gather_into_tensor(row, size, group))
+def _gather(row: Tensor, size: int, said: str, group: str) -> Tensor:
+    return _watched(row, said, group, partial(torch.ops._c10d_functional.all_gather_into_tensor, row, size, group))
 
 
 def _reduce(row: Tensor, op: str, group: str) -> Tensor:
-    return _ended(torch.ops._c10d_functional.all_reduce(row, op, group))
+    return _watched(row, f"all_reduce({op})", group, partial(torch.ops._c10d_functional.all_reduce, row, op, group))
 
 
-def _reduce_scatter(row: Tensor, op: str, size: int, group: str) -> Tensor:
-    return _ended(torch.ops._c10d_functional.reduce_scatter_tensor(row, op, size, group))
+def _reduce_scatter(row: Tensor, op: str, size: int, said: str, group: str) -> Tensor:
+    return _watched(row, said, group, partial(torch.ops._c10d_functional.reduce_scatter_tensor, row, op, size, group))
 
 
-def _ended(sent: Tensor) -> Any:
-    return torch.ops._c10d_functional.wait_tensor(sent)
+def _watched(
+    row: Tensor, said: str, name: str, run: Callable[[], Tensor], own: tuple[list[int], list[int]] | None = None
+) -> Tensor:
+    """What ``run`` gives when it has ended, compared with other ranks' before anything is sent, as the eager collectives are."""
+    handle = torch_internals.resolve_process_group(name)
+    ranks = dist.get_process_group_ranks(handle)
+    group = Group(handle, tuple(range(len(ranks))), handle.rank(), None, backend_of(handle, row.device.type))
+
+    def issue(_: Tensor) -> Pending[Tensor]:
+        return Pending(partial(torch.ops._c10d_functional.wait_tensor, run()))
+
+    over = f"a graph of ranks {', '.join(map(str, ranks))}"
+    return watched(group, said, over, issue, shaped=own is None, own=own)(row).wait()
 
 
 _RUN: dict[str, Callable[..., Tensor]] = {
@@ -53,10 +69,10 @@ _RUN: dict[str, Callable[..., Tensor]] = {
     "reduce_scatter": _reduce_scatter,
 }
 _WITHOUT_DATA: dict[str, Callable[..., Tensor]] = {
-    "exchange": lambda row, arriving, leaving, group: row.new_empty(sum(arriving)),
-    "gather": lambda row, size, group: row.new_empty(row.numel() * size),
+    "exchange": lambda row, arriving, leaving, said, group: row.new_empty(sum(arriving)),
+    "gather": lambda row, size, said, group: row.new_empty(row.numel() * size),
     "reduce": lambda row, op, group: torch.empty_like(row),
-    "reduce_scatter": lambda row, op, size, group: row.new_empty(row.numel() // size),
+    "reduce_scatter": lambda row, op, size, said, group: row.new_empty(row.numel() // size),
 }
 
 

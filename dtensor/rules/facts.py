@@ -38,6 +38,7 @@ class Facts:
         per_element: it works on each element of its lists by itself.
         each: the operator whose rule each element follows, where it has none of its own.
         flat: it reads its lists as flat memory, in the strides of the first.
+        stores: autograd calls it when it stores a gradient, or does not where nobody else holds a reference: ranks may differ.
     """
 
     strides: Law | None = None
@@ -52,6 +53,7 @@ class Facts:
     per_element: bool = False
     each: str | None = None
     flat: bool = False
+    stores: bool = False
 
 
 _FACTS: dict[str, Facts] = {}
