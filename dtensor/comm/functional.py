@@ -41,12 +41,12 @@ def either(eager: Run, bind: Any) -> Run:
     return issue
 
 
-def _exchange(group: Group, row: Tensor, arriving: list[int], leaving: list[int]) -> Tensor:
-    """One all-to-all of the parts of ``row`` by torch's ranks."""
+def _exchange(group: Group, row: Tensor, arriving: list[int], leaving: list[int], said: str) -> Tensor:
+    """One all-to-all of the parts of ``row`` by torch's ranks; ``said`` is what it is for."""
     carried = message(row)
     if carried.dtype is not row.dtype:
         arriving, leaving = ([length * row.dtype.itemsize for length in side] for side in (arriving, leaving))
-    return _as(in_graph("exchange", carried, arriving, leaving, group.handle.group_name), row.dtype)
+    return _as(in_graph("exchange", carried, arriving, leaving, said, group.handle.group_name), row.dtype)
 
 
 def _as(row: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,24 +56,25 @@ def _as(row: Tensor, dtype: torch.dtype) -> Tensor:
 def bind_transfer(group: Group, transfer: Transfer) -> Run:
     route = transfer.route_of(group.members[group.position])
     if transfer.kind == "all_gather" and traits_of(group).reduces and Traffic.of_gather(route).alike:
-        return _gathered(group, route)
+        return _gathered(group, route, transfer.said)
     leaving, arriving = packings(group, route)
+    said = f"{transfer.kind} {transfer.said}"
 
     def issue(x: Tensor) -> Pending[Tensor]:
-        row = _exchange(group, leaving.pack(row_major(x, route.old)), arriving.lengths, leaving.lengths)
+        row = _exchange(group, leaving.pack(row_major(x, route.old)), arriving.lengths, leaving.lengths, said)
         return Pending.of(arriving.unpack(row))
 
     return issue
 
 
-def _gathered(group: Group, route: Any) -> Run:
+def _gathered(group: Group, route: Any, said: str) -> Run:
     boxes = list(route.receives)
     boxes[group.position] = route.kept[1]
     arriving = Packing(tuple(group.to_torch(boxes)), route.new)
 
     def issue(x: Tensor) -> Pending[Tensor]:
         row = message(as_row(row_major(x, route.old)))
-        rows = in_graph("gather", row, group.size, group.handle.group_name)
+        rows = in_graph("gather", row, group.size, f"all_gather {said}", group.handle.group_name)
         return Pending.of(arriving.unpack(_as(rows, x.dtype)))
 
     return issue
@@ -93,23 +94,23 @@ def bind_scatter(group: Group, scatter: Scatter) -> Run:
     old, chunks = tuple(scatter.old(member)), scatter.chunks_of(member)
     own = chunks[group.position]
     leaving = Packing(tuple(group.to_torch(chunks)), old)
-    native = _native(group, op, scatter.dtype)
+    native, said = _native(group, op, scatter.dtype), f"reduce_scatter({op}) {scatter.said}"
     if native is not None and len({box.size for box in chunks}) == 1:
-        return _scattered_natively(group, leaving, own.size, native)
+        return _scattered_natively(group, leaving, own.size, native, said)
 
     def issue(x: Tensor) -> Pending[Tensor]:
-        rows = _exchange(group, leaving.pack(row_major(x, old)), [own.numel] * group.size, leaving.lengths)
+        rows = _exchange(group, leaving.pack(row_major(x, old)), [own.numel] * group.size, leaving.lengths, said)
         return Pending.of(fold(group.to_mesh(rows.view(group.size, *own.size).unbind(0)), op))
 
     return issue
 
 
-def _scattered_natively(group: Group, leaving: Packing, size: tuple[int, ...], native: tuple[str, torch.dtype]) -> Run:
+def _scattered_natively(group: Group, leaving: Packing, size: tuple[int, ...], native: tuple[str, torch.dtype], said: str) -> Run:
     op, seen = native
 
     def issue(x: Tensor) -> Pending[Tensor]:
         row = as_row(leaving.pack(row_major(x, leaving.shape))).view(seen)
-        reduced = in_graph("reduce_scatter", row, op, group.size, group.handle.group_name)
+        reduced = in_graph("reduce_scatter", row, op, group.size, said, group.handle.group_name)
         return Pending.of(_as(reduced, x.dtype).view(size))
 
     return issue
@@ -149,7 +150,7 @@ def _reduced_natively(group: Group, native: tuple[str, torch.dtype]) -> Run:
 
 def _in_one_round(group: Group, x: Tensor, op: Op) -> Tensor:
     lengths = [x.numel()] * group.size
-    rows = _exchange(group, x.expand(group.size, *x.shape).contiguous().view(-1), lengths, lengths)
+    rows = _exchange(group, x.expand(group.size, *x.shape).contiguous().view(-1), lengths, lengths, f"all_reduce({op})")
     return fold(group.to_mesh(rows.view(group.size, *x.shape).unbind(0)), op)
 
 
@@ -158,10 +159,10 @@ def _in_two_rounds(group: Group, x: Tensor, op: Op) -> Tensor:
     chunk = -(-x.numel() // group.size)
     lengths = [max(0, min(chunk, x.numel() - k * chunk)) for k in range(group.size)]
     own = lengths[group.torch_rank]
-    rows = _exchange(group, x.view(-1), [own] * group.size, lengths)
+    rows = _exchange(group, x.view(-1), [own] * group.size, lengths, f"all_reduce({op}), to its parts")
     reduced = fold(group.to_mesh(rows.view(group.size, own).unbind(0)), op)
     again = reduced.expand(group.size, own).contiguous().view(-1)
-    return _exchange(group, again, lengths, [own] * group.size).view(x.shape)
+    return _exchange(group, again, lengths, [own] * group.size, f"all_reduce({op}), of its parts").view(x.shape)
 
 
 def beside(eager: Reduction, group: Group, op: Op, dtype: torch.dtype) -> Reduction:

@@ -10,41 +10,61 @@ Random numbers are such effects too: every rank advances its generator alike, on
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..base import torch_internals
 from ..base.told import changed
 from ..base.tracing import kept_object
+from ..mesh.groups import Group, backend_of
+from .pending import Pending
+from .watched import watched
 
 _SCHEMAS = {
-    "exchange": "(Tensor row, int[] arriving, int[] leaving, str group) -> Tensor",
-    "gather": "(Tensor row, int size, str group) -> Tensor",
+    "exchange": "(Tensor row, int[] arriving, int[] leaving, str said, str group) -> Tensor",
+    "gather": "(Tensor row, int size, str said, str group) -> Tensor",
     "reduce": "(Tensor row, str op, str group) -> Tensor",
-    "reduce_scatter": "(Tensor row, str op, int size, str group) -> Tensor",
+    "reduce_scatter": "(Tensor row, str op, int size, str said, str group) -> Tensor",
     "check": "(str check) -> ()",
     "draw": "(str make, Tensor[] given, int[] size, int[] stride, ScalarType dtype, Device device) -> Tensor",
 }
 
 
-def _exchange(row: Tensor, arriving: list[int], leaving: list[int], group: str) -> Tensor:
-    return _ended(torch.ops._c10d_functional.all_to_all_single(row, arriving, leaving, group))
+def _exchange(row: Tensor, arriving: list[int], leaving: list[int], said: str, group: str) -> Tensor:
+    run = partial(torch.ops._c10d_functional.all_to_all_single, row, arriving, leaving, group)
+    return _watched(row, said, group, run, own=(leaving, arriving))
 
 
-def _gather(row: Tensor, size: int, group: str) -> Tensor:
-    return _ended(torch.ops._c10d_functional.all_gather_into_tensor(row, size, group))
+def _gather(row: Tensor, size: int, said: str, group: str) -> Tensor:
+    return _watched(row, said, group, partial(torch.ops._c10d_functional.all_gather_into_tensor, row, size, group))
 
 
 def _reduce(row: Tensor, op: str, group: str) -> Tensor:
-    return _ended(torch.ops._c10d_functional.all_reduce(row, op, group))
+    return _watched(row, f"all_reduce({op})", group, partial(torch.ops._c10d_functional.all_reduce, row, op, group))
 
 
-def _reduce_scatter(row: Tensor, op: str, size: int, group: str) -> Tensor:
-    return _ended(torch.ops._c10d_functional.reduce_scatter_tensor(row, op, size, group))
+def _reduce_scatter(row: Tensor, op: str, size: int, said: str, group: str) -> Tensor:
+    return _watched(row, said, group, partial(torch.ops._c10d_functional.reduce_scatter_tensor, row, op, size, group))
+
+
+def _watched(
+    row: Tensor, said: str, name: str, run: Callable[[], Tensor], own: tuple[list[int], list[int]] | None = None
+) -> Tensor:
+    """What ``run`` gives when it has ended, compared with other ranks' before anything is sent, as the eager collectives are."""
+    handle = torch_internals.resolve_process_group(name)
+    ranks = dist.get_process_group_ranks(handle)
+    group = Group(handle, tuple(range(len(ranks))), handle.rank(), None, backend_of(handle, row.device.type))
+
+    def issue(_: Tensor) -> Pending[Tensor]:
+        return Pending(partial(torch.ops._c10d_functional.wait_tensor, run()))
+
+    over = f"a graph of ranks {', '.join(map(str, ranks))}"
+    return watched(group, said, over, issue, shaped=own is None, own=own)(row).wait()
 
 
 def _draw(make: str, given: list[Tensor], size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -52,10 +72,6 @@ def _draw(make: str, given: list[Tensor], size: list[int], stride: list[int], dt
     if list(made.stride()) == stride:
         return made
     return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(made)
-
-
-def _ended(sent: Tensor) -> Any:
-    return torch.ops._c10d_functional.wait_tensor(sent)
 
 
 _RUN: dict[str, Callable[..., Any]] = {
@@ -68,10 +84,10 @@ _RUN: dict[str, Callable[..., Any]] = {
 }
 _WITHOUT_DATA: dict[str, Callable[..., Any]] = {
     "check": lambda check: None,
-    "exchange": lambda row, arriving, leaving, group: row.new_empty(sum(arriving)),
-    "gather": lambda row, size, group: row.new_empty(row.numel() * size),
+    "exchange": lambda row, arriving, leaving, said, group: row.new_empty(sum(arriving)),
+    "gather": lambda row, size, said, group: row.new_empty(row.numel() * size),
     "reduce": lambda row, op, group: torch.empty_like(row),
-    "reduce_scatter": lambda row, op, size, group: row.new_empty(row.numel() // size),
+    "reduce_scatter": lambda row, op, size, said, group: row.new_empty(row.numel() // size),
     "draw": lambda make, given, size, stride, dtype, device: torch.empty_strided(size, stride, dtype=dtype, device=device),
 }
 

@@ -25,7 +25,7 @@ from .reductions import bind_all_reduce, bind_scatter
 from .regions import Scatter, Transfer
 from .rows import gathered
 from .transfer import bind_direct, bind_transfer
-from .watched import watched
+from .watched import lengths_of, watched
 
 
 class ProcessGroups(Communicator):
@@ -53,10 +53,9 @@ class ProcessGroups(Communicator):
 
     def _transfer(self, dims: Dims, transfer: Transfer) -> Run:
         group = self._group(dims)
-        own = None if transfer.said else transfer.route_of(group.members[group.position])
-        run = watched(
-            group, f"{transfer.kind} {transfer.said}".rstrip(), self._over(dims), bind_transfer(group, transfer), own=own
-        )
+        own = None if transfer.said else lengths_of(transfer.route_of(group.members[group.position]))
+        said = f"{transfer.kind} {transfer.said}".rstrip()
+        run = watched(group, said, self._over(dims), bind_transfer(group, transfer), own=own, mesh=self.mesh)
         return either(run, lambda: functional.bind_transfer(group, transfer))
 
     def _transfer_to(self, target: DeviceMesh, ranks: Dims, transfer: Transfer) -> Run:
@@ -77,20 +76,20 @@ class ProcessGroups(Communicator):
         said, over = f"transfer to another mesh {transfer.said}", f"ranks {', '.join(map(str, ranks))}"
         own = transfer.route_of(group.position)
         if len(in_torch) == len(ranks):
-            run = watched(group, said, over, bind_transfer(group, transfer), own=own)
+            run = watched(group, said, over, bind_transfer(group, transfer), own=lengths_of(own))
             return either(run, lambda: functional.bind_transfer(group, transfer))
-        return either(watched(group, said, over, bind_direct(group, own), own=own), functional.refusing_part)
+        return either(watched(group, said, over, bind_direct(group, own), own=lengths_of(own)), functional.refusing_part)
 
     def _all_reduce(self, dims: Dims, op: Op, dtype: torch.dtype) -> Reduction:
         group, made = self._group(dims), bind_all_reduce(self._group(dims), op, dtype)
         said, over = f"all_reduce({op})", self._over(dims)
-        run = watched(group, said, over, made.run, shaped=True)
-        taking = None if made.taking is None else watched(group, said, over, made.taking, shaped=True)
+        run = watched(group, said, over, made.run, shaped=True, mesh=self.mesh)
+        taking = None if made.taking is None else watched(group, said, over, made.taking, shaped=True, mesh=self.mesh)
         return functional.beside(Reduction(run, taking, made.at_once), group, op, dtype)
 
     def _reduce_scatter(self, dims: Dims, scatter: Scatter) -> Run:
         group, said = self._group(dims), f"reduce_scatter({scatter.op}) {scatter.said}"
-        run = watched(group, said, self._over(dims), bind_scatter(group, scatter))
+        run = watched(group, said, self._over(dims), bind_scatter(group, scatter), mesh=self.mesh)
         return either(run, lambda: functional.bind_scatter(group, scatter))
 
     def _all_gather_object(self, value: Any, dims: Dims) -> list[Any]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,32 +15,48 @@ import torch.distributed as dist
 from ..base.caches import remembered
 from ..base.generators import state_now
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.groups import Group
+from ..mesh.groups import BEFORE, Group
 from ..watch.chain import Chain, Deed, read_lengths, told_lengths, unfitting
-from ..watch.levels import Level, refuse_child
+from ..watch.levels import Level, refuse_child, trail_of
 from ..watch.ring import ISSUED, fingerprint
 from ..watch.verdict import Said, differing_words, said_of, unfit_words
-from ..watch.watching import chain_among, explained, operations_among, refuse, waited
+from ..watch.watching import chain_among, explained, meet, operations_among, refuse, waited
 from .pending import Pending
 from .regions import Route, Transfer
 from .rows import gathered
 from .transfer import Issue, bind_direct, bind_transfer
 
+BEFORE.append(meet)
+_MAIN = threading.main_thread().ident
 _KEPT = 1024  # descriptions of a collective's operands
 _WORDS = 1024  # bytes in which a rank says what it does
 
 
-def watched(group: Group, said: str, over: str, run: Issue, shaped: bool = False, own: Route | None = None) -> Issue:
+def watched(
+    group: Group,
+    said: str,
+    over: str,
+    run: Issue,
+    shaped: bool = False,
+    own: tuple[Sequence[int], Sequence[int]] | None = None,
+    mesh: DeviceMesh | None = None,
+) -> Issue:
     """``run``; ``said`` is what all ranks of the group say of it, besides the dtype, and the shape where that is ``shaped``.
 
-    ``over`` names the mesh dims. Where ranks do not know each other's lengths, ``own`` is this rank's part.
+    ``over`` names the mesh dims. Where ranks do not know each other's lengths, ``own`` is how many numbers this rank sends to
+    each of the group, and how many it expects of each. Of all ranks of ``mesh`` the collectives come in one order, in whichever
+    of its groups they are.
     """
     ranks = ranks_of(group)
     chain = chain_among(ranks, group.handle, group.backend)
     if chain is None:
         return run
     known: dict[Any, Deed] = {}
-    lengths = "" if own is None else _lengths(ranks, chain, own)
+    kind = fingerprint(f"{said} {over}")  # on all of the mesh alike, as shapes of blocks are not
+    if list(chain.ranks) != ranks:
+        over = f"{over} of ranks {', '.join(map(str, ranks))}"
+    trail = None if mesh is None or len(together := holders(mesh)) <= len(ranks) else trail_of(together)
+    lengths = "" if own is None else told_lengths(*([side[ranks.index(rank)] for rank in chain.ranks] for side in own))
 
     def issue(x: torch.Tensor) -> Pending[torch.Tensor]:
         if (level := Level.now) == "off":
@@ -49,6 +68,8 @@ def watched(group: Group, said: str, over: str, run: Issue, shaped: bool = False
                 known.clear()
             deed = known[key] = Deed.of(f"{said} {_operand(x, shaped)}", over, lengths)
         admitted(chain, group, ranks, level, deed)
+        if trail is not None and threading.get_ident() == _MAIN:
+            trail.hash = hash((trail.hash, kind))
         number = chain.count
         try:
             pending = run(x)
@@ -60,11 +81,10 @@ def watched(group: Group, said: str, over: str, run: Issue, shaped: bool = False
     return issue
 
 
-def _lengths(ranks: list[int], chain: Chain, route: Route) -> str:
-    """What this rank sends to each of the chain's ranks and expects of it."""
-    at = {rank: position for position, rank in enumerate(ranks)}
-    sides = ([0 if box is None else box.numel for box in side] for side in (route.sends, route.receives))
-    return told_lengths(*([side[at[rank]] for rank in chain.ranks] for side in sides))
+def lengths_of(route: Route) -> tuple[list[int], list[int]]:
+    """How many numbers a rank sends to each of its group, and how many it expects of each."""
+    leaving, arriving = ([0 if box is None else box.numel for box in side] for side in (route.sends, route.receives))
+    return leaving, arriving
 
 
 def ranks_of(group: Group) -> list[int]:
@@ -83,9 +103,15 @@ def holders(mesh: DeviceMesh, dims: tuple[int, ...] | None = None) -> frozenset[
 
 
 def draws(mesh: DeviceMesh, generator: torch.Generator) -> None:
-    """Under "strict" the state from which all ranks draw is a part of what they compare."""
-    if Level.now == "strict" and (ring := operations_among(holders(mesh))) is not None:
-        ring.mix(fingerprint(state_now(generator).numpy().tobytes()))
+    """The state from which all ranks draw is a part of what they compare."""
+    ranks = holders(mesh) if Level.now in ("watch", "strict") else frozenset[int]()
+    if len(ranks) > 1 and threading.get_ident() == _MAIN:
+        state = zlib.crc32(state_now(generator).numpy().data)
+        if Level.now == "watch":
+            trail = trail_of(ranks)
+            trail.hash, trail.last = hash((trail.hash, state)), "a draw of random numbers"
+        elif (ring := operations_among(ranks)) is not None:
+            ring.mix(state)
 
 
 def admitted(chain: Chain, group: Group, ranks: list[int], level: str, deed: Deed) -> None:

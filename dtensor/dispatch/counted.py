@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..base.caches import Bounded, remembered
+from ..base.caches import remembered
 from ..base.torch_internals import AccumulateGrad, autograd_node, count_dispatch_modes
 from ..base.tracing import has_no_values, under_way
 from ..comm.watched import holders
@@ -22,13 +22,12 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.schema import Operator
 from ..watch import lines
-from ..watch.levels import Level
+from ..watch.levels import trail_of
 from ..watch.ring import Trail, fingerprint
 from ..watch.watching import operations_among
 from . import wrapping
 from .keys import TRUTHS
 
-_MAIN = threading.main_thread().ident
 _KINDS = str | bool | int | float | complex | None | torch.dtype | torch.layout | torch.memory_format
 
 
@@ -51,29 +50,45 @@ def counting(operator: Operator, run: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def noting(operator: Operator, plans: dict[Any, Any]) -> Callable[[Any], Any]:
-    """``plans.get``, whose calls count; not those of other threads, which come in no order, nor while a program is traced."""
-    get, known, thread, modes = plans.get, Bounded[Any, Callable[[], None]](1024), threading.get_ident, count_dispatch_modes
+class Notes:
+    """One operator's plans, with what notes the calls that find them: a plan is kept with its trail, fingerprint and words.
 
-    def find(signature: tuple[Any, ...]) -> Any:
-        found = get(signature)
-        if thread() == _MAIN and not (modes() and under_way()) and not isinstance(autograd_node(), AccumulateGrad):
-            note = known.get(signature)
-            if note is None:
-                note = known.keep(signature, _note_of(operator, signature))
-            note()
-        return found
+    Attributes:
+        find: ``plans.get`` of the plan alone, whose calls count, with the numbers that enter only the arithmetic; not those of
+            other threads, which come in no order, nor while a program is traced.
+    """
 
-    return find
+    def __init__(self, operator: Operator, plans: dict[Any, Any]) -> None:
+        self._operator, stores, many = operator, operator.facts.stores, Trail.MANY
+        get, thread, main, modes = plans.get, threading.get_ident, threading.main_thread().ident, count_dispatch_modes
 
+        def find(signature: tuple[Any, ...], numbers: list[Any] | None = None) -> Any:
+            kept = get(signature)
+            found, trail, step, words = (None, *self._step_of(signature)) if kept is None else kept
+            if trail is None or thread() != main or (modes() and under_way()):
+                return found
+            if not stores or not isinstance(autograd_node(), AccumulateGrad):
+                trail.hash = hash((trail.hash, step))  # of whole numbers: the same in all processes
+                trail.last = words
+                if numbers:
+                    (so_far := trail.numbers).extend(numbers)
+                    if len(so_far) > many:
+                        trail.settle()
+            return found
 
-def _note_of(operator: Operator, signature: tuple[Any, ...]) -> Callable[[], Any]:
-    """What notes a call. Ranks that hold copies of all operands do it each for itself."""
-    ranks = _together(list(_layouts(signature)))
-    if operator.is_view or len(ranks) < 2:
-        return int
-    trail = Level.trails.get(ranks) or Level.trails.setdefault(ranks, Trail(ranks))
-    return trail.note(f"{operator.name}({', '.join(map(_part, signature))})")
+        self.find = find
+
+    def beside(self, plan: Any, signature: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A plan as it is kept."""
+        return plan, *self._step_of(signature)
+
+    def _step_of(self, signature: tuple[Any, ...]) -> tuple[Trail | None, int, str]:
+        """Of views, and where ranks hold copies of all operands, which they use each for itself, there is no trail."""
+        ranks = _together(list(_layouts(signature)))
+        if self._operator.is_view or len(ranks) < 2:
+            return None, 0, ""
+        words = f"{self._operator.name}({', '.join(map(_part, signature))})"
+        return trail_of(ranks), fingerprint(words), words
 
 
 def _together(layouts: list[Layout]) -> frozenset[int]:

@@ -34,7 +34,7 @@ from ..watch.watching import note
 from . import wrapping
 from .bind import bind, runner_of
 from .conditions import by_kinds, floats_by_default, under_default_dtype
-from .counted import counting, noting
+from .counted import Notes, counting
 from .keys import AS_IT_IS, stand_in, static
 from .local_op import local_function
 from .mixed_meshes import across_places, meshes_of
@@ -44,14 +44,14 @@ from .plain_operands import agree_on_declared, through_copies
 from .steps import Runner
 from .wrapping import wrap_local
 
-PLANS: Shared[tuple[Any, ...], Layout | Runner] = Shared(each=1024, together=8192)  # per operator, of all operators
+PLANS: Shared[tuple[Any, ...], Any] = Shared(each=1024, together=8192)  # per operator, of all operators
 watched("plans", PLANS.fullness)
 
 
 class Entry:
     """One operator's plans, and ``run``, its ``__torch_dispatch__``."""
 
-    __slots__ = ("func", "local", "misses", "operator", "plans", "run", "scalar_names", "scalar_positions")
+    __slots__ = ("func", "local", "misses", "notes", "operator", "plans", "run", "scalar_names", "scalar_positions")
 
     def __init__(self, func: Any) -> None:
         self.func = func
@@ -62,6 +62,7 @@ class Entry:
         self.scalar_names = by_type
         self.scalar_positions = frozenset(i for i, name in enumerate(self.operator.names) if name in by_type)
         self.plans = PLANS.part()
+        self.notes = Notes(self.operator, self.plans) if Level.now == "watch" and Level.armed else None
         self.misses = 0
         self.run = _dispatch_of(self)
 
@@ -134,7 +135,7 @@ def _entered(func: Any) -> Entry:
 def _dispatch_of(entry: Entry) -> Callable[..., Any]:
     """What happens at each call of one operator."""
     tensor, is_view, local_op = wrapping.TENSOR, entry.operator.is_view, entry.local
-    find = noting(entry.operator, entry.plans) if Level.now == "watch" and Level.armed else entry.plans.get
+    find: Callable[..., Any] = entry.plans.get if entry.notes is None else entry.notes.find
     general = _general_form_of(entry, find)
     numbered, sized = entry.operator.numbered, entry.operator.sized
 
@@ -152,7 +153,7 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
                             return wrap_local(local_op(args[0]._local, args[1]._local), found)
                         if found is None:
                             found = runner_of(_miss(entry, signature, args, kwargs), entry.operator)
-                        return found(args, kwargs, [args[0]._local, args[1]._local], {})  # type: ignore[operator]  # a Runner
+                        return found(args, kwargs, [args[0]._local, args[1]._local], {})
                     if len(args) == 3 and type(args[1]) is tensor and type(args[2]) is tensor:
                         three = (args[0]._layout, args[1]._layout, args[2]._layout)
                         found = find(three)
@@ -160,7 +161,7 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
                             found = _miss(entry, three, args, kwargs)
                         if type(found) is Layout:
                             return wrap_local(local_op(args[0]._local, args[1]._local, args[2]._local), found)
-                        return found(args, kwargs, [args[0]._local, args[1]._local, args[2]._local], {})  # type: ignore[operator]
+                        return found(args, kwargs, [args[0]._local, args[1]._local, args[2]._local], {})
                     if numbered or len(args) == 1 or (sized and len(args) == 2):
                         try:
                             signature = (args[0]._layout, tuple(args[1])) if sized else (args[0]._layout, *args[1:])
@@ -172,7 +173,7 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
                                 found = _miss(entry, signature, args, kwargs)
                             if type(found) is Layout:
                                 return wrap_local(local_op(args[0]._local, *args[1:]), found)
-                            return found(args, kwargs, [args[0]._local, *args[1:]], {})  # type: ignore[operator]  # a Runner
+                            return found(args, kwargs, [args[0]._local, *args[1:]], {})
             return general(args, kwargs)
         except Exception as error:
             note(error)
@@ -181,13 +182,14 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
     return counting(entry.operator, run) if Level.now == "strict" else run
 
 
-def _general_form_of(entry: Entry, find: Callable[[Any], Any]) -> Callable[..., Any]:
+def _general_form_of(entry: Entry, find: Callable[..., Any]) -> Callable[..., Any]:
     """A call of one operator, whatever its arguments."""
     tensor, local_op = wrapping.TENSOR, entry.local
-    by_type, names_by_type = entry.scalar_positions, entry.scalar_names
+    by_type, names_by_type, noted = entry.scalar_positions, entry.scalar_names, entry.notes is not None
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key: list[Any] = []
+        numbers: list[Any] | None = [] if noted else None
         local_args: list[Any] = []
         for value in args:
             kind = type(value)
@@ -198,7 +200,7 @@ def _general_form_of(entry: Entry, find: Callable[[Any], Any]) -> Callable[..., 
                 key.append(value)
                 local_args.append(value)
             else:
-                local_args.append(static(value, key, len(local_args) in by_type))
+                local_args.append(static(value, key, len(local_args) in by_type, numbers))
         local_kwargs = {}
         if len(kwargs) > 2 and AS_IT_IS.issuperset(map(type, kwargs.values())):
             key += kwargs.items()
@@ -210,11 +212,11 @@ def _general_form_of(entry: Entry, find: Callable[[Any], Any]) -> Callable[..., 
                     key.append(value)
                     local_kwargs[name] = value
                 else:
-                    local_kwargs[name] = static(value, key, name in names_by_type)
+                    local_kwargs[name] = static(value, key, name in names_by_type, numbers)
         if IMPLICIT_REPLICATION.held and MODES.implicit_replication:
             key.append(MODES)
         signature = tuple(key)
-        found = find(signature)
+        found = find(signature, numbers)
         if found is None:
             found = _miss(entry, signature, args, kwargs)
         if type(found) is not Layout:
@@ -288,12 +290,13 @@ def _for_facts(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _kept(entry: Entry, signature: tuple[Any, ...], found: Layout | Runner) -> Layout | Runner:
     entry.misses += 1
-    return PLANS.keep(entry.plans, signature, found)
+    PLANS.keep(entry.plans, signature, found if entry.notes is None else entry.notes.beside(found, signature))
+    return found
 
 
 def _anew(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any], *local: Any) -> Any:
     entry.plans.pop(signature, None)
-    return entry.run(wrapping.TENSOR, entry.func, (), args, kwargs)
+    return runner_of(_miss(entry, signature, args, kwargs), entry.operator)(args, kwargs, *local)
 
 
 def run_chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choose: Chooser) -> Any:

@@ -18,16 +18,18 @@ _SYMBOLS: dict[type, Any] = {torch.SymInt: int, torch.SymFloat: float, torch.Sym
 TRUTHS: dict[Any, str] = {_TRUE: "True", _FALSE: "False"}
 
 
-def static(value: Any, key: list[Any], by_type: bool) -> Any:
-    """The local form of one argument, its part of the key appended."""
+def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None = None) -> Any:
+    """The local form of one argument, its part of the key appended; to ``numbers`` those that are in the key by their type."""
     kind = type(value)
-    if kind is int:
-        key.append(kind if by_type else value)
-        return value
-    if kind is float or kind is complex:
-        key.append(kind)
-        if not by_type:
+    if kind is int or kind is float or kind is complex:
+        if by_type:
+            key.append(kind)
+            if numbers is not None:
+                numbers.append(value)
+        elif kind is int:
             key.append(value)
+        else:
+            key += kind, value
         return value
     if kind is wrapping.TENSOR:
         key.append(value._layout)
@@ -36,7 +38,7 @@ def static(value: Any, key: list[Any], by_type: bool) -> Any:
         key.append(_TRUE if value else _FALSE)
         return value
     if kind is list or kind is tuple:
-        return _static_list(value, key, by_type)
+        return _static_list(value, key, by_type, numbers)
     if isinstance(value, torch.Tensor):
         if isinstance(value, wrapping.TENSOR):
             key.append(value._layout)
@@ -65,7 +67,7 @@ def _strides(x: torch.Tensor) -> tuple[int, ...] | None:
     return x.stride() if x.layout is torch.strided else None
 
 
-def _static_list(value: Any, key: list[Any], by_type: bool) -> Any:
+def _static_list(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None) -> Any:
     first = type(value[0]) if value else None
     if first is wrapping.TENSOR:
         try:
@@ -81,6 +83,8 @@ def _static_list(value: Any, key: list[Any], by_type: bool) -> Any:
         return list(value)
     elif (first is int or first is float) and (len(value) == 1 or len(set(map(type, value))) == 1):  # True == 1 as a key
         key.append((first, len(value)) if by_type else (first, *value))
+        if by_type and numbers is not None:
+            numbers += value
         return value
     key.append(len(value))
-    return [static(item, key, by_type) for item in value]
+    return [static(item, key, by_type, numbers) for item in value]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -122,6 +122,7 @@ class _Made(threading.local):
 
 
 _MADE = _Made()
+BEFORE: list[Callable[[list[int], str], None]] = []  # called before a group of these ranks is made: torch waits for them
 
 
 def _handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
@@ -148,6 +149,8 @@ def _handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
 
 def new_handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
     world = dist.group.WORLD
+    for meet in BEFORE:
+        meet(ranks, backend_of(world, mesh.device_type))
     options = {"timeout": _timeout_of(world, mesh.device_type), "group_desc": _described(mesh, mesh_dims)}
     return _make_among_all(mesh, mesh_dims, ranks, options) if _splits(world) else _make_among_members(ranks, options)
 

@@ -39,6 +39,7 @@ class Facts:
         each: the operator whose rule each element follows, where it has none of its own.
         flat: it reads its lists as flat memory, in the strides of the first.
         touches: the memory that it reads and writes: of operands too, of results alone, or none (what is made and left as it is).
+        stores: autograd calls it when it stores a gradient, or does not where nobody else holds a reference: ranks may differ.
     """
 
     strides: Law | None = None
@@ -54,6 +55,7 @@ class Facts:
     each: str | None = None
     flat: bool = False
     touches: Literal["all", "results", "nothing"] = "all"
+    stores: bool = False
 
 
 _FACTS: dict[str, Facts] = {}

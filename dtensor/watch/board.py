@@ -111,6 +111,10 @@ class Board:
             self._hosts[rank] = self._store.get(key).decode()
         return self._hosts.get(rank)
 
+    def settled(self, name: str, answer: str) -> str:
+        """The answer of the rank that gave one first."""
+        return str(self._store.compare_set(f"{self._key}/{name}", "", answer).decode())
+
     @property
     def timeout_s(self) -> float:
         """How long a rank waits for others that say nothing."""

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..base.callers import users_frame
@@ -56,7 +56,8 @@ class Chain(Ring):
     """The collectives of the processes ``ranks``, in order, as this one sees them."""
 
     def __init__(self, board: Board, ranks: tuple[int, ...], handle: Any, backend: str) -> None:
-        self.board, self.ranks, self.handle, self.backend = board, ranks, weakref.ref(handle), backend
+        self.board, self.ranks = board, ranks
+        self.connect(handle, backend)
         self.key = fingerprint(repr(ranks))
         self.name = f"chain-{self.key:016x}"
         (board.folder / f".{self.name}.{board.rank}").write_text(repr(ranks))
@@ -66,6 +67,11 @@ class Chain(Ring):
         self.kept: dict[Any, Any] = {}  # what the exchange of hashes is bound to
         self._to_come = [rank for rank in ranks if rank != board.rank]
         self._others: list[tuple[int, Page]] = []
+
+    def connect(self, handle: Any, backend: str) -> None:
+        """By which group of torch they reach each other; None while it is not made."""
+        self.handle: Callable[[], Any] = (lambda: None) if handle is None else weakref.ref(handle)
+        self.backend = backend
 
     def take_down(self, deed: Deed) -> bool:
         """Takes down the next collective; whether all who have come to its number mean the same."""
@@ -125,8 +131,8 @@ class Chain(Ring):
         found, hashed = "", 0
         for ranks, trail in Level.trails.items():
             if ranks.issuperset(self.ranks):
-                found = trail.settle() or found
-                hashed ^= mixed(trail.hash, trail.key, 0) if trail.count else 0
+                found = trail.latest() or found
+                hashed ^= mixed(settled, trail.key, 0) if (settled := trail.settle()) else 0
         self.mix(hashed)
         return found
 

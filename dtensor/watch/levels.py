@@ -74,6 +74,11 @@ def arm() -> None:
             tell()
 
 
+def trail_of(ranks: frozenset[int]) -> Trail:
+    """What these ranks compute together."""
+    return Level.trails.get(ranks) or Level.trails.setdefault(ranks, Trail(ranks))
+
+
 def begin_anew() -> None:
     """Nothing has been computed together so far."""
     Level.operations.clear()

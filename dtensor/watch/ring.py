@@ -6,11 +6,11 @@ where they parted.
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import marshal
 import time
-from collections import deque
-from collections.abc import Callable
+import zlib
+from typing import Any
 
 from .pages import Page
 
@@ -23,6 +23,7 @@ HEAD = 4  # words before them: how many there were; of collectives the last one 
 ISSUED, BROKEN_OFF = 1, 2
 _MIX, MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 WORDS = HEAD + DEPTH * SLOT
+_LIST = 5  # bytes before the elements of a list
 
 
 def fingerprint(said: str | bytes) -> int:
@@ -72,37 +73,33 @@ class Ring:
 
 
 class Trail:
-    """Operations that ``ranks`` do together and that are not taken down: their ids since the last collective, and a hash of those
-    before. Of more than 65,536 between two collectives the last ones are compared.
+    """Operations that ``ranks`` do together and that are not taken down: a hash of all so far, the last one in words, and numbers
+    that entered them, which are no part of the hash yet.
     """
+
+    __slots__ = ("_counted", "hash", "key", "last", "numbers")
+    MANY = 1 << 12  # numbers that are made a part of it at once
 
     def __init__(self, ranks: frozenset[int]) -> None:
         self.key = fingerprint(repr(sorted(ranks)))
-        self.ids: deque[int] = deque(maxlen=1 << 16)
-        self.count = self.hash = 0
-        self.words: dict[int, str] = {}  # by id
-
-    def note(self, words: str) -> Callable[[], None]:
-        """What notes the operation that these words tell, each time it is called."""
-        self.words[found := fingerprint(words)] = words
-        return functools.partial(self.ids.append, found)
-
-    def settle(self) -> str:
-        """Makes what was noted a part of the hash; the last of it in words."""
-        ids = self.ids
-        if not ids:
-            return ""
-        hashed, last = self.hash, ids[-1]
-        for each in ids:  # one by one: ranks need not have stopped at the same places
-            hashed = hash((hashed, each))  # of whole numbers: the same in all processes
-        self.hash, self.count = hashed, self.count + len(ids)
-        ids.clear()
-        return self.words.get(last, "")
+        self.begin_anew()
 
     def begin_anew(self) -> None:
         """As in a new world."""
-        self.ids.clear()
-        self.count = self.hash = 0
+        self.hash, self.last, self._counted = 0, "", 0
+        self.numbers: list[Any] = []
+
+    def settle(self) -> int:
+        """A hash of operations and numbers, wherever it was asked for before; 0 of none."""
+        if self.numbers:
+            self._counted = zlib.crc32(marshal.dumps(self.numbers, 2)[_LIST:], self._counted)
+            self.numbers.clear()
+        return self.hash ^ (self._counted << 16)
+
+    def latest(self) -> str:
+        """The last operation since this was asked before."""
+        last, self.last = self.last, ""
+        return last
 
 
 class Entry:

@@ -22,6 +22,7 @@ from .board import (
     ERROR_AT,
     ERROR_COUNT,
     ERRORS,
+    FAILED,
     IN_TORCH,
     IN_TORCH_SINCE,
     NUMBER,
@@ -30,6 +31,7 @@ from .board import (
     THREADS,
     WAITING,
     WHERE,
+    WHERE_SINCE,
     Board,
     ended,
     ring_page,
@@ -87,6 +89,17 @@ def why_in_torch(board: Board) -> Verdict | None:
     if first != _wait_of(board, board.rank):
         return None
     return lost(board, lost_one, f"{named([board.rank])} needs it for {_place(board, first)}")
+
+
+def failed_elsewhere(board: Board) -> Verdict | None:
+    """That a rank has failed while this one stays at one line: it may wait for a message that was begun, which nobody sees."""
+    if time.monotonic_ns() - board.words[WHERE_SINCE] < PATIENCE_S * 1e9:
+        return None
+    for rank in range(board.size):
+        page = board.rank_page(rank)
+        if rank != board.rank and page is not None and page.words[STATE] == FAILED:
+            return lost(board, rank, f"{named([board.rank])} is at {board.page.text(board.words[WHERE])}")
+    return None
 
 
 def needed_in_torch(board: Board) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ from .board import (
 )
 from .chain import Chain
 from .verdict import Verdict, lost, named, raised
-from .waits import has_come, in_torch, needed_in_torch, why, why_in_torch
+from .waits import failed_elsewhere, has_come, in_torch, needed_in_torch, why, why_in_torch
 
 _PERIOD_S = 0.1
 _NOTHING_YET_S = 0.3  # a wait shorter than this is none of anybody's business
@@ -94,6 +94,9 @@ class Watcher:
         if verdict is None and waits is None and board.words[IN_TORCH]:
             verdict = why_in_torch(board) or self._stopped_rank(needed_in_torch(board))
             verdict = None if verdict is None else board.judge(verdict)
+        unseen = None if waits is not None or verdict is not None else failed_elsewhere(board)
+        if unseen is not None:
+            verdict = board.judge(unseen)
         if verdict is None and waits is not None:
             chain, number = waits
             verdict = why(board, chain.ranks, chain.key, number) or self._stopped_rank(chain.ranks)
@@ -102,7 +105,7 @@ class Watcher:
         if verdict is None:
             return False
         board.failed = lambda: raised(verdict)
-        if board.words[IN_TORCH]:  # which will raise in words of its own
+        if board.words[IN_TORCH] or unseen is not None:  # which will raise in words of its own
             _LOG.error("%s", verdict["words"])
         if not self._stopped.wait(_PERIOD_S):  # others have the verdict before their connections break
             self._end_waits()

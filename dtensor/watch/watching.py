@@ -16,11 +16,11 @@ import torch.distributed as dist
 from ..errors import DivergenceError, DTensorError
 from . import lines
 from .board import Board, ended
-from .chain import Chain
+from .chain import Chain, Deed
 from .levels import Level, arm, begin_anew
-from .ring import BROKEN_OFF, WORDS, Ring, fingerprint
-from .verdict import Said, Verdict, differing, differing_words, error_of, lost, named
-from .waits import gone
+from .ring import BROKEN_OFF, ISSUED, WORDS, Ring, fingerprint
+from .verdict import Said, Verdict, differing, differing_words, entry_of, error_of, lost, named
+from .waits import gone, has_come
 from .watcher import Watcher
 
 T = TypeVar("T")
@@ -33,6 +33,7 @@ _BROKEN = (
     "Broken pipe",
     "gloo/transport",
 )  # torch has no class for them
+_MEET_S = 0.002  # between two looks whether others have come
 _FIND_S = 3.0  # in which the reason is found why a connection broke
 
 _LOCK = threading.Lock()
@@ -79,7 +80,39 @@ def chain_among(ranks: Iterable[int], handle: Any, backend: str) -> Chain | None
             if chain.apart:
                 watcher.board.spread = True
                 watcher.board.tell()
+        elif chain.handle() is None:
+            chain.connect(handle, backend)
         return chain
+
+
+def meet(ranks: list[int], backend: str) -> None:
+    """Waits until these processes have come to make a group: while torch makes it, no wait can be ended."""
+    chain = None if Level.now == "off" else chain_among(ranks, None, backend)
+    if chain is None:
+        return
+    if not chain.take_down(Deed.of("a process group is made", f"ranks {', '.join(map(str, chain.ranks))}")):
+        raise refuse(chain)
+    board, number, hashed = chain.board, chain.count, chain.hash
+
+    def is_here(rank: int) -> bool:
+        entry = entry_of(board, chain.key, rank, number)
+        return has_come(board, chain.key, rank, number) and (entry is None or entry.hash == hashed)
+
+    def came() -> None:
+        all_are_here = False
+        try:
+            while not all_are_here and board.failed is None:
+                time.sleep(_MEET_S)
+                all_are_here = all(map(is_here, chain.ranks))
+        finally:  # one answer for all of them: who goes on alone would wait for ever
+            together = board.settled(f"{chain.name}/{number}", "go" if all_are_here else "stop") == "go"
+        while not together:
+            if board.failed is not None:
+                board.failed()
+            time.sleep(_MEET_S)
+
+    waited(chain, number, came)
+    chain.words[ISSUED] = number
 
 
 def begin() -> None:

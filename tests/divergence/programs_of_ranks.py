@@ -1,14 +1,15 @@
-"""The whole table: what :mod:`table` and :mod:`training` say, by what is expected of it."""
+"""The whole table: what :mod:`table`, :mod:`training` and :mod:`loops` say, by what is expected of it."""
 
 from __future__ import annotations
 
+import loops
 import table
 import training
 
-DIFFERENT = table.DIFFERENT | training.DIFFERENT
-RAISING = table.RAISING | training.RAISING
-DEADLY = table.DEADLY | training.DEADLY
-HEALTHY = table.HEALTHY | training.HEALTHY | table.SLOW | training.SLOW
+DIFFERENT = table.DIFFERENT | training.DIFFERENT | loops.DIFFERENT
+RAISING = table.RAISING | training.RAISING | loops.RAISING
+DEADLY = table.DEADLY | training.DEADLY | loops.DEADLY
+HEALTHY = table.HEALTHY | training.HEALTHY | loops.HEALTHY | table.SLOW | training.SLOW
 FAILING = table.FAILING
-ONLY_STRICT = table.ONLY_STRICT | training.ONLY_STRICT
+ONLY_STRICT = table.ONLY_STRICT | loops.ONLY_STRICT
 PROGRAMS = DIFFERENT | RAISING | DEADLY | HEALTHY | FAILING

@@ -466,5 +466,4 @@ HEALTHY = {f"healthy/{name}": Program(deed, deed, 0) for name, deed in DEEDS.ite
 SLOW = {f"slow/{name}": Program(DEEDS[name], _after(5.0, DEEDS[name]), 1) for name in ("sum0", "large", "softmax")}
 FAILING = {f"failing/{name}": Program(deed, deed, 2) for name, deed in _FAILING.items()}
 PROGRAMS = DIFFERENT | RAISING | DEADLY | HEALTHY | SLOW | FAILING
-# A number is another, or what is drawn, or what one rank computes with its copies alone: only "strict" compares those.
-ONLY_STRICT = frozenset({"sum of 2/sum of 3", "random/drawn before", "nothing/copies"})
+ONLY_STRICT = frozenset({"nothing/copies"})  # what one rank computes with its copies alone: only "strict" compares it

@@ -195,7 +195,6 @@ for _name, (_usual, _other) in {
 }.items():
     _both = WHOLE | {"sum": DEEDS["item"]}
     DIFFERENT[f"whole/{_name}"] = Program(_both[_usual], _both[_other], 1)
-ONLY_STRICT = frozenset({"whole/another captured step"})
 RAISING = _of("raises")
 for _of_what in ("parameter", "state", "generator"):
     _deed = functools.partial(_drifting, of=_of_what)

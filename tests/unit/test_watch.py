@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -179,12 +180,20 @@ def test_a_thing_that_is_being_written_down_is_not_read() -> None:
     assert entry_in(ring.page, 1) is None
 
 
-def test_a_trail_tells_alike_streams_from_others_wherever_it_is_settled() -> None:
-    one, same, other = (Trail(frozenset({0, 1})) for _ in range(3))
-    for trail, names, stops in ((one, "sum mean sum", (3,)), (same, "sum mean sum", (1, 2, 3)), (other, "sum sum mean", (3,))):
-        for number, name in enumerate(names.split(), 1):
-            trail.note(name)()
-            if number in stops:
-                assert trail.settle() == name
-    assert one.hash == same.hash != other.hash
-    assert one.count == same.count == 3
+def trail_of(numbers: list[Any], stops: tuple[int, ...] = ()) -> int:
+    trail = Trail(frozenset({0, 1}))
+    for place, number in enumerate(numbers):
+        trail.numbers.append(number)
+        if place in stops:
+            trail.settle()
+    return trail.settle()
+
+
+def test_a_trail_of_numbers_is_the_same_in_all_processes_wherever_it_is_settled() -> None:
+    numbers = [2.5, -3, float("nan"), 2**70, 1j, float("nan")]
+    program = f"from dtensor.watch.ring import *; t, nan = Trail({{1}}), float('nan'); t.numbers += {numbers}; print(t.settle())"
+    told = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert int(told) == trail_of(numbers) == trail_of(numbers, (0, 3))
+    others = [-2.0, -1.0, 0.0, -0.0, 0, 1, 2, -1, -2, 0.5, 1e300, float("inf"), float("-inf"), float("nan"), 1j]
+    assert len({trail_of([number]) for number in others}) == len(others)
+    assert trail_of([1, 2]) != trail_of([2, 1])
