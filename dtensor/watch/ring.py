@@ -97,9 +97,9 @@ class Trail:
         return self.hash ^ (self._counted << 16)
 
     def latest(self) -> str:
-        """The last operation since this was asked before."""
+        """The last operation since this was asked before, and the last numbers that entered one."""
         last, self.last = self.last, ""
-        return last
+        return f"{last}, with {', '.join(map(repr, self.numbers[-3:]))}" if self.numbers else last
 
 
 class Entry:
