@@ -183,4 +183,10 @@ def densely(op: Callable[..., Any]) -> Callable[..., Any]:
 
 def plain_op(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
     """The operator itself: a kernel only in that its results without the factor are whole instead of terms."""
-    return at.call.func.overloadpacket(*args, **kwargs)  # the overload without `out=`, which kernels do not get
+    return at.once(without_out)(*args, **kwargs)
+
+
+def without_out(call: Call) -> Any:
+    """The operator as kernels call it, which get no ``out=``."""
+    func = call.func
+    return func.overloadpacket if any(argument.is_out for argument in func._schema.arguments) else func

@@ -18,7 +18,7 @@ def transform(op: Any, dtype_of: Any, size_of: Any) -> Any:
 
     def run(x: Tensor, dim: list[int], *args: Any, **kwargs: Any) -> Tensor:
         if x.numel() or not dim:
-            return op(x, dim, *args, **kwargs)
+            return (op if "out" in kwargs else op.default)(x, dim, *args, **kwargs)
         shape = list(x.shape)
         shape[dim[-1]] = size_of(shape[dim[-1]], *args)
         return kwargs["out"].resize_(shape) if "out" in kwargs else x.new_empty(shape, dtype=dtype_of(x.dtype))
