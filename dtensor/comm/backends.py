@@ -39,6 +39,7 @@ class Traits:
         sparse: so are messages of any size where each rank sends to one in ``sparse`` of the others at most.
         one_round_bytes: up to this many bytes from all ranks together, an all-reduce that sends everything to everybody in one
             round beats two rounds.
+        exchanged_bytes: up to this many bytes from each rank, the two rounds are two all-to-alls instead of messages.
         adds_pairs: its own sum of two ranks' terms, which has one order only, where folds are ours otherwise.
     """
 
@@ -47,14 +48,23 @@ class Traits:
     direct_bytes: int = sys.maxsize
     sparse: int = sys.maxsize
     one_round_bytes: int = 0
+    exchanged_bytes: int = 0
     adds_pairs: bool = False
 
 
 # Measured on gloo, 2 to 8 ranks on 2 cores. Message by message, gathers and exchanges of large blocks take half the CPU time of
 # packed ones; an all-reduce in one round takes half the time of two rounds (of gloo's own too) up to 2 MiB in all. Of two ranks
-# gloo's own takes 0.6 to 0.85 of either's time.
+# gloo's own takes 0.6 to 0.85 of either's time. Two all-to-alls of 0.75 MiB take 0.6 of the time of messages, of 3 MiB 1.15.
 _TRAITS = {
-    "gloo": Traits(reduces=False, sends_lists=False, direct_bytes=1 << 17, sparse=3, one_round_bytes=1 << 21, adds_pairs=True),
+    "gloo": Traits(
+        reduces=False,
+        sends_lists=False,
+        direct_bytes=1 << 17,
+        sparse=3,
+        one_round_bytes=1 << 21,
+        exchanged_bytes=1 << 20,
+        adds_pairs=True,
+    ),
     "mpi": Traits(reduces=False, sends_lists=False, one_round_bytes=1 << 16),
     "fake": Traits(reduces=True, sends_lists=False),  # no communication: torch's stand-in for host-time measurements
 }

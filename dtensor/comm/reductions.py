@@ -95,8 +95,11 @@ def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Reduction:
     most = sys.maxsize if isinstance(op, Monoid) else traits_of(group).one_round_bytes  # terms of a monoid stay whole
 
     def issue(x: Tensor) -> Pending[Tensor]:
-        in_one_round = x.numel() * x.dtype.itemsize * group.size <= most
-        return (_reduced_by_all if in_one_round else _all_reduce_in_place)(group, x, op)
+        nbytes = x.numel() * x.dtype.itemsize
+        if nbytes * group.size <= most:
+            return _reduced_by_all(group, x, op)
+        exchanged = group.order is None and nbytes <= traits_of(group).exchanged_bytes
+        return (_in_two_exchanges if exchanged else _all_reduce_in_place)(group, x, op)
 
     return Reduction(issue)
 
@@ -151,6 +154,24 @@ def _stacked(group: Group, block: Tensor, op: Monoid) -> Pending[Tensor]:
     lengths = [block.numel()] * size
     work = all_to_all_rows(group, stack.view(-1), block.expand(stack.shape).contiguous().view(-1), lengths, lengths)
     return started([work], lambda: fold_stack(stack if group.order is None else stack[list(group.order)], op))
+
+
+def _in_two_exchanges(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
+    """Reduce-scatter, then all-gather, an all-to-all each; the second starts at ``wait()``, which ranks reach in one order."""
+    size, block = group.size, row_major(x, tuple(x.shape))
+    length = -(-block.numel() // size)
+    lengths = [max(0, min(length, block.numel() - k * length)) for k in range(size)]  # the last ones may be shorter, or nothing
+    own, result = lengths[group.position], torch.empty_like(block)
+    terms = block.new_empty(own * size)
+    first = all_to_all_rows(group, terms, block.view(-1), [own] * size, lengths)
+
+    def finish() -> Tensor:
+        reduced = after([first], lambda: fold(terms.split(own), op) if own else terms)
+        row = reduced.expand(size, own).contiguous().view(-1)
+        second = all_to_all_rows(group, result.view(-1), row, lengths, [own] * size)
+        return after([second], lambda: result)
+
+    return Pending(finish)
 
 
 def _all_reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:

@@ -194,7 +194,7 @@ def _redistribute_on_gloo(message_by_message: bool) -> list[list[torch.Tensor]]:
     results = []
     if message_by_message:  # as for large tensors
         traits = backends._TRAITS["gloo"]
-        backends._TRAITS["gloo"] = dataclasses.replace(traits, direct_bytes=0, one_round_bytes=-1)
+        backends._TRAITS["gloo"] = dataclasses.replace(traits, direct_bytes=0, one_round_bytes=-1, exchanged_bytes=-1)
     for ranks in MESHES:
         mesh = DeviceMesh("cpu", ranks)
         member = mesh.current_member()

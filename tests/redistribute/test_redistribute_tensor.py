@@ -174,7 +174,7 @@ def _random_moves(direct: bool) -> list[Any]:
     """Random pairs of every dtype on process groups: issued as planned, plans alike, blocks canonical, bytes as announced."""
     if direct:
         traits = backends._TRAITS["gloo"]
-        backends._TRAITS["gloo"] = dataclasses.replace(traits, direct_bytes=0, one_round_bytes=-1)
+        backends._TRAITS["gloo"] = dataclasses.replace(traits, direct_bytes=0, one_round_bytes=-1, exchanged_bytes=-1)
     draw, plans = random.Random(7), []
     for ranks in (torch.arange(4), torch.arange(4).reshape(2, 2), torch.tensor([[3, 1], [0, 2]])):
         mesh = DeviceMesh("cpu", ranks)
