@@ -109,7 +109,7 @@ def draws(mesh: DeviceMesh, generator: torch.Generator) -> None:
         state = zlib.crc32(state_now(generator).numpy().data)
         if Level.now == "watch":
             trail = trail_of(ranks)
-            trail.hash, trail.last = hash((trail.hash, state)), "a draw of random numbers"
+            trail.hash, trail.last = hash((trail.hash, state)), f"a draw from the generator in state {state:x}"
         elif (ring := operations_among(ranks)) is not None:
             ring.mix(state)
 
