@@ -92,5 +92,6 @@ def _counter(root: Any) -> Callable[[], Any]:
     if isinstance(type(root)._local, property) or is_key_excluded(DispatchKey.ADInplaceOrView):
         return weakref.ref(root)
     made: Any = torch.Tensor.detach(root)
+    made.__dict__.clear()  # no circle: when a member vanishes must not be up to a collector, which runs when it will on each rank
     del made._local
     return lambda: made
