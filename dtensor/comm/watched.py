@@ -18,7 +18,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import BEFORE, Group
 from ..watch.chain import Chain, Deed, read_lengths, told_lengths, unfitting
 from ..watch.levels import Level, refuse_child, trail_of
-from ..watch.ring import ISSUED
+from ..watch.ring import ISSUED, fingerprint
 from ..watch.verdict import Said, differing_words, said_of, unfit_words
 from ..watch.watching import chain_among, explained, meet, operations_among, refuse, waited
 from .pending import Pending
@@ -39,19 +39,23 @@ def watched(
     run: Issue,
     shaped: bool = False,
     own: tuple[Sequence[int], Sequence[int]] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Issue:
     """``run``; ``said`` is what all ranks of the group say of it, besides the dtype, and the shape where that is ``shaped``.
 
     ``over`` names the mesh dims. Where ranks do not know each other's lengths, ``own`` is how many numbers this rank sends to
-    each of the group, and how many it expects of each.
+    each of the group, and how many it expects of each. Of all ranks of ``mesh`` the collectives come in one order, in whichever
+    of its groups they are.
     """
     ranks = ranks_of(group)
     chain = chain_among(ranks, group.handle, group.backend)
     if chain is None:
         return run
     known: dict[Any, Deed] = {}
+    kind = fingerprint(f"{said.split()[0]} {over}")  # on all of the mesh alike, as lengths and shapes of blocks are not
     if list(chain.ranks) != ranks:
         over = f"{over} of ranks {', '.join(map(str, ranks))}"
+    trail = None if mesh is None or len(together := holders(mesh)) <= len(ranks) else trail_of(together)
     lengths = "" if own is None else told_lengths(*([side[ranks.index(rank)] for rank in chain.ranks] for side in own))
 
     def issue(x: torch.Tensor) -> Pending[torch.Tensor]:
@@ -64,6 +68,8 @@ def watched(
                 known.clear()
             deed = known[key] = Deed.of(f"{said} {_operand(x, shaped)}", over, lengths)
         admitted(chain, group, ranks, level, deed)
+        if trail is not None and threading.get_ident() == _MAIN:
+            trail.hash = hash((trail.hash, kind))
         number = chain.count
         try:
             pending = run(x)

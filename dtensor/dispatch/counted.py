@@ -33,9 +33,10 @@ _KINDS = str | bool | int | float | complex | None | torch.dtype | torch.layout 
 
 def counting(operator: Operator, run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, an operator's dispatch, whose calls count."""
+    stores = operator.facts.stores or operator.is_view
 
     def counted(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if isinstance(autograd_node(), AccumulateGrad):
+        if stores and isinstance(autograd_node(), AccumulateGrad):
             return run(cls, func, types, args, kwargs)
         ring, layouts = None, [value._layout for value in _tensors((*args, *(kwargs or {}).values()))]
         if layouts:
