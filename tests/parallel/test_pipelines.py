@@ -130,7 +130,7 @@ def test_schedules_of_one_backward() -> None:
 @pytest.mark.slow
 def test_schedules_of_two_backwards() -> None:
     """Torch sums the weights' gradients by their addresses, in another order on each rank: harmless, but a difference."""
-    check([(name, way) for name in IN_TWO for way in ("tensor parallel", "averaged afterwards")], "off")
+    check([(name, way) for name in IN_TWO for way in ("tensor parallel", "fully sharded", "averaged afterwards")], "off")
 
 
 def test_one_process_says_that_stages_are_processes() -> None:
