@@ -84,6 +84,10 @@ NAMES: dict[str, Internal] = {
     # --- autograd
     "BelowAutograd": Internal("torch._C._AutoDispatchBelowAutograd", "local operations skip autograd", "torch.no_grad(), slower"),
     "graph_task": Internal("torch._C._current_graph_task_id", "whether gradients are being computed in this thread", _NONE),
+    "engine_runs": Internal("torch._C._will_engine_execute_node", "whether backward was asked for some gradients only", _NONE),
+    "graph_stays": Internal(
+        "torch._C._autograd._get_current_graph_task_keep_graph", "whether a backward pass was given retain_graph=True", _NONE
+    ),
     "AccumulateGrad": Internal("torch._C._functions.AccumulateGrad", "what copies a gradient, or does not", _NONE),
     "autograd_node": Internal("torch._C._current_autograd_node", "whose backward an operation is part of", _NONE),
     "sequence_number": Internal("torch._C._autograd._get_sequence_nr", "which forward call a backward belongs to", _NONE),

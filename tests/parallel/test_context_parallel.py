@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from gloo import run_gloo
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 import dtensor as dt
 from dtensor import Shard
@@ -222,3 +224,56 @@ def test_heads_on_a_mesh_that_was_made_anew() -> None:
     (whole,) = context_parallel_unshard(meshes[0]["cp"], [out.full_tensor()], [2])
     for own in whole.shards:
         torch.testing.assert_close(own, expected)
+
+
+def recomputed(mesh: Any, reentrant: bool, by: str, own_of: Any = None) -> list[Tensor]:
+    """Gradients of a block whose attention is computed again in backward: those of its input, then those of its weight."""
+    length, width, heads = 10, 8, 2
+    generator = torch.Generator().manual_seed(4)
+    x, target = (torch.randn(3, length, width, generator=generator, dtype=torch.float64) for _ in range(2))
+    made = torch.randn(3 * width, width, generator=generator, dtype=torch.float64)
+    weight = (own_of(made) if mesh is not None else made).requires_grad_()
+
+    def block(x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (heads, -1)).transpose(1, 2) for y in F.linear(x, weight).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2).tanh()
+
+    def grads(x: Tensor, target: Tensor) -> list[Tensor]:
+        own = x.clone().requires_grad_()
+        loss = (checkpoint(block, own, use_reentrant=reentrant) * target).sum()
+        if by == "grad":
+            return list(torch.autograd.grad(loss, [own, weight]))
+        loss.backward() if by == "method" else torch.autograd.backward([loss])
+        return [own.grad, weight.grad]  # type: ignore[list-item]  # they are there
+
+    if mesh is None:
+        return grads(x, target)
+    with context_parallel(mesh, buffers=[x, target], buffer_seq_dims=[1, 1]):
+        ours, of_weight = grads(x, target)
+        assert len(_get_current_function_mode_stack()) == 1
+    (ours,) = context_parallel_unshard(mesh, [ours], [1])
+    return [ours, of_weight]
+
+
+def check_recomputed(mesh: Any, own_of: Any, summed: Any) -> None:
+    for reentrant, by in ((False, "method"), (False, "grad"), (False, "function"), (True, "method"), (True, "function")):
+        ours, of_weight = recomputed(mesh, reentrant, by, own_of)
+        x, weight = recomputed(None, reentrant, by)
+        for own in getattr(ours, "shards", [ours]):
+            torch.testing.assert_close(own, x)
+        torch.testing.assert_close(summed(of_weight), weight)
+
+
+def test_attention_computed_again_in_backward_meets_all_of_the_sequence() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    check_recomputed(mesh, lambda x: dt.per_rank([x.clone(), x.clone()]), lambda grad: sum(grad.shards))
+
+
+def _recomputed_on_processes() -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    check_recomputed(mesh, lambda x: x, lambda grad: dt.DTensor.from_local(grad, mesh, [dt.Partial()]).full_tensor())
+
+
+@pytest.mark.gloo
+def test_attention_computed_again_on_processes() -> None:
+    run_gloo(_recomputed_on_processes, 2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_gloo
+from gloo import RankFailed, run_gloo
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -21,6 +21,7 @@ PLAN: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 WAYS: dict[str, Callable[[nn.Module, dt.DeviceMesh], nn.Module]] = {
     "tensor parallel": lambda module, mesh: parallelize_module(module, mesh, PLAN),
     "fully sharded": lambda module, mesh: fully_shard(module, mesh=mesh),
+    "units inside": lambda module, mesh: units_inside(module, mesh),
     "replicated": replicate,
     "averaged afterwards": lambda module, mesh: module,
 }
@@ -36,6 +37,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
         return out
+
+
+def units_inside(module: nn.Module, mesh: dt.DeviceMesh) -> nn.Module:
+    for child in module.children():
+        fully_shard(child, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
 
 
 def loss_of(out: Tensor, target: Tensor) -> Tensor:
@@ -130,7 +137,14 @@ def test_schedules_of_one_backward() -> None:
 @pytest.mark.slow
 def test_schedules_of_two_backwards() -> None:
     """Torch sums the weights' gradients by their addresses, in another order on each rank: harmless, but a difference."""
-    check([(name, way) for name in IN_TWO for way in ("tensor parallel", "averaged afterwards")], "off")
+    check([(name, way) for name in IN_TWO for way in WAYS if way != "replicated"], "off")
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_two_backwards_of_replicas_are_refused() -> None:
+    with pytest.raises(RankFailed, match=r"UnsupportedOperationError.*ScheduleInterleaved1F1B"):
+        run_gloo(_trained_by_all, 4, [(IN_TWO[0], "replicated")], "off", timeout_s=60)
 
 
 def test_one_process_says_that_stages_are_processes() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...base.torch_internals import engine_runs
 from ...comm import shards_of
 from ...errors import DTensorError
 from ...mesh.device_mesh import DeviceMesh
@@ -18,25 +19,37 @@ from .param_group import Group
 from .parameters import Managed
 
 Column = tuple[Tensor | None, ...]  # one parameter's gradient: per member held here its own, where there is one
+_BEFORE = 5  # inputs before the parameters: they have no gradient
+with torch.inference_mode(False), torch.enable_grad():
+    ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
+    _ANCHORED: Any = ANCHOR.view_as(ANCHOR).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # its node, kept alive
 
 
 class Receiver(Protocol):
     """Who takes the gradients of a group's gathered parameters."""
 
-    def receive(self, group: Group, use: Any, gradients: dict[int, Column], distributed: DeviceMesh | None) -> None:
-        """Local gradients by parameter; ``distributed``: terms of one global sum over that mesh, not each rank's own."""
+    def receive(
+        self, group: Group, use: Any, gradients: dict[int, Column], distributed: DeviceMesh | None, asked: bool
+    ) -> dict[Tensor, Tensor]:
+        """Local gradients by parameter; ``distributed``: terms of one global sum over that mesh, not each rank's own.
+
+        Returns:
+            What autograd gets, if it was ``asked`` for some gradients: those of parameters, reduced. Else nothing.
+        """
 
 
 class Gathered(torch.autograd.Function):
-    """An anchor -> gathered parameters, as the flat outputs of :meth:`Group.values`.
+    """An anchor and the sharded parameters -> gathered parameters, as the flat outputs of :meth:`Group.values`.
 
     Its node runs when the gradients of *all* its outputs are there, however often a module was called: they are reduced once.
-    The sharded parameters are no inputs: their gradients arrive later, so that reductions overlap the rest of backward.
+    In a backward pass over all of the graph the sharded parameters get nothing from it: their gradients arrive later, so that
+    reductions overlap the rest of backward. A pass that was asked for some gradients only (``torch.autograd.grad``, ``inputs=``)
+    is one that never reaches the anchor, which nobody can ask for; it gets them from here, reduced.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, group: Group, receiver: Receiver, use: Any, distributed: DeviceMesh | None
+        ctx: Any, anchor: Tensor, group: Group, receiver: Receiver, use: Any, distributed: DeviceMesh | None, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.receiver, ctx.use, ctx.distributed = group, receiver, use, distributed
         ctx.set_materialize_grads(False)
@@ -58,8 +71,9 @@ class Gathered(torch.autograd.Function):
             for i, (m, own, trainable) in enumerate(zip(group.managed, columns, ctx.trainable, strict=True))
             if trainable
         }
-        ctx.receiver.receive(group, ctx.use, gradients, ctx.distributed)
-        return None, None, None, None, None
+        asked = not engine_runs(_ANCHORED)
+        given = ctx.receiver.receive(group, ctx.use, gradients, ctx.distributed, asked)
+        return *(None,) * _BEFORE, *([given.get(m.parameter) for m in group.managed] if asked else (None,) * len(group.managed))
 
 
 def _column(group: Group, m: Managed, grads: Sequence[Tensor | None], distributed: DeviceMesh | None) -> Column:

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ...base.recording import ACTIVE, aside, current
+from ...base.torch_internals import DisableTorchFunctionSubclass
 from ...comm import Pending, shards_of
 from ...comm.events import because
+from ...dispatch.versions import stamp
 from ...errors import DTensorError
 from ...tensor.dtensor import wrap
 from .comm_hook import Reducer
@@ -112,7 +114,7 @@ class Reduction:
         return self._replicas is not None or self.group.axes.host is not None
 
     @torch.no_grad()
-    def deliver(self) -> bool:
+    def deliver(self, to: Callable[[nn.Parameter, Tensor], None] | None = None) -> bool:
         """Add its results, which have arrived, to the parameters' gradients. False: they are on their way to host memory now."""
         if self._replicas is not None:
             flat, self._replicas = self._replicas.wait(), None
@@ -133,7 +135,7 @@ class Reduction:
         for i, block in zip(self.chosen, blocks, strict=True):
             if i not in self.missing or used[i]:
                 m = group.managed[i]
-                accumulate(m.parameter, wrap(block, m.stored))
+                (to or accumulate)(m.parameter, wrap(block, m.stored))
         return True
 
     def _settle(self, flat: Any) -> None:
@@ -229,6 +231,45 @@ def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
     if after := getattr(parameter, "_post_accumulate_grad_hooks", None):
         for hook in list(after.values()):
             hook(parameter)
+
+
+def quiet(parameters: Sequence[nn.Parameter]) -> None:
+    """Autograd comes to these leaves next, without gradients, and calls hooks all the same: they wait for :func:`accumulate`."""
+    with DisableTorchFunctionSubclass():  # an attribute is read in half of the time
+        hooked = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+    for parameter in hooked:
+        before: Any = parameter._backward_hooks or {}
+        for key, hook in before.items():
+            before[key] = hook if isinstance(hook, _IfGiven) else _IfGiven(hook)
+        after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for key, hook in after.items():
+            after[key] = _IfChanged(hook.hook if isinstance(hook, _IfChanged) else hook, parameter)
+
+
+class _IfGiven:
+    """A hook of a leaf, for a gradient only."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        self.hook = hook
+
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else self.hook(grad)
+
+
+class _IfChanged:
+    """A hook after accumulation, for one that has changed ``.grad`` since this was made."""
+
+    def __init__(self, hook: Callable[[nn.Parameter], None], parameter: nn.Parameter) -> None:
+        self.hook, self._before = hook, _state(parameter)
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        if _state(parameter) != self._before:
+            self.hook(parameter)
+
+
+def _state(parameter: nn.Parameter) -> Any:
+    grad = parameter.grad
+    return None if grad is None else (id(grad), stamp(grad))
 
 
 def add(held: Column | None, new: Column) -> Column:

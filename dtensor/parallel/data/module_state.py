@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base.torch_internals import functorch_active
+from ...base.torch_internals import functorch_active, graph_stays, graph_task
 from ...comm import shards_of
 from ...dispatch.local_op import seen
 from ...mesh.derive import same_root
@@ -17,9 +17,9 @@ from ...mesh.device_mesh import DeviceMesh
 from ...tensor.dtensor import DTensor
 from ...tensor.materialize import check_values
 from .buffers import Buffers
-from .gradient_node import Column, Gathered
+from .gradient_node import ANCHOR, Column, Gathered
 from .layouts import Axes
-from .param_group import Group
+from .param_group import LATER, Group
 from .policy import MixedPrecisionPolicy, cast
 from .saved_tensors import watched
 from .schedule import Schedule
@@ -69,7 +69,6 @@ class Unit:
         self._pass = Pass()
         self._expected: set[Use] = set()  # of this pass, whose gradients have not come
         self._views: dict[int, tuple[Use | None, list[Any]]] = {}  # group -> gathered parameters of this pass
-        self._anchor = torch.empty(0, requires_grad=True)
         for module in self.modules:
             module.__dict__[_ATTRIBUTE] = self
             module.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
@@ -234,7 +233,7 @@ class Unit:
         use = Use(group, group.seen, self._pass)
         self.unreduced.expected = True
         self._expected.add(use)
-        flat = Gathered.apply(self._anchor, group, self, use, distributed)
+        flat = Gathered.apply(ANCHOR, group, self, use, distributed, *[m.parameter for m in group.managed])
         next(x.grad_fn for x in flat if x.grad_fn is not None)._set_sequence_nr(_AT_ONCE)
         return use, group.regrouped(flat, distributed)
 
@@ -251,7 +250,8 @@ class Unit:
         looked = {}
         for use in uses:
             looked[use.group] = use.group.check_unchanged(use.stamp)
-            use.group.live.setdefault(use, schedule.backward_pass())
+            if use not in use.group.live:
+                use.group.live[use], use.ran = schedule.backward_pass(), False
         if self.gathers_in_backward:
             self.gather(looked)
             with torch.enable_grad():  # parts of the forward pass may be run again, see torch.utils.checkpoint
@@ -264,14 +264,17 @@ class Unit:
         for unit in following:
             unit.start_gather()
 
-    def receive(self, group: Group, use: Use, gradients: dict[int, Column], distributed: DeviceMesh | None) -> None:
-        """Local gradients of a group (see ``gathered.Receiver``): reduced, or held for a later backward; the group freed."""
+    def receive(
+        self, group: Group, use: Use, gradients: dict[int, Column], distributed: DeviceMesh | None, asked: bool
+    ) -> dict[Tensor, Tensor]:
+        """A group's local gradients (see ``Receiver``): reduced, or held for a later backward; the group freed."""
         schedule = self._scheduled()
         schedule.expect_end()
-        self.unreduced.receive(schedule, group, gradients, distributed is None)
-        use.through = group.live.get(use, schedule.backward_pass()) == schedule.backward_pass()
+        reduced = (self.unreduced.give if asked else self.unreduced.receive)(schedule, group, gradients, distributed is None)
+        use.ran, use.through = True, group.live.get(use, LATER) in (LATER, schedule.backward_pass())
         self._expected.discard(use)
         self._release(use)
+        return reduced
 
     def _release_all(self, uses: Sequence[Use]) -> None:
         for use in uses:
@@ -298,13 +301,15 @@ class Unit:
         self._views, self._expected, self._pass, self.unreduced.expected = {}, set(), Pass(), False
 
     def end(self) -> None:
-        """Backward has ended."""
+        """Backward has ended. What it retained a graph for that it did not run is needed by the pass that will."""
         self._views, self._to_run = {}, set()
+        retains = graph_task() != -1 and graph_stays()
         self.buffers.leave(self._scheduled().distributed is not None, any(module.training for module in self.modules))
         for group in self.groups:
-            group.live.clear()
+            live = group.live.items()
+            group.live = {use: LATER for use, began in live if not use.ran and (retains or began == LATER)}
             group.put_parameters()
-            if not self.keep_after_backward:
+            if not (self.keep_after_backward or group.live or (retains and self.unreduced.defers)):
                 group.free()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -320,6 +325,7 @@ class Unit:
         self._expected = set()
         for group in self.groups:
             group.scattered.clear()
+            group.live.clear()
             group.free()
         self.end()
 

@@ -37,6 +37,7 @@ from .policy import MixedPrecisionPolicy
 
 _EMPTY: list[Any] = []
 _NOTHING_GATHERED = {"gathered": False, "_pending": None, "_kept": None, "_buffer": None, "seen": _EMPTY, "_full": _EMPTY}
+LATER = -1  # no pass of autograd's has this number
 _ALIGNMENT = 16  # bytes: rows stand behind each other in a receive buffer and are read in the parameters' own dtypes
 
 
@@ -49,7 +50,7 @@ class Group:
         seen: the stamp of what is gathered.
         borrows: the parameters are whole and in the right dtype as they are: nothing to gather or copy.
         live: uses whose backward has begun and still needs the gathered values, and the autograd pass that it is: a
-            reentrant checkpoint runs passes of its own inside.
+            reentrant checkpoint runs passes of its own inside. LATER: it has ended and retained its graph.
         memory: of the gathered values.
         settings: how its collectives run.
         neighbours: who keep parts between forward and backward instead of freeing all.
@@ -202,6 +203,7 @@ class Group:
             return
         if self.seen != now:
             self._kept = None
+            self.live = {use: began for use, began in self.live.items() if began != LATER}  # backward of old values is refused
         self.seen, self.gathered, self._pending = now, False, None
         locals_ = [m.parameter._local for m in self.managed]  # type: ignore[attr-defined]  # DTensors
         if self.borrows:

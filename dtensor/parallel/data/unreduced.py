@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ...base.recording import ACTIVE, current
+from ...errors import UnsupportedOperationError
 from .gradient_node import Column
-from .gradients import WAITING, add, reductions, to_be_added
+from .gradients import WAITING, add, quiet, reductions, to_be_added
 from .param_group import Group
 from .schedule import Schedule
 
@@ -34,8 +36,28 @@ class Unreduced:
         self._ready: list[list[dict[int, Column]]] = [[] for _ in self._groups]  # what waits for groups before it, or for the end
         self._turn = 0
 
-    def receive(self, schedule: Schedule, group: Group, gradients: dict[int, Column], average: bool) -> None:
-        """A group's gradients have come."""
+    def give(self, schedule: Schedule, group: Group, gradients: dict[int, Column], average: bool) -> dict[Tensor, Tensor]:
+        """A group's gradients have come in a pass that was asked for them: reduced at once, by parameter.
+
+        Raises:
+            UnsupportedOperationError: they are reduced later or in turn with others, which are not asked for.
+        """
+        if not self.sync or self.in_order or self.defers or not group.settings.all_reduces or group.scattered:
+            raise UnsupportedOperationError(
+                "torch.autograd.grad, backward(inputs=) and schedules that part backward in two (zero bubble, DualPipeV) ask for "
+                "gradients of parameters that replicate, or fully_shard under set_requires_gradient_sync(False), "
+                "set_requires_all_reduce(False) or set_reduce_scatter_unused_params(True), reduces later; call backward() and "
+                "read .grad, take fully_shard without these, or ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
+            )
+        given: dict[Tensor, Tensor] = {}
+        for reduction in reductions(group, gradients, average):
+            reduction.arrive()
+            while not reduction.deliver(given.__setitem__):
+                pass
+        return given
+
+    def receive(self, schedule: Schedule, group: Group, gradients: dict[int, Column], average: bool) -> dict[Tensor, Tensor]:
+        """A group's gradients have come: autograd gets none of them."""
         k = self._groups.index(group)
         if self._held:
             gradients = {i: add(self._held.pop((k, i), None), column) for i, column in gradients.items()}
@@ -51,6 +73,8 @@ class Unreduced:
                 self._send(schedule, average)
         else:
             schedule.reducing(reductions(group, gradients, average))
+        quiet([group.managed[i].parameter for i in gradients])
+        return {}
 
     def _send(self, schedule: Schedule, average: bool) -> None:
         """Reduce what is ready in the order of groups, which is the same on all ranks, whatever each of them used."""

@@ -70,10 +70,12 @@ class Use:
     Attributes:
         stamp: of the values.
         of: the pass that it belongs to.
-        through: the node has run.
+        ran: the node has run, in whatever pass.
+        through: in the pass that began it, or it was left to a LATER one.
     """
 
     group: Group
     stamp: list[Any]
     of: Pass
+    ran: bool = False
     through: bool = False

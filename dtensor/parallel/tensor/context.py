@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
-from ...comm import PerRank, communicator_of
+from ...base.torch_internals import tree_leaves
+from ...comm import PerRank, communicator_of, shards_of
 from ...errors import LayoutError, MeshError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh, as_mesh
 from ...placement import Shard
@@ -43,7 +45,8 @@ def context_parallel(
 
     Inside, ``buffers`` are this rank's parts; afterwards they are what they were. Parameters and what is calculated stay local:
     as after any program over parts of a batch, parameters' gradients are to be added over the ranks of ``mesh`` (``fully_shard``
-    over the flattened dp and cp dims does it). Backward may run inside or, where a buffer itself was not kept for it, after.
+    over the flattened dp and cp dims does it). Backward may run inside or, where a buffer itself was not kept for it and nothing
+    is computed again (``torch.utils.checkpoint``), after.
 
     Cost: per attention n - 1 passes of a rank's keys and values, in backward as many of their gradients. The rest is local.
 
@@ -195,6 +198,7 @@ class _RingAttention(torch.autograd.Function):
         return *attend_backward(ctx.ring, grad, *ctx.saved_tensors), None
 
 
+_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 # They call attention where nobody sees it.
 _HIDING = ("multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 
@@ -214,7 +218,28 @@ class AroundTheRing(TorchFunctionMode):
                 f"{func.__name__} computes attention inside of itself, where context_parallel cannot pass keys around; write the "
                 "layer with torch.nn.functional.scaled_dot_product_attention"
             )
+        if func in _BACKWARD:
+            return self._backward(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A backward pass, in which checkpoints compute attention again; torch has taken this mode off for all of it.
+
+        A node gives the thread back as it was when the pass began, so each enters for itself.
+        """
+        roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+        nodes = [x.node if isinstance(x, GradientEdge) else x.grad_fn for root in tree_leaves(roots) for x in shards_of(root)]
+        handles: dict[Any, Any] = {}
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in handles:
+                handles[node] = node.register_prehook(lambda grads: self.__enter__() and None)
+                nodes += [following for following, _ in node.next_functions]
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for handle in handles.values():
+                handle.remove()
 
     def attention(
         self,

@@ -1,0 +1,137 @@
+"""Gradients that autograd is asked for by parameter: those of one device, or an error, never silence."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+import dtensor as dt
+from dtensor.parallel import fully_shard, replicate
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Sequential(nn.Linear(5, 7), nn.ReLU()), nn.Linear(7, 3)).double()
+
+
+def sharded(model: nn.Module, nested: bool, mesh: dt.DeviceMesh) -> nn.Module:
+    if nested:
+        for child in (model[0], model[2]):  # type: ignore[index]  # a Sequential
+            fully_shard(child, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def check(ours: Any, theirs: Any) -> None:
+    for own, expected in zip(ours, theirs, strict=True):
+        assert own.placements == (dt.Shard(0),)
+        torch.testing.assert_close(own.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("some", [slice(None), slice(2, 3)])
+def test_gradients_asked_for_are_those_of_one_device(nested: bool, some: slice) -> None:
+    mesh, alone = dt.init_device_mesh("cpu", (2,)), model_of()
+    model, whole = sharded(copy.deepcopy(alone), nested, mesh), torch.randn(4, 6, dtype=torch.float64)
+    x = dt.distribute_tensor(whole, mesh, [dt.Shard(0)])
+    expected = torch.autograd.grad(alone(whole).square().sum(), list(alone.parameters())[some])
+    parameters = list(model.parameters())[some]
+    check(torch.autograd.grad(model(x).square().sum(), parameters, allow_unused=True), expected)
+    assert all(p.grad is None for p in model.parameters())
+    model(x).square().sum().backward(inputs=parameters)
+    check([p.grad for p in parameters], expected)
+    assert sum(p.grad is not None for p in model.parameters()) == len(parameters)
+    model.zero_grad()
+    model(x).square().sum().backward()
+    check([p.grad for p in parameters], expected)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_backward_in_two_parts_and_several_at_a_time(nested: bool) -> None:
+    mesh, alone = dt.init_device_mesh("cpu", (2,)), model_of()
+    model = sharded(copy.deepcopy(alone), nested, mesh)
+    for _ in range(2):
+        parted(alone, model, mesh)
+        for p, q in zip(alone.parameters(), model.parameters(), strict=True):
+            check([q.grad], [p.grad])
+            with torch.no_grad():
+                p -= 0.1 * p.grad  # type: ignore[operator]  # it has one
+                q -= 0.1 * q.grad  # type: ignore[operator]  # it has one
+        alone.zero_grad()
+        model.zero_grad()
+
+
+def parted(alone: nn.Module, model: nn.Module, mesh: dt.DeviceMesh) -> None:
+    """Gradients of three batches: of all inputs, then of all weights, then one in a single backward between."""
+    waiting: list[Any] = []
+    for i in range(3):
+        whole = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+        alone(whole).square().sum().backward()
+        x = dt.distribute_tensor(whole.detach(), mesh, [dt.Shard(0)]).requires_grad_()
+        loss = model(x).square().sum()
+        if i == 2:
+            loss.backward()
+        else:
+            _, groups = stage_backward_input([loss], None, [x], model.parameters())
+            waiting.append(groups)
+        assert x.grad is not None
+        assert whole.grad is not None
+        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)  # type: ignore[attr-defined]  # a DTensor
+    for groups in waiting:
+        stage_backward_weight(model.parameters(), groups)
+
+
+def test_values_of_an_ended_backward_are_given_back() -> None:
+    """Gradients of inputs alone, without a graph retained, hold nothing; a graph retained does until its parameters change."""
+    mesh = dt.init_device_mesh("cpu", (2,))
+    model = sharded(model_of(), True, mesh)
+    x = dt.distribute_tensor(torch.randn(4, 6, dtype=torch.float64), mesh, [dt.Shard(0)]).requires_grad_()
+    unit = model[0].__dict__["_data_parallel_unit"]  # type: ignore[index]  # a Sequential
+    for retains in (False, True):
+        loss = model(x).square().sum()
+        torch.autograd.grad(loss, [x], retain_graph=retains)
+        assert unit.groups[0].gathered is retains
+    for p in model.parameters():
+        with torch.no_grad():
+            p += 1
+    model(x).square().sum().backward()
+    assert not unit.groups[0].gathered
+
+
+@pytest.mark.parametrize("way", ["replicated", "without sync", "deferred"])
+def test_gradients_reduced_later_are_refused(way: str) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    model: Any = replicate(model_of(), mesh=mesh) if way == "replicated" else sharded(model_of(), True, mesh)
+    if way == "without sync":
+        model.set_requires_gradient_sync(False)
+    if way == "deferred":
+        model.set_reduce_scatter_unused_params(True)
+    x = dt.distribute_tensor(torch.randn(4, 6, dtype=torch.float64), mesh, [dt.Shard(0)])
+    with pytest.raises(dt.errors.UnsupportedOperationError, match=r"call backward\(\).*ScheduleInterleaved1F1B"):
+        torch.autograd.grad(model(x).square().sum(), list(model.parameters()), allow_unused=True)
+    with pytest.raises(dt.errors.UnsupportedOperationError, match=r"call backward\(\)"):
+        model(x).square().sum().backward(inputs=list(model.parameters()))
+
+
+@pytest.mark.parametrize("wrap", [fully_shard, replicate])
+def test_hooks_of_parameters_see_each_gradient_once(wrap: Any) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    model = wrap(model_of(), mesh=mesh)
+    x = dt.distribute_tensor(torch.randn(4, 6, dtype=torch.float64), mesh, [dt.Shard(0)])
+    seen: list[tuple[int, Tensor]] = []
+    after: list[int] = []
+    for i, p in enumerate(model.parameters()):
+        p.register_hook(lambda grad, i=i: seen.append((i, grad)))
+        p.register_post_accumulate_grad_hook(lambda p, i=i: after.append(i))
+    for _ in range(3):
+        seen.clear()
+        after.clear()
+        model(x).square().sum().backward()
+        assert sorted(i for i, _ in seen) == sorted(after) == list(range(6))
+        assert all(isinstance(grad, dt.DTensor) for _, grad in seen)
+    torch.testing.assert_close([p.grad.full_tensor() / 3 for p in model.parameters()], [g.full_tensor() for _, g in sorted(seen)])
