@@ -23,7 +23,7 @@ from .fold import Op, dense, fold
 from .graph_ops import in_graph
 from .pending import Pending
 from .regions import Packing, Scatter, Traffic, Transfer
-from .rows import as_row
+from .rows import as_row, chunk_lengths
 from .transfer import packings
 
 
@@ -156,8 +156,7 @@ def _in_one_round(group: Group, x: Tensor, op: Op) -> Tensor:
 
 def _in_two_rounds(group: Group, x: Tensor, op: Op) -> Tensor:
     """Reduce-scatter, then all-gather, of chunks by torch's ranks."""
-    chunk = -(-x.numel() // group.size)
-    lengths = [max(0, min(chunk, x.numel() - k * chunk)) for k in range(group.size)]
+    lengths = chunk_lengths(x.numel(), group.size)
     own = lengths[group.torch_rank]
     rows = _exchange(group, x.view(-1), [own] * group.size, lengths, f"all_reduce({op}), to its parts")
     reduced = fold(group.to_mesh(rows.view(group.size, own).unbind(0)), op)

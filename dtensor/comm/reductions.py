@@ -27,7 +27,7 @@ from .binding import Reduction
 from .fold import SUMMED, Op, dense, fold, fold_stack
 from .pending import Pending
 from .regions import Box, Packing, Scatter, region
-from .rows import as_row
+from .rows import as_row, chunk_lengths
 from .transfer import ROWS, Issue, parts_of, turns
 
 
@@ -159,8 +159,7 @@ def _stacked(group: Group, block: Tensor, op: Monoid) -> Pending[Tensor]:
 def _in_two_exchanges(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
     """Reduce-scatter, then all-gather, an all-to-all each; the second starts at ``wait()``, which ranks reach in one order."""
     size, block = group.size, row_major(x, tuple(x.shape))
-    length = -(-block.numel() // size)
-    lengths = [max(0, min(length, block.numel() - k * length)) for k in range(size)]  # the last ones may be shorter, or nothing
+    lengths = chunk_lengths(block.numel(), size)
     own, result = lengths[group.position], torch.empty_like(block)
     terms = block.new_empty(own * size)
     first = all_to_all_rows(group, terms, block.view(-1), [own] * size, lengths)

@@ -37,6 +37,16 @@ def from_bytes(row: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
     return row.view(dtype).view(tuple(shape))
 
 
+def chunk_lengths(total: int, count: int) -> list[int]:
+    """Of a row in ``count`` chunks: the last ones may be shorter, or nothing.
+
+    >>> chunk_lengths(5, 4)
+    [2, 2, 1, 0]
+    """
+    length = -(-total // count)
+    return [max(0, min(length, total - k * length)) for k in range(count)]
+
+
 def joined(pieces: Sequence[Tensor]) -> Tensor:
     """The data of all pieces as one row: theirs, where they stand one after the other already."""
     rows = [flat(piece) for piece in pieces]

@@ -20,6 +20,8 @@ from dtensor.parallel import fully_shard, parallelize_module
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
+from tiny import first, trained  # noqa: E402
+
 MESH = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 TOKENS = torch.randint(1, 64, (4, 5), generator=torch.Generator().manual_seed(1))
@@ -53,23 +55,6 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def first(x: Any) -> Tensor:
-    whole = x.full_tensor() if isinstance(x, dt.DTensor) else x
-    value: Tensor = whole.shards[0] if isinstance(whole, dt.PerRank) else whole
-    return value
-
-
-def trained(model: Any) -> list[float]:
-    optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0), []
-    for _ in range(3):
-        loss = model(input_ids=TOKENS, labels=TOKENS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(first(loss.detach())))
-    return losses
-
-
 @torch.no_grad()
 def answers(model: Any) -> Tensor:
     return first(model.eval()(input_ids=TOKENS).logits)
@@ -78,8 +63,8 @@ def answers(model: Any) -> Tensor:
 @pytest.mark.parametrize("way", WAYS)
 def test_adapters_train_and_are_saved_loaded_and_merged(way: str, plain: Any, tmp_path: Path) -> None:
     alone, model = adapted(plain), WAYS[way](adapted(plain))
-    losses = trained(alone)
-    assert trained(model) == pytest.approx(losses, abs=1e-5)
+    losses = trained(alone, TOKENS)
+    assert trained(model, TOKENS) == pytest.approx(losses, abs=1e-5)
     assert losses[0] != losses[-1]
 
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dtensor as dt
 from dtensor import checkpoint
@@ -16,6 +16,8 @@ from dtensor.hf import from_pretrained
 from dtensor.parallel import fully_shard, parallelize_module
 
 transformers = pytest.importorskip("transformers")
+
+from tiny import first, trained  # noqa: E402
 
 MESH = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 SIZES: dict[str, Any] = {
@@ -47,13 +49,6 @@ def saved(tmp_path: Path) -> tuple[Path, Any]:
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
     plain.save_pretrained(tmp_path)
     return tmp_path, plain
-
-
-def first(x: Any) -> Tensor:
-    """The value, which all ranks have."""
-    pieces = list(x.shards) if isinstance(x, dt.PerRank) else [x]
-    assert all(torch.equal(piece, pieces[0]) for piece in pieces)
-    return pieces[0]
 
 
 @pytest.mark.parametrize("distribute", [by_heads, fully])
@@ -96,21 +91,11 @@ def test_adapters_of_low_rank_on_a_sharded_model(saved: tuple[Path, Any]) -> Non
     def adapted(model: nn.Module) -> nn.Module:
         return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=True))
 
-    def losses(model: nn.Module) -> list[float]:
-        optimizer, found = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0), []
-        for _ in range(3):
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(float(first(loss.detach())))
-        return found
-
     torch.manual_seed(4)
-    expected = losses(adapted(plain))
+    expected = trained(adapted(plain), tokens)
     torch.manual_seed(4)
     model = adapted(transformers.LlamaForCausalLM.from_pretrained(folder))
-    assert losses(fully_shard(model, mesh=MESH["dp"])) == pytest.approx(expected, abs=1e-5)
+    assert trained(fully_shard(model, mesh=MESH["dp"]), tokens) == pytest.approx(expected, abs=1e-5)
     assert expected[0] != expected[-1]
 
 

@@ -1,11 +1,15 @@
-"""Tiny configurations of Hugging Face models, made by giving every size that a configuration has a small value."""
+"""Tiny configurations of Hugging Face models, made by giving every size that a configuration has a small value; a few steps."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+import torch
 import transformers
+from torch import Tensor, nn
+
+import dtensor as dt
 
 VOCABULARY = 37
 
@@ -67,3 +71,23 @@ def tiny(config_class: type[Any], **given: Any) -> Any:
             value = tiny(inner[name], **value)
         values[name] = value
     return config_class(**values)
+
+
+def first(x: Any) -> Tensor:
+    """The value, which all ranks have."""
+    whole = x.full_tensor() if isinstance(x, dt.DTensor) else x
+    pieces: list[Tensor] = list(whole.shards) if isinstance(whole, dt.PerRank) else [whole]
+    assert all(torch.equal(piece, pieces[0]) for piece in pieces)
+    return pieces[0]
+
+
+def trained(model: nn.Module, tokens: Tensor) -> list[float]:
+    """The losses of three steps, of what is to be trained."""
+    optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0), []
+    for _ in range(3):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(first(loss.detach())))
+    return losses
