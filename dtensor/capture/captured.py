@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from ..errors import ArgumentError, CaptureError
 from ..plan.program_plan import ProgramPlan
 from .confirm import confirmed
 from .planned import Plans, Way
-from .program import Program, Sources, sources_of
+from .program import Program, Sources
 from .record import Recording
 from .replay import replayed
 from .signature import Signature, modes, sign
@@ -80,15 +80,18 @@ class _Kept:
         places = {place for place, (mine, its) in enumerate(zip(self.key, environment.key, strict=True)) if mine != its}
         return places if places <= environment.floats.keys() else None
 
-    def serves(self, signature: Signature, environment: Environment) -> bool:
-        """Whether the program computes what the function would now."""
+    def serves(self, signature: Signature, environment: Environment) -> Sources | None:
+        """What the program is to be run with, if it computes what the function would now."""
         now = environment, environment.version
         if self._seen != now:
             if self.key != environment.key:
-                return False
+                return None
             self._seen = now
-        tensors = environment.tensors
-        return self.program.guards.hold(tensors) and (not self.program.leaves.numbers or self.program.leaves.hold(tensors))
+        program, tensors = self.program, environment.tensors
+        if not program.guards.hold(tensors):
+            return None
+        gradients = program.leaves.gradients(tensors) if program.leaves.numbers else ()
+        return None if gradients is None else (signature.tensors, tensors, gradients, environment.floats)
 
 
 class _Surveyed(threading.local):
@@ -136,10 +139,10 @@ class Captured(Generic[P, T]):
             environment = self._surveyed.environment = Environment(self.fn)
         key = (signature.key, modes())
         for kept in self._entries.get(key, ()):
-            if kept.serves(signature, environment):
+            if (sources := kept.serves(signature, environment)) is not None:
                 if kept.ready:
                     self._replayed += 1
-                    return _replay(kept.program, signature, environment)
+                    return _replay(kept.program, sources)
                 return self._record(key, signature, environment, kept)
         else:
             if sum(map(len, self._entries.values())) >= self._limit:
@@ -211,8 +214,7 @@ class Captured(Generic[P, T]):
         self._surveyed, self._tries = _Surveyed(), 0
 
 
-def _replay(program: Program, signature: Signature, environment: Environment) -> Any:
-    sources = sources_of(signature.tensors, environment)
+def _replay(program: Program, sources: Sources) -> Any:
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     if autocast:  # what it casts is in the tape
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False, dtype=torch.float16):
@@ -222,11 +224,14 @@ def _replay(program: Program, signature: Signature, environment: Environment) ->
     return pytree.tree_unflatten(program.finish(bases, sources), program.tree)
 
 
-def _bases(program: Program, sources: Sources) -> list[Any]:
+def _bases(program: Program, sources: Sources) -> Sequence[Any]:
     if not program.differentiable:
-        return program.run(program.compile(), sources)[0]
+        return program.run(program.compile(), sources)
     rest: dict[int, Any] = {}
-    made = iter(replayed(program, sources, rest, *[sources[kind][number] for kind, number in program.differentiable]))
+    made = replayed(program, sources, rest, *[sources[kind][number] for kind, number in program.differentiable])
+    if not rest:
+        return made
+    made = iter(made)
     return [rest[number] if number in rest else next(made) for number in range(len(program.bases))]
 
 

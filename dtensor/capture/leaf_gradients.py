@@ -16,38 +16,51 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..base.recording import current
-from ..base.torch_internals import TensorBase
+from ..base.torch_internals import DisableTorchFunctionSubclass, TensorBase
 from ..tensor.autograd import grad_placements_of
 from ..tensor.dtensor import DTensor
 from .signature import described, picking
 
-_GRAD, _BEFORE, _AFTER = map(attrgetter, ("grad", "_backward_hooks", "_post_accumulate_grad_hooks"))
+_GRAD, _LAYOUT, _BEFORE, _AFTER = map(attrgetter, ("grad", "_layout", "_backward_hooks", "_post_accumulate_grad_hooks"))
 _PLACE: Any = TensorBase.grad
 # While torch.autograd.grad runs, the mode does not see what hooks look at.
 _LOOKS = frozenset((_PLACE.__get__, _PLACE.__set__, _PLACE.__delete__, torch.autograd.grad))
+_RUNS: Any = frozenset(
+    (
+        torch.autograd.grad,
+        torch.Tensor.register_hook,
+        torch.Tensor.register_post_accumulate_grad_hook,
+        *(getattr(TensorBase, name).__get__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks")),
+    )
+)
 
 
 class Guarded(NamedTuple):
-    """Leaves by their numbers in the survey, and what a replay takes for granted of each: its hooks, and its gradient's kind.
+    """Leaves by their numbers in the survey, and what a replay takes for granted of each: its gradient's kind, and its hooks
+    where a backward pass inside of the run may have called them.
 
     Attributes:
         pick: gives the leaves, of the tensors of a survey.
+        layouts: of gradients; of a plain one its metadata.
     """
 
     numbers: tuple[int, ...] = ()
-    hooks: tuple[list[Any], ...] = ()
-    gradients: list[Any] = []  # noqa: RUF012  never written to
+    hooks: tuple[list[Any], ...] | None = None
+    layouts: list[Any] = []  # noqa: RUF012  never written to
     pick: Callable[[Sequence[Any]], Sequence[Any]] = tuple
 
-    def hold(self, tensors: Sequence[Any]) -> bool:
-        """Whether it is so."""
+    def gradients(self, tensors: Sequence[Any]) -> list[Any] | None:
+        """The leaves' gradients; None if it is not so."""
         leaves = self.pick(tensors)
-        return kinds_of(leaves) == self.gradients and hooks_of(leaves) == self.hooks
+        with DisableTorchFunctionSubclass():  # of which each getter asks the class otherwise
+            found = [*map(_GRAD, leaves)]
+        held = _kinds(found) == self.layouts and (self.hooks is None or hooks_of(leaves) == self.hooks)
+        return found if held else None
 
 
-def kinds_of(leaves: Sequence[Any]) -> list[Any]:
-    """For each leaf the layout of its gradient (of a plain one its metadata), or None."""
-    grads = map(_GRAD, leaves)
+def _kinds(grads: Sequence[Any]) -> list[Any]:
+    if {*map(type, grads)} == {DTensor}:
+        return [*map(_LAYOUT, grads)]
     return [None if grad is None else grad._layout if type(grad) is DTensor else described(grad) for grad in grads]
 
 
@@ -67,21 +80,26 @@ class Leaves:
     Attributes:
         accumulated: numbers of those that a backward pass inside of the run gave a gradient.
         looked: addresses of tensors that a torch function was called on, ``x.shape`` and the like among them.
-        touched: whether anything of the run depends on gradients that were there, or changes them.
+        touched: whether anything of the run depends on gradients that were there, or changes them;
+        hooked: on hooks, because a backward pass may have called them, or code looked at them.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._leaves = {number: x for number, x in enumerate(tensors) if x.requires_grad and x.is_leaf}
         leaves = [*self._leaves.values()]
-        self._known = Guarded(tuple(self._leaves), hooks_of(leaves), kinds_of(leaves), picking([*self._leaves]))
         self._before = {number: x.grad for number, x in self._leaves.items()}
+        self._known = Guarded(tuple(self._leaves), hooks_of(leaves), _kinds(self.gradients()), picking([*self._leaves]))
         self.accumulated: set[int] = set()
         self.looked: set[int] = set()
-        self.touched = False
+        self.touched = self.hooked = False
 
-    def gradients(self) -> dict[int, torch.Tensor]:
-        """Those that were there before the run."""
-        return {number: grad for number, grad in self._before.items() if grad is not None}
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Those that were there before the run, of each leaf."""
+        return [*self._before.values()]
+
+    def number(self, place: int) -> int:
+        """Of a leaf, in the survey."""
+        return self._known.numbers[place]
 
     def changed(self) -> dict[int, torch.Tensor | None]:
         """The gradients of leaves that have another one than before, or none."""
@@ -96,7 +114,9 @@ class Leaves:
 
     def guards(self) -> Guarded:
         """What a replay must find."""
-        return self._known if self.touched or self.accumulated else Guarded()
+        if self.hooked or self.accumulated:
+            return self._known
+        return self._known._replace(hooks=None) if self.touched else Guarded()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -127,6 +147,8 @@ class _Looking(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _LOOKS:
             self._leaves.touched = True
+        if func in _RUNS:
+            self._leaves.touched = self._leaves.hooked = True
         self._leaves.looked.update(id(x) for x in args if isinstance(x, torch.Tensor))
         return func(*args, **(kwargs or {}))
 

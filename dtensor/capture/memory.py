@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,6 +38,12 @@ def copied(x: torch.Tensor) -> torch.Tensor:
         once = once.narrow(d, 0, 1) if step == 0 and size > 1 else once
     fresh = torch.empty_strided(once.shape, once.stride(), dtype=x.dtype, device=x.device).copy_(once)
     return fresh.as_strided(x.shape, x.stride())
+
+
+def own(gradient: Any, copies: Iterator[bool]) -> Any:
+    """A gradient that nobody else holds."""
+    locals_ = [copied(local) if next(copies) else local.detach() for local in locals_of(gradient)]
+    return joined(tuple(locals_), gradient._layout if isinstance(gradient, DTensor) else None)
 
 
 def apart(x: Any, y: Any) -> bool:

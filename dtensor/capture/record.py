@@ -15,12 +15,12 @@ from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
 from .graph import Step, Var
 from .leaf_gradients import Leaves, arrived, leaves_of, without_hooks
-from .memory import apart, copied, detached, stand_in
+from .memory import apart, copied, detached, own, stand_in
 from .numbers import Number, plain
-from .program import Backward, Form, Program, joined, locals_of, sources_of
+from .program import Backward, Form, Program, joined, locals_of
 from .recorder import Recorder
 from .replay import Recorded, kind_of
-from .results import ARG, ENV, GRAD, Given, Sorter
+from .results import ARG, ENV, GRAD, Base, Given, Sorter
 from .signature import Metadata, Signature
 from .survey import Environment
 
@@ -49,8 +49,9 @@ class Recording:
         for number, x in enumerate(environment.tensors):
             self._give(Given(ENV, number), x)
         self.leaves = Leaves(environment.tensors)
-        for number, grad in self.leaves.gradients().items():
-            self._give(Given(GRAD, number), grad)
+        for place, grad in enumerate(self.leaves.gradients()):
+            if grad is not None:
+                self._give(Given(GRAD, place), grad)
 
     def _give(self, given: Given, x: Any) -> None:
         own = locals_of(x)
@@ -124,7 +125,7 @@ class Recording:
                 for own, local in zip(locals_of(self.real[given]), self.shown[given], strict=True):
                     own.copy_(local)
         linked = self._linked(program, bases)
-        sources = sources_of(self.signature.tensors, self.environment)
+        sources = self.signature.tensors, self.environment.tensors, self.leaves.gradients(), self.environment.floats
         result = pytree.tree_unflatten(program.finish(linked, sources), tree)
         self.recorder.views.clear()
         return result, None if changed else program, changed
@@ -160,7 +161,8 @@ class Recording:
     def _named(self, given: Given) -> str:
         if given.kind == ARG:
             return f"argument tensor {given.number}"
-        return self.environment.paths[self.environment.key.index(("tensor", given.number))]
+        number = self.leaves.number(given.number) if given.kind == GRAD else given.number
+        return self.environment.paths[self.environment.key.index(("tensor", number))]
 
     def _changed(self) -> str | None:
         """Where the run left another value in a variable of the function."""
@@ -206,8 +208,8 @@ class Recording:
                 "capture: the function asks other ranks for the sizes of their pieces, and reads plain tensors, whose sizes may "
                 "change on one rank alone; give from_local shape= and stride="
             )
-        forms = tuple(Form(given, isinstance(self.real[given], DTensor), self.vars[given], self.strides[given]) for given in used)
-        tensors = self.environment.tensors
+        forms = tuple(Form.of(given, self.real[given], self.vars[given], self.strides[given]) for given in used)
+        tensors, self.leaves.touched = self.environment.tensors, self.leaves.touched or any(kind == GRAD for kind, _ in used)
         guarded = {n for n, x in enumerate(tensors) if id(x) in self.leaves.looked} | {n for kind, n in used if kind == ENV}
         program = Program(
             forms,
@@ -310,8 +312,8 @@ class Recording:
                     gradient._local  # noqa: B018  as above
         if key not in program.backwards:
             program.add_backward(key, self._backward(shown, grads, steps, found))
-        made, own = program.backwards[key], [local for x in found if x is not None for local in locals_of(x)]
-        return tuple(made.given([copied(x) if copy else x.detach() for x, copy in zip(own, made.copied, strict=True)]))
+        copies = iter(program.backwards[key].copied)
+        return tuple(None if x is None else own(x, copies) for x in found)
 
     def _incoming(self, grad: Any) -> tuple[Any, tuple[Var, ...]]:
         """A gradient, with memory that nothing else has, and its variables."""
@@ -333,16 +335,12 @@ class Recording:
         incoming = tuple(() if pair is None else pair[1] for pair in shown)
         strides = tuple(() if pair is None else tuple(local.stride() for local in locals_of(pair[0])) for pair in shown)
         layouts = tuple(grad._layout if isinstance(grad, DTensor) else None for grad in grads)
-        made = tuple(
-            None
-            if gradient is None
-            else (
-                tuple(self.recorder.taken(local) for local in locals_of(gradient)),
-                gradient._layout if isinstance(gradient, DTensor) else None,
-            )
-            for gradient in gradients
-        )
+        made = tuple(None if gradient is None else self._gradient(gradient) for gradient in gradients)
         return Backward(incoming, strides, layouts, steps, made)
+
+    def _gradient(self, x: Any) -> Base:
+        found = tuple(self.recorder.taken(local) for local in locals_of(x))
+        return Base(found, x._layout if isinstance(x, DTensor) else None, False)
 
 
 def _counts(x: Any) -> bool:

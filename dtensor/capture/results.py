@@ -22,7 +22,7 @@ ARG, ENV, GRAD = range(3)
 
 
 class Given(NamedTuple):
-    """A tensor by number: among the arguments (``ARG``) or in the survey (``ENV``), or the gradient of one (``GRAD``)."""
+    """A tensor by number: among the arguments (``ARG``) or in the survey (``ENV``), or a leaf's gradient (``GRAD``)."""
 
     kind: int
     number: int
