@@ -79,6 +79,9 @@ NAMES: dict[str, Internal] = {
     "TensorGuards": Internal(
         "torch._C._dynamo.guards.TensorGuards", "metadata of many tensors compared at once", "a getter each"
     ),
+    "autocast_enabled": Internal(
+        "torch._C._is_any_autocast_enabled", "whether operations cast what they take", "torch.is_autocast_enabled of each device"
+    ),
     # --- threads: what autograd carries to its own
     "keep_in_thread": Internal("torch._C._stash_obj_in_tls", "modes are seen in backward passes", _NONE),
     "kept_in_thread": Internal("torch._C._get_obj_in_tls", "modes are seen in backward passes", _NONE),

@@ -10,10 +10,16 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from ..base.recording import current
-from ..base.torch_internals import DeviceContext, pytree
-from ..base.torch_internals import current_dispatch_modes as _get_current_dispatch_mode_stack
-from ..base.torch_internals import current_function_modes as _get_current_function_mode_stack
+from ..base.recording import ACTIVE, current
+from ..base.torch_internals import (
+    DeviceContext,
+    autocast_enabled,
+    count_dispatch_modes,
+    count_function_modes,
+    current_dispatch_modes,
+    current_function_modes,
+    pytree,
+)
 from ..base.tracing import looks_on
 from ..errors import ArgumentError, CaptureError
 from ..plan.program_plan import ProgramPlan
@@ -102,10 +108,9 @@ class _Surveyed(threading.local):
 
 def _watched() -> bool:
     """Whether the user's modes want to see each operation, which a replay would not show them."""
-    functions = _get_current_function_mode_stack()
-    if not all(map(looks_on, _get_current_dispatch_mode_stack())):
+    if count_dispatch_modes() and not all(map(looks_on, current_dispatch_modes())):
         return True
-    return any(type(mode) is not DeviceContext for mode in functions)
+    return count_function_modes() > 0 and any(type(mode) is not DeviceContext for mode in current_function_modes())
 
 
 class Captured(Generic[P, T]):
@@ -130,7 +135,7 @@ class Captured(Generic[P, T]):
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        if current() is not None or _watched() or torch.compiler.is_compiling():
+        if (ACTIVE and current() is not None) or _watched() or torch.compiler.is_compiling():
             self._plain += 1
             return self.fn(*args, **kwargs)
         signature = sign(args, kwargs)
@@ -215,8 +220,7 @@ class Captured(Generic[P, T]):
 
 
 def _replay(program: Program, sources: Sources) -> Any:
-    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    if autocast:  # what it casts is in the tape
+    if autocast_enabled():  # what it casts is in the tape
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False, dtype=torch.float16):
             bases = _bases(program, sources)
     else:

@@ -107,7 +107,7 @@ class Source:
 
     def _function(self, fn: Any) -> str:
         if isinstance(fn, OpOverload):
-            return self._constant(fn.name().replace("::", "_").replace(".", "_"), fn)
+            return self._constant(fn.name().replace("::", "_").replace(".", "_"), fn._op)
         name: str = fn.__name__
         if isinstance(fn, BuiltinFunctionType) and getattr(torch, name, None) is fn:
             return f"torch.{name}"

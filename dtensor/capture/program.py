@@ -152,6 +152,7 @@ class Program:
     compiled: Compiled | None = None
     _reads: list[Any] = field(default_factory=list)  # by kind of what is given: which, and how its locals are had
     only_differentiable: bool = False  # whether all that it makes has gradients
+    _as_made: bool = False  # whether all that it does with what it makes is to return it
     _counted: Any = None  # picks the DTensors that are written to, of which the tape sees locals
     _alike: Alike = field(init=False)
 
@@ -162,6 +163,7 @@ class Program:
         self.forms = tuple(sorted(self.forms, key=reading))  # few ways to read them
         for (kind, distributed, joint), forms in groupby(self.forms, key=reading):
             self._reads.append((kind, picking([form.given.number for form in forms]), _LOCALS.get((distributed, joint)), joint))
+        self._as_made = not (self.assigned or self.rebound) and self.results == tuple(map(Made, range(len(self.bases))))
         self.only_differentiable = all(base.requires_grad for base in self.bases)
         written = frozenset(self.mutated)
         counted = [place for place, form in enumerate(self.forms) if form.distributed and form.given in written]
@@ -256,8 +258,10 @@ class Program:
             _count(self._counted(given))
         return values
 
-    def finish(self, bases: Sequence[Any], sources: Sources) -> list[Any]:
+    def finish(self, bases: Sequence[Any], sources: Sources) -> Sequence[Any]:
         """The leaves of what the function returns; gradients that it leaves are put in their places."""
+        if self._as_made:
+            return bases[: len(self.bases)]
         gradients = [self._result(result, bases, sources) for _, result in self.assigned]
         for (number, _), gradient in zip(self.assigned, gradients, strict=True):
             sources[ENV][number].grad = gradient

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..base.torch_internals import pytree
+from ..base.torch_internals import autocast_enabled, pytree
 from ..comm import PerRank
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
@@ -94,7 +94,7 @@ class Recording:
         """
         args, kwargs = self.signature.rebuild([self.seen[Given(ARG, i)] for i in range(len(self.signature.tensors))])
         layouts = {given: (x._layout, x._local) for given, x in self.seen.items() if type(x) is DTensor}
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        if autocast_enabled():
             torch.clear_autocast_cache()
         try:
             with self.leaves.watched(), self.recorder.running(self.steps):

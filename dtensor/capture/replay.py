@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..base.torch_internals import autocast_enabled
 from ..dispatch.local_op import recorded
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
@@ -56,8 +57,8 @@ replayed = recorded(Replayed)
 
 def kind_of(grads: Any) -> tuple[Any, ...]:
     """What decides how a backward pass computes."""
-    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    return (autocast, *(None if grad is None else grad._layout if type(grad) is DTensor else described(grad) for grad in grads))
+    kinds = [grad._layout if type(grad) is DTensor else None if grad is None else described(grad) for grad in grads]
+    return (autocast_enabled(), *kinds)
 
 
 def _nearest(compiled: Compiled, grads: Any) -> tuple[Any, Any]:

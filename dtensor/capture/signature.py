@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.modes import MODES
-from ..base.torch_internals import TensorBase, TensorGuards, count_function_modes, pytree
+from ..base.torch_internals import TensorBase, TensorGuards, autocast_enabled, count_function_modes, pytree
 from ..comm import PerRank
 from ..errors import CaptureError
 from ..random.draw import DRAWING
@@ -17,6 +17,7 @@ from ..tensor.dtensor import DTensor
 from .belonging import VALUES, ById, value_of
 from .survey import Environment
 
+_DISTRIBUTED = {DTensor}
 _LAYOUT = attrgetter("_layout")
 
 
@@ -36,10 +37,8 @@ class Signature(NamedTuple):
 
 def sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     """The signature of a call with these arguments."""
-    if not kwargs:
-        kinds = {type(value) for value in args}
-        if kinds <= {DTensor} and len(set(map(id, args))) == len(args):  # the most frequent form
-            return Signature(tuple([(x._layout, x.requires_grad) for x in args]), args, _positional)
+    if not kwargs and {*map(type, args)} <= _DISTRIBUTED and len({*map(id, args)}) == len(args):  # the most frequent form
+        return Signature(tuple([(x._layout, x.requires_grad) for x in args]), args, _positional)
     leaves, tree = pytree.tree_flatten((args, kwargs))
     key: list[Any] = [tree]
     tensors: list[Any] = []
@@ -162,11 +161,11 @@ class Metadata:
 
 def modes() -> tuple[Any, ...]:
     """The switches that change what operations do."""
-    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        autocast and tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+        autocast_enabled()
+        and tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
         MODES.implicit_replication,
         MODES.explicit,
         MODES.remembered,

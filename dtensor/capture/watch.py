@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, KeysView, Mapping
 from itertools import chain, repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from types import CellType, FunctionType
 from typing import Any
 
@@ -24,9 +24,11 @@ class Watch:
         "_held",
         "_keyed",
         "_keys",
+        "_missing",
         "_names",
         "_objects",
         "_others",
+        "_picks",
         "_spaces",
         "_states",
         "_values",
@@ -85,6 +87,13 @@ class Watch:
         held = [*self._dicts, *self._spaces]
         self._worded = [keys for keys in held if {*map(type, keys)} == {str}]
         self._keyed = [keys for keys in held if {*map(type, keys)} != {str}]
+        self._picks, self._missing = [], []
+        for space, names in self._names.values():
+            there = [name for name in names if name in space]
+            if there:
+                self._picks.append((itemgetter(*there, *there[: len(there) == 1]), space))  # of more than one it gives a tuple
+            if len(there) < len(names):
+                self._missing.append((space, [name for name in names if name not in space]))
         self._before, self._keys = self._now(), self._known_keys()
 
     def unchanged(self) -> bool:
@@ -121,7 +130,12 @@ class Watch:
             found += [contents(cell) for cell in self._cells]
         found += chain.from_iterable(map(_MADE_OF, self._functions))
         found += map(type, self._objects)
-        for space, names in self._names.values():
+        try:
+            for pick, space in self._picks:
+                found += pick(space)
+        except KeyError:  # one is gone
+            found.append(None)
+        for space, names in self._missing:
             found += map(space.get, names, repeat(MISSING))
         for held in self._others:
             found += held()
