@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -126,8 +126,8 @@ class Captured(Generic[P, T]):
     What the function raises is raised.
     """
 
-    def __init__(self, fn: Callable[P, T], limit: int, plans: Plans | None = None) -> None:
-        self.fn, self._plans = fn, plans
+    def __init__(self, fn: Callable[P, T], limit: int, plans: Plans | None = None, trusted: Collection[str] = ()) -> None:
+        self.fn, self._plans, self._trusted = fn, plans, trusted
         self._limit = limit
         self._entries: dict[Any, list[_Kept]] = {}
         self._surveyed = _Surveyed()
@@ -175,7 +175,9 @@ class Captured(Generic[P, T]):
         if waiting is None:  # floats that have changed between calls are variables from now on
             differing = [(kept.differing(environment), kept) for kept in entries]
             changing = next((tuple({*found, *kept.changing}) for found, kept in differing if found), ())
-        result, program, changed = Recording(self.fn, signature, environment, changing).run(way.within, way.together)
+        result, program, changed = Recording(self.fn, signature, environment, changing, self._trusted).run(
+            way.within, way.together
+        )
         if self._plans is not None and not way.followed():
             return result
         if program is not None:
@@ -240,7 +242,12 @@ def _bases(program: Program, sources: Sources) -> Sequence[Any]:
 
 
 def capture(
-    fn: Callable[P, T], *, limit: int = KEPT, plan: str | ProgramPlan | None = None, memory: float | None = None
+    fn: Callable[P, T],
+    *,
+    limit: int = KEPT,
+    plan: str | ProgramPlan | None = None,
+    memory: float | None = None,
+    trusted: Collection[str] = (),
 ) -> Captured[P, T]:
     """``fn``, recorded when it is first called and replayed afterwards over local tensors, without dispatch of DTensors.
 
@@ -252,9 +259,10 @@ def capture(
         limit: most recordings kept, one for each kind of call (layouts, Python values, modes); further ones run as they are.
         plan: ``"program"``: the first call of a kind runs as it is and is planned, the next is recorded by that plan (see
             docs/plan.md); results are equal up to the order of additions. Or a plan, as ``dt.plan`` made or a file has it.
-
         memory: bytes that a rank may hold at once of what the planned step takes, makes and keeps for backward; makes
             ``plan="program"`` the default.
+        trusted: modules of compiled code whose functions may be called while ``fn`` is recorded, since what they give depends on
+            their arguments alone. Of other libraries than torch and numpy they are refused, as they might read anything.
 
     Raises:
         CaptureError: when ``fn`` does what a replay could not do again, on all ranks alike; it says what to do instead.
@@ -270,4 +278,4 @@ def capture(
         raise ArgumentError(f"capture takes a function or a module, got {fn!r}")
     if plan is None and memory is not None:
         plan = "program"
-    return Captured(fn, limit, None if plan is None else Plans(plan, memory))
+    return Captured(fn, limit, None if plan is None else Plans(plan, memory), trusted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +18,7 @@ from .leaf_gradients import Leaves, arrived, leaves_of, without_hooks
 from .memory import apart, copied, detached, own, stand_in
 from .numbers import Number, plain
 from .program import Backward, Form, Program, joined, locals_of
+from .reads import World
 from .recorder import Recorder
 from .replay import Recorded, kind_of
 from .results import ARG, ENV, GRAD, Base, Given, Sorter
@@ -29,12 +30,12 @@ class Recording:
     """A run under way: what was given, the recorder, and after :meth:`run` the program and the results of the run."""
 
     def __init__(
-        self, fn: Callable[..., Any], signature: Signature, environment: Environment, changing: Sequence[int] = ()
+        self, fn: Any, signature: Signature, environment: Environment, changing: Sequence[int], trusted: Collection[str]
     ) -> None:
         self.fn, self.signature, self.environment = fn, signature, environment
         self.changing = changing  # floats of the survey that are variables of the tape, by their place in its key
         self.numbers: dict[int, Var] = {}
-        self.recorder = Recorder()
+        self.recorder = Recorder(World(trusted, environment.wrapped))
         self.steps: list[Step] = []
         self.real: dict[Given, torch.Tensor] = {}  # what the user has, and
         self.seen: dict[Given, Any] = {}  # what the function sees

@@ -45,6 +45,7 @@ class Environment:
         key: everything else, and which places hold the same tensor; equal keys mean that a replay reads the same.
         paths: for each entry of ``key`` where it stands, to tell the user.
         floats: entries of ``key`` that are floats in dictionaries (of attributes too): the dictionary, and the key there.
+        wrapped: compiled functions that partials and the like call, which nobody sees them do.
         version: how often only such floats were found to have changed.
     """
 
@@ -53,6 +54,7 @@ class Environment:
         self.key: list[Any] = []
         self.paths: list[str] = []
         self.floats: dict[int, tuple[dict[Any, Any], Any]] = {}
+        self.wrapped: list[Any] = []
         self.version = 0
         self._numbers: dict[int, int] = {}
         self._seen: dict[int, int] = {}
@@ -151,6 +153,7 @@ class Environment:
         elif isinstance(value, type):
             self._class(value, path)
         elif (parts := parts_of(value)) is not None:
+            self.wrapped += [part for part in parts if isinstance(part, types.BuiltinFunctionType)]
             self._visit(parts, path)
         elif (state := state_of(value)) is not None:
             self._state(state, path)
