@@ -96,14 +96,28 @@ class _Kept:
         program, tensors = self.program, environment.tensors
         if not program.guards.hold(tensors):
             return None
-        gradients = program.leaves.gradients(tensors) if program.leaves.numbers else ()
+        left = program.leaves
+        gradients = left.gradients(tensors) if left.numbers or left.between else ()
         return None if gradients is None else (signature.tensors, tensors, gradients, environment.floats)
 
 
 class _Surveyed(threading.local):
-    """What the function reads; threads survey for themselves, as a survey is brought up to date in place."""
+    """What the function reads; threads survey for themselves, as a survey is brought up to date in place.
 
-    environment: Environment | None = None
+    Two are kept, the last one first: what is set to and fro (the last of several microbatches reduces) is not surveyed anew.
+    """
+
+    found: tuple[Environment, ...] = ()
+
+    def now(self, fn: Any) -> Environment:
+        """The survey, as of now."""
+        if self.found and (self.found[0].unchanged() or self.found[0].refreshed()):
+            return self.found[0]
+        before = self.found[:1]
+        self.found = (*(one for one in self.found[1:] if one.unchanged()), *before)
+        if len(self.found) == len(before):
+            self.found = Environment(fn), *before
+        return self.found[0]
 
 
 def _watched() -> bool:
@@ -139,9 +153,7 @@ class Captured(Generic[P, T]):
             self._plain += 1
             return self.fn(*args, **kwargs)
         signature = sign(args, kwargs)
-        environment = self._surveyed.environment
-        if environment is None or not (environment.unchanged() or environment.refreshed()):
-            environment = self._surveyed.environment = Environment(self.fn)
+        environment = self._surveyed.now(self.fn)
         key = (signature.key, modes())
         for kept in self._entries.get(key, ()):
             if (sources := kept.serves(signature, environment)) is not None:

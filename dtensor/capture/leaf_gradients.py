@@ -1,4 +1,5 @@
-"""``.grad`` of the tensors that a function reads: a whole step finds gradients there, adds to them, takes them away.
+"""Tensors that calls leave for later ones: ``.grad`` of the tensors that a function reads (a whole step finds gradients there,
+adds to them, takes them away), and what units of data parallelism keep until gradients are reduced.
 
 What matters of them for a replay is known after the run: nothing, if no Python code looked at ``.grad`` and no backward pass
 accumulated; else whether each leaf has a gradient, of which layout, and who listens to it.
@@ -6,7 +7,7 @@ accumulated; else whether each leaf has a gradient, of which layout, and who lis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from threading import get_ident
@@ -15,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..base.recording import current
-from ..base.torch_internals import DisableTorchFunctionSubclass, TensorBase
+from ..base.recording import Between, current
+from ..base.torch_internals import DisableTorchFunctionSubclass, TensorBase, pytree
 from ..tensor.autograd import grad_placements_of
 from ..tensor.dtensor import DTensor
 from .signature import described, picking
+from .writes import tensors_in
 
 _GRAD, _LAYOUT, _BEFORE, _AFTER = map(attrgetter, ("grad", "_layout", "_backward_hooks", "_post_accumulate_grad_hooks"))
 _PLACE: Any = TensorBase.grad
@@ -42,20 +44,35 @@ class Guarded(NamedTuple):
     Attributes:
         pick: gives the leaves, of the tensors of a survey.
         layouts: of gradients; of a plain one its metadata.
+        between: what the library keeps for later calls; ``forms`` of it, tensors aside.
     """
 
     numbers: tuple[int, ...] = ()
     hooks: tuple[list[Any], ...] | None = None
     layouts: list[Any] = []  # noqa: RUF012  never written to
-    pick: Callable[[Sequence[Any]], Sequence[Any]] = tuple
+    pick: Callable[[Sequence[Any]], Sequence[Any]] = picking(())
+    between: Sequence[Between] = ()
+    forms: list[Any] = []  # noqa: RUF012  as above
 
     def gradients(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """The leaves' gradients; None if it is not so."""
+        """The leaves' gradients, and the tensors that are kept between calls; None if it is not so."""
         leaves = self.pick(tensors)
         with DisableTorchFunctionSubclass():  # of which each getter asks the class otherwise
             found = [*map(_GRAD, leaves)]
+        if any(self.between):
+            found += tensors_in([[*kept.values()] for kept in self.between])
+        if [*map(_form, self.between)] != self.forms:
+            return None
         held = _kinds(found) == self.layouts and (self.hooks is None or hooks_of(leaves) == self.hooks)
         return found if held else None
+
+
+def _form(kept: Between) -> Any:
+    """What is kept, without tensors."""
+    if not kept:
+        return None
+    leaves, tree = pytree.tree_flatten(dict(kept))
+    return tree, [None if isinstance(x, torch.Tensor) else x for x in leaves]
 
 
 def _kinds(grads: Sequence[Any]) -> list[Any]:
@@ -74,6 +91,12 @@ def _keys(hooks: Iterable[Any]) -> list[Any]:
     return [tuple(held or ()) for held in found] if any(found) else []
 
 
+def put(kept: Between, values: Mapping[Any, Any]) -> None:
+    """Have this kept for later calls."""
+    kept.clear()
+    kept.update(values)
+
+
 class Leaves:
     """The leaves of one recorded run.
 
@@ -84,22 +107,29 @@ class Leaves:
         hooked: on hooks, because a backward pass may have called them, or code looked at them.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], between: Sequence[Between]) -> None:
+        self._between = [(kept, dict(kept)) for kept in between]
         self._leaves = {number: x for number, x in enumerate(tensors) if x.requires_grad and x.is_leaf}
         leaves = [*self._leaves.values()]
         self._before = {number: x.grad for number, x in self._leaves.items()}
-        self._known = Guarded(tuple(self._leaves), hooks_of(leaves), _kinds(self.gradients()), picking([*self._leaves]))
+        numbers, forms = tuple(self._leaves), [*map(_form, between)]
+        self._known = Guarded(numbers, hooks_of(leaves), _kinds(self.gradients()), picking(numbers), between, forms)
         self.accumulated: set[int] = set()
         self.looked: set[int] = set()
         self.touched = self.hooked = False
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Those that were there before the run, of each leaf."""
-        return [*self._before.values()]
+        """Those that were there before the run, of each leaf; then what was kept by calls before."""
+        return [*self._before.values(), *tensors_in([[*before.values()] for _, before in self._between])]
 
-    def number(self, place: int) -> int:
-        """Of a leaf, in the survey."""
-        return self._known.numbers[place]
+    def number(self, place: int) -> int | None:
+        """Of a leaf, in the survey; None for what was kept."""
+        return self._known.numbers[place] if place < len(self._known.numbers) else None
+
+    def left(self) -> list[tuple[Between, list[Any], Any]]:
+        """What is kept for later calls, where that is not what was: its leaves, and how they are nested."""
+        changed = [kept for kept, before in self._between if [*map(id, kept.values())] != [*map(id, before.values())]]
+        return [(kept, *pytree.tree_flatten(dict(kept))) for kept in changed]
 
     def changed(self) -> dict[int, torch.Tensor | None]:
         """The gradients of leaves that have another one than before, or none."""
@@ -108,15 +138,20 @@ class Leaves:
         return found
 
     def put_back(self) -> None:
-        """The gradients that were there before the run."""
+        """What was there before the run."""
         for number, x in self._leaves.items():
             x.grad = self._before[number]
+        for kept, before in self._between:
+            put(kept, before)
 
     def guards(self) -> Guarded:
         """What a replay must find."""
         if self.hooked or self.accumulated:
             return self._known
-        return self._known._replace(hooks=None) if self.touched else Guarded()
+        if self.touched or not self._between:
+            return self._known._replace(hooks=None) if self.touched else Guarded()
+        kept = self.gradients()[len(self._leaves) :]  # kept by calls before
+        return Guarded(layouts=_kinds(kept), between=self._known.between, forms=self._known.forms)
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..comm import PerRank
 from ..dispatch.wrapping import wrap_local
 from ..tensor.dtensor import DTensor
 from .program import joined, locals_of
@@ -59,3 +60,8 @@ def _bounds(x: torch.Tensor) -> tuple[int, int]:
     """The first address of its elements, and the one after the last."""
     count = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
     return x.data_ptr(), x.data_ptr() + count * x.itemsize
+
+
+def counts(x: Any) -> bool:
+    """Whether writes to it are counted."""
+    return isinstance(x, torch.Tensor) and not isinstance(x, PerRank) and not x.is_inference()

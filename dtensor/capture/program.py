@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
+from ..base.torch_internals import pytree
 from ..comm import PerRank, communicator_of, shards_of
 from ..dispatch.local_op import below_autograd
 from ..dispatch.wrapping import wrap_local
@@ -19,11 +20,11 @@ from ..tensor.dtensor import DTensor
 from .buckets import BYTES, bucketed
 from .codegen import Source
 from .graph import Step, Tape, Var
-from .leaf_gradients import Guarded
+from .leaf_gradients import Guarded, put
 from .optimize import optimized, without_unused
 from .overlap import overlapped
 from .passes import with_bound_collectives, without_copies
-from .results import ENV, Base, Constant, Given, Joined, LocalOf, Made, Result, View, follow
+from .results import ENV, Base, Constant, Given, Joined, Kept, LocalOf, Made, Result, View, follow
 from .signature import Alike, Metadata, picking, strides_of
 
 # Arguments, tensors of the survey and leaves' gradients, as Given numbers them; floats by their place in the survey's key
@@ -128,7 +129,8 @@ class Program:
         followed: whether there are floats in the tape that change, of which some may have slipped away (see confirm.py);
         guarded: those of the survey that must not change after all.
         together: bytes of values that collectives may move together.
-        assigned: what the run leaves in ``.grad`` of tensors of the survey; rebound: what as locals of others.
+        assigned: what the run leaves in ``.grad`` of tensors of the survey, rebound: what as locals of others;
+        kept: what the library is to keep for later calls.
     """
 
     forms: tuple[Form, ...]
@@ -140,6 +142,7 @@ class Program:
     bases: tuple[Base, ...]
     results: tuple[Result, ...]
     assigned: tuple[tuple[int, Result], ...]
+    kept: tuple[Kept, ...]
     rebound: tuple[tuple[int, int], ...]
     tree: Any
     mutated: tuple[Given, ...]
@@ -163,7 +166,8 @@ class Program:
         self.forms = tuple(sorted(self.forms, key=reading))  # few ways to read them
         for (kind, distributed, joint), forms in groupby(self.forms, key=reading):
             self._reads.append((kind, picking([form.given.number for form in forms]), _LOCALS.get((distributed, joint)), joint))
-        self._as_made = not (self.assigned or self.rebound) and self.results == tuple(map(Made, range(len(self.bases))))
+        returned = self.results == tuple(map(Made, range(len(self.bases))))
+        self._as_made = returned and not (self.assigned or self.kept or self.rebound)
         self.only_differentiable = all(base.requires_grad for base in self.bases)
         written = frozenset(self.mutated)
         counted = [place for place, form in enumerate(self.forms) if form.distributed and form.given in written]
@@ -263,6 +267,9 @@ class Program:
         if self._as_made:
             return bases[: len(self.bases)]
         gradients = [self._result(result, bases, sources) for _, result in self.assigned]
+        kept = [(held, tree, [self._result(one, bases, sources) for one in leaves]) for held, leaves, tree in self.kept]
+        for held, tree, leaves in kept:
+            put(held, pytree.tree_unflatten(leaves, tree))
         for (number, _), gradient in zip(self.assigned, gradients, strict=True):
             sources[ENV][number].grad = gradient
         for number, base in self.rebound:

@@ -8,6 +8,7 @@ a clock, a file or memory of its own, so it is refused where the user's code mak
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,8 @@ _CLOSED = frozenset({
 })
 # fmt: on
 _OPEN = frozenset({"open", "input", "breakpoint", "fromfile", "getrecursionlimit", "getswitchinterval"})  # of these
-_TELLING = frozenset({"logging", "warnings", "importlib", "traceback", "linecache"})  # what these look up is not handed on
+# What these look up is not handed on; the last calls what is told of an object's end.
+_TELLING = frozenset({"logging", "warnings", "importlib", "traceback", "linecache", "weakref"})
 _LIBRARY = frozenset({"torch", "dtensor"})  # what its code looks up is its own affair
 _THROUGH = frozenset({*sys.stdlib_module_names, "numpy"})
 
@@ -135,9 +137,13 @@ class World:
         return known
 
     def _of_user(self, frame: FrameType | None) -> bool:
-        """Whether the user's code asks, by itself or through libraries that hand on what they find."""
+        """Whether the user's code asks, by itself or through libraries that hand on what they find; not what the collector calls,
+        at any time."""
         owner: str | None = None
+        collecting = {getattr(callback, "__code__", None) for callback in gc.callbacks}
         while frame is not None:
+            if frame.f_code in collecting or frame.f_code.co_name == "__del__":
+                return False
             module = frame.f_globals.get("__name__") or ""
             root = module.partition(".")[0]
             if root in _TELLING:

@@ -10,20 +10,20 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..base.torch_internals import autocast_enabled, pytree
-from ..comm import PerRank
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
 from .graph import Step, Var
 from .leaf_gradients import Leaves, arrived, leaves_of, without_hooks
-from .memory import apart, copied, detached, own, stand_in
+from .memory import apart, copied, counts, detached, own, stand_in
 from .numbers import Number, plain
 from .program import Backward, Form, Program, joined, locals_of
 from .reads import World
 from .recorder import Recorder
 from .replay import Recorded, kind_of
-from .results import ARG, ENV, GRAD, Base, Given, Sorter
+from .results import ARG, ENV, GRAD, Base, Given, Sorter, kept
 from .signature import Metadata, Signature
 from .survey import Environment
+from .writes import tensors_in
 
 
 class Recording:
@@ -49,7 +49,7 @@ class Recording:
             self._give(Given(ARG, number), x)
         for number, x in enumerate(environment.tensors):
             self._give(Given(ENV, number), x)
-        self.leaves = Leaves(environment.tensors)
+        self.leaves = Leaves(environment.tensors, environment.between)
         for place, grad in enumerate(self.leaves.gradients()):
             if grad is not None:
                 self._give(Given(GRAD, place), grad)
@@ -163,7 +163,8 @@ class Recording:
         if given.kind == ARG:
             return f"argument tensor {given.number}"
         number = self.leaves.number(given.number) if given.kind == GRAD else given.number
-        return self.environment.paths[self.environment.key.index(("tensor", number))]
+        at = None if number is None else self.environment.key.index(("tensor", number))
+        return "a gradient that waits for a later call" if at is None else self.environment.paths[at]
 
     def _changed(self) -> str | None:
         """Where the run left another value in a variable of the function."""
@@ -177,26 +178,17 @@ class Recording:
         locals_ = {id(x._local): given for given, x in self.seen.items() if isinstance(x, DTensor)}
         storages = {var.storage for group in self.vars.values() for var in group}
         sorter = Sorter(self.recorder, owners, locals_, storages, self._spent)
-        gradients = self.leaves.changed()
-        results = sorter.sort([*leaves, *gradients.values()])
-        assigned = tuple(zip(gradients, results[len(leaves) :], strict=True))
+        gradients, left = self.leaves.changed(), self.leaves.left()
+        results = sorter.sort([*leaves, *gradients.values(), *tensors_in([found for _, found, _ in left])])
+        assigned = tuple(zip(gradients, results[len(leaves) :], strict=False))
         rebound = tuple((number, sorter.local_of(self.environment.tensors[number])) for number in self.rebound)
         written = {storage for step in self.steps for storage in step.writes}
         mutated = tuple(given for given, group in self.vars.items() if any(var.storage in written for var in group))
         for given in mutated:
             self._check_mutated(given)
-            if given.kind == ARG and isinstance(self.real[given], DTensor) and _counts(self.real[given]):
+            if given.kind == ARG and isinstance(self.real[given], DTensor) and counts(self.real[given]):
                 increment_version(self.real[given])  # its stand-in has counted for itself
-        for given, x in self.seen.items():
-            if given.kind == ARG and x.grad is not None and x is not self.real[given]:
-                raise CaptureError(
-                    f"capture: the function runs a backward pass that gives {self._named(given)} a gradient; take it with "
-                    "torch.autograd.grad and return it, or make the tensor a variable of the function"
-                )
-            if given.kind == ARG and (x.grad_fn is not None or x.requires_grad != self.real[given].requires_grad):
-                raise CaptureError(
-                    f"capture: the function writes values with a gradient to {self._named(given)}; return them instead"
-                )
+        self._check_arguments()
         differentiable = self._differentiable(
             [x for x, base in zip(sorter.tensors, sorter.bases, strict=True) if base.requires_grad]
         )
@@ -222,6 +214,7 @@ class Recording:
             tuple(sorter.bases),
             tuple(results[: len(leaves)]),
             assigned,
+            tuple(kept(left, iter(results[len(leaves) + len(gradients) :]))),
             rebound,
             tree,
             mutated,
@@ -232,6 +225,18 @@ class Recording:
             together,
         )
         return program, sorter.tensors
+
+    def _check_arguments(self) -> None:
+        for given, x in ((given, x) for given, x in self.seen.items() if given.kind == ARG):
+            if x.grad is not None and x is not self.real[given]:
+                raise CaptureError(
+                    f"capture: the function runs a backward pass that gives {self._named(given)} a gradient; take it with "
+                    "torch.autograd.grad and return it, or make the tensor a variable of the function"
+                )
+            if x.grad_fn is not None or x.requires_grad != self.real[given].requires_grad:
+                raise CaptureError(
+                    f"capture: the function writes values with a gradient to {self._named(given)}; return them instead"
+                )
 
     def _check_mutated(self, given: Given) -> None:
         x = self.real[given]
@@ -279,14 +284,12 @@ class Recording:
 
     def _linked(self, program: Program, bases: list[torch.Tensor]) -> list[torch.Tensor]:
         """The bases, those with gradients as results of one autograd function of the user's tensors."""
-        if not program.differentiable:
-            return [detached(x) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in bases]
+        linked = [bool(program.differentiable) and base.requires_grad for base in program.bases]
         apply: Any = Recorded.apply
-        made = iter(apply(self, program, bases, *(self.real[given] for given in program.differentiable)))
-        linked = [next(made) if base.requires_grad else x for x, base in zip(bases, program.bases, strict=True)]
+        made = iter(apply(self, program, bases, *(self.real[given] for given in program.differentiable)) if any(linked) else ())
         return [
-            detached(x) if isinstance(x, torch.Tensor) and x.requires_grad and not base.requires_grad else x
-            for x, base in zip(linked, program.bases, strict=True)
+            next(made) if link else detached(x) if isinstance(x, torch.Tensor) and x.requires_grad else x
+            for x, link in zip(bases, linked, strict=True)
         ]
 
     def _spent(self, x: torch.Tensor) -> bool:
@@ -342,7 +345,3 @@ class Recording:
     def _gradient(self, x: Any) -> Base:
         found = tuple(self.recorder.taken(local) for local in locals_of(x))
         return Base(found, x._layout if isinstance(x, DTensor) else None, False)
-
-
-def _counts(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and not isinstance(x, PerRank) and not x.is_inference()

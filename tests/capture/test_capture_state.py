@@ -10,6 +10,7 @@ import datetime
 import decimal
 import enum
 import functools
+import gc
 import io
 import itertools
 import logging
@@ -754,6 +755,29 @@ def test_what_tells_is_not_refused() -> None:
         finally:
             sys.path.remove(folder)
     assert captured.cache_info().replayed
+
+
+def test_what_the_collector_calls_is_not_the_functions() -> None:
+    class Ending:
+        def __del__(self) -> None:
+            time.time()
+
+    def callback(phase: str, info: Any) -> None:
+        time.perf_counter()
+
+    def fn(x: Any) -> Any:
+        Ending()
+        gc.collect()
+        return x * 2
+
+    gc.callbacks.append(callback)
+    try:
+        captured = dt.capture(fn)
+        for _ in range(2):
+            assert torch.equal(captured(X).full_tensor(), X.full_tensor() * 2)
+    finally:
+        gc.callbacks.remove(callback)
+    assert captured.cache_info().replayed == 1
 
 
 class Tripled(torch.overrides.TorchFunctionMode):
