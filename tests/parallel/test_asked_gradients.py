@@ -52,7 +52,7 @@ def test_gradients_asked_for_are_those_of_one_device(nested: bool, some: slice) 
 
 
 @pytest.mark.skipif(
-    torch.__version__.startswith("2.11."), reason="its stage_backward_weight takes a node's first gradient for all"
+    torch.__version__.startswith("2.11."), reason="stage_backward_weight takes a node's first gradient for all"
 )
 @pytest.mark.parametrize("nested", [False, True])
 def test_backward_in_two_parts_and_several_at_a_time(nested: bool) -> None:
