@@ -32,14 +32,15 @@ from .when_imported import when_imported
 
 
 def constants(*kinds: type) -> None:
-    """Objects of these classes are constants. Torch 2.11 does not know such ones: there the graph breaks at them."""
-    if not hasattr(opaque_object, "MemberType"):
-        return
+    """Objects of these classes are constants. Torch 2.11 takes only classes made for it: there the graph breaks at them."""
     for kind in kinds:
         kind.__fx_repr__ = _written  # type: ignore[attr-defined]  # torch asks the class for it
         members = dict.fromkeys(_methods(kind), opaque_object.MemberType.USE_REAL)
         members |= dict.fromkeys(members.keys() & _OF_GROUPS, opaque_object.MemberType.INLINED)
-        opaque_object.register_opaque_type(kind, typ="value", members=members)
+        try:
+            opaque_object.register_opaque_type(kind, typ="value", members=members)
+        except TypeError:  # torch 2.11, of the first of them
+            return
     changed("torch._library.opaque_object._OPAQUE_TYPES")
 
 
