@@ -1,6 +1,6 @@
 """Training steps of a Llama-shaped model on gloo processes: ours, the peer's and a program written by hand, in one run.
 
-    python benchmarks/train_step.py [--quick] [--json] [--only tp2 fsdp4] [--memory]
+    python benchmarks/train_step.py [--quick] [--json] [--only tp2 fsdp4] [--memory] [--captured]
 
 Cases: a Llama-shaped model under tensor parallelism (tp2, tp4), DDP (ddp), fully sharded (fsdp), both (fsdp2xtp2), copies of
 shards (hsdp2x2) and DDP with a ZeRO optimizer (zero); one tensor-parallel MLP (tp-mlp) and one block of the model (tp-block).
@@ -9,12 +9,14 @@ The sides take turns, step by step, on the same processes and groups, so a slow 
 forward, backward and AdamW; its time is that of the slowest rank. "cpu" is the processor time of a rank, which other programs on
 the machine hardly change, "host" that of its main thread; in brackets, the ratio to the peer's. "by hand" is Megatron-LM's tensor
 parallelism with explicit all-reduces (tp), or plain torch with one flat all-reduce of the gradients (the others). With --memory
-each side runs alone, and the peak of resident memory over what the processes start with is shown.
+each side runs alone, and the peak of resident memory over what the processes start with is shown. With --captured there is a
+fourth side: ours, its step a captured function.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import resource
@@ -131,7 +133,13 @@ def parts_of(plan: dict[str, Any], lib: Any, shard: Any, replicate: Any, block: 
     return inner
 
 
-def ours(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
+def captured(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
+    import dtensor as dt
+
+    return ours(case, model, tokens, targets, dt.capture)
+
+
+def ours(case: str, model: nn.Module, tokens: Tensor, targets: Tensor, around: Callable[[Any], Any] = lambda step: step) -> Step:
     import dtensor as dt
     from dtensor import parallel
 
@@ -140,7 +148,7 @@ def ours(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
     if case.startswith(PARTS):
         plan = parts_of(plan_of(parallel, dt.Shard, dt.Replicate), parallel, dt.Shard, dt.Replicate, "block" in case)
         parallel.parallelize_module(model.part, mesh["tp"], plan)
-        return stepper(model, tokens, targets, squared)
+        return stepper(model, tokens, targets, squared, around=around)
     if "tp" in shape:
         parallel.parallelize_module(model, mesh["tp"], plan_of(parallel, dt.Shard, dt.Replicate))
         labels: Any = dt.DTensor.from_local(targets, mesh["tp"], [dt.Replicate()])
@@ -157,8 +165,9 @@ def ours(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
     else:
         parallel.replicate(model, mesh["dp"]) if "dp" in shape else None
     if "zero" in case:
-        return stepper(model, tokens, labels, optimizer=lambda p: parallel.ZeroRedundancyOptimizer(p, torch.optim.AdamW, **ADAMW))
-    return stepper(model, tokens, labels)
+        zero: Any = functools.partial(parallel.ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, **ADAMW)
+        return stepper(model, tokens, labels, optimizer=zero, around=around)
+    return stepper(model, tokens, labels, around=around)
 
 
 def peer(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
@@ -231,17 +240,23 @@ def stepper(
     loss_fn: Callable[[Any, Any], Any] = loss_of,
     after_backward: Callable[[], None] = lambda: None,
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, **ADAMW),
+    around: Callable[[Any], Any] = lambda step: step,
 ) -> Step:
     """One step of training as a function that gives the loss."""
     stepping = optimizer(model.parameters())
 
-    def step() -> float:
+    def train() -> Any:
         loss = loss_fn(model(tokens), targets)
         loss.backward()
         after_backward()
         stepping.step()
         stepping.zero_grad()
-        local = loss.detach()
+        return loss.detach()
+
+    run = around(train)
+
+    def step() -> float:
+        local = run()
         return float(local.full_tensor() if hasattr(local, "full_tensor") else local)
 
     return step
@@ -263,7 +278,7 @@ def run_rank(rank: int, case: str, sides: tuple[str, ...], size: str, rounds: in
     steps: dict[str, Step] = {}
     for side in sides:
         torch.manual_seed(0)
-        build = {"ours": ours, "peer": peer, "by hand": by_hand}[side]
+        build = {"ours": ours, "peer": peer, "by hand": by_hand, "captured": captured}[side]
         steps[side] = build(case, model_of(case, config), batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
     losses = {side: [step() for _ in range(3)] for side, step in steps.items()}
     wall: dict[str, list[float]] = {side: [] for side in sides}
@@ -322,16 +337,18 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model, few rounds")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--captured", action="store_true", help="also ours, captured")
     parser.add_argument("--only", nargs="*", default=list(CASES))
     parser.add_argument("--rounds", type=int, default=0)
     options = parser.parse_args()
     size, rounds = ("small", 5) if options.quick else ("medium", 15)
+    sides = (*SIDES, "captured") if options.captured else SIDES
     results = {}
     for case in options.only:
         if options.memory:
-            results[case] = {side: measure(case, (side,), size, 0)[side] for side in SIDES}
+            results[case] = {side: measure(case, (side,), size, 0)[side] for side in sides}
         else:
-            results[case] = measure(case, SIDES, size, options.rounds or rounds)
+            results[case] = measure(case, sides, size, options.rounds or rounds)
         if not options.json:
             show(case, results[case], options.memory)
     if options.json:

@@ -211,6 +211,31 @@ def stages_on_meshes_of_their_own() -> Step:
     return step, lambda i: (randn(5, 6, on=first),), [one, other], [opt]
 
 
+@case
+def two_networks_against_each_other() -> Step:
+    """One learns to tell what the other makes from what is given; both are updated in a step."""
+    torch.manual_seed(0)
+    making, telling = (cut(nn.Sequential(nn.Linear(a, 7), nn.GELU(), nn.Linear(7, b)), line()) for a, b in ((6, 5), (5, 1)))
+    maker, teller = ADAMW(making.parameters()), ADAMW(telling.parameters())
+
+    def step(x: Any, z: Any) -> Any:
+        made = making(z.to_local()).detach()
+        told = nn.functional.softplus(telling(made)).mean() + nn.functional.softplus(-telling(x.to_local())).mean()
+        told.backward()
+        teller.step()
+        believed = nn.functional.softplus(-telling(making(z.to_local()))).mean()
+        believed.backward()
+        maker.step()
+        maker.zero_grad()
+        teller.zero_grad()
+        return told.detach(), believed.detach()
+
+    def arguments(i: int) -> tuple[Any, ...]:
+        return tuple(randn(12, width, on=line(), at=[Shard(0)]) for width in (5, 6))
+
+    return step, arguments, [*making.parameters(), *telling.parameters()], [maker, teller]
+
+
 def main() -> list[str]:
     for build in CASES.values():
         compare_steps(build)
