@@ -13,14 +13,12 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..base.memory_order import contiguous_stride
-from ..comm import Communicator, Pending, communicator_of
+from ..comm import Pending, communicator_of
 from ..placement import Monoid
 from ..redistribute.batch import as_one, kind_of, reduced_as_one
-from .graph import Step, Var, variables
+from .graph import ALL_REDUCE, Step, Var, is_row_major, variables
 
 BYTES = 32 * 2**20  # what values that are moved together may take
-_ALL_REDUCE: Any = getattr(Communicator.all_reduce, "__wrapped__")  # noqa: B009  what a recorder keeps of a site
 
 
 @dataclass(slots=True)
@@ -101,7 +99,7 @@ def _by_kind(steps: Sequence[Step], facts: Mapping[Var, Any]) -> dict[Hashable, 
 
 def _known(step: Step, facts: Mapping[Var, Any]) -> tuple[Hashable, _Site] | None:
     """The kind of a site, and what it does; None if it stays alone."""
-    if step.fn is _ALL_REDUCE and len(step.args) == 4:
+    if step.fn is ALL_REDUCE and len(step.args) == 4:
         comm, x, mesh_dims, op = step.args
         _, shape, _, dtype, *_ = facts[next(variables(x))]
         site = _Site(comm, tuple(mesh_dims), (op, dtype), shape.numel() * dtype.itemsize)
@@ -208,7 +206,7 @@ class Uses:
 def _find_end(site: _Site, uses: Uses, facts: Mapping[Var, Any]) -> None:
     """How late a site may bring what it does."""
     brought = list(uses.steps[site.wait].outputs)
-    if any(var not in facts or not _is_row_major(facts[var]) for var in brought):
+    if any(var not in facts or not is_row_major(facts[var]) for var in brought):
         return
     tail, memory, needed = uses.after(site.wait, {var.storage for var in brought})
     site.needed = min(needed, uses.overwritten(site.place))
@@ -223,14 +221,6 @@ def _find_window(site: _Site, number: int, sites: Sequence[_Site], uses: Uses) -
         ready, site.views = uses.ready(site.place)
         site.first = next(k for k, other in enumerate(sites) if other.place > ready)
         site.last = max(k for k, other in enumerate(sites) if other.place < site.needed)
-
-
-def _is_row_major(fact: Any) -> bool:
-    """Of memory of its own, which is what collectives that are joined give."""
-    offset, shape, stride, _, conjugated, negated = fact
-    return not (offset or conjugated or negated) and all(
-        size == 1 or own == step for size, own, step in zip(shape, stride, contiguous_stride(tuple(shape)), strict=True)
-    )
 
 
 def _agree(sites: Sequence[_Site]) -> None:
@@ -266,7 +256,7 @@ def _at(left: Mapping[int, _Site], place: int) -> list[int]:
 def _together(group: Sequence[_Site], steps: Sequence[Step]) -> list[Step]:
     """One collective for all of a group, and the wait for it."""
     issued, one = [steps[site.place] for site in group], group[0]
-    if issued[0].fn is _ALL_REDUCE:
+    if issued[0].fn is ALL_REDUCE:
         run, sent = reduced_as_one(one.comm, one.mesh_dims, *one.what), [step.args[1] for step in issued]
     else:
         run, sent = as_one([site.what for site in group]), [step.args[0] for step in issued]

@@ -6,6 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..base.memory_order import contiguous_stride
+from ..comm import Communicator
+
+ALL_REDUCE: Any = getattr(Communicator.all_reduce, "__wrapped__")  # noqa: B009  what a recorder keeps of a site
+
 
 @dataclass(frozen=True, slots=True)
 class Var:
@@ -80,3 +85,11 @@ def variables(value: Any) -> Iterator[Var]:
             yield from variables(item)
     elif kind is slice:
         yield from variables((value.start, value.stop, value.step))
+
+
+def is_row_major(fact: Any) -> bool:
+    """Of memory of its own, which is what collectives that are joined give."""
+    offset, shape, stride, _, conjugated, negated = fact
+    return not (offset or conjugated or negated) and all(
+        size == 1 or own == step for size, own, step in zip(shape, stride, contiguous_stride(tuple(shape)), strict=True)
+    )

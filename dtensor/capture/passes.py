@@ -12,12 +12,10 @@ from typing import Any, TypeAlias
 import torch
 
 from ..base.torch_internals import TensorBase
-from ..comm import Communicator
-from .graph import Step, Tape, Var
+from .graph import ALL_REDUCE, Step, Tape, Var, is_row_major
 from .optimize import renamed
 
 Fact: TypeAlias = tuple[Any, ...]  # offset, shape, stride, dtype, lazily conjugated, lazily negated
-_ALL_REDUCE: Any = getattr(Communicator.all_reduce, "__wrapped__")  # noqa: B009  what a recorder keeps of a site
 _COPY, _CLONE = TensorBase.copy_, torch.clone
 
 
@@ -54,25 +52,15 @@ def with_bound_collectives(tape: Tape, facts: Mapping[Var, Fact], lasting: froze
     uses = _Uses(tape, lasting)
     steps: list[Step] = []
     for place, step in enumerate(tape.steps):
-        x = step.args[1] if step.fn is _ALL_REDUCE and len(step.args) == 4 else None
+        x = step.args[1] if step.fn is ALL_REDUCE and len(step.args) == 4 else None
         if isinstance(x, Var) and x in facts:
             comm, _, mesh_dims, op = step.args
             bound = comm.bind_all_reduce(mesh_dims, op, facts[x][3])
-            taken = bound.taking is not None and _row_major(facts[x]) and uses.last_of(place, x)
+            taken = bound.taking is not None and is_row_major(facts[x]) and uses.last_of(place, x)
             writes = frozenset((x.storage,) if taken else ())
             step = dataclasses.replace(step, fn=bound.taking if taken else bound.run, args=(x,), writes=writes)
         steps.append(step)
     return Tape(tape.inputs, steps, tape.results, tape.constants)
-
-
-def _row_major(fact: Fact) -> bool:
-    _, shape, stride, _, conjugated, negated = fact
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if step != expected:
-            return False
-        expected *= size
-    return not (conjugated or negated)
 
 
 class _Uses:
