@@ -81,8 +81,8 @@ class World:
 
     def __init__(self, trusted: Collection[str], wrapped: Iterable[Any]) -> None:
         self._wrapped = wrapped
-        self._closed = _CLOSED | {*trusted}
-        self._kinds: dict[type, bool] = {}  # whether types' methods are
+        self._trusted = {*trusted}
+        self._known: dict[tuple[Any, str], bool] = {}  # by module or class, and name: whether it is closed
         self._printing = 0
         self._found: CaptureError | None = None
 
@@ -108,13 +108,13 @@ class World:
             raise self._found
 
     def _see(self, frame: FrameType, event: str, fn: Any) -> None:
-        if event == "call" or event == "return":
-            return
-        if fn is print:
-            self._printing += 1 if event == "c_call" else -1
-        elif event == "c_call" and not self._printing and not self._is_closed(fn) and self._of_user(frame):
-            self._found = self._refusal(fn)
-            raise self._found
+        if event == "c_call":
+            if not self._printing and not self._is_closed(fn) and self._of_user(frame):
+                self._found = self._refusal(fn)
+                raise self._found
+            self._printing += fn is print
+        elif fn is print:
+            self._printing -= 1
 
     def _refusal(self, fn: Any) -> CaptureError:
         return CaptureError(
@@ -124,16 +124,15 @@ class World:
         )
 
     def _is_closed(self, fn: Any) -> bool:
-        if fn.__name__ in _OPEN:
-            return False
-        if type(fn.__module__) is str:
-            return _root(fn.__module__) in self._closed or fn.__module__ in self._closed
-        owner = getattr(fn, "__self__", None)
-        kind = owner if isinstance(owner, type) else getattr(fn, "__objclass__", type(owner))
-        known = self._kinds.get(kind)
+        at = fn.__module__
+        if type(at) is not str:
+            owner = getattr(fn, "__self__", None)
+            at = owner if isinstance(owner, type) else getattr(fn, "__objclass__", type(owner))
+        known = self._known.get((at, fn.__name__))
         if known is None:
             module = _module_of(fn)
-            known = self._kinds[kind] = _root(module) in self._closed or module in self._closed
+            closed = _root(module) in _CLOSED and fn.__name__ not in _OPEN
+            known = self._known[at, fn.__name__] = closed or not self._trusted.isdisjoint((module, _root(module)))
         return known
 
     def _of_user(self, frame: FrameType | None) -> bool:
