@@ -855,3 +855,37 @@ def test_a_partial_leafs_gradient_is_replicated_on_a_mesh_dim_of_one_rank_too() 
     (leaf * 2).sum().backward()
     assert leaf.grad is not None
     assert leaf.grad.placements == (dt.Replicate(),)  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_backward_of_a_number_is_torchs(shape: tuple[int, ...]) -> None:
+    x = dt.ones(3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)]).requires_grad_()
+    loss: Any = (x**3).sum().reshape(shape)
+    loss.backward(retain_graph=True, create_graph=True)
+    assert torch.equal(x.grad.full_tensor().detach(), torch.full((3,), 3.0))
+    (again,) = torch.autograd.grad(x.grad.sum(), x)
+    assert torch.equal(again.full_tensor().detach(), torch.full((3,), 6.0))  # type: ignore[attr-defined]  # a DTensor
+    x.grad = None
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        x.detach().sum().backward()
+    with pytest.raises(RuntimeError, match="scalar"):
+        (x * 2).backward()
+
+
+def test_modes_see_backward_of_a_number() -> None:
+    seen: list[Any] = []
+
+    class Seeing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = dt.ones(3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)]).requires_grad_()
+    loss = x.sum()
+    with Seeing():
+        loss.backward()
+    assert torch.Tensor.backward in seen
