@@ -9,7 +9,7 @@ from torch import nn
 
 from ...errors import ContradictionError, UnitError
 from .buffers import Buffers
-from .fsdp_module import FSDPModule, neighbours_of, units_of
+from .fsdp_module import FSDPModule, neighbours_of, state_of, units_of
 from .layouts import Axes, sharding
 from .module_state import Unit, unit_of
 from .param_group import Group
@@ -60,6 +60,7 @@ def fully_shard(
         ContradictionError: it is a unit already.
 
     Cost: per unit and pass two all-gathers of its parameters and one reduce-scatter of its gradients.
+    ``fully_shard.state(module)`` tells the unit's modules and parameters, and whether they are gathered; None of what is no unit.
 
     >>> import dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -69,6 +70,8 @@ def fully_shard(
     >>> model(dt.per_rank([torch.ones(1, 3), torch.zeros(1, 3)])).sum().backward()
     >>> model.bias.grad.placements, model.bias.grad.full_tensor()
     ((Shard(dim=0),), tensor([1., 1., 1., 1.]))
+    >>> fully_shard.state(model).gathered, fully_shard.state(torch.nn.Linear(3, 4))
+    (False, None)
     """
     _check_options(reshard_after_forward, mp_policy, offload_policy)
     modules = _outermost(list(module) if isinstance(module, (list, tuple)) else [module])
@@ -81,6 +84,9 @@ def fully_shard(
     for one in modules:
         add_methods(one, FSDPModule, "FSDP")
     return module
+
+
+setattr(fully_shard, "state", state_of)  # noqa: B010  no attribute of functions that types know
 
 
 def _unit(

@@ -13,7 +13,7 @@ from ...mesh.device_mesh import DeviceMesh
 from .buffers import Buffers
 from .comm_hook import CommHook, Reducer
 from .custom_collectives import AllGather, ReduceScatter
-from .fsdp_module import FSDPModule, units_of
+from .fsdp_module import FSDPModule, state_of, units_of
 from .fully_shard import add_methods, check_callable, check_offload, check_policy
 from .layouts import Axes, copying
 from .module_state import Unit
@@ -139,6 +139,9 @@ def replicate(
         group.settings.views = gradient_as_bucket_view
     add_methods(module, ReplicatedModule, "Replicated")
     return module
+
+
+setattr(replicate, "state", state_of)  # noqa: B010  as of fully_shard
 
 
 def _unit(
