@@ -304,14 +304,7 @@ class UnitState(NamedTuple):
 
 
 def state_of(module: nn.Module) -> UnitState | None:
-    """The state of the unit that a module makes up; None: it is none. No communication.
-
-    >>> import torch, dtensor as dt
-    >>> from dtensor.parallel import fully_shard
-    >>> model = fully_shard(torch.nn.Linear(3, 4), mesh=dt.init_device_mesh("cpu", (2,)))
-    >>> fully_shard.state(model).gathered, fully_shard.state(torch.nn.Linear(3, 4))
-    (False, None)
-    """
+    """The state of the unit that a module makes up; None: it is none. No communication."""
     if (unit := unit_of(module)) is None:
         return None
     parameters = tuple(m.parameter for group in unit.groups for m in group.managed)
