@@ -52,7 +52,7 @@ class Unreduced:
                 "read .grad, take fully_shard without these, or ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
             )
         given: dict[Tensor, Tensor] = {}
-        for reduction in reductions(group, gradients, average):
+        for reduction in reductions(group, gradients, average, schedule.spare):
             reduction.arrive()
             while not reduction.deliver(given.__setitem__):
                 pass
@@ -72,7 +72,7 @@ class Unreduced:
             if self.in_order:
                 self._send(schedule, average)
         else:
-            schedule.reducing(reductions(group, gradients, average))
+            schedule.reducing(reductions(group, gradients, average, schedule.spare))
         quiet([group.managed[i].parameter for i in gradients])
         return {}
 
@@ -80,7 +80,7 @@ class Unreduced:
         """Reduce what is ready in the order of groups, which is the same on all ranks, whatever each of them used."""
         while self._ready[self._turn]:
             gradients = self._ready[self._turn].pop(0)
-            schedule.reducing(reductions(self._groups[self._turn], gradients, average))
+            schedule.reducing(reductions(self._groups[self._turn], gradients, average, schedule.spare))
             self._turn = (self._turn + 1) % len(self._groups)
 
     def flush(self, schedule: Schedule) -> None:
@@ -97,7 +97,7 @@ class Unreduced:
                 for found in self._ready[k]:
                     gradients = {i: add(found.get(i), column) for i, column in gradients.items()}
                 self._ready[k] = []
-                schedule.reducing(reductions(group, gradients, average))
+                schedule.reducing(reductions(group, gradients, average, schedule.spare))
 
     def _nothing(self, k: int) -> dict[int, Column]:
         """What this rank has of a group that its backward did not reach: what is held of passes before."""
