@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .base.on_ranks import on_ranks
 from .base.progress import progress
 from .clusters import MODELS
 from .clusters import command as cluster_plan
 from .cost import calibrate
 from .debug import bench, doctor, script
-from .debug.on_ranks import on_ranks
 from .debug.operator_page import measured_in, page
 from .errors import ArgumentError, RuleError
 from .redistribute import moves

@@ -9,9 +9,7 @@ Computing is measured while all ranks compute: products of matrices by kind of a
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from time import perf_counter
@@ -20,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
+from ..base.on_ranks import on_ranks
 from ..base.progress import progress
 from ..errors import MeshError
 from ..layout.layout import Layout
@@ -38,6 +36,7 @@ _PAIRS: dict[str, tuple[Placement, Placement]] = {
     "all_reduce": (Partial(), Replicate()),
 }
 assert tuple(_PAIRS) == COLLECTIVES
+_LONGEST = 3600.0  # seconds that all processes together may take
 _SIDES = (32, 128, 512, 2048)  # of square float32 tensors: 4 KB to 16 MB
 
 
@@ -123,7 +122,7 @@ def _computing(device_type: str, seconds: float) -> Device:
     number = torch.ones((), device=device_type)
     rates = {kind: _multiplied(dtype, device_type, seconds) for kind, dtype in _MULTIPLIED.items()}
     memory = 2 * _copied(device_type, seconds)  # read and written
-    return Device(name, {**built_in.flops, **rates}, memory, _slowest(lambda: number + number, device_type, seconds, ()))
+    return Device(name, {**built_in.flops, **rates}, memory, slowest(lambda: number + number, seconds / 5, device_type))
 
 
 def _multiplied(dtype: torch.dtype, device_type: str, seconds: float) -> float:
@@ -131,7 +130,7 @@ def _multiplied(dtype: torch.dtype, device_type: str, seconds: float) -> float:
     rates = []
     for side in _MATRICES[device_type]:
         x = torch.ones(side, side, dtype=dtype, device=device_type)
-        rates.append(2 * side**3 / _slowest(lambda x=x: x @ x, device_type, seconds, ()))  # type: ignore[misc]  # of this turn
+        rates.append(2 * side**3 / slowest(lambda x=x: x @ x, seconds / 5, device_type))  # type: ignore[misc]  # of this turn
     return max(rates)
 
 
@@ -148,7 +147,7 @@ def _link(moves: Moves, groups: Sequence[Sequence[int]], device_type: str, secon
 def _copied(device_type: str, seconds: float) -> float:
     """Bytes per second of local copies while all ranks copy."""
     x = torch.ones(_SIDES[-1], _SIDES[-1], device=device_type)
-    return x.nbytes / _slowest(x.clone, device_type, seconds, ())
+    return x.nbytes / slowest(x.clone, seconds / 5, device_type)
 
 
 def _sample(
@@ -160,14 +159,16 @@ def _sample(
     move = moves(src, dst)
     assert move.collectives == 1, f"{kind} is one collective, not {move}"
     local = torch.ones(src.local_shape(mesh.get_coordinate()), device=device_type)
-    taken = _slowest(lambda: moves(src, dst).run(local), device_type, seconds, () if mesh.current_member() is None else group)
+    own = () if mesh.current_member() is None else group
+    taken = slowest(lambda: moves(src, dst).run(local), seconds / 5, device_type, own)
     nbytes = move.bytes
     copied = {"all_reduce": 0, "reduce_scatter": nbytes}.get(kind, dst.max_local_nbytes)
     return Sample(kind, len(group), nbytes, max(taken - copied / memory, taken / 4))
 
 
-def _slowest(run: Callable[[], Any], device_type: str, seconds: float, group: Sequence[int]) -> float:
-    """Median time of one call on the slowest of the ranks that take part; () stands for all or, outside a group, for none."""
+def slowest(run: Callable[[], Any], seconds: float, device_type: str = "cpu", group: Sequence[int] = ()) -> float:
+    """Median over rounds of ``seconds`` of one call, on the slowest of the ranks that take part; () stands for all or, outside a
+    group, for none."""
 
     def timed(count: int) -> float:
         dist.barrier()
@@ -184,7 +185,7 @@ def _slowest(run: Callable[[], Any], device_type: str, seconds: float, group: Se
         return max(found[rank] for rank in group or range(len(found)))
 
     timed(2)
-    count = int(max(1, min(500, seconds / 5 / max(1e-6, everybodys(timed(2))))))
+    count = int(max(1, min(10_000, seconds / max(1e-6, everybodys(timed(2))))))
     return sorted(everybodys(timed(count)) for _ in range(5))[2]
 
 
@@ -211,10 +212,8 @@ def run(moves: Moves, ranks: int, device_type: str, path: Path | None, seconds: 
         finally:
             dist.destroy_process_group()
         return path, found
-    with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
-        made = Path(folder) / "profile.json"
-        spawn(_rank, (moves, ranks, device_type, folder, str(made), seconds), nprocs=ranks)
-        found = Profile.loads(made.read_text())
+    (told,) = on_ranks(ranks, _told, moves, device_type, seconds, seconds=_LONGEST, device_type=device_type)
+    found = Profile.loads(told)
     _write(path, found)
     return path, found
 
@@ -226,22 +225,11 @@ def _write(path: Path, profile: Profile) -> None:
     half.replace(path)  # a reader sees the old one or the new one
 
 
-def _rank(rank: int, moves: Moves, ranks: int, device_type: str, folder: str, made: str, seconds: float) -> None:
+def _told(moves: Moves, device_type: str, seconds: float) -> Iterator[str]:
+    """On each rank: the profile as it is written."""
     torch.set_num_threads(1)
     os.environ["DTENSOR_PROFILE"] = "off"
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    if device_type == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
-    )
-    try:
-        profile = measure(moves, device_type, seconds)
-        if rank == 0:
-            Path(made).write_text(profile.dumps())
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    yield measure(moves, device_type, seconds).dumps()
 
 
 def table(profile: Profile, backend: str) -> str:

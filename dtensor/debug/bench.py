@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..cost.calibrate import slowest
 from ..errors import ArgumentError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
@@ -24,7 +24,7 @@ from ..tensor.dtensor import DTensor
 Shape = tuple[int, ...]
 Places = tuple[Placement, ...]
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_ROUNDS, _SECONDS = 5, 0.04  # of a case, and how long each lasts
+_SECONDS = 0.04  # that each round of a case lasts
 MOST_RANKS = 64
 
 
@@ -120,9 +120,7 @@ class Moved:
         return f"{self.pair} {'x'.join(map(str, self.shape))}"
 
 
-def moves_on_ranks(
-    mesh_shape: Shape, shapes: Sequence[Shape], pairs: Sequence[str], seconds: float = _SECONDS
-) -> Iterator[Moved]:
+def moves_on_ranks(mesh_shape: Shape, shapes: Sequence[Shape], pairs: Sequence[str]) -> Iterator[Moved]:
     """On each rank: one row per pair and shape. What a rank gets is compared with its block first."""
     mesh = DeviceMesh("cpu", torch.arange(math.prod(mesh_shape)).view(mesh_shape))
     for shape in shapes:
@@ -133,7 +131,7 @@ def moves_on_ranks(
             x = x.redistribute(placements=source)
             found = plan(x.layout, x.layout.replace(placements=target))
             _compare(x.redistribute(placements=target), whole, pair)
-            taken = _slowest(lambda x=x, target=target: x.redistribute(placements=target))  # type: ignore[misc]  # of this turn
+            taken = slowest(lambda x=x, target=target: x.redistribute(placements=target), _SECONDS)  # type: ignore[misc]  # of this turn
             yield Moved(mesh_shape, pair, shape, found.collectives, found.bytes, found.peak_bytes, found.cost, taken)
 
 
@@ -185,30 +183,10 @@ def calls_on_ranks(names: Sequence[str]) -> Iterator[Called]:
         for name in names:
             call = OPERATORS[name]
             plain, distributed = (
-                _slowest(lambda given=given, call=call: call(*given))  # type: ignore[misc]  # of this turn
+                slowest(lambda given=given, call=call: call(*given), _SECONDS)  # type: ignore[misc]  # of this turn
                 for given in (local, ours)
             )
             yield Called(name, plain, distributed)
-
-
-def _slowest(run: Callable[[], object]) -> float:
-    """Median over rounds of the slowest rank's time of one call."""
-
-    def everybodys(value: float) -> float:
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, value)
-        return max(found)
-
-    def timed(count: int) -> float:
-        dist.barrier()
-        start = perf_counter()
-        for _ in range(count):
-            run()
-        return everybodys((perf_counter() - start) / count)
-
-    timed(2)
-    count = int(max(1, min(10_000, _SECONDS / max(timed(2), 1e-6))))
-    return sorted(timed(count) for _ in range(_ROUNDS))[_ROUNDS // 2]
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------------

@@ -11,13 +11,13 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
+from ..base.on_ranks import on_ranks
 from ..cost.profile import FORMAT
 from ..errors import DTensorError
 from ..interop.changes import CHANGES
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Replicate, Shard
 from ..tensor.dtensor import DTensor
-from .on_ranks import on_ranks
 
 RANKS = 2
 _OPTIONAL = ("numpy", "scipy", "safetensors", "hypothesis", "transformers", "matplotlib", "rich", "tqdm")

@@ -18,17 +18,15 @@ from typing import Any
 import torch
 
 from ..base.nested import replace as replaced
-from ..base.nested import tensors
-from ..base.torch_internals import TorchDispatchMode, all_schemas, has_kernel
-from ..dispatch.operands import plan_for
+from ..base.torch_internals import all_schemas, has_kernel
 from ..placement import Partial, Replicate
-from ..propagation.propagate import Plan
-from ..propagation.schema import operator_of
 from ..rules import rules
+from ..rules.call import Call
 from ..rules.registry import lookup
 from ..rules.rule import Along, Dims, Factors, Row, Rule, Spec, candidates
+from ..testing.forcing import Seen, asked_for
 from ..testing.placements import mesh_of
-from ..testing.samples import samples_of
+from ..testing.samples import Sample, samples_of
 from ..testing.scatter import scatter
 from ..testing.variants import exists, operator_named
 from .served_page import table_of_served
@@ -151,62 +149,28 @@ def entry_of(name: str, rule: Rule) -> Entry:
     run."""
     if rule.answer is not None:
         return Entry("an answer from layouts, or the value", "")
-    best: tuple[int, Factors, Plan] | None = None
-    for sample in samples_of(name):
-        for plan in plans_of(name, sample.args, sample.kwargs):
-            factors = rule.factors(plan.call) if plan.rule is rule and plan.how == "rule" else None
-            if factors is not None and (best is None or best[0] < len(factors.sizes.keys() - factors.whole)):
-                best = len(factors.sizes.keys() - factors.whole), factors, plan
-    if best is None:
+    asked = [seen for sample in samples_of(name) if (seen := _asked(name, sample)) is not None and seen.rule is rule]
+    if not asked:
         return Entry("decomposition" if rule.decompose is not None else "rule", "")
-    return described(rule, best[1], best[2])
+    best = max(asked, key=lambda seen: len(seen.factors.sizes.keys() - seen.factors.whole))
+    return described(rule, best.factors, best.call)
 
 
-class _Planned(Exception):
-    """The operator's plan is known: it need not run."""
-
-
-class _Watching(TorchDispatchMode):
-    """Stops at the operator called ``name`` with its plan."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name, self.plans = name, []  # type: tuple[str, list[Plan]]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operator = operator_of(func)
-        base = self.name.partition(".")[0]
-        if operator.name == self.name or func._schema.name.rstrip("_") == base.rstrip("_"):
-            self.plans.append(plan_for(operator, args, kwargs or {}))
-            raise _Planned
-        return func(*args, **(kwargs or {}))
-
-
-def plans_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Plan]:
-    """The plan of one call on replicated operands; none where the call cannot be made."""
+def _asked(name: str, sample: Sample) -> Seen | None:
+    """What the rule is asked for a sample on replicated operands; None where the call cannot be made."""
     packet = name.replace("::", ".")
-    called = packet if exists(packet) else packet + "_"
-    given = tensors((args, kwargs))
-    made = iter([scatter(x, mesh_of((2,)), [Replicate()]) for x in given])
-    args, kwargs = replaced(lambda _: next(made), (args, kwargs))
-    watching = _Watching(name)
-    try:
-        with watching, torch.no_grad():
-            operator_named(called)(*args, **kwargs)
-    except _Planned:
-        pass
-    except Exception:  # a sample of another overload
-        return []
-    return watching.plans
+    args, kwargs = replaced(lambda x: scatter(x, mesh_of((2,)), [Replicate()]), (sample.args, sample.kwargs))
+    with torch.no_grad():
+        return asked_for(operator_named(packet if exists(packet) else packet + "_"), args, kwargs)
 
 
-def described(rule: Rule, factors: Factors, plan: Plan) -> Entry:
+def described(rule: Rule, factors: Factors, call: Call) -> Entry:
     """The entry of a rule applied to a call."""
     factors = renamed(factors)
-    shapes = [tuple(layout.shape) for layout in plan.call.operands]
-    made = [meta.shape for meta in plan.call.results if meta is not None]
+    shapes = [tuple(layout.shape) for layout in call.operands]
+    made = [meta.shape for meta in call.results if meta is not None]
     notation = f"{_terms(factors.operands, factors, shapes)} -> {_terms(factors.results, factors, made)}"
-    partials = rule.partials(plan.call) if callable(rule.partials) else rule.partials
+    partials = rule.partials(call) if callable(rule.partials) else rule.partials
     sharded: list[str] = []
     passing: list[str] = []
     reduced: dict[str, list[str]] = defaultdict(list)

@@ -199,14 +199,14 @@ class Layout:
         if coordinate is None:
             return tuple(0 if dim == 0 else size for dim, size in enumerate(self.shape))
         return tuple(
-            size if split is None else split.sizes[self._leaf(split, coordinate)]
+            size if split is None else split.sizes[self.mesh.index_over(split.mesh_dims, coordinate)]
             for size, split in zip(self.shape, self.splits, strict=True)
         )
 
     def local_offset(self, coordinate: Sequence[int]) -> tuple[int, ...]:
         """Global index of the first element of the block at a mesh coordinate."""
         return tuple(
-            0 if split is None else starts[self._leaf(split, coordinate)]
+            0 if split is None else starts[self.mesh.index_over(split.mesh_dims, coordinate)]
             for split, starts in zip(self.splits, self._starts, strict=True)
         )
 
@@ -219,11 +219,10 @@ class Layout:
         """Dense strides of the block, its dims ordered in memory as in the global tensor."""
         return stride_like(self.local_shape(coordinate), self.stride)
 
-    def _leaf(self, split: Split, coordinate: Sequence[int]) -> int:
-        index = 0
-        for mesh_dim in split.mesh_dims:
-            index = index * self.mesh.shape[mesh_dim] + coordinate[mesh_dim]
-        return index
+    def block_beside(self, x: torch.Tensor, member: int | None) -> torch.Tensor:
+        """Memory where ``x`` is for a member's block, its dims ordered as in the global tensor."""
+        coordinate = self.mesh.coordinate_of(member)
+        return x.new_empty_strided(self.local_shape(coordinate), self.local_stride(coordinate), dtype=self.dtype)
 
     @property
     def tensor_meta(self) -> Layout:

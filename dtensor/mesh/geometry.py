@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -115,6 +115,17 @@ class Geometry:
         """Whether every member sees the same ranks: no root dim of size > 1 is left out."""
         used = {d for dims in self._dims for d in dims}
         return all(size == 1 or d in used for d, size in enumerate(self._root.shape))
+
+    def index_over(self, mesh_dims: Iterable[int], coordinate: Sequence[int]) -> int:
+        """The position of a coordinate in its group over ``mesh_dims``, first one major."""
+        index = 0
+        for mesh_dim in mesh_dims:
+            index = index * self.shape[mesh_dim] + coordinate[mesh_dim]
+        return index
+
+    def coordinate_of(self, member: int | None) -> tuple[int, ...] | None:
+        """A member's coordinate; None, a rank outside of the mesh, has none."""
+        return None if member is None else self.coordinates[member]
 
     def current_member(self) -> int | None:
         """This process's member; in one process the one that ``map_ranks`` runs for, else the first. None: not in the mesh."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,14 +51,15 @@ def _backward(
 def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     found = iter(torch.autograd.grad(flat(outputs), flat(inputs), _flat_grads(outputs, grad_outputs), *args, **kwargs))
-    return tuple(_regrouped(x, [next(found) for _ in x.shards]) if isinstance(x, PerRank) else next(found) for x in inputs)
+    return tuple(merged([next(found) for _ in x.shards], x.shards) if isinstance(x, PerRank) else next(found) for x in inputs)
 
 
-def _regrouped(x: PerRank, grads: list[Tensor | None]) -> PerRank | None:
-    if all(grad is None for grad in grads):
+def merged(own: Sequence[Any], like: Sequence[Tensor] | None = None) -> PerRank | None:
+    """Ranks' tensors as one, None where no rank has any; where only some have none nothing flowed: zeros as ``like`` has."""
+    some = next((x for x in own if x is not None), None)
+    if some is None:
         return None
-    # unused on some ranks only: nothing flowed there
-    return PerRank(torch.zeros_like(shard) if grad is None else grad for shard, grad in zip(x.shards, grads, strict=True))
+    return PerRank(torch.zeros_like(some if like is None else like[k]) if x is None else x for k, x in enumerate(own))
 
 
 def _make_dual(x: Any, tangent: Any, *level: Any, **named: Any) -> Any:

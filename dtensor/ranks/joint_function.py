@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from ..base.told import changed, restored
 from ..base.torch_internals import TensorBase
-from .joint_autograd import flat
+from .joint_autograd import flat, merged
 from .per_rank import _BEFORE, _JOINT, PerRank
 from .rank_values import agreed
 
@@ -151,14 +151,8 @@ def _grouped(shapes: Sequence[_Shape], flat: Sequence[Any]) -> list[Any]:
     items, made = iter(flat), []
     for shape in shapes:
         own = [next(items) for _ in range(shape.count)]
-        made.append(_merged(own) if shape.ranks else own[0] if own else shape.value)
+        made.append(merged(own) if shape.ranks else own[0] if own else shape.value)
     return made
-
-
-def _merged(own: list[Any]) -> Any:
-    """Ranks' tensors as one; None where no rank has any."""
-    some = next((x for x in own if x is not None), None)
-    return None if some is None else PerRank(torch.zeros_like(some) if x is None else x for x in own)
 
 
 class _Context:

@@ -15,10 +15,9 @@ import torch
 
 from ..base.caches import remembered
 from ..base.memory_order import outermost_first
-from ..base.torch_internals import count_dispatch_modes, profiler_enabled
 from ..comm import Communicator, Pending, communicator_of
 from ..comm.binding import Run
-from ..comm.events import because, listeners
+from ..comm.events import because
 from ..comm.fold import divided, identity
 from ..comm.regions import Box, Route, Scatter, Transfer, region
 from ..layout.layout import Layout
@@ -101,7 +100,7 @@ def _bind_all(plan: Plan) -> tuple[Bound, ...]:
     bound = tuple(_bind(comm, step) for step in plan.steps)
     if plan.dst.dense or not plan.communicates:
         return bound
-    return (*bound, Bound(lambda x: comm.map(_in_order, x, plan.dst)))
+    return (*bound, Bound(lambda x: comm.map(in_order, x, plan.dst)))
 
 
 def _bind(comm: Communicator, step: Step) -> Bound:
@@ -170,13 +169,9 @@ def route(step: AllGather | Exchange, member: int) -> Route:
 
 def _collective(comm: Communicator, issue: Run, step: Step) -> Bound:
     """``issue``, and what is done with its result."""
-    told, finish = because((step,), issue), _finish(comm, step)
-
-    def start(x: Local) -> Pending[Local]:  # as ``told`` does, without a call of its own where nobody looks
-        return (told if listeners or profiler_enabled() or count_dispatch_modes() else issue)(x)
-
+    start, finish = because((step,), issue), _finish(comm, step)
     if finish is None:
-        return Bound(lambda x: (told if listeners or profiler_enabled() or count_dispatch_modes() else issue)(x).wait(), start)
+        return Bound(lambda x: start(x).wait(), start)
     return Bound(lambda x: finish(start(x).wait()), lambda x: start(x).then(finish))
 
 
@@ -195,13 +190,13 @@ def _local_shape(layout: Layout, member: int) -> tuple[int, ...]:
     return layout.local_shape(layout.mesh.coordinates[member])
 
 
-def _in_order(member: int, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+def in_order(member: int, x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """``x`` with its dims ordered in memory as in the global tensor: what can be viewed there can then be viewed here."""
     major_first = sorted((d for d, step in enumerate(layout.stride) if step and x.shape[d] > 1), key=lambda d: -layout.stride[d])
     strides = [x.stride(d) for d in major_first]
     if strides == sorted(strides, reverse=True):
         return x
-    return x.new_empty_strided(x.shape, layout.local_stride(layout.mesh.coordinates[member])).copy_(x)
+    return layout.block_beside(x, member).copy_(x)
 
 
 @remembered(8192)

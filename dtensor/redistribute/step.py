@@ -30,6 +30,7 @@ class Step:
     bytes: int
     seconds: float
     verb: ClassVar[str]
+    sends_parts: ClassVar[bool] = False  # each rank a part of its block, which may have to be copied
 
     @property
     def communicates(self) -> bool:
@@ -37,8 +38,8 @@ class Step:
 
     @property
     def buffer_bytes(self) -> int:
-        """Most memory besides the two blocks: for what arrives."""
-        return self.bytes
+        """Most memory besides the two blocks: for what arrives, and for copies of parts that are sent."""
+        return self.bytes + (_copied_to_send(self.before, self.after) if self.sends_parts else 0)
 
     def __str__(self) -> str:
         over = f" over {_names(self.before, self.mesh_dims)}" if self.mesh_dims else ""
@@ -71,32 +72,30 @@ class Spread(Step):
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce(Step):
-    """Terms are reduced, every rank gets all of the result."""
+class Reducing(Step):
+    """Terms are reduced."""
 
-    op: Op
+    op: Any  # an Op; what is scattered is no monoid
     divisor: int = 1  # sums merged with averages are divided by the number of ranks averaged over
-    finish: bool = False  # apply the monoid's finalize()
-    verb = "all_reduce"
 
     def _what(self) -> str:
         return f"{self.verb}({self.op}{f' / {self.divisor}' if self.divisor > 1 else ''})"
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceScatter(Step):
+class AllReduce(Reducing):
+    """Terms are reduced, every rank gets all of the result."""
+
+    finish: bool = False  # apply the monoid's finalize()
+    verb = "all_reduce"
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter(Reducing):
     """Terms are reduced, every rank gets one block of the result; blocks may cut several tensor dims, unevenly."""
 
-    op: str
-    divisor: int = 1
     verb = "reduce_scatter"
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self.bytes + _copied_to_send(self.before, self.after)
-
-    def _what(self) -> str:
-        return f"{self.verb}({self.op}{f' / {self.divisor}' if self.divisor > 1 else ''})"
+    sends_parts = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +110,7 @@ class Exchange(Step):
     """One all-to-all: every rank gets from its owner each part of its new block that it does not hold yet."""
 
     verb = "exchange"
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self.bytes + _copied_to_send(self.before, self.after)
+    sends_parts = True
 
 
 def _copied_to_send(before: Layout, after: Layout) -> int:

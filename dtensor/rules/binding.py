@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,9 +96,7 @@ def sizes_of(
 def _divided(dim: tuple[str, ...], size: int, sizes: dict[str, int]) -> bool:
     """Learn the one factor of a product whose size is not known yet; whether the product can be ``size``."""
     unknown = [name for name in dim if name not in sizes]
-    known = 1
-    for name in dim:
-        known *= sizes.get(name, 1)
+    known = math.prod(sizes.get(name, 1) for name in dim)
     if len(unknown) == 1:
         sizes[unknown[0]] = size // max(1, known)
         known *= sizes[unknown[0]]

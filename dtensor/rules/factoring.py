@@ -173,14 +173,10 @@ class Shares(Word):
 
 def share_of(at: KernelContext, member: int) -> list[float]:
     """Which part of each factor of the kernel a member's block is: of nothing each is all, so that its mean is still NaN."""
-    coordinate, shape = at.call.mesh.coordinates[member], at.call.mesh.shape
-    shares = []
+    mesh, shares = at.call.mesh, []
     for split in at.splits.values():
-        index = 0
-        for mesh_dim in split.mesh_dims:
-            index = index * shape[mesh_dim] + coordinate[mesh_dim]
-        total = sum(split.sizes)
-        shares.append(split.sizes[index] / total if total else 1.0)
+        own, total = split.sizes[mesh.index_over(split.mesh_dims, mesh.coordinates[member])], sum(split.sizes)
+        shares.append(own / total if total else 1.0)
     return shares
 
 

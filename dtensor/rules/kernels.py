@@ -149,10 +149,7 @@ class KernelContext:
     def _place(self, member: int) -> At:
         if not self.sizes:
             return At(member, 0, 0, 0)
-        coordinate = self.call.mesh.coordinates[member]
-        index = 0
-        for mesh_dim in self.mesh_dims:
-            index = index * self.call.mesh.shape[mesh_dim] + coordinate[mesh_dim]
+        index = self.call.mesh.index_over(self.mesh_dims, self.call.mesh.coordinates[member])
         return At(member, index, offsets_of(self.sizes)[index], self.sizes[index])
 
 

@@ -7,9 +7,9 @@ themselves (``Rule.flops``). All else is a matter of memory: operands are read o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -62,7 +62,7 @@ def work_of(rule: Rule | None, factors: Factors | None, call: Call) -> Work:
     (420, 428, ['k', 'm', 'n'])
     """
     operands = tuple([layout.nbytes for layout in call.operands])
-    results = tuple([_size(meta.shape) * meta.dtype.itemsize for meta in call.results if meta is not None])
+    results = tuple([math.prod(meta.shape) * meta.dtype.itemsize for meta in call.results if meta is not None])
     dtype = call.operands[0].dtype if call.operands else torch.float32
     if shows_memory(call.func) or torch.Tag.inplace_view in call.func.tags:
         return Work(0, operands, results, dtype, {}, free=True)
@@ -71,14 +71,7 @@ def work_of(rule: Rule | None, factors: Factors | None, call: Call) -> Work:
     if rule is not None and rule.flops is not None:
         return Work(rule.flops(call), operands, results, dtype, factors.sizes)
     sizes = _multiplied(factors) or {}
-    return Work(2 * _size(sizes.values()) if sizes else 0, operands, results, dtype, sizes)
-
-
-def _size(sizes: Any) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
+    return Work(2 * math.prod(sizes.values()) if sizes else 0, operands, results, dtype, sizes)
 
 
 def _multiplied(factors: Factors) -> dict[str, int] | None:
@@ -143,7 +136,4 @@ def row_seconds(device: Device, work: Work, row: Row, ranks: int, sizes: Mapping
 
 
 def _divided(nbytes: Sequence[float], specs: Sequence[Spec], part: float) -> float:
-    total = 0.0
-    for size, spec in zip(nbytes, specs, strict=False):
-        total += size * part if isinstance(spec, Along) else size
-    return total
+    return sum((size * part if isinstance(spec, Along) else size for size, spec in zip(nbytes, specs, strict=False)), 0.0)

@@ -90,7 +90,9 @@ def _split_of(mesh: DeviceMesh, intervals: Sequence[Interval], size: int) -> Spl
     varying = [d for d in range(mesh.ndim) if _varies(mesh, d, intervals)]
     for order in itertools.permutations(varying):
         sizes: dict[int, Interval] = {}
-        agreed = all(sizes.setdefault(_leaf(mesh, order, m), each) == each for m, each in enumerate(intervals))
+        agreed = all(
+            sizes.setdefault(mesh.index_over(order, mesh.coordinates[m]), each) == each for m, each in enumerate(intervals)
+        )
         leaves = [sizes[i] for i in range(math.prod(mesh.shape[d] for d in order))] if agreed else []
         start = 0
         for low, high in leaves:
@@ -105,10 +107,3 @@ def _split_of(mesh: DeviceMesh, intervals: Sequence[Interval], size: int) -> Spl
 
 def _varies(mesh: DeviceMesh, dim: int, intervals: Sequence[Interval]) -> bool:
     return any(len({intervals[m] for m in mesh.members_of((dim,), member)}) > 1 for member in mesh.members)
-
-
-def _leaf(mesh: DeviceMesh, order: Sequence[int], member: int) -> int:
-    index = 0
-    for dim in order:
-        index = index * mesh.shape[dim] + mesh.coordinates[member][dim]
-    return index

@@ -202,7 +202,7 @@ def spec_of(layout: Layout) -> Spec:
     shards: dict[tuple[int, ...], list[Place]] = {}
     for member, rank in enumerate(layout.mesh.ranks):
         at = layout.mesh.coordinates[member]
-        index = tuple(0 if split is None else layout._leaf(split, at) for split in layout.splits)
+        index = tuple(0 if split is None else layout.mesh.index_over(split.mesh_dims, at) for split in layout.splits)
         shards.setdefault(index, []).append(Place(rank))
     ordered = tuple(tuple(shards[index]) for index in np.ndindex(*counts))
     cut = [d for d, split in enumerate(layout.splits) if split is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..parallel import ParallelStyle, parallelize_module
 from ..placement import Placement, Replicate
-from ..tensor.distribute import distribute_tensor
+from ..tensor.distribute import distribute_at, own_tensors
 from ..tensor.dtensor import DTensor
 from ..tensor.materialize import check_initialisers
 from ..tensor.materialize import materialize as give_values
@@ -69,7 +69,7 @@ def shard_model(
     meshes = {id(sub): _mesh_of(asked[name], home) for name, sub in module.named_modules()}
     if materialize and init_fn is None:
         check_initialisers(module)
-    unset = {id(sub) for sub in module.modules() if any(x is not None and x.is_meta for x in _own(sub))}
+    unset = {id(sub) for sub in module.modules() if any(x.is_meta for _, _, x in own_tensors(sub))}
     shared: dict[int, Any] = {}
     with replacing(module.modules(), "shard_model"):
         for name, sub in module.named_modules():
@@ -102,9 +102,8 @@ def _asked(module: nn.Module, said: Any, mesh: DeviceMesh | None) -> dict[str, A
     unused = {key for key, _ in spec.specs} if isinstance(spec, Composite) else set()
     unused |= placed.keys()
     for name, sub in module.named_modules():
-        own = [(key, x) for key, x in (*sub._parameters.items(), *sub._buffers.items()) if x is not None]
         found[name] = {}
-        for key, x in own:
+        for _, key, x in own_tensors(sub):
             path = f"{name}.{key}" if name else key
             listed = Composite(tuple((pattern, Composite(())) for pattern in placed)).names_that_fit(path)
             if listed:
@@ -153,7 +152,7 @@ def _common_mesh(asked: dict[str, Asked]) -> DeviceMesh:
     ranks = [set(members_of(spec.places).values()) for spec in specs]
     everywhere = [spec for spec, each in zip(specs, ranks, strict=True) if each == set().union(*ranks)]
     if everywhere:
-        return _finest({"": {str(k): spec for k, spec in enumerate(everywhere)}})
+        return _finest(everywhere)
     places: list[Place] = sorted({place for spec in specs for place in spec.places})
     return DeviceMesh(device_type_of(places), sorted(set().union(*ranks)))
 
@@ -164,20 +163,15 @@ def _mesh_of(own: Asked, home: DeviceMesh) -> DeviceMesh:
     if not specs:
         return home
     ranks = {rank for spec in specs for rank in members_of(spec.places).values()}
-    return home if ranks == set(home.ranks) else _finest({"": own})
+    return home if ranks == set(home.ranks) else _finest(own.values())
 
 
-def _finest(asked: dict[str, Asked]) -> DeviceMesh:
+def _finest(specs: Iterable[Any]) -> DeviceMesh:
     """The mesh with the most dims among those that the specs make themselves: the others can be said on it, or on none."""
-    best: DeviceMesh | None = None
-    for own in asked.values():
-        for spec in own.values():
-            layout = _own_layout(spec)
-            if layout is not None and (best is None or layout.mesh.ndim > best.ndim):
-                best = layout.mesh
-    if best is None:
+    meshes = [layout.mesh for layout in map(_own_layout, specs) if layout is not None]
+    if not meshes:
         raise PlacementError("shard_model: a spec deals a place blocks that are not adjacent; a parameter's piece is one block")
-    return best
+    return max(meshes, key=lambda mesh: mesh.ndim)
 
 
 def _own_layout(spec: Any) -> Layout | None:
@@ -195,32 +189,17 @@ def _own_layout(spec: Any) -> Layout | None:
 
 
 # --- sharding --------------------------------------------------------------------------------------------------------------
-def _own(sub: nn.Module) -> list[torch.Tensor | None]:
-    return [*sub._parameters.values(), *sub._buffers.values()]
-
-
 def _shard(sub: nn.Module, own: Asked, mesh: DeviceMesh, source: int | None, shared: dict[int, Any]) -> None:
     """Replace the submodule's own tensors; those on meta stay there."""
-    registries: list[dict[str, Any]] = [sub._parameters, sub._buffers]
-    for registry in registries:
-        for key, old in list(registry.items()):
-            if old is None or isinstance(old, DTensor):
-                continue
-            if id(old) not in shared:
-                shared[id(old)] = old, _sharded(old, own.get(key), mesh, source)
-            registry[key] = shared[id(old)][1]
-
-
-def _sharded(old: torch.Tensor, asked: Any, mesh: DeviceMesh, source: int | None) -> Any:
-    placements: Sequence[Placement] = [Replicate()] * mesh.ndim
-    if isinstance(asked, Layout):
-        placements = asked.placements
-    elif asked is not None:
-        layout = asked.layout(old.shape, old.dtype, mesh)
-        assert layout is not None
-        placements = layout.placements
-    made = distribute_tensor(old.detach(), mesh, placements, src_data_rank=source)
-    return nn.Parameter(made, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else made
+    for held, key, old in own_tensors(sub):
+        if isinstance(old, DTensor):
+            continue
+        if id(old) not in shared:
+            asked = own.get(key)
+            layout = asked.layout(old.shape, old.dtype, mesh) if isinstance(asked, Spec) else asked
+            distribute_at(held, key, mesh, [Replicate()] * mesh.ndim if layout is None else layout.placements, source)
+            shared[id(old)] = old, held[key]
+        held[key] = shared[id(old)][1]
 
 
 # --- running ---------------------------------------------------------------------------------------------------------------
@@ -229,7 +208,7 @@ def _connect(module: nn.Module, meshes: dict[int, DeviceMesh], home: DeviceMesh)
     apart = any(mesh != home for mesh in meshes.values())
     in_sequence = {id(child) for sub in module.modules() if isinstance(sub, nn.Sequential) for child in sub.children()}
     for sub in module.modules():
-        own = any(x is not None for x in _own(sub))
+        own = any(True for _ in own_tensors(sub))
         if sub is module or (apart and own):
             target = meshes[id(sub)] if own else home
             sub.register_forward_pre_hook(_bringing(target), with_kwargs=True)

@@ -32,6 +32,7 @@ class Spec:
     """
 
     __slots__ = ()
+    shards: tuple[Replicas, ...]
 
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
         """The blocks' places as an array with one dim per tensor dim, and the sizes of blocks along each where given."""
@@ -44,7 +45,7 @@ class Spec:
     @property
     def places(self) -> tuple[Place, ...]:
         """Every place that holds something, in order of appearance."""
-        raise NotImplementedError
+        return tuple(dict.fromkeys(place for each in self.shards for place in each))
 
     def cells(self, shape: Sequence[int]) -> list[Cell]:
         """Every block of a tensor of ``shape``, row-major: offset, sizes and places.
@@ -137,10 +138,6 @@ class SingleSplit(Spec):
     shards: tuple[Replicas, ...]
     shard_sizes: tuple[int, ...] | None
 
-    @property
-    def places(self) -> tuple[Place, ...]:
-        return _unique(self.shards)
-
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
         if not -ndim <= self.dim < ndim:
             raise PlacementError(f"{self!r} does not fit a tensor of {ndim} dims: it has no dim {self.dim}")
@@ -171,10 +168,6 @@ class MeshSplit(Spec):
     shape: tuple[int, ...]
     shards: tuple[Replicas, ...]
     shard_sizes: tuple[tuple[int, ...] | None, ...] | None
-
-    @property
-    def places(self) -> tuple[Place, ...]:
-        return _unique(self.shards)
 
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
         if ndim != len(self.shape):
@@ -207,11 +200,11 @@ class Whole(Spec):
     replicas: Replicas
 
     @property
-    def places(self) -> tuple[Place, ...]:
-        return self.replicas
+    def shards(self) -> tuple[Replicas, ...]:  # type: ignore[override]  # one, and no field
+        return (self.replicas,)
 
     def grid(self, ndim: int) -> tuple[Any, tuple[tuple[int, ...] | None, ...]]:
-        return _array((self.replicas,), (1,) * ndim), (None,) * ndim
+        return _array(self.shards, (1,) * ndim), (None,) * ndim
 
     def to_data(self) -> Any:
         return text_of(self.replicas)
@@ -234,10 +227,6 @@ def replicas_of(said: Any) -> Replicas:
 
 def text_of(replicas: Replicas) -> str:
     return "|".join(map(str, replicas))
-
-
-def _unique(shards: Sequence[Replicas]) -> tuple[Place, ...]:
-    return tuple(dict.fromkeys(place for each in shards for place in each))
 
 
 def _array(shards: Sequence[Replicas], shape: Sequence[int]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +71,7 @@ def held_here(tensors: Mapping[str, Any], rank: int) -> Iterator[tuple[str, list
         for (offset, shape), holders in distinct_blocks(layout).items():
             ranks = layout.mesh.ranks
             answering = min(holders, key=lambda member: (load.get(ranks[member], 0), ranks[member]))
-            load[ranks[answering]] = load.get(ranks[answering], 0) + _numel(shape) * layout.dtype.itemsize
+            load[ranks[answering]] = load.get(ranks[answering], 0) + math.prod(shape) * layout.dtype.itemsize
             held += [Held(member, offset, shape, member == answering) for member in holders if member in here]
         yield name, held
 
@@ -89,10 +90,3 @@ def piece_of(tensor: Any, member: int | None) -> torch.Tensor:
     if member is None:
         return tensor
     return communicator_of(tensor._layout.mesh).pieces(tensor._local)[member]
-
-
-def _numel(shape: Shape) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Replicate
 from ..random.draw import as_one_step, block_of
 from ..redistribute import redistribute_local
-from ..redistribute.executor import inside
+from ..redistribute.executor import in_order, inside
 from ..redistribute.step import described, place
 from .dtensor import DTensor, wrap
 from .replaced import replacing
@@ -122,22 +122,10 @@ def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
     if not comm.held:
         return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=tensor.device)
     if tensor.is_meta or mesh.kind == "dry_run":
-        return comm.map(lambda member: _empty(layout, member, torch.device("meta")))
+        return comm.map(lambda member: layout.block_beside(torch.empty(0, device="meta"), member))
     if position is None or mesh.size() == 1 or (comm.holds_all and not isinstance(tensor, PerRank)):
         return comm.map(lambda member, full: block_of(full, layout, member), tensor)
-    return comm.map(lambda member, block: _ordered(block, layout, member), _scattering(layout, position)(tensor).wait())
-
-
-def _empty(layout: Layout, member: int, device: torch.device) -> torch.Tensor:
-    coordinate = layout.mesh.coordinates[member]
-    return torch.empty_strided(layout.local_shape(coordinate), layout.local_stride(coordinate), dtype=layout.dtype, device=device)
-
-
-def _ordered(block: torch.Tensor, layout: Layout, member: int) -> torch.Tensor:
-    """The block with its dims in memory as in the layout: collectives give row-major ones, and views are legal by the strides."""
-    if block.stride() == layout.local_stride(layout.mesh.coordinates[member]) or block.numel() < 2:
-        return block
-    return _empty(layout, member, block.device).copy_(block)
+    return comm.map(in_order, _scattering(layout, position)(tensor).wait(), layout)
 
 
 @remembered(1024)
@@ -172,10 +160,7 @@ def _position(mesh: DeviceMesh, source: int) -> int:
         raise MeshError(
             f"src_data_rank={source} is not an index along every dim of {mesh!r}; use 0, or None to cut each rank's own copy"
         )
-    position = 0
-    for size in mesh.shape:
-        position = position * size + source
-    return position
+    return mesh.index_over(range(mesh.ndim), (source,) * mesh.ndim)
 
 
 def distribute_module(
@@ -216,7 +201,7 @@ def distribute_module(
         for name, submodule in list(module.named_modules()):
             if partition_fn is not None:
                 partition_fn(name, submodule, mesh)
-            _replicate_rest(submodule, mesh)
+            replicate_own(submodule, mesh)
     if input_fn is not None:
         prepare = _with_module(input_fn, "input_fn")
         module.register_forward_pre_hook(lambda mod, inputs: prepare(mod, inputs, mesh))
@@ -238,12 +223,27 @@ def _with_module(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     return fn
 
 
-def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
-    everywhere = [Replicate()] * mesh.ndim
-    for name, parameter in list(module._parameters.items()):
-        if parameter is not None and not isinstance(parameter, DTensor):
-            made = nn.Parameter(distribute_tensor(parameter.detach(), mesh, everywhere), requires_grad=parameter.requires_grad)
-            module.register_parameter(name, made)
-    for name, buffer in list(module._buffers.items()):
-        if buffer is not None and not isinstance(buffer, DTensor):
-            module._buffers[name] = distribute_tensor(buffer, mesh, everywhere)
+# --- what a module itself has ----------------------------------------------------------------------------------------------
+def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """The parameters and buffers of ``module`` itself, each with where it stands and under which name."""
+    for held in (module._parameters, module._buffers):
+        for name, x in list(held.items()):
+            if x is not None:
+                yield held, name, x
+
+
+def distribute_at(
+    held: dict[str, Any], name: str, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None = 0
+) -> None:
+    """Put the same value as a DTensor in the place of a plain tensor of a module's; of a parameter a parameter."""
+    old = held[name]
+    made = distribute_tensor(old.detach(), mesh, placements, src_data_rank=source)
+    is_parameter = isinstance(old, nn.Parameter)
+    held[name] = nn.Parameter(made, old.requires_grad) if is_parameter else made.requires_grad_(old.requires_grad)
+
+
+def replicate_own(module: nn.Module, mesh: DeviceMesh, source: int | None = 0) -> None:
+    """Replicate what is still plain of what ``module`` itself has."""
+    for held, name, x in own_tensors(module):
+        if not isinstance(x, DTensor):
+            distribute_at(held, name, mesh, [Replicate()] * mesh.ndim, source)

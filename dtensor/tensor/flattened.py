@@ -122,11 +122,7 @@ def as_tangent(x: Any, constants: Constants | None, expected: type | None = None
     moved = move(x, layout)
     if moved._layout.stride == layout.stride:
         return moved
-    mesh = layout.mesh
-    member = mesh.current_member()
-    steps = layout.local_stride(None if member is None else mesh.coordinates[member])
-    local = moved._local
-    return wrap_local(local.new_empty_strided(local.shape, steps).copy_(local), layout)
+    return wrap_local(layout.block_beside(moved._local, layout.mesh.current_member()).copy_(moved._local), layout)
 
 
 def told_apart(x: Any) -> str:

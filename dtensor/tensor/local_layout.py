@@ -244,7 +244,7 @@ def _fits(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
     mesh = layout.mesh
     members = mesh.members if len(pieces) > 1 else [mesh.current_member()]
     for member, piece in zip(members, pieces, strict=True):
-        expected = layout.local_shape(None if member is None else mesh.coordinates[member])
+        expected = layout.local_shape(mesh.coordinate_of(member))
         if member is not None and tuple(map(int, piece.shape)) != expected:
             raise LayoutError(
                 f"from_local: rank {mesh.ranks[member]} holds a piece of shape {tuple(piece.shape)}, "

@@ -15,6 +15,7 @@ from ..base.torch_internals import tree_flatten, tree_unflatten
 from ..errors import ContradictionError, PlacementError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, normalize
+from .distribute import own_tensors
 from .dtensor import DTensor
 
 Placements = Sequence[Placement] | None
@@ -112,11 +113,7 @@ class _Boundary:
 def _with_locals(module: nn.Module, localize: Callable[[DTensor], Any]) -> Iterator[list[DeviceMesh]]:
     """The module with locals in the places of its DTensors, whose meshes come back. One in several places has one local."""
     places: list[tuple[dict[str, Any], str, Any]] = [
-        (held, name, value)
-        for part in module.modules()
-        for held in (part._parameters, part._buffers)
-        for name, value in held.items()
-        if isinstance(value, DTensor)
+        (held, name, value) for part in module.modules() for held, name, value in own_tensors(part) if isinstance(value, DTensor)
     ]
     distributed = {id(value): value for _, _, value in places}
     made = {key: localize(value) for key, value in distributed.items()}

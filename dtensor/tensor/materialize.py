@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DTensorError
-from .distribute import distribute_tensor
+from .distribute import distribute_at, own_tensors
 from .dtensor import DTensor
 from .replaced import replacing
 
@@ -57,7 +57,7 @@ def materialize(module: M, *, init: Callable[[nn.Module], object] | None = None,
     """
     if init is None:
         check_initialisers(module)
-    places = [(held, name, x) for inner in module.modules() for held, name, x in _tensors(inner)]
+    places = [(held, name, x) for inner in module.modules() for held, name, x in own_tensors(inner)]
     made: dict[int, tuple[Tensor, Any]] = {}  # by what stood there, which is kept so that no other takes its id
     device = torch.device(device) if device is not None else _device_of(module)
     with torch.no_grad(), replacing(module.modules(), "materialize"):
@@ -98,16 +98,8 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
         yield module
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """What ``module`` itself has, and where."""
-    for held in (module._parameters, module._buffers):
-        for name, x in list(held.items()):
-            if x is not None:
-                yield held, name, x
-
-
 def _on_meta(module: nn.Module) -> bool:
-    return any(x.is_meta for part in module.modules() for _, _, x in _tensors(part))
+    return any(x.is_meta for part in module.modules() for _, _, x in own_tensors(part))
 
 
 def _unfinished(module: nn.Module) -> list[nn.Module]:
@@ -121,7 +113,7 @@ def check_initialisers(module: nn.Module) -> None:
     kinds: dict[str, None] = {}
     owners: dict[int, list[str]] = {}
     for inner in _unfinished(module):
-        meta = [(f"{names[inner]}.{name}".lstrip("."), id(x)) for _, name, x in _tensors(inner) if x.is_meta]
+        meta = [(f"{names[inner]}.{name}".lstrip("."), id(x)) for _, name, x in own_tensors(inner) if x.is_meta]
         if _initialiser(inner) is None:
             unset += [name for name, _ in meta]
             kinds |= {type(inner).__name__: None} if meta else {}
@@ -147,7 +139,7 @@ def _initialiser(module: nn.Module) -> Callable[[], object] | None:
     what its constructor did only if it names that method.
     """
     name = next((name for name in _INITIALISERS if callable(getattr(module, name, None))), None)
-    if name is None or not (any(True for _ in _tensors(module)) or _constructor_names(type(module), name)):
+    if name is None or not (any(True for _ in own_tensors(module)) or _constructor_names(type(module), name)):
         return None
     return getattr(module, name)
 
@@ -163,7 +155,7 @@ def _reset(module: nn.Module, made: dict[int, tuple[Tensor, Any]]) -> None:
     if initialise is None:
         return
     new = {id(value) for _, value in made.values()}
-    below = [place for part in module.modules() for place in _tensors(part)]
+    below = [place for part in module.modules() for place in own_tensors(part)]
     kept = [(held, name, x, x.detach().clone()) for held, name, x in below if not x.is_meta and id(x) not in new]
     initialise()
     for held, name, x, value in kept:
@@ -176,15 +168,12 @@ def _keep_layout(held: dict[str, Any], name: str, made: DTensor) -> None:
     now = held.get(name)
     if now is made or now is None or isinstance(now, DTensor):
         return
-    value: Tensor = distribute_tensor(now.detach(), made.device_mesh, made.placements)
-    if isinstance(now, nn.Parameter):
-        value = nn.Parameter(value, requires_grad=now.requires_grad)
-    value.__dict__.update(made.__dict__ | value.__dict__)
-    held[name] = value
+    distribute_at(held, name, made.device_mesh, made.placements)
+    held[name].__dict__.update(made.__dict__ | held[name].__dict__)
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    meshes = (x.device_mesh for inner in module.modules() for _, _, x in _tensors(inner) if isinstance(x, DTensor))
+    meshes = (x.device_mesh for inner in module.modules() for _, _, x in own_tensors(inner) if isinstance(x, DTensor))
     return torch.device(next((mesh.device_type for mesh in meshes), "cpu"))
 
 
@@ -194,7 +183,7 @@ def _kept_on(x: Tensor, device: torch.device) -> str | torch.device:
 
 
 def _allocate(module: nn.Module, device: torch.device, made: dict[int, tuple[Tensor, Any]]) -> None:
-    for held, name, x in _tensors(module):
+    for held, name, x in own_tensors(module):
         if not x.is_meta:
             continue
         if id(x) not in made:

@@ -115,29 +115,39 @@ class Rows:
     counts: tuple[int, int]  # operands, results
 
 
-class _Seen(Exception):
+class Seen(Exception):
+    """What a rule is asked for a call: it need not run."""
+
     def __init__(self, rule: Rule, factors: Factors, call: Call) -> None:
         super().__init__()
         self.rule, self.factors, self.call = rule, factors, call
 
 
-def rows_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows | None:
-    """The rows that are declared for this call on distributed tensors; None where no rule with rows comes into play."""
+def asked_for(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen | None:
+    """The rule that this call on distributed tensors asks; None where no rule with rows comes into play."""
 
     def look(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
-        raise _Seen(rule, factors, call)
+        raise Seen(rule, factors, call)
 
     try:
         under(op, args, kwargs, look)
-    except _Seen as seen:
-        operator = operator_of(overload_for(op, args, kwargs))
-        places = _places(operator, operator.bind(args, kwargs), seen.call, tensors((args, kwargs)))
-        lines = by_text(declared(seen.rule, seen.factors, seen.call).lines)
-        wanted = {text: _spread(line, places) for text, line in lines.items()}
-        return Rows(seen.rule, wanted, (len(seen.factors.operands), len(seen.factors.results)))
+    except Seen as seen:
+        return seen
     except Exception:  # what plain torch refuses too
         return None
     return None
+
+
+def rows_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows | None:
+    """The rows that are declared for this call on distributed tensors; None where no rule with rows comes into play."""
+    seen = asked_for(op, args, kwargs)
+    if seen is None:
+        return None
+    operator = operator_of(overload_for(op, args, kwargs))
+    places = _places(operator, operator.bind(args, kwargs), seen.call, tensors((args, kwargs)))
+    lines = by_text(declared(seen.rule, seen.factors, seen.call).lines)
+    wanted = {text: _spread(line, places) for text, line in lines.items()}
+    return Rows(seen.rule, wanted, (len(seen.factors.operands), len(seen.factors.results)))
 
 
 def _places(operator: Operator, bound: dict[str, Any], call: Call, xs: Sequence[torch.Tensor]) -> list[int | None]:

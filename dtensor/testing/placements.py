@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -30,10 +31,7 @@ def options(x: torch.Tensor, ranks: int, ops: Sequence[str], ragged: bool = True
     """What one mesh dim of ``ranks`` can be for ``x``: whole, sharded (by chunks and by sizes no chunking gives), partial."""
     found: list[Placement] = [Replicate()]
     for dim, size in enumerate(x.shape):
-        found.append(Shard(dim))
-        sizes = ragged_sizes(size, ranks)
-        if ragged and sizes != chunk_sizes(size, (ranks,)):
-            found.append(Shard(dim, sizes=sizes))
+        found += dict.fromkeys([Shard(dim), ragged_shard(dim, size, ranks) if ragged else Shard(dim)])
     return found + [Partial(op) for op in ops if can_be_partial(x.dtype, op)]
 
 
@@ -84,6 +82,12 @@ def ragged_sizes(size: int, ranks: int) -> tuple[int, ...]:
     return (*first, *(left // rest + (k < left % rest) for k in range(rest)))
 
 
+def ragged_shard(dim: int, size: int, ranks: int) -> Shard:
+    """A tensor dim cut as no chunking does, where that is possible."""
+    sizes = ragged_sizes(size, ranks)
+    return Shard(dim) if sizes == chunk_sizes(size, (ranks,)) else Shard(dim, sizes=sizes)
+
+
 def partial_ops(rule: Rule | None) -> list[str]:
     """The reductions to try: the usual ones and those that the rule speaks of."""
     declared = reductions(() if rule is None else rule.partials)
@@ -96,10 +100,7 @@ def combinations(
     """All of them if there are at most ``limit``; else each option alone, options shared by all, and random ones."""
     menus = [[options(x, ranks, ops, ragged and len(mesh_shape) == 1) for ranks in mesh_shape] for x in xs]
     per_tensor = [list(itertools.product(*menu)) for menu in menus]
-    count = 1
-    for choices in per_tensor:
-        count *= len(choices)
-    if count <= limit:
+    if math.prod(map(len, per_tensor)) <= limit:
         return list(itertools.product(*per_tensor))
     whole = tuple((Replicate(),) * len(mesh_shape) for _ in xs)
     alone = [(*whole[:i], choice, *whole[i + 1 :]) for i, choices in enumerate(per_tensor) for choice in choices]

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 import torch
 
 from ..base.nested import replace, tensors
-from ..layout.splits import chunk_sizes
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate, Shard
 from ..propagation.row_table import Where
 from ..rules.rows import written
 from ..rules.rule import Rule, parse_partial
 from .forcing import Rows, rows_of
-from .placements import Combination, mesh_of, ragged_sizes
+from .placements import Combination, mesh_of, ragged_shard
 from .scatter import FARTHEST, can_be_partial, scatter
 from .variants import Variant, resolved
 
@@ -117,7 +116,7 @@ def _pairs(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rn
     coverage.see(rows)
     for pair in _paired(list(rows.wanted), len(mesh_shape), rng):
         per_dim = [rows.wanted[own] for own in pair]
-        where = tuple(tuple(_placement(wanted[i], None) for wanted in per_dim) for i in range(len(xs)))
+        where = tuple(tuple(_placement(wanted[i]) for wanted in per_dim) for i in range(len(xs)))
         found = _rows(variant, mesh, where) if _possible(xs, where) else None
         if found is not None and set(pair) <= set(found.wanted):
             yield Case(variant, mesh_shape, where, pair)
@@ -156,22 +155,17 @@ def _same(placement: Placement, spec: Where) -> bool:
 
 def _laid_out(xs: Sequence[torch.Tensor], wanted: Wanted, ranks: int) -> Iterator[Combination]:
     """The layouts that a row wants: split as by ``torch.chunk``, and otherwise."""
-    for ragged in (False, True):
-        sizes = [_blocks(x, spec, ranks) if ragged else None for x, spec in zip(xs, wanted, strict=True)]
-        where = tuple((_placement(spec, own),) for spec, own in zip(wanted, sizes, strict=True))
-        if _possible(xs, where):
-            yield where
+    even = [_placement(spec) for spec in wanted]
+    if _possible(xs, tuple((own,) for own in even)):
+        yield tuple((own,) for own in even)
+        yield tuple(
+            (ragged_shard(own.dim, x.shape[own.dim], ranks) if isinstance(own, Shard) else own,)
+            for own, x in zip(even, xs, strict=True)
+        )
 
 
-def _blocks(x: torch.Tensor, spec: Where | None, ranks: int) -> tuple[int, ...] | None:
-    if not isinstance(spec, int) or spec >= x.ndim:
-        return None
-    sizes = ragged_sizes(x.shape[spec], ranks)
-    return None if sizes == chunk_sizes(x.shape[spec], (ranks,)) else sizes
-
-
-def _placement(spec: Where | None, sizes: tuple[int, ...] | None) -> Placement:
-    return Replicate() if spec is None else Shard(spec, sizes=sizes) if isinstance(spec, int) else spec
+def _placement(spec: Where | None) -> Placement:
+    return Replicate() if spec is None else Shard(spec) if isinstance(spec, int) else spec
 
 
 def _possible(xs: Sequence[torch.Tensor], where: Combination) -> bool:

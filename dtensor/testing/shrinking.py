@@ -13,11 +13,10 @@ import torch
 
 from ..base.nested import replace as replace_tensors
 from ..base.nested import tensors
-from ..layout.splits import chunk_sizes
 from ..placement import Placement, Shard
 from .faults import Trial, Wrong, culprit, fails, is_backward
 from .oracle import Outcome
-from .placements import mesh_of, ragged_sizes
+from .placements import mesh_of, ragged_shard
 from .row_cases import Case
 
 _EXAMPLES = 100  # in which one that fails must be among; the case that was found is what is left else
@@ -122,9 +121,7 @@ def _fitted(own: Sequence[Placement], x: torch.Tensor, mesh_shape: tuple[int, ..
     fitted = []
     for placement, ranks in zip(own, mesh_shape, strict=True):
         if isinstance(placement, Shard) and placement.sizes is not None and len(placement.sizes) == ranks:
-            sizes = ragged_sizes(x.shape[placement.dim], ranks)
-            even = sizes == chunk_sizes(x.shape[placement.dim], (ranks,))
-            placement = Shard(placement.dim) if even else Shard(placement.dim, sizes=sizes)
+            placement = ragged_shard(placement.dim, x.shape[placement.dim], ranks)
         else:
             placement = _chunked(placement)
         fitted.append(placement)

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from ..base.nested import replace, tensors
+from ..base.nested import tensors
 from ..base.torch_internals import resolve_packet
 from ..rules.facts import list_forms
 from .samples import Sample
+from .samples.of_schema import plainly, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +89,12 @@ def _with_out(name: str, sample: Sample) -> Sample | None:
     found: Any = operator_named(name) if exists(name) else None
     if found is None or not any(a.name == "out" for o in found.overloads() for a in getattr(found, o)._schema.arguments):
         return None
-    given = _cloned(sample)
     try:
-        result = found(*given.args, **given.kwargs)
+        result = plainly(found, sample)
         if not isinstance(result, torch.Tensor):
             return None
         out = torch.zeros_like(result.contiguous())
-        found(*given.args, **given.kwargs, out=out)
+        plainly(found, sample, out=out)
         if not torch.equal(out.nan_to_num(), result.nan_to_num()):
             return None  # plain torch contradicts itself, as in binary_cross_entropy with a mean
     except (RuntimeError, TypeError, ValueError, IndexError):
@@ -113,14 +113,4 @@ def _listed(name: str, sample: Sample) -> Sample | None:
         sample.values,
         sample.gradients,
     )
-    trial = _cloned(given)
-    try:
-        operator_named(name)(*trial.args, **trial.kwargs)
-    except (RuntimeError, TypeError, ValueError, IndexError):
-        return None
-    return given
-
-
-def _cloned(sample: Sample) -> Sample:
-    args, kwargs = replace(torch.clone, (sample.args, sample.kwargs))
-    return Sample(args, kwargs, sample.note, sample.values, sample.gradients)
+    return given if refusal(operator_named(name), given) is None else None

@@ -31,6 +31,7 @@ from .placements import combinations, partial_ops
 from .row_cases import Case, Coverage, row_cases
 from .samples import Sample, samples_of
 from .samples import full_name as full_name
+from .samples.of_schema import refusal
 from .shrinking import wrong_of
 from .variants import exists, operator_named, variants
 
@@ -136,19 +137,10 @@ def _samples(name: str, samples: Sequence[Sample] | None) -> list[Sample]:
             f"verify_rule({name!r}) has no samples to run; give arguments of the operator: "
             f"verify_rule({name!r}, [Sample((torch.randn(5, 7),))])"
         )
-    errors = [_refusal(name, sample) for sample in given]
+    errors = [refusal(operator_named(name.replace("::", ".")), sample) for sample in given]
     if all(errors):
         raise RuleError(f"verify_rule({name!r}): plain torch refuses every sample: {errors[0]!r}") from errors[0]
     return given
-
-
-def _refusal(name: str, sample: Sample) -> Exception | None:
-    args, kwargs = replace_tensors(lambda x: x.detach().clone(), (sample.args, sample.kwargs))
-    try:
-        operator_named(name.replace("::", "."))(*args, **kwargs)
-    except Exception as error:  # whatever the operator raises
-        return error
-    return None
 
 
 def _own(sample: Sample, plant: Sequence[float]) -> Sample:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside import steps_alike
 from gloo import run_gloo
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -190,25 +191,13 @@ def trained(kind: Any, shape: tuple[int, ...], checkpointed: bool = False, **opt
     fully_shard(model, mesh=mesh, **options)
     local = model[2].weight._local
     assert all(isinstance(x, kind) for x in getattr(local, "shards", [local]))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
-    for step in range(2):
+
+    def batch(step: int) -> tuple[Any, Tensor]:
         x = torch.randn(mesh.size(), 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        own = dt.map_ranks(
-            lambda at, x=x: x.flatten(0, 0)[(at[0] * shape[-1] + at[1]) if len(at) > 1 else at[0]].clone(), mesh=mesh
-        )
-        with CommDebugMode() as comm:
-            made = checkpoint(model, own, use_reentrant=False) if checkpointed else model(own)
-            (made**2).mean().backward()
-        torch.stack([(alone(part) ** 2).mean() for part in x]).mean().backward()
-        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-            assert ours.grad is not None
-            torch.testing.assert_close(whole(ours.grad), theirs.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours), theirs)
-    return dict(comm.get_comm_counts())
+        return dt.map_ranks(lambda at: x[(at[0] * shape[-1] + at[1]) if len(at) > 1 else at[0]].clone(), mesh=mesh), x
+
+    call = (lambda own: checkpoint(model, own, use_reentrant=False)) if checkpointed else None
+    return steps_alike(model, alone, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), map(batch, range(2)), call, whole)
 
 
 CASES = [(kind, shape) for kind in (ByRow, Lazily, Padded) for shape in ((2,), (3,), (2, 2))]

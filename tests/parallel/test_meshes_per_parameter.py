@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as peer
+from beside import steps_alike, whole
 from gloo import run_gloo
 from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor import Replicate, Shard
-from dtensor.debug import CommDebugMode
 from dtensor.errors import MeshError, PlacementError
 from dtensor.fsdp import FSDPModule, ShardPlacementResult, fully_shard
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -32,11 +32,6 @@ class Experts(nn.Module):
         return x + torch.tanh(self.up(x)) @ self.experts.sum(0)
 
 
-def whole(x: Any) -> Tensor:
-    full = x.detach().full_tensor()
-    return full.shards[0] if isinstance(full, dt.PerRank) else full
-
-
 def _trained(other: str, reshard: bool | int | None) -> dict[str, int]:
     """Steps of Adam beside those of one device: the layer over all four ranks, the experts over two of them, or copied too."""
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
@@ -52,24 +47,14 @@ def _trained(other: str, reshard: bool | int | None) -> dict[str, int]:
     fully_shard(model, mesh=dp, shard_placement_fn=where, reshard_after_forward=reshard)
     assert model[0].experts.device_mesh == experts_mesh
     assert model[0].up.weight.device_mesh == dp
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (model, alone)]
-    for step in range(2):
+
+    def batch(step: int) -> tuple[Any, Tensor]:
         x = torch.randn(4, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         if other != "both":  # gradients of experts are averaged over their own mesh: the rest has the same batch
             x = x[:2].repeat(2, 1, 1) if other == "inner" else x[:2].repeat_interleave(2, 0)
-        with CommDebugMode() as comm:
-            (model(dt.map_ranks(lambda at, x=x: x[at[0]].clone(), mesh=dp)) ** 2).mean().backward()
-        torch.stack([(alone(part) ** 2).mean() for part in x]).mean().backward()
-        for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
-            assert ours.grad is not None
-            assert ours.grad.placements == ours.placements
-            torch.testing.assert_close(whole(ours.grad), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours), theirs)
-    return dict(comm.get_comm_counts())
+        return dt.map_ranks(lambda at: x[at[0]].clone(), mesh=dp), x
+
+    return steps_alike(model, alone, lambda m: torch.optim.Adam(m.parameters(), lr=0.05), map(batch, range(2)))
 
 
 @pytest.mark.parametrize("reshard", [None, False, 2])

@@ -19,7 +19,7 @@ from ...mesh.device_mesh import DeviceMesh
 from ...placement import Placement, Replicate, Shard
 from ...ranks.hidden import each_rank
 from ...tensor.autograd import as_local, laid
-from ...tensor.distribute import distribute_tensor
+from ...tensor.distribute import distribute_at, replicate_own
 from ...tensor.dtensor import DTensor
 from .crossing import crossed
 
@@ -92,8 +92,7 @@ def lay_out(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement
         where = placement if parameter is whole or _has_dim(parameter, whole, placement) else Replicate()
         if isinstance(parameter, DTensor) and parameter.placements == (where,):
             continue
-        value = distribute_tensor(parameter.detach(), mesh, [where], src_data_rank=source)
-        owner._parameters[key] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        distribute_at(owner._parameters, key, mesh, [where], source)
 
 
 def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -143,12 +142,7 @@ def _has_dim(part: torch.Tensor, whole: torch.Tensor | None, placement: Placemen
 def replicate_rest(module: nn.Module, mesh: DeviceMesh, source: int | None) -> None:
     """Replicate what is still plain: parameters and buffers of ``module`` and all its submodules."""
     for submodule in module.modules():
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None and not isinstance(parameter, DTensor):
-                lay_out(submodule, name, mesh, Replicate(), source)
-        for name, buffer in submodule._buffers.items():
-            if buffer is not None and not isinstance(buffer, DTensor):
-                submodule._buffers[name] = distribute_tensor(buffer, mesh, [Replicate()], src_data_rank=source)
+        replicate_own(submodule, mesh, source)
 
 
 # --- values that cross a module's boundary -------------------------------------------------------------------------

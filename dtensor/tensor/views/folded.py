@@ -27,6 +27,7 @@ from ...dispatch.mixed_meshes import meshes_of
 from ...dispatch.operands import laid_out
 from ...dispatch.plain_operands import replicated, taken_as_replicated
 from ...layout.layout import Layout
+from ...placement import Partial
 from ...propagation.calls import make_call
 from ...propagation.meta import NotInferable, results_of
 from ...propagation.propagate import Plan
@@ -34,7 +35,7 @@ from ...propagation.schema import Operator, operator_of
 from ...redistribute import redistribute_local
 from ...rules import lookup
 from ...rules.call import Meta
-from ...rules.rule import Factors, alone
+from ...rules.rule import Factors, alone, candidates
 from ..dtensor import DTensor, wrap
 from .folded_layouts import Cuts, merged_layout, stack_layout
 from .remote_view import Origin, RemoteView, is_local, plan_of
@@ -278,12 +279,9 @@ def _places(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any],
 
 def _orderless(factors: Factors, name: tuple[str, ...]) -> bool:
     """Whether blocks along a factor may be any slices: one factor, no kernel, nothing but a reduction over it."""
-    if len(name) != 1 or name[0].startswith("@") or factors.rows:
-        return False
-    own = name[0]
-    reduced = factors.reduced.get(own, "sum")
-    plain = all(isinstance(each, str) for each in (reduced if isinstance(reduced, tuple) else (reduced,)))
-    return plain and own not in factors.whole and own not in factors.kernels and all(key[2] != own for key in factors.windows)
+    rows = [] if factors.rows else [row for row in candidates(factors, ()) if name == (row.factor,)]
+    monoids = [spec for row in rows for spec in row.results if isinstance(spec, Partial) and not isinstance(spec.reduce_op, str)]
+    return bool(rows) and not monoids and rows[0].kernel is None and all(key[2] != name[0] for key in factors.windows)
 
 
 # --- blocks as they lie, and back ------------------------------------------------------------------------------------------
@@ -307,7 +305,7 @@ def _unfolded(x: DTensor, dim: int, sizes: tuple[int, ...], cuts: Cuts) -> DTens
     cut, stack = stack_layout(x._layout, dim, sizes, cuts)
 
     def of_block(member: int | None, block: torch.Tensor) -> torch.Tensor:
-        shape = stack.local_shape(None if member is None else cut.mesh.coordinates[member])
+        shape = stack.local_shape(cut.mesh.coordinate_of(member))
         return block.unflatten(dim, shape[dim : dim + len(sizes)])
 
     made = wrap(communicator_of(cut.mesh).map(of_block, _moved(x, cut)), stack)

@@ -194,11 +194,8 @@ def _unflatten(pieces: dict[str, torch.Tensor], constants: tuple[Any, ...], size
 
 def _as_any_tangent(view: RemoteView) -> DTensor:
     """A gradient is no view."""
-    layout, mesh = grad_layout(view._layout, None), view._layout.mesh
-    member = mesh.current_member()
-    coordinate = None if member is None else mesh.coordinates[member]
-    steps = layout.local_stride(coordinate)
-    return wrap(view._root.new_empty_strided(layout.local_shape(coordinate), steps, dtype=layout.dtype), layout)
+    layout = grad_layout(view._layout, None)
+    return wrap(layout.block_beside(view._root, layout.mesh.current_member()), layout)
 
 
 with torch.inference_mode():
@@ -322,13 +319,9 @@ def _view(origin: Origin, layout: Layout, place: int) -> RemoteView:
 
 def dense(x: DTensor) -> DTensor:
     """A copy whose blocks lie in memory as the layout says."""
-    layout, mesh = x._layout, x._layout.mesh
-
-    def copied(member: int | None, block: torch.Tensor) -> torch.Tensor:
-        stride = layout.local_stride(None if member is None else mesh.coordinates[member])
-        return torch.empty_strided(block.shape, stride, dtype=block.dtype, device=block.device).copy_(block)
-
-    return wrap(communicator_of(mesh).map(copied, x._local), layout)
+    layout = x._layout
+    local = communicator_of(layout.mesh).map(lambda member, block: layout.block_beside(block, member).copy_(block), x._local)
+    return wrap(local, layout)
 
 
 def _resolved(local: Any) -> Any:

@@ -13,7 +13,7 @@ from ...base.nested import tensors
 from ...rules.factoring import by, fitting
 from ...rules.notation import EACH, Pattern, Term, argument_of, is_group, is_picked
 from ...rules.rule import Rule
-from .of_schema import DTYPES, accepted, sample_of, tensor
+from .of_schema import DTYPES, refusal, sample_of, tensor
 from .sample import Sample
 
 _SIZES = (5, 7, 6, 3, 4, 8, 2)
@@ -25,7 +25,7 @@ def samples_by_notation(overloads: list[Any], rule: Rule) -> Iterator[Sample]:
         for op in overloads:
             for dtype in DTYPES:
                 given = None if any(a.is_out for a in op._schema.arguments) else _given(op._schema, pattern, dtype)
-                if given is not None and accepted(op, sample := sample_of(op._schema, given, dtype)):
+                if given is not None and refusal(op, sample := sample_of(op._schema, given, dtype)) is None:
                     yield replace(sample, gradients=_differentiable(op, sample))
 
 

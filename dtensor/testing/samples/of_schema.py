@@ -49,7 +49,7 @@ def _of_overload(op: Any, dtypes: Sequence[torch.dtype], span: tuple[float, floa
             if k and (dtype is not torch.float64 or not broadcast):
                 continue  # a broadcast is alike in all dtypes
             sample = sample_of(schema, dict(_tensors(schema, shapes, dtype, span)), dtype)
-            if accepted(op, sample):
+            if refusal(op, sample) is None:
                 yield sample
 
 
@@ -109,11 +109,16 @@ def _short(x: torch.Tensor) -> torch.Tensor:
     return (x * 64).round() / 64
 
 
-def accepted(op: Any, sample: Sample) -> bool:
-    """Whether plain torch takes it."""
-    args, kwargs = replace(torch.clone, (sample.args, sample.kwargs))
+def plainly(op: Any, sample: Sample, **further: Any) -> Any:
+    """What plain torch gives; the operator may write to its arguments, which are clones."""
+    args, kwargs = replace(lambda x: x.detach().clone(), (sample.args, sample.kwargs))
+    return op(*args, **kwargs, **further)
+
+
+def refusal(op: Any, sample: Sample) -> Exception | None:
+    """Why plain torch does not take it: its dtype, its shapes."""
     try:
-        op(*args, **kwargs)
-    except Exception:  # not for this dtype or these shapes
-        return False
-    return True
+        plainly(op, sample)
+    except Exception as error:  # whatever the operator raises
+        return error
+    return None

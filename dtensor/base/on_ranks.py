@@ -1,4 +1,4 @@
-"""A function on processes of its own, one for each rank, over gloo: for what the command line measures and tries."""
+"""A function on processes of its own, one for each rank: for what the command line measures and tries."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ import torch.distributed as dist
 from ..errors import DTensorError
 
 
-def on_ranks(ranks: int, rows: Callable[..., Iterator[Any]], *args: Any, seconds: float = 600.0) -> Iterator[Any]:
+def on_ranks(
+    ranks: int, rows: Callable[..., Iterator[Any]], *args: Any, seconds: float = 600.0, device_type: str = "cpu"
+) -> Iterator[Any]:
     """What ``rows(*args)`` yields on the first of ``ranks`` processes, as it comes; all of them run it.
 
     Args:
         rows: of a module, a generator; so that processes can import it.
+        device_type: of their group: gloo, or NCCL for ``"cuda"``.
         seconds: the longest that all of them together may take; what is left of them is ended.
 
     Raises:
@@ -32,7 +35,8 @@ def on_ranks(ranks: int, rows: Callable[..., Iterator[Any]], *args: Any, seconds
     context = multiprocessing.get_context("spawn")
     said: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="dtensor-") as folder:
-        started = [context.Process(target=_rank, args=(k, ranks, folder, said, rows, args), daemon=True) for k in range(ranks)]
+        common = (ranks, folder, device_type, said, rows, args)
+        started = [context.Process(target=_rank, args=(k, *common), daemon=True) for k in range(ranks)]
         for process in started:
             process.start()
         try:
@@ -61,11 +65,16 @@ def _heard(said: Any, started: list[Any], end: float, seconds: float) -> Iterato
         running -= kind == "end"
 
 
-def _rank(rank: int, ranks: int, folder: str, said: Any, rows: Callable[..., Iterator[Any]], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, ranks: int, folder: str, device_type: str, said: Any, rows: Callable[..., Iterator[Any]], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     try:
         store = f"file://{Path(folder) / 'store'}"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
+        if device_type == "cuda":
+            torch.cuda.set_device(rank)
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
         for row in rows(*args):
             if rank == 0:
                 said.put(("row", row))

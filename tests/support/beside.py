@@ -1,0 +1,49 @@
+"""Steps of a parallel model beside those of the same model on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor.debug import CommDebugMode
+
+
+def whole(x: Any) -> Tensor:
+    """The value on the first rank."""
+    full = x.detach().full_tensor()
+    return full.shards[0] if isinstance(full, dt.PerRank) else full
+
+
+def steps_alike(
+    model: nn.Module,
+    alone: nn.Module,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    batches: Iterable[tuple[Any, Tensor]],
+    call: Callable[[Any], Any] | None = None,
+    value: Callable[[Any], Tensor] = whole,
+) -> dict[str, int]:
+    """Trains both, gradients and parameters compared; collectives of the last step.
+
+    Args:
+        batches: for each step the batch as ranks have it, and the ranks' parts stacked.
+        call: the forward pass, default the model's.
+    """
+    optimizers = [optimizer(each) for each in (model, alone)]
+    for own, parts in batches:
+        with CommDebugMode() as comm:
+            ((call or model)(own) ** 2).mean().backward()
+        torch.stack([(alone(part) ** 2).mean() for part in parts]).mean().backward()
+        for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert ours.grad is not None
+            assert ours.grad.placements == ours.placements
+            torch.testing.assert_close(value(ours.grad), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(value(ours), theirs)
+    return dict(comm.get_comm_counts())
