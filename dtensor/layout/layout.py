@@ -229,6 +229,11 @@ class Layout:
         """What has the global shape, stride and dtype: itself (torch's name)."""
         return self
 
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """``mesh`` by torch's name."""
+        return self.mesh
+
     # --- questions ---------------------------------------------------------------------------------------------
     @cached_property
     def ndim(self) -> int:

@@ -90,6 +90,10 @@ def test_experts_that_are_cut_over_another_dim_already() -> None:
 
 def test_what_is_no_mesh_is_refused() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    with pytest.raises(
+        AssertionError, match=r"Shard\(dim=1\) for a parameter of shape \(4,\)"
+    ):  # as torch: a dim that is not there
+        fully_shard(nn.Linear(3, 4), mesh=mesh, shard_placement_fn=lambda _: Shard(1))
     for asked in (ShardPlacementResult(Shard(0), "dp"), ShardPlacementResult(Replicate(), mesh), Replicate()):  # type: ignore[arg-type]
         with pytest.raises(PlacementError, match="ShardPlacementResult"):
             fully_shard(nn.Linear(3, 4), mesh=mesh, shard_placement_fn=lambda _, asked=asked: asked)

@@ -758,7 +758,7 @@ def test_print_tells_about_gradients() -> None:
 
 def test_a_layout_answers_under_the_names_of_torch() -> None:
     x = dt.zeros(5, 3, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[Shard(0)])
-    assert (x._spec.mesh, x._spec.placements) == (x.device_mesh, x.placements)
+    assert (x._spec.mesh, x._spec.device_mesh, x._spec.placements) == (x.device_mesh, x.device_mesh, x.placements)
     assert (x._spec.tensor_meta.shape, x._spec.tensor_meta.stride, x._spec.tensor_meta.dtype) == ((5, 3), (3, 1), torch.float32)
     assert hash(x._spec) == hash((x + 1)._spec)
 

@@ -17,6 +17,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.debug
 import torch.distributed.tensor.experimental
 import torch.distributed.tensor.parallel
+import torch.distributed.tensor.parallel.style
 import torch.distributed.tensor.placement_types
 from torch.distributed.fsdp import _fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +29,7 @@ MODULES = {
     "torch.distributed.tensor.debug": "dtensor.debug",
     "torch.distributed.tensor.experimental": "dtensor.experimental",
     "torch.distributed.tensor.parallel": "dtensor.parallel",
+    "torch.distributed.tensor.parallel.style": "dtensor.parallel.style",
     "torch.distributed.tensor.placement_types": "dtensor.placement_types",
     "torch.distributed.device_mesh": "dtensor.device_mesh",
     "torch.distributed.fsdp": "dtensor.fsdp",

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
 from ...base.torch_internals import forward_ad, is_traceable_wrapper_subclass
 from ...comm import Communicator, PerRank, communicator_of, shards_of
-from ...errors import MeshError, PlacementError, UnsupportedOperationError
+from ...errors import ContradictionError, MeshError, PlacementError, UnsupportedOperationError
 from ...layout.layout import Layout
 from ...layout.spelled import cut_by, spelled_on
 from ...mesh.derive import joined, picked, same_root
@@ -224,7 +224,7 @@ def _asked(parameter: nn.Parameter, where: ShardPlacement | None, axes: Axes) ->
     if asked is None:
         return 0, axes
     if not isinstance(asked, Shard) or not -parameter.ndim <= asked.dim < parameter.ndim:
-        raise PlacementError(
+        raise (ContradictionError if isinstance(asked, Shard) else PlacementError)(
             f"shard_placement_fn gave {asked!r} for a parameter of shape {tuple(parameter.shape)}; "
             f"return Shard(dim) with a dim below {parameter.ndim}, None for Shard(0), or a ShardPlacementResult"
         )
