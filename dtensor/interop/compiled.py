@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from inspect import getattr_static
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,9 +25,9 @@ from ..placement import Partial, Placement, Replicate, Shard
 from ..ranks.hidden import each_rank
 from ..tensor import create
 from ..tensor.autograd import as_local, laid
-from ..tensor.distribute import distribute_tensor
+from ..tensor.distribute import distribute_module, distribute_tensor
 from ..tensor.dtensor import DTensor
-from ..tensor.local_layout import Alike, measures
+from ..tensor.local_layout import alike_pieces, measures
 from .when_imported import when_imported
 
 
@@ -60,8 +60,10 @@ def _written(value: Any) -> tuple[str, dict[str, Any]]:
     Torch keeps compiled programs on disk under that text. Those of another process would find no process groups of these names
     here, so they are other programs.
     """
-    if isinstance(value, (Shard, Replicate)) or (isinstance(value, Partial) and isinstance(value.reduce_op, str)):
+    if isinstance(value, (Shard, Replicate)):
         return repr(value), {type(value).__name__: type(value)}
+    if isinstance(value, Partial) and isinstance(value.reduce_op, str):
+        return f"Partial({value.reduce_op!r})", {"Partial": Partial}
     return f"kept_object({kept(value)!r})", {"kept_object": kept_object}
 
 
@@ -106,7 +108,7 @@ _ALL_RANKS = "with all ranks in this process DTensors are not compiled: start a 
 
 def _placed(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, grad_placements: Any) -> Any:
     if shape is None and not is_traced(local) and measures(mesh, placements):  # as the graph takes it for granted
-        Alike(mesh, tuple(local.shape), local.stride(), local.dtype, str(placements))()
+        alike_pieces(mesh, local, str(placements))()
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride, grad_placements=grad_placements)
 
 
@@ -155,17 +157,21 @@ def _distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """``distribute_tensor`` as the compiler sees it: one rank's value is not sent to others in a graph."""
+    """``distribute_tensor`` as the compiler sees it."""
     if not _on_processes(device_mesh):
         _break(msg=_ALL_RANKS)
-    if device_mesh is None or (src_data_rank is not None and not isinstance(tensor, DTensor)):
-        _break(msg=_ONE_RANKS)
-    if tensor.requires_grad and not isinstance(tensor, DTensor):
-        _break(msg="distribute_tensor makes a leaf of a tensor that requires grad, which a graph does not: distribute it outside")
-    return _cut(tensor, device_mesh, placements)
+    if device_mesh is None:
+        _break(msg="distribute_tensor without device_mesh= reads the mesh that is entered: give it")
+    if tensor.requires_grad and not tensor.is_leaf and not isinstance(tensor, DTensor):
+        _break(
+            msg="distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, placements)"
+        )
+    with torch.enable_grad():  # a leaf requires grad where no gradients are recorded, too
+        return _cut(tensor, device_mesh, placements, src_data_rank)
 
 
-_ONE_RANKS = "distribute_tensor sends one rank's value to the others: where all have it, give device_mesh= and src_data_rank=None"
+def _distribute_module(*given: Any, **options: Any) -> None:
+    _break(msg="distribute_module makes parameters, which graphs are given: call it before the compiled function")
 
 
 def _as_given(x: Any) -> Any:
@@ -179,8 +185,22 @@ def _mesh(mesh: Any = None) -> DeviceMesh:
     return mesh
 
 
-def _cut(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
-    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+def _cut(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int | None) -> DTensor:
+    if isinstance(tensor, DTensor) or not tensor.requires_grad:
+        return distribute_tensor(tensor, mesh, placements, src_data_rank=source)
+    return cast(DTensor, _Leaf.apply(tensor, mesh, placements, source))
+
+
+class _Leaf(torch.autograd.Function):
+    """``distribute_tensor`` of a tensor that requires grad: a graph makes no leaves; no gradient goes on from this, either."""
+
+    @staticmethod
+    def forward(_: Any, tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int | None) -> DTensor:
+        return distribute_tensor(tensor.detach(), mesh, placements, src_data_rank=source)
+
+    @staticmethod
+    def backward(_: Any, *__: Any) -> tuple[None, ...]:
+        return (None,) * 4
 
 
 def _on_processes(mesh: Any) -> bool:
@@ -198,6 +218,7 @@ _SEEN_AS: dict[Any, Any] = {
     as_mesh: _mesh,
     constant_of_graph: _as_given,
     distribute_tensor: _distribute_tensor,
+    distribute_module: _distribute_module,
     DTensor.from_local: _from_local,
     seen: _itself,
     each_rank: _itself,
