@@ -4,7 +4,7 @@
 
 Wall is that of the slowest rank, the median over rounds; both bring files to the disk. Bytes read are those of the busiest rank,
 by the system's count (``rchar`` of ``/proc/self/io``: everything that it reads, manifests too), over the bytes of its own pieces;
-what is gathered from mapped memory, in runs shorter than a page, is not counted.
+what is read from mapped memory (blocks that lie in one stored block, and runs shorter than a page) is not counted.
 Peak memory is what the busiest rank's resident set grows by, at most, over what it is before the call.
 """
 

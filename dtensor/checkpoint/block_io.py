@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import mmap
 import os
 import zipfile
@@ -21,6 +22,8 @@ from .files import open_regular
 
 _LONG = 4096  # bytes, a page: shorter runs are gathered from mapped memory, since a system call each would cost more than they do
 
+_ALIGNMENT = 64  # bytes: of records in a stream of torch.save, and so of streams in a file
+
 
 @dataclass(frozen=True, slots=True)
 class Stream:
@@ -32,8 +35,10 @@ class Stream:
 
 
 def append(file: BinaryIO, tensor: torch.Tensor) -> Stream:
-    """Save a tensor at the end of a file that is open for reading and writing."""
-    start = file.seek(0, os.SEEK_END)
+    """Save a tensor at the end of a file that is open for reading and writing, at a place whence its data are aligned."""
+    start = -(-file.seek(0, os.SEEK_END) // _ALIGNMENT) * _ALIGNMENT
+    file.truncate(start)
+    file.seek(start)
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()  # the stream holds a tensor's whole storage
     torch.save(tensor, file)
@@ -156,6 +161,23 @@ class Files:
             page = source // mmap.PAGESIZE * mmap.PAGESIZE
             mapped.madvise(mmap.MADV_DONTNEED, page, self._end(source, size, source_stride, width) - page)
 
+    def mapped_box(
+        self, dtype: torch.dtype, size: Sequence[int], file: str, at: int, stride: Sequence[int], start: Sequence[int]
+    ) -> torch.Tensor | None:
+        """The box that :meth:`read_box` would read, as it lies in mapped memory: nothing is copied, and pages are read once.
+
+        None where its elements are not aligned there. Nobody writes to it.
+        """
+        width = dtype.itemsize
+        source = at + sum(a * b for a, b in zip(start, stride, strict=True)) * width
+        handle, _ = self._handle(file)
+        end = self._end(source, size, [step * width for step in stride], width)
+        if source % width or os.fstat(handle).st_size < end:
+            return None
+        self.bytes_read += math.prod(size) * width
+        row = torch.frombuffer(self._mapped(file), dtype=dtype, count=(end - source) // width, offset=source)
+        return row.as_strided(tuple(size), tuple(stride))
+
     def _read(self, handle: int, memory: memoryview, at: int, file: str) -> None:
         while memory:
             got = os.preadv(handle, [memory], at)
@@ -172,7 +194,7 @@ class Files:
     def _mapped(self, file: str) -> Any:
         handle, mapped = self._handle(file)
         if mapped is None:
-            mapped = mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
+            mapped = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)  # tensors are made of what may be written to
             self._open[file] = handle, mapped
         return mapped
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -209,7 +210,13 @@ def _read(targets: Mapping[str, Target], manifest: Manifest, files: Files | Remo
         target, entry = targets[name], manifest.tensors[name]
         buffers[name] = target.buffers(entry.torch_dtype)
         for piece in _first_of_each(held, target):
-            _fill(buffers[name][piece.member], piece, name, entry, files, sums)
+            boxes = list(_boxes(piece, entry))
+            mapped = _mapped(target, piece, boxes, entry, files)
+            if mapped is None:
+                _fill(buffers[name][piece.member], boxes, name, files)
+            else:
+                buffers[name][piece.member] = mapped
+            _account(buffers[name][piece.member], piece, boxes, name, files, sums)
         _copy_replicas(held, buffers[name])
         buffers[name] = {member: read.to(target.dtype) for member, read in buffers[name].items()}
     check_shared(targets.values(), buffers)
@@ -233,36 +240,64 @@ def _copy_replicas(held: list[Held], buffers: dict[int | None, torch.Tensor]) ->
             buffers[piece.member].copy_(buffers[first.member])
 
 
-def _fill(out: torch.Tensor, piece: Held, name: str, entry: Entry, files: Files | RemoteFiles, sums: Sums) -> None:
-    """Read one block of ours from all stored blocks that it meets, and account for what was read."""
-    filled = 0
+class _Box(NamedTuple):
+    """What a block of ours and a stored one have in common.
+
+    Attributes:
+        number, block: the stored one.
+        start, size: in the tensor.
+        here, there: where it begins in ours, and in the stored one.
+        stride: of the stored block, in elements.
+    """
+
+    number: int
+    block: Block
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    here: tuple[int, ...]
+    there: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def _boxes(piece: Held, entry: Entry) -> Iterator[_Box]:
     for number, block in enumerate(entry.blocks):
-        start = [max(a, b) for a, b in zip(piece.offset, block.offset, strict=True)]
+        start = tuple(max(a, b) for a, b in zip(piece.offset, block.offset, strict=True))
         ends = zip(piece.offset, piece.shape, block.offset, block.shape, strict=True)
-        size = [min(a + n, b + m) - s for (a, n, b, m), s in zip(ends, start, strict=True)]
-        if any(length <= 0 for length in size):
-            continue
-        here = [a - b for a, b in zip(start, piece.offset, strict=True)]
-        there = [a - b for a, b in zip(start, block.offset, strict=True)]
-        stride = contiguous_stride(block.shape) if block.stride is None else block.stride
-        files.read_box(out, here, size, block.file, block.at, stride, there)
-        part = out[tuple(slice(a, a + n) for a, n in zip(here, size, strict=True))]
-        filled += part.numel()
-        if block.digest is not None:
-            _account(digest(part, start), tuple(size) == block.shape, piece, name, number, block, files, sums)
-    if filled != out.numel():
-        raise CheckpointError(f"the stored blocks of {name!r} leave {out.numel() - filled} of its elements out")
+        size = tuple(min(a + n, b + m) - s for (a, n, b, m), s in zip(ends, start, strict=True))
+        if all(length > 0 for length in size):
+            here, there = (tuple(a - b for a, b in zip(start, whole.offset, strict=True)) for whole in (piece, block))
+            yield _Box(number, block, start, size, here, there, block.stride or contiguous_stride(block.shape))
 
 
-def _account(
-    found: int, entire: bool, piece: Held, name: str, number: int, block: Block, files: Files | RemoteFiles, sums: Sums
-) -> None:
+def _mapped(target: Target, piece: Held, boxes: list[_Box], entry: Entry, files: Files | RemoteFiles) -> torch.Tensor | None:
+    """A block of ours as it lies in a file, if it lies in one stored block and is copied to the memory of what was asked for."""
+    if target.asked is None or target.asked.is_meta or len(boxes) != 1 or boxes[0].size != tuple(piece.shape):
+        return None
+    box = boxes[0]
+    return files.mapped_box(entry.torch_dtype, box.size, box.block.file, box.block.at, box.stride, box.there)
+
+
+def _fill(out: torch.Tensor, boxes: list[_Box], name: str, files: Files | RemoteFiles) -> None:
+    """Read one block of ours from all stored blocks that it meets."""
+    for box in boxes:
+        files.read_box(out, box.here, box.size, box.block.file, box.block.at, box.stride, box.there)
+    left = out.numel() - sum(math.prod(box.size) for box in boxes)
+    if left:
+        raise CheckpointError(f"the stored blocks of {name!r} leave {left} of its elements out")
+
+
+def _account(read: torch.Tensor, piece: Held, boxes: list[_Box], name: str, files: Files | RemoteFiles, sums: Sums) -> None:
     """A block that was read entirely is verified at once; of others, ranks add up what each has read, replicas once."""
-    if entire:
-        if found != block.digest:
-            raise _corrupted(name, block, files.folder)
-    elif piece.answers:
-        sums[name, number] = (sums.get((name, number), 0) + found) & MASK
+    for box in boxes:
+        if box.block.digest is None:
+            continue
+        part = read[tuple(slice(a, a + n) for a, n in zip(box.here, box.size, strict=True))]
+        found = digest(part, box.start)
+        if box.size == box.block.shape:
+            if found != box.block.digest:
+                raise _corrupted(name, box.block, files.folder)
+        elif piece.answers:
+            sums[name, box.number] = (sums.get((name, box.number), 0) + found) & MASK
 
 
 def _verify(sums: list[Sums], manifest: Manifest) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..base.memory_order import contiguous_stride
 from ..errors import CheckpointError
@@ -190,10 +190,9 @@ def _count(value: Any) -> int:
     return value
 
 
-def _apart(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
-    """Whether any two intervals are the same one or disjoint."""
-    known = np.unique(np.stack([starts, ends], 1), axis=0)
-    return bool((known[:-1, 1] <= known[1:, 0]).all())
+def _apart(intervals: Iterable[tuple[int, int]]) -> bool:
+    """Whether intervals, as start and end, are the same or do not meet."""
+    return all(one[1] <= following[0] for one, following in pairwise(sorted(set(intervals))))
 
 
 def tile(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
@@ -202,9 +201,9 @@ def tile(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int
         return False
     if len(boxes) < 2:
         return True
-    starts = np.array([offset for offset, _ in boxes])
-    ends = starts + np.array([size for _, size in boxes])
-    if all(_apart(starts[:, dim], ends[:, dim]) for dim in range(len(shape))):  # the cells of a grid, which is the common case
-        return len(np.unique(starts, axis=0)) == len(boxes)
+    sides = [[(offset[dim], offset[dim] + size[dim]) for offset, size in boxes] for dim in range(len(shape))]
+    if all(map(_apart, sides)):  # the cells of a grid, which is the common case
+        return len({tuple(offset) for offset, _ in boxes}) == len(boxes)
+    starts, ends = np.array(sides).transpose(2, 1, 0)
     meet = (((starts[i] < ends[i + 1 :]) & (starts[i + 1 :] < ends[i])).all(1).any() for i in range(len(boxes) - 1))
     return not any(meet)

@@ -145,6 +145,9 @@ class RemoteFiles:
     def __exit__(self, *exception: object) -> None:
         pass
 
+    def mapped_box(self, *box: Any) -> None:
+        """None: what is elsewhere is copied. See :meth:`..block_io.Files.mapped_box`."""
+
     def read_box(
         self,
         out: torch.Tensor,

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from ..base.recording import aside
-from ..base.tracing import has_no_values, kept, under_way
+from ..base.tracing import has_no_values
 from ..errors import LayoutError, MixedTensorError
 from ..mesh.device_mesh import DeviceMesh
 from . import communicator_of
-from .graph_ops import in_graph
 from .rows import flat_bytes
 
 T = TypeVar("T")
@@ -33,15 +31,9 @@ def alike(
 
     Raises:
         LayoutError: on all ranks with the same words, if what they make differs. The error of ``make``, if all meet the same.
-
-    While a program is traced every rank takes what is here for what all tell; whether it is they ask each other at every call.
     """
     if not communicator_of(mesh).talks or mesh.size() == 1:
         made = make()
-        return made, [tell(made)[1]]
-    if under_way():
-        made = make()
-        in_graph("check", kept(Same(mesh, f"{what} in a graph of torch.compile", repr(tell(made)))))
         return made, [tell(made)[1]]
     problem: Exception | None = None
     told: Any = None
@@ -58,19 +50,6 @@ def alike(
     if problem is not None:
         raise problem
     return made, found
-
-
-@dataclass(frozen=True, slots=True)
-class Same:
-    """What a program that is traced takes for alike on all ranks of a mesh; asked at every call."""
-
-    mesh: DeviceMesh
-    what: str
-    said: str
-
-    def __call__(self) -> None:
-        if communicator_of(self.mesh).talks and not told_by_all(self.mesh, self.said, ())[1]:
-            words_compared(self.mesh, self.what, self.said)
 
 
 def told_by_all(mesh: DeviceMesh, said: str, numbers: Sequence[int]) -> tuple[list[tuple[int, ...]], bool]:

@@ -157,26 +157,25 @@ def _stacked(group: Group, block: Tensor, op: Monoid) -> Pending[Tensor]:
 
 
 def _in_two_exchanges(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
-    """Reduce-scatter, then all-gather, an all-to-all each; the second starts at ``wait()``, which ranks reach in one order."""
+    """Reduce-scatter, then all-gather, an all-to-all each."""
     size, block = group.size, row_major(x, tuple(x.shape))
     lengths = chunk_lengths(block.numel(), size)
     own, result = lengths[group.position], torch.empty_like(block)
     terms = block.new_empty(own * size)
     first = all_to_all_rows(group, terms, block.view(-1), [own] * size, lengths)
 
-    def finish() -> Tensor:
+    def begin() -> Callable[[], Tensor]:
         reduced = after([first], lambda: fold(terms.split(own), op) if own else terms)
         row = reduced.expand(size, own).contiguous().view(-1)
         second = all_to_all_rows(group, result.view(-1), row, lengths, [own] * size)
-        return after([second], lambda: result)
+        return lambda: after([second], lambda: result)
 
-    return Pending(finish)
+    return Pending.of_two_rounds(begin)
 
 
 def _all_reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
     """Reduce-scatter, then all-gather, by messages and with no memory but the result: until the other ranks' reduced
-    chunks arrive in it, their places hold their terms of this rank's chunk. The second round starts at ``wait()``, which all
-    ranks reach in one order.
+    chunks arrive in it, their places hold their terms of this rank's chunk.
     """
     size, mine = group.size, group.position
     order = group.order or tuple(range(size))
@@ -197,7 +196,7 @@ def _all_reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
         x.device,
     )
 
-    def finish() -> Tensor:
+    def begin() -> Callable[[], Tensor]:
         if own:
             terms = [given[mine] if k == mine else scratch[k][:own] for k in range(size)]
             after(first, lambda: fold(terms, op, out=places[mine]))
@@ -207,6 +206,6 @@ def _all_reduce_in_place(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
             [(order[k], places[mine]) for k in ahead if own],
             x.device,
         )
-        return after(second if own else [*first, *second], lambda: result)
+        return lambda: after(second if own else [*first, *second], lambda: result)
 
-    return Pending(finish)
+    return Pending.of_two_rounds(begin)

@@ -76,7 +76,7 @@ def watched(
         except RuntimeError as error:
             raise explained(chain, number, error) from error
         chain.words[ISSUED] = number
-        return pending.within(functools.partial(waited, chain, number))
+        return pending.within(functools.partial(waited, chain, number), rounds=True)
 
     return issue
 

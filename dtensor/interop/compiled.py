@@ -27,19 +27,20 @@ from ..tensor import create
 from ..tensor.autograd import as_local, laid
 from ..tensor.distribute import distribute_module, distribute_tensor
 from ..tensor.dtensor import DTensor
-from ..tensor.local_layout import alike_pieces, measures
+from ..tensor.local_layout import Alike, measures
 from .when_imported import when_imported
 
 
 def constants(*kinds: type) -> None:
-    """Objects of these classes are constants. Torch 2.11 does not know such ones: there the graph breaks at them."""
-    if not hasattr(opaque_object, "MemberType"):
-        return
+    """Objects of these classes are constants. Torch 2.11 takes only classes made for it: there the graph breaks at them."""
     for kind in kinds:
         kind.__fx_repr__ = _written  # type: ignore[attr-defined]  # torch asks the class for it
         members = dict.fromkeys(_methods(kind), opaque_object.MemberType.USE_REAL)
         members |= dict.fromkeys(members.keys() & _OF_GROUPS, opaque_object.MemberType.INLINED)
-        opaque_object.register_opaque_type(kind, typ="value", members=members)
+        try:
+            opaque_object.register_opaque_type(kind, typ="value", members=members)
+        except TypeError:  # torch 2.11, of the first of them
+            return
     changed("torch._library.opaque_object._OPAQUE_TYPES")
 
 
@@ -108,7 +109,7 @@ _ALL_RANKS = "with all ranks in this process DTensors are not compiled: start a 
 
 def _placed(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, grad_placements: Any) -> Any:
     if shape is None and not is_traced(local) and measures(mesh, placements):  # as the graph takes it for granted
-        alike_pieces(mesh, local, str(placements))()
+        Alike(mesh, tuple(local.shape), local.stride(), local.dtype, str(placements))()
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride, grad_placements=grad_placements)
 
 
@@ -163,11 +164,9 @@ def _distribute_tensor(
     if device_mesh is None:
         _break(msg="distribute_tensor without device_mesh= reads the mesh that is entered: give it")
     if tensor.requires_grad and not tensor.is_leaf and not isinstance(tensor, DTensor):
-        _break(
-            msg="distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, placements)"
-        )
+        _break(msg="distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, where)")
     with torch.enable_grad():  # a leaf requires grad where no gradients are recorded, too
-        return _cut(tensor, device_mesh, placements, src_data_rank)
+        return _distributed(tensor, device_mesh, placements, src_data_rank)
 
 
 def _distribute_module(*given: Any, **options: Any) -> None:
@@ -185,7 +184,7 @@ def _mesh(mesh: Any = None) -> DeviceMesh:
     return mesh
 
 
-def _cut(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int | None) -> DTensor:
+def _distributed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int | None) -> DTensor:
     if isinstance(tensor, DTensor) or not tensor.requires_grad:
         return distribute_tensor(tensor, mesh, placements, src_data_rank=source)
     return cast(DTensor, _Leaf.apply(tensor, mesh, placements, source))
@@ -212,7 +211,7 @@ _constant(_on_processes)
 _MADE = {
     function: _making(function) for function in (create.zeros, create.ones, create.empty, create.full, create.rand, create.randn)
 }
-_IN_GRAPH: tuple[Any, ...] = (_placed, _cut, laid, as_local, *[made for made, _ in _MADE.values()])
+_IN_GRAPH: tuple[Any, ...] = (_placed, _distributed, laid, as_local, *[made for made, _ in _MADE.values()])
 _SEEN_AS: dict[Any, Any] = {
     **{function: seen_as for function, (_, seen_as) in _MADE.items()},
     as_mesh: _mesh,

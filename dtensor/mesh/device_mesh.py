@@ -9,7 +9,7 @@ A *member* is a position in the flattened root; ``ranks[member]`` is its rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from .current_rank import current_coordinate, current_rank
 from .derive import concatenated, dims_of_ranks, flattened, sliced, unflattened
 from .geometry import Dims, Geometry, Names
 from .groups import handle_of
-from .root import Kind, Root, device_type_of, make_root, mesh_shape_of
+from .root import Kind, Root, backends_of, device_type_of, make_root, mesh_shape_of
 
 
 class DeviceMesh(Geometry, TorchDeviceMesh):
@@ -40,6 +40,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         device_type: ``"cpu"``, ``"cuda"`` or ``"meta"``.
         mesh: ranks as a nested list, array or tensor; an int n means ``range(n)``.
         mesh_dim_names: one name per mesh dim.
+        backend_override: as of :func:`init_device_mesh`; or a sequence of (name, options), one per mesh dim.
 
     Raises:
         MeshError: repeated ranks, wrong number of names, ranks outside the world.
@@ -58,11 +59,13 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         mesh: Any,
         *,
         mesh_dim_names: Sequence[str] | None = None,
+        backend_override: Any = None,
         _root: Root | None = None,
         _dims: Dims | None = None,
     ) -> None:
         if _root is None:
             _root = make_root(device_type, mesh, mesh_dim_names)
+            _root.backends = backends_of(backend_override, _root.shape, _root.names)
             _dims = tuple((dim,) for dim in range(len(_root.shape)))
             mesh_dim_names = _root.names
         assert _dims is not None
@@ -249,7 +252,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         """Pickles as geometry, without process groups."""
         root = self._root
         known = (root.device_type, root.ranks, root.shape, root.names, root.kind, self._dims, self._names)
-        return restore_mesh, (*known, dict(root.named), dict(root.flattened))
+        return restore_mesh, (*known, dict(root.named), dict(root.flattened), dict(root.backends))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
         return self  # immutable
@@ -283,13 +286,22 @@ def as_mesh(mesh: Any) -> DeviceMesh:
 
 
 def init_device_mesh(
-    device_type: str, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str] | None = None, **options: Any
+    device_type: str,
+    mesh_shape: Sequence[int],
+    mesh_dim_names: Sequence[str] | None = None,
+    *,
+    backend_override: Mapping[int | str, Any] | None = None,
 ) -> DeviceMesh:
     """A mesh over ranks ``0 .. prod(mesh_shape) - 1``.
 
     With a process group initialised, or under torchrun or another launcher that sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``
     and ``MASTER_PORT``, each rank is a process (the group is initialised here if it is not yet: gloo for CPU, NCCL for CUDA);
     those of a larger world are outside of the mesh. Otherwise all ranks live in this process. ``"meta"`` simulates one rank.
+
+    Args:
+        mesh_dim_names: one per mesh dim.
+        backend_override: mesh dim, by name or number -> the backend of the process groups along it, where it is not to be the
+            world's: its name, its options, or (name, options). Groups over several dims are the world's.
 
     Raises:
         MeshError: the world has fewer ranks, or the names do not fit.
@@ -299,14 +311,9 @@ def init_device_mesh(
 
     The first mesh over processes makes their groups, which all ranks do together; a mesh in one process communicates nothing.
     """
-    if options.pop("backend_override", None) is not None:
-        raise MeshError("backend_override is not supported: build the groups yourself and use DeviceMesh.from_group")
-    device_type = device_type_of(device_type)
-    if options:
-        raise TypeError(f"init_device_mesh() got unexpected keyword arguments {sorted(options)}")
-    shape = mesh_shape_of(mesh_shape)
-    count = math.prod(shape)
-    return DeviceMesh(device_type, np.arange(count).reshape(shape), mesh_dim_names=mesh_dim_names)
+    device_type, shape = device_type_of(device_type), mesh_shape_of(mesh_shape)
+    ranks = np.arange(math.prod(shape)).reshape(shape)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, backend_override=backend_override)
 
 
 class _Groups:
@@ -331,6 +338,8 @@ def restore_mesh(
     device_type: str, ranks: Any, shape: Any, names: Any, kind: Kind, dims: Any, dim_names: Any, *known: dict[str, Any]
 ) -> DeviceMesh:
     base = DeviceMesh(device_type, np.asarray(ranks).reshape(shape), mesh_dim_names=names)
-    for ours, theirs in zip((base._root.named, base._root.flattened), known, strict=False):  # older pickles have none
+    root = base._root
+    held: tuple[dict[Any, Any], ...] = (root.named, root.flattened, root.backends)
+    for ours, theirs in zip(held, known, strict=False):  # older pickles have none
         ours.update(theirs)
     return base._derive(dims, dim_names)

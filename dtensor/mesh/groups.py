@@ -112,11 +112,11 @@ HASH_RANKS = NAMES["hash_ranks"].path.rpartition(".")[2]
 
 
 class _Made(threading.local):
-    """Groups by ranks; every thread has its own, since torch's tests run ranks as threads."""
+    """Groups by ranks and backend; every thread has its own, since torch's tests run ranks as threads."""
 
     def __init__(self) -> None:
         self.world: Any = None  # that the groups belong to; another one after destroy_process_group
-        self.groups: dict[tuple[int, ...], Any] = {}
+        self.groups: dict[tuple[tuple[int, ...], Any], Any] = {}
         self.times: Counter[tuple[int, ...]] = Counter()
         self.name: str | None = None  # of the group that is being made
 
@@ -133,25 +133,29 @@ def _handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
     key = tuple(sorted(d for d in group_id if mesh._root.shape[d] > 1))  # the same ranks, whatever their order
     if key in given and key:
         return given[key]
-    world = dist.group.WORLD
-    if sorted(ranks) == list(range(dist.get_world_size())):
+    world, backend = dist.group.WORLD, mesh._root.backends.get(key[0]) if len(key) == 1 else None
+    if backend is None and sorted(ranks) == list(range(dist.get_world_size())):
         handle = world
     else:
         if _MADE.world is not world:
             _MADE.groups.clear()
             _MADE.world = world
-        handle = _MADE.groups.get(tuple(sorted(ranks)))
+        known = (tuple(sorted(ranks)), backend)
+        handle = _MADE.groups.get(known)
         if handle is None:
-            handle = _MADE.groups[tuple(sorted(ranks))] = new_handle(mesh, mesh_dims, ranks)
+            handle = _MADE.groups[known] = new_handle(mesh, mesh_dims, ranks, backend)
     given[key or group_id] = handle
     return handle
 
 
-def new_handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
+def new_handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int], backend: Any = None) -> Any:
+    """A group of these ranks; ``backend``: see :class:`.root.Backend`, None: the world's."""
     world = dist.group.WORLD
     for meet in BEFORE:
-        meet(ranks, backend_of(world, mesh.device_type))
+        meet(ranks, backend_of(world, mesh.device_type) if backend is None or backend.name is None else backend.name)
     options = {"timeout": _timeout_of(world, mesh.device_type), "group_desc": _described(mesh, mesh_dims)}
+    if backend is not None:
+        options |= {"backend": backend.name, "pg_options": backend.options}
     return _make_among_all(mesh, mesh_dims, ranks, options) if _splits(world) else _make_among_members(ranks, options)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,14 @@ from .world import distributed, ensure_world
 Kind = str  # "process_group", "in_process", "dry_run": the row of ``comm.BACKENDS``
 
 
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What a process group is made with: a backend of torch's by name, None: the world's; and options of it."""
+
+    name: str | None
+    options: Any = None
+
+
 @dataclass(slots=True, eq=False)
 class Root:
     """All members of a family of meshes, and what they share."""
@@ -31,6 +39,7 @@ class Root:
     named: dict[str, tuple[int, ...]] = field(default_factory=dict)  # root dims, for each name that a mesh dim was made with
     flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)  # and those that came later
     groups: dict[tuple[int, ...], Any] = field(default_factory=dict)  # root dims -> torch group
+    backends: dict[int, Backend] = field(default_factory=dict)  # root dim -> of the groups along it, where they are asked for
     derived: dict[Any, Any] = field(default_factory=dict)
     communicator: Any = None
     seeded: set[int] = field(default_factory=set)  # root dims over which ranks draw from the same generator state
@@ -40,7 +49,8 @@ class Root:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return self.device_type, self.ranks, self.shape, self.kind, id(self.world), self.stands_for, id(self.profile)
+        ours = (self.device_type, self.ranks, self.shape, self.kind, id(self.world))
+        return *ours, tuple(sorted(self.backends.items())), self.stands_for, id(self.profile)
 
 
 def device_type_of(device: Any) -> str:
@@ -119,3 +129,30 @@ def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
             raise MeshError(f"the mesh has rank {max(ranks)}, and the world {size} ranks")
     named: dict[str, tuple[int, ...]] = {name: (dim,) for dim, name in enumerate(names or ())}
     return Root(device_type, ranks, tuple(array.shape), names, kind, world, named)
+
+
+def backends_of(override: Any, shape: Sequence[int], names: Sequence[str] | None) -> dict[int, Backend]:
+    """What ``backend_override`` says, by mesh dim.
+
+    Raises:
+        MeshError: it is no dict of mesh dims, names or numbers, each once, and of backends.
+    """
+    found: dict[int, Backend] = {}
+    asked_for = override.items() if isinstance(override, Mapping) else enumerate(override or ())
+    for which, asked in asked_for:
+        if asked in (None, (None, None)):
+            continue
+        dim = (names or ()).index(which) if which in (names or ()) else which
+        if not isinstance(dim, int) or not 0 <= dim < len(shape):
+            raise MeshError(
+                f"backend_override names the mesh dim {which!r}; a mesh of shape {tuple(shape)} with {names=} has none"
+            )
+        if dim in found:
+            raise MeshError(f"backend_override names mesh dim {dim} twice, as {which!r} too")
+        name, options = asked if isinstance(asked, tuple) and len(asked) == 2 else (asked, None)
+        if not isinstance(name, str) and options is None:
+            name, options = None, name
+        if not (isinstance(name, str) or name is None) or not (options is None or hasattr(options, "backend")):
+            raise MeshError(f"backend_override takes the name of a backend, its options, or (name, options), got {asked!r}")
+        found[dim] = Backend(name, options)
+    return found

@@ -22,7 +22,7 @@ from ..comm import Communicator, Pending, communicator_of, shards_of
 from ..comm.events import because
 from ..comm.fold import divided
 from ..comm.regions import Box, region
-from ..comm.rows import flat_bytes, from_bytes
+from ..comm.rows import flat_bytes, from_bytes, joined
 from ..placement import Monoid
 from .executor import Local, bound_of, route
 from .rows import Rows, aligned
@@ -194,7 +194,7 @@ def _all_gather(steps: tuple[Any, ...]) -> Together:
     seen = next(iter(rows.values())).seen
     bound = comm.bind_gather(steps[0].mesh_dims, lambda member: rows[member].lengths, seen)
 
-    def joined(member: int, arrived: Tensor, *targets: Tensor | None) -> list[Tensor]:
+    def unpacked(member: int, arrived: Tensor, *targets: Tensor | None) -> list[Tensor]:
         own = rows[member]
         made = [
             arrived.new_empty(shape, dtype=dtype) if target is None else target
@@ -204,8 +204,8 @@ def _all_gather(steps: tuple[Any, ...]) -> Together:
         return made
 
     def start(values: list[Local], out: list[Local | None]) -> Merged:
-        row = comm.map(lambda member, *parts: rows[member].pack(parts, parts[0].device), *values)
-        return bound(row).then(lambda arrived: settled(comm.map(joined, arrived, *out), out))
+        row = comm.map(lambda member, *parts: rows[member].pack(parts, parts[0].device, joined), *values)
+        return bound(row).then(lambda arrived: settled(comm.map(unpacked, arrived, *out), out))
 
     def settled(made: list[Local], out: list[Local | None]) -> list[Local]:
         return [x if target is None else target for x, target in zip(made, out, strict=True)]

@@ -32,6 +32,8 @@ class Rows:
         pieces: of all rows one behind the other: the length of each block that is cut, and of what pads a row after its blocks.
         blocks: which of the pieces are blocks, with their size and dtype.
         padding: of this member's row.
+        even: where all positions have equal parts of each cut tensor, in their order: the dim that is cut, None where none is.
+            Then a copy serves all positions. None: parts are unlike, and copied one by one.
     """
 
     cut: tuple[bool, ...]
@@ -46,6 +48,7 @@ class Rows:
     pieces: tuple[int, ...]
     blocks: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
     padding: int
+    even: tuple[int | None, ...] | None
 
     @staticmethod
     def of(
@@ -90,7 +93,8 @@ class Rows:
             lengths.append(-(-filled // unit) * unit)
             pieces.append(lengths[-1] - filled)
         padding = pieces[(mine + 1) * (sum(cut) + 1) - 1]
-        found = (tuple(lengths), tuple(pieces), tuple(blocks), padding)
+        even = _even(narrowed, cut) if len(kinds) == 0 and len(boxes) > 1 else None
+        found = (tuple(lengths), tuple(pieces), tuple(blocks), padding, even)
         return Rows(tuple(cut), tuple(dtypes), shapes, sizes, numels, narrowed, mine, seen, *found)
 
     # --- blocks become whole -----------------------------------------------------------------------------------------
@@ -119,18 +123,32 @@ class Rows:
 
     def targets(self, full: Sequence[Tensor]) -> list[Tensor]:
         """The regions of whole tensors that rows are copied to: by position those of what is cut, then what is not."""
+        if self.even is not None:
+            return [x if dim is None else _in_parts(x, dim, len(self.lengths)) for x, dim in self._uncut_last(full, self.even)]
         regions = [_part(x, where) for each in self.narrowed for x, where, cut in zip(full, each, self.cut, strict=True) if cut]
         return regions + [x for x, cut in zip(full, self.cut, strict=True) if not cut]
 
     def unpack(self, row: Tensor | None, locals_: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Copy all rows, one behind the other by position, to the regions; what is not cut from ``locals_``."""
+        if self.even is not None and row is not None:
+            count, own = len(self.lengths), len(self.pieces) // len(self.lengths)
+            each = row.view(count, -1).split(self.pieces[:own], 1)
+            sources = [part.view(count, *size) for part, (_, size, _) in zip(each, self.blocks[: own - 1], strict=False)]
+        else:
+            sources = self._by_piece(row)
+        sources += [local.detach() for local, cut in zip(locals_, self.cut, strict=bool(locals_)) if not cut]
+        torch._foreach_copy_(list(targets), sources)
+
+    def _uncut_last(self, full: Sequence[Tensor], dims: Sequence[int | None]) -> list[tuple[Tensor, int | None]]:
+        return sorted(zip(full, dims, strict=True), key=lambda pair: pair[1] is None)
+
+    def _by_piece(self, row: Tensor | None) -> list[Tensor]:
         sources: list[Tensor] = []
         pieces = () if row is None else row.split(self.pieces)
         for k, size, dtype in self.blocks:
             piece = pieces[k]
             sources.append((piece if dtype is self.seen else aligned(piece, dtype.itemsize).view(dtype)).view(size))
-        sources += [local.detach() for local, cut in zip(locals_, self.cut, strict=bool(locals_)) if not cut]
-        torch._foreach_copy_(list(targets), sources)
+        return sources
 
     # --- the mirror: whole ones are reduced to blocks ----------------------------------------------------------------
     def terms(
@@ -140,11 +158,15 @@ class Rows:
         dtype: torch.dtype,
         device: torch.device,
         behind: Sequence[Tensor] = (),
+        memory_of: Callable[[int], Tensor | None] = lambda numel: None,
     ) -> Tensor:
         """What positions shall reduce: for each its block of every chosen tensor (None: zeros), then what stands ``behind``.
 
-        What is not cut stands in every part, so every rank gets its reduction.
+        ``memory_of(numel)`` gives memory for it, or None: new one. What is not cut stands in every part, so every rank gets its
+        reduction.
         """
+        if self.even is not None:
+            return self._even_terms(self.even, chosen, wholes, dtype, device, behind, memory_of)
         parts: list[Tensor] = []
         for numels, narrowed in zip(self.numels, self.narrowed, strict=True):
             for i, whole in zip(chosen, wholes, strict=True):
@@ -154,7 +176,34 @@ class Rows:
                     part = _part(whole, narrowed[i]) if narrowed[i] else whole
                     parts.append((part if part.dtype is dtype else part.to(dtype)).reshape(-1))
             parts += behind
-        return torch.cat(parts)
+        memory = memory_of(sum(part.numel() for part in parts))
+        return torch.cat(parts) if memory is None else torch.cat(parts, out=memory)
+
+    def _even_terms(
+        self,
+        even: Sequence[int | None],
+        chosen: Sequence[int],
+        wholes: Sequence[Tensor | None],
+        dtype: torch.dtype,
+        device: torch.device,
+        behind: Sequence[Tensor],
+        memory_of: Callable[[int], Tensor | None],
+    ) -> Tensor:
+        count, sizes = len(self.lengths), [self.sizes[0][i] for i in chosen]
+        filled = [*(self.numels[0][i] for i in chosen), *(x.numel() for x in behind)]
+        memory = memory_of(count * sum(filled))
+        flat = torch.empty(count * sum(filled), dtype=dtype, device=device) if memory is None else memory
+        each = flat.view(count, -1).split(filled, 1)
+        targets, sources = list(each[len(sizes) :]), [x.expand(count, -1) for x in behind]
+        for i, whole, part, size in zip(chosen, wholes, each, sizes, strict=False):
+            if whole is None:
+                part.zero_()
+            else:
+                dim = even[i]
+                targets.append(part.view(count, *size))
+                sources.append(whole.expand(count, *whole.shape) if dim is None else _in_parts(whole, dim, count))
+        torch._foreach_copy_(targets, sources)
+        return flat
 
     def parts(self, chosen: Sequence[int], behind: int) -> list[int]:
         """The lengths of the positions' parts of :meth:`terms`."""
@@ -176,6 +225,22 @@ def _narrowed(box: Box, shape: Sequence[int]) -> tuple[tuple[int, int, int], ...
     """The tensor dims along which a block is a part; an empty one has no place, its offset may lie past the end."""
     dims = enumerate(zip(*box, shape, strict=True))
     return tuple((dim, min(start, whole), size) for dim, (start, size, whole) in dims if size != whole)
+
+
+def _even(narrowed: Sequence[Sequence[tuple[tuple[int, int, int], ...]]], cut: Sequence[bool]) -> tuple[int | None, ...] | None:
+    """By tensor the dim that positions have equal parts of, one behind the other; None, once or for all: there is none."""
+    dims: list[int | None] = []
+    for i, is_cut in enumerate(cut):
+        first, size = narrowed[0][i][0][::2] if narrowed[0][i] else (None, 0)
+        if is_cut and any(each[i] != ((first, k * size, size),) for k, each in enumerate(narrowed)):
+            return None
+        dims.append(first if is_cut else None)
+    return tuple(dims)
+
+
+def _in_parts(x: Tensor, dim: int, count: int) -> Tensor:
+    """``x`` as ``count`` equal parts of a dim, along a dim of their own, the first."""
+    return x.unflatten(dim, (count, -1)).movedim(dim, 0)
 
 
 def _part(x: Tensor, narrowed: Sequence[tuple[int, int, int]]) -> Tensor:

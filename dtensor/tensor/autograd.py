@@ -260,6 +260,7 @@ def keep_grad_layout(leaf: Any) -> None:
         target = have.replace(placements=wanted)
         return None if target is have else _moved(grad, target)
 
+    setattr(to_leaf_layout, "expects_none", True)  # noqa: B010  no attribute of functions that types know
     leaf.register_hook(to_leaf_layout)
     leaf.__dict__["_grad_layout"] = current
 

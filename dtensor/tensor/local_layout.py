@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ..base.recording import exchange
 from ..base.tracing import is_traced, kept
 from ..base.validation import sizes_of
 from ..comm import PerRank, communicator_of, shards_of
-from ..comm.agreement import Same, compared, told_by_all, words_compared
+from ..comm.agreement import compared, told_by_all, words_compared
 from ..comm.graph_ops import in_graph
 from ..comm.rows import flat_bytes
 from ..errors import LayoutError, PlacementError
@@ -172,7 +173,7 @@ def _all_pieces(mesh: DeviceMesh, pieces: Sequence[torch.Tensor], told: str) -> 
     """Every member's shape and strides, by position in the mesh as the current rank sees it; ``told`` must be alike on all."""
     mine, steps = tuple(map(int, pieces[0].shape)), tuple(map(int, pieces[0].stride()))
     if is_traced(pieces[0]) and mesh.kind == "process_group":
-        in_graph("check", kept(alike_pieces(mesh, pieces[0], told)))
+        in_graph("check", kept(Alike(mesh, mine, steps, pieces[0].dtype, told)))
         return (mine,) * mesh.size(), (steps,) * mesh.size()
     if len(pieces) > 1:
         seen = [pieces[m] for m in mesh.members_of(range(mesh.ndim), 0)]
@@ -193,12 +194,25 @@ def _all_pieces(mesh: DeviceMesh, pieces: Sequence[torch.Tensor], told: str) -> 
     return shapes, strides
 
 
-def alike_pieces(mesh: DeviceMesh, piece: torch.Tensor, told: str) -> Same:
-    """What a program that is traced takes for granted of the pieces given to ``from_local``."""
-    shape, stride = tuple(map(int, piece.shape)), tuple(map(int, piece.stride()))
-    order = _order(stride, [d for d, size in enumerate(shape) if size > 1])
-    what = "from_local without shape= in a graph, which takes all pieces for alike (otherwise give shape= and stride=)"
-    return Same(mesh, what, f"a piece of shape {shape}, {piece.dtype}, with {order}, under {told}")
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """What a program that is traced takes for granted of the pieces given to ``from_local``; asked at every call."""
+
+    mesh: DeviceMesh
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    told: str
+
+    def __call__(self) -> None:
+        piece = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+        shapes, strides = _all_pieces(self.mesh, [piece], self.told)
+        telling = [d for d, size in enumerate(self.size) if size > 1]
+        if len(set(shapes)) > 1 or len({_order(stride, telling) for stride in strides}) > 1:
+            raise LayoutError(
+                f"torch.compile: from_local without shape= takes the pieces of all ranks for alike, and they have the shapes "
+                f"{list(shapes)} and strides {list(strides)}: give shape= and stride="
+            )
 
 
 def _split_from(mesh: DeviceMesh, placements: tuple[Placement, ...], dim: int, shapes: Sequence[tuple[int, ...]]) -> Split:

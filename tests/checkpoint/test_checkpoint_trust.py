@@ -20,6 +20,7 @@ import torch
 import dtensor as dt
 from dtensor import Shard
 from dtensor.checkpoint import load, read_tensors, read_tree, save, save_safetensors
+from dtensor.checkpoint.block_io import Files
 from dtensor.checkpoint.manifest import tile
 from dtensor.errors import CheckpointError
 
@@ -418,3 +419,28 @@ def test_a_mutated_checkpoint_is_right_or_refused(tmp_path: Path, kind: str) -> 
     assert right < ROUNDS
     load(target := make(), tmp_path)
     assert holds(target, 1.0)
+
+
+# --- blocks that are read where they lie ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("meta", [False, True], ids=["memory", "meta"])
+def test_what_was_loaded_is_no_part_of_the_file(tmp_path: Path, meta: bool) -> None:
+    save(state(1.0), tmp_path)
+    target = state()
+    if meta:
+        target |= {key: target[key].to("meta") for key in ("x", "n")}
+    load(target, tmp_path)
+    for file in tmp_path.glob("*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+    assert holds(target, 1.0)
+
+
+def test_blocks_are_read_where_they_lie_if_they_are_aligned_there(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(3) + X.numpy().tobytes() + bytes(1) + X.numpy().tobytes())
+    with Files(tmp_path) as files:
+        box = ("file", 144, (5, 1), (1, 2))
+        found = files.mapped_box(X.dtype, (4, 2), *box)
+        assert found is not None
+        assert torch.equal(found, X[1:5, 2:4])
+        assert files.mapped_box(X.dtype, (4, 2), "file", 3, (5, 1), (1, 2)) is None
+        assert files.mapped_box(X.dtype, (7, 4), *box) is None  # beyond the end
+        assert files.bytes_read == 32

@@ -122,13 +122,15 @@ def distribute_tensor_that_all_have(mesh: DeviceMesh) -> Made:
 
 
 @case
-def distribute_tensor_of_one_rank(mesh: DeviceMesh) -> Made:
-    def run(a: torch.Tensor) -> Any:
-        mine = a.detach() + 10 * torch.distributed.get_rank()
-        placed = [dt.distribute_tensor(mine, mesh, where, src_data_rank=1) for where in (S0, S1, R, P)]
-        return sum(placed[1:], placed[0]) * dt.distribute_tensor(torch.ones(5, 6), mesh)
+def distribute_tensor_that_one_has(mesh: DeviceMesh) -> Made:
+    mine = torch.randn(5, 6) + mesh.get_local_rank()  # the others' values do not count
+    cut = [[Shard(0)], [Shard(1)], [Replicate()], [Partial()], [Shard(0, sizes=(5, 0))]]
 
-    return run, (torch.randn(5, 6),)
+    def run(a: torch.Tensor) -> Any:
+        laid = [dt.distribute_tensor(a.detach() * k, mesh, placements) for k, placements in enumerate(cut, 1)]
+        return sum(x.redistribute(placements=R) for x in laid) + dt.distribute_tensor(a.detach(), mesh, S0, src_data_rank=1)
+
+    return run, (mine,)
 
 
 @case

@@ -527,6 +527,71 @@ def test_reductions_that_wait_for_the_end_are_the_same() -> None:
     assert_same(step(model, mesh), [2 * x for x in alone(2)])
 
 
+class Halves(nn.Module):
+    """Two halves, of which the second is given a leaf of its own: backward runs through them in two passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = net(), nn.Linear(2, 3).double()
+
+    def forward(self, x: Tensor, parts: bool) -> tuple[Tensor, Tensor, Tensor]:
+        middle = self.first(x)
+        given = middle.detach().requires_grad_() if parts else middle
+        return self.second(given), given, middle
+
+
+def _halves(model: nn.Module, x: Tensor, way: str) -> None:
+    loss, given, middle = model(x, way == "at a leaf")
+    if way == "at a leaf":
+        (loss**2).sum().backward()
+        middle.backward(given.grad)
+    elif way == "two losses":
+        (loss**2).sum().backward(retain_graph=True)
+        (middle**3).sum().backward()
+    else:
+        ((loss**2).sum() + (middle**3).sum()).backward()
+
+
+@pytest.mark.parametrize("way", ["at a leaf", "two losses", "whole"])
+@pytest.mark.parametrize("kind", ["plain", "defers", "accumulates", "replicates"])
+def test_backward_in_two_passes_gives_what_plain_torch_does(kind: str, way: str) -> None:
+    _same_halves(kind, way)
+
+
+@pytest.mark.gloo
+def test_backward_in_two_passes_on_process_groups() -> None:
+    run_gloo(_all_halves, 2)
+
+
+def _all_halves() -> None:
+    for kind in ("plain", "defers", "accumulates", "replicates"):
+        for way in ("at a leaf", "two losses"):
+            _same_halves(kind, way)
+
+
+def _same_halves(kind: str, way: str) -> None:
+    mesh = flat_mesh()
+    torch.manual_seed(3)
+    model, rounds = Halves(), 2
+    plain = copy.deepcopy(model)
+    if kind == "replicates":
+        replicate(model, mesh, bucket_cap_mb=1e-4)
+    else:
+        for part in (model.first[0], model.first[2], model.second):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh)
+    if kind == "defers":
+        model.set_reduce_scatter_unused_params(True)
+    for turn in range(rounds):
+        if kind in ("accumulates", "replicates"):
+            model.set_requires_gradient_sync(turn == rounds - 1)
+        _halves(model, own(mesh), way)
+        for x in X.chunk(2):
+            _halves(plain, x, way)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad / 2)
+
+
 # --- replicated modules --------------------------------------------------------------------------------------------------
 def _on_hooks(size: int) -> list[float]:
     mesh, results = flat_mesh(size), []

@@ -361,3 +361,23 @@ def test_a_forward_that_fails_leaves_the_model_as_it_was() -> None:
     (model(own(X, mesh)) ** 2).sum().backward()
     for ours, theirs in zip(grads(model), alone_grads(X, 2), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_the_state_of_a_unit() -> None:
+    mesh, inner = dp(), nn.Linear(3, 4)
+    model = nn.Sequential(inner, nn.Linear(4, 5))
+    fully_shard(inner, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    state = fully_shard.state(model)
+    assert state == model._get_fsdp_state()
+    assert state.modules == (model,)
+    assert set(map(id, state.parameters)) == set(map(id, model[1].parameters()))
+    assert not state.gathered
+    kept = [id(p) for p in inner.parameters()]
+    inner.unshard()
+    assert fully_shard.state(inner).gathered
+    assert sorted(map(id, fully_shard.state(inner).parameters)) == sorted(kept)
+    inner.reshard()
+    assert not fully_shard.state(inner).gathered
+    assert fully_shard.state(model[1]) is None
+    assert replicate.state(replicate(nn.Linear(2, 2), mesh)).parameters

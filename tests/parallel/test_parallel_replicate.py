@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor import DTensor, Replicate, Shard
+from dtensor.comm import Pending
 from dtensor.debug import CommDebugMode
 from dtensor.errors import MeshError
 from dtensor.parallel import (
@@ -79,6 +80,43 @@ def trained(size: int, zero: bool, **options: Any) -> list[float]:
         for optimizer in (made, plain):
             optimizer.zero_grad()
     return [whole(p).sum().item() for p in model.parameters()]
+
+
+def _rounds(parts: int, width: int) -> list[str]:
+    """What becomes of all-reduces of two rounds in one backward pass of a model in several buckets."""
+    mesh, seen = dp(3), []
+    model, alone = (nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(parts)]).double() for _ in range(2))
+    alone.load_state_dict(model.state_dict())
+    first = [torch.full((2, width), 0.01 * (rank + 1), dtype=torch.float64) for rank in range(3)]
+    replicate(model, mesh, bucket_cap_mb=0.5)
+    for p, q in zip(alone.parameters(), model.parameters(), strict=True):
+        p.data.copy_(whole(q))
+    advance, wait = Pending.advance, Pending.wait
+
+    def told(name: str, fn: Any) -> Any:
+        def run(pending: Any) -> Any:
+            found = fn(pending)
+            if found is True or name == "ended":
+                seen.append(name)
+            return found
+
+        return run
+
+    Pending.advance, Pending.wait = told("second round", advance), told("ended", wait)
+    try:
+        (model(first[mesh.get_local_rank()]) ** 2).mean().backward()
+    finally:
+        Pending.advance, Pending.wait = advance, wait
+    torch.stack([(alone(x) ** 2).mean() for x in first]).mean().backward()
+    for p, q in zip(alone.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(whole(q.grad), p.grad)
+    return seen
+
+
+@pytest.mark.gloo
+def test_a_second_round_travels_while_backward_goes_on() -> None:
+    for seen in [*run_gloo(_rounds, 3, 3, 320), *run_gloo(_rounds, 3, 3, 384)]:  # by exchanges, and by messages
+        assert seen == ["second round", "second round", "ended", "second round", "ended", "ended"]
 
 
 @pytest.mark.parametrize("zero", [False, True], ids=["AdamW", "ZeRO"])

@@ -8,6 +8,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from gloo import run_gloo
 
 import dtensor as dt
 from dtensor.errors import MeshError
@@ -306,3 +308,42 @@ def test_all_submeshes_of_a_dim() -> None:
     assert mesh._get_all_submeshes("tp")[1].mesh_dim_names == ("tp",)
     with pytest.raises(MeshError, match="no mesh dim 'cp'"):
         mesh._get_all_submeshes("cp")
+
+
+# --- backends by mesh dim -----------------------------------------------------------------------------------------------------
+def _backends() -> None:
+    import torch.testing._internal.distributed.fake_pg
+
+    plain = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh, again = (dt.init_device_mesh("cpu", (2, 2), ("dp", "tp"), backend_override={"tp": "fake"}) for _ in range(2))
+    assert mesh == again != plain
+    assert [dist.get_backend(mesh.get_group(dim)) for dim in ("dp", "tp")] == ["gloo", "fake"]
+    assert again["tp"].get_group() is mesh.get_group("tp")
+    assert mesh.get_group("dp") is plain.get_group("dp")
+    assert dist.get_backend(mesh.flatten().get_group()) == "gloo"
+    restored = pickle.loads(pickle.dumps(mesh["tp"]))
+    assert restored == mesh["tp"]
+    assert dist.get_backend(restored.get_group()) == "fake"
+    world = dt.init_device_mesh("cpu", (4,), backend_override={0: ("gloo", None)})
+    assert world.get_group() is not dist.group.WORLD
+    x = dt.distribute_tensor(torch.arange(6.0), world, [dt.Shard(0)])
+    assert x.sum().item() == 15
+    assert plain["dp"].get_group() is not world.get_group()
+
+
+@pytest.mark.gloo
+def test_groups_along_a_dim_are_of_the_backend_asked_for() -> None:
+    run_gloo(_backends, 4)
+
+
+def test_a_mesh_in_one_process_has_no_backends_but_checks_what_is_asked() -> None:
+    assert dt.init_device_mesh("cpu", (2, 2), backend_override={1: "gloo"}).shape == (2, 2)
+    for wrong, words in [
+        ({"pp": "gloo"}, "names the mesh dim 'pp'"),
+        ({2: "gloo"}, "names the mesh dim 2"),
+        ({0: "gloo", "dp": "gloo"}, "names mesh dim 0 twice"),
+        ({0: 7}, "takes the name of a backend"),
+        ({0: (7, None)}, "takes the name of a backend"),
+    ]:
+        with pytest.raises(MeshError, match=words):
+            dt.init_device_mesh("cpu", (2, 2), ("dp", "tp"), backend_override=wrong)

@@ -33,8 +33,6 @@ MODULES = {
     "torch.distributed.fsdp": "dtensor.fsdp",
 }
 
-GROUPS = {"backend_override"}  # refused, with a word on DeviceMesh.from_group, which takes groups of any backend
-
 
 def names_of(module: ModuleType) -> list[str]:
     if module is torch.distributed.fsdp:  # which has the wrapper of before as well
@@ -122,7 +120,7 @@ def test_every_argument_of_torchs_is_taken(theirs: str, ours: str, name: str) ->
         pytest.skip("written in C")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in given)
     names = [p.name for p in wanted if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and not p.name.startswith("_")]
-    assert takes_all or [name for name in names if name not in {p.name for p in given} | GROUPS] == []
+    assert takes_all or [name for name in names if name not in {p.name for p in given}] == []
 
 
 MESH = dtensor.DeviceMesh("cpu", [[0, 1], [2, 3]])

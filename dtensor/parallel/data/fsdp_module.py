@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,10 @@ class FSDPModule:
         for unit in units_of(self, False):
             unit.tie()
         return made
+
+    def _get_fsdp_state(self) -> UnitState | None:
+        """``fully_shard.state(self)``, under the name that programs written for torch ask for."""
+        return state_of(self)  # type: ignore[arg-type]  # it is a module too
 
     # --- memory ------------------------------------------------------------------------------------------------------
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -283,6 +287,28 @@ class UnshardHandle:
         """The parameters are whole, and stand in the module."""
         self._unit.gather()
         self._unit.put_values()
+
+
+class UnitState(NamedTuple):
+    """What a unit of data parallelism is now; ``fully_shard.state(module)`` gives it.
+
+    Attributes:
+        modules: that make it up.
+        parameters: that it gathers and reduces: DTensors, also while whole tensors stand in their places.
+        gathered: they are whole here.
+    """
+
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[nn.Parameter, ...]
+    gathered: bool
+
+
+def state_of(module: nn.Module) -> UnitState | None:
+    """The state of the unit that a module makes up; None: it is none. No communication."""
+    if (unit := unit_of(module)) is None:
+        return None
+    parameters = tuple(m.parameter for group in unit.groups for m in group.managed)
+    return UnitState(tuple(unit.modules), parameters, all(group.gathered for group in unit.groups))
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:

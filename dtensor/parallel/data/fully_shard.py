@@ -9,7 +9,7 @@ from torch import nn
 
 from ...errors import ContradictionError, UnitError
 from .buffers import Buffers
-from .fsdp_module import FSDPModule, neighbours_of, units_of
+from .fsdp_module import FSDPModule, neighbours_of, state_of, units_of
 from .layouts import Axes, sharding
 from .module_state import Unit, unit_of
 from .param_group import Group
@@ -56,16 +56,16 @@ def fully_shard(
 
     Raises:
         MeshError: more than two data-parallel dims, or a parameter on a mesh that is not of the same root.
-        UnitError: ``module`` is a container that nobody calls, or has a weight in common with one that is distributed elsewhere.
+        UnitError: ``module`` is a container that nobody calls, or has a weight that is distributed elsewhere, too.
         ContradictionError: it is a unit already.
 
-    Cost: per unit and pass two all-gathers of its parameters and one reduce-scatter of its gradients.
+    Cost: per unit and pass two all-gathers, and one reduce-scatter. ``fully_shard.state(module)`` tells what is gathered now.
 
     >>> import dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     >>> model = fully_shard(torch.nn.Linear(3, 4), mesh=mesh)
-    >>> model.weight.placements, [tuple(shard.shape) for shard in model.weight.to_local().shards]
-    ((Shard(dim=0),), [(2, 3), (2, 3)])
+    >>> [tuple(shard.shape) for shard in model.weight.to_local().shards]
+    [(2, 3), (2, 3)]
     >>> model(dt.per_rank([torch.ones(1, 3), torch.zeros(1, 3)])).sum().backward()
     >>> model.bias.grad.placements, model.bias.grad.full_tensor()
     ((Shard(dim=0),), tensor([1., 1., 1., 1.]))
@@ -81,6 +81,9 @@ def fully_shard(
     for one in modules:
         add_methods(one, FSDPModule, "FSDP")
     return module
+
+
+setattr(fully_shard, "state", state_of)  # noqa: B010  no attribute of functions that types know
 
 
 def _unit(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base.recording import ACTIVE, aside, current
+from ...base.recording import aside
 from ...base.torch_internals import DisableTorchFunctionSubclass
 from ...comm import Pending, shards_of
 from ...comm.events import because
@@ -25,19 +25,16 @@ from ...errors import DTensorError
 from ...tensor.dtensor import wrap
 from .comm_hook import Reducer
 from .gradient_node import Column
+from .memory import Spare
 from .offload import Host
 from .param_group import Group
-
-WAITING = (
-    "gradients that wait for a later backward pass ({}); capture a step of all its microbatches, up to the one after which they "
-    "are reduced, as one function"
-)
 
 
 class Reduction:
     """One reduction under way."""
 
-    def __init__(self, group: Group, gradients: dict[int, Column], dtype: torch.dtype, average: bool) -> None:
+    def __init__(self, group: Group, gradients: dict[int, Column], dtype: torch.dtype, average: bool, spare: Spare) -> None:
+        self._spare, self._lent = spare, list[Tensor]()
         self.group, self.chosen = group, list(gradients)
         self.missing = {i for i, column in gradients.items() for grad in column if grad is None}
         self._divisor = group.settings.divisor if average else None
@@ -53,7 +50,7 @@ class Reduction:
         self._stays = False  # the gradients stay in them
         self._dtype = dtype
         self._flat: Any = None  # what has arrived
-        self._replicas: Pending[Any] | None = None  # summed over copies of shards
+        self._second: Pending[Any] | None = None  # the second round of a reduction, or a sum over copies of shards
         self._waits: list[Callable[[], Any]] = []  # for copies to host memory
         self._pending = self._issue([gradients[i] for i in self.chosen], dtype)
 
@@ -69,6 +66,14 @@ class Reduction:
         if self._stays or not (axes.scattered or views or in_place is not None):  # fresh pages would cost more than the copy
             self._buckets = group.buckets.pop(self._key(dtype), {})
 
+        def memory_of(numel: int) -> Tensor | None:
+            nbytes = numel * dtype.itemsize
+            lent = self._spare.take(nbytes, device) if axes.scattered else None
+            if lent is None:
+                return None
+            self._lent.append(lent)
+            return lent[:nbytes].view(dtype)
+
         def row(member: int) -> Tensor:
             own = [column[member if in_process else 0] for column in columns]
             if self._buckets is None:
@@ -76,7 +81,7 @@ class Reduction:
                 for k, grad in enumerate(own):
                     if grad is None:
                         flags[k] = 0
-                return group.rows(member).terms(self.chosen, own, dtype, device, [flags])
+                return group.rows(member).terms(self.chosen, own, dtype, device, [flags], memory_of)
             bucket = self._buckets.get(member)
             if bucket is None:
                 bucket = self._buckets[member] = group.rows(member).bucket(self.chosen, dtype, device, len(own))
@@ -98,11 +103,17 @@ class Reduction:
 
     @torch.no_grad()
     def arrive(self) -> None:
-        """Wait for it; its results are here, on their way to host memory, or being summed over copies of shards."""
-        group, axes = self.group, self.group.axes
+        """Wait for its first round; its results are here, in a second round, or on their way to host memory."""
+        axes = self.group.axes
+        if self._pending.advance():
+            self._second = self._pending
+            return
         flat = self._pending.wait()
-        if self._buckets is not None:
-            group.buckets[self._key(self._dtype)] = self._buckets
+        there = {shard.untyped_storage()._cdata for shard in shards_of(flat)}  # one rank's result is what it gave
+        for lent in self._lent:
+            if lent.untyped_storage()._cdata not in there:
+                self._spare.give_back(lent)
+        self._lent.clear()
         if axes.scattered and axes.reduced:
             self._over_replicas(flat)
         else:
@@ -111,13 +122,13 @@ class Reduction:
     @property
     def under_way(self) -> bool:
         """Whether something goes on meanwhile."""
-        return self._replicas is not None or self.group.axes.host is not None
+        return self._second is not None or self.group.axes.host is not None
 
     @torch.no_grad()
     def deliver(self, to: Callable[[nn.Parameter, Tensor], None] | None = None) -> bool:
         """Add its results, which have arrived, to the parameters' gradients. False: they are on their way to host memory now."""
-        if self._replicas is not None:
-            flat, self._replicas = self._replicas.wait(), None
+        if self._second is not None:
+            flat, self._second = self._second.wait(), None
             self._settle(flat)
             if self.under_way:
                 return False
@@ -139,6 +150,8 @@ class Reduction:
         return True
 
     def _settle(self, flat: Any) -> None:
+        if self._buckets is not None:
+            self.group.buckets[self._key(self._dtype)] = self._buckets
         self._flat = self._finished(flat)
         if self._stays and self._none_there():
             self._flat = self.group.comm.map(self._in_bucket, self._flat)
@@ -173,11 +186,9 @@ class Reduction:
         flat = flat if before is None else before + flat
         self.missing |= missing
         if group.settings.all_reduces:
-            self._replicas = group.comm.all_reduce(flat, group.axes.reduced, self._op)
+            self._second = group.comm.all_reduce(flat, group.axes.reduced, self._op)
         else:
             group.scattered[key] = (flat, frozenset(self.missing))
-            if ACTIVE and (recorder := current()) is not None:
-                recorder.ends_empty(group.scattered, WAITING.format("set_requires_all_reduce(False)"))
 
     def _blocks(self, member: int, flat: Tensor) -> list[Tensor]:
         group = self.group
@@ -211,12 +222,12 @@ def _filled(bucket: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
     return flat
 
 
-def reductions(group: Group, gradients: dict[int, Column], average: bool) -> list[Reduction]:
+def reductions(group: Group, gradients: dict[int, Column], average: bool, spare: Spare) -> list[Reduction]:
     """The reductions of a group's gradients, issued: one for each dtype."""
     by_dtype: dict[torch.dtype, dict[int, Column]] = {}
     for i, column in gradients.items():
         by_dtype.setdefault(group.policy.reduce_dtype or group.dtypes[i], {})[i] = column
-    return [Reduction(group, columns, dtype, average) for dtype, columns in by_dtype.items()]
+    return [Reduction(group, columns, dtype, average, spare) for dtype, columns in by_dtype.items()]
 
 
 def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
@@ -240,7 +251,7 @@ def quiet(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in hooked:
         before: Any = parameter._backward_hooks or {}
         for key, hook in before.items():
-            before[key] = hook if isinstance(hook, _IfGiven) else _IfGiven(hook)
+            before[key] = hook if isinstance(hook, _IfGiven) or getattr(hook, "expects_none", False) else _IfGiven(hook)
         after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         for key, hook in after.items():
             after[key] = _IfChanged(hook.hook if isinstance(hook, _IfChanged) else hook, parameter)

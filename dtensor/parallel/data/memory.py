@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
-from ...base.recording import effect
+from ...base.recording import ACTIVE, effect
 
 
 class Memory:
@@ -40,3 +41,23 @@ class Memory:
 @effect
 def _resize(x: Tensor, nbytes: int) -> None:
     x.untyped_storage().resize_(nbytes)
+
+
+class Spare:
+    """Host memory for what travels: fresh pages cost more than a copy into old ones. Accelerators' allocators keep theirs."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor | None:
+        """A row of so many bytes or more; None where new memory serves as well: not on the host, and while somebody records."""
+        if device.type != "cpu" or ACTIVE:
+            return None
+        fitting = [row for row in self._free if row.numel() >= nbytes]
+        found = min(fitting or self._free, key=Tensor.numel, default=None)
+        self._free = [row for row in self._free if row is not found]
+        return found if fitting else torch.empty(nbytes, dtype=torch.uint8)  # in the place of a smaller one
+
+    def give_back(self, row: Tensor) -> None:
+        """Nobody reads it any more."""
+        self._free.append(row)

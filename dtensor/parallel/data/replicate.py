@@ -13,7 +13,7 @@ from ...mesh.device_mesh import DeviceMesh
 from .buffers import Buffers
 from .comm_hook import CommHook, Reducer
 from .custom_collectives import AllGather, ReduceScatter
-from .fsdp_module import FSDPModule, units_of
+from .fsdp_module import FSDPModule, state_of, units_of
 from .fully_shard import add_methods, check_callable, check_offload, check_policy
 from .layouts import Axes, copying
 from .module_state import Unit
@@ -26,6 +26,8 @@ _DEFAULT_PRECISION = MixedPrecisionPolicy()
 _DEFAULT_OFFLOAD = OffloadPolicy()
 _MEBIBYTE = 1024 * 1024
 _FIRST_BUCKET_BYTES = _MEBIBYTE  # the first gradients of backward start to travel early
+# Nothing overlaps the last bucket's all-reduce, so it has a third of all at most; smaller ones take longer than they hide.
+_LEAST_BYTES, _MOST_BYTES, _PARTS = 4 * _MEBIBYTE, 25 * _MEBIBYTE, 3
 
 
 class ReplicatedModule(FSDPModule):
@@ -104,7 +106,7 @@ def replicate(
         mesh: default the one entered by ``with mesh:``, else all ranks.
         mp_policy: dtypes to compute and to reduce in.
         offload_policy: ``CPUOffloadPolicy()`` keeps parameters, gradients and optimizer states in host memory.
-        bucket_cap_mb: mebibytes of gradients per bucket, default 25.
+        bucket_cap_mb: mebibytes of gradients per bucket, default a third of them all, but 4 at least and 25 at most.
         broadcast_buffers: otherwise buffers stay each rank's own: plain tensors.
         ignored_modules, ignored_params: left as they are.
         dp_mesh_dims: the dims of ``mesh`` to average over, by name (``replicate=``), where it has others too.
@@ -139,8 +141,11 @@ def replicate(
     return module
 
 
+setattr(replicate, "state", state_of)  # noqa: B010  as of fully_shard
+
+
 def _unit(
-    module: nn.Module, axes: Axes, ignored: set[nn.Parameter], policy: MixedPrecisionPolicy, limit: float, shared: bool
+    module: nn.Module, axes: Axes, ignored: set[nn.Parameter], policy: MixedPrecisionPolicy, limit: float | None, shared: bool
 ) -> Unit:
     managed = adopt([module], axes, ignored, "replicate")
     onto_one_mesh(managed, axes.mesh)
@@ -155,16 +160,19 @@ def _mesh_over(process_group: Any, module: nn.Module) -> DeviceMesh:
     return DeviceMesh.from_group(process_group, next((p.device.type for p in module.parameters()), "cpu"))
 
 
-def _bytes_of(bucket_cap_mb: float | None) -> float:
-    bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
+def _bytes_of(bucket_cap_mb: float | None) -> float | None:
+    if bucket_cap_mb is None:
+        return None
     if not bucket_cap_mb > 0:
         raise ValueError(f"bucket_cap_mb is a number of mebibytes above 0, got {bucket_cap_mb!r}")
     return bucket_cap_mb * _MEBIBYTE
 
 
-def buckets(managed: list[Managed], limit: float) -> list[list[Managed]]:
+def buckets(managed: list[Managed], limit: float | None) -> list[list[Managed]]:
     """Parameters in the order in which backward is expected to reach them, cut where a bucket is full."""
     result: list[list[Managed]] = []
+    if limit is None:
+        limit = min(_MOST_BYTES, max(_LEAST_BYTES, sum(m.compute.max_local_nbytes for m in managed) / _PARTS))
     filled, cap = 0.0, min(limit, _FIRST_BUCKET_BYTES)
     for m in reversed(managed):
         if not result or filled + m.compute.max_local_nbytes > cap:

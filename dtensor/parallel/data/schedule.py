@@ -9,6 +9,7 @@ from ...base.recording import ACTIVE, current
 from ...base.torch_internals import engine, graph_task
 from ...mesh.device_mesh import DeviceMesh
 from .gradients import Reduction
+from .memory import Spare
 
 
 class Unit(Protocol):
@@ -42,6 +43,7 @@ class Schedule:
         depth: units whose forward is running.
         distributed: the mesh of this iteration's batch, where that is a DTensor over the data-parallel mesh dims.
         order: units in the order of their forward, in this pass; ``last`` in the pass before.
+        spare: memory of gradients on their way.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -53,6 +55,7 @@ class Schedule:
         self._reductions: list[list[Reduction]] = []  # under way, a unit's together
         self._arriving: list[Reduction] = []  # their results summed over copies of shards, or copied to host memory meanwhile
         self._queued = False
+        self.spare = Spare()
 
     def begin(self, distributed: DeviceMesh | None) -> None:
         """A forward pass starts."""

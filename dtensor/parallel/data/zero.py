@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...base.recording import ACTIVE, current
 from ...comm import communicator_of, shards_of
+from ...comm.rows import apart
 from ...dispatch.versions import stamp
 from ...errors import MeshError, UnsupportedOperationError
 from ...layout.layout import Layout
@@ -95,7 +96,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._consolidated: dict[str, Any] | None = None
         self._parts: list[_Part] = []
         self._stamps: dict[int, list[Any]] = {}  # by part: the parameter as it was when the part was its
-        inner_groups = [{**group, "params": [self._part(p) for p in group["params"]]} for group in groups]
+        inner_groups = [{**group, "params": self._parts_of(group["params"])} for group in groups]
         self.inner = optimizer_class(inner_groups, **defaults)
         super().__init__(groups, self.inner.defaults)
         self._share_options()
@@ -104,7 +105,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if hasattr(self, "state") and len(self.inner.param_groups) < len(self.param_groups):
             group = self.param_groups[-1]
-            self.inner.add_param_group({**group, "params": [self._part(p) for p in group["params"]]})
+            self.inner.add_param_group({**group, "params": self._parts_of(group["params"])})
             self._share_options()
 
     def _share_options(self) -> None:
@@ -142,6 +143,22 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             inner.update({name: value for name, value in outer.items() if name != "params"})
 
     # --- parts -------------------------------------------------------------------------------------------------------
+    def _parts_of(self, parameters: Iterable[Tensor]) -> list[nn.Parameter]:
+        """What the inner optimizer works on: one behind the other in memory, as they are sent after a step."""
+        made = [self._part(p) for p in parameters]
+        kinds: dict[Any, list[Any]] = {}
+        for one in self._parts[len(self._parts) - len(made) :]:
+            row_major = all(shard.is_contiguous() for shard in shards_of(one.part._local))
+            if one.state is not one.stored and row_major and not one.part.is_meta:
+                kinds.setdefault((one.state.mesh, one.state.dtype), []).append(one.part)
+        for (mesh, _), parts in kinds.items():
+            comm = communicator_of(mesh)
+            if comm.held:
+                rows = comm.map(_behind_one_another, *[part._local for part in parts])
+                for part, local in zip(parts, rows, strict=True):
+                    part._local = local
+        return made
+
     def _part(self, p: Tensor) -> nn.Parameter:
         stored = self._stored(p)
         state = self._state(stored)
@@ -226,6 +243,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         target = layout.replace(dtype=value.dtype)
         whole = target.replace(placements=[Replicate()] * layout.mesh.ndim)
         return wrap(redistribute_local(_everywhere(value, layout.mesh), whole, target).clone(), target)
+
+
+def _behind_one_another(member: int, *parts: Tensor) -> list[Tensor]:
+    return apart(torch.cat([part.reshape(-1) for part in parts]), [part.shape for part in parts])
 
 
 def _everywhere(value: Tensor, mesh: DeviceMesh) -> Any:
