@@ -54,8 +54,7 @@ def _reduce_scatter(row: Tensor, op: str, size: int, said: str, group: str) -> T
 
 
 def _ended(kind: str, args: tuple[Any, ...], said: str, name: str, row: Tensor) -> Tensor:
-    """What torch's collective of this kind gives when it has ended. What it is compared by is bound once for a group, of which there
-    may be a new one under the name."""
+    """What torch's collective of this kind gives when it has ended; bound once for a group, which may be remade."""
     handle, key = torch_internals.resolve_process_group(name), (kind, args, said, name, row.device.type)
     kept = _BOUND.get(key)
     if kept is None or kept[0] is not handle:

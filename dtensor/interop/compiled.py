@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from inspect import getattr_static
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,7 +25,7 @@ from ..placement import Partial, Placement, Replicate, Shard
 from ..ranks.hidden import each_rank
 from ..tensor import create
 from ..tensor.autograd import as_local, laid
-from ..tensor.distribute import distribute_tensor
+from ..tensor.distribute import distribute_module, distribute_tensor
 from ..tensor.dtensor import DTensor
 from ..tensor.local_layout import Alike, measures
 from .when_imported import when_imported
@@ -163,9 +163,14 @@ def _distribute_tensor(
         _break(msg=_ALL_RANKS)
     if device_mesh is None:
         _break(msg="distribute_tensor without device_mesh= reads the mesh that is entered: give it")
-    if tensor.requires_grad and not isinstance(tensor, DTensor):
-        _break(msg="distribute_tensor makes a leaf of a tensor that requires grad, which a graph does not: distribute it outside")
-    return _distributed(tensor, device_mesh, placements, src_data_rank)
+    if tensor.requires_grad and not tensor.is_leaf and not isinstance(tensor, DTensor):
+        _break(msg="distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, where)")
+    with torch.enable_grad():  # a leaf requires grad where no gradients are recorded, too
+        return _distributed(tensor, device_mesh, placements, src_data_rank)
+
+
+def _distribute_module(*given: Any, **options: Any) -> None:
+    _break(msg="distribute_module makes parameters, which graphs are given: call it before the compiled function")
 
 
 def _as_given(x: Any) -> Any:
@@ -180,7 +185,21 @@ def _mesh(mesh: Any = None) -> DeviceMesh:
 
 
 def _distributed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int | None) -> DTensor:
-    return distribute_tensor(tensor, mesh, placements, src_data_rank=source)
+    if isinstance(tensor, DTensor) or not tensor.requires_grad:
+        return distribute_tensor(tensor, mesh, placements, src_data_rank=source)
+    return cast(DTensor, _Leaf.apply(tensor, mesh, placements, source))
+
+
+class _Leaf(torch.autograd.Function):
+    """``distribute_tensor`` of a tensor that requires grad: a graph makes no leaves; no gradient goes on from this, either."""
+
+    @staticmethod
+    def forward(_: Any, tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int | None) -> DTensor:
+        return distribute_tensor(tensor.detach(), mesh, placements, src_data_rank=source)
+
+    @staticmethod
+    def backward(_: Any, *__: Any) -> tuple[None, ...]:
+        return (None,) * 4
 
 
 def _on_processes(mesh: Any) -> bool:
@@ -198,6 +217,7 @@ _SEEN_AS: dict[Any, Any] = {
     as_mesh: _mesh,
     constant_of_graph: _as_given,
     distribute_tensor: _distribute_tensor,
+    distribute_module: _distribute_module,
     DTensor.from_local: _from_local,
     seen: _itself,
     each_rank: _itself,

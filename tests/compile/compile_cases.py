@@ -134,6 +134,19 @@ def distribute_tensor_that_one_has(mesh: DeviceMesh) -> Made:
 
 
 @case
+def distribute_tensor_that_requires_grad(mesh: DeviceMesh) -> Made:
+    """A leaf: gradients go to what it is multiplied with, none to the tensor that it is made of."""
+
+    def run(a: torch.Tensor, x: Any) -> Any:
+        with torch.no_grad():
+            first = dt.distribute_tensor(a, mesh, S0)
+        made = dt.distribute_tensor(a, mesh, S0)
+        return made * x * (first.requires_grad + made.requires_grad)
+
+    return run, (torch.randn(5, 6), dt.distribute_tensor(torch.randn(5, 6), mesh, S0))
+
+
+@case
 def local_map_(mesh: DeviceMesh) -> Made:
     return of(lambda x: dt.local_map(torch.sin, S0, (S0,), device_mesh=mesh)(x) * 2, ((4, 6), S0))(mesh)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -263,20 +262,18 @@ def drawn_first(mesh: dt.DeviceMesh) -> None:
 def refused(mesh: dt.DeviceMesh) -> None:
     """As one graph these are refused, and the cause is named."""
     torch._dynamo.reset()
-    uneven = torch.ones(3 - mesh.get_rank(), 3)
+    uneven, linear = torch.ones(3 - mesh.get_rank(), 3), nn.Linear(3, 3)
     for backend in ("eager", "aot_eager"):
         torch._dynamo.reset()
         with pytest.raises(Exception, match="give shape="):
             torch.compile(lambda a: DTensor.from_local(a, mesh, [Shard(0)]) * 2, backend=backend, fullgraph=True)(uneven)
-    for scattered, match in (
-        (torch.ones(4, 3), "src_data_rank=None"),
-        (torch.ones(4, 3).requires_grad_(), "distribute it outside"),
+    for call, match in (
+        (lambda a: dt.distribute_tensor(a, mesh, [Shard(0)]), "rank 1 holds .* give the same arguments"),
+        (lambda a: dt.distribute_tensor(a.sin(), mesh, [Shard(0)]), "takes leaf tensors"),
+        (lambda a: (dt.distribute_module(linear, mesh), a.sin())[1], "before the compiled function"),
     ):
-        source = None if scattered.requires_grad else 0
-        cut = functools.partial(dt.distribute_tensor, device_mesh=mesh, placements=[Shard(0)], src_data_rank=source)
-        compiled = torch.compile(lambda a, cut=cut: cut(a), backend="aot_eager", fullgraph=True)
         with pytest.raises(Exception, match=match):
-            compiled(scattered)
+            torch.compile(call, backend="aot_eager", fullgraph=True)(uneven.requires_grad_())
 
 
 @pytest.mark.slow

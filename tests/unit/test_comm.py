@@ -15,7 +15,7 @@ from gloo import run_gloo
 from thread_backend import on_threads
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor.comm import PerRank, RankValues, communicator_of, events, map_ranks, per_rank
+from dtensor.comm import PerRank, RankValues, communicator_of, events, graph_ops, map_ranks, per_rank
 from dtensor.comm.fold import fold
 from dtensor.debug import CommDebugMode
 from dtensor.errors import LayoutError, MeshError
@@ -172,6 +172,20 @@ def test_the_fake_backend_gives_shapes_without_a_hang() -> None:
             assert comm.process_group(dims) is mesh.get_group() if mesh.ndim == 1 else True
     finally:
         dist.destroy_process_group()
+
+
+def test_operators_of_graphs_bind_a_group_once_and_anew_where_it_is_remade() -> None:
+    for _ in range(2):
+        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+        try:
+            world = dist.group.WORLD
+            assert world is not None
+            for _ in range(2):
+                graph_ops._operators().reduce(torch.ones(3), "sum", world.group_name)
+            bound = [handle for (*_, name, _), (handle, _) in graph_ops._BOUND.items() if name == world.group_name]
+            assert bound == [world]
+        finally:
+            dist.destroy_process_group()
 
 
 # --- counting ---------------------------------------------------------------------------------------------------------------
