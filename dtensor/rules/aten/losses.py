@@ -10,7 +10,6 @@ plain loss is, when no target counts at all.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -42,7 +41,6 @@ def with_reduction(call: Call, args: tuple[Any, ...], reduction: int) -> tuple[A
     return (*args[:place], reduction, *args[place + 1 :])
 
 
-@functools.cache
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
     """A sum of half precision would overflow where the mean does not."""
     return torch.promote_types(dtype, torch.float32)
