@@ -120,6 +120,12 @@ def marked_sizes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return found
 
 
+def many_sizes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """More sizes than torch has graphs of one function, unless it is told how many there are."""
+    run = how(lambda x: (x * 2).sum(0), fullgraph=True, dynamic=True, recompile_limit=16)
+    return [run(dt.distribute_tensor(torch.randn(n, 6), mesh, [Shard(0)])) for n in range(12)]
+
+
 def plain_targets(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     logits = dt.distribute_tensor(torch.randn(5, 7), mesh, [Shard(1)]).requires_grad_()
     loss = how(F.cross_entropy, fullgraph=True)(logits, torch.tensor([0, 1, 2, 3, 6]))
@@ -209,6 +215,7 @@ PROGRAMS = [
     dropout_in_training,
     sizes_and_layouts,
     marked_sizes,
+    many_sizes,
     plain_targets,
     a_gradient_laid_otherwise,
     breaks,
