@@ -7,7 +7,7 @@ they set up. With nobody recording each pays one truth test.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
@@ -45,12 +45,13 @@ class Recorder(Protocol):
         """Attributes of ``owner`` that say what it keeps between calls, called before they are looked at: a recording starts with
         these, and leaves them as it found them."""
 
-    def ends_empty(self, held: Sized, what: str) -> None:
-        """``held`` is for tensors that wait for another call, where a recording may leave none; ``what`` says what they are, and
-        what to write instead."""
-
     def undo(self, fn: Callable[[], Any]) -> None:
         """``fn()`` is called if the recording is refused before it has ended."""
+
+
+class Between(dict[Any, Any]):
+    """What the library keeps from one call for a later one: tensors in nested values. To a recording it is given, as arguments
+    are, and what is left in it is a result."""
 
 
 ACTIVE: list[Recorder] = []  # in any thread; recorders are dispatch modes, which belong to a thread (and its backward passes)

@@ -11,7 +11,9 @@ The laws, of every mode of the library:
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -118,7 +120,7 @@ class Scoped(Generic[T]):
 
     # --- into autograd's threads (private, as torch has no public way) -------------------------------------------------------
     def _put_aside(self) -> None:
-        keep_in_thread(self._carried, (get_ident(), self._blocks.get()))
+        _keep(self._carried, (get_ident(), self._blocks.get()))
 
     def _brought(self) -> tuple[Block[T], ...]:
         """Blocks of the thread that started the backward pass, if that is another one."""
@@ -126,6 +128,28 @@ class Scoped(Generic[T]):
             return ()
         thread, blocks = kept_in_thread(self._carried)
         return () if thread == get_ident() else blocks
+
+
+def _takes_the_callers_reference() -> bool:
+    """Whether torch lets go of what it keeps in a thread without ever having held it, as torch 2.11 does."""
+    kept = object()
+    before = sys.getrefcount(kept)
+    _held_once_more(kept)
+    keep_in_thread("dtensor", kept)
+    return sys.getrefcount(kept) == before + 1
+
+
+def _held_once_more(x: Any) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(x))
+
+
+_TAKES = _takes_the_callers_reference()
+
+
+def _keep(name: str, x: Any) -> None:
+    if _TAKES:
+        _held_once_more(x)
+    keep_in_thread(name, x)
 
 
 class Entering:

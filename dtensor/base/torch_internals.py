@@ -76,6 +76,12 @@ NAMES: dict[str, Internal] = {
     "count_function_modes": Internal("torch._C._len_torch_function_stack", "whether the user has function modes entered", _NONE),
     "current_function_modes": Internal("torch.overrides._get_current_function_mode_stack", "which they are", _NONE),
     "DeviceContext": Internal("torch.utils._device.DeviceContext", "the function mode that torch.device enters", _NONE),
+    "TensorGuards": Internal(
+        "torch._C._dynamo.guards.TensorGuards", "metadata of many tensors compared at once", "a getter each"
+    ),
+    "autocast_enabled": Internal(
+        "torch._C._is_any_autocast_enabled", "whether operations cast what they take", "torch.is_autocast_enabled of each device"
+    ),
     # --- threads: what autograd carries to its own
     "keep_in_thread": Internal("torch._C._stash_obj_in_tls", "modes are seen in backward passes", _NONE),
     "kept_in_thread": Internal("torch._C._get_obj_in_tls", "modes are seen in backward passes", _NONE),
@@ -91,6 +97,11 @@ NAMES: dict[str, Internal] = {
     "AccumulateGrad": Internal("torch._C._functions.AccumulateGrad", "what copies a gradient, or does not", _NONE),
     "autograd_node": Internal("torch._C._current_autograd_node", "whose backward an operation is part of", _NONE),
     "sequence_number": Internal("torch._C._autograd._get_sequence_nr", "which forward call a backward belongs to", _NONE),
+    "run_backward": Internal(
+        "torch.autograd.graph._engine_run_backward",
+        "a backward pass whose root gradient is known",
+        "torch.autograd.backward, slower",
+    ),
     "engine": Internal("torch.autograd.Variable._execution_engine", "to act when a backward pass ends", "a hook on every leaf"),
     "forward_ad": Internal("torch.autograd.forward_ad", "whether forward-mode gradients are computed", _NONE),
     "make_dual": Internal("torch._VF._make_dual", "a tangent given to all ranks' tensors", "torch.autograd.forward_ad.make_dual"),

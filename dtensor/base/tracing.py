@@ -42,7 +42,7 @@ def is_traced(x: Any) -> bool:
 
 def under_way() -> bool:
     """Whether some program is being traced here."""
-    return any(infra_mode(key) is not None for key in _TRACING)
+    return bool(count_dispatch_modes()) and any(infra_mode(key) is not None for key in _TRACING)
 
 
 def is_argument(x: Any) -> bool:

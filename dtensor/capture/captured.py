@@ -5,21 +5,27 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from ..base.recording import current
-from ..base.torch_internals import DeviceContext, pytree
-from ..base.torch_internals import current_dispatch_modes as _get_current_dispatch_mode_stack
-from ..base.torch_internals import current_function_modes as _get_current_function_mode_stack
+from ..base.recording import ACTIVE, current
+from ..base.torch_internals import (
+    DeviceContext,
+    autocast_enabled,
+    count_dispatch_modes,
+    count_function_modes,
+    current_dispatch_modes,
+    current_function_modes,
+    pytree,
+)
 from ..base.tracing import looks_on
 from ..errors import ArgumentError, CaptureError
 from ..plan.program_plan import ProgramPlan
 from .confirm import confirmed
 from .planned import Plans, Way
-from .program import Program, Sources, sources_of
+from .program import Program, Sources
 from .record import Recording
 from .replay import replayed
 from .signature import Signature, modes, sign
@@ -80,29 +86,45 @@ class _Kept:
         places = {place for place, (mine, its) in enumerate(zip(self.key, environment.key, strict=True)) if mine != its}
         return places if places <= environment.floats.keys() else None
 
-    def serves(self, signature: Signature, environment: Environment) -> bool:
-        """Whether the program computes what the function would now."""
+    def serves(self, signature: Signature, environment: Environment) -> Sources | None:
+        """What the program is to be run with, if it computes what the function would now."""
         now = environment, environment.version
         if self._seen != now:
             if self.key != environment.key:
-                return False
+                return None
             self._seen = now
-        tensors = environment.tensors
-        return self.program.guards.hold(tensors) and (not self.program.leaves.numbers or self.program.leaves.hold(tensors))
+        program, tensors = self.program, environment.tensors
+        if not program.guards.hold(tensors):
+            return None
+        left = program.leaves
+        gradients = left.gradients(tensors) if left.numbers or left.between else ()
+        return None if gradients is None else (signature.tensors, tensors, gradients, environment.floats)
 
 
 class _Surveyed(threading.local):
-    """What the function reads; threads survey for themselves, as a survey is brought up to date in place."""
+    """What the function reads; threads survey for themselves, as a survey is brought up to date in place.
 
-    environment: Environment | None = None
+    Two are kept, the last one first: what is set to and fro (the last of several microbatches reduces) is not surveyed anew.
+    """
+
+    found: tuple[Environment, ...] = ()
+
+    def now(self, fn: Any) -> Environment:
+        """The survey, as of now."""
+        if self.found and (self.found[0].unchanged() or self.found[0].refreshed()):
+            return self.found[0]
+        before = self.found[:1]
+        self.found = (*(one for one in self.found[1:] if one.unchanged()), *before)
+        if len(self.found) == len(before):
+            self.found = Environment(fn), *before
+        return self.found[0]
 
 
 def _watched() -> bool:
     """Whether the user's modes want to see each operation, which a replay would not show them."""
-    functions = _get_current_function_mode_stack()
-    if not all(map(looks_on, _get_current_dispatch_mode_stack())):
+    if count_dispatch_modes() and not all(map(looks_on, current_dispatch_modes())):
         return True
-    return any(type(mode) is not DeviceContext for mode in functions)
+    return count_function_modes() > 0 and any(type(mode) is not DeviceContext for mode in current_function_modes())
 
 
 class Captured(Generic[P, T]):
@@ -118,8 +140,8 @@ class Captured(Generic[P, T]):
     What the function raises is raised.
     """
 
-    def __init__(self, fn: Callable[P, T], limit: int, plans: Plans | None = None) -> None:
-        self.fn, self._plans = fn, plans
+    def __init__(self, fn: Callable[P, T], limit: int, plans: Plans | None = None, trusted: Collection[str] = ()) -> None:
+        self.fn, self._plans, self._trusted = fn, plans, trusted
         self._limit = limit
         self._entries: dict[Any, list[_Kept]] = {}
         self._surveyed = _Surveyed()
@@ -127,19 +149,17 @@ class Captured(Generic[P, T]):
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        if current() is not None or _watched() or torch.compiler.is_compiling():
+        if (ACTIVE and current() is not None) or _watched() or torch.compiler.is_compiling():
             self._plain += 1
             return self.fn(*args, **kwargs)
         signature = sign(args, kwargs)
-        environment = self._surveyed.environment
-        if environment is None or not (environment.unchanged() or environment.refreshed()):
-            environment = self._surveyed.environment = Environment(self.fn)
+        environment = self._surveyed.now(self.fn)
         key = (signature.key, modes())
         for kept in self._entries.get(key, ()):
-            if kept.serves(signature, environment):
+            if (sources := kept.serves(signature, environment)) is not None:
                 if kept.ready:
                     self._replayed += 1
-                    return _replay(kept.program, signature, environment)
+                    return _replay(kept.program, sources)
                 return self._record(key, signature, environment, kept)
         else:
             if sum(map(len, self._entries.values())) >= self._limit:
@@ -167,7 +187,9 @@ class Captured(Generic[P, T]):
         if waiting is None:  # floats that have changed between calls are variables from now on
             differing = [(kept.differing(environment), kept) for kept in entries]
             changing = next((tuple({*found, *kept.changing}) for found, kept in differing if found), ())
-        result, program, changed = Recording(self.fn, signature, environment, changing).run(way.within, way.together)
+        result, program, changed = Recording(self.fn, signature, environment, changing, self._trusted).run(
+            way.within, way.together
+        )
         if self._plans is not None and not way.followed():
             return result
         if program is not None:
@@ -211,10 +233,8 @@ class Captured(Generic[P, T]):
         self._surveyed, self._tries = _Surveyed(), 0
 
 
-def _replay(program: Program, signature: Signature, environment: Environment) -> Any:
-    sources = sources_of(signature.tensors, environment)
-    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    if autocast:  # what it casts is in the tape
+def _replay(program: Program, sources: Sources) -> Any:
+    if autocast_enabled():  # what it casts is in the tape
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False, dtype=torch.float16):
             bases = _bases(program, sources)
     else:
@@ -222,16 +242,24 @@ def _replay(program: Program, signature: Signature, environment: Environment) ->
     return pytree.tree_unflatten(program.finish(bases, sources), program.tree)
 
 
-def _bases(program: Program, sources: Sources) -> list[Any]:
+def _bases(program: Program, sources: Sources) -> Sequence[Any]:
     if not program.differentiable:
-        return program.run(program.compile(), sources)[0]
+        return program.run(program.compile(), sources)
     rest: dict[int, Any] = {}
-    made = iter(replayed(program, sources, rest, *[sources[kind][number] for kind, number in program.differentiable]))
+    made = replayed(program, sources, rest, *[sources[kind][number] for kind, number in program.differentiable])
+    if not rest:
+        return made
+    made = iter(made)
     return [rest[number] if number in rest else next(made) for number in range(len(program.bases))]
 
 
 def capture(
-    fn: Callable[P, T], *, limit: int = KEPT, plan: str | ProgramPlan | None = None, memory: float | None = None
+    fn: Callable[P, T],
+    *,
+    limit: int = KEPT,
+    plan: str | ProgramPlan | None = None,
+    memory: float | None = None,
+    trusted: Collection[str] = (),
 ) -> Captured[P, T]:
     """``fn``, recorded when it is first called and replayed afterwards over local tensors, without dispatch of DTensors.
 
@@ -243,9 +271,10 @@ def capture(
         limit: most recordings kept, one for each kind of call (layouts, Python values, modes); further ones run as they are.
         plan: ``"program"``: the first call of a kind runs as it is and is planned, the next is recorded by that plan (see
             docs/plan.md); results are equal up to the order of additions. Or a plan, as ``dt.plan`` made or a file has it.
-
         memory: bytes that a rank may hold at once of what the planned step takes, makes and keeps for backward; makes
             ``plan="program"`` the default.
+        trusted: modules of compiled code whose functions may be called while ``fn`` is recorded, since what they give depends on
+            their arguments alone. Of other libraries than torch and numpy they are refused, as they might read anything.
 
     Raises:
         CaptureError: when ``fn`` does what a replay could not do again, on all ranks alike; it says what to do instead.
@@ -261,4 +290,4 @@ def capture(
         raise ArgumentError(f"capture takes a function or a module, got {fn!r}")
     if plan is None and memory is not None:
         plan = "program"
-    return Captured(fn, limit, None if plan is None else Plans(plan, memory))
+    return Captured(fn, limit, None if plan is None else Plans(plan, memory), trusted)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
 
 from ..base.torch_internals import OpOverload
-from ..comm import PerRank
+from ..comm import PerRank, communicator_of
+from ..dispatch.wrapping import wrap_local
 from .graph import Ranks, Step, Tape, Var
+from .results import Base
 
 _INFIX: dict[Any, str] = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.pow: "**"}
 _WRITTEN_OUT = (int, bool, str, type(None), torch.dtype, torch.memory_format, torch.layout)
@@ -23,21 +26,32 @@ class Source:
 
     Attributes:
         text: a module that defines ``name``; what it names besides ``torch`` is in ``space``.
-        run: the function: locals of the inputs in, a tuple of those of the results out (``copied``: fresh copies of them).
+        run: the function: locals of the inputs in, a tuple out: of ``values``, whose locals are the tape's first results
+            (``copied``: fresh copies of them), and of its other results.
     """
 
-    def __init__(self, name: str, tape: Tape, copied: Sequence[bool] = ()) -> None:
+    def __init__(self, name: str, tape: Tape, values: Sequence[Base | None], copied: Iterable[bool] = repeat(False)) -> None:
         self.space: dict[str, Any] = {"torch": torch, "PerRank": PerRank, "inf": math.inf, "nan": math.nan}
         self._names: dict[int, str] = {}
         self._kept: list[Any] = []  # what names were given to, by address
         self._vars: dict[Var, str] = {var: f"x{k}" for k, var in enumerate(tape.inputs)}
         body = [*self._constants(tape), *self._steps(tape)]
-        copies = [".clone()" if copy else "" for copy in copied or [False] * len(tape.results)]
-        results = "".join(f"{self._var(var)}{copy}, " for var, copy in zip(tape.results, copies, strict=True)).rstrip()
+        results = "".join(f"{text}, " for text in self._results(tape, values, iter(copied))).rstrip()
         head = f"def {name}({', '.join(self._vars[var] for var in tape.inputs)}):"
         self.text = "\n    ".join([head, *body, f"return ({results})"]) + "\n"
         exec(compile(self.text, f"<captured {name}>", "exec"), self.space)
         self.run: Callable[..., tuple[Any, ...]] = self.space[name]
+
+    def _results(self, tape: Tape, values: Sequence[Base | None], copied: Iterator[bool]) -> Iterator[str]:
+        found = map(self._var, tape.results)
+        for value in values:
+            parts = [next(found) + (".clone()" if next(copied) else "") for _ in (() if value is None else value.locals)]
+            if value is None or value.layout is None:
+                yield parts[0] if parts else "None"
+                continue
+            local = f"PerRank(({', '.join(parts)},))" if communicator_of(value.layout.mesh).holds_all else parts[0]
+            yield f"{self._constant('wrap_local', wrap_local)}({local}, {self._constant('layout', value.layout)})"
+        yield from found
 
     def _constants(self, tape: Tape) -> Iterator[str]:
         """Tensors made of Python numbers: the same one each time, unless somebody could write to it."""
@@ -93,7 +107,7 @@ class Source:
 
     def _function(self, fn: Any) -> str:
         if isinstance(fn, OpOverload):
-            return self._constant(fn.name().replace("::", "_").replace(".", "_"), fn)
+            return self._constant(fn.name().replace("::", "_").replace(".", "_"), fn._op)
         name: str = fn.__name__
         if isinstance(fn, BuiltinFunctionType) and getattr(torch, name, None) is fn:
             return f"torch.{name}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,16 +15,12 @@ class Keeping:
     def __init__(self) -> None:
         super().__init__()
         self._apart: dict[int, tuple[Any, dict[str, Any]]] = {}
-        self._empty: dict[int, tuple[Sized, str]] = {}
         self._undo: list[Callable[[], Any]] = []
 
     def apart(self, owner: Any, empty: Mapping[str, Any]) -> None:
         if id(owner) not in self._apart:
             self._apart[id(owner)] = owner, {name: getattr(owner, name) for name in empty}
             _set(owner, empty)
-
-    def ends_empty(self, held: Sized, what: str) -> None:
-        self._empty[id(held)] = held, what
 
     def undo(self, fn: Callable[[], Any]) -> None:
         self._undo.append(fn)
@@ -35,9 +31,6 @@ class Keeping:
         self._undo.clear()
         try:
             yield
-            for held, what in self._empty.values():
-                if held:
-                    raise CaptureError(f"capture: the function leaves {what}")
         except CaptureError:
             for fn in reversed(self._undo):
                 fn()
@@ -46,7 +39,6 @@ class Keeping:
             for owner, attributes in self._apart.values():
                 _set(owner, attributes)
             self._apart.clear()
-            self._empty.clear()
 
 
 def _set(owner: Any, attributes: Mapping[str, Any]) -> None:

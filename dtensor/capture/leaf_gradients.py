@@ -1,4 +1,5 @@
-"""``.grad`` of the tensors that a function reads: a whole step finds gradients there, adds to them, takes them away.
+"""Tensors that calls leave for later ones: ``.grad`` of the tensors that a function reads (a whole step finds gradients there,
+adds to them, takes them away), and what units of data parallelism keep until gradients are reduced.
 
 What matters of them for a replay is known after the run: nothing, if no Python code looked at ``.grad`` and no backward pass
 accumulated; else whether each leaf has a gradient, of which layout, and who listens to it.
@@ -6,7 +7,7 @@ accumulated; else whether each leaf has a gradient, of which layout, and who lis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from threading import get_ident
@@ -15,39 +16,68 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..base.recording import current
-from ..base.torch_internals import TensorBase
+from ..base.recording import Between, current
+from ..base.torch_internals import DisableTorchFunctionSubclass, TensorBase, pytree
 from ..tensor.autograd import grad_placements_of
 from ..tensor.dtensor import DTensor
 from .signature import described, picking
+from .writes import tensors_in
 
-_GRAD, _BEFORE, _AFTER = map(attrgetter, ("grad", "_backward_hooks", "_post_accumulate_grad_hooks"))
+_GRAD, _LAYOUT, _BEFORE, _AFTER = map(attrgetter, ("grad", "_layout", "_backward_hooks", "_post_accumulate_grad_hooks"))
 _PLACE: Any = TensorBase.grad
 # While torch.autograd.grad runs, the mode does not see what hooks look at.
 _LOOKS = frozenset((_PLACE.__get__, _PLACE.__set__, _PLACE.__delete__, torch.autograd.grad))
+_RUNS: Any = frozenset(
+    (
+        torch.autograd.grad,
+        torch.Tensor.register_hook,
+        torch.Tensor.register_post_accumulate_grad_hook,
+        *(getattr(TensorBase, name).__get__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks")),
+    )
+)
 
 
 class Guarded(NamedTuple):
-    """Leaves by their numbers in the survey, and what a replay takes for granted of each: its hooks, and its gradient's kind.
+    """Leaves by their numbers in the survey, and what a replay takes for granted of each: its gradient's kind, and its hooks
+    where a backward pass inside of the run may have called them.
 
     Attributes:
         pick: gives the leaves, of the tensors of a survey.
+        layouts: of gradients; of a plain one its metadata.
+        between: what the library keeps for later calls; ``forms`` of it, tensors aside.
     """
 
     numbers: tuple[int, ...] = ()
-    hooks: tuple[list[Any], ...] = ()
-    gradients: list[Any] = []  # noqa: RUF012  never written to
-    pick: Callable[[Sequence[Any]], Sequence[Any]] = tuple
+    hooks: tuple[list[Any], ...] | None = None
+    layouts: list[Any] = []  # noqa: RUF012  never written to
+    pick: Callable[[Sequence[Any]], Sequence[Any]] = picking(())
+    between: Sequence[Between] = ()
+    forms: list[Any] = []  # noqa: RUF012  as above
 
-    def hold(self, tensors: Sequence[Any]) -> bool:
-        """Whether it is so."""
+    def gradients(self, tensors: Sequence[Any]) -> list[Any] | None:
+        """The leaves' gradients, and the tensors that are kept between calls; None if it is not so."""
         leaves = self.pick(tensors)
-        return kinds_of(leaves) == self.gradients and hooks_of(leaves) == self.hooks
+        with DisableTorchFunctionSubclass():  # of which each getter asks the class otherwise
+            found = [*map(_GRAD, leaves)]
+        if any(self.between):
+            found += tensors_in([[*kept.values()] for kept in self.between])
+        if [*map(_form, self.between)] != self.forms:
+            return None
+        held = _kinds(found) == self.layouts and (self.hooks is None or hooks_of(leaves) == self.hooks)
+        return found if held else None
 
 
-def kinds_of(leaves: Sequence[Any]) -> list[Any]:
-    """For each leaf the layout of its gradient (of a plain one its metadata), or None."""
-    grads = map(_GRAD, leaves)
+def _form(kept: Between) -> Any:
+    """What is kept, without tensors."""
+    if not kept:
+        return None
+    leaves, tree = pytree.tree_flatten(dict(kept))
+    return tree, [None if isinstance(x, torch.Tensor) else x for x in leaves]
+
+
+def _kinds(grads: Sequence[Any]) -> list[Any]:
+    if {*map(type, grads)} == {DTensor}:
+        return [*map(_LAYOUT, grads)]
     return [None if grad is None else grad._layout if type(grad) is DTensor else described(grad) for grad in grads]
 
 
@@ -61,27 +91,45 @@ def _keys(hooks: Iterable[Any]) -> list[Any]:
     return [tuple(held or ()) for held in found] if any(found) else []
 
 
+def put(kept: Between, values: Mapping[Any, Any]) -> None:
+    """Have this kept for later calls."""
+    kept.clear()
+    kept.update(values)
+
+
 class Leaves:
     """The leaves of one recorded run.
 
     Attributes:
         accumulated: numbers of those that a backward pass inside of the run gave a gradient.
         looked: addresses of tensors that a torch function was called on, ``x.shape`` and the like among them.
-        touched: whether anything of the run depends on gradients that were there, or changes them.
+        touched: whether anything of the run depends on gradients that were there, or changes them;
+        hooked: on hooks, because a backward pass may have called them, or code looked at them.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], between: Sequence[Between]) -> None:
+        self._between = [(kept, dict(kept)) for kept in between]
         self._leaves = {number: x for number, x in enumerate(tensors) if x.requires_grad and x.is_leaf}
         leaves = [*self._leaves.values()]
-        self._known = Guarded(tuple(self._leaves), hooks_of(leaves), kinds_of(leaves), picking([*self._leaves]))
         self._before = {number: x.grad for number, x in self._leaves.items()}
+        numbers, forms = tuple(self._leaves), [*map(_form, between)]
+        self._known = Guarded(numbers, hooks_of(leaves), _kinds(self.gradients()), picking(numbers), between, forms)
         self.accumulated: set[int] = set()
         self.looked: set[int] = set()
-        self.touched = False
+        self.touched = self.hooked = False
 
-    def gradients(self) -> dict[int, torch.Tensor]:
-        """Those that were there before the run."""
-        return {number: grad for number, grad in self._before.items() if grad is not None}
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Those that were there before the run, of each leaf; then what was kept by calls before."""
+        return [*self._before.values(), *tensors_in([[*before.values()] for _, before in self._between])]
+
+    def number(self, place: int) -> int | None:
+        """Of a leaf, in the survey; None for what was kept."""
+        return self._known.numbers[place] if place < len(self._known.numbers) else None
+
+    def left(self) -> list[tuple[Between, list[Any], Any]]:
+        """What is kept for later calls, where that is not what was: its leaves, and how they are nested."""
+        changed = [kept for kept, before in self._between if [*map(id, kept.values())] != [*map(id, before.values())]]
+        return [(kept, *pytree.tree_flatten(dict(kept))) for kept in changed]
 
     def changed(self) -> dict[int, torch.Tensor | None]:
         """The gradients of leaves that have another one than before, or none."""
@@ -90,13 +138,20 @@ class Leaves:
         return found
 
     def put_back(self) -> None:
-        """The gradients that were there before the run."""
+        """What was there before the run."""
         for number, x in self._leaves.items():
             x.grad = self._before[number]
+        for kept, before in self._between:
+            put(kept, before)
 
     def guards(self) -> Guarded:
         """What a replay must find."""
-        return self._known if self.touched or self.accumulated else Guarded()
+        if self.hooked or self.accumulated:
+            return self._known
+        if self.touched or not self._between:
+            return self._known._replace(hooks=None) if self.touched else Guarded()
+        kept = self.gradients()[len(self._leaves) :]  # kept by calls before
+        return Guarded(layouts=_kinds(kept), between=self._known.between, forms=self._known.forms)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -127,6 +182,8 @@ class _Looking(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _LOOKS:
             self._leaves.touched = True
+        if func in _RUNS:
+            self._leaves.touched = self._leaves.hooked = True
         self._leaves.looked.update(id(x) for x in args if isinstance(x, torch.Tensor))
         return func(*args, **(kwargs or {}))
 

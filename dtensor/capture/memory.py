@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from ..comm import PerRank
 from ..dispatch.wrapping import wrap_local
 from ..tensor.dtensor import DTensor
 from .program import joined, locals_of
@@ -39,6 +41,12 @@ def copied(x: torch.Tensor) -> torch.Tensor:
     return fresh.as_strided(x.shape, x.stride())
 
 
+def own(gradient: Any, copies: Iterator[bool]) -> Any:
+    """A gradient that nobody else holds."""
+    locals_ = [copied(local) if next(copies) else local.detach() for local in locals_of(gradient)]
+    return joined(tuple(locals_), gradient._layout if isinstance(gradient, DTensor) else None)
+
+
 def apart(x: Any, y: Any) -> bool:
     """Whether two tensors have no element in common: between the first and the last of one is none of the other."""
     for one, other in zip(locals_of(x), locals_of(y), strict=False):
@@ -52,3 +60,8 @@ def _bounds(x: torch.Tensor) -> tuple[int, int]:
     """The first address of its elements, and the one after the last."""
     count = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
     return x.data_ptr(), x.data_ptr() + count * x.itemsize
+
+
+def counts(x: Any) -> bool:
+    """Whether writes to it are counted."""
+    return isinstance(x, torch.Tensor) and not isinstance(x, PerRank) and not x.is_inference()

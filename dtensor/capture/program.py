@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 
-from ..base.torch_internals import TensorBase
+from ..base.torch_internals import pytree
 from ..comm import PerRank, communicator_of, shards_of
 from ..dispatch.local_op import below_autograd
 from ..dispatch.wrapping import wrap_local
@@ -20,46 +20,36 @@ from ..tensor.dtensor import DTensor
 from .buckets import BYTES, bucketed
 from .codegen import Source
 from .graph import Step, Tape, Var
-from .leaf_gradients import Guarded
+from .leaf_gradients import Guarded, put
 from .optimize import optimized, without_unused
 from .overlap import overlapped
 from .passes import with_bound_collectives, without_copies
-from .results import ENV, GRAD, Base, Constant, Given, Joined, LocalOf, Made, Result, View, follow
-from .signature import Metadata, picking
-from .survey import Environment
+from .results import ENV, Base, Constant, Given, Joined, Kept, LocalOf, Made, Result, View, follow
+from .signature import Alike, Metadata, picking, strides_of
 
-# By kind of Given: arguments, tensors of the survey, their gradients; then floats by their place in the survey's key
-Sources = tuple[Sequence[Any], Sequence[Any], Any, Any]
+# Arguments, tensors of the survey and leaves' gradients, as Given numbers them; floats by their place in the survey's key
+Sources = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Any]
 
-
-_STRIDE: Any = TensorBase.stride
-_LOCAL, _GRAD = attrgetter("_local"), attrgetter("grad")
-
-
-class _Gradients:
-    """``.grad`` of tensors, as a sequence."""
-
-    __slots__ = ("tensors",)
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def __getitem__(self, number: int) -> Any:
-        return self.tensors[number].grad
-
-
-def sources_of(arguments: Sequence[Any], environment: Environment) -> Sources:
-    """Where a program finds the tensors that it is given."""
-    return arguments, environment.tensors, _Gradients(environment.tensors), environment.floats
+_LOCALS: dict[tuple[bool, bool], Callable[[Any], Any]] = {  # by whether it is a DTensor, and whether of all ranks
+    (True, False): attrgetter("_local"),
+    (True, True): attrgetter("_local.shards"),
+    (False, True): attrgetter("shards"),
+}
 
 
 class Form(NamedTuple):
-    """What the tape takes a tensor to be: whether a DTensor, the strides of its locals."""
+    """What the tape takes a tensor to be: whether a DTensor, whether all ranks' in one process, the strides of its locals."""
 
     given: Given
     distributed: bool
+    joint: bool
     locals: tuple[Var, ...]
     strides: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(given: Given, x: Any, locals_: tuple[Var, ...], strides: tuple[tuple[int, ...], ...]) -> Form:
+        distributed = isinstance(x, DTensor)
+        return Form(given, distributed, isinstance(x._local if distributed else x, PerRank), locals_, strides)
 
 
 def locals_of(x: Any) -> tuple[torch.Tensor, ...]:
@@ -83,41 +73,47 @@ class Backward:
     Attributes:
         incoming: for each gradient that comes in its locals, () for none; their strides beside them.
         needed: what it reads of the forward run.
-        gradients: for each differentiable input what it gives: None, or locals and layout.
-        copied: for each of these locals whether it is given as a copy, since its memory is something else's too.
+        gradients: for each differentiable input what it gives, or None.
+        copied: for each of the locals of these whether it is given as a copy, since its memory is something else's too: autograd
+            may keep gradients as they are.
     """
 
     incoming: tuple[tuple[Var, ...], ...]
     strides: tuple[tuple[tuple[int, ...], ...], ...]
     layouts: tuple[Layout | None, ...]
     steps: list[Step]
-    gradients: tuple[tuple[tuple[Var, ...], Layout | None] | None, ...]
+    gradients: tuple[Base | None, ...]
     needed: tuple[Var, ...] = ()
     copied: tuple[bool, ...] = ()
-    tape: Tape | None = None
     source: Source | None = None
+    alike: Alike = field(init=False)
 
-    def given(self, locals_: Sequence[torch.Tensor]) -> list[Any]:
-        """The gradients of the differentiable inputs, which nobody else holds, so that autograd may keep them as they are."""
-        found: list[Any] = []
-        at = 0
-        for gradient in self.gradients:
-            count = 0 if gradient is None else len(gradient[0])
-            found.append(None if gradient is None else joined(tuple(locals_[at : at + count]), gradient[1]))
-            at += count
-        return found
+    def __post_init__(self) -> None:
+        self.alike = Alike(strides_of, [*chain.from_iterable(self.strides)])
+
+    def run(self, grads: Sequence[Any], values: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """The gradients of the differentiable inputs.
+
+        Args:
+            grads: the gradients that come, None where there is none.
+            values: of what it reads of the forward run.
+        """
+        assert self.source is not None
+        found = [local for grad in grads if grad is not None for local in locals_of(grad)]
+        if not self.alike(found):
+            strides = chain.from_iterable(self.strides)
+            found = [as_recorded(local, stride) for local, stride in zip(found, strides, strict=True)]
+        with below_autograd():
+            return self.source.run(*found, *values)
 
 
 @dataclass(slots=True, eq=False)
 class Compiled:
     """The text for a set of backward passes: the forward run also gives what they need."""
 
-    tape: Tape
     source: Source
-    saved: tuple[Var, ...]
     watched: tuple[Given | int, ...]  # given tensors, and results by number, whose memory is saved: they must not be written to
-    backwards: dict[Any, Backward]
-    places: dict[Any, tuple[int, ...]]  # for each backward pass: where in ``saved`` is what it needs
+    backwards: dict[Any, tuple[Backward, Callable[[Any], Any]]]  # which also picks what it needs of what is saved
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +129,8 @@ class Program:
         followed: whether there are floats in the tape that change, of which some may have slipped away (see confirm.py);
         guarded: those of the survey that must not change after all.
         together: bytes of values that collectives may move together.
-        assigned: what the run leaves in ``.grad`` of tensors of the survey; rebound: what as locals of others.
+        assigned: what the run leaves in ``.grad`` of tensors of the survey, rebound: what as locals of others;
+        kept: what the library is to keep for later calls.
     """
 
     forms: tuple[Form, ...]
@@ -145,6 +142,7 @@ class Program:
     bases: tuple[Base, ...]
     results: tuple[Result, ...]
     assigned: tuple[tuple[int, Result], ...]
+    kept: tuple[Kept, ...]
     rebound: tuple[tuple[int, int], ...]
     tree: Any
     mutated: tuple[Given, ...]
@@ -155,17 +153,26 @@ class Program:
     together: int = BYTES
     backwards: dict[Any, Backward] = field(default_factory=dict)
     compiled: Compiled | None = None
-    _reads: list[Any] = field(default_factory=list)  # by kind of what is given: which, and whether they are DTensors
-    _counting: list[int] = field(default_factory=list)  # places of DTensors that are written to, of which the tape sees locals
-    _strides: list[tuple[int, ...]] = field(default_factory=list)
+    _reads: list[Any] = field(default_factory=list)  # by kind of what is given: which, and how its locals are had
+    only_differentiable: bool = False  # whether all that it makes has gradients
+    _as_made: bool = False  # whether all that it does with what it makes is to return it
+    _counted: Any = None  # picks the DTensors that are written to, of which the tape sees locals
+    _alike: Alike = field(init=False)
 
     def __post_init__(self) -> None:
-        self.forms = tuple(sorted(self.forms, key=lambda form: (form.given.kind, form.distributed)))  # few ways to read them
-        for (kind, distributed), forms in itertools.groupby(self.forms, key=lambda form: (form.given.kind, form.distributed)):
-            self._reads.append((kind, picking([form.given.number for form in forms]), distributed))
+        def reading(form: Form) -> tuple[int, bool, bool]:
+            return form.given.kind, form.distributed, form.joint
+
+        self.forms = tuple(sorted(self.forms, key=reading))  # few ways to read them
+        for (kind, distributed, joint), forms in groupby(self.forms, key=reading):
+            self._reads.append((kind, picking([form.given.number for form in forms]), _LOCALS.get((distributed, joint)), joint))
+        returned = self.results == tuple(map(Made, range(len(self.bases))))
+        self._as_made = returned and not (self.assigned or self.kept or self.rebound)
+        self.only_differentiable = all(base.requires_grad for base in self.bases)
         written = frozenset(self.mutated)
-        self._counting = [place for place, form in enumerate(self.forms) if form.distributed and form.given in written]
-        self._strides = [stride for form in self.forms for stride in form.strides]
+        counted = [place for place, form in enumerate(self.forms) if form.distributed and form.given in written]
+        self._counted = picking(counted) if counted else None
+        self._alike = Alike(strides_of, [stride for form in self.forms for stride in form.strides])
         self.steps = bucketed(self.steps, self.facts, frozenset(self._storages()), self.together)
 
     @property
@@ -184,7 +191,7 @@ class Program:
         """Remember how gradients are computed for incoming ones of this kind."""
         made = {var for step in backward.steps for var in step.outputs}
         incoming = {var for group in backward.incoming for var in group}
-        results = tuple(var for gradient in backward.gradients if gradient is not None for var in gradient[0])
+        results = tuple(var for gradient in backward.gradients if gradient is not None for var in gradient.locals)
         kept = {storage for step in self.steps for storage in step.writes}
         constants = {var: value for var, value in self.constants.items() if var.storage not in kept}
         inputs = tuple(var for group in backward.incoming for var in group)
@@ -202,7 +209,7 @@ class Program:
             copied.append(var.storage in shared)
             shared.add(var.storage)
         backward.copied = tuple(copied)
-        backward.tape, backward.source = tape, Source("backward", tape, copied)
+        backward.source = Source("backward", tape, backward.gradients, copied)
         self.backwards[key] = backward
         self.compiled = None
 
@@ -230,56 +237,46 @@ class Program:
             for var in base.locals:
                 by_storage.setdefault(var.storage, []).append(number)
         watched = tuple(dict.fromkeys(owner for var in saved for owner in by_storage.get(var.storage, ())))
-        places = {key: tuple(saved.index(var) for var in backward.needed) for key, backward in self.backwards.items()}
-        return Compiled(tape, Source("forward", tape), saved, watched, dict(self.backwards), places)
+        backwards = {key: (one, picking([*map(saved.index, one.needed)])) for key, one in self.backwards.items()}
+        return Compiled(Source("forward", tape, self.bases), watched, backwards)
 
     # --- running -------------------------------------------------------------------------------------------------------
-    def inputs(self, sources: Sources) -> tuple[list[Any], list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """What the program is given, the locals that the tape starts from, and copies of those that lie otherwise in memory:
-        (copy, own)."""
-        given: list[Any] = []
-        found: list[Any] = []
-        for kind, pick, distributed in self._reads:
-            tensors: Sequence[Any] = [*map(_GRAD, pick(sources[ENV]))] if kind == GRAD else pick(sources[kind])
-            given += tensors
-            found += map(_LOCAL, tensors) if distributed else tensors
-        if PerRank in set(map(type, found)):
-            found = [shard for local in found for shard in shards_of(local)]
-        if [*map(_STRIDE, found)] == self._strides:
-            return given, found, []
-        shown = [as_recorded(own, stride) for own, stride in zip(found, self._strides, strict=True)]
-        return given, shown, [(local, own) for local, own in zip(shown, found, strict=True) if local is not own]
-
-    def run(self, compiled: Compiled, sources: Sources) -> tuple[list[Any], tuple[Any, ...]]:
+    def run(self, compiled: Compiled, sources: Sources) -> tuple[Any, ...]:
         """The bases, and what is saved for backward passes."""
-        given, locals_, copies = self.inputs(sources)
-        if self.numbers:
-            floats = [sources[3][place] for _, place in self.numbers]
-            locals_ = [*locals_, *(held[key] for held, key in floats)]
+        given: list[Any] = []
+        own: list[torch.Tensor] = []
+        for kind, pick, read, joint in self._reads:
+            tensors = pick(sources[kind])
+            given += tensors
+            locals_ = tensors if read is None else map(read, tensors)
+            own += chain.from_iterable(locals_) if joint else locals_
+        shown = own if self._alike(own) else [*map(as_recorded, own, chain.from_iterable(form.strides for form in self.forms))]
+        floats = [held[key] for held, key in [sources[3][place] for _, place in self.numbers]]
         with below_autograd():
-            values = compiled.source.run(*locals_)
-        for copy, own in copies:
-            if self.mutated:
-                own.copy_(copy)
-        if self._counting:
-            _count([given[place] for place in self._counting])
-        made, at = [], 0
-        for base in self.bases:
-            count = len(base.locals)
-            made.append(joined(values[at : at + count], base.layout))
-            at += count
-        return made, values[at:]
+            values = compiled.source.run(*shown, *floats)
+        if shown is not own and self.mutated:
+            for mine, copy in zip(own, shown, strict=True):
+                if mine is not copy:
+                    mine.copy_(copy)
+        if self._counted is not None:
+            _count(self._counted(given))
+        return values
 
-    def finish(self, bases: list[Any], sources: Sources) -> list[Any]:
+    def finish(self, bases: Sequence[Any], sources: Sources) -> Sequence[Any]:
         """The leaves of what the function returns; gradients that it leaves are put in their places."""
+        if self._as_made:
+            return bases[: len(self.bases)]
         gradients = [self._result(result, bases, sources) for _, result in self.assigned]
+        kept = [(held, tree, [self._result(one, bases, sources) for one in leaves]) for held, leaves, tree in self.kept]
+        for held, tree, leaves in kept:
+            put(held, pytree.tree_unflatten(leaves, tree))
         for (number, _), gradient in zip(self.assigned, gradients, strict=True):
             sources[ENV][number].grad = gradient
         for number, base in self.rebound:
             sources[ENV][number]._local = bases[base]._local
         return [self._result(result, bases, sources) for result in self.results]
 
-    def _result(self, result: Result, bases: list[Any], sources: Sources) -> Any:
+    def _result(self, result: Result, bases: Sequence[Any], sources: Sources) -> Any:
         match result:
             case Made(number):
                 return bases[number]
@@ -295,7 +292,7 @@ class Program:
                 return follow(chain, bases[root.base] if isinstance(root, Made) else sources[root[0]][root[1]])
 
 
-def _count(written: list[Any]) -> None:
+def _count(written: Sequence[Any]) -> None:
     """Tell autograd that these have been written to."""
     try:
         increment_version(written)

@@ -1,8 +1,18 @@
-"""Host reads: values of tensors that become Python values, which a replay would not see change."""
+"""Reads that a replay would not see change: values of tensors that become Python values, and what compiled code looks up in the
+world.
+
+A call into compiled code is *closed* if what it gives depends on its arguments alone, or on state that is guarded. All of
+torch's and numpy's are, of the standard library's those of the modules below, and those that the user declares. Any other may ask
+a clock, a file or memory of its own, so it is refused where the user's code makes it, directly or through the standard library.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import gc
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +25,20 @@ from .writes import tensors_in
 _NAMES = ("tolist", "numpy", "__array__", "__dlpack__", "apply_", "map_")  # what no dispatch key sees
 _DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _READS = frozenset(getattr(torch.Tensor, name) for name in _NAMES)
+
+# fmt: off
+_CLOSED = frozenset({
+    "builtins", "abc", "array", "atexit", "binascii", "bisect", "cmath", "codecs", "collections", "contextvars", "copyreg",
+    "enum", "functools", "gc", "hashlib", "heapq", "inspect", "itertools", "json", "math", "operator", "random", "re",
+    "sre", "statistics", "string", "struct", "sys", "thread", "threading", "tracemalloc", "types", "typing", "warnings",
+    "weakref", "zlib", "torch", "numpy", "dtensor",
+})
+# fmt: on
+_OPEN = frozenset({"open", "input", "breakpoint", "fromfile", "getrecursionlimit", "getswitchinterval"})  # of these
+# What these look up is not handed on; the last calls what is told of an object's end.
+_TELLING = frozenset({"logging", "warnings", "importlib", "traceback", "linecache", "weakref"})
+_LIBRARY = frozenset({"torch", "dtensor"})  # what its code looks up is its own affair
+_THROUGH = frozenset({*sys.stdlib_module_names, "numpy"})
 
 
 def decides(func: Any, args: tuple[Any, ...]) -> bool:
@@ -45,6 +69,109 @@ class Refusing(TorchFunctionMode):
         if func in _READS and args[0].device.type != "meta" and (within := self._reading()) is not None:
             raise refuse(f"Tensor.{func.__name__}()", within)
         return func(*args, **(kwargs or {}))
+
+
+class World:
+    """Refuses calls of the user's code into compiled code that is not closed, in this thread; if somebody profiles it, nothing.
+
+    Args:
+        trusted: further modules whose functions are closed.
+        wrapped: functions that compiled code would call, which is not seen.
+    """
+
+    def __init__(self, trusted: Collection[str], wrapped: Iterable[Any]) -> None:
+        self._wrapped = wrapped
+        self._closed = _CLOSED | {*trusted}
+        self._kinds: dict[type, bool] = {}  # whether types' methods are
+        self._printing = 0
+        self._found: CaptureError | None = None
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Inside.
+
+        Raises:
+            CaptureError: there is such a call; also at the end, if the user's code has caught it.
+        """
+        for fn in self._wrapped:
+            if not self._is_closed(fn):
+                raise self._refusal(fn)
+        if sys.getprofile() is not None:
+            yield
+            return
+        sys.setprofile(self._see)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+        if self._found is not None:
+            raise self._found
+
+    def _see(self, frame: FrameType, event: str, fn: Any) -> None:
+        if event == "call" or event == "return":
+            return
+        if fn is print:
+            self._printing += 1 if event == "c_call" else -1
+        elif event == "c_call" and not self._printing and not self._is_closed(fn) and self._of_user(frame):
+            self._found = self._refusal(fn)
+            raise self._found
+
+    def _refusal(self, fn: Any) -> CaptureError:
+        return CaptureError(
+            f"capture: the function calls {_shown(fn)}, compiled code that may give something else at the next call (the time, a "
+            "file's content), which a replay would not see; call it outside and pass what it gives, or declare that it depends "
+            f"on its arguments alone: capture(fn, trusted=[{_module_of(fn)!r}])"
+        )
+
+    def _is_closed(self, fn: Any) -> bool:
+        if fn.__name__ in _OPEN:
+            return False
+        if type(fn.__module__) is str:
+            return _root(fn.__module__) in self._closed or fn.__module__ in self._closed
+        owner = getattr(fn, "__self__", None)
+        kind = owner if isinstance(owner, type) else getattr(fn, "__objclass__", type(owner))
+        known = self._kinds.get(kind)
+        if known is None:
+            module = _module_of(fn)
+            known = self._kinds[kind] = _root(module) in self._closed or module in self._closed
+        return known
+
+    def _of_user(self, frame: FrameType | None) -> bool:
+        """Whether the user's code asks, by itself or through libraries that hand on what they find; not what the collector calls,
+        at any time."""
+        owner: str | None = None
+        collecting = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+        while frame is not None:
+            if frame.f_code in collecting or frame.f_code.co_name == "__del__":
+                return False
+            module = frame.f_globals.get("__name__") or ""
+            root = module.partition(".")[0]
+            if root in _TELLING:
+                return False
+            if root not in _THROUGH and owner is None:
+                owner = root
+                if owner in _LIBRARY:
+                    return False
+            frame = frame.f_back
+        return owner is not None
+
+
+def _root(module: str) -> str:
+    return module.partition(".")[0].lstrip("_")
+
+
+def _module_of(fn: Any) -> str:
+    """Where a function of compiled code, or the class that has it, stands."""
+    if type(fn.__module__) is str:
+        return str(fn.__module__)
+    owner = getattr(fn, "__self__", None)
+    kind = owner if isinstance(owner, type) else getattr(fn, "__objclass__", type(owner))
+    having = (base for base in kind.__mro__ if fn.__name__ in vars(base))
+    return str(next(having, kind).__module__)
+
+
+def _shown(fn: Any) -> str:
+    return f"{_module_of(fn)}.{getattr(fn, '__qualname__', fn.__name__)}"
 
 
 class Unvarying:

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
-from ..base.torch_internals import pytree
-from ..comm import PerRank
+from ..base.torch_internals import autocast_enabled, pytree
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
 from .graph import Step, Var
 from .leaf_gradients import Leaves, arrived, leaves_of, without_hooks
-from .memory import apart, copied, detached, stand_in
+from .memory import apart, copied, counts, detached, own, stand_in
 from .numbers import Number, plain
-from .program import Backward, Form, Program, joined, locals_of, sources_of
+from .program import Backward, Form, Program, joined, locals_of
+from .reads import World
 from .recorder import Recorder
 from .replay import Recorded, kind_of
-from .results import ARG, ENV, GRAD, Given, Sorter
+from .results import ARG, ENV, GRAD, Base, Given, Sorter, kept
 from .signature import Metadata, Signature
 from .survey import Environment
+from .writes import tensors_in
 
 
 class Recording:
     """A run under way: what was given, the recorder, and after :meth:`run` the program and the results of the run."""
 
     def __init__(
-        self, fn: Callable[..., Any], signature: Signature, environment: Environment, changing: Sequence[int] = ()
+        self, fn: Any, signature: Signature, environment: Environment, changing: Sequence[int], trusted: Collection[str]
     ) -> None:
         self.fn, self.signature, self.environment = fn, signature, environment
         self.changing = changing  # floats of the survey that are variables of the tape, by their place in its key
         self.numbers: dict[int, Var] = {}
-        self.recorder = Recorder()
+        self.recorder = Recorder(World(trusted, environment.wrapped))
         self.steps: list[Step] = []
         self.real: dict[Given, torch.Tensor] = {}  # what the user has, and
         self.seen: dict[Given, Any] = {}  # what the function sees
@@ -48,9 +49,10 @@ class Recording:
             self._give(Given(ARG, number), x)
         for number, x in enumerate(environment.tensors):
             self._give(Given(ENV, number), x)
-        self.leaves = Leaves(environment.tensors)
-        for number, grad in self.leaves.gradients().items():
-            self._give(Given(GRAD, number), grad)
+        self.leaves = Leaves(environment.tensors, environment.between)
+        for place, grad in enumerate(self.leaves.gradients()):
+            if grad is not None:
+                self._give(Given(GRAD, place), grad)
 
     def _give(self, given: Given, x: Any) -> None:
         own = locals_of(x)
@@ -93,7 +95,7 @@ class Recording:
         """
         args, kwargs = self.signature.rebuild([self.seen[Given(ARG, i)] for i in range(len(self.signature.tensors))])
         layouts = {given: (x._layout, x._local) for given, x in self.seen.items() if type(x) is DTensor}
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        if autocast_enabled():
             torch.clear_autocast_cache()
         try:
             with self.leaves.watched(), self.recorder.running(self.steps):
@@ -124,7 +126,7 @@ class Recording:
                 for own, local in zip(locals_of(self.real[given]), self.shown[given], strict=True):
                     own.copy_(local)
         linked = self._linked(program, bases)
-        sources = sources_of(self.signature.tensors, self.environment)
+        sources = self.signature.tensors, self.environment.tensors, self.leaves.gradients(), self.environment.floats
         result = pytree.tree_unflatten(program.finish(linked, sources), tree)
         self.recorder.views.clear()
         return result, None if changed else program, changed
@@ -160,7 +162,9 @@ class Recording:
     def _named(self, given: Given) -> str:
         if given.kind == ARG:
             return f"argument tensor {given.number}"
-        return self.environment.paths[self.environment.key.index(("tensor", given.number))]
+        number = self.leaves.number(given.number) if given.kind == GRAD else given.number
+        at = None if number is None else self.environment.key.index(("tensor", number))
+        return "a gradient that waits for a later call" if at is None else self.environment.paths[at]
 
     def _changed(self) -> str | None:
         """Where the run left another value in a variable of the function."""
@@ -174,26 +178,17 @@ class Recording:
         locals_ = {id(x._local): given for given, x in self.seen.items() if isinstance(x, DTensor)}
         storages = {var.storage for group in self.vars.values() for var in group}
         sorter = Sorter(self.recorder, owners, locals_, storages, self._spent)
-        gradients = self.leaves.changed()
-        results = sorter.sort([*leaves, *gradients.values()])
-        assigned = tuple(zip(gradients, results[len(leaves) :], strict=True))
+        gradients, left = self.leaves.changed(), self.leaves.left()
+        results = sorter.sort([*leaves, *gradients.values(), *tensors_in([found for _, found, _ in left])])
+        assigned = tuple(zip(gradients, results[len(leaves) :], strict=False))
         rebound = tuple((number, sorter.local_of(self.environment.tensors[number])) for number in self.rebound)
         written = {storage for step in self.steps for storage in step.writes}
         mutated = tuple(given for given, group in self.vars.items() if any(var.storage in written for var in group))
         for given in mutated:
             self._check_mutated(given)
-            if given.kind == ARG and isinstance(self.real[given], DTensor) and _counts(self.real[given]):
+            if given.kind == ARG and isinstance(self.real[given], DTensor) and counts(self.real[given]):
                 increment_version(self.real[given])  # its stand-in has counted for itself
-        for given, x in self.seen.items():
-            if given.kind == ARG and x.grad is not None and x is not self.real[given]:
-                raise CaptureError(
-                    f"capture: the function runs a backward pass that gives {self._named(given)} a gradient; take it with "
-                    "torch.autograd.grad and return it, or make the tensor a variable of the function"
-                )
-            if given.kind == ARG and (x.grad_fn is not None or x.requires_grad != self.real[given].requires_grad):
-                raise CaptureError(
-                    f"capture: the function writes values with a gradient to {self._named(given)}; return them instead"
-                )
+        self._check_arguments()
         differentiable = self._differentiable(
             [x for x, base in zip(sorter.tensors, sorter.bases, strict=True) if base.requires_grad]
         )
@@ -206,8 +201,8 @@ class Recording:
                 "capture: the function asks other ranks for the sizes of their pieces, and reads plain tensors, whose sizes may "
                 "change on one rank alone; give from_local shape= and stride="
             )
-        forms = tuple(Form(given, isinstance(self.real[given], DTensor), self.vars[given], self.strides[given]) for given in used)
-        tensors = self.environment.tensors
+        forms = tuple(Form.of(given, self.real[given], self.vars[given], self.strides[given]) for given in used)
+        tensors, self.leaves.touched = self.environment.tensors, self.leaves.touched or any(kind == GRAD for kind, _ in used)
         guarded = {n for n, x in enumerate(tensors) if id(x) in self.leaves.looked} | {n for kind, n in used if kind == ENV}
         program = Program(
             forms,
@@ -219,6 +214,7 @@ class Recording:
             tuple(sorter.bases),
             tuple(results[: len(leaves)]),
             assigned,
+            tuple(kept(left, iter(results[len(leaves) + len(gradients) :]))),
             rebound,
             tree,
             mutated,
@@ -229,6 +225,18 @@ class Recording:
             together,
         )
         return program, sorter.tensors
+
+    def _check_arguments(self) -> None:
+        for given, x in ((given, x) for given, x in self.seen.items() if given.kind == ARG):
+            if x.grad is not None and x is not self.real[given]:
+                raise CaptureError(
+                    f"capture: the function runs a backward pass that gives {self._named(given)} a gradient; take it with "
+                    "torch.autograd.grad and return it, or make the tensor a variable of the function"
+                )
+            if x.grad_fn is not None or x.requires_grad != self.real[given].requires_grad:
+                raise CaptureError(
+                    f"capture: the function writes values with a gradient to {self._named(given)}; return them instead"
+                )
 
     def _check_mutated(self, given: Given) -> None:
         x = self.real[given]
@@ -276,14 +284,12 @@ class Recording:
 
     def _linked(self, program: Program, bases: list[torch.Tensor]) -> list[torch.Tensor]:
         """The bases, those with gradients as results of one autograd function of the user's tensors."""
-        if not program.differentiable:
-            return [detached(x) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in bases]
+        linked = [bool(program.differentiable) and base.requires_grad for base in program.bases]
         apply: Any = Recorded.apply
-        made = iter(apply(self, program, bases, *(self.real[given] for given in program.differentiable)))
-        linked = [next(made) if base.requires_grad else x for x, base in zip(bases, program.bases, strict=True)]
+        made = iter(apply(self, program, bases, *(self.real[given] for given in program.differentiable)) if any(linked) else ())
         return [
-            detached(x) if isinstance(x, torch.Tensor) and x.requires_grad and not base.requires_grad else x
-            for x, base in zip(linked, program.bases, strict=True)
+            next(made) if link else detached(x) if isinstance(x, torch.Tensor) and x.requires_grad else x
+            for x, link in zip(bases, linked, strict=True)
         ]
 
     def _spent(self, x: torch.Tensor) -> bool:
@@ -310,8 +316,8 @@ class Recording:
                     gradient._local  # noqa: B018  as above
         if key not in program.backwards:
             program.add_backward(key, self._backward(shown, grads, steps, found))
-        made, own = program.backwards[key], [local for x in found if x is not None for local in locals_of(x)]
-        return tuple(made.given([copied(x) if copy else x.detach() for x, copy in zip(own, made.copied, strict=True)]))
+        copies = iter(program.backwards[key].copied)
+        return tuple(None if x is None else own(x, copies) for x in found)
 
     def _incoming(self, grad: Any) -> tuple[Any, tuple[Var, ...]]:
         """A gradient, with memory that nothing else has, and its variables."""
@@ -333,17 +339,9 @@ class Recording:
         incoming = tuple(() if pair is None else pair[1] for pair in shown)
         strides = tuple(() if pair is None else tuple(local.stride() for local in locals_of(pair[0])) for pair in shown)
         layouts = tuple(grad._layout if isinstance(grad, DTensor) else None for grad in grads)
-        made = tuple(
-            None
-            if gradient is None
-            else (
-                tuple(self.recorder.taken(local) for local in locals_of(gradient)),
-                gradient._layout if isinstance(gradient, DTensor) else None,
-            )
-            for gradient in gradients
-        )
+        made = tuple(None if gradient is None else self._gradient(gradient) for gradient in gradients)
         return Backward(incoming, strides, layouts, steps, made)
 
-
-def _counts(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and not isinstance(x, PerRank) and not x.is_inference()
+    def _gradient(self, x: Any) -> Base:
+        found = tuple(self.recorder.taken(local) for local in locals_of(x))
+        return Base(found, x._layout if isinstance(x, DTensor) else None, False)

@@ -26,7 +26,7 @@ from ..tensor.dtensor import DTensor
 from .graph import Ranks, Step, Var
 from .keeping import Keeping
 from .numbers import Numbers
-from .reads import Refusing, Unvarying, decides, refuse
+from .reads import Refusing, Unvarying, World, decides, refuse
 from .writes import tensors_in, written_by
 
 aten = torch.ops.aten
@@ -35,8 +35,9 @@ aten = torch.ops.aten
 class Recorder(Keeping, TorchDispatchMode):
     """Records while it is entered with :meth:`running`; a forward run and its backward share one."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
         super().__init__()
+        self._world = world
         self.steps: list[Step] = []
         self.constants: dict[Var, torch.Tensor] = {}
         self.paused = 0
@@ -60,7 +61,7 @@ class Recorder(Keeping, TorchDispatchMode):
         drawn = _python_draws()
         ACTIVE.append(self)
         try:
-            with self.leaving(), Refusing(self._reading), self.numbers.running(), self:
+            with self.leaving(), Refusing(self._reading), self.numbers.running(), self, self._world.refused():
                 yield
         finally:
             ACTIVE.remove(self)

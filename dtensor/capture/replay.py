@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from ..dispatch.local_op import below_autograd, recorded
+from ..base.torch_internals import autocast_enabled
+from ..dispatch.local_op import recorded
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
 from .memory import detached
-from .program import Backward, Compiled, Program, Sources, as_recorded, locals_of
+from .program import Compiled, Program, Sources
 from .signature import described
 
 
@@ -19,28 +20,27 @@ class Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, program: Program, sources: Sources, rest: dict[int, Any], *inputs: torch.Tensor) -> Any:
-        compiled = program.compile()
-        made, saved = program.run(compiled, sources)
-        ctx.program, ctx.compiled = program, compiled
-        watched = [made[owner] if isinstance(owner, int) else sources[owner[0]][owner[1]] for owner in compiled.watched]
+        compiled = ctx.compiled = program.compile()
+        values, bases = program.run(compiled, sources), program.bases
+        watched = [values[one] if isinstance(one, int) else sources[one[0]][one[1]] for one in compiled.watched]
         # Torch checks that what is saved here was not written to since; locals have no versions of their own.
-        ctx.save_for_backward(*saved, *watched)
+        ctx.save_for_backward(*values[len(bases) :], *watched)
         ctx.set_materialize_grads(False)
-        rest.update((number, x) for number, x in enumerate(made) if not program.bases[number].requires_grad)
-        return tuple(x for number, x in enumerate(made) if program.bases[number].requires_grad)
+        if program.only_differentiable:
+            return values[: len(bases)]
+        rest.update((number, values[number]) for number, base in enumerate(bases) if not base.requires_grad)
+        return tuple([values[number] for number, base in enumerate(bases) if base.requires_grad])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         refuse_graph()
-        compiled: Compiled = ctx.compiled
-        saved = ctx.saved_tensors
-        key = kind_of(grads)
-        backward = compiled.backwards.get(key)
-        if backward is None:
+        compiled, saved = ctx.compiled, ctx.saved_tensors
+        known = compiled.backwards.get(kind_of(grads))
+        if known is None:
             key, grads = _nearest(compiled, grads)
-            backward = compiled.backwards[key]
-        values = [saved[place] for place in compiled.places[key]]
-        return None, None, None, *run_backward(backward, grads, values)
+            known = compiled.backwards[key]
+        backward, pick = known
+        return None, None, None, *backward.run(grads, pick(saved))
 
 
 def refuse_graph() -> None:
@@ -57,13 +57,13 @@ replayed = recorded(Replayed)
 
 def kind_of(grads: Any) -> tuple[Any, ...]:
     """What decides how a backward pass computes."""
-    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    return (autocast, *(None if grad is None else grad._layout if type(grad) is DTensor else described(grad) for grad in grads))
+    kinds = [grad._layout if type(grad) is DTensor else None if grad is None else described(grad) for grad in grads]
+    return (autocast_enabled(), *kinds)
 
 
 def _nearest(compiled: Compiled, grads: Any) -> tuple[Any, Any]:
     """A recorded backward pass, and these gradients in the layouts that it takes: a gradient is a global value, any will do."""
-    for key, backward in compiled.backwards.items():
+    for key, (backward, _) in compiled.backwards.items():
         if all((grad is None) == (not held) for grad, held in zip(grads, backward.incoming, strict=True)) and all(
             isinstance(grad, DTensor) or grad is None for grad in grads
         ):
@@ -81,20 +81,6 @@ def _nearest(compiled: Compiled, grads: Any) -> tuple[Any, Any]:
 def _in_layout(grad: DTensor, layout: Any) -> Any:
     moved = grad if grad._layout.placements == layout.placements else grad.redistribute(layout.mesh, layout.placements)
     return moved if moved.dtype == layout.dtype else moved.to(layout.dtype)
-
-
-def run_backward(backward: Backward, grads: Any, values: list[torch.Tensor]) -> list[Any]:
-    """The gradients of the differentiable inputs."""
-    locals_ = [
-        as_recorded(local, stride)
-        for grad, strides in zip(grads, backward.strides, strict=True)
-        if grad is not None
-        for local, stride in zip(locals_of(grad), strides, strict=True)
-    ]
-    assert backward.source is not None
-    with below_autograd():
-        computed = backward.source.run(*locals_, *values)
-    return backward.given(computed)
 
 
 class Recorded(torch.autograd.Function):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ..base.recording import Between
 from ..comm import PerRank, shards_of
 from ..errors import CaptureError
 from ..layout.layout import Layout
@@ -22,7 +23,7 @@ ARG, ENV, GRAD = range(3)
 
 
 class Given(NamedTuple):
-    """A tensor by number: among the arguments (``ARG``) or in the survey (``ENV``), or the gradient of one (``GRAD``)."""
+    """A tensor by number: among the arguments (``ARG``) or in the survey (``ENV``), or a leaf's gradient (``GRAD``)."""
 
     kind: int
     number: int
@@ -65,6 +66,7 @@ class View:
 
 
 Result: TypeAlias = Given | Constant | LocalOf | Made | Joined | View
+Kept: TypeAlias = tuple[Between, tuple[Result, ...], Any]  # where, its leaves, and how they are nested
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,12 @@ class Sorter:
             self.bases.append(Base(variables, layout, x.requires_grad and not self.spent(x)))
             self.tensors.append(x)
         return number
+
+
+def kept(left: Sequence[tuple[Between, list[Any], Any]], made: Iterator[Result]) -> Iterator[Kept]:
+    """How what is left for later calls is made, of how its tensors are."""
+    for held, leaves, tree in left:
+        yield held, tuple([next(made) if isinstance(leaf, torch.Tensor) else Constant(leaf) for leaf in leaves]), tree
 
 
 def follow(chain: tuple[Any, ...], root: Any) -> Any:

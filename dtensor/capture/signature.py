@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..base.modes import MODES
-from ..base.torch_internals import count_function_modes, pytree
+from ..base.torch_internals import TensorBase, TensorGuards, autocast_enabled, count_function_modes, pytree
 from ..comm import PerRank
 from ..errors import CaptureError
 from ..random.draw import DRAWING
@@ -17,10 +17,8 @@ from ..tensor.dtensor import DTensor
 from .belonging import VALUES, ById, value_of
 from .survey import Environment
 
-_DISTRIBUTED = frozenset((DTensor,))
+_DISTRIBUTED = {DTensor}
 _LAYOUT = attrgetter("_layout")
-_REQUIRES_GRAD = attrgetter("requires_grad")
-_METADATA = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 class Signature(NamedTuple):
@@ -33,16 +31,14 @@ class Signature(NamedTuple):
     """
 
     key: tuple[Any, ...]
-    tensors: list[Any]
-    rebuild: Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+    tensors: Sequence[Any]
+    rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     """The signature of a call with these arguments."""
-    if not kwargs:
-        kinds = {type(value) for value in args}
-        if kinds <= {DTensor} and len(set(map(id, args))) == len(args):  # the most frequent form
-            return Signature(tuple([(x._layout, x.requires_grad) for x in args]), list(args), lambda given: (tuple(given), {}))
+    if not kwargs and {*map(type, args)} <= _DISTRIBUTED and len({*map(id, args)}) == len(args):  # the most frequent form
+        return Signature(tuple([(x._layout, x.requires_grad) for x in args]), args, _positional)
     leaves, tree = pytree.tree_flatten((args, kwargs))
     key: list[Any] = [tree]
     tensors: list[Any] = []
@@ -59,12 +55,16 @@ def sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         if number == len(tensors):
             tensors.append(leaf)
 
-    def rebuild(given: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def rebuild(given: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         filled = [leaf if place is None else given[place] for leaf, place in zip(leaves, places, strict=True)]
         made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(filled, tree)
         return made
 
     return Signature(tuple(key), tensors, rebuild)
+
+
+def _positional(given: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(given), {}
 
 
 def static(value: Any) -> Any:
@@ -95,53 +95,77 @@ def described(x: torch.Tensor, argument: bool = False) -> Any:
 
 def picking(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Gives the items of these numbers."""
-    return itemgetter(*numbers) if len(numbers) > 1 else lambda items: [items[number] for number in numbers]
+    first = numbers[0] if numbers else 0
+    if [*numbers] == [*range(first, first + len(numbers))]:
+        return itemgetter(slice(first, first + len(numbers)))
+    return itemgetter(*numbers)
+
+
+class Alike:
+    """Whether tensors are as others were: of the same types, sizes, strides, dtypes, devices and flags, in one comparison.
+
+    Args:
+        facts: what of them decides where that one fails: torch also compares what modes make of a tensor.
+        known: these facts.
+    """
+
+    __slots__ = ("_at_once", "_facts", "_known")
+
+    def __init__(self, facts: Callable[[Sequence[Any]], Any], known: Any) -> None:
+        self._facts, self._known, self._at_once = facts, known, _never
+
+    def __call__(self, tensors: Sequence[Any]) -> bool:
+        if self._at_once(*tensors):
+            return True
+        if self._facts(tensors) != self._known:
+            return False
+        if tensors:
+            self._at_once = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return True
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+def strides_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    return [*map(TensorBase.stride, tensors)]
+
+
+def _described(tensors: Sequence[Any]) -> list[Any]:
+    return [(type(x), described(x)) for x in tensors]
 
 
 class Metadata:
     """What a replay takes for granted of tensors of the survey, by their numbers: layouts (of plain ones sizes, strides, dtype,
-    device), and whether they require gradients. Checked at each call, so in few, large comparisons."""
+    device), and whether they require gradients. Checked at each call."""
 
-    __slots__ = ("_flags", "_layouts", "_others", "_plain", "_strides", "_tensors", "_whole")
+    __slots__ = ("_alike", "_apart", "_distributed", "_known", "_layouts", "_together")
 
     def __init__(self, numbers: Sequence[int], tensors: Sequence[Any]) -> None:
         distributed = [number for number in numbers if type(tensors[number]) is DTensor]
         plain = [number for number in numbers if type(tensors[number]) in (torch.Tensor, torch.nn.Parameter)]
-        self._tensors, self._plain, kinds = picking(distributed), picking(plain), {*distributed, *plain}
-        self._others = [(number, described(tensors[number])) for number in numbers if number not in kinds]
-        found = self._found(tensors)
-        self._layouts, self._flags, self._whole, self._strides = found
-
-    def _found(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-        distributed, plain = self._tensors(tensors), self._plain(tensors)
-        return (
-            [*map(_LAYOUT, distributed)],
-            [*map(_REQUIRES_GRAD, distributed)],
-            [*map(_METADATA, plain)],
-            [*map(torch.Tensor.stride, plain)],
-        )
+        self._distributed, self._together = picking(distributed), picking([*distributed, *plain])
+        self._apart = picking([number for number in numbers if number not in {*distributed, *plain}])
+        self._layouts, self._known = [*map(_LAYOUT, self._distributed(tensors))], _described(self._apart(tensors))
+        self._alike = Alike(_described, _described(self._together(tensors)))
 
     def hold(self, tensors: Sequence[Any]) -> bool:
         """Whether it is so."""
-        if not {*map(type, self._tensors(tensors))} <= _DISTRIBUTED:
-            return False
-        layouts, flags, whole, strides = self._found(tensors)
         return (
-            layouts == self._layouts
-            and flags == self._flags
-            and whole == self._whole
-            and strides == self._strides
-            and all(described(tensors[number]) == known for number, known in self._others)
+            self._alike(self._together(tensors))
+            and [*map(_LAYOUT, self._distributed(tensors))] == self._layouts
+            and _described(self._apart(tensors)) == self._known
         )
 
 
 def modes() -> tuple[Any, ...]:
     """The switches that change what operations do."""
-    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        autocast and tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+        autocast_enabled()
+        and tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
         MODES.implicit_replication,
         MODES.explicit,
         MODES.remembered,

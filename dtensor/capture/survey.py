@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from ..base.recording import Between
 from .belonging import VALUES, ById, foreign, has_contents, held_in, is_users, key_of, plain, slots_of, users_hooks, value_of
 from .holding import MISSING, contents_of, entries_of, parts_of, state_of
 from .names import modules_named, names_of
@@ -45,6 +46,8 @@ class Environment:
         key: everything else, and which places hold the same tensor; equal keys mean that a replay reads the same.
         paths: for each entry of ``key`` where it stands, to tell the user.
         floats: entries of ``key`` that are floats in dictionaries (of attributes too): the dictionary, and the key there.
+        wrapped: compiled functions that partials and the like call, which nobody sees them do.
+        between: what the library keeps for later calls.
         version: how often only such floats were found to have changed.
     """
 
@@ -53,6 +56,8 @@ class Environment:
         self.key: list[Any] = []
         self.paths: list[str] = []
         self.floats: dict[int, tuple[dict[Any, Any], Any]] = {}
+        self.wrapped: list[Any] = []
+        self.between: list[Between] = []
         self.version = 0
         self._numbers: dict[int, int] = {}
         self._seen: dict[int, int] = {}
@@ -142,6 +147,9 @@ class Environment:
             self._pending.append((value, path))
 
     def _descend(self, value: Any, path: str) -> None:
+        if isinstance(value, Between):
+            self.between.append(value)
+            return
         if isinstance(value, (dict, list, tuple, deque, set, frozenset)):
             self._items(value, path)
         elif isinstance(value, types.FunctionType):
@@ -151,6 +159,7 @@ class Environment:
         elif isinstance(value, type):
             self._class(value, path)
         elif (parts := parts_of(value)) is not None:
+            self.wrapped += [part for part in parts if isinstance(part, types.BuiltinFunctionType)]
             self._visit(parts, path)
         elif (state := state_of(value)) is not None:
             self._state(state, path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, KeysView, Mapping
 from itertools import chain, repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from types import CellType, FunctionType
 from typing import Any
 
@@ -14,7 +14,7 @@ _MADE_OF = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 class Watch:
-    """Collects containers until :meth:`settle`, and compares them from then on."""
+    """Collects containers until :meth:`settle`, and compares them from then on: objects by identity, names as words."""
 
     __slots__ = (
         "_before",
@@ -22,13 +22,17 @@ class Watch:
         "_dicts",
         "_functions",
         "_held",
+        "_keyed",
         "_keys",
+        "_missing",
         "_names",
         "_objects",
         "_others",
+        "_picks",
         "_spaces",
         "_states",
         "_values",
+        "_worded",
     )
 
     def __init__(self) -> None:
@@ -80,6 +84,16 @@ class Watch:
 
     def settle(self) -> None:
         """Remember what they hold now."""
+        held = [*self._dicts, *self._spaces]
+        self._worded = [keys for keys in held if {*map(type, keys)} == {str}]
+        self._keyed = [keys for keys in held if {*map(type, keys)} != {str}]
+        self._picks, self._missing = [], []
+        for space, names in self._names.values():
+            there = [name for name in names if name in space]
+            if there:
+                self._picks.append((itemgetter(*there, *there[: len(there) == 1]), space))  # of more than one it gives a tuple
+            if len(there) < len(names):
+                self._missing.append((space, [name for name in names if name not in space]))
         self._before, self._keys = self._now(), self._known_keys()
 
     def unchanged(self) -> bool:
@@ -95,14 +109,18 @@ class Watch:
         places = [place for place, (one, other) in enumerate(zip(now, self._before, strict=True)) if one is not other]
         return [entries[place] for place in places] if not places or places[-1] < len(entries) else None
 
-    def _known_keys(self) -> list[Any]:
-        held = [*self._dicts, *self._spaces]
-        return [*map(len, held), *chain.from_iterable(held)]
+    def _known_keys(self) -> tuple[list[int], list[Any], list[Any]]:
+        return (
+            [*map(len, self._worded), *map(len, self._keyed)],
+            [*chain.from_iterable(self._worded)],
+            [*chain.from_iterable(self._keyed)],
+        )
 
     def _same_keys(self) -> bool:
-        keys, count = self._known_keys(), len(self._dicts) + len(self._spaces)
-        same = keys[:count] == self._keys[:count] and all(map(is_, keys[count:], self._keys[count:]))
-        return same and all(held() == before for held, before in self._states)
+        (lengths, words, others), (before, same, known) = self._known_keys(), self._keys
+        if lengths != before or words != same or not all(map(is_, others, known)):
+            return False
+        return all(held() == now for held, now in self._states)
 
     def _now(self) -> list[Any]:
         found = [*chain.from_iterable(self._values)]
@@ -112,7 +130,12 @@ class Watch:
             found += [contents(cell) for cell in self._cells]
         found += chain.from_iterable(map(_MADE_OF, self._functions))
         found += map(type, self._objects)
-        for space, names in self._names.values():
+        try:
+            for pick, space in self._picks:
+                found += pick(space)
+        except KeyError:  # one is gone
+            found.append(None)
+        for space, names in self._missing:
             found += map(space.get, names, repeat(MISSING))
         for held in self._others:
             found += held()

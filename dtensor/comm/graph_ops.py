@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base import torch_internals
+from ..base.caches import Bounded
 from ..base.told import changed
 from ..base.tracing import kept_object
 from ..mesh.groups import Group, backend_of
 from .pending import Pending
+from .transfer import Issue
 from .watched import watched
 
 _SCHEMAS = {
@@ -36,35 +38,44 @@ _SCHEMAS = {
 
 
 def _exchange(row: Tensor, arriving: list[int], leaving: list[int], said: str, group: str) -> Tensor:
-    run = partial(torch.ops._c10d_functional.all_to_all_single, row, arriving, leaving, group)
-    return _watched(row, said, group, run, own=(leaving, arriving))
+    return _ended("all_to_all_single", (tuple(arriving), tuple(leaving)), said, group, row)
 
 
 def _gather(row: Tensor, size: int, said: str, group: str) -> Tensor:
-    return _watched(row, said, group, partial(torch.ops._c10d_functional.all_gather_into_tensor, row, size, group))
+    return _ended("all_gather_into_tensor", (size,), said, group, row)
 
 
 def _reduce(row: Tensor, op: str, group: str) -> Tensor:
-    return _watched(row, f"all_reduce({op})", group, partial(torch.ops._c10d_functional.all_reduce, row, op, group))
+    return _ended("all_reduce", (op,), f"all_reduce({op})", group, row)
 
 
 def _reduce_scatter(row: Tensor, op: str, size: int, said: str, group: str) -> Tensor:
-    return _watched(row, said, group, partial(torch.ops._c10d_functional.reduce_scatter_tensor, row, op, size, group))
+    return _ended("reduce_scatter_tensor", (op, size), said, group, row)
 
 
-def _watched(
-    row: Tensor, said: str, name: str, run: Callable[[], Tensor], own: tuple[list[int], list[int]] | None = None
-) -> Tensor:
-    """What ``run`` gives when it has ended, compared with other ranks' before anything is sent, as the eager collectives are."""
-    handle = torch_internals.resolve_process_group(name)
+def _ended(kind: str, args: tuple[Any, ...], said: str, name: str, row: Tensor) -> Tensor:
+    """What torch's collective of this kind gives when it has ended. What it is compared by is bound once for a group, of which there
+    may be a new one under the name."""
+    handle, key = torch_internals.resolve_process_group(name), (kind, args, said, name, row.device.type)
+    kept = _BOUND.get(key)
+    if kept is None or kept[0] is not handle:
+        kept = _BOUND.keep(key, (handle, _watched(handle, *key)))
+    ended: Tensor = kept[1](row).wait()
+    return ended
+
+
+def _watched(handle: Any, kind: str, args: tuple[Any, ...], said: str, name: str, device_type: str) -> Issue:
+    """Compared with other ranks' before anything is sent, as the eager collectives are."""
+    collective, wait = getattr(torch.ops._c10d_functional, kind).default, torch.ops._c10d_functional.wait_tensor.default
     ranks = dist.get_process_group_ranks(handle)
-    group = Group(handle, tuple(range(len(ranks))), handle.rank(), None, backend_of(handle, row.device.type))
+    group = Group(handle, tuple(range(len(ranks))), handle.rank(), None, backend_of(handle, device_type))
 
-    def issue(_: Tensor) -> Pending[Tensor]:
-        return Pending(partial(torch.ops._c10d_functional.wait_tensor, run()))
+    def issue(row: Tensor) -> Pending[Tensor]:
+        return Pending(partial(wait, collective(row, *args, name)))
 
     over = f"a graph of ranks {', '.join(map(str, ranks))}"
-    return watched(group, said, over, issue, shaped=own is None, own=own)(row).wait()
+    own = (args[1], args[0]) if kind == "all_to_all_single" else None
+    return watched(group, said, over, issue, shaped=own is None, own=own)
 
 
 def _draw(make: str, given: list[Tensor], size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -123,5 +134,6 @@ def _operators() -> Any:
     return torch.ops.dtensor
 
 
+_BOUND: Bounded[Any, tuple[Any, Issue]] = Bounded(1024, "comm.graph_ops.collectives")
 _PROXY = torch_internals.DISPATCH_MODE_KEYS.PROXY
 _LIBRARY = torch.library.Library("dtensor", "FRAGMENT")

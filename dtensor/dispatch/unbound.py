@@ -12,7 +12,7 @@ from ..errors import UnsupportedOperationError
 from ..layout.layout import Layout
 from ..propagation.propagate import Plan
 from ..propagation.schema import Form, Operator
-from ..random.draw import default_generator, set_state, state_of, synchronize
+from ..random.draw import from_one_state
 from ..ranks.assign import assign
 from .settled import nested
 from .steps import Args, Before, Keywords, Runner, as_tuple, at
@@ -66,18 +66,12 @@ def _distributed(value: Any, layout: Any) -> Any:
 # --- random numbers -----------------------------------------------------------------------------------------------------
 def drawn_alike(plan: Plan, operator: Operator) -> Callable[..., Any]:
     """The op on whole operands, every rank drawing from the same generator state, which advances once."""
-    mesh, comm = plan.call.mesh, communicator_of(plan.call.mesh)
+
+    def one(member: int | None, positional: Sequence[Any], keywords: Keywords) -> Any:
+        return operator.func(*positional, **keywords)
 
     def run(*local_args: Any, **local_kwargs: Any) -> Any:
-        synchronize(mesh)
-        generator = local_kwargs.get("generator") or default_generator(mesh)
-        state = state_of(generator)
-
-        def one(member: int, positional: Sequence[Any], keywords: Keywords) -> Any:
-            set_state(generator, state)
-            return operator.func(*positional, **keywords)
-
-        return comm.map(one, local_args, local_kwargs)
+        return from_one_state(plan.call.mesh, local_kwargs.get("generator"), one, local_args, local_kwargs)
 
     return run
 

@@ -29,18 +29,14 @@ def install_pending(pending: Any) -> None:
 
 def wrap_local(local: Any, layout: Layout) -> Any:
     """The DTensor with this local and layout."""
-    if layout.made_with is not None and local.is_cpu:
-        made = _MAKE(*layout.made_with)
-        made._local = local
-        made._layout = layout
-        return made
-    options = (None if layout.dense else layout.stride, None, None, layout.dtype, torch.strided)
-    made = _MAKE(TENSOR, layout.shape, *options, local.device)
+    options = layout.made_with
+    if options is None:
+        stride = None if layout.dense else layout.stride
+        options = layout.made_with = (TENSOR, layout.shape, stride, None, None, layout.dtype, torch.strided, _CPU)
+    made = _MAKE(*options) if local.is_cpu else _MAKE(*options[:-1], local.device)
     made._local = local
     made._layout = layout
-    if not layout.is_complex:
-        layout.made_with = (TENSOR, layout.shape, *options, _CPU)
-    elif local.is_conj():
+    if layout.is_complex and local.is_conj():
         set_conj(made, True)  # below __torch_dispatch__ nobody carries out a lazy conjugation: torch must see it above
     return made
 

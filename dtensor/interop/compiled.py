@@ -32,14 +32,15 @@ from .when_imported import when_imported
 
 
 def constants(*kinds: type) -> None:
-    """Objects of these classes are constants. Torch 2.11 does not know such ones: there the graph breaks at them."""
-    if not hasattr(opaque_object, "MemberType"):
-        return
+    """Objects of these classes are constants. Torch 2.11 takes only classes made for it: there the graph breaks at them."""
     for kind in kinds:
         kind.__fx_repr__ = _written  # type: ignore[attr-defined]  # torch asks the class for it
         members = dict.fromkeys(_methods(kind), opaque_object.MemberType.USE_REAL)
         members |= dict.fromkeys(members.keys() & _OF_GROUPS, opaque_object.MemberType.INLINED)
-        opaque_object.register_opaque_type(kind, typ="value", members=members)
+        try:
+            opaque_object.register_opaque_type(kind, typ="value", members=members)
+        except TypeError:  # torch 2.11, of the first of them
+            return
     changed("torch._library.opaque_object._OPAQUE_TYPES")
 
 
@@ -60,8 +61,10 @@ def _written(value: Any) -> tuple[str, dict[str, Any]]:
     Torch keeps compiled programs on disk under that text. Those of another process would find no process groups of these names
     here, so they are other programs.
     """
-    if isinstance(value, (Shard, Replicate)) or (isinstance(value, Partial) and isinstance(value.reduce_op, str)):
+    if isinstance(value, (Shard, Replicate)):
         return repr(value), {type(value).__name__: type(value)}
+    if isinstance(value, Partial) and isinstance(value.reduce_op, str):
+        return f"Partial({value.reduce_op!r})", {"Partial": Partial}
     return f"kept_object({kept(value)!r})", {"kept_object": kept_object}
 
 
@@ -155,17 +158,14 @@ def _distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """``distribute_tensor`` as the compiler sees it: one rank's value is not sent to others in a graph."""
+    """``distribute_tensor`` as the compiler sees it."""
     if not _on_processes(device_mesh):
         _break(msg=_ALL_RANKS)
-    if device_mesh is None or (src_data_rank is not None and not isinstance(tensor, DTensor)):
-        _break(msg=_ONE_RANKS)
+    if device_mesh is None:
+        _break(msg="distribute_tensor without device_mesh= reads the mesh that is entered: give it")
     if tensor.requires_grad and not isinstance(tensor, DTensor):
         _break(msg="distribute_tensor makes a leaf of a tensor that requires grad, which a graph does not: distribute it outside")
-    return _cut(tensor, device_mesh, placements)
-
-
-_ONE_RANKS = "distribute_tensor sends one rank's value to the others: where all have it, give device_mesh= and src_data_rank=None"
+    return _distributed(tensor, device_mesh, placements, src_data_rank)
 
 
 def _as_given(x: Any) -> Any:
@@ -179,8 +179,8 @@ def _mesh(mesh: Any = None) -> DeviceMesh:
     return mesh
 
 
-def _cut(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
-    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+def _distributed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int | None) -> DTensor:
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=source)
 
 
 def _on_processes(mesh: Any) -> bool:
@@ -192,7 +192,7 @@ _constant(_on_processes)
 _MADE = {
     function: _making(function) for function in (create.zeros, create.ones, create.empty, create.full, create.rand, create.randn)
 }
-_IN_GRAPH: tuple[Any, ...] = (_placed, _cut, laid, as_local, *[made for made, _ in _MADE.values()])
+_IN_GRAPH: tuple[Any, ...] = (_placed, _distributed, laid, as_local, *[made for made, _ in _MADE.values()])
 _SEEN_AS: dict[Any, Any] = {
     **{function: seen_as for function, (_, seen_as) in _MADE.items()},
     as_mesh: _mesh,

@@ -90,8 +90,26 @@ def draw(layout: Layout, whole: Callable[[torch.device], torch.Tensor]) -> Any:
     synchronize(mesh)
     if device.type == "meta":
         return torch.empty(layout.local_shape(mesh.coordinates[0]), dtype=layout.dtype, device=device)
-    drawn = whole(device)
-    return communicator_of(mesh).map_outside_too(lambda member: block_of(drawn, layout, member))
+    drawn, comm = whole(device), communicator_of(mesh)
+    if comm.holds_all:
+        return comm.map(lambda member: block_of(drawn, layout, member))
+    return comm.map_outside_too(lambda member: own_block_of(drawn, layout, member))
+
+
+def from_one_state(mesh: DeviceMesh, generator: torch.Generator | None, one: Callable[..., Any], *locals_: Any) -> Any:
+    """``one(member, *locals_)`` on every rank, from the same state of the generator, which advances once."""
+    synchronize(mesh)
+    comm = communicator_of(mesh)
+    if not comm.holds_all:
+        return comm.map_outside_too(one, *locals_)  # who is outside draws too
+    source = default_generator(mesh) if generator is None else generator
+    state = state_of(source)
+
+    def from_start(member: int, *values: Any) -> Any:
+        set_state(source, state)
+        return one(member, *values)
+
+    return comm.map(from_start, *locals_)
 
 
 @site
@@ -137,6 +155,11 @@ def block_of(whole: torch.Tensor, layout: Layout, member: int | None) -> torch.T
     return place_in(whole, layout, coordinate).clone()
 
 
+def own_block_of(whole: torch.Tensor, layout: Layout, member: int | None) -> torch.Tensor:
+    """The same of a tensor that nobody else has: itself, where that is all of it."""
+    return block_of(whole, layout, member) if member is None or _region(layout, layout.mesh.coordinates[member]) else whole
+
+
 def place_in(whole: torch.Tensor, layout: Layout, coordinate: tuple[int, ...]) -> torch.Tensor:
     """Where one member's block stands in a whole tensor: a view."""
     return whole[_region(layout, coordinate)]
@@ -144,13 +167,20 @@ def place_in(whole: torch.Tensor, layout: Layout, coordinate: tuple[int, ...]) -
 
 @remembered(4096)
 def _region(layout: Layout, coordinate: tuple[int, ...]) -> tuple[slice, ...]:
-    starts = zip(layout.local_offset(coordinate), layout.local_shape(coordinate), strict=True)
+    """Up to the last dim that is cut: nothing where the block is the whole."""
+    count = max((d + 1 for d, split in enumerate(layout.splits) if split is not None), default=0)
+    starts = zip(layout.local_offset(coordinate)[:count], layout.local_shape(coordinate)[:count], strict=True)
     return tuple([slice(start, start + size) for start, size in starts])
 
 
-@aside
 def synchronize(mesh: DeviceMesh) -> None:
     """On process groups, once for all ranks that share a draw: they take over the first one's generator state."""
+    if communicator_of(mesh).talks or tracing.under_way():
+        _synchronize(mesh)
+
+
+@aside
+def _synchronize(mesh: DeviceMesh) -> None:
     if tracing.under_way() and mesh.kind == "process_group":
         raise UnsupportedOperationError(
             "these random numbers of a DTensor inside torch.compile: a graph has no step that draws them; draw them outside, or "

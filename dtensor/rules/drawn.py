@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm import communicator_of
 from ..layout.layout import Layout
-from ..random.distributions import sampler_of
-from ..random.draw import (
-    DRAWING,
-    as_one_step,
-    block_of,
-    default_generator,
-    draw,
-    draw_counted,
-    place_in,
-    set_state,
-    state_of,
-    synchronize,
-)
+from ..random.distributions import Sampler, sampler_of
+from ..random.draw import DRAWING, as_one_step, draw, draw_counted, from_one_state, own_block_of, place_in
+from .call import Call
 from .factoring import Notation
 from .kernels import KernelContext
 from .notation import parse
@@ -37,25 +25,29 @@ class DrawLike(Word):
     """A block of what the op draws for a whole tensor with the strides of the global operand, whose values do not matter."""
 
     def __call__(self, at: KernelContext, like: Any, *args: Any, **kwargs: Any) -> Any:
-        result = at.results[0]
+        result, (sampler, has_out) = at.results[0], at.once(_manner)
         assert result is not None
-        return as_one_step(result, lambda: _block_like(at.call.func, at.operands[0], result, args, kwargs))
+
+        def block() -> Any:
+            if sampler is not None and DRAWING.mode == "counter":
+                given = _arguments_of(at.call.func, args, kwargs)
+                return draw_counted(result, sampler, given, given.get("generator"))
+            return draw(result, sample)
+
+        def sample(device: torch.device) -> Tensor:
+            layout = at.operands[0]
+            whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
+            into = {"out": torch.empty(result.shape, dtype=result.dtype, device=device)} if has_out else {}
+            drawn: Tensor = at.call.func(whole, *args, **kwargs, **into)
+            return drawn
+
+        return as_one_step(result, block)
 
 
-def _block_like(func: Any, layout: Layout, result: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    sampler = sampler_of(func._schema.name.partition("::")[2])
-    if DRAWING.mode == "counter" and sampler is not None:
-        given = _arguments_of(func, args, kwargs)
-        return draw_counted(result, sampler, given, given.get("generator"))
-    has_out = any(argument.is_out for argument in func._schema.arguments)
-
-    def sample(device: torch.device) -> Tensor:
-        whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
-        into = {"out": torch.empty(result.shape, dtype=result.dtype, device=device)} if has_out else {}
-        drawn: Tensor = func(whole, *args, **kwargs, **into)
-        return drawn
-
-    return draw(result, sample)
+def _manner(call: Call) -> tuple[Sampler | None, bool]:
+    """How an operator draws by counting, and whether it is one that fills ``out=``."""
+    schema = call.func._schema
+    return sampler_of(schema.name.partition("::")[2]), any(argument.is_out for argument in schema.arguments)
 
 
 def _arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -86,31 +78,19 @@ class DrawAround(Word):
             whole = list(values)
             for layout, i in zip(given, places, strict=True):
                 whole[i] = around(values[i], layout, member, self.other)
-            return block_of(op(*whole, generator=generator), result, member)
+            return own_block_of(op(*whole, generator=generator), result, member)
 
-        return as_one_step(result, lambda *args: drawn_alike(at, generator, one, *args), *args)
+        return as_one_step(result, lambda *args: from_one_state(call.mesh, generator, one, *args), *args)
 
 
 def around(block: Tensor, layout: Layout, member: int | None, other: float) -> Tensor:
     """A tensor of the global shape and strides that holds one member's block (None: no block), and ``other`` elsewhere."""
+    if member is not None and block.shape == layout.shape and block.stride() == layout.stride:
+        return block
     whole = torch.empty_strided(layout.shape, layout.stride, dtype=block.dtype, device=block.device).fill_(other)
     if member is not None:
         place_in(whole, layout, layout.mesh.coordinates[member]).copy_(block)
     return whole
-
-
-def drawn_alike(at: KernelContext, generator: Any, one: Callable[..., Any], *locals_: Any) -> Any:
-    """``one(member, *locals_)`` on every rank, from the same state of the generator, which advances once."""
-    mesh = at.call.mesh
-    synchronize(mesh)
-    source = generator or default_generator(mesh)
-    state = state_of(source)
-
-    def from_start(member: int | None, *values: Any) -> Any:
-        set_state(source, state)
-        return one(member, *values)
-
-    return communicator_of(mesh).map_outside_too(from_start, *locals_)  # who is outside draws too, see ``draw``
 
 
 def drawn(

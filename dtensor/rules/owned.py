@@ -18,7 +18,7 @@ from torch import Tensor
 from ..base.torch_internals import assert_async
 from ..layout.layout import Layout
 from .call import Call
-from .kernels import At, KernelContext
+from .kernels import At, KernelContext, functional_of
 
 
 # --- how elements are named -------------------------------------------------------------------------------------------
@@ -101,14 +101,8 @@ def _bound(address: Address, op: Any, at: KernelContext) -> tuple[Any, tuple[int
     found: tuple[Any, tuple[int, ...], int] | None = at.known.get("bound")
     if found is None:
         dims = address.dims(at.call) or ()
-        found = at.known["bound"] = op or _functional(at.call.func._schema.name), dims, lead_of(dims)
+        found = at.known["bound"] = op or functional_of(at.call.func._schema.name), dims, lead_of(dims)
     return found
-
-
-def _functional(name: str) -> Any:
-    """The operator that gives a new tensor, whatever variant is called; torch's own function takes half the time to call."""
-    name = name.removeprefix("aten::").removesuffix("_")
-    return getattr(torch, name, None) or getattr(torch.ops.aten, name)
 
 
 def lead_of(dims: Sequence[int]) -> int:

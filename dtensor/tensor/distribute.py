@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..base.caches import remembered
+from ..base.tracing import under_way
 from ..base.validation import strided, whole
 from ..comm import PerRank, communicator_of, shards_of
 from ..comm.agreement import alike
@@ -21,7 +22,7 @@ from ..errors import ArgumentError, LayoutError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Replicate
-from ..random.draw import block_of
+from ..random.draw import as_one_step, block_of
 from ..redistribute import redistribute_local
 from ..redistribute.executor import inside
 from ..redistribute.step import described, place
@@ -70,6 +71,8 @@ def distribute_tensor(
         return tensor.redistribute(placements=placements)
     if src_data_rank is None:
         layout = _layout_of(tensor, mesh, placements)
+    elif under_way() and mesh.kind == "process_group":  # all that follows is a step of the graph
+        return _sent_in_graph(tensor, _layout_of(tensor, mesh, placements), placements, src_data_rank)
     else:
         layout, strides = alike(
             mesh,
@@ -83,6 +86,19 @@ def distribute_tensor(
     local = _scatter(tensor.detach(), reduced, src_data_rank)
     made = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
     return made.requires_grad_() if tensor.requires_grad else made
+
+
+def _sent_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, source: int) -> DTensor:
+    def sent(given: torch.Tensor) -> torch.Tensor:
+        made = distribute_tensor(given, layout.mesh, placements, src_data_rank=source)
+        if made._layout != layout:
+            raise LayoutError(
+                f"distribute_tensor: rank {source} holds {made._layout!r}, for which this rank's compiled program was not made: "
+                f"{layout!r}; give tensors that lie alike (.contiguous())"
+            )
+        return made._local
+
+    return wrap(as_one_step(layout, sent, tensor.detach()), layout)
 
 
 def _layout_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layout:

@@ -48,6 +48,7 @@ from .autograd import grad_placements_of as grad_placements_of  # of a leaf
 from .local_layout import layout_of_locals
 from .observed import observed, taken_apart, tell_looked_at
 from .printing import pieces
+from .root_gradient import backward
 
 _make, _grad_enabled, _require_grad = make_wrapper_subclass, torch.is_grad_enabled, torch.Tensor.requires_grad_
 
@@ -254,6 +255,7 @@ class DTensor(torch.Tensor):
     def _set_requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
+    backward = backward
     requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]  # torch's stub
 
     @property

@@ -6,13 +6,24 @@ import argparse
 import collections
 import contextvars
 import dataclasses
+import datetime
+import decimal
 import enum
 import functools
+import gc
+import io
 import itertools
+import logging
 import os
+import pathlib
 import random
+import resource
 import sys
+import tempfile
+import time
 import types
+import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -674,6 +685,101 @@ def test_objects_among_the_arguments_are_guarded_too() -> None:
         check()
 
 
+def read_lines() -> int:
+    return len(pathlib.Path(__file__).read_text())
+
+
+# What compiled code gives that may be another at the next call, directly and through the standard library.
+WORLD: dict[str, Callable[[], float]] = {
+    "a clock": time.time,
+    "a clock through a name": lambda: getattr(time, "perf_counter")(),  # noqa: B009
+    "a clock behind a partial": functools.partial(time.monotonic),
+    "a date": lambda: datetime.datetime.now().timestamp(),
+    "a file": lambda: len(open(__file__).read()),  # noqa: SIM115
+    "a path": read_lines,
+    "whether a file is there": lambda: float(os.path.exists(__file__)),
+    "bytes of a file": lambda: float(numpy.fromfile(__file__, dtype=numpy.uint8)[0]),
+    "the system's random numbers": lambda: random.SystemRandom().random(),
+    "a name for the world": lambda: float(uuid.uuid4().int % 7),
+    "what the process took": lambda: resource.getrusage(resource.RUSAGE_SELF).ru_utime,
+    "the precision of decimals": lambda: float(decimal.getcontext().prec),
+    "the depth of calls": lambda: float(sys.getrecursionlimit()),
+}
+
+
+@pytest.mark.parametrize("name", WORLD)
+def test_what_the_world_gives_is_refused(name: str) -> None:
+    read = WORLD[name]
+    with pytest.raises(CaptureError, match="compiled code"):
+        dt.capture(lambda x: x * read())(X)
+
+
+def test_a_refusal_that_is_caught_is_raised_at_the_end() -> None:
+    def fn(x: Any) -> Any:
+        try:
+            return x * time.time()
+        except Exception:
+            return x
+
+    with pytest.raises(CaptureError, match=r"time\.time"):
+        dt.capture(fn)(X)
+
+
+def test_what_is_trusted_may_be_called() -> None:
+    captured = dt.capture(lambda x: (x * 2, time.perf_counter())[0], trusted=["time"])
+    for _ in range(2):
+        assert torch.equal(captured(X).full_tensor(), X.full_tensor() * 2)
+    assert captured.cache_info().replayed == 1
+
+
+def test_what_tells_is_not_refused() -> None:
+    """Logs, warnings and prints happen while it is recorded, and hand on nothing; so do imports."""
+
+    def fn(x: Any) -> Any:
+        import this_is_not_there_yet as late  # type: ignore[import-not-found]
+
+        print(x.shape, file=io.StringIO())
+        logging.getLogger("given").warning("at %s", x.shape)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.warn("given", stacklevel=1)
+        return x * late.scale
+
+    with tempfile.TemporaryDirectory() as folder:
+        pathlib.Path(folder, "this_is_not_there_yet.py").write_text("scale = 3.0")
+        sys.path.insert(0, folder)
+        try:
+            captured = dt.capture(fn, trusted=["io"])
+            for _ in range(3):
+                assert torch.equal(captured(X).full_tensor(), X.full_tensor() * 3)
+        finally:
+            sys.path.remove(folder)
+    assert captured.cache_info().replayed
+
+
+def test_what_the_collector_calls_is_not_the_functions() -> None:
+    class Ending:
+        def __del__(self) -> None:
+            time.time()
+
+    def callback(phase: str, info: Any) -> None:
+        time.perf_counter()
+
+    def fn(x: Any) -> Any:
+        Ending()
+        gc.collect()
+        return x * 2
+
+    gc.callbacks.append(callback)
+    try:
+        captured = dt.capture(fn)
+        for _ in range(2):
+            assert torch.equal(captured(X).full_tensor(), X.full_tensor() * 2)
+    finally:
+        gc.callbacks.remove(callback)
+    assert captured.cache_info().replayed == 1
+
+
 class Tripled(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -757,3 +863,20 @@ def test_random_programs_whose_state_changes_between_calls(seed: int) -> None:
             rng.choice(state.changes())()
             assert torch.equal(captured(X).full_tensor(), fn(X).full_tensor())
     State.rate = 1.0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs_that_look_at_the_world_are_refused(seed: int) -> None:
+    rng = random.Random(seed)
+    fn, read = State(rng).program(), rng.choice([*WORLD.values()])
+    held: list[Any] = []
+    wrapped = rng.choice(
+        [
+            lambda x: fn(x) + 0 * read(),
+            lambda x: fn(x * max(map(lambda _: read(), [0]))),  # noqa: C417
+            lambda x: fn(x) if sorted([1, 2], key=lambda _: read()) else x,
+            lambda x: held.append(read()) or fn(x),
+        ]
+    )
+    with torch.no_grad(), pytest.raises(CaptureError):
+        dt.capture(wrapped)(X)

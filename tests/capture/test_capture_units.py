@@ -9,13 +9,13 @@ import pytest
 import torch
 from capture_cases import assert_same, randn
 from capture_steps import compare_steps
-from capture_units import CASES, cut, line, net
+from capture_units import CASES, cut, grid, line, net
 from case_lists import on_four
 
-from dtensor import Shard
+from dtensor import Replicate, Shard
 from dtensor.capture import capture
 from dtensor.errors import CaptureError
-from dtensor.parallel import fully_shard, replicate
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
 
 SOME = ("fully_sharded", "hybrid_in_bfloat16", "replicated_with_statistics", "microbatches_reduced_once")
 
@@ -119,10 +119,75 @@ def test_what_is_set_of_units_is_seen() -> None:
             one[0].set_gradient_divide_factor(1.0 + k // 2)
         x = batch()
         assert_same(f(x), step(alone, x))
-    for one in (model, alone):
-        one.set_requires_gradient_sync(False)
-    with pytest.raises(CaptureError, match="wait for a later backward pass"):
-        f(batch())
+
+
+UNITS = {
+    "fully_shard": lambda: cut(net(), line()),
+    "hybrid": lambda: cut(net(), grid("copies", "dp")),
+    "replicate": lambda: replicate(net(), line(), bucket_cap_mb=1e-4),
+    "tensor parallel": lambda: parallelize_module(net(), line(), {"0": ColwiseParallel(), "2": RowwiseParallel()}),
+}
+
+
+def _trained(build: Any, captures: Any, sync: str, counts: list[int]) -> tuple[Any, Any]:
+    """Steps of several microbatches, each one call; the optimizer is another."""
+    torch.manual_seed(0)
+    model = build()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    parted = hasattr(model, sync)
+    mesh = line()
+
+    def forward_backward(x: Any, weight: float) -> Any:
+        loss = model(x.to_local() if parted else x).square().mean() * weight
+        loss.backward()
+        return loss.detach()
+
+    def update() -> None:
+        opt.step()
+        opt.zero_grad()
+
+    micro, after = captures(forward_backward), captures(update)
+    found: list[Any] = []
+    for count in counts:
+        for k in range(count):
+            if parted:
+                getattr(model, sync)(k == count - 1)
+            at = [Shard(0) if parted else Replicate()]
+            found.append(micro(randn(12, 6, on=mesh, at=at), 1.0 / count))
+            found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        after()
+        found.append([p.detach().clone() for p in model.parameters()])
+    return found, (micro, after)
+
+
+@pytest.mark.parametrize("sync", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@pytest.mark.parametrize("name", UNITS)
+def test_each_microbatch_may_be_a_call_of_its_own(name: str, sync: str) -> None:
+    counts = [3, 3, 3, 3, 3, 3]
+    expected, _ = _trained(UNITS[name], lambda fn: fn, sync, counts)
+    got, (micro, after) = _trained(UNITS[name], capture, sync, counts)
+    assert_same(got, expected)
+    assert micro.cache_info().replayed >= 6
+    assert after.cache_info().replayed >= 2
+
+
+def test_a_step_that_is_refused_leaves_what_microbatches_before_it_left() -> None:
+    model, alone = cut(net(), line()), cut(net(), line())
+
+    def step(one: Any, x: Any) -> None:
+        one(x.to_local()).square().mean().backward()
+
+    f = capture(lambda x: step(model, x))
+    refused = capture(lambda x: (step(model, x), x.sum().item() > 0))
+    for k in range(4):
+        for one in (model, alone):
+            one.set_requires_gradient_sync(k == 3)
+        x = batch()
+        with pytest.raises(CaptureError):
+            refused(x)
+        f(x)
+        step(alone, x)
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
 
 
 def test_collectives_of_torch_are_refused() -> None:

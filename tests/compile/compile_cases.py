@@ -122,6 +122,18 @@ def distribute_tensor_that_all_have(mesh: DeviceMesh) -> Made:
 
 
 @case
+def distribute_tensor_that_one_has(mesh: DeviceMesh) -> Made:
+    mine = torch.randn(5, 6) + mesh.get_local_rank()  # the others' values do not count
+    cut = [[Shard(0)], [Shard(1)], [Replicate()], [Partial()], [Shard(0, sizes=(5, 0))]]
+
+    def run(a: torch.Tensor) -> Any:
+        laid = [dt.distribute_tensor(a.detach() * k, mesh, placements) for k, placements in enumerate(cut, 1)]
+        return sum(x.redistribute(placements=R) for x in laid) + dt.distribute_tensor(a.detach(), mesh, S0, src_data_rank=1)
+
+    return run, (mine,)
+
+
+@case
 def local_map_(mesh: DeviceMesh) -> Made:
     return of(lambda x: dt.local_map(torch.sin, S0, (S0,), device_mesh=mesh)(x) * 2, ((4, 6), S0))(mesh)
 

@@ -22,6 +22,7 @@ ALL.update(SAMPLE)
 FEW = [
     *LINES,
     *SAMPLE,
+    "distribute_tensor_that_one_has",
     "from_local",
     "from_local_of_replicas",
     "two layers",

@@ -51,6 +51,7 @@ def test_gradients_asked_for_are_those_of_one_device(nested: bool, some: slice) 
     check([p.grad for p in parameters], expected)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="stage_backward_weight takes a node's first gradient for all")
 @pytest.mark.parametrize("nested", [False, True])
 def test_backward_in_two_parts_and_several_at_a_time(nested: bool) -> None:
     mesh, alone = dt.init_device_mesh("cpu", (2,)), model_of()

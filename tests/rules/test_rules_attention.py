@@ -128,6 +128,16 @@ def test_the_choice_of_kernel_looks_at_layouts_only() -> None:
     assert torch._fused_sdp_choice(q, k, v, dropout_p=0.5) == torch._fused_sdp_choice(*qkv(), dropout_p=0.5)
 
 
+def test_the_choice_of_kernel_takes_no_memory_of_the_global_shape() -> None:
+    mesh, shape = MESHES[2,], (1 << 12, 64, 1 << 14, 128)  # 2 TB each
+    pieces = dt.map_ranks(lambda coordinate: torch.zeros(128).expand(shape[0] // 2, *shape[1:]), mesh=mesh)
+    dense = torch.empty(shape, device="meta")
+    q = dt.DTensor.from_local(pieces, mesh, [S0], shape=dense.shape, stride=dense.stride())
+    assert torch._fused_sdp_choice(q, q, q) == torch._fused_sdp_choice(*qkv())
+    across = dt.DTensor.from_local(pieces, mesh, [S0], shape=dense.shape, stride=(dense.stride(0), 1, 64, 1 << 20))
+    assert torch._fused_sdp_choice(across, across, across) == torch._fused_sdp_choice(*(t.mT.contiguous().mT for t in qkv()))
+
+
 def test_empty_blocks_of_everything() -> None:
     for placement in (S0, S1, S2):
         check(sdpa, *qkv(batch=2, heads=2, queries=2, keys=2), mesh=MESHES[3,], placements=[[placement]] * 3)

@@ -136,7 +136,8 @@ def written(s: Scope) -> str | None:
         k = s.rng.randrange(-1, 2)
         forms += [f"{x}.tril_({k})", f"{x}.triu_({k})", f"{x}.fill_diagonal_(7)", f"torch.triu({x}, {k}, out={x})"]
     if value.ndim == 2:
-        forms += [f"{x}.fill_diagonal_(7, True)"] * value.is_contiguous()
+        # torch writes outside of a block whose rows are not one after the other, as those of a column may be
+        forms += [f"{x}.fill_diagonal_(7, True)"] * (value.stride() == (value.shape[1], 1))
         forms += [f"{x}.addmm_({x}.clone(), {x}.new_ones({value.shape[1]}, {value.shape[1]}))"]
     return f"_ = {s.rng.choice(forms)}"
 

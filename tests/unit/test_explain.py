@@ -211,6 +211,7 @@ def test_a_loop_is_told_once() -> None:
     assert len(told.movements) == 3
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # torch 2.11 says so of each profile
 def test_torchs_profiler_shows_what_moves() -> None:
     a, b = put(value(5, 6), S0), put(value(5, 6), S1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:

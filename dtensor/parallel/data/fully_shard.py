@@ -56,22 +56,19 @@ def fully_shard(
 
     Raises:
         MeshError: more than two data-parallel dims, or a parameter on a mesh that is not of the same root.
-        UnitError: ``module`` is a container that nobody calls, or has a weight in common with one that is distributed elsewhere.
+        UnitError: ``module`` is a container that nobody calls, or has a weight that is distributed elsewhere, too.
         ContradictionError: it is a unit already.
 
-    Cost: per unit and pass two all-gathers of its parameters and one reduce-scatter of its gradients.
-    ``fully_shard.state(module)`` tells the unit's modules and parameters, and whether they are gathered; None of what is no unit.
+    Cost: per unit and pass two all-gathers, and one reduce-scatter. ``fully_shard.state(module)`` tells what is gathered now.
 
     >>> import dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     >>> model = fully_shard(torch.nn.Linear(3, 4), mesh=mesh)
-    >>> model.weight.placements, [tuple(shard.shape) for shard in model.weight.to_local().shards]
-    ((Shard(dim=0),), [(2, 3), (2, 3)])
+    >>> [tuple(shard.shape) for shard in model.weight.to_local().shards]
+    [(2, 3), (2, 3)]
     >>> model(dt.per_rank([torch.ones(1, 3), torch.zeros(1, 3)])).sum().backward()
     >>> model.bias.grad.placements, model.bias.grad.full_tensor()
     ((Shard(dim=0),), tensor([1., 1., 1., 1.]))
-    >>> fully_shard.state(model).gathered, fully_shard.state(torch.nn.Linear(3, 4))
-    (False, None)
     """
     _check_options(reshard_after_forward, mp_policy, offload_policy)
     modules = _outermost(list(module) if isinstance(module, (list, tuple)) else [module])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base.recording import ACTIVE, aside, current
+from ...base.recording import aside
 from ...base.torch_internals import DisableTorchFunctionSubclass
 from ...comm import Pending, shards_of
 from ...comm.events import because
@@ -28,11 +28,6 @@ from .gradient_node import Column
 from .memory import Spare
 from .offload import Host
 from .param_group import Group
-
-WAITING = (
-    "gradients that wait for a later backward pass ({}); capture a step of all its microbatches, up to the one after which they "
-    "are reduced, as one function"
-)
 
 
 class Reduction:
@@ -194,8 +189,6 @@ class Reduction:
             self._second = group.comm.all_reduce(flat, group.axes.reduced, self._op)
         else:
             group.scattered[key] = (flat, frozenset(self.missing))
-            if ACTIVE and (recorder := current()) is not None:
-                recorder.ends_empty(group.scattered, WAITING.format("set_requires_all_reduce(False)"))
 
     def _blocks(self, member: int, flat: Tensor) -> list[Tensor]:
         group = self.group

@@ -165,13 +165,14 @@ class Unit:
         return [place for group in self.groups for m in group.managed for place in m.places]
 
     def _guarded(self) -> list[Any]:
-        """What programs may set, for ``capture``, which guards it."""
+        """What programs may set, and what waits for a later pass, for ``capture``, which guards it."""
         own = self.keep_after_forward, self.keep_after_backward, self.gathers_in_backward, self.awaited
         explicit = [unit for found in (self.before_in_forward, self.before_in_backward) for unit in (found or ())]
         settings = [getattr(group.settings, name) for group in self.groups for name in group.settings.__slots__]
         unreduced = self.unreduced.sync, self.unreduced.in_order, self.unreduced.defers
         neighbours = [group.neighbours for group in self.groups]
-        return [*own, self.reductions_under_way, *explicit, *neighbours, *settings, *unreduced]
+        waiting = [self.unreduced.held, *(group.scattered for group in self.groups)]
+        return [*own, self.reductions_under_way, *explicit, *neighbours, *settings, *unreduced, *waiting]
 
     def tie(self) -> None:
         """Weights that modules have in common are one again."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.recording import ACTIVE, current
+from ...base.recording import ACTIVE, Between, current
 from ...comm import Communicator, Pending, communicator_of, each_shard, shards_of
 from ...comm.binding import Run
 from ...comm.events import because
@@ -62,7 +62,7 @@ class Group:
         self.managed: list[Managed] = []
         self.live: dict[Any, int] = {}
         self.neighbours: Neighbours | None = None
-        self.scattered: dict[Any, Any] = {}
+        self.scattered: dict[Any, Any] = Between()
         self.seen: list[Any] = []
         self._pending: Pending[Any] | None = None
         self._kept: tuple[Neighbours, Any] | None = None  # parts of the gathered values, between forward and backward

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...base.recording import ACTIVE, current
+from ...base.recording import Between
 from ...errors import UnsupportedOperationError
 from .gradient_node import Column
-from .gradients import WAITING, add, quiet, reductions, to_be_added
+from .gradients import add, quiet, reductions, to_be_added
 from .param_group import Group
 from .schedule import Schedule
 
@@ -23,16 +23,18 @@ class Unreduced:
         in_order: reduce groups in their order, also those that this rank did not use.
         defers: reduce when backward has ended, also if this rank did not reach the unit.
         expected: gathered values were recorded in this pass.
+        held: those of backward passes without sync, by group and parameter.
     """
 
     def __init__(self, groups: Sequence[Group], dtype: torch.dtype | None) -> None:
         self._groups, self._dtype = groups, dtype
         self.sync, self.in_order, self.defers, self.expected = True, False, False, False
+        self.held: dict[tuple[int, int], Column] = Between()
         self.forget()
 
     def forget(self) -> None:
         """Drop them."""
-        self._held: dict[tuple[int, int], Column] = {}  # (group, parameter) -> those of backward passes without sync
+        self.held.clear()
         self._ready: list[list[dict[int, Column]]] = [[] for _ in self._groups]  # what waits for groups before it, or for the end
         self._turn = 0
 
@@ -59,14 +61,12 @@ class Unreduced:
     def receive(self, schedule: Schedule, group: Group, gradients: dict[int, Column], average: bool) -> dict[Tensor, Tensor]:
         """A group's gradients have come: autograd gets none of them."""
         k = self._groups.index(group)
-        if self._held:
-            gradients = {i: add(self._held.pop((k, i), None), column) for i, column in gradients.items()}
+        if self.held:
+            gradients = {i: add(self.held.pop((k, i), None), column) for i, column in gradients.items()}
         if not self.sync or self.defers:
             gradients = {i: to_be_added(column, self._dtype) for i, column in gradients.items()}
         if not self.sync:
-            self._held.update({(k, i): column for i, column in gradients.items()})
-            if ACTIVE and (recorder := current()) is not None:
-                recorder.ends_empty(self._held, WAITING.format("set_requires_gradient_sync(False)"))
+            self.held.update({(k, i): column for i, column in gradients.items()})
         elif self.in_order or self.defers:
             self._ready[k].append(gradients)
             if self.in_order:
@@ -103,4 +103,4 @@ class Unreduced:
         """What this rank has of a group that its backward did not reach: what is held of passes before."""
         group = self._groups[k]
         trainable = [i for i, m in enumerate(group.managed) if m.parameter.requires_grad]
-        return {i: add(self._held.pop((k, i), None), (None,) * group.pieces) for i in trainable}
+        return {i: add(self.held.pop((k, i), None), (None,) * group.pieces) for i in trainable}

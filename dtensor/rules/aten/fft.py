@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from ..blockwise import blockwise, on_each_rank
+from ..kernels import functional_of
 from ..rows import linear
 
-aten = torch.ops.aten
 
-
-def transform(op: Any, dtype_of: Any, size_of: Any) -> Any:
-    """``op`` on one rank's block; the FFT libraries refuse empty ones."""
+def transform(name: str, dtype_of: Any, size_of: Any) -> Any:
+    """The operator on one rank's block; the FFT libraries refuse empty ones."""
+    op = functional_of(name)
 
     def run(x: Tensor, dim: list[int], *args: Any, **kwargs: Any) -> Tensor:
         if x.numel() or not dim:
-            return (op if "out" in kwargs else op.default)(x, dim, *args, **kwargs)
+            return op(x, dim, *args, **kwargs)
         shape = list(x.shape)
         shape[dim[-1]] = size_of(shape[dim[-1]], *args)
         return kwargs["out"].resize_(shape) if "out" in kwargs else x.new_empty(shape, dtype=dtype_of(x.dtype))
@@ -31,9 +31,9 @@ def complex_of(dtype: torch.dtype) -> torch.dtype:
 
 
 LOCAL = {
-    "_fft_r2c": transform(aten._fft_r2c, complex_of, lambda size, normalization, onesided: size // 2 + 1 if onesided else size),
-    "_fft_c2r": transform(aten._fft_c2r, torch.dtype.to_real, lambda size, normalization, last_dim_size: last_dim_size),
-    "_fft_c2c": transform(aten._fft_c2c, complex_of, lambda size, normalization, forward: size),
+    "_fft_r2c": transform("_fft_r2c", complex_of, lambda size, normalization, onesided: size // 2 + 1 if onesided else size),
+    "_fft_c2r": transform("_fft_c2r", torch.dtype.to_real, lambda size, normalization, last_dim_size: last_dim_size),
+    "_fft_c2c": transform("_fft_c2c", complex_of, lambda size, normalization, forward: size),
 }
 for _name, _local in LOCAL.items():
     blockwise(_name, "a* [@dim!] b* -> a* [@dim!] b*", partials=linear(), local=_local, kind="along")

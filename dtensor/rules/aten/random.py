@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...base.memory_order import contiguous_stride
 from ...random.distributions import SAMPLERS
-from ...random.draw import DRAWING, as_one_step, block_of, draw, draw_counted
+from ...random.draw import DRAWING, as_one_step, draw, draw_counted, from_one_state, own_block_of, place_in
 from ..call import Call
-from ..drawn import drawn, drawn_alike
+from ..drawn import drawn
 from ..kernels import KernelContext
 from ..rows import forgets
 from ..rule import Factors
@@ -95,15 +95,12 @@ def leak(
         whole = torch.empty(layout.shape, dtype=own.dtype, device=own.device)
         group = mesh.members_of(cut, member) if cut else (member,)
         for peer, negative in zip(group, parts, strict=True):
-            place, coordinate = whole, coordinates[peer]
-            for d, (offset, size) in enumerate(zip(layout.local_offset(coordinate), layout.local_shape(coordinate), strict=True)):
-                place = place.narrow(d, min(offset, place.shape[d] - size), size)
-            place.copy_(1 - 2 * negative.to(own.dtype))
+            place_in(whole, layout, coordinates[peer]).fill_(1).masked_fill_(negative, -1)
         slopes = torch.empty_like(whole)
         torch.ops.aten.rrelu_with_noise(whole, slopes, lower, upper, True, generator)
-        return block_of(slopes, layout, member)
+        return own_block_of(slopes, layout, member)
 
-    drawn = as_one_step(layout, lambda *given: drawn_alike(at, generator, one, *given), noise, masks)
+    drawn = as_one_step(layout, lambda *given: from_one_state(mesh, generator, one, *given), noise, masks)
     return at.map(lambda _, block, own, slope: block * own.copy_(slope), x, noise, drawn)
 
 
