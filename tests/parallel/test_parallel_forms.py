@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.comm import Communicator, Pending
-from dtensor.parallel import fully_shard, replicate
+from dtensor.errors import MeshError
+from dtensor.parallel import RowwiseParallel, fully_shard, parallelize_module, replicate
 
 Make = Callable[[nn.Module, dt.DeviceMesh], Any]
 
@@ -293,3 +294,28 @@ def test_sums_over_copies_of_shards_go_on_while_the_next_unit_computes() -> None
 def test_sums_over_copies_of_shards_go_on_while_the_next_unit_computes_on_process_groups() -> None:
     for found in run_gloo(_all_reduces_and_backwards, 4):
         assert all(_meanwhile(found, number) for number in range(2)), found
+
+
+# --- a batch over the data-parallel dim, or over the whole mesh -----------------------------------------------------------
+@pytest.mark.parametrize("make", [fully_shard, replicate])
+@pytest.mark.parametrize("whole", [False, True], ids=["dp", "dp and tp"])
+def test_a_plain_module_after_a_styled_one_takes_a_batch_on_either_mesh(make: Any, whole: bool) -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    model, x = copy.deepcopy(alone), torch.randn(7, 4, dtype=torch.float64)
+    style = RowwiseParallel(input_layouts=dt.Replicate(), use_local_output=not whole)
+    make(parallelize_module(model, mesh["tp"], {"0": style}), mesh=mesh["dp"])
+    batch = dt.distribute_tensor(x, mesh if whole else mesh["dp"], [dt.Shard(0)] + [dt.Replicate()] * whole)
+    for one, given in ((model, batch), (alone, x)):
+        (one(given) ** 2).sum().backward()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+def test_local_pieces_of_a_batch_on_the_whole_mesh_do_not_meet_parameters_that_lie_on_it() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    fully_shard(parallelize_module(model, mesh["tp"], {"0": RowwiseParallel(input_layouts=dt.Replicate())}), mesh=mesh["dp"])
+    with pytest.raises(MeshError, match="different meshes"):
+        model(dt.distribute_tensor(torch.ones(4, 4), mesh, [dt.Shard(0), dt.Replicate()]))
