@@ -160,39 +160,33 @@ def weight_dims(call: Call) -> tuple[Dims, ...]:
     return () if call.get("weight") is None else (((),),)  # small, and every rank needs all weights for the mean
 
 
-def own_targets(target: Tensor, start: int, size: int, total: int, ignore_index: int) -> tuple[Tensor, bool]:
-    """Targets counted from ``start``, those ignored or of other ranks marked ``IGNORED``; whether any may be ignored.
+def own_targets(target: Tensor, start: int, size: int, total: int, ignore_index: int) -> Tensor:
+    """Targets counted from ``start``, those that are ignored or belong to other ranks marked ``IGNORED``.
 
     Raises:
         IndexError: a target that is no class, as the plain loss does (on CPU; elsewhere asserted on the device).
     """
     target = target.long()  # labels of one byte would wrap around
-    seen = target.device.type == "cpu" and type(target) is Tensor and target.numel() > 0  # nobody can look into a FakeTensor
-    least, most = map(int, target.aminmax()) if seen else (-1, total)
-    ignoring = not seen or least <= ignore_index <= most
-    if least < 0 or most >= total:
-        legal = (target >= 0).logical_and_(target < total).logical_or_(target == ignore_index)
-        if not seen:
-            assert_async(legal.all())
-        elif not bool(legal.all()):
+    ignored = target == ignore_index
+    legal = (target >= 0).logical_and_(target < total).logical_or_(ignored)
+    if target.device.type == "cpu" and type(target) is Tensor:  # nobody can look into a FakeTensor
+        if not bool(legal.all()):
             raise IndexError(f"Target {int(target[~legal].flatten()[0])} is out of bounds.")
+    else:
+        assert_async(legal.all())
     local = target - start
-    others = (local < 0).logical_or_(local >= size)
-    return local.masked_fill_(others.logical_or_(target == ignore_index) if ignoring else others, IGNORED), ignoring
+    return local.masked_fill_((local < 0).logical_or_(local >= size).logical_or_(ignored), IGNORED)
 
 
-def of_own_classes(at: KernelContext, target: Any, weight: Any, ignore_index: int, dtype: torch.dtype) -> tuple[Any, Any, Any]:
-    """Each rank's targets and weights, of the classes that its block of scores has, and the total weight of all targets."""
+def of_own_classes(at: KernelContext, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
+    """Each rank's targets and weights, of the classes that its block of scores has."""
     dim = min(1, len(at.call.shape(at.call.names.index("self"))) - 1)
     total = at.call.shape(at.call.names.index("self"))[dim]
 
-    def own(here: At, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    def own(here: At, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
         classes = at.held("self", dim, here.member)
-        local, ignoring = own_targets(target, classes.start, len(classes), total, ignore_index)
-        if weight is None and not ignoring:
-            return local, None, torch.full((), target.numel(), dtype=dtype, device=target.device)
-        own_weight = None if weight is None else weight.narrow(0, classes.start, len(classes))
-        return local, own_weight, weight_of(target, weight, ignore_index, dtype)
+        local = own_targets(target, classes.start, len(classes), total, ignore_index)
+        return local, None if weight is None else weight.narrow(0, classes.start, len(classes))
 
     return at.map(own, target, weight)
 
@@ -224,13 +218,11 @@ def nll_loss(at: KernelContext, scores: Any, target: Any, weight: Any, reduction
     if "c" not in at.splits and reduction != NONE and dtype is wide:  # the operator gives the two sums of all classes
         loss, total = losses_in_sum(op, scores, target, weight, ignore_index)
     else:
-        own, weights, total = of_own_classes(at, target, weight, ignore_index, wide)
+        loss = loss_of_each(op, scores, *of_own_classes(at, target, weight, ignore_index))
+        total = weight_of(target, weight, ignore_index, wide)
         if reduction == NONE:
-            return loss_of_each(op, scores, own, weights), torch.zeros_like(total, dtype=dtype)
-        if dtype is wide:
-            loss, _ = losses_in_sum(op, scores, own, weights, IGNORED)
-        else:
-            loss = loss_of_each(op, scores, own, weights).sum(dtype=wide)
+            return loss, torch.zeros_like(total, dtype=dtype)
+        loss = loss.sum(dtype=wide)
     if reduction == MEAN:
         total = at.all_reduce(total, "sum", [name for name in at.splits if name != "c"], spent=True)
         loss = loss / total
@@ -273,8 +265,8 @@ def nll_gradient(
     ignore_index: int,
     total: Any,
 ) -> Any:
-    own, weights, _ = of_own_classes(at, target, weight, ignore_index, at.dtype(0))
-    return gradient_of_own(at.once(functional), grad, scores, own, weights, reduction, total)
+    own = of_own_classes(at, target, weight, ignore_index)
+    return gradient_of_own(functional(at.call), grad, scores, *own, reduction, total)
 
 
 @on_each_rank
