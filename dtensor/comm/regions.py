@@ -207,12 +207,12 @@ class Packing:
 
     def pack(self, block: Tensor) -> Tensor:
         """The row; shares the block's memory where it can."""
+        if not self.filled:
+            return block.new_empty(0)  # not a view: a lazy conjugate would stay one
         if self.whole:
             return block.view(-1)
         if self.grid is not None:
             return self.grid.of(block).contiguous().view(-1)  # reshape might give a strided view
-        if not self.filled:
-            return block.new_empty(0)
         if self.joint is not None:
             parts = block.split([box.size[self.joint] for box in self.filled], self.joint)
             return torch.cat([part.reshape(-1) for part in parts])

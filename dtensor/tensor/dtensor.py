@@ -125,6 +125,8 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """The DTensor whose piece on this rank is ``local_tensor``, and stays it: they share memory; differentiable.
 
+        A lazily negated view (``x.conj().imag``) is computed first, and shares nothing.
+
         Args:
             local_tensor: this rank's piece; with all ranks in one process a ``per_rank([...])`` (of a plain tensor every rank
                 gets a copy as its piece). Of a rank outside the mesh it is not taken: that rank holds nothing, and gets zeros as
@@ -145,7 +147,8 @@ class DTensor(torch.Tensor):
             raise LayoutError(
                 "from_local takes this rank's plain tensor, got a DTensor; use x.redistribute(...) or x.to_local() first"
             )
-        local_tensor, comm = each_rank(strided(local_tensor, "from_local")), communicator_of(mesh)
+        plain = strided(local_tensor, "from_local").resolve_neg()  # below __torch_dispatch__ nobody would negate
+        local_tensor, comm = each_rank(plain), communicator_of(mesh)
         layout = layout_of_locals(local_tensor, mesh, placements, shape, stride, check=run_check)
         backward = grad_layout(layout, grad_placements)
         if isinstance(local_tensor, PerRank):

@@ -52,6 +52,15 @@ def every_layout_of_a_matrix_gives_it_back() -> None:
 
 
 @case
+def who_has_no_rows_sends_a_lazy_conjugate_as_the_others_do() -> None:
+    x = torch.complex(value(5, 3), value(5, 3) + 1)  # of four ranks the last has nothing
+    cut = dt.distribute_tensor(x, dt.init_device_mesh("cpu", (4,)), [Shard(0)])
+    equal(cut.conj(), x.conj().resolve_conj())
+    equal(cut.conj().redistribute(placements=[Shard(1)]), x.conj().resolve_conj())
+    equal(cut.conj().imag, x.conj().imag.resolve_neg())
+
+
+@case
 def non_contiguous_tensors_keep_their_strides_on_every_rank() -> None:
     for placements in ([R, R], [Shard(0), R], [Shard(1), Shard(0)], [R, Shard(1)]):
         made = dt.distribute_tensor(value(6, 5).t(), square(), placements)

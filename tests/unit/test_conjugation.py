@@ -29,3 +29,13 @@ def test_lazy_conjugation_is_carried_out(fn: Callable[..., torch.Tensor], placem
     torch.manual_seed(0)
     x, y = (torch.randn(3, 3, dtype=torch.complex128) for _ in range(2))
     check(fn, x, y, mesh=dt.init_device_mesh("cpu", (2,)), placements=[[placement], [placement]])
+
+
+@pytest.mark.parametrize("placement", [dt.Replicate(), dt.Shard(0)], ids=str)
+def test_a_piece_that_is_lazily_negated_is_what_it_shows(placement: dt.Placement) -> None:
+    mesh, x = dt.init_device_mesh("cpu", (2,)), torch.randn(3, 2, dtype=torch.complex128)
+    held = dt.distribute_tensor(x, mesh, [placement]).requires_grad_()
+    made = dt.DTensor.from_local(held.to_local().conj().imag, mesh, [placement])
+    assert torch.equal((made * 2).full_tensor(), x.conj().imag * 2)
+    made.sum().backward()
+    assert torch.equal(held.grad.full_tensor(), torch.full_like(x, -1j))
