@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import MeshDimError, MeshError
 from .geometry import Dims, Geometry, Names
+from .root import Backend, backends_of
 
 
 def sliced(mesh: Geometry, names: str | tuple[str, ...]) -> tuple[Dims, Names]:
@@ -35,22 +36,32 @@ def sliced(mesh: Geometry, names: str | tuple[str, ...]) -> tuple[Dims, Names]:
     return tuple(dims), wanted
 
 
-def flattened(mesh: Geometry, name: str | None) -> tuple[Dims, Names]:
-    """See ``DeviceMesh.flatten``. The root keeps the name."""
+def flattened(mesh: Geometry, name: str | None, backend_override: Any = None) -> tuple[Dims, Names]:
+    """See ``DeviceMesh.flatten``. The root keeps the name, and what the group is made with."""
     if not isinstance(name, str | None):
         raise MeshError(f"flatten(mesh_dim_name) takes a string, got {name!r}")
     if name is None and mesh.mesh_dim_names is not None:
         name = "_".join(mesh.mesh_dim_names)
     root, dims = mesh._root, tuple(d for group in mesh._dims for d in group)
+    asked = backends_of({0: backend_override}, (1,), None)
+    if asked and name is None:
+        raise MeshError(
+            f"flatten(backend_override=...) of {mesh!r}, whose dims have no names: give mesh_dim_name, to be known by"
+        )
     if name is None:
         return (dims,), None
+    if asked and name not in root.named and name not in root.flattened:
+        root.backends[root.wide(dims)] = asked[0,]
+        root.groups.pop(root.wide(dims), None)  # who has it keeps it
     known = root.named.get(name) or root.flattened.setdefault(name, dims)
     if known != dims:
         raise MeshError(f"a mesh dim named {name!r} exists already; give flatten() another name")
     return (dims,), (name,)
 
 
-def unflattened(mesh: Geometry, dim: int | str, sizes: Sequence[int], names: Sequence[str] | None) -> tuple[Any, Dims, Names]:
+def unflattened(
+    mesh: Geometry, dim: int | str, sizes: Sequence[int], names: Sequence[str] | None, backend_override: Any
+) -> tuple[Any, Dims, Names, dict[tuple[int, ...], Backend]]:
     """See ``DeviceMesh.unflatten``. The new mesh is a root of its own: the old one has no dims to pick the new ones from."""
     at, sizes, root = mesh.dim_index(dim), tuple(sizes), mesh._root
     if math.prod(sizes) != mesh.shape[at] or any(size < 1 for size in sizes):
@@ -70,7 +81,14 @@ def unflattened(mesh: Geometry, dim: int | str, sizes: Sequence[int], names: Seq
         known[at : at + 1] = names
         if len(set(known)) != len(known):
             raise MeshError(f"mesh dims need different names, got {tuple(known)}")
-    return ranks.reshape(*kept[:before], *sizes, *kept[before:]), tuple(dims), None if known is None else tuple(known)
+    array = ranks.reshape(*kept[:before], *sizes, *kept[before:])
+    split, made = set(root.wide(group)), [before + k for k, size in enumerate(sizes) if size > 1]
+    backends = {}
+    for key, asked in root.backends.items():
+        if not (met := split & set(key)) or met == split:  # else its group is over ranks that no dims of the new mesh have
+            backends[tuple(sorted([now[d] for d in key if d in now] + (made if met else [])))] = asked
+    backends |= {(before + k,): asked for (k,), asked in backends_of(backend_override, sizes, names).items()}
+    return array, tuple(dims), None if known is None else tuple(known), backends
 
 
 def concatenated(meshes: Sequence[Geometry]) -> tuple[Dims, Names]:

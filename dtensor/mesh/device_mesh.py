@@ -72,7 +72,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         self._root = _root
         self._dims = _dims
         self._names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-        self._hash = hash((_root.key, _dims, self._names))
+        self._hash = hash((_root.geometry, _dims, self._names))
 
     def size(self, mesh_dim: int | str | None = None) -> int:
         """Number of ranks, in all or along one mesh dim or flattened one."""
@@ -149,27 +149,34 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         """The mesh of one or several named dims, in the given order, adjacent or not."""
         return self._derive(*sliced(self, names))
 
-    def flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """The 1-d mesh over all dims of this one, first dim major; its name defaults to the names joined by "_"."""
-        return self._derive(*flattened(self, mesh_dim_name))
+    def flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
+        """The 1-d mesh over all dims of this one, first dim major; its name defaults to the names joined by "_".
 
-    def unflatten(self, dim: int | str, mesh_sizes: Sequence[int], names: Sequence[str] | None = None) -> DeviceMesh:
+        ``backend_override``: of their group, where the name is new: the name of a backend, its options, or (name, options).
+        """
+        return self._derive(*flattened(self, mesh_dim_name, backend_override))
+
+    def unflatten(
+        self, dim: int | str, mesh_sizes: Sequence[int], names: Sequence[str] | None = None, backend_override: Any = None
+    ) -> DeviceMesh:
         """This mesh with one dim split into several, first one major. MeshError: sizes or ``names`` that do not fit.
+
+        ``backend_override`` is as of :func:`init_device_mesh`, of the new dims. The others keep theirs.
 
         >>> init_device_mesh("cpu", (4,), mesh_dim_names=("world",)).unflatten("world", (2, 2), ("dp", "tp"))
         DeviceMesh('cpu', [[0, 1], [2, 3]], mesh_dim_names=('dp', 'tp'))
         """
-        ranks, dims, known = unflattened(self, dim, tuple(mesh_sizes), names)
+        ranks, dims, known, backends = unflattened(self, dim, tuple(mesh_sizes), names, backend_override)
         made = DeviceMesh(self.device_type, ranks)
-        if known is not None:
-            made._root.named.update(zip(known, dims, strict=True))
+        made._root.backends = backends
+        made._root.named.update(zip(known or (), dims, strict=False))
         return made._derive(dims, known)
 
     @staticmethod
     def _concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:  # type: ignore[override]  # more than lists
         return meshes[0]._derive(*concatenated(meshes))
 
-    _flatten, _unflatten = flatten, unflatten  # type: ignore[assignment]  # torch's spelling; its own take a backend as well
+    _flatten, _unflatten = flatten, unflatten  # type: ignore[assignment]  # torch's spelling; its names are never left out
 
     def _get_root_mesh(self) -> DeviceMesh:
         """All dims as they were made: what torch's own code asks a slice for."""
@@ -194,14 +201,12 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
     @staticmethod
     def from_group(group: Any, device_type: str, mesh: Any = None, *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
         """A mesh over existing process groups: one group, or a list with one group per mesh dim and ``mesh`` given."""
-        if isinstance(group, (list, tuple)):
-            if mesh is None:
-                raise MeshError("from_group with several groups needs mesh=, the ranks as an n-d array")
-            if not (groups := list(group)):
-                raise MeshError("from_group got an empty list of groups; give one for each mesh dim")
-        else:
-            groups = [group]
-            mesh = dist.get_process_group_ranks(group) if mesh is None else mesh
+        groups = list(group) if isinstance(group, (list, tuple)) else [group]
+        if mesh is None and groups != [group]:
+            raise MeshError("from_group with several groups needs mesh=, the ranks as an n-d array")
+        if not groups:
+            raise MeshError("from_group got an empty list of groups; give one for each mesh dim")
+        mesh = dist.get_process_group_ranks(group) if mesh is None else mesh
         made = DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names)
         if len(groups) != made.ndim:
             raise MeshError(
@@ -301,7 +306,7 @@ def init_device_mesh(
     Args:
         mesh_dim_names: one per mesh dim.
         backend_override: mesh dim, by name or number -> the backend of the process groups along it, where it is not to be the
-            world's: its name, its options, or (name, options). Groups over several dims are the world's.
+            world's: its name, its options, or (name, options). Groups over several dims are the world's (but see ``flatten``).
 
     Raises:
         MeshError: the world has fewer ranks, or the names do not fit.

@@ -130,10 +130,10 @@ def _handle(mesh: Geometry, mesh_dims: Sequence[int], ranks: list[int]) -> Any:
     group_id = mesh.group_id(mesh_dims)
     if group_id in given:
         return given[group_id]
-    key = tuple(sorted(d for d in group_id if mesh._root.shape[d] > 1))  # the same ranks, whatever their order
+    key = mesh._root.wide(group_id)  # the same ranks, whatever their order
     if key in given and key:
         return given[key]
-    world, backend = dist.group.WORLD, mesh._root.backends.get(key[0]) if len(key) == 1 else None
+    world, backend = dist.group.WORLD, mesh._root.backends.get(key)
     if backend is None and sorted(ranks) == list(range(dist.get_world_size())):
         handle = world
     else:

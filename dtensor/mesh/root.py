@@ -39,7 +39,7 @@ class Root:
     named: dict[str, tuple[int, ...]] = field(default_factory=dict)  # root dims, for each name that a mesh dim was made with
     flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)  # and those that came later
     groups: dict[tuple[int, ...], Any] = field(default_factory=dict)  # root dims -> torch group
-    backends: dict[int, Backend] = field(default_factory=dict)  # root dim -> of the groups along it, where they are asked for
+    backends: dict[tuple[int, ...], Backend] = field(default_factory=dict)  # root dims -> of the group over them, where asked for
     derived: dict[Any, Any] = field(default_factory=dict)
     communicator: Any = None
     seeded: set[int] = field(default_factory=set)  # root dims over which ranks draw from the same generator state
@@ -48,9 +48,17 @@ class Root:
     profile: Any = None  # of a dry run, what things take on the cluster that it is one of, if not on one like this machine's
 
     @property
+    def geometry(self) -> tuple[Any, ...]:
+        """What never changes: backends may be asked for later."""
+        return self.device_type, self.ranks, self.shape, self.kind, id(self.world)
+
+    @property
     def key(self) -> tuple[Any, ...]:
-        ours = (self.device_type, self.ranks, self.shape, self.kind, id(self.world))
-        return *ours, tuple(sorted(self.backends.items())), self.stands_for, id(self.profile)
+        return *self.geometry, tuple(sorted(self.backends.items())), self.stands_for, id(self.profile)
+
+    def wide(self, dims: Iterable[int]) -> tuple[int, ...]:
+        """Those along which there are several ranks, in one order: whichever dims have these are over the same ranks."""
+        return tuple(sorted(d for d in dims if self.shape[d] > 1))
 
 
 def device_type_of(device: Any) -> str:
@@ -131,13 +139,13 @@ def make_root(device_type: str, mesh: Any, names: Sequence[str] | None) -> Root:
     return Root(device_type, ranks, tuple(array.shape), names, kind, world, named)
 
 
-def backends_of(override: Any, shape: Sequence[int], names: Sequence[str] | None) -> dict[int, Backend]:
+def backends_of(override: Any, shape: Sequence[int], names: Sequence[str] | None) -> dict[tuple[int, ...], Backend]:
     """What ``backend_override`` says, by mesh dim.
 
     Raises:
         MeshError: it is no dict of mesh dims, names or numbers, each once, and of backends.
     """
-    found: dict[int, Backend] = {}
+    found: dict[tuple[int, ...], Backend] = {}
     asked_for = override.items() if isinstance(override, Mapping) else enumerate(override or ())
     for which, asked in asked_for:
         if asked in (None, (None, None)):
@@ -147,12 +155,12 @@ def backends_of(override: Any, shape: Sequence[int], names: Sequence[str] | None
             raise MeshError(
                 f"backend_override names the mesh dim {which!r}; a mesh of shape {tuple(shape)} with {names=} has none"
             )
-        if dim in found:
+        if (dim,) in found:
             raise MeshError(f"backend_override names mesh dim {dim} twice, as {which!r} too")
         name, options = asked if isinstance(asked, tuple) and len(asked) == 2 else (asked, None)
         if not isinstance(name, str) and options is None:
             name, options = None, name
         if not (isinstance(name, str) or name is None) or not (options is None or hasattr(options, "backend")):
             raise MeshError(f"backend_override takes the name of a backend, its options, or (name, options), got {asked!r}")
-        found[dim] = Backend(name, options)
+        found[dim,] = Backend(name, options)
     return found

@@ -123,13 +123,13 @@ def test_a_part_is_kept_and_few_bytes_are_gathered() -> None:
     model = wrapped(mesh, reshard_after_forward=2)
     loss = (model(own(mesh)) ** 2).sum()
     group = unit_of(model[2]).groups[0]  # type: ignore[union-attr]
-    assert group._buffer.shards[0].untyped_storage().nbytes() == 0
-    assert [x.numel() for x in group._kept[1].shards] == [(5 * 7 + 7) * 8 // 2] * 4  # type: ignore[index]
+    assert group.whole.buffer.shards[0].untyped_storage().nbytes() == 0
+    assert [x.numel() for x in group.whole.kept[1].shards] == [(5 * 7 + 7) * 8 // 2] * 4  # type: ignore[index]
     with CommDebugMode() as comm:
         loss.backward()
     assert comm.get_comm_counts()["all_gather"] == 3
     assert comm.get_comm_bytes()["all_gather"] == sum((i * o + o) * 8 // 2 for i, o in ((3, 5), (5, 7), (7, 2)))
-    assert group._kept is None
+    assert group.whole.kept is None
     with torch.no_grad():
         before = model(own(mesh))
         model[0].weight.mul_(2)  # what was kept is of no use then
@@ -137,7 +137,7 @@ def test_a_part_is_kept_and_few_bytes_are_gathered() -> None:
     model.set_reshard_after_forward(True)
     model.zero_grad()
     step(model, mesh)
-    assert group._kept is None
+    assert group.whole.kept is None
 
 
 def test_numbers_that_mean_all_or_nothing_and_such_as_do_not_fit() -> None:

@@ -329,6 +329,24 @@ def _backends() -> None:
     x = dt.distribute_tensor(torch.arange(6.0), world, [dt.Shard(0)])
     assert x.sum().item() == 15
     assert plain["dp"].get_group() is not world.get_group()
+    _backends_of_made_dims()
+
+
+def _backends_of_made_dims() -> None:
+    """Of dims that were made of others: joined, and parts of one."""
+    mesh = dt.init_device_mesh("cpu", (2, 2), ("dp", "tp"), backend_override={"tp": "fake"})
+    before = mesh.flatten("before").get_group()
+    both = mesh.flatten("both", backend_override="fake")
+    assert dist.get_backend(both.get_group()) == dist.get_backend(mesh["both"].get_group()) == "fake"
+    assert mesh._flatten("both", backend_override="gloo") is both  # as it is known by that name
+    assert dist.get_backend(before) == "gloo"
+    assert hash(mesh) == hash(pickle.loads(pickle.dumps(mesh)))
+    assert pickle.loads(pickle.dumps(both)) == both
+    split = mesh._unflatten("dp", (2, 1), ("replica", "shard"), backend_override={"replica": ("fake", None)})
+    assert [dist.get_backend(split.get_group(dim)) for dim in ("replica", "tp")] == ["fake", "fake"]
+    assert dist.get_backend(split.flatten("all").get_group()) == "fake"  # over all ranks, as "both"
+    parts = dt.init_device_mesh("cpu", (4,), ("world",)).unflatten(0, (2, 2), ("a", "b"), {"b": "fake"})
+    assert [dist.get_backend(parts.get_group(dim)) for dim in ("a", "b")] == ["gloo", "fake"]
 
 
 @pytest.mark.gloo
@@ -347,3 +365,11 @@ def test_a_mesh_in_one_process_has_no_backends_but_checks_what_is_asked() -> Non
     ]:
         with pytest.raises(MeshError, match=words):
             dt.init_device_mesh("cpu", (2, 2), ("dp", "tp"), backend_override=wrong)
+    mesh = dt.init_device_mesh("cpu", (2, 2), ("dp", "tp"))
+    assert mesh.flatten("both", backend_override="gloo") is mesh["both"]
+    with pytest.raises(MeshError, match="takes the name of a backend"):
+        mesh.flatten("other", backend_override=7)
+    with pytest.raises(MeshError, match="names the mesh dim 'tp'"):
+        mesh.unflatten("dp", (2, 1), ("a", "b"), backend_override={"tp": "gloo"})
+    with pytest.raises(MeshError, match="have no names: give mesh_dim_name"):
+        dt.init_device_mesh("cpu", (2, 2)).flatten(backend_override="gloo")

@@ -308,7 +308,7 @@ def state_of(module: nn.Module) -> UnitState | None:
     if (unit := unit_of(module)) is None:
         return None
     parameters = tuple(m.parameter for group in unit.groups for m in group.managed)
-    return UnitState(tuple(unit.modules), parameters, all(group.gathered for group in unit.groups))
+    return UnitState(tuple(unit.modules), parameters, all(group.whole.gathered for group in unit.groups))
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:

@@ -64,7 +64,7 @@ class Reduction:
         views = group.settings.views and axes.host is None
         self._stays = views and not axes.scattered and self._none_there()
         if self._stays or not (axes.scattered or views or in_place is not None):  # fresh pages would cost more than the copy
-            self._buckets = group.buckets.pop(self._key(dtype), {})
+            self._buckets = group.whole.buckets.pop(self._key(dtype), {})
 
         def memory_of(numel: int) -> Tensor | None:
             nbytes = numel * dtype.itemsize
@@ -151,7 +151,7 @@ class Reduction:
 
     def _settle(self, flat: Any) -> None:
         if self._buckets is not None:
-            self.group.buckets[self._key(self._dtype)] = self._buckets
+            self.group.whole.buckets[self._key(self._dtype)] = self._buckets
         self._flat = self._finished(flat)
         if self._stays and self._none_there():
             self._flat = self.group.comm.map(self._in_bucket, self._flat)

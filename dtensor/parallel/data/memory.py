@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +43,33 @@ class Memory:
 @effect
 def _resize(x: Tensor, nbytes: int) -> None:
     x.untyped_storage().resize_(nbytes)
+
+
+@dataclass(eq=False, slots=True)
+class Whole:
+    """What is gathered of a group of parameters now. One that is new says that nothing is.
+
+    Attributes:
+        gathered: the buffer is filled.
+        seen: the stamp of what is gathered.
+        pending: a gather under way.
+        kept: between forward and backward neighbours, and what this rank keeps for them.
+        buffer, memory: of bytes, in which the values lie, and their memory.
+        full, views: the values; what was gathered, which an extension may make them of.
+        targets: where rows are copied to.
+        buckets: memory of whole gradients on their way, by what is reduced, by member.
+    """
+
+    gathered: bool = False
+    seen: list[Any] = field(default_factory=list)
+    pending: Any = None
+    kept: Any = None
+    buffer: Any = None
+    full: list[Any] = field(default_factory=list)
+    views: list[Any] = field(default_factory=list)
+    targets: list[Any] = field(default_factory=list)
+    memory: Memory = field(default_factory=Memory)
+    buckets: dict[Any, dict[int, list[Tensor]]] = field(default_factory=dict)
 
 
 class Spare:

@@ -231,7 +231,7 @@ class Unit:
     def _applied(self, group: Group, distributed: DeviceMesh | None) -> tuple[Use | None, list[Any]]:
         if not torch.is_grad_enabled() or not any(m.parameter.requires_grad for m in group.managed):
             return None, group.regrouped(group.values(distributed), distributed)
-        use = Use(group, group.seen, self._pass)
+        use = Use(group, group.whole.seen, self._pass)
         self.unreduced.expected = True
         self._expected.add(use)
         flat = Gathered.apply(ANCHOR, group, self, use, distributed, *[m.parameter for m in group.managed])

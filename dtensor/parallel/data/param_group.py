@@ -29,14 +29,12 @@ from ...tensor.dtensor import wrap
 from .custom_collectives import Settings, gather_rows, scatter_row
 from .extensions import Extensions
 from .layouts import Axes
-from .memory import Memory
+from .memory import Memory, Whole
 from .neighbours import Neighbours
 from .offload import Host
 from .parameters import Managed, is_extended
 from .policy import MixedPrecisionPolicy
 
-_EMPTY: list[Any] = []
-_NOTHING_GATHERED = {"gathered": False, "_pending": None, "_kept": None, "_buffer": None, "seen": _EMPTY, "_full": _EMPTY}
 LATER = -1  # no pass of autograd's has this number
 _ALIGNMENT = 16  # bytes: rows stand behind each other in a receive buffer and are read in the parameters' own dtypes
 
@@ -46,12 +44,10 @@ class Group:
 
     Attributes:
         managed: the parameters, wider dtypes first, so that every block is aligned.
-        gathered: the buffer is filled.
-        seen: the stamp of what is gathered.
+        whole: what is gathered of them.
         borrows: the parameters are whole and in the right dtype as they are: nothing to gather or copy.
         live: uses whose backward has begun and still needs the gathered values, and the autograd pass that it is: a
             reentrant checkpoint runs passes of its own inside. LATER: it has ended and retained its graph.
-        memory: of the gathered values.
         settings: how its collectives run.
         neighbours: who keep parts between forward and backward instead of freeing all.
         scattered: reduce-scattered gradients that wait to be summed over replicas.
@@ -63,14 +59,7 @@ class Group:
         self.live: dict[Any, int] = {}
         self.neighbours: Neighbours | None = None
         self.scattered: dict[Any, Any] = Between()
-        self.seen: list[Any] = []
-        self._pending: Pending[Any] | None = None
-        self._kept: tuple[Neighbours, Any] | None = None  # parts of the gathered values, between forward and backward
-        self._buffer: Any = None
-        self._full: list[Any] = []
-        self._views: list[Any] = []
-        self.memory = Memory()
-        self._targets: list[Any] = []
+        self.whole = Whole()
         self._rows: dict[int, Rows] = {}
         self._bound: dict[Any, Run] = {}
         self.add(managed)
@@ -105,15 +94,13 @@ class Group:
 
     def forget(self) -> None:
         """Drop the buffer and what was computed from the list of parameters."""
-        self.gathered, self._buffer, self._pending, self._full, self._rows, self._bound = False, None, None, [], {}, {}
+        self.whole, self._rows, self._bound = Whole(seen=self.whole.seen), {}, {}
         self._sent_rows: dict[int, Rows] = {}
-        self._kept = None
         self._sent: list[Any] = []  # what is gathered of them, where some say it themselves
         self.dtypes = list(map(self.dtype_of, self.managed))
         self._extended = Extensions.of(self.managed, self.axes, self.policy, self.dtypes)
         whole = all(m.cut is None and dtype is m.stored.dtype for m, dtype in zip(self.managed, self.dtypes, strict=True))
         self.borrows = whole and self.axes.host is None and self._extended is None
-        self.buckets: dict[Any, dict[int, list[Tensor]]] = {}  # memory of gradients on their way, see Reduction
         self._inside: dict[DeviceMesh | None, list[Layout | None]] = {}
         self._owners: dict[DeviceMesh | None, list[int]] = {}
 
@@ -131,7 +118,7 @@ class Group:
     def values(self, distributed: DeviceMesh | None) -> list[Tensor]:
         """The gathered parameters as flat outputs: one DTensor, or one plain tensor per member held here, for each."""
         flat: list[Tensor] = []
-        for full, layout in zip(self._full, self._layouts_inside(distributed), strict=True):
+        for full, layout in zip(self.whole.full, self._layouts_inside(distributed), strict=True):
             if layout is not None:
                 dtype = shards_of(full)[0].dtype  # an extension may have made it another one
                 alias = each_shard(lambda shard: shard.data, full)  # no view: its own version counter
@@ -197,24 +184,24 @@ class Group:
         if not self.managed:
             return
         if ACTIVE and (recorder := current()) is not None:
-            recorder.apart(self, _NOTHING_GATHERED | {"_views": [], "_targets": [], "memory": Memory(), "buckets": {}})
+            recorder.apart(self, {"whole": Whole()})
         now = self._looked_up() if now is None else now
-        if (self.gathered or self._pending is not None) and self.seen == now:
+        if (self.whole.gathered or self.whole.pending is not None) and self.whole.seen == now:
             return
-        if self.seen != now:
-            self._kept = None
+        if self.whole.seen != now:
+            self.whole.kept = None
             self.live = {use: began for use, began in self.live.items() if began != LATER}  # backward of old values is refused
-        self.seen, self.gathered, self._pending = now, False, None
+        self.whole.seen, self.whole.gathered, self.whole.pending = now, False, None
         locals_ = [m.parameter._local for m in self.managed]  # type: ignore[attr-defined]  # DTensors
         if self.borrows:
-            self._full, self.gathered = locals_, True
-        elif self._kept is not None:
-            neighbours, parts = self._kept
-            sizes = [buffer.numel() for buffer in shards_of(self._buffer)]
+            self.whole.full, self.whole.gathered = locals_, True
+        elif self.whole.kept is not None:
+            neighbours, parts = self.whole.kept
+            sizes = [buffer.numel() for buffer in shards_of(self.whole.buffer)]
             size_of = sizes.__getitem__ if len(sizes) > 1 else lambda member: sizes[0]
-            self._pending = self._bound_to(neighbours, lambda: neighbours.gathering(size_of))(parts)
+            self.whole.pending = self._bound_to(neighbours, lambda: neighbours.gathering(size_of))(parts)
         else:
-            self._pending = self._gather(locals_)
+            self.whole.pending = self._gather(locals_)
 
     def _gather(self, locals_: list[Any]) -> Pending[Any]:
         device, host = self.axes.mesh.device_type, self.axes.host
@@ -258,21 +245,21 @@ class Group:
     def gather(self, now: list[Any] | None = None) -> None:
         """The parameters, whole, in the buffer; as :meth:`start_gather`."""
         self.start_gather(now)
-        if self._pending is None:
+        if self.whole.pending is None:
             return
         with torch.no_grad():
-            rows = self._pending.wait()
+            rows = self.whole.pending.wait()
             self._allocate()
-            if self._kept is not None:
-                self._kept[0].fill(rows, self._buffer)
+            if self.whole.kept is not None:
+                self.whole.kept[0].fill(rows, self.whole.buffer)
             else:
                 locals_ = self._sent or [self._beside(m) for m in self.managed]
-                self.comm.map(lambda member, *a: self._sending(member).unpack(*a), rows, locals_, self._targets)
+                self.comm.map(lambda member, *a: self._sending(member).unpack(*a), rows, locals_, self.whole.targets)
             if self._extended is not None:
                 locals_ = [m.parameter._local for m in self.managed]  # type: ignore[attr-defined]  # DTensors
-                self._full = self._extended.wholes(locals_, self._views)
-                self.memory.add(self._extended.inner)
-        self._pending, self._kept, self.gathered, self._sent = None, None, True, []
+                self.whole.full = self._extended.wholes(locals_, self.whole.views)
+                self.whole.memory.add(self._extended.inner)
+        self.whole.pending, self.whole.kept, self.whole.gathered, self._sent = None, None, True, []
 
     def _beside(self, m: Managed) -> Any:
         """A parameter's local where it is copied from, if it is whole: on the device."""
@@ -284,31 +271,32 @@ class Group:
         return self.comm.map(lambda _, x: x.to(device, non_blocking=True) if is_extended(x) else host.sent(x, device), local)
 
     def _allocate(self) -> None:
-        if self._buffer is None:
+        if self.whole.buffer is None:
             made = self.comm.map(lambda member: self._sending(member).buffer(self.axes.mesh.device_type))
-            self._buffer, self._full = made[0], list(made[1:])
-            self._views = self._full
+            self.whole.buffer, self.whole.full = made[0], list(made[1:])
+            self.whole.views = self.whole.full
             # writing through .data leaves the version counters alone that autograd checks its saved tensors by
-            self._targets = self.comm.map(lambda member, full: self._sending(member).targets([x.data for x in full]), self._full)
-            self.memory = Memory(shards_of(self._buffer))
-        self.memory.take()
+            targets = self.comm.map(lambda at, full: self._sending(at).targets([x.data for x in full]), self.whole.full)
+            self.whole.targets = targets
+            self.whole.memory = Memory(shards_of(self.whole.buffer))
+        self.whole.memory.take()
 
     def keep_part(self) -> None:
         """Give the gathered values' memory back but for this rank's part, from which neighbours make them whole again."""
-        if self.neighbours is not None and self.gathered and not self.borrows:
-            kept = self.neighbours, self.neighbours.keep(self._buffer)
+        if self.neighbours is not None and self.whole.gathered and not self.borrows:
+            kept = self.neighbours, self.neighbours.keep(self.whole.buffer)
             self.free()
-            self._kept = kept
+            self.whole.kept = kept
 
     def free(self) -> None:
         """Give the gathered values' memory back."""
-        self._kept = None
-        if self._pending is not None:
-            self._pending.wait()  # all ranks drop it at the same point
-            self._pending = None
-        if self.gathered and not self.borrows:
-            self.memory.give_back()
-        self.gathered = False
+        self.whole.kept = None
+        if self.whole.pending is not None:
+            self.whole.pending.wait()  # all ranks drop it at the same point
+            self.whole.pending = None
+        if self.whole.gathered and not self.borrows:
+            self.whole.memory.give_back()
+        self.whole.gathered = False
 
     def _sending(self, member: int) -> Rows:
         """Where what is gathered stands, as one member sees it."""

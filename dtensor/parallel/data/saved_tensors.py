@@ -28,7 +28,7 @@ class _Freed:
 
 def watched(groups: Sequence[Group]) -> ExitStack:
     """From now until it is closed, saved parts of the groups' gathered values are kept out of the graph."""
-    gathered = [group.memory for group in groups if not group.borrows]
+    gathered = [group.whole.memory for group in groups if not group.borrows]
 
     def pack(x: Tensor) -> Any:
         return _Freed(tuple(x.shape)) if any(part in memory for part in _parts(x) for memory in gathered) else x
