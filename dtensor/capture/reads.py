@@ -44,7 +44,7 @@ _THROUGH = frozenset({*sys.stdlib_module_names, "numpy"})
 def decides(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether values become Python values or decide a shape. An index of integers has a shape that is known, one of bools not."""
     if not any(tag in func.tags for tag in _DECIDING):
-        return False
+        return func is torch.ops.aten.is_nonzero.default  # what bool() is below autograd, where rules compute
     numbers = torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_index.Tensor
     return func not in numbers or any(x.dtype not in (torch.int64, torch.int32) for x in tensors_in(args[1]))
 

@@ -14,6 +14,7 @@ from ..mesh.groups import Group
 from ..placement import Monoid
 from .backends import (
     after,
+    all_gather_rows,
     all_reduction,
     all_to_all_rows,
     native_reduction,
@@ -149,10 +150,12 @@ def _reduced_by_all(group: Group, x: Tensor, op: Op) -> Pending[Tensor]:
 
 def _stacked(group: Group, block: Tensor, op: Monoid) -> Pending[Tensor]:
     """Where terms are reduced as a stack they arrive as one, this rank's own among them."""
-    size = group.size
-    stack = block.new_empty((size, *block.shape))
-    lengths = [block.numel()] * size
-    work = all_to_all_rows(group, stack.view(-1), block.expand(stack.shape).contiguous().view(-1), lengths, lengths)
+    stack = block.new_empty((group.size, *block.shape))
+    if traits_of(group).reduces:
+        work = all_gather_rows(group, stack.view(-1), block.view(-1))
+    else:
+        lengths = [block.numel()] * group.size
+        work = all_to_all_rows(group, stack.view(-1), block.expand(stack.shape).contiguous().view(-1), lengths, lengths)
     return started([work], lambda: fold_stack(stack if group.order is None else stack[list(group.order)], op))
 
 

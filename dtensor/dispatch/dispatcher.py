@@ -196,7 +196,7 @@ def _general_form_of(entry: Entry, find: Callable[..., Any]) -> Callable[..., An
             if kind is tensor:
                 key.append(value._layout)
                 local_args.append(value._local)
-            elif kind in AS_IT_IS or (kind is int and not by_type):
+            elif kind in AS_IT_IS or (kind is int and len(local_args) not in by_type):
                 key.append(value)
                 local_args.append(value)
             else:

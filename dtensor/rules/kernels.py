@@ -16,7 +16,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ..base.recording import ACTIVE
+from ..base.recording import ACTIVE, site
+from ..base.torch_internals import assert_async
 from ..comm import communicator_of
 from ..comm.binding import Reduction
 from ..layout.layout import Layout
@@ -167,6 +168,21 @@ def wide(x: Any) -> Any:
 def statistics_bytes(call: Call, count: int) -> int:
     """Bytes of that many numbers about the first operand, which are not kept in half precision."""
     return count * torch.promote_types(call.operands[0].dtype, torch.float32).itemsize
+
+
+@site  # values decide, so each replay looks at those that it has
+def check_range(index: Tensor, legal: range, but: int | None, refused: Callable[[int], Exception]) -> None:
+    """Raises ``refused(element)`` if an element of ``index`` is neither in ``legal`` nor ``but``; on a device it is asserted."""
+    seen = index.device.type == "cpu" and type(index) is Tensor  # nobody can look into a FakeTensor
+    if index.is_meta or (seen and torch.equal(index, index.clamp(legal.start, legal.stop - 1))):
+        return
+    fits = (index >= legal.start).logical_and_(index < legal.stop)
+    if but is not None:
+        fits = fits.logical_or_(index == but)
+    if not seen:
+        assert_async(fits.all())
+    elif not fits.all():
+        raise refused(int(index[~fits][0]))
 
 
 def densely(op: Callable[..., Any]) -> Callable[..., Any]:

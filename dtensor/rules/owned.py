@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import and_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..base.torch_internals import assert_async
 from ..layout.layout import Layout
 from .call import Call
-from .kernels import At, KernelContext, functional_of
+from .kernels import At, KernelContext, check_range, functional_of
 
 
 # --- how elements are named -------------------------------------------------------------------------------------------
@@ -149,13 +148,12 @@ def _checked(address: Address, index: Tensor, total: int) -> Tensor:
     """The index, counted from the front."""
     index = index.long()
     least = -total if address.negative else 0
-    if not index.is_meta and index.numel():
-        fits = ((index >= least) & (index < total)).all()
-        if index.device.type != "cpu" or type(fits) is not Tensor:  # nobody can look into a FakeTensor
-            assert_async(fits)
-        elif not fits:
-            raise address.error(f"index out of range: found one outside [{least}, {total - 1}]")
+    check_range(index, range(least, total), None, partial(_outside, address.error, least, total))
     return torch.where(index < 0, index + total, index) if least else index
+
+
+def _outside(error: Callable[[str], Exception], least: int, total: int, index: int) -> Exception:
+    return error(f"index out of range: found {index} outside [{least}, {total - 1}]")
 
 
 def _unravelled(index: Tensor, shape: tuple[int, ...]) -> list[Tensor]:

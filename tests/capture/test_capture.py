@@ -364,6 +364,29 @@ def test_what_a_replay_could_not_do_is_refused(fn: Any, what: str) -> None:
     assert torch.arange(3).tolist() == [0, 1, 2], "reads are allowed again"
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda table, places: F.embedding(places, table),
+        lambda table, places: table.index_select(0, places),
+        lambda table, places: F.cross_entropy(table.t().contiguous(), places[:3]),
+        lambda table, places: F.nll_loss(table.t().contiguous(), places[:3], ignore_index=2),
+    ],
+    ids=["embedding", "index_select", "cross_entropy", "nll_loss, one ignored"],
+)
+def test_a_replay_looks_at_its_indices_as_the_function_does(fn: Any) -> None:
+    captured, table = capture(fn), randn(7, 3, at=[Shard(0)])
+
+    def places(*values: int) -> DTensor:
+        return dt.distribute_tensor(torch.tensor(values), MESH, WHOLE)
+
+    for values in ((0, 6, 2, 1), (5, 5, 3, 0), (2, 2, 4, 6)):
+        assert_same(captured(table, places(*values)), fn(table, places(*values)))
+    assert captured.cache_info().replayed == 2
+    with pytest.raises(IndexError, match="7"):
+        captured(table, places(0, 7, 1, 2))
+
+
 def test_side_effects_on_python_state_are_refused() -> None:
     class Counter(nn.Module):
         def __init__(self) -> None:

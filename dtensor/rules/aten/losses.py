@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base.torch_internals import assert_async
 from ...placement import Partial
 from ..blockwise import on_each_rank
 from ..call import Call
 from ..factoring import by
-from ..kernels import At, KernelContext, statistics_bytes
+from ..kernels import At, KernelContext, check_range, statistics_bytes
 from ..rule import Along, Dims, Factors, Kernel, Partials, R, Row, Spec
 from ..verbs import along, blockwise, kernel_rule
 
@@ -167,15 +166,16 @@ def own_targets(target: Tensor, start: int, size: int, total: int, ignore_index:
         IndexError: a target that is no class, as the plain loss does (on CPU; elsewhere asserted on the device).
     """
     target = target.long()  # labels of one byte would wrap around
-    ignored = target == ignore_index
-    legal = (target >= 0).logical_and_(target < total).logical_or_(ignored)
-    if target.device.type == "cpu" and type(target) is Tensor:  # nobody can look into a FakeTensor
-        if not bool(legal.all()):
-            raise IndexError(f"Target {int(target[~legal].flatten()[0])} is out of bounds.")
-    else:
-        assert_async(legal.all())
+    check_range(target, range(total), ignore_index, _no_class)
+    if not size:
+        return torch.full_like(target, IGNORED)
     local = target - start
-    return local.masked_fill_((local < 0).logical_or_(local >= size).logical_or_(ignored), IGNORED)
+    others = local != local.clamp(0, size - 1)
+    return local.masked_fill_(others.logical_or_(target == ignore_index) if 0 <= ignore_index < total else others, IGNORED)
+
+
+def _no_class(target: int) -> Exception:
+    return IndexError(f"Target {target} is out of bounds.")
 
 
 def of_own_classes(at: KernelContext, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
@@ -196,7 +196,7 @@ def weight_of(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: t
     target = target.long()
     counts = target != ignore_index
     if weight is None:
-        return counts.sum().to(dtype)
+        return counts.count_nonzero().to(dtype)
     if not weight.numel():
         return weight.new_zeros((), dtype=dtype)
     return weight.to(dtype)[target.masked_fill(~counts, 0)].masked_fill(~counts, 0).sum()
@@ -218,11 +218,14 @@ def nll_loss(at: KernelContext, scores: Any, target: Any, weight: Any, reduction
     if "c" not in at.splits and reduction != NONE and dtype is wide:  # the operator gives the two sums of all classes
         loss, total = losses_in_sum(op, scores, target, weight, ignore_index)
     else:
-        loss = loss_of_each(op, scores, *of_own_classes(at, target, weight, ignore_index))
+        own = of_own_classes(at, target, weight, ignore_index)
         total = weight_of(target, weight, ignore_index, wide)
         if reduction == NONE:
-            return loss, torch.zeros_like(total, dtype=dtype)
-        loss = loss.sum(dtype=wide)
+            return loss_of_each(op, scores, *own), torch.zeros_like(total, dtype=dtype)
+        if dtype is wide:
+            loss, _ = losses_in_sum(op, scores, *own, IGNORED)
+        else:
+            loss = loss_of_each(op, scores, *own).sum(dtype=wide)
     if reduction == MEAN:
         total = at.all_reduce(total, "sum", [name for name in at.splits if name != "c"], spent=True)
         loss = loss / total
@@ -266,7 +269,7 @@ def nll_gradient(
     total: Any,
 ) -> Any:
     own = of_own_classes(at, target, weight, ignore_index)
-    return gradient_of_own(functional(at.call), grad, scores, *own, reduction, total)
+    return gradient_of_own(at.once(functional), grad, scores, *own, reduction, total)
 
 
 @on_each_rank

@@ -26,9 +26,9 @@ def _no_terms(like: Tensor) -> Tensor:
 
 def _combine_all(stack: Tensor) -> Tensor:
     """The same of states stacked along dim 0."""
-    tops, totals = stack[:, 0], stack[:, 1]
+    tops, totals = stack.unbind(1)
     top = tops.amax(0)
-    return torch.stack([top, torch.where(tops == top, totals, totals * (tops - top).exp()).sum(0)])
+    return torch.stack([top, (tops - finite(top)).exp_().mul_(totals).sum(0)])
 
 
 EXP_SUM = Monoid("expsum", _combine, _no_terms, combine_all=_combine_all)
@@ -37,13 +37,19 @@ EXP_SUM = Monoid("expsum", _combine, _no_terms, combine_all=_combine_all)
 def exp_sum(part: Part, x: Tensor) -> tuple[Tensor, Tensor]:
     """The maximum, and the sum of exponentials relative to it; one of infinity makes the sum NaN."""
     top = x.amax(part.dims, keepdim=True)
-    return top, (x - top.masked_fill(top == -torch.inf, 0.0)).exp().sum(part.dims, keepdim=True)
+    return top, (x - top.clamp(min=torch.finfo(top.dtype).min)).exp_().sum(part.dims, keepdim=True)
 
 
 def sane_exp_sum(part: Part, x: Tensor) -> tuple[Tensor, Tensor]:
     """As ``exp_sum``, but a maximum of infinity makes the sum infinite."""
     top = x.amax(part.dims, keepdim=True)
-    return top, (x - top.masked_fill(top.isinf(), 0.0)).exp().sum(part.dims, keepdim=True)
+    return top, (x - finite(top)).exp_().sum(part.dims, keepdim=True)
+
+
+def finite(x: Tensor) -> Tensor:
+    """``x``, the largest and least numbers in place of infinities: what is as large differs from it by 0 or by infinity."""
+    most = torch.finfo(x.dtype).max
+    return x.clamp(-most, most)
 
 
 # --- forward: integers reach the operator, which raises -----------------------------------------------------------------
