@@ -127,6 +127,9 @@ NAMES: dict[str, Internal] = {
     "UnsupportedFakeTensorException": Internal(
         "torch._subclasses.fake_tensor.UnsupportedFakeTensorException", "operators without a meta kernel", _NONE
     ),
+    "GuardOnDataDependentSymNode": Internal(
+        "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode", "sizes that values decide are named", _NONE
+    ),
     "FunctionalTensor": Internal(
         "torch._subclasses.functional_tensor.FunctionalTensor", "a local of a program that is being compiled", _NONE
     ),
@@ -154,6 +157,8 @@ NAMES: dict[str, Internal] = {
     "eval_frame": Internal("torch._C._dynamo.eval_frame", "our own frames are not compiled", "torch.compiler.disable"),
     "opaque_object": Internal("torch._library.opaque_object", "placements and meshes are constants of graphs", _NONE),
     "graph_break": Internal("torch._dynamo.graph_break", "what is not compiled says why", _NONE),
+    "TracingContext": Internal("torch._guards.TracingContext", "whether the compiler asks", _NONE),
+    "Unsupported": Internal("torch._dynamo.exc.Unsupported", "a tensor that is not compiled says why", _NONE),
     "CheckpointPolicy": Internal(
         "torch.utils.checkpoint.CheckpointPolicy", "a collective is not computed again in a backward pass", _NONE
     ),

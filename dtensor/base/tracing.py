@@ -8,7 +8,8 @@ from uuid import uuid4
 
 from torch import Tensor
 
-from ..errors import DTensorError
+from ..errors import DTensorError, UnsupportedOperationError
+from . import torch_internals
 from .torch_internals import (
     DISPATCH_MODE_KEYS,
     FakeTensor,
@@ -48,6 +49,16 @@ def under_way() -> bool:
 def is_argument(x: Any) -> bool:
     """Whether ``x`` is what a program that is traced was given, while all that it computes stands for values to come."""
     return infra_mode(_FUNCTIONAL) is not None and not isinstance(x, FunctionalTensor)
+
+
+def explained(error: Exception, operation: str) -> Exception:
+    """``error``; where the operation asked a number of a program that is traced which its values decide, what says so."""
+    if not (under_way() and isinstance(error, torch_internals.GuardOnDataDependentSymNode)):
+        return error
+    return UnsupportedOperationError(
+        f"{operation} of DTensors inside torch.compile: values decide a size here, and a DTensor's layout has sizes as numbers, "
+        "before there are values; let the graph break there (fullgraph=False), or keep the size: torch.where(m, x, 0) for x[m]"
+    )
 
 
 def aside() -> AbstractContextManager[Any]:

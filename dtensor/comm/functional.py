@@ -84,7 +84,7 @@ def refusing_part() -> Run:
     """Between meshes whose ranks, together, have no process group of their own."""
     raise UnsupportedOperationError(
         "a redistribution between meshes, of which neither has all the ranks, inside torch.compile: a collective in a graph "
-        "needs a process group of just these ranks; redistribute outside of the compiled function"
+        "needs a process group of just these ranks; let the graph break there (fullgraph=False), or redistribute outside of it"
     )
 
 

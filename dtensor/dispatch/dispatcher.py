@@ -177,6 +177,8 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
             return general(args, kwargs)
         except Exception as error:
             note(error)
+            if (told := tracing.explained(error, entry.operator.name)) is not error:
+                raise told from error
             raise
 
     return counting(entry.operator, run) if Level.now == "strict" else run

@@ -27,6 +27,7 @@ from ..tensor import create
 from ..tensor.autograd import as_local, laid
 from ..tensor.distribute import distribute_module, distribute_tensor
 from ..tensor.dtensor import DTensor
+from ..tensor.flattened import ALL_RANKS
 from ..tensor.local_layout import Alike, measures
 from .when_imported import when_imported
 
@@ -94,17 +95,14 @@ def _substitute(module: Any) -> None:
 def _itself(x: Any) -> Any:
     """Of a plain tensor, or a DTensor: no transform of ``torch.func`` hides it, and it is this rank's alone."""
     if isinstance(x, PerRank):
-        _break(msg=_ALL_RANKS)
+        _break(msg=ALL_RANKS)
     return x
 
 
 def _alone(x: Any) -> Any:
     if isinstance(x, PerRank):
-        _break(msg=_ALL_RANKS)
+        _break(msg=ALL_RANKS)
     return (x,)
-
-
-_ALL_RANKS = "with all ranks in this process DTensors are not compiled: start a process for each"
 
 
 def _placed(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, grad_placements: Any) -> Any:
@@ -125,7 +123,7 @@ def _from_local(
 ) -> DTensor:
     """``DTensor.from_local`` as the compiler sees it: what ranks ask each other is asked at every call, outside of the graph."""
     if not _on_processes(device_mesh):
-        _break(msg=_ALL_RANKS)
+        _break(msg=ALL_RANKS)
     if device_mesh is None:
         _break(msg="DTensor.from_local without device_mesh= reads the mesh that is entered: give it")
     if EXPLICIT.held or IMPLICIT_REPLICATION.held:  # else modes are guarded with the layouts of what goes into a graph
@@ -143,7 +141,7 @@ def _making(function: Any) -> tuple[Any, Any]:
 
     def seen_as(*size: Any, **options: Any) -> Any:
         if not _on_processes(options.get("device_mesh")):
-            _break(msg=_ALL_RANKS)
+            _break(msg=ALL_RANKS)
         if options.get("device_mesh") is None:
             _break(msg="a DTensor made without device_mesh= is on the mesh that is entered: give it")
         return made(*size, **options)
@@ -160,7 +158,7 @@ def _distribute_tensor(
 ) -> DTensor:
     """``distribute_tensor`` as the compiler sees it."""
     if not _on_processes(device_mesh):
-        _break(msg=_ALL_RANKS)
+        _break(msg=ALL_RANKS)
     if device_mesh is None:
         _break(msg="distribute_tensor without device_mesh= reads the mesh that is entered: give it")
     if tensor.requires_grad and not tensor.is_leaf and not isinstance(tensor, DTensor):

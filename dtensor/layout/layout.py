@@ -23,6 +23,7 @@ from ..base.memory_order import Stride, contiguous_stride, stride_like
 from ..base.validation import element_type, sizes_of
 from ..errors import LayoutError
 from ..mesh.device_mesh import DeviceMesh
+from ..mesh.geometry import asked
 from ..placement import Monoid, Partial, Placement, Replicate, Shard, normalize
 from .splits import Split, canonical, split_of
 
@@ -224,12 +225,12 @@ class Layout:
         coordinate = self.mesh.coordinate_of(member)
         return x.new_empty_strided(self.local_shape(coordinate), self.local_stride(coordinate), dtype=self.dtype)
 
-    @property
+    @asked
     def tensor_meta(self) -> Layout:
         """What has the global shape, stride and dtype: itself (torch's name)."""
         return self
 
-    @property
+    @asked
     def device_mesh(self) -> DeviceMesh:
         """``mesh`` by torch's name."""
         return self.mesh

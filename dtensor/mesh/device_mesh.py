@@ -23,7 +23,7 @@ from ..base.tracing import constant_of_graph
 from ..errors import MeshError
 from .current_rank import current_coordinate, current_rank
 from .derive import concatenated, dims_of_ranks, flattened, sliced, unflattened
-from .geometry import Dims, Geometry, Names
+from .geometry import Dims, Geometry, Names, asked
 from .groups import handle_of
 from .root import Kind, Root, backends_of, device_type_of, make_root, mesh_shape_of
 
@@ -81,12 +81,14 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         mesh, dim = self._along(mesh_dim, "size")
         return mesh.shape[dim]
 
-    @property
+    @asked
     def mesh(self) -> torch.Tensor:
         """The ranks of this mesh as the current rank sees it, shape ``self.shape``."""
+        return torch.tensor(self._ranks_here(), dtype=torch.int, device="cpu").reshape(self.shape)
+
+    def _ranks_here(self) -> list[int]:
         member = self.current_member()
-        members = self.members_of(range(self.ndim), 0 if member is None else member)
-        return torch.tensor([self._root.ranks[m] for m in members], dtype=torch.int, device="cpu").reshape(self.shape)
+        return [self._root.ranks[m] for m in self.members_of(range(self.ndim), 0 if member is None else member)]
 
     # --- the current rank -------------------------------------------------------------------------------------
     def get_rank(self) -> Any:
@@ -129,9 +131,10 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
         """``get_group`` of every mesh dim."""
         return [self.get_group(mesh_dim) for mesh_dim in range(self.ndim)]
 
-    @property
-    def _dim_group_names(self) -> list[str]:  # type: ignore[override]  # an attribute of torch's; functional collectives ask
-        return [group.group_name for group in self.get_all_groups()]
+    @asked
+    def _dim_group_names(self) -> list[Any]:
+        """What torch's functional collectives ask for."""
+        return [_group_name(self, mesh_dim) for mesh_dim in range(self.ndim)]
 
     def _along(self, mesh_dim: int | str | None, what: str) -> tuple[DeviceMesh, int]:
         """A mesh and its dim: one of this mesh, or a flattened one by its name, as the root knows it."""

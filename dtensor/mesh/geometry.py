@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,17 @@ from .root import Kind, Root, mesh_dim_of
 
 Dims = tuple[tuple[int, ...], ...]  # per mesh dim the root dims that make it up, first one major
 Names = tuple[str, ...] | None
+T = TypeVar("T")
+
+
+class asked(Generic[T]):  # noqa: N801  # read as `property` is
+    """A property that is asked anew each time, also by a compiler: of a constant of its graphs it cannot read torch's kind."""
+
+    def __init__(self, ask: Callable[[Any], T]) -> None:
+        self.ask, self.__doc__ = ask, ask.__doc__
+
+    def __get__(self, x: Any, kind: Any) -> T:
+        return self if x is None else self.ask(x)  # type: ignore[return-value]  # of the class: itself, as a property
 
 
 class Geometry:

@@ -7,13 +7,15 @@ of processes is such a tensor: with all ranks in this process, and in a dry run,
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.compiler import is_exporting
 
+from ..base import torch_internals
 from ..base.modes import MODES
 from ..base.torch_internals import graph_task
 from ..base.tracing import kept
@@ -39,8 +41,22 @@ class Flatten:
             )
         getattr(x, self.piece)  # one that is on its way arrives, and is a DTensor from now on
         if x._layout.mesh.kind != "process_group":
+            if torch_internals.TracingContext.try_get() is not None:
+                _say_once()
+                raise torch_internals.Unsupported(ALL_RANKS)
             raise AttributeError(f"a tensor on {x._layout.mesh!r} is not one piece: torch.compile does not look into it")
         return partial(self.flatten, x)
+
+
+ALL_RANKS = (
+    "with all ranks in this process, and in a dry run, DTensors are not compiled: the graph breaks at each operation on them; "
+    "start a process for each rank, or use dtensor.capture"
+)
+
+
+@cache
+def _say_once() -> None:
+    warnings.warn(f"torch.compile: {ALL_RANKS}", stacklevel=2)
 
 
 class Dropped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 import dtensor as dt
 from dtensor import DTensor, Replicate, Shard
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
+from dtensor.tensor import flattened
 from dtensor.testing.placements import mesh_of
 
 LINE, SQUARE = mesh_of((4,)), mesh_of((2, 2))
@@ -85,6 +87,18 @@ def test_operators(fn: Any) -> None:
         torch.testing.assert_close(plain(compiled(fn)(x, y)), fn(X.clone(), X * X))
     local = leaf(X, Replicate()).detach().to_local()
     torch.testing.assert_close(compiled(fn)(local, local * local).shards[1], fn(X.clone(), X * X))
+
+
+def test_says_once_why_nothing_is_compiled() -> None:
+    flattened._say_once.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for fn in (lambda x: x * 2, lambda x: x.redistribute(placements=[Replicate()]).to_local()):
+            compiled(fn)(leaf(X, Shard(0)))
+            torch._dynamo.reset()
+            with pytest.raises(Exception, match=r"with all ranks in this process.*start a process for each rank"):
+                torch.compile(fn, backend="eager", fullgraph=True)(leaf(X, Shard(0)))
+    assert sum("with all ranks in this process" in str(w.message) for w in said) == 1
 
 
 class Perceptron(nn.Module):

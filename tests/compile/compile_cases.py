@@ -107,6 +107,29 @@ def groups_of_a_mesh(mesh: DeviceMesh) -> Made:
 
 
 @case
+def collectives_given_a_mesh(mesh: DeviceMesh) -> Made:
+    def run(x: Any) -> Any:
+        piece, own = x.detach().to_local() * 1.0, (x * 1.0).device_mesh
+        summed = funcol.all_reduce(piece, "sum", mesh) + funcol.all_reduce(piece, "max", (own, 0))
+        parts = funcol.reduce_scatter_single(funcol.all_gather_single(piece, 0, mesh["tp"]), "sum", 0, (x.device_mesh, 0))
+        return x * (summed + parts + funcol.all_to_all_single(piece, [1, 1], [1, 1], own)).sum()
+
+    return of(run, ((4, 6), S0))(mesh)
+
+
+@case
+def what_is_asked_of_meshes_and_specs(mesh: DeviceMesh) -> Made:
+    def run(x: Any, where: DeviceMesh) -> Any:
+        facts = where.mesh[1] + mesh.mesh.sum() + x.device_mesh.mesh.numel() + (x * 2).device_mesh.mesh[0] + len(mesh["tp"].shape)
+        given, made = x._spec.tensor_meta, (x * 2)._spec.tensor_meta
+        sizes = given.shape[0] + given.stride[0] + made.shape[1] + made.dtype.itemsize + x._spec.device_mesh.size("tp")
+        return x * facts * sizes * (mesh.get_coordinate() + (3,))[-1]
+
+    make = of(run, ((4, 6), S0))
+    return lambda x: run(x, mesh), make(mesh)[1]
+
+
+@case
 def made_of_sizes(mesh: DeviceMesh) -> Made:
     def run(x: Any) -> Any:
         options: dict[str, Any] = {"device_mesh": mesh, "placements": S0}

@@ -147,6 +147,19 @@ def breaks(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return [asked, made]
 
 
+def sizes_of_values(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """Where values decide a size the graph breaks, and goes on."""
+
+    def run(x: Any, w: Any) -> Any:
+        chosen = (x @ w)[x[:, 0] > 0]
+        return (chosen * 2).cumsum(0).sum() + torch.unique(x.detach().round()).sum() + (x.detach() > 0).nonzero().sum()
+
+    x, w = (dt.distribute_tensor(torch.randn(6, 6), mesh, [Shard(dim)]).requires_grad_() for dim in range(2))
+    loss = how(run)(x, w)
+    loss.backward()
+    return [loss, x.grad, w.grad]
+
+
 def accumulated(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     """Gradients of several passes add up: no two of them, and none that was given, have the same memory."""
     found = []
@@ -219,6 +232,7 @@ PROGRAMS = [
     plain_targets,
     a_gradient_laid_otherwise,
     breaks,
+    sizes_of_values,
     accumulated,
     views_that_are_gathered,
 ]
@@ -269,6 +283,10 @@ def drawn_first(mesh: dt.DeviceMesh) -> None:
 def refused(mesh: dt.DeviceMesh) -> None:
     """As one graph these are refused, and the cause is named."""
     torch._dynamo.reset()
+    x = dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)])
+    for values, name in ((lambda v: v[v > 0], "nonzero"), (torch.nonzero, "nonzero"), (torch.unique, "unique")):
+        with pytest.raises(Exception, match=rf"(?s)aten::\w*{name}\w* .*values decide a size.*fullgraph=False"):
+            torch.compile(values, backend="aot_eager", fullgraph=True)(x)
     uneven, linear = torch.ones(3 - mesh.get_rank(), 3), nn.Linear(3, 3)
     for backend in ("eager", "aot_eager"):
         torch._dynamo.reset()
