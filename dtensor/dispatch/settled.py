@@ -33,7 +33,7 @@ from ..redistribute import Plan as Move
 from ..redistribute import execute
 from ..redistribute import plan as plan_move
 from . import wrapping
-from .versions import SHARED, shared, versions_of
+from .versions import SHARED, counting, shared, versions_of
 
 AFRESH: Scoped[object] = Scoped("afresh")  # inside, only what was moved there since is used: what ran before does not show
 Runner = Callable[[Any, Any, list[Any], dict[str, Any]], Any]
@@ -254,7 +254,8 @@ def _keeper(x: Any, home: Any) -> Any:
 def _home(x: Any) -> Any:
     """Whose counter tells of writes to the memory of ``x``."""
     root = x if x._base is None else x._base
-    return root.__dict__.get("_counted", root)
+    found = counting(root)
+    return root if found is None else found
 
 
 def _same_memory(x: Any, home: Any) -> bool:

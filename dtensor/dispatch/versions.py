@@ -54,6 +54,12 @@ def versions_of(x: torch.Tensor) -> tuple[int, ...] | None:
     return (number, *[member._version for member in members if member is not None])
 
 
+def counting(x: Any) -> Any:
+    """Whose counter tells of writes to the memory of ``x``: another's where it was made apart; None if that is gone."""
+    found = x.__dict__.get("_counted", x)
+    return found() if isinstance(found, weakref.ref) else found
+
+
 def stamp(x: Any) -> list[Any]:
     """Changes whenever the value of a tensor does: it was written to as a whole or in its pieces, or has others."""
     local, now = (x._local, [x._version]) if hasattr(x, "_layout") else (x, [])

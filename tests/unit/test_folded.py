@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
-from dtensor.testing import check
+from dtensor.testing import check, scatter
 
 MESH = dt.init_device_mesh("cpu", (2, 2))
 R = Replicate()
@@ -211,3 +211,32 @@ def test_a_product_of_a_view_that_was_written_to_since() -> None:
         view.mul_(3)
     torch.testing.assert_close((folded @ b.view(6, 2, 2)).full_tensor(), plain @ y.view(6, 2, 2))
     torch.testing.assert_close(a.full_tensor(), x)
+
+
+def folded(s: Any) -> tuple[Any, ...]:
+    return s, s.flatten(0, 1)
+
+
+# Of a stack: tensors of one memory, of which the last two are read before each is written to.
+SEEN: list[Callable[[Any], tuple[Any, ...]]] = [
+    lambda s: (*folded(s), s.flatten(0, 1).mT),
+    lambda s: (s, s.flatten(0, 1).mT.view(4, 6), s.flatten(0, 1).mT[1:3]),
+    lambda s: (s, s.flatten(0, 1).mT.detach(), s.flatten(0, 1).t_()),
+    lambda s: (h := s.flatten(0, 1) * 2, h.mT),  # a result in blocks, and a view of it
+    lambda s: (h := s.flatten(0, 1) * 2, h.view(2, 3, 4), h.mT.mT, h[2:4]),
+]
+
+
+@pytest.mark.parametrize("placement", [Shard(1), Shard(0), Partial()], ids=str)
+@pytest.mark.parametrize("seen", SEEN)
+def test_what_was_read_shows_what_is_written_later(seen: Callable[[Any], tuple[Any, ...]], placement: Any) -> None:
+    x = torch.arange(24.0, dtype=torch.float64).view(2, 3, 4)
+    count = len(seen(x))
+    for written in range(count):
+        expected, found = seen(x.clone()), seen(scatter(x, dt.init_device_mesh("cpu", (4,)), [placement]))
+        for value in found:
+            value.full_tensor()
+        for values in (expected, found):
+            values[written].mul_(3)
+        for i, (value, wanted) in enumerate(zip(found, expected, strict=True)):
+            assert torch.equal(value.full_tensor(), wanted), (written, i)

@@ -13,6 +13,7 @@ without a word about where a block begins.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -192,6 +193,7 @@ def _turned(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     spread = [range(d + extra * (d > at), d + extra * (d >= at) + 1) for d in range(len(before))]
     order = [before.index(name) for name in after]
     stack = _aten.permute.default(folded.stack, [own for d in order for own in spread[d]])
+    stack.__dict__.setdefault("_counted", folded.stack.__dict__.get("_counted", folded.stack))
     return _aten.view.default(stack, [args[0].shape[d] for d in order])
 
 
@@ -309,7 +311,9 @@ def _unfolded(x: DTensor, dim: int, sizes: tuple[int, ...], cuts: Cuts) -> DTens
         return block.unflatten(dim, shape[dim : dim + len(sizes)])
 
     made = wrap(communicator_of(cut.mesh).map(of_block, _moved(x, cut)), stack)
-    return cast(DTensor, dispatch(DTensor, _aten.view.default, (), (made, list(x.shape))))
+    result = cast(DTensor, dispatch(DTensor, _aten.view.default, (), (made, list(x.shape))))
+    made.__dict__["_counted"] = weakref.ref(result)  # which user code has, as views of it; weakly, since it has the stack
+    return result
 
 
 def _moved(x: DTensor, layout: Layout) -> Any:

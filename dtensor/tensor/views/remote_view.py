@@ -23,7 +23,7 @@ from ...dispatch.dispatcher import dispatch, install_views
 from ...dispatch.operands import plan_for
 from ...dispatch.settled import sharing
 from ...dispatch.steps import Runner
-from ...dispatch.versions import counted_together, versions_of
+from ...dispatch.versions import counted_together, counting, versions_of
 from ...layout.layout import Layout
 from ...propagation.propagate import Plan
 from ...propagation.schema import Operator, operator_of
@@ -86,7 +86,8 @@ class Origin:
 
     def now(self) -> tuple[int, ...] | None:
         """How often the base and what it is a view of have been written to; None where nobody counts."""
-        own = versions_of(self.viewed.__dict__.get("_counted", self.viewed))
+        counted = counting(self.viewed)
+        own = None if counted is None else versions_of(counted)
         if own is None or isinstance(self.memory, _Held):
             return own
         rest = self.memory[0].now()
