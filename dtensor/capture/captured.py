@@ -23,7 +23,7 @@ from ..base.torch_internals import (
 from ..base.tracing import looks_on
 from ..errors import ArgumentError, CaptureError
 from ..plan.program_plan import ProgramPlan
-from .confirm import confirmed
+from .confirm import agreed, confirmed, groups_heard
 from .planned import Plans, Way
 from .program import Program, Sources
 from .record import Recording
@@ -187,21 +187,24 @@ class Captured(Generic[P, T]):
         if waiting is None:  # floats that have changed between calls are variables from now on
             differing = [(kept.differing(environment), kept) for kept in entries]
             changing = next((tuple({*found, *kept.changing}) for found, kept in differing if found), ())
-        result, program, changed = Recording(self.fn, signature, environment, changing, self._trusted).run(
-            way.within, way.together
-        )
+        with groups_heard() as groups:
+            result, program, changed = Recording(self.fn, signature, environment, changing, self._trusted).run(
+                way.within, way.together
+            )
         if self._plans is not None and not way.followed():
             return result
-        if program is not None:
-            same = not program.followed or (waiting is not None and confirmed(waiting.program, program))
-            self._entries[key] = [*(kept for kept in entries if kept is not waiting), _Kept(environment, program, same)]
+        same = program is not None and (not program.followed or (waiting is not None and confirmed(waiting.program, program)))
+        found = agreed(groups, 0 if changed else 1 + same)
+        if program is not None and found:
+            kept = _Kept(environment, program, found > 1)
+            self._entries[key] = [*(one for one in entries if one is not waiting), kept]
             self._tries = 0
         else:
             self._tries += 1
             if self._tries >= TRIES:
                 raise CaptureError(
-                    f"capture: {changed} changes in each of {TRIES} calls: a replay would not change it. Keep it out of the "
-                    "captured function, or in a tensor that is written to in place"
+                    f"capture: {changed or 'a variable on another rank'} changes in each of {TRIES} calls: a replay would not "
+                    "change it. Keep it out of the captured function, or in a tensor that is written to in place"
                 )
         return result
 

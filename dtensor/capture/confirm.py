@@ -1,15 +1,24 @@
-"""Two recordings of one program compared: a float that differs has come into the tape by a way that nothing follows."""
+"""Two recordings of one program compared: a float that differs has come into the tape by a way that nothing follows. And what
+ranks have found, told to each other: a recording that one of them cannot replay is replayed by none.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 
 from ..base.nested import leaves
+from ..comm import communicator_of
+from ..comm.events import Event, listening
 from ..errors import CaptureError
+from ..mesh.device_mesh import DeviceMesh
 from .program import Program
 from .results import Constant
+
+Group: TypeAlias = tuple[DeviceMesh, tuple[int, ...]]  # of ranks: along these dims
 
 
 def confirmed(one: Program, other: Program) -> bool:
@@ -18,10 +27,11 @@ def confirmed(one: Program, other: Program) -> bool:
     Raises:
         CaptureError: the steps are the same but for Python values.
     """
-    if len(one.steps) != len(other.steps) or len(one.results) != len(other.results) or len(one.constants) != len(other.constants):
+    first, second = ([step for step in program.steps if not step.stores] for program in (one, other))
+    if len(first) != len(second) or len(one.results) != len(other.results) or len(one.constants) != len(other.constants):
         return False
     pairs = []
-    for a, b in zip(one.steps, other.steps, strict=True):
+    for a, b in zip(first, second, strict=True):
         mine, its = [*leaves((a.args, a.kwargs))], [*leaves((b.args, b.kwargs))]
         if getattr(a.fn, "__name__", a.fn) != getattr(b.fn, "__name__", b.fn) or len(mine) != len(its):
             return False
@@ -36,6 +46,28 @@ def confirmed(one: Program, other: Program) -> bool:
         if x.shape == y.shape and x.dtype == y.dtype and not torch.equal(x, y):
             raise _frozen("a tensor made of Python numbers", x, y)
     return True
+
+
+@contextmanager
+def groups_heard() -> Iterator[dict[Group, None]]:
+    """The groups whose collectives are issued inside, in order."""
+    found: dict[Group, None] = {}
+
+    def hear(event: Event) -> None:
+        if event.mesh is not None and event.group_size > 1:
+            found[event.mesh, event.mesh_dims] = None
+
+    with listening(hear):
+        yield found
+
+
+def agreed(groups: Iterable[Group], found: int) -> int:
+    """The least of what the ranks have found that recorded together: an exchange of one number in each group whose collectives
+    they recorded, and where there are several a second one, since ranks may be in one through others."""
+    talking = [(comm, dims) for mesh, dims in groups if (comm := communicator_of(mesh)).talks]
+    for comm, dims in (*talking, *talking[-2::-1]):
+        found = min(number for row in comm.all_gather_numbers([found], dims) for number in row)
+    return found
 
 
 def _constants(program: Program) -> list[Any]:

@@ -39,6 +39,7 @@ class Step:
         keep: it must run at every replay, in this order, whether or not its results are used. What a rank does with the result of
             a collective is its own affair, so no rank may leave one out.
         within: the operation on DTensors, or "" for one on plain tensors.
+        stores: whether it is autograd's as it stores a gradient: it copies where somebody else holds a reference (a debugger).
     """
 
     fn: Callable[..., Any]
@@ -49,6 +50,7 @@ class Step:
     keep: bool = False
     site: bool = False
     within: str = ""
+    stores: bool = False
 
     @property
     def inputs(self) -> Iterator[Var]:

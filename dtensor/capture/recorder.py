@@ -18,10 +18,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..base.generators import state_now
 from ..base.recording import ACTIVE
-from ..base.torch_internals import TensorBase, TorchDispatchMode, current_dispatch_modes
+from ..base.torch_internals import AccumulateGrad, TensorBase, TorchDispatchMode, autograd_node, current_dispatch_modes
 from ..comm import Pending, PerRank, shards_of
 from ..dispatch.local_op import local_function
 from ..errors import CaptureError
+from ..propagation.schema import operator_of
 from ..tensor.dtensor import DTensor
 from .graph import Ranks, Step, Var
 from .keeping import Keeping
@@ -145,7 +146,8 @@ class Recorder(Keeping, TorchDispatchMode):
         written = written_by(func, args, kwargs)
         known = {id(x): self._known(x) for x in tensors_in((args, kwargs))}
         writes = frozenset(known[id(x)].storage for x in written)
-        self._append(Step(fn, taken, named, None, writes, drawn, within=within), result, known, written)
+        stores = isinstance(autograd_node(), AccumulateGrad) and operator_of(func).facts.stores
+        self._append(Step(fn, taken, named, None, writes, drawn, within=within, stores=stores), result, known, written)
         return result
 
     # --- sites ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import capture_steps
 import pytest
 import torch
 from capture_cases import assert_same, mesh_of, randn
-from capture_steps import CASES, compare_steps
+from capture_steps import CASES, compare_steps, recordings_while_frames_are_held
 from case_lists import on_four
 
 from dtensor import Replicate, Shard
@@ -27,6 +27,11 @@ MESH, GRID = mesh_of(2), mesh_of(2, 2)
 def test_trains_as_the_step_does(name: str, mesh: Any) -> None:
     captured = compare_steps(lambda: CASES[name](mesh))
     assert captured.cache_info().recorded <= 4
+
+
+@pytest.mark.parametrize("held", [(1,), (2,), (0, 2), range(8)])
+def test_what_autograd_copies_while_somebody_looks_on_is_no_other_program(held: Any) -> None:
+    assert recordings_while_frames_are_held(MESH, held) == (3, 5)
 
 
 @pytest.mark.gloo

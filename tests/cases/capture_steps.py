@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from capture_cases import Block, assert_same, last, mesh_of, randn, weight
 from case_lists import Cases
 from torch.nn import functional as F
@@ -14,6 +18,7 @@ from torch.nn import functional as F
 import dtensor as dt
 from dtensor import Replicate, Shard
 from dtensor.capture import Captured, capture
+from dtensor.comm.events import listening
 from dtensor.debug import CommDebugMode
 
 Step = tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]], list[torch.Tensor], list[Any]]  # parameters, optimizers
@@ -54,6 +59,53 @@ def compare_steps(build: Callable[[], Step], calls: int = 6) -> Captured[Any, An
         assert sum(states[1][1].get_comm_bytes().values()) <= sum(states[0][1].get_comm_bytes().values())
     assert captured.cache_info().replayed >= calls - 4, captured.cache_info()
     return captured
+
+
+@contextmanager
+def frames_held() -> Iterator[None]:
+    """Inside, somebody else holds the frames that issue collectives, as a debugger does: autograd copies gradients then."""
+    held: list[Any] = []
+
+    def hold(_: Any) -> None:
+        frame: Any = sys._getframe()
+        while frame is not None:
+            held.append(frame)
+            frame = frame.f_back
+
+    with listening(hold):
+        yield
+
+
+def recordings_while_frames_are_held(mesh: Any, held: Collection[int]) -> tuple[int, ...]:
+    """Calls recorded and replayed of eight, where ``held`` are those in which frames are held."""
+    torch.manual_seed(0)
+    step, arguments, _, _ = transformer(mesh, "adamw")
+    captured = capture(step)
+    for i in range(8):
+        args = arguments(i)
+        with frames_held() if i in held else nullcontext():
+            captured(*args)
+    return captured.cache_info()[2:4]
+
+
+def recordings_of_which_one_differs(mesh: Any, here: bool) -> tuple[int, ...]:
+    """The same, where one rank's second call makes a copy more than the others: nobody needs to know, and no guard sees why."""
+    w = weight(mesh, 6, 7, at=Shard(1))
+    opt = torch.optim.SGD([w], lr=0.1)
+
+    def step(x: Any) -> float:
+        loss = (x @ w).square().sum()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return (x.to_local().clone() if gc.get_threshold()[2] == 77 else x.to_local()).sum().item() * 0 + loss.item()
+
+    captured, usual = capture(step), gc.get_threshold()
+    for i in range(8):
+        gc.set_threshold(*usual[:2], 77 if here and i == 1 else usual[2])
+        captured(randn(5, 6, on=mesh, at=last(mesh, Replicate())))
+    gc.set_threshold(*usual)
+    return captured.cache_info()[2:4]
 
 
 def transformer(mesh: Any, optimizer: str, *, clear: bool = True) -> Step:
@@ -220,7 +272,10 @@ def a_student_of_a_teacher_that_follows_it(mesh: Any) -> Step:
 
 
 def main() -> list[str]:
-    """Every step on a line and on a square of the processes."""
+    """Every step on a line and on a square of the processes; what one of them does by itself makes no other program."""
+    assert recordings_while_frames_are_held(mesh_of(4), {1} if dist.get_rank() == 2 else ()) == (3, 5)
+    for mesh in (mesh_of(4), mesh_of(2, 2)):
+        assert recordings_of_which_one_differs(mesh, dist.get_rank() == 2) == (4, 4)
     for mesh in (mesh_of(4), mesh_of(2, 2)):
         for build in CASES.values():
             compare_steps(lambda build=build, mesh=mesh: build(mesh))  # type: ignore[misc]  # defaults of a lambda
