@@ -31,7 +31,8 @@ class Facts:
         by_device: strides or auxiliary shapes follow the library that computes (LAPACK, MKL or cuSOLVER, cuFFT, oneDNN or cuDNN).
         refuses: each raises what the kernel does and inference lets pass, given the name and the arguments, tensors as layouts.
         is_view: a result is a view of an argument, which the schema does not say.
-        shows: the elements that a view shows: a row or slice of a dim (``"slice"``), or all in their order (``"all"``).
+        shows: the elements that a view shows: a row or slice of a dim (``"slice"``), all in their order (``"all"``), or
+            the mirror image of each (``"mirror"``: what is done to every element is its own inverse).
         needs_strides: a view that the strides of a block may not allow, where those of the whole do.
         spelled: the function to call on locals; None, the operator itself, where torch's of that name takes other arguments.
         takes_tensors: a list operator that makes a tensor of each number, converted to the dtype of its element.
@@ -47,7 +48,7 @@ class Facts:
     by_device: bool = False
     refuses: tuple[Callable[[str, dict[str, Any]], None], ...] = ()
     is_view: bool = False
-    shows: Literal["slice", "all"] | None = None
+    shows: Literal["slice", "all", "mirror"] | None = None
     needs_strides: bool = False
     spelled: Callable[..., Any] | bool | None = False
     takes_tensors: bool = False

@@ -72,7 +72,7 @@ REDUCE = (
     "torch.linalg.vector_norm({x}, ord=1, dim={d}, keepdim=True)",
     "{x}.max({d}).values",
     "{x}.min({d})[0]",
-    "{x}.median({d}).values",
+    "{x}.contiguous().median({d}).values",  # of an expanded tensor torch gives other values
 )
 ALONG = (
     "torch.softmax({x}, {d})",

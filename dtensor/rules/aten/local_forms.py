@@ -35,6 +35,7 @@ fact("_reshape_alias", shows="all", needs_strides=True)
 fact("view.default", shows="all", needs_strides=True)
 fact("view view_as_complex view_as_real", needs_strides=True)
 fact("squeeze unsqueeze", shows="all")
+fact("_conj _neg_view", shows="mirror")
 # Composites write through it into `out=`, although its schema says that it is no view.
 fact("_unsafe_view", is_view=True, shows="all")
 lists("_foreach_")

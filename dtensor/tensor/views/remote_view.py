@@ -218,8 +218,8 @@ def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | 
         return deferred
     if not is_local(plan) or (plan.rule is not None and plan.rule.run is not None) or changes(plan):
         return deferred
-    if operator.func is _DETACH:
-        return sharing(found)
+    if operator.func in _UNTOLD:
+        found = sharing(found)
     if not facts_of(operator.func).needs_strides:
         return found
 
@@ -238,7 +238,11 @@ def remote(operator: Operator, plan: Plan) -> Runner:
     """What makes a remote view."""
     if operator.func is _AS_STRIDED:
         return _restriding(operator, plan)
-    return lambda args, kwargs, local_args, local_kwargs: views_of(Origin(args[0], operator, args, kwargs, plan))
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        return views_of(Origin(args[0], operator, args, kwargs, plan))
+
+    return sharing(run) if operator.func in _UNTOLD else run
 
 
 def _seen_anew(operator: Operator) -> Runner:
@@ -275,7 +279,8 @@ def _restriding(operator: Operator, plan: Plan) -> Runner:
     return run
 
 
-_AS_STRIDED, _DETACH = torch.ops.aten.as_strided.default, torch.ops.aten.detach.default
+_AS_STRIDED = torch.ops.aten.as_strided.default
+_UNTOLD = {torch.ops.aten.detach.default, torch.ops.aten.view.dtype}  # of what they give autograd does not say that it is a view
 
 install_views(viewing)
 

@@ -212,20 +212,32 @@ def _assign_locally(origin: Origin, place: int, base: DTensor, assign: Assign) -
 
 
 def _assign_whole(links: list[tuple[Origin, int]], base: DTensor, assign: Assign) -> None:
-    """Gather the base, write to its view there, and cut it back."""
+    """Gather the base, write to its view there, and cut it back. Of mirrored elements the base is mirrored meanwhile."""
     layout = base._layout
+    mirrors = [origin for origin, _ in links if origin.shows == "mirror"]
     everywhere = Layout.replicated(layout.mesh, layout.shape, layout.stride, layout.dtype)
-    whole = shown = dense(wrap(redistribute_local(base._local, layout, everywhere), everywhere))
+    gathered = wrap(redistribute_local(base._local, layout, everywhere), everywhere)
+    whole = shown = dense(reduce(_mirrored, mirrors, gathered))
     for origin, place in links:
+        if origin in mirrors:
+            continue
         args = (shown, *origin.args[1:])
         plan = plan_of(origin.operator, args, origin.kwargs)
-        if not is_local(plan) or changes(plan):
+        if not is_local(plan):
             raise UnsupportedOperationError(
                 f"{origin.operator.name} of {layout!r} cannot be written through; write to view.clone()"
             )
         shown = Origin(shown, origin.operator, args, origin.kwargs, plan).run(shown)[place]
     assign(shown, lambda value: value)
-    dispatch(DTensor, _aten.copy_.default, (), (base, whole))
+    dispatch(DTensor, _aten.copy_.default, (), (base, reduce(_mirrored, mirrors, whole)))
+
+
+def _mirrored(x: DTensor, origin: Origin) -> DTensor:
+    """Views commute with what is done to each element alike, unless they show parts of elements that it treats otherwise."""
+    if x._layout.dtype is not origin.layout.dtype and origin.layout.dtype is not x._layout.dtype.to_real():
+        seen = f"{origin.operator.name} of {x._layout!r} seen as {origin.layout.dtype}"
+        raise UnsupportedOperationError(f"{seen} cannot be written through; write to view.clone()")
+    return dense(dispatch(DTensor, origin.operator.func, (), (x,)))
 
 
 install_operations(operate)
