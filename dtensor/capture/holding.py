@@ -21,9 +21,18 @@ from ..errors import CaptureError
 MISSING = object()  # where there is nothing; nothing else is it
 
 _CACHE = type(functools.cache(len))
+_SHOWING: tuple[type, ...] = (
+    types.CellType,
+    types.MappingProxyType,
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+)  # what something else holds
 _PARTIAL = ("func", "args", "keywords")
 _PARTS: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__self__", "__func__"),
+    types.BuiltinMethodType: ("__self__",),
+    types.MethodWrapperType: ("__self__",),
     property: ("fget", "fset", "fdel"),
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
@@ -65,6 +74,8 @@ def contents_of(value: Any) -> Callable[[], list[Any]] | None:
         return lambda: [value.default_factory]
     if isinstance(value, deque):
         return lambda: [value.maxlen]
+    if isinstance(value, _SHOWING):
+        return lambda: gc.get_referents(value)
     if isinstance(value, _CACHE):
         return lambda: [entry for held in gc.get_referents(value) if type(held) is dict for entry in held.values()]
     if isinstance(value, types.GeneratorType):

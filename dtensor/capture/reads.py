@@ -72,7 +72,8 @@ class Refusing(TorchFunctionMode):
 
 
 class World:
-    """Refuses calls of the user's code into compiled code that is not closed, in this thread; if somebody profiles it, nothing.
+    """Refuses calls of the user's code into compiled code that is not closed, in this thread. Somebody else's profiler there goes
+    on beside (``sys.setprofile``); a compiled one (cProfile) is halted meanwhile.
 
     Args:
         trusted: further modules whose functions are closed.
@@ -85,6 +86,7 @@ class World:
         self._known: dict[tuple[Any, str], bool] = {}  # by module or class, and name: whether it is closed
         self._printing = 0
         self._found: CaptureError | None = None
+        self._beside: Callable[[FrameType, str, Any], Any] | None = None  # somebody else's profiler
 
     @contextmanager
     def refused(self) -> Iterator[None]:
@@ -96,18 +98,21 @@ class World:
         for fn in self._wrapped:
             if not self._is_closed(fn):
                 raise self._refusal(fn)
-        if sys.getprofile() is not None:
-            yield
-            return
+        profiler: Any = sys.getprofile()
+        self._beside = profiler if callable(profiler) else None
         sys.setprofile(self._see)
         try:
             yield
         finally:
-            sys.setprofile(None)
+            sys.setprofile(self._beside)
+            if profiler is not self._beside:
+                profiler.enable()
         if self._found is not None:
             raise self._found
 
     def _see(self, frame: FrameType, event: str, fn: Any) -> None:
+        if self._beside is not None:
+            self._beside(frame, event, fn)
         if event == "c_call":
             if not self._printing and not self._is_closed(fn) and self._of_user(frame):
                 self._found = self._refusal(fn)

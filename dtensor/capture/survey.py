@@ -124,11 +124,18 @@ class Environment:
     def _hold_dict(self, held: Mapping[Any, Any], path: str, shown: str) -> None:
         self._watch.dict_(held)
         keys, _, items = entries_of(held)
-        self._note(tuple(map(key_of, keys())), path)
+        self._keys(keys, tuple, path)
         for key, value in list(items()):
             if type(value) is float and isinstance(held, dict):
                 self.floats[len(self.key)] = (held, key)
             self._visit(value, f"{path}{shown.format(key if isinstance(key, VALUES) else '...')}")
+
+    def _keys(self, keys: Callable[[], Iterable[Any]], kind: type, path: str) -> None:
+        """Keys of a dictionary and members of a set, which code may look into."""
+        self._note(kind(map(key_of, keys())), path)
+        for key in list(keys()):
+            if not isinstance(key, (*VALUES, torch.Tensor)):
+                self._visit(key, f"{path} key")
 
     def _visit(self, value: Any, path: str) -> None:
         if isinstance(value, torch.Tensor):
@@ -162,7 +169,8 @@ class Environment:
             self.wrapped += [part for part in parts if isinstance(part, types.BuiltinFunctionType)]
             self._visit(parts, path)
         elif (state := state_of(value)) is not None:
-            self._state(state, path)
+            self._note(state(), path)
+            self._watch.state(state, self.key[-1])
         if (now := contents_of(value)) is not None:
             self._watch.other(now)
             self._visit(now(), path)
@@ -178,7 +186,7 @@ class Environment:
             self._hold_dict(value, path, "[{!r}]")
         elif isinstance(value, (set, frozenset)):
             self._watch.other(value.__iter__)
-            self._note(frozenset(map(key_of, value)), path)
+            self._keys(value.__iter__, frozenset, path)
         else:
             kind = next(kind for kind in (list, tuple, deque) if isinstance(value, kind))
             iterate = functools.partial(kind.__iter__, value)
@@ -189,11 +197,6 @@ class Environment:
                 self._note(tuple(map(value_of, items)), path)
             else:
                 self._all(items, [f"[{place}]" for place in range(len(items))], path)
-
-    def _state(self, state: Callable[[], Any], path: str) -> None:
-        now = state()
-        self._watch.state(state, now)
-        self._note(now, path)
 
     def _class(self, kind: type, path: str) -> None:
         if foreign(kind):

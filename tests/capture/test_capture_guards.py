@@ -150,7 +150,7 @@ class State:
         return read, change
 
     def ways(self) -> list[tuple[Read, list[Change]]]:
-        return [*self._objects(), *self._containers(), *self._modules(), *self._tensors()]
+        return [*self._objects(), *self._containers(), *self._modules(), *self._tensors(), *_behind()]
 
     def _objects(self) -> list[tuple[Read, list[Change]]]:
         s, inner = self, self.special.inner
@@ -222,6 +222,26 @@ class State:
             (lambda x: x * len(s.net.state_dict()), [lambda n: s.net.register_buffer(f"b{n:.0f}", torch.ones(()))]),
             (lambda x: x * torch.tensor(1.0).element_size(), [lambda n: torch.set_default_dtype(_dtype(n))]),
         ]
+
+
+def _behind() -> list[tuple[Read, list[Change]]]:
+    """What is reached through one object alone: keys, members, what bound methods, views and cells show."""
+    key, member, one, far = Config(), Config(), Config(), Config()
+    keyed, members, tupled = {key: 1.0}, {member}, {(one, 1): 1.0}
+    refs, bound, shown, seen = weakref.WeakSet([far]), {"a": 1.0}, {"a": 1.0}, {"a": 1.0}
+    values = shown.values()
+    cell = (lambda x: lambda: x)(Config()).__closure__[0]  # type: ignore[index]
+    of_keys: Read = lambda x, keyed=keyed, members=members: x * sum(k.a for k in [*keyed, *members])  # type: ignore[misc] # noqa: E731
+    return [
+        (of_keys, [lambda n: setattr(key, "a", n), lambda n: setattr(member, "a", n)]),
+        (lambda x, found=tupled: x * next(iter(found))[0].a, [lambda n: setattr(one, "a", n)]),  # type: ignore[misc]
+        (lambda x, found=refs: x * sum(k.a for k in found), [lambda n: setattr(far, "a", n)]),  # type: ignore[misc]
+        (lambda x, get=bound.get: x * get("a"), [lambda n: bound.update(a=n)]),  # type: ignore[misc]
+        (lambda x, get=seen.__getitem__: x * get("a"), [lambda n: seen.update(a=n)]),  # type: ignore[misc]
+        (lambda x, found=values: x * sum(found), [lambda n: shown.update(a=n)]),  # type: ignore[misc]
+        (lambda x, found=types.MappingProxyType(shown): x * found["a"], [lambda n: shown.update(a=n)]),  # type: ignore[misc]
+        (lambda x, found=cell: x * found.cell_contents.a, [lambda n: setattr(cell.cell_contents, "a", n)]),  # type: ignore[misc]
+    ]
 
 
 def _dtype(n: float) -> torch.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextvars
+import cProfile
 import dataclasses
 import datetime
 import decimal
@@ -723,6 +724,36 @@ def test_a_refusal_that_is_caught_is_raised_at_the_end() -> None:
 
     with pytest.raises(CaptureError, match=r"time\.time"):
         dt.capture(fn)(X)
+
+
+def test_the_world_is_refused_beside_a_profiler() -> None:
+    seen: list[str] = []
+
+    def profiler(frame: Any, event: str, found: Any) -> None:
+        seen.append(event)
+
+    sys.setprofile(profiler)
+    try:
+        with pytest.raises(CaptureError, match=r"time\.time"):
+            dt.capture(lambda x: x * time.time())(X)
+        same = sys.getprofile() is profiler
+    finally:
+        sys.setprofile(None)
+    assert same
+    assert "c_call" in seen
+
+
+def test_the_world_is_refused_beside_a_compiled_profiler() -> None:
+    profile = cProfile.Profile()
+    profile.enable()
+    try:
+        with pytest.raises(CaptureError, match=r"time\.time"):
+            dt.capture(lambda x: x * time.time())(X)
+        read_lines()
+    finally:
+        profile.disable()
+    names = {getattr(entry.code, "co_name", "") for entry in profile.getstats()}  # type: ignore[attr-defined]  # typeshed's
+    assert "read_lines" in names
 
 
 def test_what_is_trusted_may_be_called() -> None:
