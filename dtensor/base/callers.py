@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 import os
 import re
-import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
@@ -16,7 +15,7 @@ import typing_extensions
 from torch.nn.parallel import distributed
 
 _HERE, _TORCH = (str(Path(file).parent) + os.sep for file in (str(Path(__file__).parent), torch.__file__))
-_STANDARD = tuple({str(Path(sysconfig.get_path(name)).resolve()) + os.sep for name in ("stdlib", "platstdlib")})
+_STANDARD = str(Path(os.__file__).resolve().parent) + os.sep
 _WRAPS = typing_extensions.__file__  # torch's functions, where they are deprecated
 _MADE = (
     "<frozen",

@@ -20,7 +20,7 @@ from ..base.generators import state_now
 from ..base.recording import ACTIVE
 from ..base.torch_internals import AccumulateGrad, TensorBase, TorchDispatchMode, autograd_node, current_dispatch_modes
 from ..comm import Pending, PerRank, shards_of
-from ..dispatch.local_op import local_function
+from ..dispatch.local_op import spelling
 from ..errors import CaptureError
 from ..propagation.schema import operator_of
 from ..tensor.dtensor import DTensor
@@ -135,7 +135,7 @@ class Recorder(Keeping, TorchDispatchMode):
         generator = kwargs.get("generator") or next((x for x in args if isinstance(x, torch.Generator)), None)
         if drawn:
             self._check(generator or _default(args, kwargs), str(func))
-        fn = local_function(func)
+        fn = spelling(func)
         result = fn(*args, **kwargs)
         if not func._schema.returns:
             result = None  # the functions give the written list back

@@ -16,6 +16,7 @@ import torch
 from ..base.caches import remembered
 from ..base.torch_internals import (
     BelowAutograd,
+    OpOverload,
     TensorBase,
     fft_functions,
     functorch_active,
@@ -127,6 +128,12 @@ _HOMES = (torch, nn_functions, linalg_functions, fft_functions, special_function
 @remembered(8192)
 def local_function(func: Any) -> Any:
     """A callable with the signature and meaning of overload ``func``, preferably generated C++."""
+    found = spelling(func)
+    return found if found is not func or type(func) is not OpOverload else func._op  # what the overload's own call calls
+
+
+def spelling(func: Any) -> Any:
+    """The same under a name that source can have: a function of torch's or ours, else the overload itself."""
     schema, spelled = func._schema, facts_of(func).spelled
     namespace, _, name = schema.name.partition("::")
     if spelled is None or namespace != "aten" or any(a.is_out or a.name == "reduction" for a in schema.arguments):

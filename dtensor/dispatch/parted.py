@@ -28,7 +28,6 @@ from .settled import FORMS, counted_versions, settled_dims
 from .steps import Args, Keywords, Runner
 
 _FACT = "_parted"  # the attribute of a tensor whose rows are parted
-_LASTING = frozenset((_FACT, FORMS))
 _OWNERSHIPS = "_ownerships"  # of one that says whose rows are whose
 
 
@@ -134,13 +133,18 @@ def by_facts(
         return found
     runners: Bounded[Any, Runner] = Bounded(16)
     runners.keep(_pattern(operator, bound), runner_of(found, operator))
-    tensor = wrapping.TENSOR
+    tensor, lasting = wrapping.TENSOR, frozenset((_FACT,) if operator.is_view else (_FACT, FORMS))
 
     def run(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> Any:
         pattern: tuple[Any, ...] = ()
         for value in (*args, *kwargs.values()) if kwargs else args:
             kind = type(value)
-            if kind is list or kind is tuple or (kind is tensor and not _LASTING.isdisjoint(value.__dict__)):
+            if kind is tensor:
+                known = not lasting.isdisjoint(value.__dict__)
+            else:
+                listed = kind is list or kind is tuple
+                known = listed and any(type(x) is tensor and not lasting.isdisjoint(x.__dict__) for x in value)
+            if known:
                 pattern = _pattern(operator, operator.bind(args, kwargs))
                 break
         runner = runners.get(pattern)

@@ -291,6 +291,8 @@ def distributed(grad: Any, like: Layout) -> Any:
     if hasattr(seen(grad), "_layout"):
         return grad
     layout = Layout.replicated(like.mesh, grad.shape, grad.stride(), grad.dtype)
+    if not (communicator_of(like.mesh).holds_all or is_recorded(grad)):
+        return wrap_local(grad.detach().clone(), layout)  # the user may write to it, and some zeros have no memory
     return from_pieces(layout, layout, True, *everywhere(grad, layout))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...base.caches import remembered
@@ -20,16 +22,22 @@ def _sliced(dim: int, start: int | None, end: int | None, step: int) -> tuple[sl
     return (*(slice(None),) * dim, slice(start, end, step))
 
 
+def _to_copy(x: torch.Tensor, *, layout: Any = None, pin_memory: Any = None, **options: Any) -> torch.Tensor:
+    """``aten::_to_copy``, which torch offers as a method of a composite; locals are strided."""
+    if layout in (None, torch.strided) and not pin_memory:
+        return x.to(copy=True, **options)
+    return torch.ops.aten._to_copy(x, layout=layout, pin_memory=pin_memory, **options)
+
+
 # Torch's functions differ from the schema (argument order, packed lists, defaults), or mean something else.
 fact(
     "arange full empty zeros ones rand randn randint normal linspace logspace scalar_tensor tensor empty_like full_like",
     spelled=None,
 )
-fact(
-    "index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put where index norm split to _to_copy set_", spelled=None
-)
+fact("index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put where index norm split to set_", spelled=None)
 fact("data requires_grad_ is_same_size", spelled=None)
 fact("slice", spelled=_slice, shows="slice")
+fact("_to_copy", spelled=_to_copy)
 fact("select unbind", shows="slice")
 fact("_reshape_alias", shows="all", needs_strides=True)
 fact("view.default", shows="all", needs_strides=True)
