@@ -159,6 +159,7 @@ NAMES: dict[str, Internal] = {
     "graph_break": Internal("torch._dynamo.graph_break", "what is not compiled says why", _NONE),
     "TracingContext": Internal("torch._guards.TracingContext", "whether the compiler asks", _NONE),
     "Unsupported": Internal("torch._dynamo.exc.Unsupported", "a tensor that is not compiled says why", _NONE),
+    "export_trace": Internal("torch.export._trace", "an exported program is refused, a graph captured for it is not", _NONE),
     "CheckpointPolicy": Internal(
         "torch.utils.checkpoint.CheckpointPolicy", "a collective is not computed again in a backward pass", _NONE
     ),

@@ -20,6 +20,7 @@ from ..base.torch_internals import opaque_object
 from ..base.tracing import constant_of_graph, is_traced, kept, kept_object
 from ..comm import PerRank, shards_of
 from ..dispatch.local_op import seen
+from ..errors import UnsupportedOperationError
 from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Partial, Placement, Replicate, Shard
 from ..ranks.hidden import each_rank
@@ -87,6 +88,7 @@ def _substitute(module: Any) -> None:
     _break = torch_internals.graph_break
     for function in _IN_GRAPH:
         module.allow_in_graph(function)
+    torch.ops.higher_order.flex_attention.py_impl(DTensor)(_flex_attention)
     for function, seen_as in _SEEN_AS.items():
         module.substitute_in_graph(function, skip_signature_check=True)(seen_as)
     changed("torch._dynamo")
@@ -169,6 +171,13 @@ def _distribute_tensor(
 
 def _distribute_module(*given: Any, **options: Any) -> None:
     _break(msg="distribute_module makes parameters, which graphs are given: call it before the compiled function")
+
+
+def _flex_attention(*given: Any, **options: Any) -> None:
+    raise UnsupportedOperationError(
+        "flex_attention of DTensors: its score_mod and block_mask ask for indices in the whole tensor; where batch or heads are "
+        "cut and they do not ask for theirs: local_map(flex_attention, [Shard(1)], ([Shard(1)],) * 3, device_mesh=mesh)(q, k, v)"
+    )
 
 
 def _as_given(x: Any) -> Any:

@@ -34,10 +34,10 @@ class Flatten:
     def __get__(self, x: Any, kind: type) -> Callable[..., Any]:
         if x is None:
             return self.flatten
-        if is_exporting():
+        if is_exporting() and torch_internals.export_trace._EXPORT_MODULE_HIERARCHY is not None:
             raise UnsupportedOperationError(
-                "torch.export of a model of DTensors: its tracer has no form for them; export it before its parameters are "
-                "distributed, or use torch.compile"
+                "torch.export of a model of DTensors: an exported program has no form for them; export it before its parameters "
+                "are distributed, or use torch.compile"
             )
         getattr(x, self.piece)  # one that is on its way arrives, and is a DTensor from now on
         if x._layout.mesh.kind != "process_group":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,10 @@ from compile_cases import Block
 from gloo import run_gloo
 from test_compiled import differing
 from torch import nn
+from torch._dynamo import compiled_autograd
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch.nn.attention.flex_attention import flex_attention
 
 import dtensor as dt
 from dtensor import DTensor, Replicate, Shard
@@ -217,6 +222,32 @@ def in_modes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return found
 
 
+def attention_of_scores(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """What is said to do instead of ``flex_attention`` of DTensors."""
+    q, k, v = (dt.distribute_tensor(torch.randn(2, 4, 16, 16), mesh, [Shard(1)]) for _ in range(3))
+    for backend in (None, "aot_eager"):
+        attend = flex_attention if backend is None else torch.compile(flex_attention, backend=backend, fullgraph=True)
+        with pytest.raises(Exception, match=r"local_map\(flex_attention"):
+            attend(q, k, v)
+    local = dt.local_map(flex_attention, [Shard(1)], ([Shard(1)],) * 3, device_mesh=mesh)
+    return [how(lambda q, k, v: local(q * 2, k, v) * 2, fullgraph=True)(q, k, v)]
+
+
+def captured_graphs(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """Graphs that torch's own tools take for programs with DTensors, forward, and with their gradients."""
+    model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    x = torch.randn(5, 6)
+    graph = dynamo_graph_capture_for_export(model)(x)
+    with contextlib.ExitStack() as stack:
+        joint = aot_export_joint_with_descriptors(stack, model, (x,)).graph_module
+    assert joint.code.count("torch.ops.dtensor.") == 2, joint.code
+    return [model(x) if how is _plainly else graph(x)]
+
+
+def _plainly(fn: Any, **options: Any) -> Any:
+    return fn
+
+
 PROGRAMS = [
     tensor_parallel,
     compiled_optimizers,
@@ -235,6 +266,8 @@ PROGRAMS = [
     sizes_of_values,
     accumulated,
     views_that_are_gathered,
+    attention_of_scores,
+    captured_graphs,
 ]
 
 
@@ -246,18 +279,25 @@ def on_processes() -> None:
         torch.manual_seed(0)
         got = program(mesh, lambda fn, **options: torch.compile(fn, backend="aot_eager", **options))
         torch.manual_seed(0)
-        wanted = program(mesh, lambda fn, **options: fn)
+        wanted = program(mesh, _plainly)
         for one, other in zip(got, wanted, strict=True):
             assert not differing(one, other), f"{program.__name__}: {differing(one, other)}"
     refused(mesh)
     refused_writes(mesh)
     refused_exports(mesh)
+    refused_backward_passes(mesh)
 
 
 def refused_writes(mesh: dt.DeviceMesh) -> None:
     x = dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)])
     with pytest.raises(Exception, match="give it the base, or write to a clone"):
         torch.compile(lambda v: v.mul_(2), backend="aot_eager", fullgraph=True)(x[0])
+
+
+def refused_backward_passes(mesh: dt.DeviceMesh) -> None:
+    model = fully_shard(Block(), mesh=mesh)
+    with compiled_autograd._enable(torch.compile(backend="eager")), pytest.raises(Exception, match="leave its backward pass"):
+        model(torch.randn(5, 6)).sum().backward()
 
 
 def refused_exports(mesh: dt.DeviceMesh) -> None:

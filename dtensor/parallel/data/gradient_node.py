@@ -7,10 +7,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from ...base.torch_internals import engine_runs
 from ...comm import shards_of
-from ...errors import DTensorError
+from ...errors import DTensorError, UnsupportedOperationError
 from ...mesh.device_mesh import DeviceMesh
 from ...placement import Partial
 from ...tensor.autograd import move
@@ -61,6 +62,11 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if not issubclass(type(ctx), BackwardCFunction):
+            raise UnsupportedOperationError(
+                "compiled autograd of parameters under fully_shard or replicate: their gradients are reduced, and arrive, in a "
+                "pass that autograd runs; compile the model, and leave its backward pass to autograd"
+            )
         group: Group = ctx.group
         pieces = group.pieces
         columns: list[list[Tensor | None]] = [[] for _ in group.managed]

@@ -15,6 +15,7 @@ from torch import nn
 
 from ...base.scoped import Block, Scoped
 from ...base.torch_internals import functorch_active
+from ...base.tracing import under_way
 from ...dispatch.versions import stamp
 
 
@@ -45,7 +46,7 @@ _INSIDE: Scoped[Crossing] = Scoped("crossing")
 
 def crossed(x: Any, way: Hashable, make: Callable[[], Any]) -> Any:
     """``make()``, which makes ``x`` what a module asks for in this ``way``; the same for all modules that ask so."""
-    if torch.compiler.is_compiling():  # a graph remembers nothing of a value
+    if torch.compiler.is_compiling() or under_way():  # a graph remembers nothing of a value
         return make()
     inside = _INSIDE.last(None)
     if inside is None or not isinstance(x, torch.Tensor) or functorch_active():
@@ -63,7 +64,7 @@ def shared_within(module: nn.Module) -> None:
     entered: list[Block[Crossing]] = []
 
     def begin(*_: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() or under_way()):
             entered.append(_INSIDE.enter(Crossing()))
 
     def end(*_: Any) -> None:
