@@ -41,6 +41,13 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, _STAND_INS) or infra_mode(_PROXY) is not None
 
 
+def has_symbols() -> bool:
+    """Whether a program is being traced whose numbers are not all known."""
+    context = torch_internals.TracingContext.try_get()
+    mode = None if context is None else context.fake_mode
+    return mode is not None and mode.shape_env is not None and bool(mode.shape_env.var_to_range)
+
+
 def under_way() -> bool:
     """Whether some program is being traced here."""
     return bool(count_dispatch_modes()) and any(infra_mode(key) is not None for key in _TRACING)

@@ -236,7 +236,8 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
             f"{wrapped_by_torch(sys._getframe())}"
         )
     if tracing.under_way():
-        args, kwargs = tuple(map(stand_in, args)), {name: stand_in(value) for name, value in kwargs.items()}
+        args = tuple([stand_in(value, i in entry.scalar_positions) for i, value in enumerate(args)])
+        kwargs = {name: stand_in(value, name in entry.scalar_names) for name, value in kwargs.items()}
     operator, bound = entry.operator, entry.operator.bind(args, kwargs)
     meshes = tuple(meshes_of(bound.values()))
     special = across_places(operator, bound, meshes) or through_copies(operator, bound)

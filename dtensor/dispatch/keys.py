@@ -57,10 +57,12 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
     return value
 
 
-def stand_in(value: Any) -> Any:
-    """``value``; for a number that is a symbol one of its kind, in whose place any other has the same plan."""
+def stand_in(value: Any, by_type: bool) -> Any:
+    """``value`` as plans are made for it: for a symbol its number, or, where it only enters the arithmetic, one of its kind."""
+    if type(value) is list or type(value) is tuple:
+        return type(value)([stand_in(item, by_type) for item in value])
     kind = _SYMBOLS.get(type(value))
-    return value if kind is None else kind(2)
+    return value if kind is None else kind(2) if by_type else kind(value)
 
 
 def _strides(x: torch.Tensor) -> tuple[int, ...] | None:

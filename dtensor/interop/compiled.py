@@ -7,6 +7,7 @@ program is traced. Methods of DTensors are calls that stand in the graph; ``from
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from inspect import getattr_static
 from types import FunctionType
 from typing import Any, cast
@@ -47,9 +48,9 @@ def constants(*kinds: type) -> None:
 
 
 def _methods(kind: type) -> set[str]:
-    """Torch reads all of these of an object: what a property would find out it does not ask for here."""
+    """Torch reads all of these of an object: what a property would find out each time it does not ask for here."""
     found = {name: getattr_static(kind, name) for name in dir(kind)}
-    kinds = (FunctionType, staticmethod, classmethod)
+    kinds = (FunctionType, staticmethod, classmethod, cached_property)
     return {name for name, value in found.items() if isinstance(value, kinds) and (name in _ASKED or not name.startswith("__"))}
 
 
@@ -212,8 +213,6 @@ class _Leaf(torch.autograd.Function):
 def _on_processes(mesh: Any) -> bool:
     return not isinstance(mesh, DeviceMesh) or mesh.kind == "process_group"
 
-
-_constant(_on_processes)
 
 _MADE = {
     function: _making(function) for function in (create.zeros, create.ones, create.empty, create.full, create.rand, create.randn)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base.torch_internals import DispatchKey, ForceDispatchKeyGuard, excluded_keys, included_keys, is_key_excluded
+from ..base.tracing import has_symbols
 
 
 def whole_of(x: Any) -> Tensor:
@@ -94,7 +95,7 @@ def offset_in(root: Any, view: Any) -> int | None:
 
     It did not see the view made, ``root`` has come to be seen in another way, or one of the two has other memory by now.
     """
-    if "_left" in root.__dict__:
+    if "_left" in root.__dict__ or has_symbols():  # torch 2.13 has freed the symbols of which some views are made
         return None
     like = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")
     try:

@@ -16,6 +16,7 @@ from test_compiled import differing
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.testing import CompileCounter
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -123,6 +124,37 @@ def marked_sizes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
                 torch._dynamo.mark_dynamic(x, 0)
             found.append(run(x))
     return found
+
+
+def numbers_that_change(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """A plan that is made while a number is a symbol is one for that number: plain torch says what comes out, here and later."""
+    whole = torch.arange(64.0).view(8, 8)
+    x = dt.distribute_tensor(whole, mesh, [Shard(0)])
+    for fn in (
+        lambda x, n: x.split(n),
+        lambda x, n: x.split([n, 8 - n]),
+        lambda x, n: x.chunk(n),
+        lambda x, n: [x.narrow(0, 1, n), x[n:], x[n], x.topk(n)[0], x.reshape(-1, n, 8) if n != 3 else x, x + n],
+    ):
+        for run in (how(fn, dynamic=True), fn):
+            for n in (2, 3, 4):
+                for got, wanted in zip(run(x, n), fn(whole, n), strict=True):
+                    torch.testing.assert_close(got.full_tensor(), wanted)
+    return []
+
+
+def equal_meshes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """A graph is for all meshes that are equal."""
+    counted = CompileCounter()
+
+    @torch.compile(backend=counted, fullgraph=True)
+    def run(x: torch.Tensor, own: dt.DeviceMesh, where: Any) -> Any:
+        return DTensor.from_local(x, own, [where]).redistribute(placements=[Replicate()])
+
+    for where in (Shard(0), Shard(0), Shard(1), Shard(1)):
+        run(torch.ones(2, 2), dt.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), where)
+    assert counted.frame_count == 2, counted.frame_count
+    return []
 
 
 def many_sizes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
@@ -260,6 +292,8 @@ PROGRAMS = [
     sizes_and_layouts,
     marked_sizes,
     many_sizes,
+    numbers_that_change,
+    equal_meshes,
     plain_targets,
     a_gradient_laid_otherwise,
     breaks,
