@@ -10,7 +10,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,13 +21,7 @@ from ..errors import CaptureError
 MISSING = object()  # where there is nothing; nothing else is it
 
 _CACHE = type(functools.cache(len))
-_SHOWING: tuple[type, ...] = (
-    types.CellType,
-    types.MappingProxyType,
-    type({}.keys()),
-    type({}.values()),
-    type({}.items()),
-)  # what something else holds
+_SHOWING = (types.CellType, types.MappingProxyType, KeysView, ValuesView, ItemsView)  # what something else holds
 _PARTIAL = ("func", "args", "keywords")
 _PARTS: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__self__", "__func__"),

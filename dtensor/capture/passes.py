@@ -6,7 +6,7 @@ A tape is one rank's own, so what is known of its local tensors (``facts``) may 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from ..base.torch_internals import TensorBase
 from .graph import ALL_REDUCE, Step, Tape, Var, is_row_major
 from .optimize import renamed
+from .uses import Uses
 
 Fact: TypeAlias = tuple[Any, ...]  # offset, shape, stride, dtype, lazily conjugated, lazily negated
 _COPY, _CLONE = TensorBase.copy_, torch.clone
@@ -21,7 +22,7 @@ _COPY, _CLONE = TensorBase.copy_, torch.clone
 
 def without_copies(tape: Tape, facts: Mapping[Var, Fact], lasting: frozenset[int]) -> Tape:
     """A copy of memory that is never used again is that memory. ``lasting``: memory that is not the tape's own."""
-    uses = _Uses(tape, lasting)
+    uses = _Own(tape, lasting)
     same: dict[Var, Var] = {}
     steps = []
     for place, step in enumerate(tape.steps):
@@ -49,7 +50,7 @@ def _copy(step: Step) -> tuple[Var, Var] | None:
 
 def with_bound_collectives(tape: Tape, facts: Mapping[Var, Fact], lasting: frozenset[int]) -> Tape:
     """All-reductions whose group and algorithm are looked up once; in place where nobody needs what goes in."""
-    uses = _Uses(tape, lasting)
+    uses = _Own(tape, lasting)
     steps: list[Step] = []
     for place, step in enumerate(tape.steps):
         x = step.args[1] if step.fn is ALL_REDUCE and len(step.args) == 4 else None
@@ -63,43 +64,29 @@ def with_bound_collectives(tape: Tape, facts: Mapping[Var, Fact], lasting: froze
     return Tape(tape.inputs, steps, tape.results, tape.constants)
 
 
-class _Uses:
-    """Where the memory of a tape is read and written."""
+class _Own(Uses):
+    """What of a tape's memory is its own, and who uses it."""
 
     def __init__(self, tape: Tape, lasting: frozenset[int]) -> None:
-        self.steps = tape.steps
-        self.fixed = lasting | {var.storage for var in tape.inputs} | {var.storage for var in tape.constants}
-        self.results = [var.storage for var in tape.results]
-        self.read: dict[int, list[int]] = {}
-        self.written: dict[int, list[int]] = {}
-        self.sites: set[int] = set()
-        for place, step in enumerate(tape.steps):
-            for var in step.inputs:
-                self.read.setdefault(var.storage, []).append(place)
-            for storage in step.writes:
-                self.written.setdefault(storage, []).append(place)
-            if step.site:
-                self.sites |= {var.storage for var in step.inputs}
+        super().__init__(tape.steps, lasting)
+        self._fixed = lasting | {var.storage for var in (*tape.inputs, *tape.constants)}
+        self._results = {var.storage for var in tape.results}
 
-    def _own(self, var: Var) -> bool:
+    def _whole(self, var: Var) -> bool:
         """Whether a variable is memory that a step of the tape has made, and all that is known of it at first."""
-        return var.index == var.storage and var.storage not in self.fixed
-
-    def _after(self, place: int, found: Mapping[int, list[int]], storage: int) -> Iterator[int]:
-        return (other for other in found.get(storage, ()) if other > place)
+        return var.index == var.storage and var.storage not in self._fixed
 
     def replaceable(self, place: int, made: Var, source: Var) -> bool:
         """Whether ``source`` can be what the step at ``place`` copies it to: from there on nobody uses both, or writes to one."""
-        if not (self._own(made) and self._own(source)) or source.storage in self.results or made.storage in self.sites:
+        if not (self._whole(made) and self._whole(source)) or source.storage in self._results:
             return False
-        if any(other < place for other in self.read.get(made.storage, ())) or source.storage in self.sites:
+        if self.sent(made.storage) or self.sent(source.storage) or any(at < place for at in self.used.get(made.storage, ())):
             return False
-        writes = [*self.written.get(made.storage, ()), *self._after(place, self.written, source.storage)]
-        return all(other == place for other in writes) and not any(self._after(place, self.read, source.storage))
+        return max(self.used[source.storage]) == place and all(at == place for at in self.written.get(made.storage, ()))
 
     def last_of(self, place: int, var: Var) -> bool:
         """Whether the site at ``place`` is the last that sees the memory of ``var``, and the only site."""
-        seen = self.read.get(var.storage, ())
+        seen = self.used.get(var.storage, ())
         sites = [other for other in seen if self.steps[other].site]
-        ours = var.storage not in self.fixed and var.storage not in self.results
+        ours = var.storage not in self._fixed and var.storage not in self._results
         return ours and sites == [place] and max(seen) == place

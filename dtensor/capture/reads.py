@@ -129,10 +129,7 @@ class World:
         )
 
     def _is_closed(self, fn: Any) -> bool:
-        at = fn.__module__
-        if type(at) is not str:
-            owner = getattr(fn, "__self__", None)
-            at = owner if isinstance(owner, type) else getattr(fn, "__objclass__", type(owner))
+        at = fn.__module__ if type(fn.__module__) is str else _class_of(fn)
         known = self._known.get((at, fn.__name__))
         if known is None:
             module = _module_of(fn)
@@ -164,14 +161,18 @@ def _root(module: str) -> str:
     return module.partition(".")[0].lstrip("_")
 
 
+def _class_of(fn: Any) -> type:
+    """The class that a method of compiled code is called on."""
+    owner = getattr(fn, "__self__", None)
+    return owner if isinstance(owner, type) else getattr(fn, "__objclass__", type(owner))
+
+
 def _module_of(fn: Any) -> str:
     """Where a function of compiled code, or the class that has it, stands."""
     if type(fn.__module__) is str:
         return str(fn.__module__)
-    owner = getattr(fn, "__self__", None)
-    kind = owner if isinstance(owner, type) else getattr(fn, "__objclass__", type(owner))
-    having = (base for base in kind.__mro__ if fn.__name__ in vars(base))
-    return str(next(having, kind).__module__)
+    kind = _class_of(fn)
+    return str(next((base for base in kind.__mro__ if fn.__name__ in vars(base)), kind).__module__)
 
 
 def _shown(fn: Any) -> str:
