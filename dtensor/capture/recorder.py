@@ -145,7 +145,8 @@ class Recorder(Keeping, TorchDispatchMode):
         written = written_by(func, args, kwargs)
         known = {id(x): self._known(x) for x in tensors_in((args, kwargs))}
         writes = frozenset(known[id(x)].storage for x in written)
-        self._append(Step(fn, taken, named, None, writes, drawn, within=within), result, known, written)
+        checks = not func._schema.returns and not writes  # what neither gives nor writes is there to raise
+        self._append(Step(fn, taken, named, None, writes, drawn or checks, within=within), result, known, written)
         return result
 
     # --- sites ---------------------------------------------------------------------------------------------------------
