@@ -121,9 +121,8 @@ def _through_copies(operator: Operator, names: tuple[str, ...], args: tuple[Any,
 
 def replicated(value: torch.Tensor, mesh: DeviceMesh) -> Any:
     """A copy of ``value`` on every rank."""
-    copy = value.detach().clone()
-    layout = Layout.replicated(mesh, copy.shape, copy.stride(), copy.dtype)
-    return wrap_local(communicator_of(mesh).map(lambda member: copy.clone()), layout)
+    local = communicator_of(mesh).map(lambda member, x: x.clone(), value.detach())
+    return wrap_local(local, Layout.replicated(mesh, local.shape, local.stride(), local.dtype))
 
 
 def laid_out_alike(value: torch.Tensor, x: Any) -> Any:

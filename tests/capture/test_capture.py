@@ -387,6 +387,24 @@ def test_a_replay_looks_at_its_indices_as_the_function_does(fn: Any) -> None:
         captured(table, places(0, 7, 1, 2))
 
 
+def test_a_replay_asserts_what_the_function_asserts() -> None:
+    one_hot, scattered = capture(lambda x: F.one_hot(x, 7)), capture(lambda x, mask: x.masked_scatter(mask, x[:1]))
+    x = randn(4, at=[Shard(0)])
+
+    def given(*values: int, dtype: Any = None) -> DTensor:
+        return dt.distribute_tensor(torch.tensor(values, dtype=dtype), MESH, [Shard(0)])
+
+    for values in ((0, 6, 2, 1), (5, 5, 3, 0)):
+        assert_same(one_hot(given(*values)), F.one_hot(given(*values), 7))
+    for values in ((0, 0, 0, 1), (1, 0, 0, 0)):
+        scattered(x, given(*values, dtype=torch.bool))
+    assert one_hot.cache_info().replayed == scattered.cache_info().replayed == 1
+    with pytest.raises(RuntimeError, match="smaller than num_classes"):
+        one_hot(given(0, 7, 1, 2))
+    with pytest.raises(RuntimeError, match="number of ones"):
+        scattered(x, given(1, 1, 0, 0, dtype=torch.bool))
+
+
 def test_side_effects_on_python_state_are_refused() -> None:
     class Counter(nn.Module):
         def __init__(self) -> None:

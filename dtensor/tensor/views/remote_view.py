@@ -75,9 +75,14 @@ class Origin:
     @property
     def base(self) -> DTensor:
         """What the view was made of, as it was then."""
-        if self.layout is self.viewed._layout and self.memory == _memory(self.viewed):
-            return self.viewed
-        if isinstance(self.memory, _Held):
+        viewed, memory = self.viewed, self.memory
+        if self.layout is viewed._layout:
+            if type(memory) is _Held and type(viewed) is DTensor:  # most often
+                if memory.local is viewed._local:
+                    return viewed
+            elif memory == _memory(viewed):
+                return viewed
+        if isinstance(memory, _Held):
             base = wrap(self.memory.local, self.layout)
         else:
             base = _view(self.memory[0], self.layout, self.memory[1])
@@ -318,7 +323,7 @@ def chain_of(view: RemoteView) -> tuple[DTensor, list[tuple[Origin, int]]]:
 
 
 def _view(origin: Origin, layout: Layout, place: int) -> RemoteView:
-    made = _make(RemoteView, layout.shape, strides=layout.stride, dtype=layout.dtype, device=origin.base.device)
+    made = _make(RemoteView, layout.shape, strides=layout.stride, dtype=layout.dtype, device=origin.viewed.device)
     made._layout, made._origin, made._place = layout, origin, place
     return cast(RemoteView, made)
 
