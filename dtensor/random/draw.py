@@ -78,7 +78,7 @@ def as_one_step(layout: Layout, make: Callable[..., Any], *given: Any) -> Any:
         return make(*tree_unflatten(filled, structure))
 
     member = mesh.current_member()
-    coordinate = None if member is None else mesh.coordinates[member]
+    coordinate = mesh.coordinate_of(member)
     shaped = layout.local_shape(coordinate), layout.local_stride(coordinate)
     return in_graph("draw", tracing.kept(made), parts, *shaped, layout.dtype, torch.device(mesh.device_type))
 
@@ -123,7 +123,7 @@ def draw_counted(layout: Layout, sampler: Sampler, given: Arguments, generator: 
     key = next_key(default_generator(mesh) if generator is None else generator)
 
     def one(member: int | None) -> torch.Tensor:
-        coordinate = None if member is None else mesh.coordinates[member]
+        coordinate = mesh.coordinate_of(member)
         if coordinate is None:
             return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=device)
         size = layout.local_shape(coordinate)
@@ -149,7 +149,7 @@ def next_key(generator: torch.Generator) -> int:
 
 def block_of(whole: torch.Tensor, layout: Layout, member: int | None) -> torch.Tensor:
     """One member's block of a whole tensor, as its own memory."""
-    coordinate = None if member is None else layout.mesh.coordinates[member]
+    coordinate = layout.mesh.coordinate_of(member)
     if coordinate is None:
         return whole.new_zeros(layout.local_shape(None))
     return place_in(whole, layout, coordinate).clone()
