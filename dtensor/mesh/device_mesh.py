@@ -84,11 +84,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
     @asked
     def mesh(self) -> torch.Tensor:
         """The ranks of this mesh as the current rank sees it, shape ``self.shape``."""
-        return torch.tensor(self._ranks_here(), dtype=torch.int, device="cpu").reshape(self.shape)
-
-    def _ranks_here(self) -> list[int]:
-        member = self.current_member()
-        return [self._root.ranks[m] for m in self.members_of(range(self.ndim), 0 if member is None else member)]
+        return torch.tensor(self.ranks_here(), dtype=torch.int, device="cpu").reshape(self.shape)
 
     # --- the current rank -------------------------------------------------------------------------------------
     def get_rank(self) -> Any:

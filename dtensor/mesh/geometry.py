@@ -142,6 +142,11 @@ class Geometry:
         """This process's member; in one process the one that ``map_ranks`` runs for, else the first. None: not in the mesh."""
         return current_member(self._root)
 
+    def ranks_here(self) -> list[int]:
+        """The ranks of this mesh as the current rank sees it, first mesh dim major."""
+        member = self.current_member()
+        return [self._root.ranks[m] for m in self.members_of(range(self.ndim), 0 if member is None else member)]
+
 
 def _ravel(columns: list[Any], sizes: list[int], count: int) -> Any:
     index = np.zeros(count, dtype=int)

@@ -17,7 +17,7 @@ Partial(max, min, ...)  refused: redistribute to Replicate() before using the pi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -219,12 +219,12 @@ def to_whole(x: Any, grad_placements: Sequence[Placement] | None) -> torch.Tenso
     return whole_piece(whole, is_whole)
 
 
-def as_local(x: Any, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-    """The pieces of a DTensor, recorded; see ``DTensor.to_local``."""
+def as_local(x: Any, grad_placements: Sequence[Placement] | None = None, give: Callable[..., Any] = to_local) -> torch.Tensor:
+    """The pieces of a DTensor, recorded by ``give``; see ``DTensor.to_local``."""
     if observed and hasattr(x, "_layout"):
         tell_looked_at(x)
     layout = seen(x)._layout
-    made = to_local(x, layout, grad_layout(layout, grad_placements))
+    made = give(x, layout, grad_layout(layout, grad_placements))
     return as_one(made, PerRank) if type(made) is tuple else made
 
 

@@ -51,6 +51,8 @@ def outcome(make: Case, mesh: dt.DeviceMesh, backend: str | None) -> list[Any]:
         outs.append(call(*args))
         if outs[-1].requires_grad:
             outs[-1].sin().sum().backward()
+        for leaf in leaves:  # two leaves' gradients may be one memory, to which the second call would add twice
+            leaf.grad = None if leaf.grad is None else leaf.grad.clone()
     return [*outs, *(leaf.grad for leaf in leaves), *args]
 
 

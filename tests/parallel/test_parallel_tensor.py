@@ -507,3 +507,27 @@ def test_what_a_weight_is_computed_from_is_cut_like_it() -> None:
         "parametrizations.weight.original0": (Replicate(),),
         "parametrizations.weight.original1": (Shard(0),),
     }
+
+
+@pytest.mark.parametrize("shape", [(3, 6), (2, 3, 6)])
+def test_results_of_styled_layers_can_be_written_to_in_place(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 4))
+    styled = parallelize_module(
+        copy.deepcopy(plain), dt.init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
+    x = torch.randn(shape)
+    for module in (plain, styled):
+        module(x).mul_(2).add_(1).sin().sum().backward()
+    for ours, theirs in zip(styled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours.grad), theirs.grad)
+
+
+def test_a_result_that_was_saved_is_not_written_to() -> None:
+    class Squashed(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).tanh()
+
+    styled = parallelize_module(Squashed(6, 4), dt.init_device_mesh("cpu", (2,)), ColwiseParallel())
+    with pytest.raises(RuntimeError, match="modified"):
+        styled(torch.randn(3, 6)).add_(1).sum().backward()

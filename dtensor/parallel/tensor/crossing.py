@@ -14,9 +14,13 @@ import torch
 from torch import nn
 
 from ...base.scoped import Block, Scoped
-from ...base.torch_internals import functorch_active
+from ...base.torch_internals import forward_ad, functorch_active
 from ...base.tracing import under_way
+from ...comm import PerRank
+from ...dispatch.local_op import recorded
 from ...dispatch.versions import stamp
+from ...layout.layout import Layout
+from ...tensor.autograd import ToLocal, as_local
 
 
 class Crossing:
@@ -73,3 +77,21 @@ def shared_within(module: nn.Module) -> None:
 
     module.register_forward_pre_hook(begin)
     module.register_forward_hook(end, always_call=True)
+
+
+class _Away(ToLocal):
+    """The pieces as no views of anything: what is written to them in place is recorded."""
+
+    @staticmethod
+    def forward(x: Any, source: Layout, backward: Layout) -> Any:
+        local = x._local
+        return tuple(piece.detach() for piece in local.shards) if isinstance(local, PerRank) else local.detach()
+
+
+_away = recorded(_Away)
+
+
+def given_away(x: Any) -> torch.Tensor:
+    """The pieces of a result that nobody has from now on, nor saved for a backward pass: they can be written to in place."""
+    traced = torch.compiler.is_compiling() or under_way() or functorch_active() or forward_ad._current_level >= 0
+    return as_local(x) if traced else as_local(x, give=_away)

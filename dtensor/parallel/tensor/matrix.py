@@ -89,8 +89,11 @@ class _MatrixParallel(ParallelStyle):
             last = isinstance(given, Shard) and given.dim in (-1, x.ndim - 1)
             return brought(x, mesh, given, positive(wanted, x.ndim), features if last else None)
 
+        saves_none = type(module).forward in (nn.Linear.forward, nn.Embedding.forward) and not module._forward_hooks
+
         def prepare_output(x: Any) -> Any:
-            return local_if(placed(x, mesh, positive(output, x.ndim)), self.use_local_output, mesh)
+            made = placed(x, mesh, positive(output, x.ndim))
+            return local_if(made, self.use_local_output, mesh, new=saves_none or made is not x)
 
         before_forward(module, prepare_input)
         after_forward(module, prepare_output)

@@ -88,7 +88,7 @@ class _Terms(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mesh = one_dim(device_mesh, self)
-        after_forward(module, lambda x: local_if(placed(annotated(x, mesh, Partial()), mesh, Replicate()), True, mesh))
+        after_forward(module, lambda x: local_if(placed(annotated(x, mesh, Partial()), mesh, Replicate()), True, mesh, new=True))
         return module
 
 

@@ -21,7 +21,7 @@ from ...ranks.hidden import each_rank
 from ...tensor.autograd import as_local, laid
 from ...tensor.distribute import distribute_at, replicate_own
 from ...tensor.dtensor import DTensor
-from .crossing import crossed
+from .crossing import crossed, given_away
 
 
 class ParallelStyle(ABC):
@@ -211,11 +211,15 @@ def _pieces_over(x: Any, mesh: DeviceMesh, placement: Placement, whole: int | No
     return DTensor.from_local(as_local(x), both.mesh, where, shape=shape)
 
 
-def local_if(x: Any, use_local: bool, mesh: DeviceMesh) -> Any:
-    """The pieces of a distributed ``x`` over ``mesh`` where ``use_local`` asks for them; over other dims it stays distributed."""
+def local_if(x: Any, use_local: bool, mesh: DeviceMesh, new: bool = False) -> Any:
+    """The pieces of a distributed ``x`` over ``mesh`` where ``use_local`` asks for them; over other dims it stays distributed.
+
+    Args:
+        new: nobody else has the memory of ``x``, nor was it saved for a backward pass.
+    """
     if not use_local or not isinstance(seen(x), DTensor):
         return x
-    layout, local = seen(x)._layout, as_local(x)
+    layout, local = seen(x)._layout, given_away(x) if new else as_local(x)
     own = layout.mesh
     rest = [i for i, dims in enumerate(own._dims) if dims not in mesh._dims]
     if not rest:
