@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base.recording import ACTIVE, site
-from ..base.torch_internals import assert_async
+from ..base.torch_internals import assert_async, nn_functions
 from ..comm import communicator_of
 from ..comm.binding import Reduction
 from ..layout.layout import Layout
@@ -189,7 +189,7 @@ def densely(op: Callable[..., Any]) -> Callable[..., Any]:
     """``op``, which takes its operands for contiguous without a look, on contiguous blocks."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return op(*(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args), **kwargs)
+        return op(*[arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args], **kwargs)
 
     return run
 
@@ -202,7 +202,7 @@ def plain_op(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
 def functional_of(name: str) -> Any:
     """The operator that gives a new tensor, whatever variant is named; torch's own function takes half the time to call."""
     name = name.removeprefix("aten::").removesuffix("_")
-    return getattr(torch, name, None) or getattr(torch.ops.aten, name)
+    return getattr(torch, name, None) or getattr(nn_functions, name, None) or getattr(torch.ops.aten, name)
 
 
 def without_out(call: Call) -> Any:

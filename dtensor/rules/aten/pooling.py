@@ -13,7 +13,7 @@ import torch
 
 from ..blockwise import in_first
 from ..call import Call
-from ..kernels import densely
+from ..kernels import densely, functional_of
 from ..rows import copies, linear
 from ..rule import Dims, Factors, LocalView, Word
 from ..verbs import blockwise, kernel_rule, local_size
@@ -50,9 +50,9 @@ on_positions("avg_pool2d _adaptive_avg_pool2d avg_pool2d_backward _adaptive_avg_
 on_positions("avg_pool3d _adaptive_avg_pool3d avg_pool3d_backward _adaptive_avg_pool3d_backward", 3, partials=weighted)
 for _count in (2, 3):  # kernels that take indices read their operands as if they were contiguous
     for _name in (f"adaptive_max_pool{_count}d_backward", f"fractional_max_pool{_count}d_backward"):
-        on_positions(_name, _count, partials=of_gradient, local=densely(getattr(aten, _name)))
+        on_positions(_name, _count, partials=of_gradient, local=densely(functional_of(_name)))
     _name = f"max_unpool{_count}d"
-    on_positions(_name, _count, partials=linear("self"), local=densely(getattr(aten, _name)))
+    on_positions(_name, _count, partials=linear("self"), local=densely(functional_of(_name)))
     _image = f"n c {POSITIONS[_count]}"
     _pattern = f"{_image}, n c [t] -> {_image}, {_image}"
     blockwise(f"fractional_max_pool{_count}d", _pattern, nonempty="c", plain=("random_samples",))
