@@ -13,8 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.torch_internals import DispatchKey, ForceDispatchKeyGuard, excluded_keys, included_keys, is_key_excluded
-from ..base.tracing import has_symbols
+from ..base.torch_internals import (
+    CreationMeta,
+    DispatchKey,
+    ForceDispatchKeyGuard,
+    creation_meta,
+    excluded_keys,
+    included_keys,
+    is_key_excluded,
+)
+from ..base.tracing import has_no_values, has_symbols
 
 
 def whole_of(x: Any) -> Tensor:
@@ -95,8 +103,10 @@ def offset_in(root: Any, view: Any) -> int | None:
 
     It did not see the view made, ``root`` has come to be seen in another way, or one of the two has other memory by now.
     """
-    if "_left" in root.__dict__ or has_symbols():  # torch 2.13 has freed the symbols of which some views are made
-        return None
+    if "_left" in root.__dict__ or (
+        creation_meta(view) == CreationMeta.MULTI_OUTPUT_NODE and has_no_values(view._local) and has_symbols()
+    ):
+        return None  # torch 2.13 has moved a split's size, if it is a symbol, into the first of its views
     like = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")
     try:
         shown = view._view_func_unsafe(like)

@@ -62,6 +62,14 @@ def compiled_optimizers(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return found
 
 
+def compiled_backward(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    loss = how(model, fullgraph=True)(torch.randn(5, 6)).square().mean()
+    with contextlib.nullcontext() if how is _plainly else compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    return [loss, *(p.grad for p in model.parameters())]
+
+
 def fully_sharded(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     model = fully_shard(Block(), mesh=mesh)
     return _trained(model, how(model))
@@ -282,6 +290,7 @@ def _plainly(fn: Any, **options: Any) -> Any:
 
 PROGRAMS = [
     tensor_parallel,
+    compiled_backward,
     compiled_optimizers,
     in_modes,
     fully_sharded,
