@@ -88,7 +88,8 @@ CHANGES = (
     Change(
         "torch._dynamo",
         "its import",
-        "DTensor.from_local and what parallel styles call are taken into graphs: allow_in_graph, substitute_in_graph",
+        "DTensor.from_local and what parallel styles call are taken into graphs: allow_in_graph, substitute_in_graph; "
+        "flex_attention of DTensors says what to do instead: py_impl",
         "2.11",
         "stays",
     ),

@@ -325,29 +325,6 @@ def on_processes() -> None:
         wanted = program(mesh, _plainly)
         for one, other in zip(got, wanted, strict=True):
             assert not differing(one, other), f"{program.__name__}: {differing(one, other)}"
-    refused(mesh)
-    refused_writes(mesh)
-    refused_exports(mesh)
-    refused_backward_passes(mesh)
-
-
-def refused_writes(mesh: dt.DeviceMesh) -> None:
-    x = dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)])
-    with pytest.raises(Exception, match="give it the base, or write to a clone"):
-        torch.compile(lambda v: v.mul_(2), backend="aot_eager", fullgraph=True)(x[0])
-
-
-def refused_backward_passes(mesh: dt.DeviceMesh) -> None:
-    model = fully_shard(Block(), mesh=mesh)
-    with compiled_autograd._enable(torch.compile(backend="eager")), pytest.raises(Exception, match="leave its backward pass"):
-        model(torch.randn(5, 6)).sum().backward()
-
-
-def refused_exports(mesh: dt.DeviceMesh) -> None:
-    model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    for strict in (True, False):
-        with pytest.raises(Exception, match=r"torch\.export of a model of DTensors"):
-            torch.export.export(model, (torch.randn(5, 6),), strict=strict)
 
 
 def drawn_first(mesh: dt.DeviceMesh) -> None:
@@ -361,27 +338,6 @@ def drawn_first(mesh: dt.DeviceMesh) -> None:
         one = torch.compile(F.dropout, backend="aot_eager", fullgraph=True)(x).full_tensor()
         dt.manual_seed(3)
         torch.testing.assert_close(one, F.dropout(x).full_tensor())
-
-
-def refused(mesh: dt.DeviceMesh) -> None:
-    """As one graph these are refused, and the cause is named."""
-    torch._dynamo.reset()
-    x = dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)])
-    for values, name in ((lambda v: v[v > 0], "nonzero"), (torch.nonzero, "nonzero"), (torch.unique, "unique")):
-        with pytest.raises(Exception, match=rf"(?s)aten::\w*{name}\w* .*values decide a size.*fullgraph=False"):
-            torch.compile(values, backend="aot_eager", fullgraph=True)(x)
-    uneven, linear = torch.ones(3 - mesh.get_rank(), 3), nn.Linear(3, 3)
-    for backend in ("eager", "aot_eager"):
-        torch._dynamo.reset()
-        with pytest.raises(Exception, match="give shape="):
-            torch.compile(lambda a: DTensor.from_local(a, mesh, [Shard(0)]) * 2, backend=backend, fullgraph=True)(uneven)
-    for call, match in (
-        (lambda a: dt.distribute_tensor(a, mesh, [Shard(0)]), "rank 1 holds .* give the same arguments"),
-        (lambda a: dt.distribute_tensor(a.sin(), mesh, [Shard(0)]), "takes leaf tensors"),
-        (lambda a: (dt.distribute_module(linear, mesh), a.sin())[1], "before the compiled function"),
-    ):
-        with pytest.raises(Exception, match=match):
-            torch.compile(call, backend="aot_eager", fullgraph=True)(uneven.requires_grad_())
 
 
 @pytest.mark.slow
