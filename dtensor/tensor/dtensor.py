@@ -102,6 +102,11 @@ class DTensor(torch.Tensor):
         return self._layout.mesh
 
     @property
+    def _placed(self) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """Both without sizes, of which a compiled program that asks for the layout is one."""
+        return self._layout.mesh, self._layout.placements
+
+    @property
     def _spec(self) -> Layout:
         """The layout, under torch's name: programs read its ``mesh``, ``placements``, ``tensor_meta`` (shape, stride, dtype)."""
         return self._layout
@@ -293,7 +298,7 @@ class DTensor(torch.Tensor):
     # --- what torch.compile asks: see :mod:`.flattened` ----------------------------------------------------------
     __tensor_flatten__ = flattened.Flatten(flattened.flatten)
     __tensor_unflatten__ = staticmethod(flattened.unflatten)
-    _dynamo_dynamic_indices, _dynamo_dynamic_range = flattened.Dropped(), flattened.Dropped()
+    _dynamo_dynamic_indices, _dynamo_dynamic_range = flattened.Marked(), flattened.Marked()
     _stable_hash_for_caching = flattened.told_apart
     __coerce_tangent_metadata__ = flattened.as_any_tangent
     __coerce_same_metadata_as_tangent__ = flattened.as_tangent

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from ...base.torch_internals import make_wrapper_subclass
 from ...comm import communicator_of
 from ...dispatch.bind import bind, runner_of
 from ...dispatch.dispatcher import dispatch, install_views
+from ...dispatch.keys import settle
 from ...dispatch.operands import plan_for
 from ...dispatch.settled import sharing
 from ...dispatch.steps import Runner
@@ -234,10 +236,17 @@ def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | 
 
 
 def remote(operator: Operator, plan: Plan) -> Runner:
-    """What makes a remote view."""
+    """What makes a remote view: of tensors whose sizes are known."""
+    if any(layout.sized for layout in plan.call.operands):
+        return partial(_in_numbers, operator)
     if operator.func is _AS_STRIDED:
         return _restriding(operator, plan)
     return lambda args, kwargs, local_args, local_kwargs: views_of(Origin(args[0], operator, args, kwargs, plan))
+
+
+def _in_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
+    settle(operator.bind(args, kwargs).values())
+    return dispatch(DTensor, operator.func, (), args, kwargs)
 
 
 def _seen_anew(operator: Operator) -> Runner:
