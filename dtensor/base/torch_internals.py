@@ -135,6 +135,14 @@ NAMES: dict[str, Internal] = {
     ),
     "DISPATCH_MODE_KEYS": Internal("torch._C._TorchDispatchModeKey", "names of torch's own modes", _NONE),
     "infra_mode": Internal("torch._C._get_dispatch_mode", "whether operators are recorded for a graph", _NONE),
+    "sympy_interp": Internal(
+        "torch.utils._sympy.interp.sympy_interp", "sizes that planning computed are computed in a graph", _NONE
+    ),
+    "PythonReferenceAnalysis": Internal("torch.utils._sympy.reference.PythonReferenceAnalysis", "the same", _NONE),
+    "restart": Internal(
+        "torch._dynamo.exc.TensorifyScalarRestartAnalysis", "a program is compiled for one size, after all", _NONE
+    ),
+    "compile_id": Internal("torch._guards.CompileContext.current_compile_id", "which program is compiled", _NONE),
     "WrappedConstant": Internal(
         "torch._library.fake_class_registry.FakeScriptObject", "a constant that comes out of a broken graph", _NONE
     ),

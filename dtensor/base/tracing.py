@@ -41,7 +41,7 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, _STAND_INS) or infra_mode(_PROXY) is not None
 
 
-def has_symbols() -> bool:
+def any_number_is_open() -> bool:
     """Whether a program is being traced whose numbers are not all known."""
     context = torch_internals.TracingContext.try_get()
     mode = None if context is None else context.fake_mode

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, LayoutError, MixedTensorError, UnsupportedOperationError
+from .symbols import size_of
 
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
@@ -29,6 +30,9 @@ def index_of(value: Any) -> int | None:
     """What :func:`whole` takes as an int; None for anything else."""
     if type(value) is int:
         return value
+    if isinstance(value, torch.SymInt):  # of a program that is traced
+        found: int = size_of(value)
+        return found
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:

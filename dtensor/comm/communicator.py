@@ -247,7 +247,7 @@ class Communicator(Binding):
 
 def _said(lengths: Iterable[Sequence[int]]) -> str:
     """The lengths of this rank's group's rows."""
-    return "of rows of " + ", ".join(map(str, next(iter(lengths))))
+    return f"of rows [{', '.join(map(str, next(iter(lengths))))}]"
 
 
 def same_in_group(shapes: dict[int, Any]) -> None:

@@ -8,6 +8,7 @@ eager collectives are those.
 from __future__ import annotations
 
 import math
+from re import sub
 from typing import Any
 
 import torch
@@ -53,12 +54,17 @@ def _as(row: Tensor, dtype: torch.dtype) -> Tensor:
     return row if row.dtype is dtype else row.view(dtype)
 
 
+def _unsized(said: str) -> str:
+    """Without sizes, which stand in brackets: of a program for any size, of which a rank may have a graph for one."""
+    return sub(r"\[[^]]*\]", "", said, count=1)
+
+
 def bind_transfer(group: Group, transfer: Transfer) -> Run:
     route = transfer.route_of(group.members[group.position])
     if transfer.kind == "all_gather" and traits_of(group).reduces and Traffic.of_gather(route).alike:
-        return _gathered(group, route, transfer.said)
+        return _gathered(group, route, _unsized(transfer.said))
     leaving, arriving = packings(group, route)
-    said = f"{transfer.kind} {transfer.said}"
+    said = f"{transfer.kind} {_unsized(transfer.said)}"
 
     def issue(x: Tensor) -> Pending[Tensor]:
         row = _exchange(group, leaving.pack(row_major(x, route.old)), arriving.lengths, leaving.lengths, said)
@@ -94,7 +100,7 @@ def bind_scatter(group: Group, scatter: Scatter) -> Run:
     old, chunks = tuple(scatter.old(member)), scatter.chunks_of(member)
     own = chunks[group.position]
     leaving = Packing(tuple(group.to_torch(chunks)), old)
-    native, said = _native(group, op, scatter.dtype), f"reduce_scatter({op}) {scatter.said}"
+    native, said = _native(group, op, scatter.dtype), f"reduce_scatter({op}) {_unsized(scatter.said)}"
     if native is not None and len({box.size for box in chunks}) == 1:
         return _scattered_natively(group, leaving, own.size, native, said)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..base import torch_internals
 from ..base.caches import Bounded
+from ..base.symbols import as_torch_has_them
 from ..base.told import changed
 from ..base.tracing import kept_object
 from ..mesh.groups import Group, backend_of
@@ -28,12 +29,13 @@ from .transfer import Issue
 from .watched import watched
 
 _SCHEMAS = {
-    "exchange": "(Tensor row, int[] arriving, int[] leaving, str said, str group) -> Tensor",
+    "exchange": "(Tensor row, SymInt[] arriving, SymInt[] leaving, str said, str group) -> Tensor",
     "gather": "(Tensor row, int size, str said, str group) -> Tensor",
     "reduce": "(Tensor row, str op, str group) -> Tensor",
     "reduce_scatter": "(Tensor row, str op, int size, str said, str group) -> Tensor",
-    "check": "(str check) -> ()",
-    "draw": "(str make, Tensor[] given, int[] size, int[] stride, ScalarType dtype, Device device) -> Tensor",
+    "check": "(str check, SymInt[] given) -> ()",
+    "draw": "(str make, Tensor[] given, SymInt[] sizes, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device)"
+    " -> Tensor",
 }
 
 
@@ -77,15 +79,23 @@ def _watched(handle: Any, kind: str, args: tuple[Any, ...], said: str, name: str
     return watched(group, said, over, issue, shaped=own is None, own=own)
 
 
-def _draw(make: str, given: list[Tensor], size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    made: Tensor = kept_object(make)(given)
+def _draw(
+    make: str,
+    given: list[Tensor],
+    sizes: list[int],
+    size: list[int],
+    stride: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    made: Tensor = kept_object(make)(given, sizes)
     if list(made.stride()) == stride:
         return made
     return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(made)
 
 
 _RUN: dict[str, Callable[..., Any]] = {
-    "check": lambda check: kept_object(check)(),
+    "check": lambda check, given: kept_object(check)(given),
     "exchange": _exchange,
     "gather": _gather,
     "reduce": _reduce,
@@ -93,12 +103,12 @@ _RUN: dict[str, Callable[..., Any]] = {
     "draw": _draw,
 }
 _WITHOUT_DATA: dict[str, Callable[..., Any]] = {
-    "check": lambda check: None,
+    "check": lambda check, given: None,
     "exchange": lambda row, arriving, leaving, said, group: row.new_empty(sum(arriving)),
     "gather": lambda row, size, said, group: row.new_empty(row.numel() * size),
     "reduce": lambda row, op, group: torch.empty_like(row),
     "reduce_scatter": lambda row, op, size, said, group: row.new_empty(row.numel() // size),
-    "draw": lambda make, given, size, stride, dtype, device: torch.empty_strided(size, stride, dtype=dtype, device=device),
+    "draw": lambda make, given, sizes, size, stride, dtype, device: torch.empty_strided(size, stride, dtype=dtype, device=device),
 }
 
 
@@ -107,7 +117,7 @@ def in_graph(name: str, *args: Any) -> Any:
     tracer = torch_internals.infra_mode(_PROXY)
     nodes = () if tracer is None else tracer.tracer.graph.nodes
     before = len(nodes)
-    issued = getattr(_operators(), name)(*args)
+    issued = getattr(_operators(), name)(*as_torch_has_them(args))
     for node in islice(reversed(nodes), len(nodes) - before):
         node.meta = _Saved(node.meta)
     return issued

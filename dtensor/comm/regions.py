@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -132,7 +133,7 @@ def run_of(box: Box, shape: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _offset(box: Box, shape: Sequence[int]) -> int:
-    return sum(map(int.__mul__, box.start, contiguous_stride(tuple(shape))))
+    return sum(map(mul, box.start, contiguous_stride(tuple(shape))))
 
 
 class Grid(NamedTuple):

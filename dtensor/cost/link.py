@@ -60,7 +60,8 @@ def device_of(mesh: DeviceMesh) -> Device:
 def collective_seconds(mesh: DeviceMesh, mesh_dims: tuple[int, ...], kind: Collective, nbytes: int) -> float:
     """Time of a collective over ``mesh_dims`` of which the busiest rank moves ``nbytes`` one way."""
     rate = getattr(link_of(mesh, mesh_dims), kind)
-    return float(rate.seconds(mesh.size_of(mesh_dims), nbytes))
+    seconds: float = rate.seconds(mesh.size_of(mesh_dims), nbytes)
+    return seconds
 
 
 def local_seconds(mesh: DeviceMesh, nbytes: int) -> float:

@@ -5,16 +5,21 @@ Numbers that only enter the arithmetic (a step size) are keyed by type, so a pla
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from ..base.caches import Bounded
+from ..base.symbols import Size, settled, size_of, still_open
+from ..layout.layout import Layout
+from ..propagation.schema import Operator
 from . import wrapping
 from .plain_operands import in_autograd
 
 AS_IT_IS = frozenset((type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))  # in a key as in a call
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
-_SYMBOLS: dict[type, Any] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_SYMBOLS: dict[type, Any] = {Size: int, torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 TRUTHS: dict[Any, str] = {_TRUE: "True", _FALSE: "False"}
 
 
@@ -46,10 +51,12 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
         key.append((value.shape, _strides(value), value.dtype, in_autograd()))
         return value
     if kind in _SYMBOLS:  # of a program that is traced: looked at where its value decides something
-        kind = _SYMBOLS[kind]
-        if not by_type:
-            return static(kind(value), key, by_type)
-        key.append(kind)
+        if by_type:
+            key.append(_SYMBOLS[kind])
+        elif kind is torch.SymInt or kind is Size:
+            key.append(size_of(value))
+        else:
+            return static(_SYMBOLS[kind](value), key, by_type)
         return value
     if kind is torch.Size:
         value = tuple(value)
@@ -58,11 +65,43 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
 
 
 def stand_in(value: Any, by_type: bool) -> Any:
-    """``value`` as plans are made for it: for a symbol its number, or, where it only enters the arithmetic, one of its kind."""
-    if type(value) is list or type(value) is tuple:
-        return type(value)([stand_in(item, by_type) for item in value])
+    """``value`` as plans are made for it: for a symbol a number of its kind, where any other has the same plan."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([stand_in(item, by_type) for item in value]) if type(value) in (list, tuple) else value
     kind = _SYMBOLS.get(type(value))
-    return value if kind is None else kind(2) if by_type else kind(value)
+    return value if kind is None else kind(2) if by_type else size_of(value)
+
+
+def sized_of(values: Iterable[Any]) -> list[Layout]:
+    """The layouts whose sizes are symbols."""
+    found = [getattr(x, "_layout", None) for value in values for x in (value if isinstance(value, (list, tuple)) else (value,))]
+    return [layout for layout in found if layout is not None and layout.sized]
+
+
+def settle(values: Iterable[Any]) -> bool:
+    """Have numbers for the sizes of these tensors from now on, on which the graph is guarded; whether there were others."""
+    found = [x for value in values for x in (value if isinstance(value, (list, tuple)) else (value,)) if sized_of([x])]
+    for x in found:
+        layout = x._layout
+        shape, stride = [tuple(map(settled, sizes)) for sizes in (layout.shape, layout.stride)]
+        x._layout = Layout.of(layout.mesh, layout.placements, shape, stride, layout.dtype)
+        still_open((*layout.shape, *layout.stride))
+    return bool(found)
+
+
+def in_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> bool:
+    """Whether a call that ``error`` of torch's ended had symbols for sizes, and has numbers now: torch takes symbols in most
+    places, and where it asks for an integer the graph is for one size."""
+    values = operator.bind(args, kwargs).values()
+    if type(error) not in (TypeError, RuntimeError) or not any(
+        sized_of(each if isinstance(each, list) else [each]) for each in values
+    ):
+        return False
+    CLOSED.keep(f"{operator.name}: {error}", None)
+    return settle(values)
+
+
+CLOSED: Bounded[str, None] = Bounded(64, "dispatch.keys.closed")  # for which calls, and why, graphs are for one size
 
 
 def _strides(x: torch.Tensor) -> tuple[int, ...] | None:

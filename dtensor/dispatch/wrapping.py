@@ -31,8 +31,10 @@ def wrap_local(local: Any, layout: Layout) -> Any:
     """The DTensor with this local and layout."""
     options = layout.made_with
     if options is None:
+        layout = layout.known() if layout.sized else layout
         stride = None if layout.dense else layout.stride
-        options = layout.made_with = (TENSOR, layout.shape, stride, None, None, layout.dtype, torch.strided, _CPU)
+        options = (TENSOR, layout.shape, stride, None, None, layout.dtype, torch.strided, _CPU)
+        layout.made_with = None if layout.sized else options
     made = _MAKE(*options) if local.is_cpu else _MAKE(*options[:-1], local.device)
     made._local = local
     made._layout = layout

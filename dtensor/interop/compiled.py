@@ -110,7 +110,7 @@ def _alone(x: Any) -> Any:
 
 def _placed(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any, grad_placements: Any) -> Any:
     if shape is None and not is_traced(local) and measures(mesh, placements):  # as the graph takes it for granted
-        Alike(mesh, tuple(local.shape), local.stride(), local.dtype, str(placements))()
+        Alike(mesh, local.dtype, str(placements))((*local.shape, *local.stride()))
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride, grad_placements=grad_placements)
 
 

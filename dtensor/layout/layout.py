@@ -19,7 +19,8 @@ import torch
 
 from ..base.caches import Bounded
 from ..base.extensions import pictured
-from ..base.memory_order import Stride, contiguous_stride, stride_like
+from ..base.memory_order import Stride, contiguous_stride, memory_order, stride_like
+from ..base.symbols import has_symbols, sizes
 from ..base.validation import element_type, sizes_of
 from ..errors import LayoutError
 from ..mesh.device_mesh import DeviceMesh
@@ -120,8 +121,8 @@ class Layout:
         idle: Mapping[int, Placement] | None = None,
     ) -> Layout:
         """The layout with this canonical form; mesh dims named nowhere replicate, those of size 1 are spelled as in ``idle``."""
-        shape = tuple(shape)
-        stride = contiguous_stride(shape) if stride is None else tuple(stride)
+        shape = sizes(shape)
+        stride = contiguous_stride(shape) if stride is None else sizes(stride)
         placements: list[Placement] = [Replicate() if op is None else Partial(op) for op in partials]
         for d, split in enumerate(splits):
             for mesh_dim in () if split is None else split.mesh_dims:
@@ -138,6 +139,9 @@ class Layout:
 
     @staticmethod
     def _interned(mesh: Any, placements: Any, splits: Any, shape: Any, stride: Any, dtype: Any) -> Layout:
+        if has_symbols(shape):  # some may be numbers by now
+            shape, stride = sizes(shape), sizes(stride)
+            splits = tuple(split and Split(split.mesh_dims, sizes(split.sizes)) for split in splits)
         key = (mesh, placements, shape, stride, dtype)
         with _MAKING:  # two threads that want the same one get the same one
             if (found := _LAYOUTS.get(key)) is not None:
@@ -236,6 +240,24 @@ class Layout:
         return self.mesh
 
     # --- questions ---------------------------------------------------------------------------------------------
+    @cached_property
+    def sized(self) -> bool:
+        """Whether some size is a symbol of a program that is traced."""
+        return has_symbols((*self.shape, *self.stride))
+
+    def known(self) -> Layout:
+        """This layout, with numbers for symbols that can be nothing else by now: torch must not take them for open."""
+        shape, stride = sizes(self.shape), sizes(self.stride)
+        if all(now is was for now, was in zip((*shape, *stride), (*self.shape, *self.stride), strict=True)):
+            return self
+        return Layout.of(self.mesh, self.placements, shape, stride, self.dtype)
+
+    @cached_property
+    def manner(self) -> tuple[DeviceMesh, tuple[Placement, ...], torch.dtype, Any]:
+        """How a tensor of any size lies: mesh, placements, dtype, and the order of dims in memory (see :func:`memory_order`)."""
+        order = () if self.dense else memory_order(tuple(self.shape), self.stride)
+        return self.mesh, self.placements, self.dtype, order
+
     @cached_property
     def ndim(self) -> int:
         return len(self.shape)

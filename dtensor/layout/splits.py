@@ -8,6 +8,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from ..base.caches import remembered
+from ..base.symbols import settled
 from ..errors import PlacementError
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement, Shard
@@ -26,7 +27,7 @@ class Split(NamedTuple):
     @property
     def even(self) -> bool:
         """All blocks have one size."""
-        return len(set(self.sizes)) == 1
+        return all(size == self.sizes[0] for size in self.sizes)
 
 
 @remembered(4096)
@@ -110,5 +111,6 @@ def canonical(
         idle = [i for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim and i not in split.mesh_dims]
         for level, i in enumerate((*idle, *split.mesh_dims)):
             innermost = i == split.mesh_dims[-1]
-            result[i] = Shard(dim, None if default or not innermost else split.sizes, None if in_order else level)
+            given = None if default or not innermost else tuple(map(settled, split.sizes))
+            result[i] = Shard(dim, given, None if in_order else level)
     return tuple(result)

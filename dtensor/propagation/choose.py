@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..base.symbols import has_symbols
 from ..layout.layout import Layout
 from ..layout.splits import Split, chunk_sizes
 from ..mesh.device_mesh import DeviceMesh
@@ -202,7 +203,7 @@ def _split(name: str, mesh_dims: list[int], factors: Factors, call: Call, kept: 
         current = None if d is None else call.operands[i].splits[d]
         if d is not None and current is not None:
             cut.append((i, d, current))
-    if len(cut) > 1:
+    if any(at != cut[0][2] or factors.operands[i][d] != factors.operands[cut[0][0]][cut[0][1]] for i, d, at in cut):
         written = set(kept.values())
         cut.sort(key=lambda item: (item[0] not in written, -call.operands[item[0]].numel, item[0]))
     pieces: list[tuple[tuple[int, ...], tuple[int, ...], range]] = []
@@ -246,9 +247,10 @@ def _place(
     if 1 in shape:  # those mesh dims are spelled as the rule says
         idle = {i: spelled(spec, dims) for i, spec in enumerate(specs) if shape[i] == 1}
         return Layout.from_splits(mesh, tensor_splits, partials, meta.shape, meta.stride, meta.dtype, idle)
-    for layout in known:
+    for layout in () if has_symbols(meta.shape) else known:  # symbols would be compared, which makes guards
         if (
-            layout.splits == tensor_splits
+            not layout.sized
+            and layout.splits == tensor_splits
             and layout.partials == partials
             and layout.shape == meta.shape
             and layout.stride == meta.stride

@@ -15,6 +15,7 @@ import torch
 
 from ..base.caches import Bounded
 from ..base.memory_order import dense_in, memory_order
+from ..base.symbols import fake_mode_of, sizes
 from ..base.torch_internals import FakeTensorMode, UnsupportedFakeTensorException
 from ..layout.layout import Layout
 from ..rules.call import Call, Meta
@@ -113,8 +114,9 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
         return ()  # some optimizer steps have no meta kernel, and nothing is to be found out
     if operator.returns and not operator.gives_tensors:
         return (None,) * len(operator.returns)  # a Python value: it depends on data
-    if operator.facts.by_device:
-        with _fake_mode():
+    mode = fake_mode_of(arguments.values())
+    if operator.facts.by_device or mode is not None:
+        with mode or _fake_mode():
             return _run(operator, {name: _to_meta(value, None) for name, value in arguments.items()}, arguments)
     bound = {name: _to_meta(value) if name in operator.tensors else value for name, value in arguments.items()}
     if bound.get("device") is not None:
@@ -202,7 +204,7 @@ def _as_computed(operator: Operator, metas: tuple[Any, ...], given: dict[str, An
     if law is None:
         return metas
     owned = zip(operator.returns, metas, strict=True)
-    return tuple([Meta(x.shape, law(x, given), x.dtype) if own is None and isinstance(x, Meta) else x for own, x in owned])
+    return tuple([Meta(x.shape, sizes(law(x, given)), x.dtype) if own is None and isinstance(x, Meta) else x for own, x in owned])
 
 
 def _result_of(operator: Operator, bound: dict[str, Any], arguments: dict[str, Any]) -> Any:
@@ -231,7 +233,7 @@ def _to_meta(value: Any, device: torch.device | None = META) -> Any:
 
 def _meta_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return Meta(tuple(value.shape), value.stride(), value.dtype)
+        return Meta(sizes(value.shape), sizes(value.stride()), value.dtype)
     if isinstance(value, (list, tuple)):
         return [_meta_of(item) for item in value]
     return None

@@ -14,6 +14,7 @@ ranks outside of the mesh that run the op draw too: their next draw is then that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..base.caches import remembered
 from ..base.generators import go_to, state_now
 from ..base.recording import aside, site
 from ..base.scoped import Scoped
+from ..base.symbols import settled
 from ..base.torch_internals import tree_flatten, tree_unflatten
 from ..comm import communicator_of
 from ..comm.graph_ops import in_graph
@@ -60,27 +62,32 @@ class Drawing:
 DRAWING = Drawing()
 
 
-def as_one_step(layout: Layout, make: Callable[..., Any], *given: Any) -> Any:
-    """``make(*given)``, blocks of one draw; where a program is traced, a step of its graph, which draws when that runs."""
-    mesh = layout.mesh
+def as_one_step(layouts: Sequence[Layout], make: Callable[..., Any], *given: Any) -> Any:
+    """``make(layouts, *given)``, blocks of one draw that lie as the first layout says; where a program is traced, a step of its
+    graph, which draws when that runs, for the sizes that it then has: ``make`` takes sizes from these layouts alone."""
+    mesh = layouts[0].mesh
     if mesh.kind != "process_group" or not tracing.under_way():
-        return make(*given)
+        return make(layouts, *given)
     values, structure = tree_flatten(given)
     places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
     parts = [values[i] for i in places]
-    for i in places:
-        values[i] = None
+    values = [None if isinstance(value, torch.Tensor) else settled(value) for value in values]
+    manners = [(layout.mesh, layout.placements, layout.dtype, layout.ndim) for layout in layouts]
 
-    def made(blocks: Sequence[torch.Tensor]) -> Any:
-        filled = list(values)
+    def made(blocks: Sequence[torch.Tensor], sizes: Sequence[int]) -> Any:
+        filled, numbers = list(values), iter(sizes)
         for i, block in zip(places, blocks, strict=True):
             filled[i] = block
-        return make(*tree_unflatten(filled, structure))
+        laid = [
+            Layout.of(mesh, placements, tuple(islice(numbers, ndim)), tuple(islice(numbers, ndim)), dtype)
+            for mesh, placements, dtype, ndim in manners
+        ]
+        return make(laid, *tree_unflatten(filled, structure))
 
-    member = mesh.current_member()
-    coordinate = mesh.coordinate_of(member)
-    shaped = layout.local_shape(coordinate), layout.local_stride(coordinate)
-    return in_graph("draw", tracing.kept(made), parts, *shaped, layout.dtype, torch.device(mesh.device_type))
+    sizes = [size for layout in layouts for size in (*layout.shape, *layout.stride)]
+    coordinate = mesh.coordinate_of(mesh.current_member())
+    shaped = layouts[0].local_shape(coordinate), layouts[0].local_stride(coordinate)
+    return in_graph("draw", tracing.kept(made), parts, sizes, *shaped, layouts[0].dtype, torch.device(mesh.device_type))
 
 
 def draw(layout: Layout, whole: Callable[[torch.device], torch.Tensor]) -> Any:

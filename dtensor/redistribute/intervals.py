@@ -24,14 +24,15 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 def blocks(layout: Layout) -> tuple[Table, Table]:
     """Offsets and sizes of every member's block, each of shape (members, tensor dims)."""
     members = len(layout.mesh.members)
-    offsets = np.zeros((members, layout.ndim), dtype=np.int64, order="F")  # read by columns
-    sizes = np.empty((members, layout.ndim), dtype=np.int64, order="F")
+    kind = object if layout.sized else np.int64
+    offsets = np.zeros((members, layout.ndim), dtype=kind, order="F")  # read by columns
+    sizes = np.empty((members, layout.ndim), dtype=kind, order="F")
     sizes[:] = layout.shape
     for dim, split in enumerate(layout.splits):
         if split is not None:
             leaf = leaves(layout.mesh, split.mesh_dims)
-            offsets[:, dim] = np.asarray(split.offsets, dtype=np.int64)[leaf]
-            sizes[:, dim] = np.asarray(split.sizes, dtype=np.int64)[leaf]
+            offsets[:, dim] = np.asarray(split.offsets, dtype=kind)[leaf]
+            sizes[:, dim] = np.asarray(split.sizes, dtype=kind)[leaf]
     return offsets, sizes
 
 
@@ -47,9 +48,15 @@ def missing(before: Layout, after: Layout) -> Table:
     return volumes(after) - _product(np.maximum(common, 0), len(before.mesh.members))
 
 
+def largest(table: Table) -> int:
+    """Of all elements, which may be symbols."""
+    found: int = table.max() if table.dtype == object else int(table.max())
+    return found
+
+
 def _product(table: Table, rows: int) -> Table:
     """Of each row; column by column, which is ten times faster than a reduction along so short an axis."""
-    total: Table = np.ones(rows, dtype=np.int64)
+    total: Table = np.ones(rows, dtype=table.dtype)
     for column in table.T:
         total *= column
     return total

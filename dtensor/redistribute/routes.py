@@ -14,7 +14,7 @@ from ..base.caches import remembered
 from ..comm.regions import Box, Route, Traffic
 from ..layout.layout import Layout
 from ..mesh.positions import Table, groups, leaves
-from .intervals import Mask, blocks
+from .intervals import Mask, blocks, largest
 
 
 @remembered(4096)
@@ -85,7 +85,7 @@ def traffic(before: Layout, after: Layout, mesh_dims: tuple[int, ...], member: i
     else:
         common[_owners(before, after, mesh_dims, members) != position[:, None]] = 0
     sizes = blocks(before)[1][group]
-    return Traffic(int(common.max()), -(-int((common > 0).sum()) // len(group)), bool((sizes == sizes[0]).all()))
+    return Traffic(largest(common), -(-int((common > 0).sum()) // len(group)), bool((sizes == sizes[0]).all()))
 
 
 def _without_replicas(before: Layout, mesh_dims: tuple[int, ...]) -> bool:
@@ -144,7 +144,7 @@ def _turns(before: Layout, after: Layout, mesh_dims: tuple[int, ...], table: Tab
 def _overlaps(before: Layout, after: Layout, senders: Table, receivers: Table) -> Table:
     """Common elements of old block ``s`` and new block ``r`` within each group: (groups, senders, receivers)."""
     (lo, size), (new_lo, new_size) = blocks(before), blocks(after)
-    total: Table = np.ones((len(senders), senders.shape[1], receivers.shape[1]), dtype=np.int64)
+    total: Table = np.ones((len(senders), senders.shape[1], receivers.shape[1]), dtype=np.result_type(lo, new_lo))
     for dim in range(before.ndim):
         start, new_start = lo[:, dim][senders], new_lo[:, dim][receivers]
         end, new_end = start + size[:, dim][senders], new_start + new_size[:, dim][receivers]
@@ -158,5 +158,6 @@ def sent(before: Layout, after: Layout, mesh_dims: tuple[int, ...]) -> int:
     table = groups(before.mesh, mesh_dims)
     _, owner, common = _turns(before, after, mesh_dims, table)
     sender = owner + np.arange(len(table))[:, None, None] * table.shape[1]
-    chosen = owner >= 0
-    return int(np.bincount(sender[chosen], common[chosen], minlength=1).max())
+    chosen, lengths = owner >= 0, np.zeros(table.size, dtype=common.dtype)
+    np.add.at(lengths, sender[chosen], common[chosen])
+    return largest(lengths)

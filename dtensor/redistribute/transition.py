@@ -6,7 +6,7 @@ from ..base.caches import remembered
 from ..cost.link import Collective, collective_seconds, local_seconds
 from ..layout.layout import Layout
 from ..placement import Monoid
-from .intervals import common_prefix, depth, missing
+from .intervals import common_prefix, depth, largest, missing
 from .partials import Reduction
 from .routes import sent
 from .step import AllGather, AllReduce, Exchange, ReduceScatter, Slice, Spread, Step
@@ -66,7 +66,7 @@ def _lacking(before: Layout, after: Layout, gathers: bool) -> int:
     """Most elements of a new block that its member does not hold yet."""
     if gathers and _even(before) and _even(after):
         return (after.max_local_nbytes - before.max_local_nbytes) // before.dtype.itemsize
-    return int(missing(before, after).max())
+    return largest(missing(before, after))
 
 
 def _even(layout: Layout) -> bool:

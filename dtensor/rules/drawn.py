@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,20 +30,20 @@ class DrawLike(Word):
         result, (sampler, has_out) = at.results[0], at.once(_manner)
         assert result is not None
 
-        def block() -> Any:
+        def block(layouts: Sequence[Layout], args: Any, kwargs: Any) -> Any:
+            drawn, whole = layouts
             if sampler is not None and DRAWING.mode == "counter":
                 given = _arguments_of(at.call.func, args, kwargs)
-                return draw_counted(result, sampler, given, given.get("generator"))
-            return draw(result, sample)
+                return draw_counted(drawn, sampler, given, given.get("generator"))
+            return draw(drawn, lambda device: sample(drawn, whole, device, args, kwargs))
 
-        def sample(device: torch.device) -> Tensor:
-            layout = at.operands[0]
+        def sample(drawn: Layout, layout: Layout, device: torch.device, args: Any, kwargs: Any) -> Tensor:
             whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
-            into = {"out": torch.empty(result.shape, dtype=result.dtype, device=device)} if has_out else {}
-            drawn: Tensor = at.call.func(whole, *args, **kwargs, **into)
-            return drawn
+            into = {"out": torch.empty(drawn.shape, dtype=drawn.dtype, device=device)} if has_out else {}
+            made: Tensor = at.call.func(whole, *args, **kwargs, **into)
+            return made
 
-        return as_one_step(result, block)
+        return as_one_step((result, at.operands[0]), block, args, kwargs)
 
 
 def _manner(call: Call) -> tuple[Sampler | None, bool]:
@@ -70,17 +72,20 @@ class DrawAround(Word):
     def __call__(self, at: KernelContext, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
         result, call = at.results[0], at.call
         assert result is not None
-        op = call.func.overloadpacket
+        op, mesh = call.func.overloadpacket, call.mesh
         places = [i for i, value in enumerate(args) if isinstance(value, Tensor)]
         given = [layout for layout, name in zip(at.operands, call.names, strict=True) if isinstance(call.arguments[name], Layout)]
 
-        def one(member: int | None, *values: Any) -> Tensor:
+        def one(layouts: Sequence[Layout], member: int | None, *values: Any) -> Tensor:
             whole = list(values)
-            for layout, i in zip(given, places, strict=True):
+            for layout, i in zip(layouts[1:], places, strict=True):
                 whole[i] = around(values[i], layout, member, self.other)
-            return own_block_of(op(*whole, generator=generator), result, member)
+            return own_block_of(op(*whole, generator=generator), layouts[0], member)
 
-        return as_one_step(result, lambda *args: from_one_state(call.mesh, generator, one, *args), *args)
+        def drawn(layouts: Sequence[Layout], *args: Any) -> Any:
+            return from_one_state(mesh, generator, partial(one, layouts), *args)
+
+        return as_one_step((result, *given), drawn, *args)
 
 
 def around(block: Tensor, layout: Layout, member: int | None, other: float) -> Tensor:

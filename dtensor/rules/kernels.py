@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base.recording import ACTIVE, site
+from ..base.symbols import sizes
 from ..base.torch_internals import assert_async, nn_functions
 from ..comm import communicator_of
 from ..comm.binding import Reduction
@@ -90,7 +91,7 @@ class KernelContext:
     def all_gather(self, x: Any, shape_of: Callable[[int], tuple[int, ...]] | None = None) -> list[Any]:
         """Every group position's ``x``; ``shape_of(member)`` tells their shapes, ``None`` if those of one group are alike."""
         if shape_of is None:
-            shapes = dict(zip(self.comm.held, [tuple(own.shape) for own in shards_of(x)], strict=False))
+            shapes = dict(zip(self.comm.held, [sizes(own.shape) for own in shards_of(x)], strict=False))
             alike = next(iter(shapes.values()))  # where only one rank's is here, the others asked about are of its group
             shape_of = lambda member: shapes.get(member, alike)  # noqa: E731
         return list(self.comm.all_gather(x, self.mesh_dims, shape_of).wait())

@@ -56,6 +56,13 @@ def deep(x: Any, memo: dict[int, Any]) -> Any:
     return made
 
 
+def dense(x: Any) -> Any:
+    """One whose blocks lie in memory as the layout says."""
+    layout = x._layout
+    local = communicator_of(layout.mesh).map(lambda member, block: layout.block_beside(block, member).copy_(block), x._local)
+    return wrap_local(local, layout)
+
+
 def reduced(x: Any, protocol: Any) -> Any:
     """Pickles this rank's piece and the layout, without process groups; restored where a rank, or all of them, are again."""
     made = x._local.detach(), x._layout, x.requires_grad, getattr(x, "_is_param", False)

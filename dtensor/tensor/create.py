@@ -135,12 +135,13 @@ def _drawn(
 ) -> DTensor:
     layout, reduced, requires_grad = _prepare(size, placements, device_mesh, options, fill)
 
-    def block() -> Any:
+    def block(layouts: Sequence[Layout]) -> Any:
+        (drawn,) = layouts
         if DRAWING.mode == "counter":
-            return draw_counted(reduced, SAMPLERS["uniform" if fill is torch.rand else "normal"], {})
-        return draw(reduced, lambda device: fill(tuple(layout.shape), dtype=layout.dtype, device=device))
+            return draw_counted(drawn, SAMPLERS["uniform" if fill is torch.rand else "normal"], {})
+        return draw(drawn, lambda device: fill(tuple(drawn.shape), dtype=drawn.dtype, device=device))
 
-    local = as_one_step(reduced, block)
+    local = as_one_step((reduced,), block)
     return _finish(local, layout, reduced, requires_grad)
 
 

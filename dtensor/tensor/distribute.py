@@ -89,16 +89,17 @@ def distribute_tensor(
 
 
 def _sent_in_graph(tensor: torch.Tensor, layout: Layout, placements: Any, source: int) -> DTensor:
-    def sent(given: torch.Tensor) -> torch.Tensor:
-        made = distribute_tensor(given, layout.mesh, placements, src_data_rank=source)
-        if made._layout != layout:
+    def sent(layouts: Sequence[Layout], given: torch.Tensor) -> torch.Tensor:
+        (wanted,) = layouts
+        made = distribute_tensor(given, wanted.mesh, placements, src_data_rank=source)
+        if made._layout != wanted:
             raise LayoutError(
                 f"distribute_tensor: rank {source} holds {made._layout!r}, for which this rank's compiled program was not made: "
-                f"{layout!r}; give tensors that lie alike (.contiguous())"
+                f"{wanted!r}; give tensors that lie alike (.contiguous())"
             )
         return made._local
 
-    return wrap(as_one_step(layout, sent, tensor.detach()), layout)
+    return wrap(as_one_step((layout,), sent, tensor.detach()), layout)
 
 
 def _layout_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layout:

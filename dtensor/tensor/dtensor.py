@@ -28,8 +28,7 @@ from ..mesh.device_mesh import DeviceMesh, as_mesh
 from ..placement import Placement, Replicate
 from ..ranks.hidden import as_one, each_rank
 from ..ranks.per_rank import handed_out
-from ..redistribute import Plan as MovePlan
-from ..redistribute import Transit, plan, plan_between
+from ..redistribute import Plan, Transit, plan, plan_between
 from . import copies, flattened, host
 from .autograd import (
     everywhere,
@@ -102,6 +101,11 @@ class DTensor(torch.Tensor):
         return self._layout.mesh
 
     @property
+    def _placed(self) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """Both without sizes, of which a compiled program that asks for the layout is one."""
+        return self._layout.mesh, self._layout.placements
+
+    @property
     def _spec(self) -> Layout:
         """The layout, under torch's name: programs read its ``mesh``, ``placements``, ``tensor_meta`` (shape, stride, dtype)."""
         return self._layout
@@ -125,12 +129,10 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """The DTensor whose piece on this rank is ``local_tensor``, and stays it: they share memory; differentiable.
 
-        A lazily negated view (``x.conj().imag``) is computed first, and shares nothing.
-
         Args:
             local_tensor: this rank's piece; with all ranks in one process a ``per_rank([...])`` (of a plain tensor every rank
-                gets a copy as its piece). Of a rank outside the mesh it is not taken: that rank holds nothing, and gets zeros as
-                the gradient.
+                gets a copy as its piece). One that is lazily negated (``x.conj().imag``) is computed, and shares nothing. Of a
+                rank outside the mesh it is not taken: that rank holds nothing, and gets zeros as the gradient.
             device_mesh: defaults to the mesh entered by ``with mesh:``.
             placements: default ``Replicate()`` on every mesh dim.
             run_check: compare shapes, dtypes and (for replicated mesh dims) values across ranks; names the offending rank.
@@ -219,9 +221,7 @@ class DTensor(torch.Tensor):
             return move_apart(source, target, async_op)
         return redistributed(source, target, async_op, backward_dtype)
 
-    def explain_redistribute(
-        self, placements: Sequence[Placement] | None = None, *, device_mesh: Any = None
-    ) -> MovePlan | Transit:
+    def explain_redistribute(self, placements: Sequence[Placement] | None = None, *, device_mesh: Any = None) -> Plan | Transit:
         """What ``redistribute(device_mesh, placements)`` would do, to be printed: each step, the ranks that take part, the bytes
         that one rank receives, peak memory and estimated time. Nothing is moved.
 
@@ -296,7 +296,7 @@ class DTensor(torch.Tensor):
     # --- what torch.compile asks: see :mod:`.flattened` ----------------------------------------------------------
     __tensor_flatten__ = flattened.Flatten(flattened.flatten)
     __tensor_unflatten__ = staticmethod(flattened.unflatten)
-    _dynamo_dynamic_indices, _dynamo_dynamic_range = flattened.Dropped(), flattened.Dropped()
+    _dynamo_dynamic_indices, _dynamo_dynamic_range = flattened.Marked(), flattened.Marked()
     _stable_hash_for_caching = flattened.told_apart
     __coerce_tangent_metadata__ = flattened.as_any_tangent
     __coerce_same_metadata_as_tangent__ = flattened.as_tangent

@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 from torch.compiler import is_exporting
+from torch.nn import Parameter
 
 from ..base import torch_internals
+from ..base.memory_order import dense_in
 from ..base.modes import MODES
+from ..base.symbols import sizes, still_open
 from ..base.torch_internals import graph_task
-from ..base.tracing import kept
+from ..base.tracing import has_no_values, kept
 from ..dispatch.wrapping import wrap_local
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
@@ -59,37 +62,72 @@ def _say_once() -> None:
     warnings.warn(f"torch.compile: {ALL_RANKS}", stacklevel=2)
 
 
-class Dropped:
-    """What ``torch._dynamo.mark_dynamic`` writes to a tensor. A layout has sizes, and a graph is for one layout: where a mark
-    were kept torch would refuse such a graph, instead of making one for each size."""
+class Marked:
+    """What ``torch._dynamo.mark_dynamic`` writes to a tensor: taken as ``maybe_mark_dynamic`` says it, since a plan may be right
+    for one size alone, and is then made anew for the next, where torch would refuse the graph."""
 
     def __get__(self, x: Any, kind: type) -> Any:
-        return self if x is None else set()
+        return self if x is None else _Marks.of(x)
 
     def __set__(self, x: Any, value: Any) -> None:
         pass
 
 
-Constants = tuple[Layout, bool, bool]
+class _Marks(frozenset[int]):
+    """None that must be kept; those that are added are noted as wishes."""
+
+    x: Any
+
+    @staticmethod
+    def of(x: Any) -> _Marks:
+        made = _Marks()
+        made.x = x
+        return made
+
+    def add(self, mark: Any) -> None:
+        if isinstance(mark, int):  # else a range
+            _wish(self.x, {mark})
+
+
+def _wish(x: Any, marks: set[int]) -> None:
+    x.__dict__.setdefault("_dynamo_weak_dynamic_indices", set()).update(marks)
+
+
+Constants = tuple[tuple[Any, ...], bool, bool]
 
 
 def flatten(x: Any) -> tuple[list[str], Constants]:
-    """The piece, and what graphs are guarded on: the layout and the modes, under which another program might be right."""
-    marks = vars(x._local)
-    if marks.pop("_dynamo_dynamic_indices", None) is not None:  # torch marks pieces, too: see Dropped
-        marks.pop("_has_dynamo_dim_marking", None)
+    """The piece, and what graphs are guarded on: how it lies, whatever its sizes; and the modes, which plans go by."""
+    layout, piece = x._layout, x._local
+    if layout.sized:
+        still_open((*layout.shape, *layout.stride))
+    marks = vars(piece).pop("_dynamo_dynamic_indices", None)  # torch marks pieces, too: see Marked
+    if marks is not None:
+        _wish(piece, marks)
     if (task := graph_task()) >= 0:
-        _taken(x._local, task)
-    return ["_local"], (x._layout, MODES.explicit, MODES.implicit_replication)
+        _taken(piece, task)
+    if isinstance(x, Parameter) and not hasattr(piece, "_dynamo_static_indices"):  # as torch takes parameters, not what they hold
+        piece._dynamo_static_indices = set(range(piece.ndim))
+    return ["_local"], (layout.manner, MODES.explicit, MODES.implicit_replication)
 
 
 def unflatten(pieces: dict[str, torch.Tensor], constants: Constants, size: Sequence[int], stride: Sequence[int]) -> Any:
-    """The DTensor with this piece; sizes that are symbols are looked at, so that the graph is one for these sizes."""
-    layout, shape, steps = constants[0], tuple(map(int, size)), tuple(map(int, stride))
-    if shape != tuple(layout.shape) or steps != tuple(layout.stride):
-        layout = layout.replace(shape=shape, stride=steps)
-    local = pieces["_local"]
+    """The DTensor with this piece. Sizes may be symbols: that the piece has those that a tensor of them leaves to this rank is a
+    guard."""
+    local, (mesh, placements, dtype, _) = pieces["_local"], constants[0]
+    layout = Layout.of(mesh, placements, size, stride, dtype)
+    if has_no_values(local) and not _fits(layout, sizes(local.shape)):
+        raise DTensorError(f"a piece of sizes {tuple(local.shape)} of {layout!r}")
     return wrap_local(local if (task := graph_task()) < 0 else _own(local, task), layout)
+
+
+def _fits(layout: Layout, piece: tuple[int, ...]) -> bool:
+    """Whether this rank's piece may have these sizes: said so that torch finds one symbol by the other, where blocks are even."""
+    member, even = layout.mesh.current_member(), [(d, split) for d, split in enumerate(layout.splits) if split and split.even]
+    if member is None:
+        return True
+    whole = all(layout.shape[d] == piece[d] * len(split.sizes) for d, split in even)
+    return whole and piece == layout.local_shape(layout.mesh.coordinates[member])
 
 
 def _own(local: torch.Tensor, task: int) -> torch.Tensor:
@@ -128,13 +166,13 @@ def as_tangent(x: Any, constants: Constants | None, expected: type | None = None
     """A gradient as it was laid when the backward pass was traced."""
     if constants is None:
         return x if expected is None else to_whole(x, None)
-    layout = constants[0]
     if "_origin" in vars(x):
         x = wrap_local(x._local, x._layout)
+    mesh, placements, dtype, order = constants[0]
+    stride = x._layout.stride if order is None else dense_in(x._layout.shape, order)
+    layout = Layout.of(mesh, placements, x._layout.shape, stride, dtype)
     if x._layout is layout:
         return x
-    if x._layout.mesh != layout.mesh or x._layout.shape != layout.shape:
-        raise DTensorError(f"a gradient of {x._layout!r} for a compiled result of {layout!r}")
     moved = move(x, layout)
     if moved._layout.stride == layout.stride:
         return moved

@@ -12,6 +12,7 @@ import torch
 from ..base.caches import Bounded
 from ..base.memory_order import stride_like
 from ..base.recording import exchange
+from ..base.symbols import sizes
 from ..base.tracing import is_traced, kept
 from ..base.validation import sizes_of
 from ..comm import PerRank, communicator_of, shards_of
@@ -95,7 +96,7 @@ def _measured(
     check: bool,
 ) -> Layout:
     """The layout from the sizes of all pieces; they are exchanged where a tensor dim is sharded and no sizes are given."""
-    shape, order = list(map(int, pieces[0].shape)), tuple(map(int, pieces[0].stride()))  # symbols are looked at
+    shape, order = list(sizes(pieces[0].shape)), sizes(pieces[0].stride())
     if check or measures(mesh, placements):
         shapes, strides = _all_pieces(mesh, pieces, str(placements))
         key = (mesh, placements, shapes, strides if stride is None else stride, dtype)
@@ -171,9 +172,9 @@ _Table = tuple[tuple[int, ...], ...]
 @exchange
 def _all_pieces(mesh: DeviceMesh, pieces: Sequence[torch.Tensor], told: str) -> tuple[_Table, _Table]:
     """Every member's shape and strides, by position in the mesh as the current rank sees it; ``told`` must be alike on all."""
-    mine, steps = tuple(map(int, pieces[0].shape)), tuple(map(int, pieces[0].stride()))
+    mine, steps = sizes(pieces[0].shape), sizes(pieces[0].stride())
     if is_traced(pieces[0]) and mesh.kind == "process_group":
-        in_graph("check", kept(Alike(mesh, mine, steps, pieces[0].dtype, told)))
+        in_graph("check", kept(Alike(mesh, pieces[0].dtype, told)), [*mine, *steps])
         return (mine,) * mesh.size(), (steps,) * mesh.size()
     if len(pieces) > 1:
         seen = [pieces[m] for m in mesh.members_of(range(mesh.ndim), 0)]
@@ -199,15 +200,15 @@ class Alike:
     """What a program that is traced takes for granted of the pieces given to ``from_local``; asked at every call."""
 
     mesh: DeviceMesh
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
     dtype: torch.dtype
     told: str
 
-    def __call__(self) -> None:
-        piece = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+    def __call__(self, given: Sequence[int]) -> None:
+        """``given``: sizes and strides of this rank's piece."""
+        ndim = len(given) // 2
+        piece = torch.empty_strided(given[:ndim], given[ndim:], dtype=self.dtype, device="meta")
         shapes, strides = _all_pieces(self.mesh, [piece], self.told)
-        telling = [d for d, size in enumerate(self.size) if size > 1]
+        telling = [d for d, size in enumerate(piece.shape) if size > 1]
         if len(set(shapes)) > 1 or len({_order(stride, telling) for stride in strides}) > 1:
             raise LayoutError(
                 f"torch.compile: from_local without shape= takes the pieces of all ranks for alike, and they have the shapes "
@@ -245,7 +246,7 @@ def _fits(layout: Layout, pieces: Sequence[torch.Tensor]) -> None:
     members = mesh.members if len(pieces) > 1 else [mesh.current_member()]
     for member, piece in zip(members, pieces, strict=True):
         expected = layout.local_shape(mesh.coordinate_of(member))
-        if member is not None and tuple(map(int, piece.shape)) != expected:
+        if member is not None and tuple(piece.shape) != expected:
             raise LayoutError(
                 f"from_local: rank {mesh.ranks[member]} holds a piece of shape {tuple(piece.shape)}, "
                 f"but {layout!r} gives it {expected}; "

@@ -122,7 +122,7 @@ def sizes_and_layouts(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
 
 
 def marked_sizes(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
-    """Sizes that are said to change: a graph for each."""
+    """Sizes that are said to change."""
     found = []
     for options in ({"dynamic": True}, {}):
         run = how(lambda x: (x @ x.t()).cumsum(0), fullgraph=True, **options)

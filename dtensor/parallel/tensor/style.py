@@ -154,12 +154,11 @@ def placed(x: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     Raises:
         MeshError: the mesh of ``x`` does not have that dim.
     """
-    layout = seen(x)._layout
-    own = layout.mesh
+    own, placements = seen(x)._placed
     if own is mesh or own == mesh:
         wanted: tuple[Placement, ...] = (placement,)
     else:
-        wanted = tuple(placement if i == dim_of(own, mesh) else p for i, p in enumerate(layout.placements))
+        wanted = tuple(placement if i == dim_of(own, mesh) else p for i, p in enumerate(placements))
     return laid(x, wanted)
 
 
@@ -194,11 +193,11 @@ def annotated(x: Any, mesh: DeviceMesh, placement: Placement, whole: int | None 
 
 def _pieces_over(x: Any, mesh: DeviceMesh, placement: Placement, whole: int | None) -> DTensor:
     """``x``, which may be distributed over other dims of the same mesh: what it has there are pieces over ``mesh`` too."""
-    layout = seen(x)._layout
-    own, further = layout.mesh, mesh._dims[0]
+    own, further = seen(x)._placed[0], mesh._dims[0]
     used = {d for dims in own._dims for d in dims}
     if further in own._dims or not same_root(own, mesh) or used & set(further):
         return x
+    layout = seen(x)._layout
     both = spelled_on(own._derive(*joined(own, mesh)), layout)
     at, shape = both.mesh._dims.index(further), None
     where = list(both.placements)
@@ -219,11 +218,11 @@ def local_if(x: Any, use_local: bool, mesh: DeviceMesh, new: bool = False) -> An
     """
     if not use_local or not isinstance(seen(x), DTensor):
         return x
-    layout, local = seen(x)._layout, given_away(x) if new else as_local(x)
-    own = layout.mesh
+    own, local = seen(x)._placed[0], given_away(x) if new else as_local(x)
     rest = [i for i, dims in enumerate(own._dims) if dims not in mesh._dims]
     if not rest:
         return local
+    layout = seen(x)._layout
     outer = own._derive(*picked(own, rest))
     cut = {d: {i in rest for i in split.mesh_dims} for d, split in enumerate(layout.splits) if split is not None}
     mixed = any(len(kinds) > 1 for kinds in cut.values())  # sizes there are told by the pieces themselves

@@ -6,13 +6,16 @@ elements that are not positive: the mask of these is gathered.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...base.memory_order import contiguous_stride
+from ...layout.layout import Layout
 from ...random.distributions import SAMPLERS
 from ...random.draw import DRAWING, as_one_step, draw, draw_counted, from_one_state, own_block_of, place_in
 from ..call import Call
@@ -55,15 +58,17 @@ def drop(at: KernelContext, x: Any, p: float, train: bool | None) -> Any:
     layout, mask_layout = at.operands[0], at.results[1]
     assert mask_layout is not None
 
-    def sample(device: torch.device) -> Tensor:
-        ones = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device).fill_(1)
-        return torch.native_dropout(ones, p, train)[1]
+    def kept(layouts: Sequence[Layout]) -> Any:
+        drawn, like = layouts
 
-    def kept() -> Any:
+        def sample(device: torch.device) -> Tensor:
+            ones = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=device).fill_(1)
+            return torch.native_dropout(ones, p, train)[1]
+
         counted = DRAWING.mode == "counter" and train is not False
-        return draw_counted(mask_layout, SAMPLERS["bernoulli"], {"p": 1 - p}) if counted else draw(mask_layout, sample)
+        return draw_counted(drawn, SAMPLERS["bernoulli"], {"p": 1 - p}) if counted else draw(drawn, sample)
 
-    mask = as_one_step(mask_layout, kept)
+    mask = as_one_step((mask_layout, layout), kept)
     scale = 1.0 if train is False or p == 1 else 1 / (1 - p)
     return at.map(lambda _, block, kept: block * kept * scale if train is not False else block.clone(), x, mask), mask
 
@@ -91,16 +96,19 @@ def leak(
     signs = at.map(lambda _, block: block <= 0, x)
     masks = at.comm.all_gather(signs, cut, lambda member: layout.local_shape(coordinates[member])).wait() if cut else [signs]
 
-    def one(member: int, own: Tensor, parts: list[Tensor]) -> Tensor:
+    def one(layout: Layout, member: int, own: Tensor, parts: list[Tensor]) -> Tensor:
         whole = torch.empty(layout.shape, dtype=own.dtype, device=own.device)
         group = mesh.members_of(cut, member) if cut else (member,)
         for peer, negative in zip(group, parts, strict=True):
             place_in(whole, layout, coordinates[peer]).fill_(1).masked_fill_(negative, -1)
-        slopes = torch.empty_like(whole)
-        torch.ops.aten.rrelu_with_noise(whole, slopes, lower, upper, True, generator)
-        return own_block_of(slopes, layout, member)
+        made = torch.empty_like(whole)
+        torch.ops.aten.rrelu_with_noise(whole, made, lower, upper, True, generator)
+        return own_block_of(made, layout, member)
 
-    drawn = as_one_step(layout, lambda *given: from_one_state(mesh, generator, one, *given), noise, masks)
+    def slopes(layouts: Sequence[Layout], *given: Any) -> Any:
+        return from_one_state(mesh, generator, partial(one, layouts[0]), *given)
+
+    drawn = as_one_step((layout,), slopes, noise, masks)
     return at.map(lambda _, block, own, slope: block * own.copy_(slope), x, noise, drawn)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,9 +18,9 @@ import torch
 from ...base.caches import Bounded, nested_key
 from ...base.modes import MODES
 from ...base.torch_internals import make_wrapper_subclass
-from ...comm import communicator_of
 from ...dispatch.bind import bind, runner_of
 from ...dispatch.dispatcher import dispatch, install_views
+from ...dispatch.keys import settle
 from ...dispatch.operands import plan_for
 from ...dispatch.settled import sharing
 from ...dispatch.steps import Runner
@@ -30,6 +31,7 @@ from ...propagation.schema import Operator, operator_of
 from ...rules.aten.views import check_memory, own_strides
 from ...rules.facts import facts_of
 from ..autograd import grad_layout
+from ..copies import dense
 from ..dtensor import DTensor, wrap
 from ..flattened import Flatten
 from ..host import offset_in
@@ -240,7 +242,9 @@ def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | 
 
 
 def remote(operator: Operator, plan: Plan) -> Runner:
-    """What makes a remote view."""
+    """What makes a remote view: of tensors whose sizes are known."""
+    if any(layout.sized for layout in plan.call.operands):
+        return partial(_in_numbers, operator)
     if operator.func is _AS_STRIDED:
         return _restriding(operator, plan)
 
@@ -250,11 +254,14 @@ def remote(operator: Operator, plan: Plan) -> Runner:
     return sharing(run) if operator.func in _UNTOLD else run
 
 
-def _seen_anew(operator: Operator) -> Runner:
-    """``t_``, ``squeeze_``: the tensor becomes a view of the memory that it was, which earlier views go on to show.
+def _in_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
+    settle(operator.bind(args, kwargs).values())
+    return dispatch(DTensor, operator.func, (), args, kwargs)
 
-    The local is left as it is: they, or the user, may hold it.
-    """
+
+def _seen_anew(operator: Operator) -> Runner:
+    """``t_``, ``squeeze_``: the tensor becomes a view of the memory that it was, which earlier views go on to show; the local is
+    left as it is, since they, or the user, may hold it."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         args[0]._become(dispatch(DTensor, operator.out_of_place, (), args, kwargs))
@@ -326,13 +333,6 @@ def _view(origin: Origin, layout: Layout, place: int) -> RemoteView:
     made = _make(RemoteView, layout.shape, strides=layout.stride, dtype=layout.dtype, device=origin.viewed.device)
     made._layout, made._origin, made._place = layout, origin, place
     return cast(RemoteView, made)
-
-
-def dense(x: DTensor) -> DTensor:
-    """A copy whose blocks lie in memory as the layout says."""
-    layout = x._layout
-    local = communicator_of(layout.mesh).map(lambda member, block: layout.block_beside(block, member).copy_(block), x._local)
-    return wrap(local, layout)
 
 
 def _resolved(local: Any) -> Any:

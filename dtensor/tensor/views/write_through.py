@@ -23,9 +23,10 @@ from ...propagation.schema import Operator, operator_of
 from ...ranks.assign import assign as assign_local
 from ...redistribute import redistribute_local
 from ...rules import lookup
+from ..copies import dense
 from ..dtensor import DTensor, wrap
 from .folded import on_the_stack
-from .remote_view import Origin, RemoteView, chain_of, changes, dense, install_operations, is_local, plan_of, remote, twin
+from .remote_view import Origin, RemoteView, chain_of, changes, install_operations, is_local, plan_of, remote, twin
 
 _aten = torch.ops.aten
 

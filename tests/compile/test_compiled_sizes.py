@@ -1,0 +1,213 @@
+"""One graph for many sizes: values, gradients, placements are those of the program without a compiler. On gloo processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compile_cases import Block
+from gloo import run_gloo
+from test_compiled import differing
+from torch import nn
+
+import dtensor as dt
+from dtensor import DTensor, Partial, Replicate, Shard
+from dtensor.dispatch.keys import CLOSED
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, loss_parallel, parallelize_module
+
+pytestmark = pytest.mark.gloo
+Made = tuple[Any, Callable[[int], torch.Tensor]]
+Program = Callable[[dt.DeviceMesh], Made]
+FEW = (4, 8, 6, 5)
+SIZES = (4, 6, 8, 10, 12, 14, 18, 20, 22, 24, 26, 28, 5, 7, 9, 11, 13, 15, 2, 3, 1, 0)
+
+
+def whole(size: int, *others: int) -> torch.Tensor:
+    torch.manual_seed(size)
+    return torch.randn(size, *others)
+
+
+def cut(mesh: dt.DeviceMesh, size: int, *others: int, dim: int = 0) -> DTensor:
+    return dt.distribute_tensor(whole(size, *others), mesh, [Shard(dim)] * mesh.ndim).requires_grad_()
+
+
+def plain(size: int, *others: int) -> torch.Tensor:
+    return whole(size, *others).requires_grad_()
+
+
+def tensor_parallel(mesh: dt.DeviceMesh) -> Made:
+    model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model, lambda size: plain(size, 6)
+
+
+def sequence_parallel(mesh: dt.DeviceMesh) -> Made:
+    model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+    into = ColwiseParallel(input_layouts=Shard(1))
+    parallelize_module(model, mesh, {"0": SequenceParallel(), "1": into, "3": RowwiseParallel(output_layouts=Shard(1))})
+    return model, lambda size: cut(mesh, size, 2 * size, 6, dim=1)
+
+
+def as_large_as_a_dim(mesh: dt.DeviceMesh) -> Made:
+    """At 6 rows the batch is as large as the features are."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+    down = RowwiseParallel(output_layouts=Shard(0), use_local_output=False)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(input_layouts=Shard(0)), "2": down})
+    return model, lambda size: cut(mesh, size, 6)
+
+
+def batch(mesh: dt.DeviceMesh) -> Made:
+    weight = dt.distribute_tensor(torch.arange(42.0).view(6, 7).sin(), mesh, [Replicate()] * mesh.ndim)
+    return lambda x: F.relu(x @ weight).softmax(1).sum(0), lambda size: cut(mesh, size, 6)
+
+
+def attention(mesh: dt.DeviceMesh) -> Made:
+    def run(x: DTensor) -> DTensor:
+        heads = x.view(x.shape[0], x.shape[1], 4, 2).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(x.shape)
+
+    return run, lambda size: cut(mesh, size, size + 3, 8, dim=2)
+
+
+def loss_over_the_vocabulary(mesh: dt.DeviceMesh) -> Made:
+    def run(x: DTensor) -> torch.Tensor:
+        targets = dt.ones(x.shape[0], device_mesh=mesh, placements=[Replicate()], dtype=torch.int64)
+        with loss_parallel():
+            return F.cross_entropy(x * 2, targets)
+
+    return run, lambda size: cut(mesh, max(size, 1), 7, dim=1)  # of nothing: no number
+
+
+def redistributed(mesh: dt.DeviceMesh) -> Made:
+    def run(x: DTensor) -> DTensor:
+        there = (x * 2).redistribute(placements=[Shard(1)]).sin().redistribute(placements=[Replicate()])
+        return there.cos().redistribute(placements=[Partial()]).redistribute(placements=[Shard(0)])
+
+    return run, lambda size: cut(mesh, size, 6)
+
+
+def from_local(mesh: dt.DeviceMesh) -> Made:
+    weight = dt.distribute_tensor(torch.arange(42.0).view(6, 7).sin(), mesh, [Shard(1)])
+    return lambda x: (DTensor.from_local(x, mesh, [Shard(0)]) @ weight).to_local(), lambda size: plain(size, 6)
+
+
+def flattened(mesh: dt.DeviceMesh) -> Made:
+    return lambda x: x.reshape(x.shape[0] * 2, 3).view(-1) * x.shape[0], lambda size: cut(mesh, 2 * size, 6)
+
+
+def drawn(mesh: dt.DeviceMesh) -> Made:
+    return lambda x: F.dropout(x, 0.5) + torch.rand_like(x) * torch.bernoulli(x.sigmoid()), lambda size: cut(mesh, size, 6)
+
+
+def of_one_tensor(mesh: dt.DeviceMesh) -> Made:
+    return lambda x: dt.distribute_tensor(x.detach() * 2, mesh, [Shard(0)]).sum(1) + x.sum(1).mean(), lambda size: plain(size, 6)
+
+
+PROGRAMS: dict[Program, int] = {  # and the most graphs: of even sizes, of odd ones, of 3, 2, 1 and none
+    tensor_parallel: 7,
+    sequence_parallel: 6,
+    as_large_as_a_dim: 7,
+    batch: 6,
+    attention: 4,
+    redistributed: 6,
+    from_local: 5,
+    flattened: 4,
+    drawn: 6,
+    of_one_tensor: 6,
+    loss_over_the_vocabulary: 5,
+}
+
+
+def data_and_tensor_parallel(mesh: dt.DeviceMesh) -> Made:
+    torch.manual_seed(3)
+    placed = [(6, 8, [Replicate(), Shard(1)]), (8, 6, [Replicate(), Shard(0)])]
+    up, down = [dt.distribute_tensor(whole(a, b), mesh, where).requires_grad_() for a, b, where in placed]
+
+    def run(x: DTensor) -> DTensor:
+        return F.dropout(F.gelu(x @ up) @ down, 0.2).redistribute(placements=[Shard(0), Replicate()]).softmax(1)
+
+    def make(size: int) -> DTensor:
+        return dt.distribute_tensor(whole(size, 6), mesh, [Shard(0), Replicate()]).requires_grad_()
+
+    return run, make
+
+
+def cut_by_both(mesh: dt.DeviceMesh) -> Made:
+    run = lambda x: (x.sin() @ x.t()).redistribute(placements=[Shard(1), Shard(0)]).sum(1)  # noqa: E731
+    return run, lambda size: cut(mesh, size, 6)
+
+
+def outcomes(run: Any, make: Callable[[int], torch.Tensor], parameters: list[Any], sizes: Sequence[int]) -> list[Any]:
+    found = []
+    for size in sizes:
+        x = make(size)
+        out = run(x)
+        out.sin().sum().backward()
+        found += [out, x.grad, *(p.grad for p in parameters)]
+        for p in parameters:
+            p.grad = None
+    return found
+
+
+def counting(backend: str) -> tuple[list[None], Callable[[Any, Any], Any]]:
+    graphs: list[None] = []
+
+    def counted(graph: Any, example: Any) -> Any:
+        graphs.append(None)
+        return graph if backend == "eager" else torch._dynamo.lookup_backend(backend)(graph, example)
+
+    return graphs, counted
+
+
+def wrong_of(program: Program, mesh: dt.DeviceMesh, most: int, dynamic: bool | None, backend: str, sizes: Sequence[int]) -> str:
+    torch._dynamo.reset()
+    CLOSED.clear()
+    torch.manual_seed(0)
+    run, make = program(mesh)
+    parameters = list(run.parameters()) if isinstance(run, nn.Module) else []
+    graphs, counted = counting(backend)
+    got = outcomes(
+        torch.compile(run, backend=counted, fullgraph=True, dynamic=dynamic, recompile_limit=16), make, parameters, sizes
+    )
+    wanted = outcomes(run, make, parameters, sizes)
+    differ = "; ".join(filter(None, map(differing, got, wanted)))
+    if differ or len(graphs) > most + (dynamic is None) or CLOSED:
+        return f"{program.__name__}: {len(graphs)} graphs; {list(CLOSED)} {differ[:300]}"
+    return ""
+
+
+def compared(programs: dict[Program, int], shape: tuple[int, ...], dynamic: bool | None, backend: str, sizes: Any) -> list[str]:
+    mesh = dt.init_device_mesh("cpu", shape)
+    return [wrong for program, most in programs.items() if (wrong := wrong_of(program, mesh, most, dynamic, backend, sizes))]
+
+
+def test_few_sizes_in_fewer_graphs() -> None:
+    few: dict[Program, int] = {as_large_as_a_dim: 3, batch: 2, drawn: 2, tensor_parallel: 4}
+    assert run_gloo(compared, 2, few, (2,), True, "aot_eager", FEW, timeout_s=120.0) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_many_sizes_in_few_graphs(dynamic: bool | None) -> None:
+    assert run_gloo(compared, 2, PROGRAMS, (2,), dynamic, "aot_eager", SIZES, timeout_s=280.0) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_few_sizes_by_other_backends(backend: str) -> None:
+    few: dict[Program, int] = dict.fromkeys((as_large_as_a_dim, batch, drawn, flattened, redistributed), 4)
+    assert run_gloo(compared, 2, few, (2,), True, backend, FEW, timeout_s=280.0) == [[], []]
+
+
+@pytest.mark.slow
+def test_many_sizes_on_a_mesh_of_two_dims() -> None:
+    both: dict[Program, int] = {data_and_tensor_parallel: 13, cut_by_both: 14}
+    assert run_gloo(compared, 4, both, (2, 2), True, "aot_eager", SIZES, timeout_s=280.0) == [[]] * 4
+
+
+@pytest.mark.slow
+def test_sizes_on_three_processes() -> None:
+    few: dict[Program, int] = dict.fromkeys((batch, redistributed, drawn, as_large_as_a_dim), 7)
+    assert run_gloo(compared, 3, few, (3,), True, "aot_eager", (6, 9, 12, 7, 8, 4, 2), timeout_s=280.0) == [[]] * 3
