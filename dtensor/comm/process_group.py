@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.groups import Group, backend_of, group_of
+from ..mesh.groups import Group, backend_of, group_of, order_in
 from ..watch.watching import begin
 from . import functional
 from .binding import Dims, Reduction, Run, spanning
@@ -68,14 +68,11 @@ class ProcessGroups(Communicator):
             root = mesh._root
             whole = mesh._derive(tuple((dim,) for dim in range(len(root.shape))), root.names)
             handle = group_of(whole, range(whole.ndim)).handle
-        in_torch = dist.get_process_group_ranks(handle)
-        order = tuple(in_torch.index(rank) for rank in ranks)
-        natural = order == tuple(range(len(in_torch)))
-        backend = backend_of(handle, target.device_type)
-        group = Group(handle, tuple(range(len(ranks))), ranks.index(rank), None if natural else order, backend)
+        order, backend = order_in(handle, ranks), backend_of(handle, target.device_type)
+        group = Group(handle, tuple(range(len(ranks))), ranks.index(rank), order, backend)
         said, over = f"transfer to another mesh {transfer.said}", f"ranks {', '.join(map(str, ranks))}"
         own = transfer.route_of(group.position)
-        if len(in_torch) == len(ranks):
+        if dist.get_world_size(handle) == len(ranks):
             run = watched(group, said, over, bind_transfer(group, transfer), own=lengths_of(own))
             return either(run, lambda: functional.bind_transfer(group, transfer))
         return either(watched(group, said, over, bind_direct(group, own), own=lengths_of(own)), functional.refusing_part)
