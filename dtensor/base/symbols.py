@@ -16,7 +16,7 @@ from .tracing import aside
 _PROXY = DISPATCH_MODE_KEYS.PROXY
 
 
-class Size(torch.SymInt):
+class OpenSize(torch.SymInt):
     """A symbol of torch's that may be a key: equal ones are those of one program, under one expression.
 
     What is computed of it, and whether something is larger, torch records; what was decided so is a guard of the graph. So
@@ -55,7 +55,7 @@ class Size(torch.SymInt):
         return recorded[node.expr]
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Size):
+        if isinstance(other, OpenSize):
             if other._program is not self._program:
                 return False
             if other._expr == self._expr:
@@ -110,7 +110,7 @@ def _recorded(node: Any, tracer: Any) -> Any:
 def _keeping(name: str) -> Any:
     plain = getattr(torch.SymInt, name)
 
-    def operation(self: Size, *others: Any) -> Any:
+    def operation(self: OpenSize, *others: Any) -> Any:
         if others and isinstance(others[0], (float, torch.SymFloat)):
             return plain(self, *others)
         with aside():  # no step of the program
@@ -130,9 +130,9 @@ def _deciding(name: str) -> Any:
 
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "neg"):
-    setattr(Size, f"__{_name}__", _keeping(f"__{_name}__"))
+    setattr(OpenSize, f"__{_name}__", _keeping(f"__{_name}__"))
 for _name in ("lt", "le", "gt", "ge"):
-    setattr(Size, f"__{_name}__", _deciding(f"__{_name}__"))
+    setattr(OpenSize, f"__{_name}__", _deciding(f"__{_name}__"))
 
 
 def size_of(value: Any) -> Any:
@@ -142,9 +142,9 @@ def size_of(value: Any) -> Any:
     known = value.node.maybe_as_int()
     if known is not None:
         return known
-    if type(value) is Size:
+    if type(value) is OpenSize:
         return value
-    return int(value) if _CLOSED.of(value.node) else Size(value.node)
+    return int(value) if _CLOSED.of(value.node) else OpenSize(value.node)
 
 
 def sizes(values: Iterable[Any]) -> tuple[Any, ...]:
@@ -159,11 +159,11 @@ def as_torch_has_them(values: Any) -> Any:
     """``values``, in lists also: symbols as steps of the program that is recorded know them."""
     if isinstance(values, (list, tuple)):
         return [as_torch_has_them(value) for value in values]
-    return torch.SymInt(values.node) if type(values) is Size else values
+    return torch.SymInt(values.node) if type(values) is OpenSize else values
 
 
 def has_symbols(values: Iterable[Any]) -> bool:
-    return any(type(value) is Size for value in values)
+    return any(type(value) is OpenSize for value in values)
 
 
 def settled(value: Any) -> Any:
@@ -205,7 +205,7 @@ def still_open(values: Iterable[Any]) -> None:
     results with fewer symbols than it wrote down before."""
     if infra_mode(_PROXY) is None:
         return
-    closed = [value for value in values if type(value) is Size and value.node.maybe_as_int() is not None]
+    closed = [value for value in values if type(value) is OpenSize and value.node.maybe_as_int() is not None]
     if closed:
         _CLOSED.add(set().union(*[_sources(value._expr, value) for value in closed]))
         raise torch_internals.restart(restart_reason="the backward pass is right for one size alone")
@@ -214,7 +214,7 @@ def still_open(values: Iterable[Any]) -> None:
 def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
     """Where tensors of such sizes are made without data; None where all are numbers."""
     for value in values:
-        if type(value) is Size:
+        if type(value) is OpenSize:
             return FakeTensorMode(shape_env=value.shape_env)
         inner = (
             value if isinstance(value, (list, tuple)) else (*value.shape, *value.stride) if getattr(value, "sized", False) else ()

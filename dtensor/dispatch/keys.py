@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..base.caches import Bounded
-from ..base.symbols import Size, settled, size_of, still_open
+from ..base.symbols import OpenSize, settled, size_of, still_open
 from ..layout.layout import Layout
 from ..propagation.schema import Operator
 from . import wrapping
@@ -19,7 +19,7 @@ from .plain_operands import in_autograd
 
 AS_IT_IS = frozenset((type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str))  # in a key as in a call
 _TRUE, _FALSE = object(), object()  # True == 1 as a dictionary key; these are not
-_SYMBOLS: dict[type, Any] = {Size: int, torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_SYMBOLS: dict[type, Any] = {OpenSize: int, torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 TRUTHS: dict[Any, str] = {_TRUE: "True", _FALSE: "False"}
 
 
@@ -53,7 +53,7 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
     if kind in _SYMBOLS:  # of a program that is traced: looked at where its value decides something
         if by_type:
             key.append(_SYMBOLS[kind])
-        elif kind is torch.SymInt or kind is Size:
+        elif kind is torch.SymInt or kind is OpenSize:
             key.append(size_of(value))
         else:
             return static(_SYMBOLS[kind](value), key, by_type)
