@@ -257,7 +257,7 @@ def sweep(shared: Path, kept: int = 2, young_s: float = 60.0) -> None:
 
 def _under_way() -> BaseException | None:
     """The error that the main thread is leaving with, or has left with."""
-    error: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    error: Any = lines.undisturbed(sys._current_exceptions).get(threading.main_thread().ident or 0)
     if isinstance(error, tuple):  # Python 3.11
         error = error[1]
     return error or getattr(sys, "last_value", None)

@@ -6,15 +6,15 @@ Only what is certain counts. A rank that computes may come yet, so nothing is sa
 from __future__ import annotations
 
 import ast
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from types import FrameType
+from functools import partial
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from . import lines
 from .board import (
     BEAT,
     CHAIN,
@@ -240,19 +240,23 @@ _NAMES = _COLLECTIVES | _MESSAGES.keys()
 _BYTE_NS = 100  # what was sent before may still be on its way
 
 
-def in_torch() -> tuple[str, int] | None:
+def in_torch(places: list[tuple[CodeType, int]]) -> tuple[str, int] | None:
     """The collective or message of torch.distributed that the main thread is in, with its ranks, and which call it is."""
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name in _NAMES and code.co_filename.endswith("distributed_c10d.py"):
-            group: Any = frame.f_locals.get("group") or dist.group.WORLD
-            try:
-                return f"{code.co_name}|{_needed(code.co_name, group, frame.f_locals)}", id(frame)
-            except (ValueError, RuntimeError, KeyError, TypeError):  # not a group of this process
-                return None
-        frame = frame.f_back
-    return None
+    if not any(map(_is_torchs, (code for code, _ in places))):
+        return None
+    frames: list[Any] = lines.undisturbed(partial(list, lines.main_frames()))
+    frame = next((frame for frame in frames if _is_torchs(frame.f_code)), None)
+    if frame is None:  # it was
+        return None
+    name, given = frame.f_code.co_name, lines.undisturbed(partial(getattr, frame, "f_locals"))
+    try:
+        return f"{name}|{_needed(name, given.get('group') or dist.group.WORLD, given)}", id(frame)
+    except (ValueError, RuntimeError, KeyError, TypeError):  # not a group of this process
+        return None
+
+
+def _is_torchs(code: CodeType) -> bool:
+    return code.co_name in _NAMES and code.co_filename.endswith("distributed_c10d.py")
 
 
 def _needed(name: str, group: Any, given: dict[str, Any]) -> str:

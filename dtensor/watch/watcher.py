@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -139,13 +138,12 @@ class Watcher:
         """Leaves on the board where the main thread is, and whether it waits in one of torch's own collectives."""
         words, page = self.board.words, self.board.page
         words[BEAT] = time.monotonic_ns()
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        where = lines.at(frame)
-        del frame  # it holds what the program may be done with
+        places = lines.main_places()
+        where = lines.in_places(places)
         if where != self._where:
             self._where, words[WHERE_SINCE] = where, time.monotonic_ns()
             words[WHERE] = page.put(WHERE_TEXT, where)
-        found = None if words[STATE] == WAITING else in_torch()
+        found = None if words[STATE] == WAITING else in_torch(places)
         if found is None:
             words[IN_TORCH] = self._call = 0
         elif found[1] != self._call:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
 import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import repeat
+from operator import call
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +76,48 @@ def test_the_users_line_is_this_one() -> None:
     with pytest.raises(ArgumentError) as refused:
         dt.check_ranks("loud")
     assert 'dt.check_ranks("loud")' in lines.of_error(refused.tb)
+
+
+class _Rubbish:
+    """Ends where a collection finds it."""
+
+    def __init__(self, ends: list[int]) -> None:
+        self.itself, self.ends = self, ends
+
+    def __del__(self) -> None:
+        self.ends.append(1)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_in_an_undisturbed_call(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+    try:
+        for undisturbed in (False, True):
+            ends: list[int] = []
+            many = partial(list, map(list, repeat((), 10_000)))
+            act = partial(list, map(call, (many, ends.__len__)))  # of C: makes enough for a collection, and counts
+            _Rubbish(ends)
+            found = lines.undisturbed(act)[1] if undisturbed else act()[1]
+            assert found == (enabled and not undisturbed and sys.version_info < (3, 12))  # later ones collect between steps
+        with pytest.raises(ZeroDivisionError):
+            lines.undisturbed(partial(divmod, 1, 0))
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
+def test_where_the_main_thread_is_is_known_without_holding_what_it_holds() -> None:
+    held: list[Any] = []
+
+    def work(threads: ThreadPoolExecutor) -> list[Any]:
+        thing = torch.zeros(1)
+        held.append(weakref.ref(thing))
+        return threads.submit(lines.main_places).result()  # here it is
+
+    with ThreadPoolExecutor(1) as threads:
+        places = work(threads)
+    assert held[0]() is None
+    assert lines.in_places(places).endswith("return threads.submit(lines.main_places).result()  # here it is")
 
 
 def test_the_words_name_the_few() -> None:
