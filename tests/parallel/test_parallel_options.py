@@ -363,6 +363,20 @@ def test_a_forward_that_fails_leaves_the_model_as_it_was() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+def test_a_backward_that_fails_leaves_no_gradients_to_the_next_step() -> None:
+    mesh, model = dp(), net()
+    for unit in (model[0], model[2], model):
+        fully_shard(unit, mesh=mesh)
+    loss = model[2](broken := model[1](model[0](own(X, mesh)))).sum()
+    broken.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    model.zero_grad()
+    (model(own(X, mesh)) ** 2).sum().backward()
+    for ours, theirs in zip(grads(model), alone_grads(X, 2), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_the_state_of_a_unit() -> None:
     mesh, inner = dp(), nn.Linear(3, 4)
     model = nn.Sequential(inner, nn.Linear(4, 5))

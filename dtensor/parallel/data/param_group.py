@@ -247,7 +247,7 @@ class Group:
         self.start_gather(now)
         if self.whole.pending is None:
             return
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # the memory serves passes to come, which may train
             rows = self.whole.pending.wait()
             self._allocate()
             if self.whole.kept is not None:
