@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -171,20 +172,20 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     A name that the module does not have raises.
     """
     method = getattr(module, method_name)
+    setattr(module, method_name, functools.partial(_like_forward, module, method))  # a copy of which is the copy's
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        unit = unit_of(module)
-        if unit is None:
-            return method(*args, **kwargs)
-        args, kwargs = unit.before_forward(module, args, kwargs)
-        output = None
-        try:
-            output = method(*args, **kwargs)
-        finally:
-            output = unit.after_forward(module, output)
-        return output
 
-    setattr(module, method_name, wrapped)
+def _like_forward(module: nn.Module, method: Any, /, *args: Any, **kwargs: Any) -> Any:
+    unit = unit_of(module)
+    if unit is None:
+        return method(*args, **kwargs)
+    args, kwargs = unit.before_forward(module, args, kwargs)
+    output = None
+    try:
+        output = method(*args, **kwargs)
+    finally:
+        output = unit.after_forward(module, output)
+    return output
 
 
 def add_methods(module: nn.Module, methods: type, prefix: str) -> None:

@@ -157,10 +157,9 @@ class Group:
         return result
 
     def put_parameters(self) -> None:
-        """The sharded parameters where the modules have them."""
+        """The sharded parameters where the modules have gathered ones."""
         for m in self.managed:
-            if m.placed is not m.parameter:
-                m.put(m.parameter)
+            m.take_back()
 
     # --- gather and free -----------------------------------------------------------------------------------------
     @property

@@ -70,11 +70,13 @@ class Managed:
             MeshError: what stands there now is laid out otherwise.
         """
         module, name = self.places[0]
-        found = module._parameters[name]
+        found = module._parameters.get(name)
+        if found is None:
+            raise MeshError(f"parameter {name!r} of {type(module).__name__} was removed; it was {self.stored!r}")
         if found is self.parameter or found is self.placed:
             self._follow_dtype()
             return
-        if found is not None and torch.is_grad_enabled() and not isinstance(found, nn.Parameter) and _followed(found):
+        if torch.is_grad_enabled() and not isinstance(found, nn.Parameter) and _followed(found):
             raise UnsupportedOperationError(
                 f"{name!r} of {type(module).__name__} is a parameter under data parallelism, its gradient arrives in its .grad: "
                 "torch.func.functional_call cannot give it a value that gradients or tangents are recorded of; give it "
@@ -104,6 +106,12 @@ class Managed:
         module, name = self.places[0]
         for other, other_name in self.places[1:]:
             other._parameters[other_name] = module._parameters[name]
+
+    def take_back(self) -> None:
+        """The parameter in its places again, where what was put there still stands: loading may have put another one there."""
+        module, name = self.places[0]
+        if self.placed is not None and self.placed is not self.parameter and module._parameters.get(name) is self.placed:
+            self.put(self.parameter)
 
     def put(self, value: Any) -> None:
         """``value`` where the parameter stands."""
