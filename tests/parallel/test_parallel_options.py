@@ -421,6 +421,20 @@ def test_a_removed_parameter_is_missed() -> None:
         model(own(X, mesh))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"reshard_after_forward": 3}, {"shard_placement_fn": lambda p: Shard(1)}, {"shard_placement_fn": lambda p: Replicate()}],
+)
+def test_what_is_refused_leaves_the_module_as_it_was(wrong: dict[str, Any]) -> None:
+    mesh, model = dp(), net()
+    with pytest.raises((ValueError, DTensorError)):
+        fully_shard(model, mesh=mesh, **wrong)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    (fully_shard(model, mesh=mesh)(own(X, mesh)) ** 2).sum().backward()
+    for ours, theirs in zip(grads(model), alone_grads(X, 2), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_inner_units_come_first() -> None:
     model = fully_shard(net(), mesh=dp())
     with pytest.raises(UnitError, match="inner ones come first: call fully_shard on this one, then on that"):
