@@ -90,12 +90,14 @@ def _at(place: Place) -> Any:
 
 def not_alone(module: nn.Module, name: str, by: str, was: Replacement | None) -> str:
     """Why ``by`` cannot have the parameter ``name`` of ``module``."""
-    owner = "a data-parallel unit has" if was is None else f"{was.by} has taken"
     both = ", or on both: fully_shard([first, second])" if by == "fully_shard" else ""
-    return (
-        f"{name!r} of this {type(module).__name__} is a weight of another module too, which {owner} already: they would no "
-        f"longer be one. Call {by} on the module that both are parts of{both}"
-    )
+    together, this = f"call {by} on the module that both are parts of{both}", f"{name!r} of this {type(module).__name__}"
+    if was is None:  # it is what took the place: of this very module
+        return (
+            f"{this} belongs to a data-parallel unit already. Where that is of a module around this one, inner ones come first: "
+            f"call {by} on this one, then on that; where this one is a part of two modules, {together}"
+        )
+    return f"{this} is a weight of another module too, which {was.by} has taken already: they would no longer be one; {together}"
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

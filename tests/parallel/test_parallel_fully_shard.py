@@ -460,6 +460,23 @@ def test_gradients_that_wait_for_the_end_of_backward_are_added_in_the_dtype_they
     assert whole(model.weight.grad).tolist() == [[257.0] * 3]
 
 
+@pytest.mark.parametrize("make", [fully_shard, replicate])
+def test_gradients_of_complex_parameters_are_reduced_as_they_are(make: Any) -> None:
+    class Turned(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return (super().forward(x).double() * self.turn).imag
+
+    model = Turned(3, 3)
+    model.turn = nn.Parameter(torch.tensor([1 + 2j, 3j, 1], dtype=torch.complex128))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = make(model, mesh=dp(), mp_policy=policy)
+    x = torch.ones(2, 3)
+    model(dt.per_rank([x, 3 * x])).sum().backward()
+    expected = 1j * torch.stack([nn.functional.linear(y, whole(model.weight), whole(model.bias)).sum(0) for y in (x, 3 * x)])
+    torch.testing.assert_close(whole(model.turn.grad), expected.mean(0).to(torch.complex128), rtol=0.02, atol=0.02)
+    assert model.weight.grad.dtype is torch.float32
+
+
 def test_mixed_dtypes_in_one_unit() -> None:
     mesh = dp()
     model = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float32))
@@ -720,6 +737,10 @@ def test_other_methods_may_be_treated_like_forward() -> None:
     expected = whole(model.weight).sum(1)
     register_fsdp_forward_method(model, "encode")
     assert torch.equal(model.encode(torch.ones(1, 3)).shards[0][0], expected)
+    other = copy.deepcopy(model)  # whose method is its own
+    with torch.no_grad():
+        other.weight.mul_(2)
+    assert torch.equal(other.encode(torch.ones(1, 3)).shards[0][0], 2 * expected)
 
 
 def test_hooks_see_the_reduced_gradient() -> None:

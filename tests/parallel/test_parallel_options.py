@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor import DTensor, Partial, Replicate, Shard
 from dtensor.debug import CommDebugMode
-from dtensor.errors import DTensorError, MeshError, PlacementError
+from dtensor.errors import DTensorError, MeshError, PlacementError, UnitError
 from dtensor.parallel import (
     ColwiseParallel,
     DataParallelMeshDims,
@@ -361,6 +361,84 @@ def test_a_forward_that_fails_leaves_the_model_as_it_was() -> None:
     (model(own(X, mesh)) ** 2).sum().backward()
     for ours, theirs in zip(grads(model), alone_grads(X, 2), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_a_backward_that_fails_leaves_no_gradients_to_the_next_step() -> None:
+    mesh, model = dp(), net()
+    for unit in (model[0], model[2], model):
+        fully_shard(unit, mesh=mesh)
+    loss = model[2](broken := model[1](model[0](own(X, mesh)))).sum()
+    broken.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    model.zero_grad()
+    (model(own(X, mesh)) ** 2).sum().backward()
+    for ours, theirs in zip(grads(model), alone_grads(X, 2), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("make", [fully_shard, replicate])
+def test_what_is_told_a_module_while_it_is_gathered_is_told_its_parameters(make: Any) -> None:
+    mesh, other = dp(), fully_shard(net(), mesh=dp())
+    model = make(net(), mesh=mesh)
+    out = model(own(X, mesh))
+    state = {name: value * 2 for name, value in model.state_dict().items()}
+    model.unshard()
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    model.unshard()
+    model.load_state_dict(state)
+    model.unshard()
+    model.float()
+    assert all(isinstance(p, DTensor) and p.dtype is torch.float32 for p in model.parameters())
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(2)
+    torch.testing.assert_close(whole(model(own(X.float(), mesh))), whole(other(own(X, mesh))).float())
+    assert not torch.equal(whole(out), whole(other(own(X, mesh))))
+
+
+def test_what_was_loaded_before_the_first_pass_is_saved_and_stays() -> None:
+    model, state = fully_shard(net(), mesh=dp()), fully_shard(net(), mesh=dp()).state_dict()
+    model.load_state_dict(state, assign=True)
+    assert all(torch.equal(p._local.shards[0], state[n]._local.shards[0]) for n, p in model.state_dict().items())
+    model.reshard()
+    assert all(torch.equal(p._local.shards[0], state[n]._local.shards[0]) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("make", [fully_shard, replicate])
+def test_buffers_written_in_inference_mode_serve_training(make: Any) -> None:
+    mesh, model = dp(), make(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double(), mesh=dp())
+    with torch.inference_mode():
+        model(own(X, mesh))
+    model(own(X, mesh)).sum().backward()
+    assert int(whole(model[0].num_batches_tracked)) == 2
+
+
+def test_a_removed_parameter_is_missed() -> None:
+    mesh, model = dp(), fully_shard(net(), mesh=dp())
+    del model[0].bias
+    with pytest.raises(MeshError, match="parameter 'bias' of Linear was removed"):
+        model(own(X, mesh))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"reshard_after_forward": 3}, {"shard_placement_fn": lambda p: Shard(1)}, {"shard_placement_fn": lambda p: Replicate()}],
+)
+def test_what_is_refused_leaves_the_module_as_it_was(wrong: dict[str, Any]) -> None:
+    mesh, model = dp(), net()
+    with pytest.raises((ValueError, DTensorError)):
+        fully_shard(model, mesh=mesh, **wrong)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    (fully_shard(model, mesh=mesh)(own(X, mesh)) ** 2).sum().backward()
+    for ours, theirs in zip(grads(model), alone_grads(X, 2), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_inner_units_come_first() -> None:
+    model = fully_shard(net(), mesh=dp())
+    with pytest.raises(UnitError, match="inner ones come first: call fully_shard on this one, then on that"):
+        fully_shard(model[0], mesh=dp())
 
 
 def test_the_state_of_a_unit() -> None:

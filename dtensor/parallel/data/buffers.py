@@ -61,7 +61,8 @@ class Buffers:
         for (module, name, _), (outside, value, versions) in zip(self.places, self._inside, strict=False):
             now = module._buffers[name]
             if now is not value and isinstance(now, Tensor):
-                outside._local = torch.empty_like(outside._local).copy_(now._local if isinstance(now, DTensor) else now)
+                with torch.inference_mode(False), torch.no_grad():  # what stays serves passes to come, which may train
+                    outside._local = torch.empty_like(outside._local).copy_(now._local if isinstance(now, DTensor) else now)
             if now is not value or stamp(outside) != versions:
                 written.add(module)
             module._buffers[name] = outside
@@ -92,7 +93,7 @@ def _first_ranks(written: list[DTensor], axes: Axes) -> None:
     """The first data-parallel rank's values everywhere: one broadcast of bytes, into new tensors: backward may need the old."""
     comm = communicator_of(axes.mesh)
     distinct = list({id(x): x for x in written}.values())
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         made = broadcast_many(comm, [buffer._local for buffer in distinct], axes.both)
     for buffer, local in zip(distinct, made, strict=True):
         buffer._local = local

@@ -51,9 +51,11 @@ class FSDPModule:
         return made
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """``to``, ``to_empty`` and the like; weights that modules have in common stay one."""
+        """``to`` and the like, of the sharded parameters; weights that modules have in common stay one."""
+        if (unit := unit_of(self)) is not None:  # type: ignore[arg-type]  # it is a module too
+            unit.put_parameters()
         made = super()._apply(fn, recurse)  # type: ignore[misc]  # of the module's own class
-        for unit in units_of(self, False):
+        if unit is not None:
             unit.tie()
         return made
 
@@ -337,8 +339,7 @@ def neighbours_of(axes: Axes, reshard_after_forward: Any) -> Neighbours | None:
 
 
 def _unit(module: Any) -> Unit:
-    found = unit_of(module)
-    if found is None:
+    if (found := unit_of(module)) is None:
         raise ValueError(f"{type(module).__name__} is no unit of data parallelism; call fully_shard on it first")
     return found
 

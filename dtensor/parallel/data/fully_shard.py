@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -73,9 +74,7 @@ def fully_shard(
     _check_options(reshard_after_forward, mp_policy, offload_policy)
     modules = _outermost(list(module) if isinstance(module, (list, tuple)) else [module])
     axes = sharding(mesh, dp_mesh_dims, offload_policy)
-    unit = _unit(modules, axes, set(ignored_params or ()), shard_placement_fn, mp_policy)
-    for group in unit.groups:
-        group.neighbours = neighbours_of(group.axes, reshard_after_forward)
+    unit = _unit(modules, axes, set(ignored_params or ()), shard_placement_fn, mp_policy, reshard_after_forward)
     if reshard_after_forward is not None:
         unit.keep_after_forward = not reshard_after_forward or (reshard_after_forward == 1 and reshard_after_forward is not True)
     for one in modules:
@@ -92,13 +91,17 @@ def _unit(
     ignored: set[nn.Parameter],
     where: ShardPlacement | None,
     policy: MixedPrecisionPolicy,
+    reshard_after_forward: Any,
 ) -> Unit:
+    neighbours_of(axes, reshard_after_forward)  # refuses before anything is done
     managed = adopt(modules, axes, ignored, "fully_shard", where)
     buffers = Buffers([below for one in modules for below in one.modules()], axes)
     by_axes: dict[Axes, list[Managed]] = {axes: []}
     for m in managed:
         by_axes.setdefault(m.axes, []).append(m)
     unit = Unit(modules, [Group(own, each, policy) for each, own in by_axes.items()], buffers, axes, policy)
+    for group in unit.groups:
+        group.neighbours = neighbours_of(group.axes, reshard_after_forward)
     units = [inner for one in modules for inner in units_of(one, True)]
     onto_one_mesh([m for inner in units for group in inner.groups for m in group.managed], axes.mesh)
     return unit
@@ -171,20 +174,20 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     A name that the module does not have raises.
     """
     method = getattr(module, method_name)
+    setattr(module, method_name, functools.partial(_like_forward, module, method))  # a copy of which is the copy's
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        unit = unit_of(module)
-        if unit is None:
-            return method(*args, **kwargs)
-        args, kwargs = unit.before_forward(module, args, kwargs)
-        output = None
-        try:
-            output = method(*args, **kwargs)
-        finally:
-            output = unit.after_forward(module, output)
-        return output
 
-    setattr(module, method_name, wrapped)
+def _like_forward(module: nn.Module, method: Any, /, *args: Any, **kwargs: Any) -> Any:
+    unit = unit_of(module)
+    if unit is None:
+        return method(*args, **kwargs)
+    args, kwargs = unit.before_forward(module, args, kwargs)
+    output = None
+    try:
+        output = method(*args, **kwargs)
+    finally:
+        output = unit.after_forward(module, output)
+    return output
 
 
 def add_methods(module: nn.Module, methods: type, prefix: str) -> None:

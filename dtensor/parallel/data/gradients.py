@@ -226,7 +226,8 @@ def reductions(group: Group, gradients: dict[int, Column], average: bool, spare:
     """The reductions of a group's gradients, issued: one for each dtype."""
     by_dtype: dict[torch.dtype, dict[int, Column]] = {}
     for i, column in gradients.items():
-        by_dtype.setdefault(group.policy.reduce_dtype or group.dtypes[i], {})[i] = column
+        own, wanted = group.dtypes[i], group.policy.reduce_dtype
+        by_dtype.setdefault(wanted if wanted is not None and own.is_floating_point else own, {})[i] = column
     return [Reduction(group, columns, dtype, average, spare) for dtype, columns in by_dtype.items()]
 
 

@@ -23,6 +23,7 @@ from .param_group import LATER, Group
 from .policy import MixedPrecisionPolicy, cast
 from .saved_tensors import watched
 from .schedule import Schedule
+from .ties import follow_state_dicts
 from .transforms import Place, as_one_tensor, put_back, put_differentiable
 from .unreduced import Unreduced
 from .uses import Pass, Use, tensors_in
@@ -73,7 +74,7 @@ class Unit:
             module.__dict__[_ATTRIBUTE] = self
             module.register_forward_pre_hook(_before, prepend=True, with_kwargs=True)
             module.register_forward_hook(_after, always_call=True)
-            module.register_load_state_dict_post_hook(_after_load)
+            follow_state_dicts(module)
 
     # --- forward -------------------------------------------------------------------------------------------------
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -339,11 +340,6 @@ def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def _after(module: nn.Module, args: Any, output: Any) -> Any:
     unit = unit_of(module)
     return output if unit is None else unit.after_forward(module, output)
-
-
-def _after_load(module: nn.Module, keys: Any) -> None:
-    if (unit := unit_of(module)) is not None:
-        unit.tie()
 
 
 def _before_backward(unit: Unit, uses: Sequence[Use], grad: Tensor) -> None:

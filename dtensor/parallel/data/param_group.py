@@ -157,10 +157,9 @@ class Group:
         return result
 
     def put_parameters(self) -> None:
-        """The sharded parameters where the modules have them."""
+        """The sharded parameters where the modules have gathered ones."""
         for m in self.managed:
-            if m.placed is not m.parameter:
-                m.put(m.parameter)
+            m.take_back()
 
     # --- gather and free -----------------------------------------------------------------------------------------
     @property
@@ -247,7 +246,7 @@ class Group:
         self.start_gather(now)
         if self.whole.pending is None:
             return
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # the memory serves passes to come, which may train
             rows = self.whole.pending.wait()
             self._allocate()
             if self.whole.kept is not None:

@@ -30,6 +30,7 @@ from .policy import ShardPlacementResult
 from .ties import around_units, managed_by, shared_with
 
 ShardPlacement = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+Cut = tuple[Layout, Layout, Layout | None, int | None, Axes]  # as a ``Managed`` has them from ``stored`` on
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
@@ -70,11 +71,13 @@ class Managed:
             MeshError: what stands there now is laid out otherwise.
         """
         module, name = self.places[0]
-        found = module._parameters[name]
+        found = module._parameters.get(name)
+        if found is None:
+            raise MeshError(f"parameter {name!r} of {type(module).__name__} was removed; it was {self.stored!r}")
         if found is self.parameter or found is self.placed:
             self._follow_dtype()
             return
-        if found is not None and torch.is_grad_enabled() and not isinstance(found, nn.Parameter) and _followed(found):
+        if torch.is_grad_enabled() and not isinstance(found, nn.Parameter) and _followed(found):
             raise UnsupportedOperationError(
                 f"{name!r} of {type(module).__name__} is a parameter under data parallelism, its gradient arrives in its .grad: "
                 "torch.func.functional_call cannot give it a value that gradients or tangents are recorded of; give it "
@@ -104,6 +107,12 @@ class Managed:
         module, name = self.places[0]
         for other, other_name in self.places[1:]:
             other._parameters[other_name] = module._parameters[name]
+
+    def take_back(self) -> None:
+        """The parameter in its places again, where what was put there still stands: loading may have put another one there."""
+        module, name = self.places[0]
+        if self.placed is not None and self.placed is not self.parameter and module._parameters.get(name) is self.placed:
+            self.put(self.parameter)
 
     def put(self, value: Any) -> None:
         """``value`` where the parameter stands."""
@@ -140,10 +149,12 @@ def adopt(
         if parameter is not None and id(parameter) not in skipped and (id(at), name) not in settled
     ]
     taken: dict[int, Managed] = {}
+    new = {id(parameter): parameter for _, _, parameter, shared in asked if shared is None}
+    cuts = {key: _cut(parameter, axes, where) for key, parameter in new.items()}  # what raises does before anything is done
     for at, name, parameter, shared in asked:
         known = taken.get(id(parameter), shared)
         if known is None:
-            known = _take(parameter, axes, where)
+            known = _take(parameter, cuts[id(parameter)])
             note_replaced(parameter, by, known)
         elif known.owner is not None:
             known.owner.give_up(known, axes)
@@ -154,7 +165,8 @@ def adopt(
     return list(dict.fromkeys(taken.values()))
 
 
-def _take(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> Managed:
+def _cut(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> Cut:
+    """How a parameter is to be cut."""
     held = shards_in(parameter)
     if any(is_traceable_wrapper_subclass(x) and not is_extended(x) for x in held):
         raise UnsupportedOperationError(
@@ -170,11 +182,14 @@ def _take(parameter: nn.Parameter, axes: Axes, where: ShardPlacement | None) -> 
     else:
         whole = spelled_on(joined_mesh(axes.mesh, inside.mesh), inside)
     dp_dims = [whole.mesh._dims.index(axes.mesh._dims[i]) for i in axes.shard]
-    layout = whole if cut is None else whole.replace(placements=cut_by(whole, cut, dp_dims))
-    local = _own_part(parameter, axes, whole, layout)
-    made = nn.Parameter(wrap(local, layout), requires_grad=parameter.requires_grad)
+    return (whole if cut is None else whole.replace(placements=cut_by(whole, cut, dp_dims))), whole, inside, cut, axes
+
+
+def _take(parameter: nn.Parameter, how: Cut) -> Managed:
+    layout, whole, *_, axes = how
+    made = nn.Parameter(wrap(_own_part(parameter, axes, whole, layout), layout), requires_grad=parameter.requires_grad)
     made._data_parallel = axes.kept_on  # type: ignore[attr-defined]  # a mark that survives in the parameter
-    return Managed([], made, layout, whole, inside, cut, axes)
+    return Managed([], made, *how)
 
 
 def _followed(x: Tensor) -> bool:

@@ -19,7 +19,7 @@ class MixedPrecisionPolicy:
 
     Attributes:
         param_dtype: of the gathered parameters, and so of the computation and the all-gather.
-        reduce_dtype: in which gradients are reduced; default that of the gathered parameters.
+        reduce_dtype: in which gradients are reduced; default that of the gathered parameters, as for complex ones always.
         output_dtype: to which floating-point outputs are cast.
         cast_forward_inputs: cast floating-point inputs to ``param_dtype``.
 

@@ -99,7 +99,7 @@ class Schedule:
         """Have :meth:`end` run when the backward pass under way has ended."""
         if not self._queued:
             self._queued = True
-            engine.queue_callback(self.end)
+            engine.queue_callback(_End(self))
 
     def reducing(self, reductions: list[Reduction]) -> None:
         """Gradients are under way; of those sent before, most have to arrive first, so that few groups' are held at a time."""
@@ -133,6 +133,27 @@ class Schedule:
 
     def reset(self) -> None:
         """After a pass that raised: nothing is under way any more."""
-        self.depth, self._queued, self._reductions, self._arriving = 0, False, [], []
+        self.depth = 0
+        self.drop()
+
+    def drop(self) -> None:
+        """A backward pass has raised: its gradients do not join those of the next."""
+        self._queued, self._reductions, self._arriving = False, [], []
         for unit in self.units:
             unit.reset()
+
+
+class _End:
+    """What autograd calls when a backward pass has ended, and frees uncalled when the pass has raised."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule: Schedule | None = schedule
+
+    def __call__(self) -> None:
+        if self.schedule is not None:
+            self.schedule.end()
+        self.schedule = None
+
+    def __del__(self) -> None:
+        if self.schedule is not None:
+            self.schedule.drop()

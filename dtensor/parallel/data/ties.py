@@ -1,4 +1,5 @@
-"""Parameters that modules have in common: which of them a unit below has already, and which nobody may have."""
+"""Parameters that modules have in common: which of them a unit below has already, and which nobody may have; what loading does
+with those of a unit."""
 
 from __future__ import annotations
 
@@ -32,6 +33,25 @@ def managed_by(module: nn.Module) -> list[Any]:
     for m in managed:
         m.refresh()
     return managed
+
+
+def follow_state_dicts(module: nn.Module) -> None:
+    """Have what saves and loads a unit's module see its sharded parameters, and leave weights in common one."""
+    module.register_state_dict_pre_hook(_show_parameters)
+    module.register_load_state_dict_pre_hook(_show_parameters)
+    module.register_load_state_dict_post_hook(_tie)
+
+
+def _show_parameters(module: nn.Module, *_: Any) -> None:
+    unit: Any = module.__dict__.get("_data_parallel_unit")
+    if unit is not None and (unit.schedule is None or not unit.schedule.depth):  # else forward runs, and needs the gathered ones
+        unit.put_parameters()
+
+
+def _tie(module: nn.Module, keys: Any) -> None:
+    unit: Any = module.__dict__.get("_data_parallel_unit")
+    if unit is not None:
+        unit.tie()
 
 
 def shared_with(parameter: nn.Parameter, below: Mapping[int, M], module: nn.Module, name: str, by: str) -> M | None:
