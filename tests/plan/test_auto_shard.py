@@ -86,6 +86,7 @@ def test_no_way_known_by_hand_is_better_for_a_block(
     assert sharding.seconds <= 1.05 * min(fitting)
 
 
+@pytest.mark.slow
 def test_weights_are_cut_where_memory_binds() -> None:
     free = found(2048, 64, 512)
     limit = free.memory * 0.65
