@@ -95,8 +95,10 @@ def meet(ranks: list[int], backend: str) -> None:
     board, number, hashed = chain.board, chain.count, chain.hash
 
     def is_here(rank: int) -> bool:
-        entry = entry_of(board, chain.key, rank, number)
-        return has_come(board, chain.key, rank, number) and (entry is None or entry.hash == hashed)
+        if not has_come(board, chain.key, rank, number):
+            return False
+        entry = entry_of(board, chain.key, rank, number)  # only now: it comes before, and is gone where many came after it
+        return entry is None or entry.hash == hashed
 
     def came() -> None:
         all_are_here = False
