@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gloo import run_gloo
 from judged import Judge
 from pool import Pool
 from programs_of_ranks import DEADLY, DIFFERENT, FAILING, HEALTHY, RAISING
 
 import dtensor as dt
+from dtensor.errors import DivergenceError
+from dtensor.watch import watching
 
 SIZE = 3
 ALL = bool(os.environ.get("DTENSOR_CHAOS"))
@@ -134,3 +137,34 @@ def test_a_rank_that_fails_before_its_first_mesh_is_named(tmp_path: Path) -> Non
     assert [told.get(timeout=100.0) for _ in range(2)] == [("ValueError", "no data here", True)] * 2
     for process in ranks:
         process.join()
+
+
+def _meets_after_something_else() -> str:
+    dt.check_ranks("strict")
+    x, rank, found = (
+        dt.ones(4, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(0)]),
+        dist.get_rank(),
+        watching.entry_of,
+    )
+
+    def slowly(board: Any, key: int, of: int, number: int) -> Any:
+        entry = found(board, key, of, number)
+        time.sleep(0.5 * (of == 1))  # meanwhile it comes
+        return entry
+
+    if rank:
+        time.sleep(1.2)
+        x.sin()
+    else:
+        x.cos()
+        watching.entry_of = slowly
+    try:
+        watching.meet([0, 1], "gloo")
+    except DivergenceError:
+        time.sleep(rank)  # it is there for a while
+        return "named"
+    return "met"
+
+
+def test_a_rank_that_comes_while_another_looks_is_not_taken_for_one_that_agrees() -> None:
+    assert run_gloo(_meets_after_something_else, 2) == ["named", "named"]
