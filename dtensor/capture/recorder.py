@@ -147,7 +147,7 @@ class Recorder(Keeping, TorchDispatchMode):
         known = {id(x): self._known(x) for x in tensors_in((args, kwargs))}
         writes = frozenset(known[id(x)].storage for x in written)
         stores = isinstance(autograd_node(), AccumulateGrad) and operator_of(func).facts.stores
-        checks = not func._schema.returns and not writes  # what neither gives nor writes is there to raise
+        checks = bool(known) and not func._schema.returns and not writes  # what reads, and neither gives nor writes, may raise
         keep = drawn or checks
         self._append(Step(fn, taken, named, None, writes, keep, within=within, stores=stores), result, known, written)
         return result

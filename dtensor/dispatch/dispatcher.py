@@ -241,7 +241,7 @@ def _miss(entry: Entry, signature: tuple[Any, ...], args: tuple[Any, ...], kwarg
         args = tuple([stand_in(value, i in entry.scalar_positions) for i, value in enumerate(args)])
         kwargs = {name: stand_in(value, name in entry.scalar_names) for name, value in kwargs.items()}
     operator, bound = entry.operator, entry.operator.bind(args, kwargs)
-    if any(0 in layout.shape for layout in sized_of(bound.values())):  # what kernels do of nothing is looked up, in numbers
+    if any(0 in x._layout.shape for x in sized_of(bound.values())):  # what kernels do of nothing is looked up, in numbers
         settle(bound.values())
     meshes = tuple(meshes_of(bound.values()))
     special = across_places(operator, bound, meshes) or through_copies(operator, bound)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..base.caches import Bounded
+from ..base.nested import leaves
 from ..base.symbols import OpenSize, settled, size_of, still_open
 from ..layout.layout import Layout
 from ..propagation.schema import Operator
@@ -72,15 +73,14 @@ def stand_in(value: Any, by_type: bool) -> Any:
     return value if kind is None else kind(2) if by_type else size_of(value)
 
 
-def sized_of(values: Iterable[Any]) -> list[Layout]:
-    """The layouts whose sizes are symbols."""
-    found = [getattr(x, "_layout", None) for value in values for x in (value if isinstance(value, (list, tuple)) else (value,))]
-    return [layout for layout in found if layout is not None and layout.sized]
+def sized_of(values: Iterable[Any]) -> list[Any]:
+    """The tensors among them whose sizes are symbols."""
+    return [x for x in leaves([*values]) if (layout := getattr(x, "_layout", None)) is not None and layout.sized]
 
 
 def settle(values: Iterable[Any]) -> bool:
     """Have numbers for the sizes of these tensors from now on, on which the graph is guarded; whether there were others."""
-    found = [x for value in values for x in (value if isinstance(value, (list, tuple)) else (value,)) if sized_of([x])]
+    found = sized_of(values)
     for x in found:
         layout = x._layout
         shape, stride = [tuple(map(settled, sizes)) for sizes in (layout.shape, layout.stride)]
@@ -92,13 +92,10 @@ def settle(values: Iterable[Any]) -> bool:
 def in_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> bool:
     """Whether a call that ``error`` of torch's ended had symbols for sizes, and has numbers now: torch takes symbols in most
     places, and where it asks for an integer the graph is for one size."""
-    values = operator.bind(args, kwargs).values()
-    if type(error) not in (TypeError, RuntimeError) or not any(
-        sized_of(each if isinstance(each, list) else [each]) for each in values
-    ):
+    if type(error) not in (TypeError, RuntimeError) or not settle(operator.bind(args, kwargs).values()):
         return False
     CLOSED.keep(f"{operator.name}: {error}", None)
-    return settle(values)
+    return True
 
 
 CLOSED: Bounded[str, None] = Bounded(64, "dispatch.keys.closed")  # for which calls, and why, graphs are for one size

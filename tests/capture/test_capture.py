@@ -405,6 +405,17 @@ def test_a_replay_asserts_what_the_function_asserts() -> None:
         scattered(x, given(1, 1, 0, 0, dtype=torch.bool))
 
 
+def test_ranges_of_the_profiler_are_no_steps() -> None:
+    def step(x: DTensor) -> DTensor:
+        with torch.profiler.record_function("a range"):
+            return x * 2
+
+    f = capture(step)
+    for _ in range(2):
+        f(randn(4, at=[Shard(0)]))
+    assert "profiler" not in f.source()
+
+
 def test_side_effects_on_python_state_are_refused() -> None:
     class Counter(nn.Module):
         def __init__(self) -> None:
