@@ -1,8 +1,8 @@
 """What a recorder (see ``capture``) wants to know of the layers below it: which functions are one step of what it records.
 
 ``site`` marks functions that a recorder keeps as one step, called again at each replay: collectives, draws. ``effect`` marks
-those that do something to the memory of their arguments. ``aside`` marks those whose work is done once for all: checks, and what
-they set up. With nobody recording each pays one truth test.
+those that do something to the memory of their arguments. ``aside`` marks those whose work is done once for all: checks, what they
+set up, and what ranks tell each other of the shapes of their tensors. With nobody recording each pays one truth test.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ class Recorder(Protocol):
 
     def aside(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``fn(*args, **kwargs)``, not kept."""
-
-    def exchange(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``fn(*args, **kwargs)``, not kept: what ranks tell each other of the shapes of their tensors."""
 
     def knows(self, pending: Any) -> bool:
         """Whether a collective under way is one that it has seen begin."""
@@ -81,11 +78,6 @@ def effect(fn: Callable[P, T]) -> Callable[P, T]:
 def aside(fn: Callable[P, T]) -> Callable[P, T]:
     """``fn``, no step to a recorder: what it finds out or sets up holds for every replay."""
     return _marked(fn, "aside")
-
-
-def exchange(fn: Callable[P, T]) -> Callable[P, T]:
-    """``fn``, no step to a recorder: it asks other ranks for Python values, which hold as long as their tensors' shapes do."""
-    return _marked(fn, "exchange")
 
 
 def _marked(fn: Callable[P, T], how: str) -> Callable[P, T]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from ..base.torch_internals import (
 from ..base.tracing import looks_on
 from ..errors import ArgumentError, CaptureError
 from ..plan.program_plan import ProgramPlan
-from .confirm import agreed, confirmed, groups_heard
+from .confirm import Group, agreed, confirmed, groups_heard
 from .planned import Plans, Way
 from .program import Program, Sources
 from .record import Recording
@@ -34,6 +34,7 @@ from .survey import Environment
 P = ParamSpec("P")
 T = TypeVar("T")
 KEPT = 16  # recordings of one function
+NEW = 1  # the bit that says that there is room for another recording; each has one of the others
 TRIES = 3  # runs that may leave other variables behind than they found, as one that makes a cache does
 
 
@@ -65,10 +66,13 @@ class _Any:
 
 
 class _Kept:
-    """A recording and the key of the survey that it was made for, with floats that may change left open."""
+    """A recording and the key of the survey that it was made for, with floats that may change left open.
 
-    def __init__(self, environment: Environment, program: Program, confirmed: bool) -> None:
-        self.key, self.program, self.confirmed = list(environment.key), program, confirmed
+    ``bit``: by which the ranks know it that made it together.
+    """
+
+    def __init__(self, environment: Environment, program: Program, confirmed: bool, bit: int) -> None:
+        self.key, self.program, self.confirmed, self.bit = list(environment.key), program, confirmed, bit
         self.changing = tuple(place for _, place in program.numbers if place not in program.guarded)
         for place in self.changing:
             self.key[place] = _Any()
@@ -146,6 +150,9 @@ class Captured(Generic[P, T]):
         self._entries: dict[Any, list[_Kept]] = {}
         self._surveyed = _Surveyed()
         self._tries = self._recorded = self._replayed = self._plain = 0
+        self._groups: dict[Group, None] = {}  # whose collectives it issues
+        self._alike = True  # whether what it reads is guarded by facts that all ranks share
+        self._together = 0  # recordings that they made knowing of each other
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -155,16 +162,34 @@ class Captured(Generic[P, T]):
         signature = sign(args, kwargs)
         environment = self._surveyed.now(self.fn)
         key = (signature.key, modes())
-        for kept in self._entries.get(key, ()):
-            if (sources := kept.serves(signature, environment)) is not None:
-                if kept.ready:
-                    self._replayed += 1
-                    return _replay(kept.program, sources)
-                return self._record(key, signature, environment, kept)
+        entries = self._entries.get(key, ())
+        serving = ((one, found) for one in entries if (found := one.serves(signature, environment)) is not None)
+        if self._may_disagree(signature):
+            kept, sources, room = self._agreed([*serving])
         else:
-            if sum(map(len, self._entries.values())) >= self._limit:
-                return self._full(*args, **kwargs)
-        return self._record(key, signature, environment)
+            kept, sources = next(serving, (None, None))
+            room = kept is not None or self._has_room()
+        if kept is not None and sources is not None and kept.ready:
+            self._replayed += 1
+            return _replay(kept.program, sources)
+        return self._record(key, signature, environment, kept) if room else self._full(*args, **kwargs)
+
+    def _agreed(self, serving: list[tuple[_Kept, Sources]]) -> tuple[_Kept | None, Sources | None, bool]:
+        """What to replay where ranks could disagree, as plain tensors' sizes may change on one of them: they tell each other what
+        they could. Otherwise what waits to be confirmed, and whether there is room for a recording on all of them."""
+        ready = {kept.bit: (kept, sources) for kept, sources in serving if kept.ready}
+        waiting = next((kept for kept, _ in serving if not kept.ready), None)
+        room = NEW if waiting is not None or self._has_room() else 0
+        common = agreed(self._groups, room + sum(ready))
+        if common > NEW:  # the last one that all made together
+            return *ready[1 << common.bit_length() - 1], True
+        return waiting, None, bool(common)
+
+    def _may_disagree(self, signature: Signature) -> bool:
+        return (signature.plain or not self._alike) and bool(self._groups)
+
+    def _has_room(self) -> bool:
+        return sum(map(len, self._entries.values())) < self._limit
 
     def _full(self, *args: P.args, **kwargs: P.kwargs) -> T:
         if not self._plain:
@@ -187,16 +212,16 @@ class Captured(Generic[P, T]):
         if waiting is None:  # floats that have changed between calls are variables from now on
             differing = [(kept.differing(environment), kept) for kept in entries]
             changing = next((tuple({*found, *kept.changing}) for found, kept in differing if found), ())
+        recording = Recording(self.fn, signature, environment, changing, self._trusted)
         with groups_heard() as groups:
-            result, program, changed = Recording(self.fn, signature, environment, changing, self._trusted).run(
-                way.within, way.together
-            )
+            result, program, changed = recording.run(way.within, way.together)
         if self._plans is not None and not way.followed():
             return result
         same = program is not None and (not program.followed or (waiting is not None and confirmed(waiting.program, program)))
-        found = agreed(groups, 0 if changed else 1 + same)
+        found = agreed(groups, 0 if changed else 3 if same else 1)
+        bit = self._known_to_all(groups, recording.alike, signature)
         if program is not None and found:
-            kept = _Kept(environment, program, found > 1)
+            kept = _Kept(environment, program, found > 1, bit)
             self._entries[key] = [*(one for one in entries if one is not waiting), kept]
             self._tries = 0
         else:
@@ -207,6 +232,15 @@ class Captured(Generic[P, T]):
                     "change it. Keep it out of the captured function, or in a tensor that is written to in place"
                 )
         return result
+
+    def _known_to_all(self, groups: Iterable[Group], alike: bool, signature: Signature) -> int:
+        """The bit of a recording; 0 where ranks cannot disagree, and of those that are one too many."""
+        self._groups.update(dict.fromkeys(groups))
+        self._alike = self._alike and alike
+        if not self._may_disagree(signature):
+            return 0
+        self._together += 1
+        return NEW << self._together if self._together < 63 else 0
 
     # --- to look at ----------------------------------------------------------------------------------------------------
     def programs(self) -> list[Program]:

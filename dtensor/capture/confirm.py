@@ -4,8 +4,10 @@ ranks have found, told to each other: a recording that one of them cannot replay
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import and_
 from typing import Any, TypeAlias
 
 import torch
@@ -62,11 +64,11 @@ def groups_heard() -> Iterator[dict[Group, None]]:
 
 
 def agreed(groups: Iterable[Group], found: int) -> int:
-    """The least of what the ranks have found that recorded together: an exchange of one number in each group whose collectives
-    they recorded, and where there are several a second one, since ranks may be in one through others."""
+    """The bits that all ranks have found that record and replay together: an exchange of one number in each group whose
+    collectives they recorded, and where there are several a second one, since ranks may be in one through others."""
     talking = [(comm, dims) for mesh, dims in groups if (comm := communicator_of(mesh)).talks]
     for comm, dims in (*talking, *talking[-2::-1]):
-        found = min(number for row in comm.all_gather_numbers([found], dims) for number in row)
+        found = functools.reduce(and_, [number for row in comm.all_gather_numbers([found], dims) for number in row])
     return found
 
 

@@ -21,7 +21,7 @@ from .reads import World
 from .recorder import Recorder
 from .replay import Recorded, kind_of
 from .results import ARG, ENV, GRAD, Base, Given, Sorter, kept
-from .signature import Metadata, Signature
+from .signature import Metadata, Signature, may_differ
 from .survey import Environment
 from .writes import tensors_in
 
@@ -44,6 +44,7 @@ class Recording:
         self.strides: dict[Given, tuple[tuple[int, ...], ...]] = {}
         self.copied: dict[Given, set[int]] = {}  # shown with memory of their own; the memory that they share in truth
         self.rebound: list[int] = []  # variables, by number, that have another local after the run
+        self.alike = True  # whether what is guarded is the same on all ranks, whatever they have
         self._restore: list[tuple[Any, Any]] = []
         for number, x in enumerate(signature.tensors):
             self._give(Given(ARG, number), x)
@@ -194,16 +195,10 @@ class Recording:
         )
         read = {var for step in self.steps for var in step.inputs} | {var for base in sorter.bases for var in base.locals}
         used = [given for given, group in self.vars.items() if any(var in read for var in group) or given in differentiable]
-        if self.recorder.exchanges and not all(
-            isinstance(self.real[given], DTensor) or self.real[given].numel() == 1 for given in used
-        ):
-            raise CaptureError(
-                "capture: the function asks other ranks for the sizes of their pieces, and reads plain tensors, whose sizes may "
-                "change on one rank alone; give from_local shape= and stride="
-            )
         forms = tuple(Form.of(given, self.real[given], self.vars[given], self.strides[given]) for given in used)
         tensors, self.leaves.touched = self.environment.tensors, self.leaves.touched or any(kind == GRAD for kind, _ in used)
         guarded = {n for n, x in enumerate(tensors) if id(x) in self.leaves.looked} | {n for kind, n in used if kind == ENV}
+        self.alike = not any(may_differ(tensors[number]) for number in guarded)
         program = Program(
             forms,
             Metadata(sorted(guarded), tensors),

@@ -44,7 +44,6 @@ class Recorder(Keeping, TorchDispatchMode):
         self.paused = 0
         self.within: list[str] = []
         self.views: dict[int, tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = {}  # of DTensors: result, func, args, kwargs
-        self.exchanges = False  # whether ranks told each other Python values, which a replay does not
         self.facts: dict[Var, tuple[Any, ...]] = {}  # offset, shape, stride, dtype, whether conjugated or negated lazily
         self._vars: dict[tuple[Any, ...], Var] = {}
         self._bases: dict[int, tuple[StorageWeakRef, int, Var, torch.dtype]] = {}  # by address, which a weak reference reserves
@@ -177,10 +176,6 @@ class Recorder(Keeping, TorchDispatchMode):
             self.paused -= 1
             for generator, _ in list(self._generators.values()):
                 self._expect(generator)
-
-    def exchange(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.exchanges = True
-        return self.aside(fn, args, kwargs)
 
     def knows(self, pending: Any) -> bool:
         return id(pending) in self._pending

@@ -28,11 +28,13 @@ class Signature(NamedTuple):
         key: static arguments, metadata of tensors, and which places hold the same tensor.
         tensors: each tensor once, in order.
         rebuild: (args, kwargs) with other tensors in their places.
+        plain: whether there are plain tensors among them, whose sizes may change on one rank alone.
     """
 
     key: tuple[Any, ...]
     tensors: Sequence[Any]
     rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+    plain: bool = False
 
 
 def sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
@@ -60,7 +62,12 @@ def sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(filled, tree)
         return made
 
-    return Signature(tuple(key), tensors, rebuild)
+    return Signature(tuple(key), tensors, rebuild, any(map(may_differ, tensors)))
+
+
+def may_differ(x: torch.Tensor) -> bool:
+    """Whether the sizes of a tensor are one rank's affair."""
+    return not (isinstance(x, (DTensor, PerRank)) or x.ndim == 0 or MODES.implicit_replication)
 
 
 def _positional(given: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -84,12 +91,6 @@ def described(x: torch.Tensor, argument: bool = False) -> Any:
                 "capture: an argument is the local tensors of ranks; pass a DTensor: DTensor.from_local(x, mesh, placements)"
             )
         return tuple(described(shard) for shard in x.shards)
-    if argument and x.numel() != 1 and not MODES.implicit_replication:
-        raise CaptureError(
-            f"capture: an argument is a plain tensor of shape {tuple(x.shape)}, which may differ between ranks, so they might "
-            "disagree on whether to replay; pass a DTensor (distribute_tensor(t, mesh, placements) or DTensor.from_local), "
-            "or, if every rank holds the same, use `with dtensor.implicit_replication():`"
-        )
     return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from ..base.recording import exchange, site
+from ..base.recording import aside, site
 from ..errors import LayoutError, MeshError
 from ..mesh.groups import handle_of
 from ..placement import Monoid
@@ -195,7 +195,7 @@ class Communicator(Binding):
         said = f"from {source}, {next(iter(shapes.values()))}"
         return self.bind_transfer(dims, Transfer(route_of, x.dtype, "broadcast", said=said))(x)
 
-    @exchange
+    @aside
     def all_gather_object(self, value: Any, mesh_dims: Sequence[int]) -> list[Any]:
         """The group's small Python values, by group position (for validation: it pickles)."""
         dims, size = tuple(mesh_dims), self.group_size(mesh_dims)

@@ -11,7 +11,7 @@ import torch
 
 from ..base.caches import Bounded
 from ..base.memory_order import stride_like
-from ..base.recording import exchange
+from ..base.recording import aside
 from ..base.symbols import sizes
 from ..base.tracing import is_traced, kept
 from ..base.validation import sizes_of
@@ -169,7 +169,7 @@ _MOST_DIMS = 32
 _Table = tuple[tuple[int, ...], ...]
 
 
-@exchange
+@aside
 def _all_pieces(mesh: DeviceMesh, pieces: Sequence[torch.Tensor], told: str) -> tuple[_Table, _Table]:
     """Every member's shape and strides, by position in the mesh as the current rank sees it; ``told`` must be alike on all."""
     mine, steps = sizes(pieces[0].shape), sizes(pieces[0].stride())

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import dtensor as dt
 from dtensor import DTensor, Partial, PerRank, Replicate, Shard
 from dtensor.capture import capture
-from dtensor.errors import CaptureError, LayoutError
+from dtensor.errors import CaptureError, LayoutError, MixedTensorError
 
 MESH, THREE, GRID = mesh_of(2), mesh_of(3), mesh_of(2, 2)
 
@@ -463,7 +463,7 @@ def test_unknown_tensors_are_refused() -> None:
     inside.put(hidden)
     with pytest.raises(CaptureError, match="cannot find among the arguments"):
         capture(lambda x: x + inside.queue[0])(w)
-    with pytest.raises(CaptureError, match="plain tensor of shape"):
+    with pytest.raises(MixedTensorError, match="plain tensor of shape"):
         capture(lambda x: w + x)(torch.ones(4))
 
 
