@@ -12,19 +12,19 @@ import gc
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import BuiltinFunctionType, ClassMethodDescriptorType, FrameType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 from .graph import Step, Var
 from .writes import tensors_in
 
-_NAMES = ("tolist", "numpy", "__array__", "__dlpack__", "apply_", "map_")  # what no dispatch key sees
+_READS = frozenset(
+    {"tolist", "numpy", "apply_", "map_", "map2_", "_to_dlpack", "_to_dlpack_versioned"}
+)  # no dispatch key sees it
 _DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-_READS = frozenset(getattr(torch.Tensor, name) for name in _NAMES)
 
 # fmt: off
 _CLOSED = frozenset({
@@ -36,7 +36,8 @@ _CLOSED = frozenset({
 # fmt: on
 _OPEN = frozenset({"open", "input", "breakpoint", "fromfile", "getrecursionlimit", "getswitchinterval"})  # of these
 # What these look up is not handed on; the last calls what is told of an object's end.
-_TELLING = frozenset({"logging", "warnings", "importlib", "traceback", "linecache", "weakref"})
+_TELLING = frozenset({"logging", "warnings", "importlib", "inspect", "traceback", "linecache", "weakref"})
+_COMPILED = (BuiltinFunctionType, ClassMethodDescriptorType, MethodDescriptorType, WrapperDescriptorType)
 _LIBRARY = frozenset({"torch", "dtensor"})  # what its code looks up is its own affair
 _THROUGH = frozenset({*sys.stdlib_module_names, "numpy"})
 
@@ -59,29 +60,21 @@ def refuse(what: str, within: str = "") -> CaptureError:
     )
 
 
-class Refusing(TorchFunctionMode):
-    """In this thread reading values raises where ``reading()`` gives the name of the operation at work (None: allowed)."""
-
-    def __init__(self, reading: Callable[[], str | None]) -> None:
-        self._reading = reading
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS and args[0].device.type != "meta" and (within := self._reading()) is not None:
-            raise refuse(f"Tensor.{func.__name__}()", within)
-        return func(*args, **(kwargs or {}))
-
-
 class World:
-    """Refuses calls of the user's code into compiled code that is not closed, in this thread. Somebody else's profiler there goes
-    on beside (``sys.setprofile``); a compiled one (cProfile) is halted meanwhile.
+    """Refuses calls into compiled code, in this thread: the user's into such that is not closed, and anybody's that read a
+    tensor's values. Somebody else's profiler there goes on beside (``sys.setprofile``); a compiled one (cProfile) is halted
+    meanwhile.
 
     Args:
+        reading: gives the name of the operation at work that would read a tensor (None: one that is not seen); None if it may.
         trusted: further modules whose functions are closed.
         wrapped: functions that compiled code would call, which is not seen.
     """
 
-    def __init__(self, trusted: Collection[str], wrapped: Iterable[Any]) -> None:
-        self._wrapped = wrapped
+    def __init__(
+        self, reading: Callable[[torch.Tensor | None], str | None], trusted: Collection[str], wrapped: Iterable[Any]
+    ) -> None:
+        self._reading, self._wrapped = reading, wrapped
         self._trusted = {*trusted}
         self._known: dict[tuple[Any, str], bool] = {}  # by module or class, and name: whether it is closed
         self._printing = 0
@@ -114,12 +107,20 @@ class World:
         if self._beside is not None:
             self._beside(frame, event, fn)
         if event == "c_call":
+            if fn.__name__ in _READS:
+                self._check_read(fn)
             if not self._printing and not self._is_closed(fn) and self._of_user(frame):
                 self._found = self._refusal(fn)
                 raise self._found
             self._printing += fn is print
         elif fn is print:
             self._printing -= 1
+
+    def _check_read(self, fn: Any) -> None:
+        x = fn.__self__ if isinstance(fn.__self__, torch.Tensor) else None
+        if (x is not None or "dlpack" in fn.__name__) and (within := self._reading(x)) is not None:
+            self._found = refuse(f"Tensor.{fn.__name__}()", within)
+            raise self._found
 
     def _refusal(self, fn: Any) -> CaptureError:
         return CaptureError(
@@ -172,7 +173,7 @@ def _module_of(fn: Any) -> str:
     if type(fn.__module__) is str:
         return str(fn.__module__)
     kind = _class_of(fn)
-    return str(next((base for base in kind.__mro__ if fn.__name__ in vars(base)), kind).__module__)
+    return str(next((base for base in kind.__mro__ if isinstance(vars(base).get(fn.__name__), _COMPILED)), kind).__module__)
 
 
 def _shown(fn: Any) -> str:

@@ -17,7 +17,6 @@ from .leaf_gradients import Leaves, arrived, leaves_of, without_hooks
 from .memory import apart, copied, counts, detached, own, stand_in
 from .numbers import Number, plain
 from .program import Backward, Form, Program, joined, locals_of
-from .reads import World
 from .recorder import Recorder
 from .replay import Recorded, kind_of
 from .results import ARG, ENV, GRAD, Base, Given, Sorter, kept
@@ -35,7 +34,7 @@ class Recording:
         self.fn, self.signature, self.environment = fn, signature, environment
         self.changing = changing  # floats of the survey that are variables of the tape, by their place in its key
         self.numbers: dict[int, Var] = {}
-        self.recorder = Recorder(World(trusted, environment.wrapped))
+        self.recorder = Recorder(trusted, environment.wrapped)
         self.steps: list[Step] = []
         self.real: dict[Given, torch.Tensor] = {}  # what the user has, and
         self.seen: dict[Given, Any] = {}  # what the function sees

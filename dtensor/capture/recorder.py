@@ -8,7 +8,7 @@ that no guard watches, and is refused.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..tensor.dtensor import DTensor
 from .graph import Ranks, Step, Var
 from .keeping import Keeping
 from .numbers import Numbers
-from .reads import Refusing, Unvarying, World, decides, refuse
+from .reads import Unvarying, World, decides, refuse
 from .writes import tensors_in, written_by
 
 aten = torch.ops.aten
@@ -36,9 +36,9 @@ aten = torch.ops.aten
 class Recorder(Keeping, TorchDispatchMode):
     """Records while it is entered with :meth:`running`; a forward run and its backward share one."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, trusted: Collection[str], wrapped: Iterable[Any]) -> None:
         super().__init__()
-        self._world = world
+        self._world = World(self._reading, trusted, wrapped)
         self.steps: list[Step] = []
         self.constants: dict[Var, torch.Tensor] = {}
         self.paused = 0
@@ -61,7 +61,7 @@ class Recorder(Keeping, TorchDispatchMode):
         drawn = _python_draws()
         ACTIVE.append(self)
         try:
-            with self.leaving(), Refusing(self._reading), self.numbers.running(), self, self._world.refused():
+            with self.leaving(), self.numbers.running(), self, self._world.refused():
                 yield
         finally:
             ACTIVE.remove(self)
@@ -72,11 +72,13 @@ class Recorder(Keeping, TorchDispatchMode):
             )
         self._check_generators("at the end of the captured function")
 
-    def _reading(self) -> str | None:
+    def _reading(self, x: torch.Tensor | None) -> str | None:
         """What is at work, for a read of values in this thread."""
         if self.paused or self not in current_dispatch_modes():  # at work itself
             return None
-        return self._where
+        known = None if x is None or x.is_meta else self.find(x)
+        may = x is not None and (x.is_meta or (known is not None and self.unvarying.holds((known,))))
+        return None if may else self._where
 
     @property
     def _where(self) -> str:

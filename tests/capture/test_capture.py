@@ -14,6 +14,7 @@ from capture_cases import CASES, WHOLE, Block, assert_same, compare, mesh_of
 from case_lists import on_four
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import dtensor as dt
 from dtensor import DTensor, Partial, PerRank, Replicate, Shard
@@ -403,6 +404,45 @@ def test_a_replay_asserts_what_the_function_asserts() -> None:
         one_hot(given(0, 7, 1, 2))
     with pytest.raises(RuntimeError, match="number of ones"):
         scattered(x, given(1, 1, 0, 0, dtype=torch.bool))
+
+
+class Ordered(dict[Any, Any]):
+    """A dictionary that computes what it gives."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(str(key), default)
+
+
+def test_what_compiled_methods_that_are_overridden_belong_to() -> None:
+    kept = Ordered({"1": 2.0})
+    f, x = capture(lambda x: x * kept.get(1)), randn(4, at=[Shard(0)])
+    for _ in range(2):
+        assert_same(f(x), x * 2.0)
+    kept["1"] = 3.0
+    assert_same(f(x), x * 3.0)
+    assert f.cache_info().replayed == 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "given"),
+    [
+        (lambda x, sizes: x.tensor_split(sizes), (torch.tensor([1, 3]),)),
+        (lambda x, sizes: pack_padded_sequence(x[:, None], sizes)[0], (torch.tensor([5]),)),
+        (lambda x, sizes: x * torch.from_dlpack(sizes.to_local()).sum(), (dt.distribute_tensor(torch.ones(2), MESH, WHOLE),)),
+    ],
+    ids=["tensor_split", "pack_padded_sequence", "dlpack"],
+)
+def test_the_library_reads_no_values_either(fn: Any, given: Any) -> None:
+    with pytest.raises(CaptureError, match="reads a tensor's values"):
+        capture(fn)(randn(6, 2, at=[Shard(0)]), *given)
+
+
+def test_values_of_tensors_made_of_python_numbers_may_be_read() -> None:
+    f, x = capture(lambda x: x.tensor_split(torch.tensor([1, 3]))), randn(6, at=[Shard(0)])
+    for _ in range(2):
+        for mine, like in zip(f(x), x.split([1, 2, 3]), strict=True):
+            assert_same(mine, like)
+    assert f.cache_info().replayed == 1
 
 
 def test_ranges_of_the_profiler_are_no_steps() -> None:

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
+from dtensor.capture import capture
 from dtensor.debug import CommDebugMode
+from dtensor.errors import CaptureError
 
 R, SUM = Replicate(), Partial()
 MESH = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -44,6 +46,20 @@ def test_rows_and_gradients_are_those_of_one_device(rows: tuple[dt.Placement, ..
     (expected * expected).sum().backward()
     assert torch.allclose(a.grad.full_tensor(), x.grad, atol=1e-4)
     assert torch.allclose(b.grad.full_tensor(), w.grad, atol=1e-4)
+
+
+def test_a_replay_has_its_own_groups() -> None:
+    """Blocks that the operator takes are no read of where groups end; others are, and refused."""
+    replayed = capture(lambda x, w, offs: F.grouped_mm(x, w, offs=offs))
+    x, w = distributed(numbers(7, 8), R, R), distributed(numbers(3, 8, 16, seed=1), R, Shard(2))
+    for ends in ([3, 3, 7], [0, 5, 7], [7, 7, 7]):
+        offs = distributed(torch.tensor(ends, dtype=torch.int32), R, R)
+        expected = F.grouped_mm(x, w, offs=offs)
+        assert expected.placements == (R, Shard(1))
+        assert torch.equal(replayed(x, w, offs), expected)
+    assert replayed.cache_info().replayed == 2
+    with pytest.raises(CaptureError, match=r"_grouped_mm.*reads a tensor's values"):
+        capture(replayed.fn)(x, w.redistribute(placements=[R, Shard(0)]), offs)
 
 
 @pytest.mark.parametrize("placements", [(R, Shard(0)), (Shard(1), Shard(2)), (Shard(1), R)], ids=str)

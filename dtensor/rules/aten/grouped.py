@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...layout.layout import Layout
 from ..call import Call, Meta
 from ..kernels import At, KernelContext
 from ..registry import register
@@ -68,6 +69,9 @@ def grouped(at: KernelContext, a: Any, b: Any, offs: Any = None, bias: Any = Non
     left, right, result = _kind(at.call)
     made = at.results[0]
     assert made is not None
+    if offs is not None and _by_operator(at, made):
+        op = torch.ops.aten._grouped_mm
+        return at.map(lambda here, a, b, offs: op(_aligned(a), _aligned(b), offs, None, out_dtype), a, b, offs)
     total = at.once(_ragged)
 
     def product(here: At, a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
@@ -96,6 +100,22 @@ def grouped(at: KernelContext, a: Any, b: Any, offs: Any = None, bias: Any = Non
         return out
 
     return at.map(product, a, b, offs)
+
+
+def _by_operator(at: KernelContext, result: Layout) -> bool:
+    """Whether the operator takes the blocks: they have all groups and all of their positions, and rows of 16 bytes."""
+    if "by operator" not in at.known:
+        step, cut, rows = 16 // at.operands[0].dtype.itemsize, set(), set()
+        for layout, names in zip((*at.operands[:2], result), _kind(at.call), strict=True):
+            cut |= {name for name, split in zip(names, layout.splits, strict=True) if split}
+            rows |= {*layout.splits[-1].sizes} if layout.splits[-1] else {layout.shape[-1]}
+        at.known["by operator"] = cut.isdisjoint("rg") and all(size and size % step == 0 for size in rows)
+    return bool(at.known["by operator"])
+
+
+def _aligned(x: Tensor) -> Tensor:
+    steps = x.stride()[-2:]
+    return x if min(steps) == 1 and not _odd(steps, x.itemsize) else x.contiguous()
 
 
 def _ragged(call: Call) -> int:
