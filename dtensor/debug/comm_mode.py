@@ -77,11 +77,11 @@ class CommDebugMode:
         block = events.LISTENING.enter(self._record)
         self._blocks.append(block)
         self._modules.follow(lambda: events.LISTENING.sees(block))
-        functional.listen()
+        functional.REPORTED.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        functional.leave()
+        functional.REPORTED.__exit__()
         events.LISTENING.leave_one(self._blocks)
         self._modules.stop()
 

@@ -9,10 +9,10 @@ its look for NaN).
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..base.callers import NOWHERE, Place, is_library, place_of, users_place
 from ..base.nested import tensors
+from ..base.told import Together
 from ..base.torch_internals import (
     OpOverload,
     autograd_node,
@@ -120,7 +121,7 @@ class Record(CommDebugMode):
 
     def __enter__(self) -> Record:
         self.movements.clear()
-        _STACKS.enter()
+        _STACKS.__enter__()
         super().__enter__()
         if self.computing:
             self._see_operators()
@@ -134,7 +135,7 @@ class Record(CommDebugMode):
             for hook in self._hooks:
                 hook.remove()
         super().__exit__(*exception)
-        _STACKS.leave()
+        _STACKS.__exit__()
 
     @property
     def flops(self) -> int:
@@ -264,24 +265,13 @@ def _name(node: Any) -> str:
     return str(node.name()).rpartition("::")[2]
 
 
-class _Stacks:
-    """Torch keeps the stacks of nodes while somebody records."""
-
-    def __init__(self) -> None:
-        self._lock, self._entered, self._before = threading.Lock(), 0, (False, False)
-
-    def enter(self) -> None:
-        with self._lock:
-            self._entered += 1
-            if self._entered == 1:
-                self._before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-                set_detect_anomaly(True, check_nan=all(self._before))
-
-    def leave(self) -> None:
-        with self._lock:
-            self._entered -= 1
-            if not self._entered:
-                set_detect_anomaly(*self._before)
+@contextmanager
+def _stacks_kept() -> Iterator[None]:
+    """Torch keeps the stacks of nodes."""
+    before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    set_detect_anomaly(True, check_nan=all(before))
+    yield
+    set_detect_anomaly(*before)
 
 
-_STACKS = _Stacks()
+_STACKS = Together(_stacks_kept)
