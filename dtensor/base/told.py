@@ -22,7 +22,7 @@ def restored(where: str) -> None:
 
 
 class Together:
-    """A change of the whole process: ``change()`` begins with the first who enters, in any thread, and ends with the last to leave."""
+    """A change of the whole process: the first who enters, in any thread, begins ``change()``; the last who leaves ends it."""
 
     def __init__(self, change: Callable[[], AbstractContextManager[None]]) -> None:
         self._change, self._lock, self._inside = change, Lock(), 0
