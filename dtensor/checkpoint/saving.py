@@ -30,7 +30,7 @@ from .manifest import NAME, Block, Entry, Manifest
 from .remote import Address, place_of
 from .stateful import expand
 from .transaction import in_two_steps, same_state
-from .tree import encode, named_tensors, tensors_in
+from .tree import encode, has_tensors, named_tensors
 
 _OURS = re.compile(r"__\d+_\w+\.distcp")
 
@@ -184,7 +184,7 @@ def _without_tensors(tree: Any) -> Any:
             return tree
         case list() | tuple():
             items = [_without_tensors(item) for item in tree]
-            return items if isinstance(tree, list) or any(tensors_in(tree)) else tuple(items)
+            return items if isinstance(tree, list) or has_tensors(tree) else tuple(items)
         case set() | frozenset():
             return type(tree)(tree)  # the caller may change it while it is written
     return tree
