@@ -71,38 +71,23 @@ class _Record:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
-class _Kinds:
-    """A record class of its own for each name, so that reading code can tell them apart."""
-
-    def __init__(self, known: Mapping[str, tuple[str, ...]]) -> None:
-        self.of = {(module, name): type(name, (_Record,), {}) for module, names in known.items() for name in names}
-
-
 _DCP = "torch.distributed.checkpoint"
-_METADATA = _Kinds(
-    {
-        f"{_DCP}.metadata": (
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "MetadataIndex",
-            "TensorProperties",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        ),
-        f"{_DCP}.filesystem": ("_StorageInfo", "_StoragePrefix"),
-        "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "Path"),
-        "pathlib._local": ("PosixPath", "WindowsPath"),
-    }
-)
+_KNOWN = {
+    f"{_DCP}.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex TensorProperties "
+    "StorageMeta _MEM_FORMAT_ENCODING",
+    f"{_DCP}.filesystem": "_StorageInfo _StoragePrefix",
+    "pathlib": "PosixPath WindowsPath PurePosixPath Path",
+    "pathlib._local": "PosixPath WindowsPath",
+}
+# A class of its own for each name, so that reading code can tell them apart.
+_RECORDS = {(module, name): type(name, (_Record,), {}) for module, names in _KNOWN.items() for name in names.split()}
 
 
 class _Reader(pickle.Unpickler):
     """Unpickles records, dtypes and builtin containers, nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _METADATA.of.get((module, name))
+        found = _RECORDS.get((module, name))
         if found is not None:
             return found
         if (module, name) == ("torch", "Size"):

@@ -284,10 +284,8 @@ def _verify(sums: list[Sums], manifest: Manifest) -> None:
     for one in sums:
         for key, value in one.items():
             total[key] = (total.get(key, 0) + value) & MASK
-    read: dict[str, int] = {}
     for (name, number), value in total.items():
         block = manifest.tensors[name].blocks[number]
-        read[name] = number
         if value != block.digest:
             raise _corrupted(name, block, None)
 

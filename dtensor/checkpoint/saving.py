@@ -36,28 +36,19 @@ _OURS = re.compile(r"__\d+_\w+\.distcp")
 
 
 @dataclass(frozen=True, slots=True)
-class _Write:
-    """A block to be written: the first rank's share is told from its name, offset and shape alone."""
-
-    name: str
-    offset: tuple[int, ...]
-    data: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class _Job:
     """A save with nothing left to ask of the tensors.
 
     Attributes:
-        tree: the state's plain tree, with tensors that only say name, shape and dtype.
-        print: of what must be alike on all ranks.
+        encoded, values: the state's plain tree as JSON, and with tensors that only say shape and dtype.
+        writes: this rank's blocks by name and offset.
+        fingerprint: of what must be alike on all ranks.
     """
 
-    folder: Address
     encoded: Any
     values: Any
     entries: dict[str, Entry]
-    writes: list[_Write]
+    writes: dict[tuple[str, tuple[int, ...]], torch.Tensor]
     fingerprint: str
 
 
@@ -139,9 +130,8 @@ def _prepared(state: Any, folder: Address, ranks: Ranks, staging: Staging[Any] |
         for held in blocks
         if held.answers
     }
-    copies = _row_major(pieces) if staging is None else staging.copies(pieces)
-    writes = [_Write(name, offset, copy) for (name, offset), copy in copies.items()]
-    return _Job(folder, encoded, _without_tensors(tree), entries, writes, fingerprint)
+    copies = staging.copies(pieces) if staging is not None else {key: row_major(piece) for key, piece in pieces.items()}
+    return _Job(encoded, _without_tensors(tree), entries, copies, fingerprint)
 
 
 def with_values(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -169,8 +159,9 @@ def reduced(tensors: dict[str, torch.Tensor], fingerprint: str, ranks: Ranks, wh
     return tensors | {name: x.redistribute(placements=x._layout.reduced().placements) for name, x in terms.items()}
 
 
-def _row_major(pieces: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-    return {key: piece.cpu().resolve_conj().resolve_neg().contiguous() for key, piece in pieces.items()}
+def row_major(piece: torch.Tensor) -> torch.Tensor:
+    """Its values on the CPU as they are written."""
+    return piece.cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _without_tensors(tree: Any) -> Any:
@@ -210,7 +201,7 @@ def _run(job: _Job | Exception, folder: Address, ranks: Ranks, beside: Beside, c
         job if isinstance(job, Exception) else job.fingerprint,
         write=write,
         begin=lambda token: beside.begin(),
-        commit=lambda shares, token: _commit(_known(job), shares, token, beside),
+        commit=lambda shares, token: _commit(_known(job), folder, shares, token, beside),
         discard=left_over,
         left="the folder holds the checkpoint that it held before, or the new one",
     )
@@ -228,14 +219,13 @@ def _written(job: _Job, file: Address) -> list[tuple[str, Block, Stream]]:
         return []
     share = []
     with written(file) as out:
-        for write in job.writes:
-            stream = append(out, write.data)
-            block = Block(write.offset, tuple(write.data.shape), file.name, stream.at, digest(write.data, write.offset))
-            share.append((write.name, block, stream))
+        for (name, offset), data in job.writes.items():
+            stream = append(out, data)
+            share.append((name, Block(offset, tuple(data.shape), file.name, stream.at, digest(data, offset)), stream))
     return share
 
 
-def _commit(job: _Job, shares: list[list[tuple[str, Block, Stream]]], token: str, beside: Beside) -> None:
+def _commit(job: _Job, folder: Address, shares: list[list[tuple[str, Block, Stream]]], token: str, beside: Beside) -> None:
     """Make what was written the checkpoint."""
     from . import dcp_metadata as metadata  # imports torch.distributed.checkpoint, which takes a second
 
@@ -244,18 +234,18 @@ def _commit(job: _Job, shares: list[list[tuple[str, Block, Stream]]], token: str
     for name, block, _ in everything:
         blocks[name].append(block)
     entries = {name: Entry(entry.shape, entry.dtype, tuple(blocks[name])) for name, entry in job.entries.items()}
-    values = job.folder / f"__0_{token}v.distcp"
+    values = folder / f"__0_{token}v.distcp"
     metadata_file = metadata.encode(
         job.values, entries, {(name, block.offset): stream for name, block, stream in everything}, values
     )
-    older = job.folder / ".metadata"
+    older = folder / ".metadata"
     prints = (sha256(metadata_file), *((sha256(read_regular(older)),) if present(older) else ()))
-    files = {name: size_of(job.folder / name) for name in {values.name, *(block.file for _, block, _ in everything)}}
-    sync_folder(job.folder)
-    Manifest(entries, job.encoded, files, prints, notes=beside.notes).write(job.folder)
+    files = {name: size_of(folder / name) for name in {values.name, *(block.file for _, block, _ in everything)}}
+    sync_folder(folder)
+    Manifest(entries, job.encoded, files, prints, notes=beside.notes).write(folder)
     try:
         replace_file(older, metadata_file)
-        for path in job.folder.iterdir():
+        for path in folder.iterdir():
             if _OURS.fullmatch(path.name) and token not in path.name:
                 path.unlink()
         beside.done()
