@@ -20,11 +20,12 @@ import torch
 from ..base.nested import replace as replaced
 from ..base.torch_internals import all_schemas, has_kernel
 from ..placement import Partial, Replicate
+from ..plan.graph import Asked
 from ..rules import rules
 from ..rules.call import Call
 from ..rules.registry import lookup
 from ..rules.rule import Along, Dims, Factors, Row, Rule, Spec, candidates
-from ..testing.forcing import Seen, asked_for
+from ..testing.forcing import asked_for
 from ..testing.placements import mesh_of
 from ..testing.samples import Sample, samples_of
 from ..testing.scatter import scatter
@@ -156,7 +157,7 @@ def entry_of(name: str, rule: Rule) -> Entry:
     return described(rule, best.factors, best.call)
 
 
-def _asked(name: str, sample: Sample) -> Seen | None:
+def _asked(name: str, sample: Sample) -> Asked | None:
     """What the rule is asked for a sample on replicated operands; None where the call cannot be made."""
     packet = name.replace("::", ".")
     args, kwargs = replaced(lambda x: scatter(x, mesh_of((2,)), [Replicate()]), (sample.args, sample.kwargs))

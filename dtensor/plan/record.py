@@ -12,6 +12,7 @@ import torch
 
 from ..base.caches import nested_key
 from ..base.callers import place_of, users_frame
+from ..base.nested import leaves
 from ..base.torch_internals import OpOverload, TorchDispatchMode, autograd_node, sequence_number, tree_leaves
 from ..comm.events import Event, listening, steps_under_way
 from ..dispatch.dispatcher import run_chosen
@@ -143,7 +144,7 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _results(self, node: Node, made: Any, root: int | None, base: Any = None) -> None:
-        for place, x in enumerate(_flat(made)):
+        for place, x in enumerate(leaves(made)):
             value = self._new(x, node, place, root, base) if isinstance(x, DTensor) else None
             node.results.append(None if value is None else value.number)
             if value is not None and node.gathers:
@@ -310,8 +311,3 @@ def _leaf(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value._layout if isinstance(value, DTensor) else (tuple(value.shape), value.stride(), value.dtype)
     return type(value), value
-
-
-def _flat(made: Any) -> list[Any]:
-    """Results one by one."""
-    return [x for item in made for x in _flat(item)] if isinstance(made, (list, tuple)) else [made]

@@ -6,7 +6,7 @@ all sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +59,24 @@ class Table:
     lines: tuple[Line, ...]
     wanting: Mapping[tuple[Where | None, ...], tuple[Line, ...]]
     by_numbers: bool = False
+
+
+def by_text(lines: Sequence[Line]) -> dict[str, Line]:
+    """Rows by what they say; those that say the same are numbered."""
+    found: dict[str, Line] = {}
+    for line in lines:
+        text, count = str(line), 1
+        while text in found:
+            count += 1
+            text = f"{line} #{count}"
+        found[text] = line
+    return found
+
+
+def texts_of(rows: Sequence[Row], lines: Sequence[Line], factors: Factors) -> tuple[str, ...]:
+    """Which of these lines rows are, by what they say."""
+    named = {line.row_for(factors): text for text, line in by_text(lines).items()}
+    return tuple([named[row] for row in rows])
 
 
 def _word(where: Where) -> str:
