@@ -34,14 +34,13 @@ from ..base.torch_internals import (
 )
 from ..comm import Pending, events
 from ..comm.events import Around, Event
-from ..cost.link import link_of
+from ..cost.link import collective_seconds
 from ..dispatch.report import Cause
 from ..redistribute.step import Step
 from .comm_mode import EXCHANGE, CommDebugMode
 from .holdings import STATE, Holdings
 from .operators import Operation, Operators
 
-_RATES = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"}
 _ENGINE = "_engine_run_backward"  # of torch.autograd.graph: below it runs a backward pass
 
 
@@ -92,8 +91,7 @@ class Movement:
         event = self.event
         if event.mesh is None or event.direct:
             return 0.0
-        rate = getattr(link_of(event.mesh, event.mesh_dims), _RATES.get(event.kind, "exchange"))
-        return float(rate.seconds(event.group_size, event.bytes))
+        return collective_seconds(event.mesh, event.mesh_dims, event.kind, event.bytes)
 
     def __str__(self) -> str:
         over = "direct" if self.event.direct else f"over {self.event.over}" if self.event.over else "between meshes"
