@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from ..errors import ArgumentError
@@ -133,8 +133,7 @@ def boxes_text(boxes: Boxes) -> str:
     return table(rows if panel.rows[0].text else [row[1:] for row in rows])
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells, columns below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)
+def table(rows: Sequence[Sequence[str]], put: Callable[[str, int], str] = str.ljust) -> str:
+    """Rows of cells, columns below each other; ``put``: where cells stand in columns but the first."""
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([row[0].ljust(first), *map(put, row[1:], others)]).rstrip() for row in rows)
