@@ -136,7 +136,7 @@ def _kernels() -> Iterator[None]:
     Another thread may be on its way into a kernel, which then must not be taken away: with threads running it stays, and says
     nothing, until a mode is left without any.
     """
-    for space, kinds in _SPACES.items() if dist.is_available() and not _LIBRARIES else ():
+    for space, kinds in () if _LIBRARIES else _SPACES.items():
         library = torch.library.Library(space, "IMPL")
         _LIBRARIES.append(library)
         for name, kind in kinds.items():
