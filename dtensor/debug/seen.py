@@ -57,7 +57,6 @@ class Movement:
         steps: the steps of redistributions that it does (several, where they go together); none of a kernel's own collectives.
         cause: the operator call, where no redistribution was asked for.
         spans: when this process was issuing it and ending it, in nanoseconds of ``time.perf_counter_ns``.
-        logged: how many entries the log of what is held had when it began.
     """
 
     event: Event
@@ -68,7 +67,6 @@ class Movement:
     steps: tuple[Step, ...] = ()
     cause: Cause | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)
-    logged: int = 0
 
     @property
     def measured(self) -> float:
@@ -211,8 +209,8 @@ class Record(CommDebugMode):
         calls = [cause for cause in events.CAUSES.values() if isinstance(cause, Cause)]
         place, called = _asked_by(frame, node)
         operator = "torch.distributed" if event.direct else calls[-1].operator.name if calls else called
-        cause, logged = calls[-1] if calls else None, len(self.holdings.log)
-        return Movement(event, place, *self._phase_and_module(node), operator, events.steps_under_way(), cause, logged=logged)
+        cause = calls[-1] if calls else None
+        return Movement(event, place, *self._phase_and_module(node), operator, events.steps_under_way(), cause)
 
 
 def _leave(mode: Operators) -> None:

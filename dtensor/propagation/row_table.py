@@ -32,9 +32,9 @@ class Line:
 
     def __str__(self) -> str:
         """As rows of terms are written, with the tensor dims that are sharded: ``S(0),R -> S(0)``, ``sum,R -> sum``."""
-        operands = [_word(R if where is None else where) for where in self.operands]
+        operands = [word(R if where is None else where) for where in self.operands]
         owners = " by owners" if self.row.parted is not None else ""
-        return f"{','.join(operands)} -> {','.join(map(_word, self.results))}{owners}"
+        return f"{','.join(operands)} -> {','.join(map(word, self.results))}{owners}"
 
     def row_for(self, factors: Factors) -> Row:
         """The row with the kernel that a call's factors have for it."""
@@ -79,7 +79,8 @@ def texts_of(rows: Sequence[Row], lines: Sequence[Line], factors: Factors) -> tu
     return tuple([named[row] for row in rows])
 
 
-def _word(where: Where) -> str:
+def word(where: Where) -> str:
+    """``S(0)``, ``sum``, ``R``."""
     return str(where.reduce_op) if isinstance(where, Partial) else f"S({where})" if isinstance(where, int) else str(where)
 
 
