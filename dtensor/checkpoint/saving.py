@@ -36,19 +36,28 @@ _OURS = re.compile(r"__\d+_\w+\.distcp")
 
 
 @dataclass(frozen=True, slots=True)
+class _Write:
+    """A block to be written: the first rank's share is told from its name, offset and shape alone."""
+
+    name: str
+    offset: tuple[int, ...]
+    data: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _Job:
     """A save with nothing left to ask of the tensors.
 
     Attributes:
         encoded, values: the state's plain tree as JSON, and with tensors that only say shape and dtype.
-        writes: this rank's blocks by name and offset.
+        writes: this rank's blocks.
         fingerprint: of what must be alike on all ranks.
     """
 
     encoded: Any
     values: Any
     entries: dict[str, Entry]
-    writes: dict[tuple[str, tuple[int, ...]], torch.Tensor]
+    writes: list[_Write]
     fingerprint: str
 
 
@@ -131,7 +140,8 @@ def _prepared(state: Any, folder: Address, ranks: Ranks, staging: Staging[Any] |
         if held.answers
     }
     copies = staging.copies(pieces) if staging is not None else {key: row_major(piece) for key, piece in pieces.items()}
-    return _Job(encoded, _without_tensors(tree), entries, copies, fingerprint)
+    writes = [_Write(name, offset, copy) for (name, offset), copy in copies.items()]
+    return _Job(encoded, _without_tensors(tree), entries, writes, fingerprint)
 
 
 def with_values(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -219,9 +229,10 @@ def _written(job: _Job, file: Address) -> list[tuple[str, Block, Stream]]:
         return []
     share = []
     with written(file) as out:
-        for (name, offset), data in job.writes.items():
-            stream = append(out, data)
-            share.append((name, Block(offset, tuple(data.shape), file.name, stream.at, digest(data, offset)), stream))
+        for write in job.writes:
+            stream = append(out, write.data)
+            block = Block(write.offset, tuple(write.data.shape), file.name, stream.at, digest(write.data, write.offset))
+            share.append((write.name, block, stream))
     return share
 
 
