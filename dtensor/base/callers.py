@@ -14,6 +14,8 @@ import torch
 import typing_extensions
 from torch.nn.parallel import distributed
 
+from .caches import Bounded
+
 _HERE, _TORCH = (str(Path(file).parent) + os.sep for file in (str(Path(__file__).parent), torch.__file__))
 _STANDARD = str(Path(os.__file__).resolve().parent) + os.sep
 _WRAPS = typing_extensions.__file__  # torch's functions, where they are deprecated
@@ -23,7 +25,7 @@ _MADE = (
     "<eval_with_key",
     "<captured ",
 )  # code that libraries write; "<stdin>" and notebooks are the user's
-_KNOWN: dict[str, bool] = {}
+_KNOWN: Bounded[str, bool] = Bounded(10_000)  # functions that a program writes have files too
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+), in ')
 
 
@@ -38,6 +40,11 @@ class Place(NamedTuple):
         """What stands there, as far as it can be read."""
         return linecache.getline(self.file, self.number).strip()
 
+    @property
+    def line(self) -> str:
+        """``train.py:41  loss = h.sum(0)``."""
+        return f"{self}  {source}" if (source := self.source) else str(self)
+
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.number}" if self.file else "(no line of the program)"
 
@@ -49,11 +56,9 @@ def is_library(file: str) -> bool:
     """Whether the code of a file is no user's."""
     found = _KNOWN.get(file)
     if found is None:
-        if len(_KNOWN) > 10_000:  # of functions that a program writes
-            _KNOWN.clear()
         installed = "site-packages" in file or "dist-packages" in file
         standard = not installed and str(Path(file).resolve()).startswith(_STANDARD)
-        _KNOWN[file] = found = file.startswith((_HERE, _TORCH, _WRAPS, *_MADE)) or standard
+        found = _KNOWN.keep(file, file.startswith((_HERE, _TORCH, _WRAPS, *_MADE)) or standard)
     return found
 
 

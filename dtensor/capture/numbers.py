@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from threading import Lock, get_ident
+from threading import get_ident
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..base.nested import leaves
+from ..base.told import Together
 from ..base.torch_internals import TensorBase
 from ..errors import CaptureError
 from .graph import Step, Var
@@ -165,37 +166,23 @@ class Numbers:
             self.live = None
 
 
-class _Math:
+@contextmanager
+def _math_followed() -> Iterator[None]:
     """``math`` while anybody records a run in which there are numbers.
 
     Its functions take the bits of a float, which nothing shows, so there are others in their places. They are the same for
     everybody: a number knows its recording, and all else goes to the function itself. A module that was imported meanwhile may
     hold some: it gets the functions themselves.
     """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._entered = 0
-        self._own: dict[str, Any] = {}
-        self._modules: set[str] = set()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._entered += 1
-            if self._entered == 1:
-                self._own = {name: fn for name, fn in vars(math).items() if isinstance(fn, BuiltinFunctionType)}
-                self._modules = set(sys.modules)
-                vars(math).update({name: _followed(fn) for name, fn in self._own.items()})
-
-    def __exit__(self, *raised: Any) -> None:
-        with self._lock:
-            self._entered -= 1
-            if not self._entered:
-                own = {vars(math)[name]: fn for name, fn in self._own.items()}
-                vars(math).update(self._own)
-                for name in sys.modules.keys() - self._modules:
-                    if isinstance(module := sys.modules.get(name), ModuleType):
-                        _exchange(vars(module), own)
+    own = {name: fn for name, fn in vars(math).items() if isinstance(fn, BuiltinFunctionType)}
+    modules = set(sys.modules)
+    vars(math).update({name: _followed(fn) for name, fn in own.items()})
+    yield
+    theirs = {vars(math)[name]: fn for name, fn in own.items()}
+    vars(math).update(own)
+    for name in sys.modules.keys() - modules:
+        if isinstance(module := sys.modules.get(name), ModuleType):
+            _exchange(vars(module), theirs)
 
 
 def _exchange(names: dict[str, Any], own: dict[Any, Any]) -> None:
@@ -203,7 +190,7 @@ def _exchange(names: dict[str, Any], own: dict[Any, Any]) -> None:
     names.update({name: own[fn] for name, fn in list(names.items()) if isinstance(fn, FunctionType) and fn in own})
 
 
-_MATH = _Math()
+_MATH = Together(_math_followed)
 
 
 def _followed(fn: Any) -> Any:

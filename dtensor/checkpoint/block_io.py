@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from ..base.memory_order import contiguous_stride
 from ..comm.rows import flat_bytes
 from ..errors import CheckpointError
 from .files import open_regular
+from .manifest import Block
+from .remote import Address, Remote
 
 _LONG = 4096  # bytes, a page: shorter runs are gathered from mapped memory, since a system call each would cost more than they do
 
@@ -93,6 +95,35 @@ def record_at(window: Window, key: str) -> int:
     return found.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
 
 
+class Box(NamedTuple):
+    """What a block of ours and a stored one have in common.
+
+    Attributes:
+        number, block: the stored one.
+        start, size: in the tensor.
+        here, there: where it begins in ours, and in the stored one.
+    """
+
+    number: int
+    block: Block
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    here: tuple[int, ...]
+    there: tuple[int, ...]
+
+    def source(self, width: int) -> tuple[int, list[int], int]:
+        """In bytes, of elements of so many: where it begins in its file, its strides there, and how long it is from its first to
+        its last."""
+        stride = [step * width for step in self.block.stride or contiguous_stride(self.block.shape)]
+        begin = self.block.at + sum(a * b for a, b in zip(self.there, stride, strict=True))
+        return begin, stride, sum((count - 1) * step for count, step in zip(self.size, stride, strict=True)) + width
+
+    def target(self, out: torch.Tensor) -> tuple[int, list[int]]:
+        """The same of a row-major tensor of ours: where in its memory, and strides."""
+        stride = [step * out.element_size() for step in contiguous_stride(tuple(out.shape))]
+        return sum(a * b for a, b in zip(self.here, stride, strict=True)), stride
+
+
 class Files:
     """The files of one checkpoint, opened once each, and how many bytes were read from them.
 
@@ -100,7 +131,7 @@ class Files:
         bytes_read: of tensors, without manifests.
     """
 
-    def __init__(self, folder: Path, links: bool = False) -> None:
+    def __init__(self, folder: Address, links: bool = False) -> None:
         """``links``: files may be symbolic links."""
         self.folder, self.links = folder, links
         self.bytes_read = 0
@@ -114,38 +145,23 @@ class Files:
             os.close(handle)
         self._open.clear()
 
-    def read_box(
-        self,
-        out: torch.Tensor,
-        place: Sequence[int],
-        size: Sequence[int],
-        file: str,
-        at: int,
-        stride: Sequence[int],
-        start: Sequence[int],
-    ) -> None:
-        """Fill the box of ``size`` at ``place`` in ``out`` from that at ``start`` in a block stored at byte ``at`` of ``file``.
-
-        Args:
-            out: contiguous, on the CPU.
-            stride: of the stored block, in elements.
+    def read_box(self, out: torch.Tensor, box: Box) -> None:
+        """Fill the box in ``out``, which is contiguous and on the CPU.
 
         Raises:
             CheckpointError: the file ends too early.
         """
-        width = out.element_size()
+        width, size, file = out.element_size(), box.size, box.block.file
         target = flat_bytes(out).numpy()
-        source_stride = [step * width for step in stride]
-        target_stride = [step * width for step in contiguous_stride(tuple(out.shape))]
-        source = at + sum(a * b for a, b in zip(start, source_stride, strict=True))
-        begin = sum(a * b for a, b in zip(place, target_stride, strict=True))
+        source, source_stride, length = box.source(width)
+        begin, target_stride = box.target(out)
         outer, run = _runs(size, source_stride, target_stride, width)
         nbytes = run
         for count in size[:outer]:
             nbytes *= count
         self.bytes_read += nbytes
         handle, _ = self._handle(file)
-        if os.fstat(handle).st_size < self._end(source, size, source_stride, width):
+        if os.fstat(handle).st_size < source + length:
             raise CheckpointError(f"{self.folder / file} is truncated")
         if run >= _LONG:
             lines = _starts(size[:outer], source_stride), _starts(size[:outer], target_stride)
@@ -159,24 +175,21 @@ class Files:
         np.ndarray(shape, np.uint8, target.data, begin, (*target_stride, 1))[...] = stored
         if hasattr(mmap, "MADV_DONTNEED"):  # else every page that was read counts as this process's memory until the end
             page = source // mmap.PAGESIZE * mmap.PAGESIZE
-            mapped.madvise(mmap.MADV_DONTNEED, page, self._end(source, size, source_stride, width) - page)
+            mapped.madvise(mmap.MADV_DONTNEED, page, source + length - page)
 
-    def mapped_box(
-        self, dtype: torch.dtype, size: Sequence[int], file: str, at: int, stride: Sequence[int], start: Sequence[int]
-    ) -> torch.Tensor | None:
+    def mapped_box(self, dtype: torch.dtype, box: Box) -> torch.Tensor | None:
         """The box that :meth:`read_box` would read, as it lies in mapped memory: nothing is copied, and pages are read once.
 
         None where its elements are not aligned there. Nobody writes to it.
         """
-        width = dtype.itemsize
-        source = at + sum(a * b for a, b in zip(start, stride, strict=True)) * width
+        width, file = dtype.itemsize, box.block.file
+        source, stride, length = box.source(width)
         handle, _ = self._handle(file)
-        end = self._end(source, size, [step * width for step in stride], width)
-        if source % width or os.fstat(handle).st_size < end:
+        if source % width or os.fstat(handle).st_size < source + length:
             return None
-        self.bytes_read += math.prod(size) * width
-        row = torch.frombuffer(self._mapped(file), dtype=dtype, count=(end - source) // width, offset=source)
-        return row.as_strided(tuple(size), tuple(stride))
+        self.bytes_read += math.prod(box.size) * width
+        row = torch.frombuffer(self._mapped(file), dtype=dtype, count=length // width, offset=source)
+        return row.as_strided(box.size, [step // width for step in stride])
 
     def _read(self, handle: int, memory: memoryview, at: int, file: str) -> None:
         while memory:
@@ -188,7 +201,9 @@ class Files:
     def _handle(self, file: str) -> tuple[int, Any]:
         found = self._open.get(file)
         if found is None:
-            found = self._open[file] = open_regular(self.folder / file, self.links), None
+            path = self.folder / file
+            assert isinstance(path, Path)
+            found = self._open[file] = open_regular(path, self.links), None
         return found
 
     def _mapped(self, file: str) -> Any:
@@ -198,9 +213,23 @@ class Files:
             self._open[file] = handle, mapped
         return mapped
 
-    @staticmethod
-    def _end(source: int, size: Sequence[int], stride: Sequence[int], width: int) -> int:
-        return source + sum((count - 1) * step for count, step in zip(size, stride, strict=True)) + width
+
+class RemoteFiles(Files):
+    """Those of another storage: one request for each box, from its first byte to its last."""
+
+    def mapped_box(self, dtype: torch.dtype, box: Box) -> None:
+        """None: what is elsewhere is copied."""
+
+    def read_box(self, out: torch.Tensor, box: Box) -> None:
+        width, path = out.element_size(), self.folder / box.block.file
+        (source, theirs, length), (begin, ours) = box.source(width), box.target(out)
+        assert isinstance(path, Remote)
+        data = path.read(source, source + length)
+        self.bytes_read += len(data)
+        if len(data) < length:
+            raise CheckpointError(f"{path} is truncated")
+        here = np.ndarray((*box.size, width), np.uint8, flat_bytes(out).numpy().data, begin, (*ours, 1))
+        here[...] = np.ndarray((*box.size, width), np.uint8, data, 0, (*theirs, 1))
 
 
 def write_box(block: torch.Tensor, file: BinaryIO, at: int, shape: Sequence[int], start: Sequence[int]) -> None:

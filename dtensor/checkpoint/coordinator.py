@@ -26,7 +26,7 @@ class Ranks:
 
     def __init__(self, group: Any = None, *, apart: bool = False) -> None:
         """``apart``: over a group of their own, for a thread that talks while the main thread does."""
-        self.alone = not (dist.is_available() and dist.is_initialized())
+        self.alone = not dist.is_initialized()
         self.group = group if self.alone or group is not None else dist.group.WORLD
         self.rank: int = 0 if self.alone else dist.get_rank(self.group)
         self.size: int = 1 if self.alone else dist.get_world_size(self.group)

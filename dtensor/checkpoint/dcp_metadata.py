@@ -21,7 +21,7 @@ from .block_io import Stream, Window, record_at
 from .files import check_name, opened, read_regular, size_of, written
 from .manifest import Block, Entry, Manifest, check_entries
 from .remote import Address
-from .tree import dtype_of, tensors_in
+from .tree import Stored, dtype_of, has_tensors
 from .tree import encode as encode_tree
 
 NAME = ".metadata"
@@ -71,38 +71,23 @@ class _Record:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
-class _Kinds:
-    """A record class of its own for each name, so that reading code can tell them apart."""
-
-    def __init__(self, known: Mapping[str, tuple[str, ...]]) -> None:
-        self.of = {(module, name): type(name, (_Record,), {}) for module, names in known.items() for name in names}
-
-
 _DCP = "torch.distributed.checkpoint"
-_METADATA = _Kinds(
-    {
-        f"{_DCP}.metadata": (
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "MetadataIndex",
-            "TensorProperties",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        ),
-        f"{_DCP}.filesystem": ("_StorageInfo", "_StoragePrefix"),
-        "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "Path"),
-        "pathlib._local": ("PosixPath", "WindowsPath"),
-    }
-)
+_KNOWN = {
+    f"{_DCP}.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex TensorProperties "
+    "StorageMeta _MEM_FORMAT_ENCODING",
+    f"{_DCP}.filesystem": "_StorageInfo _StoragePrefix",
+    "pathlib": "PosixPath WindowsPath PurePosixPath Path",
+    "pathlib._local": "PosixPath WindowsPath",
+}
+# A class of its own for each name, so that reading code can tell them apart.
+_RECORDS = {(module, name): type(name, (_Record,), {}) for module, names in _KNOWN.items() for name in names.split()}
 
 
 class _Reader(pickle.Unpickler):
     """Unpickles records, dtypes and builtin containers, nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _METADATA.of.get((module, name))
+        found = _RECORDS.get((module, name))
         if found is not None:
             return found
         if (module, name) == ("torch", "Size"):
@@ -133,11 +118,11 @@ def read_foreign(folder: Address) -> Manifest:
         leaf: Any
         if type(said).__name__ == "TensorStorageMetadata":
             entries[name] = _entry(folder, name, said, places)
-            leaf = _Tensor(name)
+            leaf = Stored(name)
         else:
             leaf = _value(folder, name, places[name, None])
         _put(tree, paths.get(name, (name,)), leaf)
-    manifest = Manifest(entries, _encoded(tree), files)
+    manifest = Manifest(entries, encode_tree(_with_lists(tree)), files)
     check_entries(manifest, folder / NAME)
     return manifest
 
@@ -217,7 +202,7 @@ def _value(folder: Address, name: str, info: Any) -> Any:
     except Exception as error:  # whatever torch's reader trips over
         reason = (str(error).splitlines() or [""])[0]
         raise CheckpointError(f"{name!r} is damaged or holds more than tensors and plain data ({reason})") from error
-    if any(tensors_in(value)):
+    if has_tensors(value):
         raise CheckpointError(
             f"{name!r} holds tensors that torch.distributed.checkpoint has stored inside of one value, as it does with tuples: "
             "they cannot be read in parts; save them in a list or a dict"
@@ -226,11 +211,6 @@ def _value(folder: Address, name: str, info: Any) -> Any:
 
 
 # --- the tree that paths describe ------------------------------------------------------------------------------------------
-class _Tensor:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
 def _put(tree: Any, path: tuple[Any, ...], leaf: Any) -> None:
     """Along a path, strings are keys of dicts and ints places in lists (kept as dicts until all of them are known)."""
     for key in path[:-1]:
@@ -238,11 +218,7 @@ def _put(tree: Any, path: tuple[Any, ...], leaf: Any) -> None:
     tree[path[-1]] = leaf
 
 
-def _encoded(tree: Any) -> Any:
-    if isinstance(tree, _Tensor):
-        return {"!": "tensor", "v": tree.name}
+def _with_lists(tree: Any) -> Any:
     if isinstance(tree, dict) and tree and all(type(key) is int for key in tree):
-        return [_encoded(tree[key]) for key in sorted(tree)]
-    if isinstance(tree, dict):
-        return {str(key): _encoded(item) for key, item in tree.items()}
-    return encode_tree(tree)
+        return [_with_lists(tree[key]) for key in sorted(tree)]
+    return {str(key): _with_lists(item) for key, item in tree.items()} if isinstance(tree, dict) else tree

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..base.memory_order import contiguous_stride
 from ..errors import CheckpointError
 from ..tensor.blocks import Held, held_here
 from . import dcp_metadata as metadata
 from . import safetensors as hugging_face
 from .background import finish_pending
-from .block_io import Files
+from .block_io import Box, Files, RemoteFiles
 from .coordinator import Ranks, other_rank
 from .digest import MASK, digest
 from .files import present
@@ -23,7 +22,7 @@ from .manifest import NAME, Block, Entry, Manifest, check_files, read_manifest
 from .match import Matched, match_trees, put_back
 from .memory import check_shared, finish
 from .names import renamed
-from .remote import Address, Remote, RemoteFiles, place_of
+from .remote import Address, Remote, place_of
 from .stateful import Expanded, expand
 from .targets import Target
 from .tree import decode
@@ -124,7 +123,7 @@ def _fill_state(
     ranks.together(what, matched, _same_everywhere)
     expanded, wanted = found[0]
     buffers: Buffers = {}
-    with RemoteFiles(folder) if isinstance(folder, Remote) else Files(folder, manifest.links) as files:
+    with (RemoteFiles if isinstance(folder, Remote) else Files)(folder, manifest.links) as files:
         ranks.together(
             what,
             lambda: _read(wanted.targets, manifest, files, buffers, ranks.rank),
@@ -203,7 +202,7 @@ def _same_everywhere(prints: list[str]) -> None:
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------------
-def _read(targets: Mapping[str, Target], manifest: Manifest, files: Files | RemoteFiles, buffers: Buffers, rank: int) -> Sums:
+def _read(targets: Mapping[str, Target], manifest: Manifest, files: Files, buffers: Buffers, rank: int) -> Sums:
     check_files(manifest, files.folder)
     sums: Sums = {}
     for name, held in held_here({name: target.like for name, target in targets.items()}, rank):
@@ -240,53 +239,33 @@ def _copy_replicas(held: list[Held], buffers: dict[int | None, torch.Tensor]) ->
             buffers[piece.member].copy_(buffers[first.member])
 
 
-class _Box(NamedTuple):
-    """What a block of ours and a stored one have in common.
-
-    Attributes:
-        number, block: the stored one.
-        start, size: in the tensor.
-        here, there: where it begins in ours, and in the stored one.
-        stride: of the stored block, in elements.
-    """
-
-    number: int
-    block: Block
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    here: tuple[int, ...]
-    there: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-def _boxes(piece: Held, entry: Entry) -> Iterator[_Box]:
+def _boxes(piece: Held, entry: Entry) -> Iterator[Box]:
     for number, block in enumerate(entry.blocks):
         start = tuple(max(a, b) for a, b in zip(piece.offset, block.offset, strict=True))
         ends = zip(piece.offset, piece.shape, block.offset, block.shape, strict=True)
         size = tuple(min(a + n, b + m) - s for (a, n, b, m), s in zip(ends, start, strict=True))
         if all(length > 0 for length in size):
             here, there = (tuple(a - b for a, b in zip(start, whole.offset, strict=True)) for whole in (piece, block))
-            yield _Box(number, block, start, size, here, there, block.stride or contiguous_stride(block.shape))
+            yield Box(number, block, start, size, here, there)
 
 
-def _mapped(target: Target, piece: Held, boxes: list[_Box], entry: Entry, files: Files | RemoteFiles) -> torch.Tensor | None:
+def _mapped(target: Target, piece: Held, boxes: list[Box], entry: Entry, files: Files) -> torch.Tensor | None:
     """A block of ours as it lies in a file, if it lies in one stored block and is copied to the memory of what was asked for."""
     if target.asked is None or target.asked.is_meta or len(boxes) != 1 or boxes[0].size != tuple(piece.shape):
         return None
-    box = boxes[0]
-    return files.mapped_box(entry.torch_dtype, box.size, box.block.file, box.block.at, box.stride, box.there)
+    return files.mapped_box(entry.torch_dtype, boxes[0])
 
 
-def _fill(out: torch.Tensor, boxes: list[_Box], name: str, files: Files | RemoteFiles) -> None:
+def _fill(out: torch.Tensor, boxes: list[Box], name: str, files: Files) -> None:
     """Read one block of ours from all stored blocks that it meets."""
     for box in boxes:
-        files.read_box(out, box.here, box.size, box.block.file, box.block.at, box.stride, box.there)
+        files.read_box(out, box)
     left = out.numel() - sum(math.prod(box.size) for box in boxes)
     if left:
         raise CheckpointError(f"the stored blocks of {name!r} leave {left} of its elements out")
 
 
-def _account(read: torch.Tensor, piece: Held, boxes: list[_Box], name: str, files: Files | RemoteFiles, sums: Sums) -> None:
+def _account(read: torch.Tensor, piece: Held, boxes: list[Box], name: str, files: Files, sums: Sums) -> None:
     """A block that was read entirely is verified at once; of others, ranks add up what each has read, replicas once."""
     for box in boxes:
         if box.block.digest is None:
@@ -305,10 +284,8 @@ def _verify(sums: list[Sums], manifest: Manifest) -> None:
     for one in sums:
         for key, value in one.items():
             total[key] = (total.get(key, 0) + value) & MASK
-    read: dict[str, int] = {}
     for (name, number), value in total.items():
         block = manifest.tensors[name].blocks[number]
-        read[name] = number
         if value != block.digest:
             raise _corrupted(name, block, None)
 

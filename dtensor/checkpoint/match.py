@@ -14,16 +14,9 @@ from ..layout.layout import Layout
 from .manifest import Manifest
 from .stateful import Expanded, Install, check_groups
 from .targets import Target
-from .tree import Path, decode, name_of
+from .tree import Path, Stored, decode, has_tensors, mapped, name_of
 
 _MOST = 6  # keys that an error lists
-
-
-class _Stored:
-    """A tensor's place in a checkpoint's tree."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
 
 
 @dataclass(slots=True)
@@ -58,7 +51,7 @@ def match_trees(asked: Expanded, manifest: Manifest, strict: bool, convert: bool
     Raises:
         CheckpointError: other shapes, dtypes or kinds; under ``strict`` missing or unexpected keys.
     """
-    stored = decode(manifest.tree, {name: _Stored(name) for name in manifest.tensors})
+    stored = decode(manifest.tree, {name: Stored(name) for name in manifest.tensors})
     result = Matched(convert=convert)
     result.tree = _match(asked.tree, stored, (), manifest, result)
     if result.wrong:
@@ -76,17 +69,17 @@ def match_trees(asked: Expanded, manifest: Manifest, strict: bool, convert: bool
 
 def _match(asked: Any, stored: Any, path: Path, manifest: Manifest, result: Matched) -> Any:
     match asked, stored:
-        case ((torch.Tensor() | Target()), _Stored()):
+        case ((torch.Tensor() | Target()), Stored()):
             return _target(asked, stored.name, manifest, result)
         case Mapping(), Mapping() if _is_structure(asked, stored):
             return _match_dicts(asked, stored, path, manifest, result)
         case ((list() | tuple()), (list() | tuple())) if len(asked) == len(stored) and (
-            _has_tensors(asked) or _has_tensors(stored)
+            has_tensors(asked) or has_tensors(stored)
         ):
             pairs = enumerate(zip(asked, stored, strict=True))
             items = [_match(a, s, (*path, i), manifest, result) for i, (a, s) in pairs]
             return items if isinstance(asked, list) else tuple(items)
-    if _has_tensors(asked) or _has_tensors(stored):
+    if has_tensors(asked) or has_tensors(stored):
         result.wrong.append(f"{name_of(path)!r} is {_kind(asked)} here and {_kind(stored)} in the checkpoint")
         return asked
     return stored
@@ -110,7 +103,7 @@ def _match_dicts(asked: Any, stored: Any, path: Path, manifest: Manifest, result
 
 def _is_structure(asked: Any, stored: Any) -> bool:
     """Dicts with strings for keys or tensors inside have the same keys on both sides; others are plain values."""
-    return all(isinstance(key, str) for key in (*asked, *stored)) or _has_tensors(asked) or _has_tensors(stored)
+    return all(isinstance(key, str) for key in (*asked, *stored)) or has_tensors(asked) or has_tensors(stored)
 
 
 def _target(asked: Any, name: str, manifest: Manifest, result: Matched) -> Any:
@@ -141,26 +134,18 @@ def _kept(item: Any) -> Any:
     return item
 
 
-def _has_tensors(tree: Any) -> bool:
-    if isinstance(tree, Mapping):
-        return any(_has_tensors(item) for item in tree.values())
-    if isinstance(tree, (list, tuple)):
-        return any(_has_tensors(item) for item in tree)
-    return isinstance(tree, (torch.Tensor, Target, _Stored))
-
-
 def _leaves(tree: Any, path: Path) -> list[str]:
     if isinstance(tree, Mapping) and tree:
         return [name for key, item in tree.items() for name in _leaves(item, (*path, key))]
-    if isinstance(tree, (list, tuple)) and _has_tensors(tree):
+    if isinstance(tree, (list, tuple)) and has_tensors(tree):
         return [name for i, item in enumerate(tree) for name in _leaves(item, (*path, i))]
     return [name_of(path)]
 
 
 def _kind(tree: Any) -> str:
-    if isinstance(tree, (torch.Tensor, Target, _Stored)):
+    if isinstance(tree, (torch.Tensor, Stored)):
         return "a tensor"
-    return f"a {type(tree).__name__}" + (f" of {len(tree)} with tensors" if _has_tensors(tree) else "")
+    return f"a {type(tree).__name__}" + (f" of {len(tree)} with tensors" if has_tensors(tree) else "")
 
 
 def _listed(items: list[str], between: str) -> str:
@@ -210,14 +195,4 @@ def put_back(state: Any, filled: Any, installs: Mapping[Path, Install], path: Pa
 
 def _final(tree: Any) -> Any:
     """Targets replaced by what they became."""
-    match tree:
-        case Target():
-            return tree.result
-        case dict():
-            return {key: _final(item) for key, item in tree.items()}
-        case torch.Size():
-            return tree
-        case list() | tuple():
-            items = [_final(item) for item in tree]
-            return items if isinstance(tree, list) else tuple(items)
-    return tree
+    return mapped(lambda leaf, _: leaf.result if isinstance(leaf, Target) else leaf, tree)

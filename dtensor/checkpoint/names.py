@@ -10,19 +10,7 @@ import torch
 
 from ..errors import CheckpointError
 from .manifest import Entry, Manifest
-from .tree import Path, decode, encode, name_of
-
-
-class _Place(torch.Tensor):
-    """A tensor in the tree, as far as its name goes."""
-
-    stored: str
-
-    @staticmethod
-    def of(name: str) -> _Place:
-        place = torch.empty(0, device="meta").as_subclass(_Place)
-        place.stored = name
-        return place
+from .tree import Path, Stored, decode, encode, name_of
 
 
 def renamed(manifest: Manifest, rename: Callable[[str], str] | Mapping[str, str]) -> Manifest:
@@ -36,8 +24,9 @@ def renamed(manifest: Manifest, rename: Callable[[str], str] | Mapping[str, str]
 
     def visit(tree: Any, path: Path) -> Any:
         match tree:
-            case _Place():
-                tensors[name_of(path)] = manifest.tensors[tree.stored]
+            case Stored():
+                tensors[name_of(path)] = manifest.tensors[tree.name]
+                return Stored(name_of(path))
             case dict():
                 keys = {key: new(key) if isinstance(key, str) else key for key in tree}
                 if len(set(keys.values())) < len(keys):
@@ -50,7 +39,7 @@ def renamed(manifest: Manifest, rename: Callable[[str], str] | Mapping[str, str]
                 return items if isinstance(tree, list) else tuple(items)
         return tree
 
-    tree = visit(decode(manifest.tree, {name: _Place.of(name) for name in manifest.tensors}), ())
+    tree = visit(decode(manifest.tree, {name: Stored(name) for name in manifest.tensors}), ())
     return replace(manifest, tensors=tensors, tree=encode(tree))
 
 

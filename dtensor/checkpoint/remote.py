@@ -7,16 +7,11 @@ manifest is the last one written. There are no locks.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
-import numpy as np
-import torch
-
-from ..base.memory_order import contiguous_stride
-from ..comm.rows import flat_bytes
 from ..errors import CheckpointError
 
 
@@ -131,42 +126,3 @@ def local_of(path: str | os.PathLike[str]) -> Path:
     if isinstance(place, Remote):
         raise CheckpointError(f"models are written to a file system, not to {path}: write to a folder and copy that")
     return place
-
-
-class RemoteFiles:
-    """As :class:`..block_io.Files`, one request for each box: from its first byte to its last."""
-
-    def __init__(self, folder: Remote) -> None:
-        self.folder, self.bytes_read = folder, 0
-
-    def __enter__(self) -> RemoteFiles:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def mapped_box(self, *box: Any) -> None:
-        """None: what is elsewhere is copied. See :meth:`..block_io.Files.mapped_box`."""
-
-    def read_box(
-        self,
-        out: torch.Tensor,
-        place: Sequence[int],
-        size: Sequence[int],
-        file: str,
-        at: int,
-        stride: Sequence[int],
-        start: Sequence[int],
-    ) -> None:
-        """See :meth:`..block_io.Files.read_box`."""
-        width = out.element_size()
-        theirs, ours = ([step * width for step in steps] for steps in (stride, contiguous_stride(tuple(out.shape))))
-        first = at + sum(a * b for a, b in zip(start, theirs, strict=True))
-        count = sum((n - 1) * step for n, step in zip(size, theirs, strict=True)) + width
-        data = (self.folder / file).read(first, first + count)
-        self.bytes_read += len(data)
-        if len(data) < count:
-            raise CheckpointError(f"{self.folder / file} is truncated")
-        begin = sum(a * b for a, b in zip(place, ours, strict=True))
-        here = np.ndarray((*size, width), np.uint8, flat_bytes(out).numpy().data, begin, (*ours, 1))
-        here[...] = np.ndarray((*size, width), np.uint8, data, 0, (*theirs, 1))

@@ -26,7 +26,7 @@ from .files import check_name, present, read_regular, replace_file, strict_json,
 from .header import NAME_OF, Place, header_of, read_header
 from .manifest import Entry, Manifest, check_entries
 from .remote import Address, local_of
-from .saving import fingerprint_of, reduced, with_values
+from .saving import fingerprint_of, reduced, row_major, with_values
 from .stateful import expand
 from .transaction import in_two_steps
 from .tree import named_tensors
@@ -227,9 +227,7 @@ def _write(tensors: Mapping[str, Any], files: Iterable[_File], parts: Iterable[P
             with open(part, "r+b") as out:
                 for place in file.places:
                     for held in blocks[place.name]:
-                        piece = (
-                            piece_of(tensors[place.name], held.member).detach().cpu().resolve_conj().resolve_neg().contiguous()
-                        )
+                        piece = row_major(piece_of(tensors[place.name], held.member).detach())
                         write_box(piece, out, file.header + place.first, place.shape, held.offset)
                         sums[place.name] = (sums.get(place.name, 0) + digest(piece, held.offset)) & MASK
                 out.flush()

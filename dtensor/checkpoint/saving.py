@@ -30,7 +30,7 @@ from .manifest import NAME, Block, Entry, Manifest
 from .remote import Address, place_of
 from .stateful import expand
 from .transaction import in_two_steps, same_state
-from .tree import encode, named_tensors, tensors_in
+from .tree import encode, has_tensors, named_tensors
 
 _OURS = re.compile(r"__\d+_\w+\.distcp")
 
@@ -49,11 +49,11 @@ class _Job:
     """A save with nothing left to ask of the tensors.
 
     Attributes:
-        tree: the state's plain tree, with tensors that only say name, shape and dtype.
-        print: of what must be alike on all ranks.
+        encoded, values: the state's plain tree as JSON, and with tensors that only say shape and dtype.
+        writes: this rank's blocks.
+        fingerprint: of what must be alike on all ranks.
     """
 
-    folder: Address
     encoded: Any
     values: Any
     entries: dict[str, Entry]
@@ -139,9 +139,9 @@ def _prepared(state: Any, folder: Address, ranks: Ranks, staging: Staging[Any] |
         for held in blocks
         if held.answers
     }
-    copies = _row_major(pieces) if staging is None else staging.copies(pieces)
+    copies = staging.copies(pieces) if staging is not None else {key: row_major(piece) for key, piece in pieces.items()}
     writes = [_Write(name, offset, copy) for (name, offset), copy in copies.items()]
-    return _Job(folder, encoded, _without_tensors(tree), entries, writes, fingerprint)
+    return _Job(encoded, _without_tensors(tree), entries, writes, fingerprint)
 
 
 def with_values(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -169,8 +169,9 @@ def reduced(tensors: dict[str, torch.Tensor], fingerprint: str, ranks: Ranks, wh
     return tensors | {name: x.redistribute(placements=x._layout.reduced().placements) for name, x in terms.items()}
 
 
-def _row_major(pieces: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-    return {key: piece.cpu().resolve_conj().resolve_neg().contiguous() for key, piece in pieces.items()}
+def row_major(piece: torch.Tensor) -> torch.Tensor:
+    """Its values on the CPU as they are written."""
+    return piece.cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _without_tensors(tree: Any) -> Any:
@@ -184,7 +185,7 @@ def _without_tensors(tree: Any) -> Any:
             return tree
         case list() | tuple():
             items = [_without_tensors(item) for item in tree]
-            return items if isinstance(tree, list) or any(tensors_in(tree)) else tuple(items)
+            return items if isinstance(tree, list) or has_tensors(tree) else tuple(items)
         case set() | frozenset():
             return type(tree)(tree)  # the caller may change it while it is written
     return tree
@@ -210,7 +211,7 @@ def _run(job: _Job | Exception, folder: Address, ranks: Ranks, beside: Beside, c
         job if isinstance(job, Exception) else job.fingerprint,
         write=write,
         begin=lambda token: beside.begin(),
-        commit=lambda shares, token: _commit(_known(job), shares, token, beside),
+        commit=lambda shares, token: _commit(_known(job), folder, shares, token, beside),
         discard=left_over,
         left="the folder holds the checkpoint that it held before, or the new one",
     )
@@ -235,7 +236,7 @@ def _written(job: _Job, file: Address) -> list[tuple[str, Block, Stream]]:
     return share
 
 
-def _commit(job: _Job, shares: list[list[tuple[str, Block, Stream]]], token: str, beside: Beside) -> None:
+def _commit(job: _Job, folder: Address, shares: list[list[tuple[str, Block, Stream]]], token: str, beside: Beside) -> None:
     """Make what was written the checkpoint."""
     from . import dcp_metadata as metadata  # imports torch.distributed.checkpoint, which takes a second
 
@@ -244,18 +245,18 @@ def _commit(job: _Job, shares: list[list[tuple[str, Block, Stream]]], token: str
     for name, block, _ in everything:
         blocks[name].append(block)
     entries = {name: Entry(entry.shape, entry.dtype, tuple(blocks[name])) for name, entry in job.entries.items()}
-    values = job.folder / f"__0_{token}v.distcp"
+    values = folder / f"__0_{token}v.distcp"
     metadata_file = metadata.encode(
         job.values, entries, {(name, block.offset): stream for name, block, stream in everything}, values
     )
-    older = job.folder / ".metadata"
+    older = folder / ".metadata"
     prints = (sha256(metadata_file), *((sha256(read_regular(older)),) if present(older) else ()))
-    files = {name: size_of(job.folder / name) for name in {values.name, *(block.file for _, block, _ in everything)}}
-    sync_folder(job.folder)
-    Manifest(entries, job.encoded, files, prints, notes=beside.notes).write(job.folder)
+    files = {name: size_of(folder / name) for name in {values.name, *(block.file for _, block, _ in everything)}}
+    sync_folder(folder)
+    Manifest(entries, job.encoded, files, prints, notes=beside.notes).write(folder)
     try:
         replace_file(older, metadata_file)
-        for path in job.folder.iterdir():
+        for path in folder.iterdir():
             if _OURS.fullmatch(path.name) and token not in path.name:
                 path.unlink()
         beside.done()

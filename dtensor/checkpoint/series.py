@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from .background import PendingSave, Staging, finish_pending
 from .coordinator import Ranks
 from .files import present
-from .loading import Loaded, find_manifest, load
+from .loading import find_manifest, load
 from .manifest import NAME, read_manifest
 from .remote import Address, Remote, place_of
 from .saving import Beside, start
@@ -218,12 +218,9 @@ class Manager:
             warnings.warn(f"passed over: {words}", stacklevel=2)
         if chosen is None:
             return 0
-        self._load(chosen, state, options)
+        load(state, str(self._folder(chosen)), process_group=self._group, **options)
         self._left_behind = {found for found in known if found > chosen}
         return chosen
-
-    def _load(self, step: int, state: Any, options: dict[str, Any]) -> Loaded:
-        return load(state, str(self._folder(step)), process_group=self._group, **options)
 
     def _last_complete(self, asked: int | None) -> tuple[int | None, list[str], list[int]]:
         """On the first rank: the step, what is wrong with later ones, and all steps."""

@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from ..tensor.dtensor import DTensor
 from .manifest import Entry
 from .targets import Target
-from .tree import Path, name_of
+from .tree import Path, leaves, mapped, name_of
 
 Install = Callable[[Any], None]
 Optimizer = torch.optim.Optimizer
@@ -44,7 +44,7 @@ def expand(state: Any, stored: Mapping[str, Entry] | None = None) -> Expanded:
             so it asks for what is stored for its parameters, laid out like them.
     """
     installs: dict[Path, Install] = {}
-    names = dict(_parameter_names(state, ()))
+    names = _parameter_names(state)
 
     def visit(value: Any, path: Path) -> Any:
         match value:
@@ -56,19 +56,12 @@ def expand(state: Any, stored: Mapping[str, Entry] | None = None) -> Expanded:
                 return _optimizer_tree(value, names, path, stored)
             case torch.Tensor():
                 return value
-            case Mapping():
-                return {key: visit(item, (*path, key)) for key, item in value.items()}
-            case torch.Size():
-                return value
-            case list() | tuple():
-                items = [visit(item, (*path, i)) for i, item in enumerate(value)]
-                return items if isinstance(value, list) else tuple(items)
         if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             installs[path] = value.load_state_dict
             return value.state_dict()
         return value
 
-    return Expanded(visit(state, ()), installs)
+    return Expanded(mapped(visit, state), installs)
 
 
 # --- modules ---------------------------------------------------------------------------------------------------------------
@@ -111,20 +104,13 @@ def _into_module(module: nn.Module) -> Install:
 
 
 # --- optimizers ------------------------------------------------------------------------------------------------------------
-def _parameter_names(value: Any, path: Path) -> list[tuple[int, str]]:
+def _parameter_names(state: Any) -> dict[int, str]:
     """id -> name of every parameter of every module in a state; of several names the first, so that ties do not matter."""
-    match value:
-        case nn.Module():
-            found = [(id(p), name_of((*path, name))) for name, p in value.named_parameters(remove_duplicate=False)]
-        case torch.Tensor():
-            found = []
-        case Mapping():
-            found = [pair for key, item in value.items() for pair in _parameter_names(item, (*path, key))]
-        case list() | tuple():
-            found = [pair for i, item in enumerate(value) for pair in _parameter_names(item, (*path, i))]
-        case _:
-            found = []
-    return found[::-1] if not path else found  # a dict keeps the last of several
+    found: dict[int, str] = {}
+    for path, module in leaves(state):
+        for name, p in module.named_parameters(remove_duplicate=False) if isinstance(module, nn.Module) else ():
+            found.setdefault(id(p), name_of((*path, name)))
+    return found
 
 
 def _keys(optimizer: Optimizer, names: Mapping[int, str]) -> list[Any]:

@@ -13,10 +13,11 @@ from ..layout.layout import Layout
 from ..redistribute import redistribute_local
 from ..tensor.blocks import members_here
 from ..tensor.dtensor import DTensor, wrap
+from .tree import Stored
 
 
 @dataclass(eq=False, slots=True)
-class Target:
+class Target(Stored):
     """A tensor to be filled.
 
     Attributes:

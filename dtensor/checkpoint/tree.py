@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..errors import CheckpointError
 
 Path = tuple[Any, ...]
+
+
+class Stored:
+    """Where a tensor of this name stands in a tree."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
 def name_of(path: Path) -> str:
@@ -19,20 +27,41 @@ def name_of(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def tensors_in(tree: Any, path: Path = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor and its name, in order.
+def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Whatever is no dict, list or tuple, and where it stands, in order; a size is one, and a module.
 
-    >>> [name for name, _ in tensors_in({"a": torch.ones(1), "b": [1, (torch.ones(2),)]})]
-    ['a', 'b.1.0']
+    >>> [name_of(path) for path, _ in leaves({"a": 1, "b": [2, (3,)]})]
+    ['a', 'b.0', 'b.1.0']
     """
-    if isinstance(tree, torch.Tensor):
-        yield name_of(path), tree
-    elif isinstance(tree, Mapping):
-        for key, item in tree.items():
-            yield from tensors_in(item, (*path, key))
-    elif isinstance(tree, (list, tuple)):
-        for index, item in enumerate(tree):
-            yield from tensors_in(item, (*path, index))
+    match tree:
+        case torch.Size() | nn.Module():
+            yield path, tree
+        case Mapping():
+            for key, item in tree.items():
+                yield from leaves(item, (*path, key))
+        case list() | tuple():
+            for index, item in enumerate(tree):
+                yield from leaves(item, (*path, index))
+        case _:
+            yield path, tree
+
+
+def mapped(fn: Callable[[Any, Path], Any], tree: Any, path: Path = ()) -> Any:
+    """The same dicts, lists and tuples of ``fn(leaf, path)``."""
+    match tree:
+        case torch.Size() | nn.Module():
+            return fn(tree, path)
+        case Mapping():
+            return {key: mapped(fn, item, (*path, key)) for key, item in tree.items()}
+        case list() | tuple():
+            items = [mapped(fn, item, (*path, index)) for index, item in enumerate(tree)]
+            return items if isinstance(tree, list) else tuple(items)
+    return fn(tree, path)
+
+
+def has_tensors(tree: Any) -> bool:
+    """Whether there is a tensor in it, or the place of one."""
+    return any(isinstance(leaf, (torch.Tensor, Stored)) for _, leaf in leaves(tree))
 
 
 def named_tensors(tree: Any) -> dict[str, torch.Tensor]:
@@ -42,10 +71,11 @@ def named_tensors(tree: Any) -> dict[str, torch.Tensor]:
         CheckpointError: two leaves have the same name, such as ``{"a": {"b": x}, "a.b": y}``.
     """
     found: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors_in(tree):
-        if name in found:
-            raise CheckpointError(f"two tensors would be named {name!r}; rename one of their keys")
-        found[name] = tensor
+    for path, tensor in leaves(tree):
+        if isinstance(tensor, torch.Tensor):
+            if (name := name_of(path)) in found:
+                raise CheckpointError(f"two tensors would be named {name!r}; rename one of their keys")
+            found[name] = tensor
     return found
 
 
@@ -61,8 +91,8 @@ def encode(tree: Any, path: Path = ()) -> Any:
         CheckpointError: a leaf that is neither a tensor nor plain data.
     """
     match tree:
-        case torch.Tensor():
-            return {_TAG: "tensor", "v": name_of(path)}
+        case torch.Tensor() | Stored():
+            return {_TAG: "tensor", "v": tree.name if isinstance(tree, Stored) else name_of(path)}
         case torch.Size() | tuple():
             kind = "size" if isinstance(tree, torch.Size) else "tuple"
             return {_TAG: kind, "v": [encode(item, (*path, i)) for i, item in enumerate(tree)]}

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..debug.visualize import table as columns
 from ..errors import PlanError
 from .cluster import CLUSTERS
 from .composed import Estimate, best
@@ -54,11 +55,7 @@ def table(found: Sequence[Estimate]) -> str:
     for one in found:
         sizes = [f"{count / 1e9:.2f}" for count in (*one.memory.values(), *one.nbytes.values())]
         rows.append([str(one.degrees), one.again, f"{one.step_seconds:.3f}", f"{100 * one.mfu:.1f}", *sizes])
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(w) if k else cell.ljust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    )
+    return columns(rows, str.rjust)
 
 
 def plot(found: Sequence[Estimate], path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..base.callers import NOWHERE
 from ..base.nested import tensors
 from ..comm.events import Event, listening
-from ..cost.link import device_of, link_of
+from ..cost.link import collective_seconds, device_of
 from ..debug.holdings import Holdings
 from ..debug.operators import LocalCall, Operators
 from ..mesh.device_mesh import DeviceMesh
@@ -32,7 +32,6 @@ from .transformer import Transformer
 _SPREAD, _OTHERS = ("dp", "ep", "cp"), ("dp", "cp")  # over which parameters are spread, and those of experts
 _HALF = torch.bfloat16
 _MASTER = MixedPrecisionPolicy(param_dtype=_HALF, reduce_dtype=torch.float32)
-_RATES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 Sums = defaultdict[str, float]
@@ -180,10 +179,9 @@ class _Seen:
         mesh = event.mesh
         assert mesh is not None
         dim = "dp" if event.over in ("spread", "others") else DIMS[min(mesh.group_id(event.mesh_dims))]  # what reaches furthest
-        rate = getattr(link_of(mesh, event.mesh_dims), event.kind if event.kind in _RATES else "exchange")
         self._barriers.append(time.perf_counter_ns())
         self._work.nbytes[dim] += event.bytes
-        self._work.seconds[dim] += rate.seconds(event.group_size, event.bytes)
+        self._work.seconds[dim] += collective_seconds(mesh, event.mesh_dims, event.kind, event.bytes)
 
     def done(self) -> Work:
         """What was done since this was asked before."""

@@ -65,8 +65,7 @@ class ProcessGroups(Communicator):
         mesh = spanning(self.mesh, target)
         handle = dist.group.WORLD
         if mesh is not None and len(ranks) < dist.get_world_size():
-            root = mesh._root
-            whole = mesh._derive(tuple((dim,) for dim in range(len(root.shape))), root.names)
+            whole = mesh._get_root_mesh()
             handle = group_of(whole, range(whole.ndim)).handle
         order, backend = order_in(handle, ranks), backend_of(handle, target.device_type)
         group = Group(handle, tuple(range(len(ranks))), ranks.index(rank), order, backend)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..base.caches import remembered
+from ..base.caches import Bounded, remembered
 from ..base.generators import state_now
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.groups import BEFORE, Group
@@ -51,12 +51,13 @@ def watched(
     chain = chain_among(ranks, group.handle, group.backend)
     if chain is None:
         return run
-    known: dict[Any, Deed] = {}
+    known: Bounded[Any, Deed] = Bounded(_KEPT)
     kind = fingerprint(f"{said.split()[0]} {over}")  # on all of the mesh alike, as lengths and shapes of blocks are not
     if list(chain.ranks) != ranks:
         over = f"{over} of ranks {', '.join(map(str, ranks))}"
     trail = None if mesh is None or len(together := holders(mesh)) <= len(ranks) else trail_of(together)
-    lengths = "" if own is None else told_lengths(*([side[ranks.index(rank)] for rank in chain.ranks] for side in own))
+    at = {rank: position for position, rank in enumerate(ranks)}
+    lengths = "" if own is None else told_lengths(*([side[at[rank]] for rank in chain.ranks] for side in own))
 
     def issue(x: torch.Tensor) -> Pending[torch.Tensor]:
         if (level := Level.now) == "off":
@@ -64,9 +65,7 @@ def watched(
         key = (x.dtype, x.shape) if shaped else x.dtype
         deed = known.get(key)
         if deed is None:
-            if len(known) >= _KEPT:
-                known.clear()
-            deed = known[key] = Deed.of(f"{said} {_operand(x, shaped)}", over, lengths)
+            deed = known.keep(key, Deed.of(f"{said} {_operand(x, shaped)}", over, lengths))
         admitted(chain, group, ranks, level, deed)
         if trail is not None and threading.get_ident() == _MAIN:
             trail.hash = hash((trail.hash, kind))

@@ -7,8 +7,6 @@ within one host may have a faster link than one that reaches over several.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import torch
 
@@ -18,8 +16,6 @@ from ..mesh.groups import backend_of, settled_by_first
 from ..mesh.positions import groups
 from .device import DEVICES, STANDS_FOR, Device, named
 from .profile import Link, profile_of
-
-Collective = Literal["exchange", "all_gather", "reduce_scatter", "all_reduce"]
 
 # One process plans like the process group that the same program would run on; a dry run stands for a cluster of GPUs.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "meta": "nccl"}
@@ -57,11 +53,9 @@ def device_of(mesh: DeviceMesh) -> Device:
     return DEVICES[name]
 
 
-def collective_seconds(mesh: DeviceMesh, mesh_dims: tuple[int, ...], kind: Collective, nbytes: int) -> float:
+def collective_seconds(mesh: DeviceMesh, mesh_dims: tuple[int, ...], kind: str, nbytes: int) -> float:
     """Time of a collective over ``mesh_dims`` of which the busiest rank moves ``nbytes`` one way."""
-    rate = getattr(link_of(mesh, mesh_dims), kind)
-    seconds: float = rate.seconds(mesh.size_of(mesh_dims), nbytes)
-    return seconds
+    return link_of(mesh, mesh_dims).rate(kind).seconds(mesh.size_of(mesh_dims), nbytes)
 
 
 def local_seconds(mesh: DeviceMesh, nbytes: int) -> float:

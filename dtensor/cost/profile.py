@@ -53,6 +53,11 @@ class Link:
         once, twice = Rate(latency, per_peer, bandwidth), Rate(latency, 2 * per_peer, bandwidth)
         return cls(once, once, once, twice, memory)
 
+    def rate(self, kind: str) -> Rate:
+        """Of a kind of collective; of those that were not measured an exchange's."""
+        found: Rate = getattr(self, kind if kind in COLLECTIVES else "exchange")
+        return found
+
 
 # Orders of magnitude, which is what a choice between one collective and two, or between an all-reduce and a reduce-scatter,
 # depends on.

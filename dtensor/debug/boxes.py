@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial
+from ..tensor.dtensor import DTensor
 from ..tensor.printing import spans_of
 
 MOST = 256  # boxes in a picture
@@ -67,7 +68,25 @@ class Boxes:
     remark: str = ""
 
 
-def boxes_of(layout: Layout) -> Boxes:
+def boxes_of(x: object) -> Boxes | None:
+    """The boxes of a tensor, a layout or a mesh; None of anything else."""
+    match x:
+        case DTensor():
+            return _boxes_of_layout(x.layout)
+        case Layout():
+            return _boxes_of_layout(x)
+        case DeviceMesh():
+            return _boxes_of_mesh(x)
+    return None
+
+
+def scaled(intervals: Sequence[Interval], most: float, least: Sequence[float]) -> list[float]:
+    """Lengths in proportion to sizes as far as each has room for its text."""
+    total = sum(interval.size for interval in intervals)
+    return [max(room, most * interval.size / total) for interval, room in zip(intervals, least, strict=True)]
+
+
+def _boxes_of_layout(layout: Layout) -> Boxes:
     """The blocks of a tensor and the ranks that hold them; empty blocks, and who holds nothing else, are left out."""
     dims = tuple(_intervals(layout, d) for d in range(layout.ndim))
     count = math.prod(map(len, dims))
@@ -93,7 +112,7 @@ def boxes_of(layout: Layout) -> Boxes:
     return Boxes(repr(layout), tuple(_panels(named, cells)), bool(terms), remark)
 
 
-def boxes_of_mesh(mesh: DeviceMesh) -> Boxes:
+def _boxes_of_mesh(mesh: DeviceMesh) -> Boxes:
     """The ranks of a mesh by coordinate; of a part of a mesh those of all its copies."""
     names = mesh.named(range(mesh.ndim))
     title = f"mesh of {mesh.device_type}: " + ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..base.callers import Place
 from ..base.scoped import entering
 from ..errors import ArgumentError, BudgetError
-from .explain import by_line
+from .explain import by_line, in_words
 from .memory import lines_at_peak
 from .seen import Record
 
@@ -88,15 +87,11 @@ def excess(record: Record, allowed: Limits) -> str:
     ]
     lines: list[str] = []
     if over & {"bytes", "collectives"}:
-        said.append(f"{found.collectives} collective{'' if found.collectives == 1 else 's'} in all")
+        said.append(f"{in_words(found.collectives)} in all")
         lines += map(str, sorted(by_line(record.movements), key=lambda line: -line.bytes))
     if "flops" in over:
-        lines += [f"{_line(line.place)}: {line.flops:,} FLOPs" for line in by_line((), record.operations) if line.flops]
+        lines += [f"{line.place.line}: {line.flops:,} FLOPs" for line in by_line((), record.operations) if line.flops]
     if "memory" in over:
         most = max(record.holdings.everyone(), key=lambda rank: record.holdings.peak(rank)[0])
-        lines += [f"{_line(place)}: {size:,} B held at the peak" for place, size in lines_at_peak(record.holdings, most)]
+        lines += [f"{place.line}: {size:,} B held at the peak" for place, size in lines_at_peak(record.holdings, most)]
     return "\n".join(["; ".join(said), *lines])
-
-
-def _line(place: Place) -> str:
-    return f"{place}  {place.source}" if place.source else str(place)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,11 @@ class CommDebugMode:
         block = events.LISTENING.enter(self._record)
         self._blocks.append(block)
         self._modules.follow(lambda: events.LISTENING.sees(block))
-        functional.listen()
+        functional.REPORTED.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        functional.leave()
+        functional.REPORTED.__exit__()
         events.LISTENING.leave_one(self._blocks)
         self._modules.stop()
 
@@ -118,18 +118,11 @@ class CommDebugMode:
 
     def get_comm_counts(self) -> dict[Any, int]:
         """Number of collectives of each kind; 0 for a kind that did not run."""
-        counts = Counts(int)
-        for event in self._collectives:
-            counts[event.kind] += 1
-        return counts
+        return Counts(int, Counter(event.kind for event in self._collectives))
 
     def get_direct_counts(self) -> dict[Any, int]:
         """Those of :meth:`get_comm_counts` that are the program's own calls of ``torch.distributed``."""
-        counts = Counts(int)
-        for event in self.events:
-            if event.direct:
-                counts[event.kind] += 1
-        return counts
+        return Counts(int, Counter(event.kind for event in self.events if event.direct))
 
     def get_comm_bytes(self) -> dict[Any, int]:
         """Bytes received by one rank (the largest over ranks, for each collective) of each kind."""

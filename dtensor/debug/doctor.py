@@ -28,7 +28,7 @@ def report() -> Iterator[str]:
     yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"dtensor {sys.modules['dtensor'].__version__}, torch {torch.__version__} (profiles of format {FORMAT})"
     yield "beside: " + ", ".join(f"{name} {_version(name)}" for name in _OPTIONAL)
-    backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_available() and _has(name)]
+    backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if _has(name)]
     yield f"process groups: {', '.join(backends) or 'none'}"
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     yield f"accelerators: {', '.join(torch.cuda.get_device_name(i) for i in range(devices)) or 'none'}"

@@ -36,10 +36,9 @@ class Line:
         return sum(operation.flops for operation in self.operations)
 
     def __str__(self) -> str:
-        source = f"  {self.place.source}" if self.place.source else ""
-        moved = [f"{_collectives(len(self.movements))}, {self.bytes:,} B"] if self.movements else []
+        moved = [f"{in_words(len(self.movements))}, {self.bytes:,} B"] if self.movements else []
         computed = [f"{self.flops:,} FLOPs"] if self.flops else []
-        head = f"{self.place}{source}: {', '.join([*moved, *computed])}"
+        head = f"{self.place.line}: {', '.join([*moved, *computed])}"
         return "\n".join([head, *(f"  {text}" for text in _alike(self.movements))])
 
 
@@ -119,7 +118,7 @@ class Explanation:
         implicit = sum(movement.implicit for movement in self.movements)
         told = f" ({implicit} of them because operators needed them)" if implicit else ""
         asked = f", {self.exchanges} exchanges of small values" if self.exchanges else ""
-        head = f"{_collectives(len(self.movements))}{told}, {self.bytes:,} B received per rank, about {seconds_of(self.seconds)}"
+        head = f"{in_words(len(self.movements))}{told}, {self.bytes:,} B received per rank, about {seconds_of(self.seconds)}"
         held = "" if self.memory is None else f"; {self.flops:,} FLOPs, {self.memory.peak:,} B held at most"
         rows = [(one.name, f"{one.collectives}", f"{one.bytes:,}", f"{one.flops:,}") for one in self.modules]
         modules = [table([("module", "collectives", "bytes", "FLOPs"), *rows])] if rows else []
@@ -174,7 +173,7 @@ def _prefixes(module: str) -> tuple[str, ...]:
     return tuple(".".join(parts[:k]) for k in range(1, len(parts) + 1))
 
 
-def _collectives(count: int) -> str:
+def in_words(count: int | None) -> str:
     return f"{count} collective{'' if count == 1 else 's'}"
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
 from ..base.nested import tensors
+from ..base.told import Together
 from ..base.torch_internals import DispatchKey, keys_after, resolve_process_group
 from ..comm import events
 from ..comm.events import Event
@@ -66,8 +68,6 @@ _SPACES = {
 }
 _KEY = "BackendSelect"  # before all devices, in every mode
 _BELOW = keys_after(DispatchKey.BackendSelect)
-_LOCK = threading.Lock()
-_ENTERED = 0
 _LIBRARIES: list[torch.library.Library] = []
 
 
@@ -129,32 +129,25 @@ def _reporting(operator: Any, kind: Kind) -> Callable[..., Any]:
     return run
 
 
-def listen() -> None:
-    """Report such calls from now on; calls nest."""
-    global _ENTERED
-    with _LOCK:
-        _ENTERED += 1
-        if _LIBRARIES or not dist.is_available():
-            return
-        for space, kinds in _SPACES.items():
-            library = torch.library.Library(space, "IMPL")
-            _LIBRARIES.append(library)
-            for name, kind in kinds.items():
-                operator = getattr(getattr(torch.ops, space), name, None)
-                if operator is not None:
-                    library.impl(name, _reporting(operator.default, kind), _KEY, with_keyset=True)
-
-
-def leave() -> None:
-    """The end of a :func:`listen`.
+@contextmanager
+def _kernels() -> Iterator[None]:
+    """Inside, such calls are reported.
 
     Another thread may be on its way into a kernel, which then must not be taken away: with threads running it stays, and says
     nothing, until a mode is left without any.
     """
-    global _ENTERED
-    with _LOCK:
-        _ENTERED -= 1
-        if not _ENTERED and threading.active_count() == 1:
-            for library in _LIBRARIES:
-                library._destroy()
-            _LIBRARIES.clear()
+    for space, kinds in () if _LIBRARIES else _SPACES.items():
+        library = torch.library.Library(space, "IMPL")
+        _LIBRARIES.append(library)
+        for name, kind in kinds.items():
+            operator = getattr(getattr(torch.ops, space), name, None)
+            if operator is not None:
+                library.impl(name, _reporting(operator.default, kind), _KEY, with_keyset=True)
+    yield
+    if threading.active_count() == 1:
+        for library in _LIBRARIES:
+            library._destroy()
+        _LIBRARIES.clear()
+
+
+REPORTED = Together(_kernels)

@@ -89,15 +89,11 @@ class Holdings:
 
         A leaf that gets a gradient is a parameter; in backward passes what autograd has saved looks like one.
         """
-        found: int | None = None
-        for rank, piece in pieces(x):
-            store = self._store(piece, rank, rank is not None, None)
-            if store is not None and len(store.ranks) == 1:
-                (found,) = store.ranks
+        whose = [rank for store in self._shown(x) if len(store.ranks) == 1 for rank in store.ranks]
         if graph_task() == -1 and type(x) is not PerRank and not x._is_view() and x.requires_grad and x.is_leaf:
             self.name([x], PARAMETERS)
             self._leaves.setdefault(id(x), weakref.ref(x))
-        return found
+        return whose[-1] if whose else None
 
     def touched(self, values: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
         """Numbers of the stores that tensors show, with the bytes that they show of them."""
@@ -107,17 +103,18 @@ class Holdings:
     def name(self, values: Iterable[Tensor], kind: str) -> None:
         """These are of that kind, from their beginning on."""
         for x in values:
-            for rank, piece in pieces(x):
-                store = self._store(piece, rank, rank is not None, None)
-                if store is not None:
-                    store.kind = kind
+            for store in self._shown(x):
+                store.kind = kind
 
     def claimed(self, result: Any) -> None:
         """What a collective gave: the ranks' own."""
-        for rank, piece in pieces(result):
-            store = self._store(piece, rank, rank is not None, None)
-            if store is not None:
-                store.counts = True
+        for store in self._shown(result):
+            store.counts = True
+
+    def _shown(self, x: Any) -> list[Store]:
+        """The memory of a tensor that was there before."""
+        found = (self._store(piece, rank, rank is not None, None) for rank, piece in pieces(x))
+        return [store for store in found if store is not None]
 
     def accumulated(self) -> None:
         """The gradients that leaves have by now."""
@@ -185,7 +182,7 @@ class Holdings:
     # --- what was held -------------------------------------------------------------------------------------------------
     def everyone(self) -> tuple[int, ...]:
         """The ranks whose memory this process sees: all of them, or its own."""
-        return tuple(sorted(self.ranks)) or (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,)
+        return tuple(sorted(self.ranks)) or (dist.get_rank() if dist.is_initialized() else 0,)
 
     def over_time(self, rank: int) -> Iterator[tuple[int, Counter[str]]]:
         """Before and after each entry of the log: how many were read, and the bytes by kind (always the same counter)."""
@@ -223,7 +220,7 @@ class Holdings:
 
 def told_by_all(holdings: Holdings, value: Any) -> list[Any]:
     """What each process says, by rank; all ask. Of one process its own. It is no collective of the program's."""
-    alone = holdings.ranks or not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake"
+    alone = holdings.ranks or not dist.is_initialized() or dist.get_backend() == "fake"
     if alone:
         return [value]
     told: list[Any] = [None] * dist.get_world_size()

@@ -11,12 +11,10 @@ from typing import Any
 
 from ..base.callers import NOWHERE, Place
 from ..errors import ArgumentError
-from ..layout.layout import Layout
-from ..mesh.device_mesh import DeviceMesh
 from ..plan import PlannedCall, ProgramPlan, Sharding
 from ..plan.program_plan import spelled
 from ..tensor.dtensor import DTensor
-from .boxes import boxes_of, boxes_of_mesh
+from .boxes import boxes_of
 from .explain import Explanation
 from .svg import svg_of
 
@@ -61,14 +59,10 @@ def html_of(x: Any) -> str:
     Raises:
         ArgumentError: it is none of these.
     """
+    if (boxes := boxes_of(x)) is not None:
+        values = f"<details><summary>values</summary><pre>{escape(repr(x))}</pre></details>"
+        return f'<div class="dtensor">{svg_of(boxes)}{values}</div>' if isinstance(x, DTensor) else svg_of(boxes)
     match x:
-        case DTensor():
-            values = f"<details><summary>values</summary><pre>{escape(repr(x))}</pre></details>"
-            return f'<div class="dtensor">{svg_of(boxes_of(x.layout))}{values}</div>'
-        case Layout():
-            return svg_of(boxes_of(x))
-        case DeviceMesh():
-            return svg_of(boxes_of_mesh(x))
         case ProgramPlan():
             return _element(str(x).partition("\n")[0], _listing(_planned(x.calls)))
         case Sharding():

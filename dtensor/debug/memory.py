@@ -70,7 +70,7 @@ class Memory:
         rank = next(rank for rank, most in self.peaks.items() if most == self.peak)
         others = f", {min(self.peaks.values()):,} B on the one that needs least" if len(set(self.peaks.values())) > 1 else ""
         rows = [("kind", "bytes at the peak"), *((kind, f"{size:,}") for kind, size in self.kinds.items())]
-        held = [f"  {size:,} B since {place}  {place.source}".rstrip() for place, size in self.lines[:_LINES]]
+        held = [f"  {size:,} B since {place.line}" for place, size in self.lines[:_LINES]]
         return "\n".join([f"peak {self.peak:,} B on rank {rank} of {len(self.peaks)}{others}", table(rows), *held])
 
     __repr__ = __str__

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,16 +20,17 @@ import torch
 from ..base.nested import replace as replaced
 from ..base.torch_internals import all_schemas, has_kernel
 from ..placement import Partial, Replicate
+from ..plan.graph import Asked
 from ..rules import rules
 from ..rules.call import Call
 from ..rules.registry import lookup
 from ..rules.rule import Along, Dims, Factors, Row, Rule, Spec, candidates
-from ..testing.forcing import Seen, asked_for
+from ..rules.served import besides, served_by
+from ..testing.forcing import asked_for
 from ..testing.placements import mesh_of
 from ..testing.samples import Sample, samples_of
 from ..testing.scatter import scatter
 from ..testing.variants import exists, operator_named
-from .served_page import table_of_served
 
 HEAD = """# Operators
 
@@ -43,6 +44,20 @@ and `[]` must be whole; `1` is a dim of size one; `(a b)` is one dim of two fact
 result. *Kernels*: letters that cost collectives of the operator's own. *Partial operands* that pass: `operands→results`, `R` is
 whole, `finite` and `nonzero` are whole operands known to be so (integers, numbers). Overloads, in-place, `out=` and `_foreach_`
 forms go with their operator.
+"""
+
+_SERVED = {
+    "notation": "by notation: the pattern gives the factors, the operator runs on locals",
+    "combinators": "by notation and combinators of the language (folds, scans, draws, owned reads and writes)",
+    "answers": "by an answer from layouts",
+    "decompositions": "by a function of tensors, made of other operators",
+    "functions": "with a Python function of their own for factors or a kernel",
+}
+_METHOD = """
+
+{count} are served by the language alone. This is derived from each rule (`dtensor/rules/served.py`): a function that a family's
+file hands to its words counts as its own, but for the parts of folds and scans, which are mathematics on plain tensors. Beside
+factors and kernels functions of families say of these: {told}.
 """
 
 
@@ -73,7 +88,7 @@ def page(measured: Mapping[str, Any] | None = None) -> str:
         parts.append(_share(measured))
     decomposed, gathered = unruled()
     parts.append(f"## Rules\n\n{sum(map(len, shared.values()))} operator names have a rule.\n")
-    parts.append(table_of_served())
+    parts.append(_served())
     parts.append(_table(shared))
     parts.append(f"## Decompositions\n\n{len(decomposed)} further operators are torch's own compositions of operators above.\n")
     parts.append(_words(decomposed))
@@ -98,6 +113,18 @@ def _table(shared: Mapping[Entry, Sequence[str]]) -> str:
     for entry, names in ordered:
         lines.append("| " + " | ".join((" ".join(f"`{name}`" for name in names), *entry.cells)) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _served() -> str:
+    """How many names are served in which way: ``rules.served.served_by`` of each rule."""
+    found = {name: rule for name, rule in rules().items() if name.startswith("aten::")}
+    counts = Counter(map(served_by, found.values()))
+    language = [rule for rule in found.values() if served_by(rule) in ("notation", "combinators")]
+    others = Counter(name for rule in language for name in besides(rule))
+    lines = ["| names | served |", "|---|---|", *(f"| {counts[how]} | {text} |" for how, text in _SERVED.items())]
+    return "\n".join(lines) + _METHOD.format(
+        count=len(language), told=", ".join(f"{n} {count}" for n, count in others.most_common())
+    )
 
 
 def _words(names: Iterable[str]) -> str:
@@ -156,7 +183,7 @@ def entry_of(name: str, rule: Rule) -> Entry:
     return described(rule, best.factors, best.call)
 
 
-def _asked(name: str, sample: Sample) -> Seen | None:
+def _asked(name: str, sample: Sample) -> Asked | None:
     """What the rule is asked for a sample on replicated operands; None where the call cannot be made."""
     packet = name.replace("::", ".")
     args, kwargs = replaced(lambda x: scatter(x, mesh_of((2,)), [Replicate()]), (sample.args, sample.kwargs))

@@ -7,7 +7,8 @@ Planning, which runs operators without data, is not seen.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +76,6 @@ class Operation:
         operator: ``"aten::mm"``.
         operands, results: dtype, global shape and placements; of plain tensors dtype and shape.
         place, phase, module: as of a :class:`.seen.Movement`.
-        logged: how many entries the log of what is held had when it ended.
     """
 
     operator: str
@@ -86,7 +86,6 @@ class Operation:
     mesh: DeviceMesh | None
     results: tuple[str, ...] = ()
     calls: list[LocalCall] = field(default_factory=list)
-    logged: int = 0
 
     def by_rank(self) -> dict[int | None, list[LocalCall]]:
         found: dict[int | None, list[LocalCall]] = {}
@@ -161,12 +160,8 @@ class Operators(TorchDispatchMode):
         given = tensors((args, kwargs))
         for x in given:
             self.holdings.given(x)
-        operation = self._begun(func, given)
-        try:
-            with self:
-                made = kind.__torch_dispatch__(func, types, args, kwargs)
-        finally:
-            self._running.remove(operation)
+        with self._begun(func, given) as operation, self:
+            made = kind.__torch_dispatch__(func, types, args, kwargs)
         values = tensors(made)
         self.holdings.made(values, None, self._birth())
         return self._ended(operation, values, made)
@@ -178,15 +173,10 @@ class Operators(TorchDispatchMode):
         rank = self._rank_of(given)
         operation = self._running[-1] if self._running else None
         own = operation is None and not self.collectives
-        if own:
-            operation = self._begun(func, given)
-        try:
+        with self._begun(func, given) if own else nullcontext(operation) as operation:
             start = time.perf_counter_ns()
             made = func(*args, **kwargs)
             end = time.perf_counter_ns()
-        finally:
-            if own and operation is not None:
-                self._running.remove(operation)
         values = tensors(made)
         self.holdings.resized()
         self.holdings.made(values, rank, self._birth(operation))
@@ -200,15 +190,20 @@ class Operators(TorchDispatchMode):
             operation.calls.append(LocalCall(rank, func.name(), start, end, flops, nbytes, dtype, pace, reads, writes))
         return self._ended(operation, values, made) if own and operation is not None else made
 
-    def _begun(self, func: Any, given: Sequence[Tensor]) -> Operation:
+    @contextmanager
+    def _begun(self, func: Any, given: Sequence[Tensor]) -> Iterator[Operation]:
+        """An operation, while it runs."""
         self._sweep()
         mesh = next((x._layout.mesh for x in given if isinstance(x, DTensor)), None)
         operation = Operation(func._schema.name, tuple(map(described, given)), *self.asked(), mesh)
         self._running.append(operation)
-        return operation
+        try:
+            yield operation
+        finally:
+            self._running.remove(operation)
 
     def _ended(self, operation: Operation, values: Sequence[Tensor], made: Any) -> Any:
-        operation.results, operation.logged = tuple(map(described, values)), len(self.holdings.log)
+        operation.results = tuple(map(described, values))
         if operation.calls and not self._running:
             self.operations.append(operation)
         elif self._running:

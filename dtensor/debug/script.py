@@ -77,7 +77,7 @@ def first() -> bool:
 @contextmanager
 def _together() -> Iterator[None]:
     """The processes that torchrun started have a group, also where the script has ended its own."""
-    ended = dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    ended = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if ended:
         store, rank, size = next(rendezvous("env://"))  # which remembers where the processes of the first group were
         dist.init_process_group("gloo", store=PrefixStore("dtensor", store), rank=rank, world_size=size)

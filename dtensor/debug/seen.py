@@ -9,10 +9,10 @@ its look for NaN).
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..base.callers import NOWHERE, Place, is_library, place_of, users_place
 from ..base.nested import tensors
+from ..base.told import Together
 from ..base.torch_internals import (
     OpOverload,
     autograd_node,
@@ -33,14 +34,13 @@ from ..base.torch_internals import (
 )
 from ..comm import Pending, events
 from ..comm.events import Around, Event
-from ..cost.link import link_of
+from ..cost.link import collective_seconds
 from ..dispatch.report import Cause
 from ..redistribute.step import Step
 from .comm_mode import EXCHANGE, CommDebugMode
 from .holdings import STATE, Holdings
 from .operators import Operation, Operators
 
-_RATES = {"all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"}
 _ENGINE = "_engine_run_backward"  # of torch.autograd.graph: below it runs a backward pass
 
 
@@ -57,7 +57,6 @@ class Movement:
         steps: the steps of redistributions that it does (several, where they go together); none of a kernel's own collectives.
         cause: the operator call, where no redistribution was asked for.
         spans: when this process was issuing it and ending it, in nanoseconds of ``time.perf_counter_ns``.
-        logged: how many entries the log of what is held had when it began.
     """
 
     event: Event
@@ -68,7 +67,6 @@ class Movement:
     steps: tuple[Step, ...] = ()
     cause: Cause | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)
-    logged: int = 0
 
     @property
     def measured(self) -> float:
@@ -91,8 +89,7 @@ class Movement:
         event = self.event
         if event.mesh is None or event.direct:
             return 0.0
-        rate = getattr(link_of(event.mesh, event.mesh_dims), _RATES.get(event.kind, "exchange"))
-        return float(rate.seconds(event.group_size, event.bytes))
+        return collective_seconds(event.mesh, event.mesh_dims, event.kind, event.bytes)
 
     def __str__(self) -> str:
         over = "direct" if self.event.direct else f"over {self.event.over}" if self.event.over else "between meshes"
@@ -120,7 +117,7 @@ class Record(CommDebugMode):
 
     def __enter__(self) -> Record:
         self.movements.clear()
-        _STACKS.enter()
+        _STACKS.__enter__()
         super().__enter__()
         if self.computing:
             self._see_operators()
@@ -134,7 +131,7 @@ class Record(CommDebugMode):
             for hook in self._hooks:
                 hook.remove()
         super().__exit__(*exception)
-        _STACKS.leave()
+        _STACKS.__exit__()
 
     @property
     def flops(self) -> int:
@@ -212,8 +209,8 @@ class Record(CommDebugMode):
         calls = [cause for cause in events.CAUSES.values() if isinstance(cause, Cause)]
         place, called = _asked_by(frame, node)
         operator = "torch.distributed" if event.direct else calls[-1].operator.name if calls else called
-        cause, logged = calls[-1] if calls else None, len(self.holdings.log)
-        return Movement(event, place, *self._phase_and_module(node), operator, events.steps_under_way(), cause, logged=logged)
+        cause = calls[-1] if calls else None
+        return Movement(event, place, *self._phase_and_module(node), operator, events.steps_under_way(), cause)
 
 
 def _leave(mode: Operators) -> None:
@@ -264,24 +261,13 @@ def _name(node: Any) -> str:
     return str(node.name()).rpartition("::")[2]
 
 
-class _Stacks:
-    """Torch keeps the stacks of nodes while somebody records."""
-
-    def __init__(self) -> None:
-        self._lock, self._entered, self._before = threading.Lock(), 0, (False, False)
-
-    def enter(self) -> None:
-        with self._lock:
-            self._entered += 1
-            if self._entered == 1:
-                self._before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-                set_detect_anomaly(True, check_nan=all(self._before))
-
-    def leave(self) -> None:
-        with self._lock:
-            self._entered -= 1
-            if not self._entered:
-                set_detect_anomaly(*self._before)
+@contextmanager
+def _stacks_kept() -> Iterator[None]:
+    """Torch keeps the stacks of nodes."""
+    before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    set_detect_anomaly(True, check_nan=all(before))
+    yield
+    set_detect_anomaly(*before)
 
 
-_STACKS = _Stacks()
+_STACKS = Together(_stacks_kept)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 
-from .boxes import Box, Boxes, Interval, Panel
+from .boxes import Box, Boxes, Panel, scaled
 
 _WIDE, _HIGH = 420.0, 240.0  # of a panel, where its labels allow
 _LETTER, _LINE, _GAP = 7.2, 22.0, 18.0
@@ -45,7 +44,7 @@ def _panel(panel: Panel) -> tuple[str, float, float]:
         max(_LETTER * max(len(column.text), *(len(_short(line[j].text)) for line in panel.boxes)) + 12, 34.0)
         for j, column in enumerate(panel.columns)
     ]
-    widths, heights = _scaled(panel.columns, _WIDE, least), _scaled(panel.rows, _HIGH, [26.0] * len(panel.rows))
+    widths, heights = scaled(panel.columns, _WIDE, least), scaled(panel.rows, _HIGH, [26.0] * len(panel.rows))
     if len(panel.rows) == 1:
         heights = [40.0]
     parts = [_text(left, 14, panel.title, "start")] if panel.title else []
@@ -62,12 +61,6 @@ def _panel(panel: Panel) -> tuple[str, float, float]:
             x += wide
         y += high
     return "".join(parts), x + 2, y + 2
-
-
-def _scaled(intervals: Sequence[Interval], most: float, least: Sequence[float]) -> list[float]:
-    """Lengths in proportion to sizes as far as each has room for its text."""
-    total = sum(interval.size for interval in intervals)
-    return [max(room, most * interval.size / total) for interval, room in zip(intervals, least, strict=True)]
 
 
 def _box(box: Box, x: float, y: float, wide: float, high: float) -> str:

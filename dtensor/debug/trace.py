@@ -160,7 +160,7 @@ def _collective(
     start, duration = clock.of_movement(movement)
     about = {
         "operator": movement.operator,
-        "line": f"{movement.place}  {movement.place.source}",
+        "line": movement.place.line,
         "module": movement.module,
         "phase": movement.phase,
         "group": list(group),
@@ -185,7 +185,7 @@ def _about(operation: Operation, call: LocalCall) -> dict[str, Any]:
         "operator": operation.operator,
         "operands": list(operation.operands),
         "results": list(operation.results),
-        "line": f"{operation.place}  {operation.place.source}",
+        "line": operation.place.line,
         "module": operation.module,
         "phase": operation.phase,
         "flops": call.flops,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from ..errors import ArgumentError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..tensor.dtensor import DTensor
-from .boxes import Box, Boxes, Interval, Panel, boxes_of, boxes_of_mesh
+from .boxes import Box, Boxes, Panel, boxes_of, scaled
 from .svg import svg_of
 
 _WIDE, _HIGH = 56, 9  # letters and lines of a panel, where its labels allow
@@ -38,7 +38,10 @@ def visualize_sharding(dtensor: DTensor | Layout | DeviceMesh, header: str = "",
     0:3  0, 1
     3:5  2, 3
     """
-    boxes = _boxes(dtensor)
+    boxes = boxes_of(dtensor)
+    if boxes is None:
+        kind = type(dtensor).__name__
+        raise ArgumentError(f"visualize_sharding takes a DTensor, got {kind}; make one with distribute_tensor()")
     if use_rich and not _has_rich():
         raise ArgumentError("use_rich=True needs rich; pip install 'dtensor[terminal]'")
     notebook = _notebook() if use_rich is None else None
@@ -51,17 +54,6 @@ def visualize_sharding(dtensor: DTensor | Layout | DeviceMesh, header: str = "",
         _printed(boxes, force=bool(use_rich))
     else:
         print(boxes_text(boxes))
-
-
-def _boxes(x: object) -> Boxes:
-    match x:
-        case DTensor():
-            return boxes_of(x.layout)
-        case Layout():
-            return boxes_of(x)
-        case DeviceMesh():
-            return boxes_of_mesh(x)
-    raise ArgumentError(f"visualize_sharding takes a DTensor, got {type(x).__name__}; make one with distribute_tensor()")
 
 
 def _has_rich() -> bool:
@@ -96,8 +88,8 @@ def _lines(panel: Panel) -> list[list[tuple[str, str]]]:
     """Pieces of text with their styles, line by line."""
     left = max(len(row.text) for row in panel.rows) + 1
     least = [max(len(column.text), *(len(line[j].text) for line in panel.boxes)) + 2 for j, column in enumerate(panel.columns)]
-    widths = _scaled(panel.columns, _WIDE, least)
-    heights = _scaled(panel.rows, _HIGH, [1] * len(panel.rows)) if len(panel.rows) > 1 else [3]
+    widths = list(map(round, scaled(panel.columns, _WIDE, least)))
+    heights = list(map(round, scaled(panel.rows, _HIGH, [1] * len(panel.rows)))) if len(panel.rows) > 1 else [3]
     lines = []
     if panel.columns[0].text:
         labels = "".join(c.text.center(wide) for c, wide in zip(panel.columns, widths, strict=True))
@@ -109,11 +101,6 @@ def _lines(panel: Panel) -> list[list[tuple[str, str]]]:
             for box, wide in zip(boxes, widths, strict=True):
                 lines[-1].append(((box.text if middle else "").center(wide), f"#111111 on {box.colour}"))
     return lines
-
-
-def _scaled(intervals: Sequence[Interval], most: int, least: Sequence[int]) -> list[int]:
-    total = sum(interval.size for interval in intervals)
-    return [max(room, round(most * interval.size / total)) for interval, room in zip(intervals, least, strict=True)]
 
 
 # --- as text ------------------------------------------------------------------------------------------------------------
@@ -133,8 +120,7 @@ def boxes_text(boxes: Boxes) -> str:
     return table(rows if panel.rows[0].text else [row[1:] for row in rows])
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells, columns below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)
+def table(rows: Sequence[Sequence[str]], put: Callable[[str, int], str] = str.ljust) -> str:
+    """Rows of cells, columns below each other; ``put``: where cells stand in columns but the first."""
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([row[0].ljust(first), *map(put, row[1:], others)]).rstrip() for row in rows)

@@ -100,7 +100,7 @@ class Geometry:
 
     def members_of(self, mesh_dims: Iterable[int], member: int) -> tuple[int, ...]:
         """The members that vary over ``mesh_dims`` (first one major) and share all else with ``member``."""
-        root_dims = tuple(d for mesh_dim in mesh_dims for d in self._dims[mesh_dim])
+        root_dims = self.group_id(mesh_dims)
         cache: dict[Any, Any] = self.__dict__.setdefault("_members", {})
         found = cache.get((root_dims, member))
         if found is None:

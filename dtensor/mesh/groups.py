@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ..base.told import Together
 from ..base.torch_internals import NAMES, default_store, hash_ranks
 from ..errors import MeshError
 from .geometry import Geometry
@@ -207,28 +208,15 @@ def _named_for(ranks: list[int]) -> Iterator[None]:
         _MADE.name = None
 
 
-class _Naming:
-    """While some thread is inside, torch names groups as that thread says. Torch has no public way to name a group."""
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._theirs = threading.Lock(), 0, hash_ranks
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._inside += 1
-            setattr(distributed_c10d, HASH_RANKS, self._name)
-
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                setattr(distributed_c10d, HASH_RANKS, self._theirs)
-
-    def _name(self, ranks: list[int]) -> str:
-        return _MADE.name or self._theirs(ranks)
+@contextmanager
+def _names_of_ours() -> Iterator[None]:
+    """Torch names groups as the thread that makes one says. It has no public way to name a group."""
+    setattr(distributed_c10d, HASH_RANKS, lambda ranks: _MADE.name or hash_ranks(ranks))
+    yield
+    setattr(distributed_c10d, HASH_RANKS, hash_ranks)
 
 
-_NAMING = _Naming()
+_NAMING = Together(_names_of_ours)
 
 
 # --- what all ranks must hold alike, without a collective -------------------------------------------------------------------

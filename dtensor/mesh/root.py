@@ -41,7 +41,6 @@ class Root:
     groups: dict[tuple[int, ...], Any] = field(default_factory=dict)  # root dims -> torch group
     backends: dict[tuple[int, ...], Backend] = field(default_factory=dict)  # root dims -> of the group over them, where asked for
     derived: dict[Any, Any] = field(default_factory=dict)
-    communicator: Any = None
     seeded: set[int] = field(default_factory=set)  # root dims over which ranks draw from the same generator state
     entered: dict[Any, list[Any]] = field(default_factory=dict)  # blocks of `with mesh:`
     stands_for: Any = None  # of a dry run, the mesh that it is one of: what things take there is what they take here

@@ -20,8 +20,6 @@ _PREFIXED: Any = dist.PrefixStore  # type: ignore[attr-defined]  # torch leaves 
 
 def distributed() -> bool:
     """Whether ranks are processes: a group is initialised, or torchrun or another launcher started us as one of them."""
-    if not dist.is_available():
-        return False
     return dist.is_initialized() or dist.is_torchelastic_launched() or all(name in os.environ for name in _OF_A_RANK)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from ..layout.layout import Layout
 from ..placement import Monoid
+from ..propagation.row_table import texts_of
 from ..redistribute import plan as plan_move
 from .classes import Classes
 from .graph import Graph, Node
 from .memory import Held, Memory
-from .options import Form, Option, Options, by_text, form_of, options_along
+from .options import Form, Option, Options, form_of, options_along
 from .owners import lines_of
 from .prices import heard_seconds, move_seconds
 from .program_plan import PlannedCall, PlannedMove, ProgramPlan, Spelled, spelled
@@ -76,7 +77,7 @@ class _Writing:
             node.name,
             repr(node.key),
             node.kind,
-            tuple(_texts(node, option)),
+            _texts(node, option),
             tuple(tuple(spelled(layout.placements) for layout in path) for path in paths),
             tuple(self._dropped(node)),
             node.line,
@@ -132,10 +133,8 @@ class _Writing:
         return best if best[0] else ("", 0.0)
 
 
-def _texts(node: Node, option: Option) -> list[str]:
+def _texts(node: Node, option: Option) -> tuple[str, ...]:
     """Rows as the rule's lines are written."""
     if node.asked is None or not option.rows:
-        return []
-    lines = by_text(lines_of(node.asked, option.operands))
-    named = {line.row_for(node.asked.factors): text for text, line in lines.items()}
-    return [named[row] for row in option.rows]
+        return ()
+    return texts_of(option.rows, lines_of(node.asked, option.operands), node.asked.factors)

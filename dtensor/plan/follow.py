@@ -21,13 +21,13 @@ from ..dispatch.plain_operands import through_copies
 from ..dispatch.versions import versions_of
 from ..dispatch.wrapping import wrap_local
 from ..propagation.choose import Chosen, choose, declared, realized
+from ..propagation.row_table import by_text
 from ..propagation.schema import Operator, operator_of
 from ..redistribute import execute
 from ..redistribute import plan as plan_move
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule
 from ..tensor.dtensor import DTensor
-from .options import by_text
 from .program_plan import PlannedCall, ProgramPlan, Spelled, placements_of
 from .record import key_of, places_of
 

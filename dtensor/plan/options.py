@@ -152,18 +152,6 @@ def _realized(node: Node, asked: Asked, rows: tuple[Row, ...], given: tuple[Layo
     return Option(rows, operands, results, work_seconds(node, rows, operands, results))
 
 
-def by_text(lines: Sequence[Line]) -> dict[str, Line]:
-    """Rows by what they say; those that say the same are numbered."""
-    found: dict[str, Line] = {}
-    for line in lines:
-        text, count = str(line), 1
-        while text in found:
-            count += 1
-            text = f"{line} #{count}"
-        found[text] = line
-    return found
-
-
 def _seed(layout: Layout, where: Where, mesh_dim: int) -> Layout:
     """An operand as it is taken, but for one mesh dim; terms whose rows are parted are terms."""
     here = layout.placements[mesh_dim]

@@ -71,8 +71,7 @@ def heard_seconds(event: Event, steps: Sequence[Step], mesh: DeviceMesh) -> floa
     """Seconds of a collective that was issued, and of the copying in the steps of redistributions that it was issued for."""
 
     def wire(kind: str, nbytes: int) -> float:
-        known = kind if kind in ("all_gather", "reduce_scatter", "all_reduce") else "exchange"
-        return collective_seconds(event.mesh or mesh, event.mesh_dims, known, nbytes)  # type: ignore[arg-type]
+        return collective_seconds(event.mesh or mesh, event.mesh_dims, kind, nbytes)
 
     return wire(event.kind, event.bytes) + sum(step.seconds - wire(step.verb, step.bytes) for step in steps) + LOCAL_STEP
 

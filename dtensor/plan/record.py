@@ -12,6 +12,7 @@ import torch
 
 from ..base.caches import nested_key
 from ..base.callers import place_of, users_frame
+from ..base.nested import leaves
 from ..base.torch_internals import OpOverload, TorchDispatchMode, autograd_node, sequence_number, tree_leaves
 from ..comm.events import Event, listening, steps_under_way
 from ..dispatch.dispatcher import run_chosen
@@ -103,8 +104,7 @@ class Recorder(TorchDispatchMode):
         node.asked, node.wanted, node.view = asked, plan.operands, operator.is_view
         node.pinned = frozenset(asked.kept.values())
         made = func(*args, **kwargs)
-        root = self.graph.values[node.operands[0]].root if node.view and node.operands[0] is not None else None
-        self._results(node, made, root, bound[operator.names[0]] if node.view else None)
+        self._results(node, made, bound[operator.names[0]])
         if len(node.results) != len(plan.chosen.results):  # type: ignore[union-attr]  # calls have one
             node.kind, node.asked = "fixed", None
         return made
@@ -137,13 +137,14 @@ class Recorder(TorchDispatchMode):
             written |= {id(x) for x in given}
         node.pinned = frozenset(i for i, x in enumerate(given) if id(x) in written)
         made = func(*args, **kwargs)
-        views = operator.is_view and node.operands and node.operands[0] is not None
-        root = self.graph.values[node.operands[0]].root if views else None  # type: ignore[index]  # views have one
-        self._results(node, made, root, given[0] if views else None)
+        self._results(node, made, given[0] if given else None)
         return made
 
-    def _results(self, node: Node, made: Any, root: int | None, base: Any = None) -> None:
-        for place, x in enumerate(_flat(made)):
+    def _results(self, node: Node, made: Any, base: Any = None) -> None:
+        """``base``: what a view is one of."""
+        shown = node.operands[0] if node.view and node.operands else None
+        root, base = (None, None) if shown is None else (self.graph.values[shown].root, base)
+        for place, x in enumerate(leaves(made)):
             value = self._new(x, node, place, root, base) if isinstance(x, DTensor) else None
             node.results.append(None if value is None else value.number)
             if value is not None and node.gathers:
@@ -209,7 +210,7 @@ class Recorder(TorchDispatchMode):
         operands = [self._value(x)]
         node = self._node("move", "redistribute")
         node.operands, node.wanted = operands, (made._layout,)
-        self._results(node, made, None)
+        self._results(node, made)
 
     def arrived(self, grad: Any, leaf: list[Layout]) -> None:
         """From here on the gradient lies as the leaf's gradients do, whether it has to be moved for that or not."""
@@ -310,8 +311,3 @@ def _leaf(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value._layout if isinstance(value, DTensor) else (tuple(value.shape), value.stride(), value.dtype)
     return type(value), value
-
-
-def _flat(made: Any) -> list[Any]:
-    """Results one by one."""
-    return [x for item in made for x in _flat(item)] if isinstance(made, (list, tuple)) else [made]

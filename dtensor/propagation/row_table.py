@@ -6,7 +6,7 @@ all sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,9 +32,9 @@ class Line:
 
     def __str__(self) -> str:
         """As rows of terms are written, with the tensor dims that are sharded: ``S(0),R -> S(0)``, ``sum,R -> sum``."""
-        operands = [_word(R if where is None else where) for where in self.operands]
+        operands = [word(R if where is None else where) for where in self.operands]
         owners = " by owners" if self.row.parted is not None else ""
-        return f"{','.join(operands)} -> {','.join(map(_word, self.results))}{owners}"
+        return f"{','.join(operands)} -> {','.join(map(word, self.results))}{owners}"
 
     def row_for(self, factors: Factors) -> Row:
         """The row with the kernel that a call's factors have for it."""
@@ -61,7 +61,26 @@ class Table:
     by_numbers: bool = False
 
 
-def _word(where: Where) -> str:
+def by_text(lines: Sequence[Line]) -> dict[str, Line]:
+    """Rows by what they say; those that say the same are numbered."""
+    found: dict[str, Line] = {}
+    for line in lines:
+        text, count = str(line), 1
+        while text in found:
+            count += 1
+            text = f"{line} #{count}"
+        found[text] = line
+    return found
+
+
+def texts_of(rows: Sequence[Row], lines: Sequence[Line], factors: Factors) -> tuple[str, ...]:
+    """Which of these lines rows are, by what they say."""
+    named = {line.row_for(factors): text for text, line in by_text(lines).items()}
+    return tuple([named[row] for row in rows])
+
+
+def word(where: Where) -> str:
+    """``S(0)``, ``sum``, ``R``."""
     return str(where.reduce_op) if isinstance(where, Partial) else f"S({where})" if isinstance(where, int) else str(where)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..base.caches import remembered
-from ..cost.link import Collective, collective_seconds, local_seconds
+from ..cost.link import collective_seconds, local_seconds
 from ..layout.layout import Layout
 from ..placement import Monoid
 from .intervals import common_prefix, depth, largest, missing
@@ -73,7 +73,7 @@ def _even(layout: Layout) -> bool:
     return all(split is None or split.even for split in layout.splits)
 
 
-def _move_seconds(after: Layout, dims: tuple[int, ...], kind: Collective, nbytes: int) -> float:
+def _move_seconds(after: Layout, dims: tuple[int, ...], kind: str, nbytes: int) -> float:
     """Time on the wire, and to put the new block together."""
     return collective_seconds(after.mesh, dims, kind, nbytes) + local_seconds(after.mesh, after.max_local_nbytes)
 

@@ -57,10 +57,13 @@ def layout_of_boxes(
         PlacementError: there is none.
     """
     wrong = f"{what} cannot be said for a tensor of shape {list(shape)} on {mesh!r}"
-    boxes = [box_of([cell for cell in cells if rank in {member_of[p] for p in cell.places}]) for rank in mesh.ranks]
-    ranks = {member_of[place] for cell in cells for place in cell.places}
-    if ranks - set(mesh.ranks) or any(box is None for box in boxes):
-        raise PlacementError(f"{wrong}: its ranks are {sorted(ranks)}, each with one box of elements")
+    held: dict[int, list[Cell]] = {}
+    for cell in cells:
+        for rank in {member_of[place] for place in cell.places}:
+            held.setdefault(rank, []).append(cell)
+    boxes = [box_of(held.get(rank, ())) for rank in mesh.ranks]
+    if held.keys() - set(mesh.ranks) or any(box is None for box in boxes):
+        raise PlacementError(f"{wrong}: its ranks are {sorted(held)}, each with one box of elements")
     splits = []
     for dim in range(len(shape)):
         intervals = [(box[dim] if box else (0, 0)) for box in boxes]

@@ -192,14 +192,7 @@ class ScatteredTensor:
                 f"{name} would change a tensor of scattered blocks in place; reshard it first: x = x.reshard(spec)"
             )
 
-        def plain(value: Any) -> Any:
-            if isinstance(value, ScatteredTensor):
-                return value.to_dtensor()
-            if isinstance(value, (list, tuple)):
-                return type(value)(plain(item) for item in value)
-            return value
-
-        return func(*plain(args), **{key: plain(value) for key, value in (kwargs or {}).items()})
+        return func(*_plain(args), **{key: _plain(value) for key, value in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(torch.Tensor, name):
@@ -212,12 +205,15 @@ class ScatteredTensor:
         return f"ScatteredTensor({list(self.shape)}, {self._spec!r})"
 
 
-def _operator(name: str) -> Any:
-    def apply(self: ScatteredTensor, *args: Any) -> Any:
-        plain = [other.to_dtensor() if isinstance(other, ScatteredTensor) else other for other in args]
-        return getattr(self.to_dtensor(), name)(*plain)
+def _plain(value: Any) -> Any:
+    """The ordinary DTensors of such tensors, also in lists and tuples."""
+    if isinstance(value, ScatteredTensor):
+        return value.to_dtensor()
+    return type(value)(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
-    return apply
+
+def _operator(name: str) -> Any:
+    return lambda self, *args: getattr(self.to_dtensor(), name)(*_plain(args))
 
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul", "pow", "neg", "getitem"):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..comm import PerRank, communicator_of, shards_of
@@ -253,7 +254,7 @@ def collect_state_dict(state_dict: Mapping[str, Any], rank: int = 0) -> dict[str
 
 
 def _collected(value: Any, rank: int) -> tuple[Any, bool]:
-    here = not _is_distributed() or torch.distributed.get_rank() == rank
+    here = not dist.is_initialized() or dist.get_rank() == rank
     match value:
         case DTensor():
             mesh = value.device_mesh
@@ -270,7 +271,3 @@ def _collected(value: Any, rank: int) -> tuple[Any, bool]:
         case torch.Tensor():
             return value.detach(), here
     return value, here
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -78,7 +78,7 @@ class Spec:
         member = members_of(self.places)
         if mesh is not None:
             return layout_of_boxes(mesh, cells, member, shape, dtype, repr(self))
-        array, _ = self.grid(len(shape))
+        array, given = self.grid(len(shape))
         ranks = np.empty(array.shape, dtype=object)
         for index in np.ndindex(array.shape):
             ranks[index] = tuple(dict.fromkeys(member[place] for place in array[index]))
@@ -87,14 +87,9 @@ class Spec:
         flat = [rank for each in merged.reshape(-1) for rank in each]
         if len(replicas) > 1 or len(set(flat)) != len(flat):
             return None
-        return self._on_own_mesh(merged, groups, replicas.pop(), shape, dtype)
-
-    def _on_own_mesh(self, merged: Any, groups: Any, replicas: int, shape: Sequence[int], dtype: torch.dtype) -> Layout:
-        _, given = self.grid(len(shape))
         kept = [d for d, count in enumerate(merged.shape) if count > 1]
-        flat = [rank for each in merged.reshape(-1) for rank in each]
-        own = np.asarray(flat).reshape([merged.shape[d] for d in kept] + ([replicas] if replicas > 1 or not kept else []))
-        mesh = DeviceMesh(device_type_of(self.places), own)
+        copies = list(replicas) if replicas != {1} or not kept else []
+        mesh = DeviceMesh(device_type_of(self.places), np.asarray(flat).reshape([merged.shape[d] for d in kept] + copies))
         splits: list[Split | None] = [None] * len(shape)
         for i, d in enumerate(kept):
             cut = _sizes(self, d, shape[d], sum(groups[d]), given[d])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,10 @@ from ..base.torch_internals import TorchDispatchMode
 from ..dispatch.operands import plan_for
 from ..errors import DTensorError
 from ..placement import Placement
-from ..plan.options import by_text
-from ..propagation.choose import Chosen, choose, declared
+from ..plan.record import Listening
 from ..propagation.propagate import composite
+from ..propagation.row_table import texts_of
 from ..propagation.schema import operator_of
-from ..rules.call import Call
-from ..rules.rule import Factors, Rule
 from ..tensor.dtensor import DTensor
 from .differences import Options, differences
 from .forcing import Undeclared, forced, overload_for
@@ -178,17 +175,10 @@ def _differs(func: Any, result: Any, args: Any, kwargs: Any) -> bool:
 
 def _rows_chosen(func: Any, args: Any, kwargs: Any) -> tuple[str, ...] | None:
     """The rows that dispatch chooses for a call; None where it follows none."""
-    texts: list[str] = []
-
-    def noting(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
-        chosen = choose(rule, factors, call, kept)
-        if chosen is not None and not texts:
-            named = {line.row_for(factors): text for text, line in by_text(declared(rule, factors, call).lines).items()}
-            texts.extend(named.get(row, "?") for row in chosen.choice.rows)
-        return chosen
-
+    listening = Listening()
     try:
-        plan_for(operator_of(func), args, kwargs, choose=noting)
+        plan_for(operator_of(func), args, kwargs, choose=listening)
     except (DTensorError, RuntimeError):
         return None
-    return tuple(texts) or None
+    found = next((asked for asked in listening.calls if asked.chosen is not None), None)
+    return None if found is None else texts_of(found.chosen.choice.rows, found.lines, found.factors)  # type: ignore[union-attr]  # found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 from ..base.nested import tensors
 from ..base.torch_internals import TorchDispatchMode, resolve_packet
 from ..dispatch.dispatcher import run_chosen
-from ..plan.options import by_text
+from ..dispatch.operands import plan_for
+from ..plan.graph import Asked
 from ..propagation.choose import Chooser, Chosen, declared, realized
 from ..propagation.propagate import composite
-from ..propagation.row_table import Line, Where
+from ..propagation.row_table import Where, by_text
 from ..propagation.schema import Operator, operator_of
 from ..rules.call import Call
 from ..rules.rule import Factors, Rule
@@ -115,39 +117,30 @@ class Rows:
     counts: tuple[int, int]  # operands, results
 
 
-class Seen(Exception):
-    """What a rule is asked for a call: it need not run."""
+def asked_for(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked | None:
+    """What this call on distributed tensors asks of a rule; None where no rule with rows comes into play. Nothing runs."""
+    found: list[Asked] = []
 
-    def __init__(self, rule: Rule, factors: Factors, call: Call) -> None:
-        super().__init__()
-        self.rule, self.factors, self.call = rule, factors, call
+    def look(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> None:
+        found.append(Asked(rule, factors, call, kept, None))
 
-
-def asked_for(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen | None:
-    """The rule that this call on distributed tensors asks; None where no rule with rows comes into play."""
-
-    def look(rule: Rule, factors: Factors, call: Call, kept: Mapping[int, int]) -> Chosen | None:
-        raise Seen(rule, factors, call)
-
-    try:
-        under(op, args, kwargs, look)
-    except Seen as seen:
-        return seen
-    except Exception:  # what plain torch refuses too
-        return None
-    return None
+    with suppress(Exception):  # what plain torch refuses too
+        plan_for(operator_of(overload_for(op, args, kwargs)), args, kwargs, look)
+    return found[0] if found else None
 
 
 def rows_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows | None:
     """The rows that are declared for this call on distributed tensors; None where no rule with rows comes into play."""
-    seen = asked_for(op, args, kwargs)
-    if seen is None:
+    asked = asked_for(op, args, kwargs)
+    if asked is None:
         return None
     operator = operator_of(overload_for(op, args, kwargs))
-    places = _places(operator, operator.bind(args, kwargs), seen.call, tensors((args, kwargs)))
-    lines = by_text(declared(seen.rule, seen.factors, seen.call).lines)
-    wanted = {text: _spread(line, places) for text, line in lines.items()}
-    return Rows(seen.rule, wanted, (len(seen.factors.operands), len(seen.factors.results)))
+    places = _places(operator, operator.bind(args, kwargs), asked.call, tensors((args, kwargs)))
+    wanted = {
+        text: tuple(None if place is None else line.operands[place] for place in places)
+        for text, line in by_text(asked.lines).items()
+    }
+    return Rows(asked.rule, wanted, (len(asked.factors.operands), len(asked.factors.results)))
 
 
 def _places(operator: Operator, bound: dict[str, Any], call: Call, xs: Sequence[torch.Tensor]) -> list[int | None]:
@@ -162,7 +155,3 @@ def _places(operator: Operator, bound: dict[str, Any], call: Call, xs: Sequence[
             if id(x) in place_of:
                 places[place_of[id(x)]] = own[0 if operator.facts.per_element else k]
     return places
-
-
-def _spread(line: Line, places: list[int | None]) -> tuple[Where | None, ...]:
-    return tuple([None if place is None else line.operands[place] for place in places])

@@ -87,8 +87,6 @@ def check(fn: Callable[..., Any], *args: Any, mesh: DeviceMesh, placements: Sequ
     [float32[5, 7] on (0=P(sum))]
 
     Costs what ``fn`` does, and gathers of what is compared.
-
-    Raises what ``compare`` finds, as :class:`Mismatch`.
     """
     outcome = compare(fn, args, mesh, placements, **options)
     if outcome.problems:

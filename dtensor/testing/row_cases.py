@@ -6,13 +6,14 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ..base.nested import replace, tensors
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate, Shard
-from ..propagation.row_table import Where
+from ..propagation.row_table import Where, word
 from ..rules.rows import written
 from ..rules.rule import Rule, parse_partial
 from .forcing import Rows, rows_of
@@ -66,13 +67,8 @@ class Coverage:
         return found
 
 
-def _text(row: object) -> str:
-    words = [[_word(spec) for spec in side] for side in (row.operands, row.results)]  # type: ignore[attr-defined]  # a Row
-    return " -> ".join(",".join(side) for side in words)
-
-
-def _word(spec: object) -> str:
-    return str(spec.reduce_op) if isinstance(spec, Partial) else str(spec)
+def _text(row: Any) -> str:
+    return " -> ".join(",".join(map(word, side)) for side in (row.operands, row.results))
 
 
 def row_cases(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:

@@ -49,13 +49,11 @@ class Report:
         wrong: one entry for each fault.
         missing: what the rule could take without communication.
 
-    A record: no communication; true where nothing is wrong.
+    A record, true where nothing is wrong: it communicates and raises nothing.
 
     >>> report = verify_rule("exp", meshes=[(2,)], budget=6)
     >>> bool(report), report.wrong
     (True, [])
-
-    A record, which raises nothing.
     """
 
     name: str
@@ -262,8 +260,6 @@ def verify_all(pattern: str = "*", **options: Any) -> Iterator[Report]:
 
     >>> [report.name for report in verify_all("tanh", meshes=[(2,)], budget=4)]
     ['aten::tanh']
-
-    Rules without samples are left out, so that nothing raises.
     """
     for name in sorted(rules()):
         if (fnmatch(name, pattern) or fnmatch(name.removeprefix("aten::"), pattern)) and samples_of(name):

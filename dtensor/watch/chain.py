@@ -153,9 +153,10 @@ def lengths_in(page: Page, number: int) -> tuple[list[int], list[int]] | None:
 
 def unfitting(ranks: Sequence[int], lengths: dict[int, tuple[list[int], list[int]]]) -> list[tuple[int, int, int, int]]:
     """Who sends how many numbers to whom that expects how many others."""
+    at = {rank: position for position, rank in enumerate(ranks)}
     return [
-        (one, other, leaving[ranks.index(other)], lengths[other][1][ranks.index(one)])
+        (one, other, sent, due)
         for one, (leaving, _) in lengths.items()
-        for other in lengths
-        if one != other and leaving[ranks.index(other)] != lengths[other][1][ranks.index(one)]
+        for other, (_, arriving) in lengths.items()
+        if one != other and (sent := leaving[at[other]]) != (due := arriving[at[one]])
     ]

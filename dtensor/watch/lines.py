@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import linecache
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,23 +12,18 @@ from operator import attrgetter, call, truth
 from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
-from ..base.callers import is_library, users_frame
+from ..base.caches import remembered
+from ..base.callers import Place, is_library, users_frame
 
 T = TypeVar("T")
 
-_KNOWN: dict[tuple[str, int], str] = {}
 _PLACE: Callable[[FrameType], tuple[CodeType, int]] = attrgetter("f_code", "f_lineno")
 
 
+@remembered(10_000)
 def line_of(filename: str, number: int) -> str:
     """``train.py:41  loss = h.sum(0)``."""
-    found = _KNOWN.get((filename, number))
-    if found is None:
-        if len(_KNOWN) > 10_000:
-            _KNOWN.clear()
-        source = linecache.getline(filename, number).strip()
-        found = _KNOWN[filename, number] = f"{os.path.basename(filename)}:{number}" + (f"  {source}" if source else "")
-    return found
+    return Place(filename, number).line
 
 
 def here(depth: int = 1) -> str:

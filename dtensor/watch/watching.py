@@ -56,7 +56,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 def _end_unseen() -> None:
     """Leaves word of a rank that ends before it has made a mesh: others may be waiting for it in theirs."""
-    if _Watched.watcher is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if _Watched.watcher is None and dist.is_initialized() and dist.get_world_size() > 1:
         with suppress(Exception):  # the process that keeps the store may be gone
             if dist.get_backend() not in _UNWATCHED and Level.now in ("watch", "strict"):
                 Board(dist.group.WORLD).leave()

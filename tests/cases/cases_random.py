@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beside import whole
 from case_lists import S0, S1, Cases, R, equal, held, line, square
 from cases_defects import RAGGED
 from torch import nn
@@ -27,11 +28,6 @@ def put(x: torch.Tensor, placements: list[Any]) -> DTensor:
     return dt.distribute_tensor(x, line() if len(placements) == 1 else square(), placements)
 
 
-def plain(x: Any) -> torch.Tensor:
-    whole = x.detach().full_tensor() if isinstance(x, DTensor) else x
-    return whole.shards[0] if isinstance(whole, dt.PerRank) else whole
-
-
 def as_on_one_device(draw: Callable[[torch.Tensor], Any], x: torch.Tensor, rounded: bool = False) -> None:
     """``draw`` gives the same bits on a plain tensor and under every layout (``rounded``: sums follow, which may be
     associated otherwise), and leaves the generator alike."""
@@ -40,7 +36,7 @@ def as_on_one_device(draw: Callable[[torch.Tensor], Any], x: torch.Tensor, round
     for placements in LAYOUTS:
         made = put(x, placements)
         torch.manual_seed(3)
-        got = plain(draw(made))
+        got = whole(draw(made))
         assert torch.allclose(got, expected) if rounded else torch.equal(got, expected)
         assert torch.equal(torch.rand(2), after)
 
@@ -104,7 +100,7 @@ def draws_are_the_same_under_every_layout() -> None:
         seen = []
         for placements in LAYOUTS:
             torch.manual_seed(5)
-            seen.append(plain(DRAWS[name](put(X, placements))))
+            seen.append(whole(DRAWS[name](put(X, placements))))
         assert all(torch.equal(seen[0], other) for other in seen), name
 
 
@@ -118,7 +114,7 @@ def a_checkpointed_layer_drops_the_same() -> None:
             layer = lambda x: F.dropout(x * x, 0.5)  # noqa: E731
             out = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
             out.sum().backward()
-            grads.append(plain(x.grad))
+            grads.append(whole(x.grad))
         assert torch.equal(*grads)
 
 
@@ -127,22 +123,22 @@ def states_are_saved_and_restored() -> None:
     x = put(X, [S0])
     torch.manual_seed(4)
     state = torch.get_rng_state()
-    first = plain(torch.rand_like(x))
-    second = plain(torch.rand_like(x))
+    first = whole(torch.rand_like(x))
+    second = whole(torch.rand_like(x))
     assert not torch.equal(first, second)
     torch.set_rng_state(state)
-    assert torch.equal(plain(torch.rand_like(x)), first)
+    assert torch.equal(whole(torch.rand_like(x)), first)
     with torch.random.fork_rng():
         torch.manual_seed(99)
-        other = plain(torch.rand_like(x))
-    assert torch.equal(plain(torch.rand_like(x)), second)
+        other = whole(torch.rand_like(x))
+    assert torch.equal(whole(torch.rand_like(x)), second)
     assert not torch.equal(other, second)
 
 
 @in_both_modes
 def factories_of_partial_tensors() -> None:
     torch.manual_seed(6)
-    expected = plain(dt.randn(5, 6, device_mesh=line(), placements=[R]))
+    expected = whole(dt.randn(5, 6, device_mesh=line(), placements=[R]))
     torch.manual_seed(6)
     equal(dt.randn(5, 6, device_mesh=line(), placements=[Partial()]), expected)
 
@@ -168,7 +164,7 @@ def initialised_on_meta_first() -> None:
         torch.manual_seed(0)
         for m in module:
             m.reset_parameters()
-        seen.append([plain(p) for p in module.parameters()])
+        seen.append([whole(p) for p in module.parameters()])
     assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other, strict=True))
     if dt.random.DRAWING.mode == "exact":
         torch.manual_seed(0)
@@ -187,7 +183,7 @@ def ranks_seeded_differently_draw_alike() -> None:
         drawn = dt.rand(5, device_mesh=part, placements=placements)
         for piece in held(drawn).values():
             mine = DTensor.from_local(piece, part, [Partial("max")] * part.ndim, shape=(5,))
-            assert torch.equal(plain(mine.redistribute(placements=placements)), plain(drawn))
+            assert torch.equal(whole(mine.redistribute(placements=placements)), whole(drawn))
 
 
 @case

@@ -361,8 +361,10 @@ def torchs_own_functions_read_and_write_the_same(folder: Path) -> None:
         "p": x,
         "l": [1, "two"],
         "n": 3,
+        "d": {"!": 2, "v": 5},  # the key by which ours tags what JSON has no word for
     }
     target = {"m": {"w": blank(x, mesh, Shard(1)), "none": torch.zeros(0, 2)}, "p": blank(x, mesh, Shard(0)), "l": [], "n": 0}
+    target["d"] = {"!": 0, "v": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         save(saved, folder / "ours")
@@ -376,7 +378,7 @@ def torchs_own_functions_read_and_write_the_same(folder: Path) -> None:
     load(state, folder / "torchs")
     same(state["m"]["w"], x)  # type: ignore[index,call-overload]
     same(state["p"], x)
-    assert (state["l"], state["n"]) == ([1, "two"], 3)
+    assert (state["l"], state["n"], state["d"]) == ([1, "two"], 3, {"!": 2, "v": 5})
 
 
 @case

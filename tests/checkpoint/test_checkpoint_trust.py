@@ -11,6 +11,7 @@ import socket
 import struct
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ import torch
 import dtensor as dt
 from dtensor import Shard
 from dtensor.checkpoint import load, read_tensors, read_tree, save, save_safetensors
-from dtensor.checkpoint.block_io import Files
-from dtensor.checkpoint.manifest import tile
+from dtensor.checkpoint.block_io import Box, Files
+from dtensor.checkpoint.manifest import Block, tile
 from dtensor.errors import CheckpointError
 
 X = torch.arange(35.0).reshape(7, 5)
@@ -437,10 +438,11 @@ def test_what_was_loaded_is_no_part_of_the_file(tmp_path: Path, meta: bool) -> N
 def test_blocks_are_read_where_they_lie_if_they_are_aligned_there(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(3) + X.numpy().tobytes() + bytes(1) + X.numpy().tobytes())
     with Files(tmp_path) as files:
-        box = ("file", 144, (5, 1), (1, 2))
-        found = files.mapped_box(X.dtype, (4, 2), *box)
+        block = Block((0, 0), (7, 5), "file", 144)
+        box = Box(0, block, (1, 2), (4, 2), (0, 0), (1, 2))
+        found = files.mapped_box(X.dtype, box)
         assert found is not None
         assert torch.equal(found, X[1:5, 2:4])
-        assert files.mapped_box(X.dtype, (4, 2), "file", 3, (5, 1), (1, 2)) is None
-        assert files.mapped_box(X.dtype, (7, 4), *box) is None  # beyond the end
+        assert files.mapped_box(X.dtype, box._replace(block=replace(block, at=3))) is None
+        assert files.mapped_box(X.dtype, box._replace(size=(7, 4))) is None  # beyond the end
         assert files.bytes_read == 32

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside import whole
 from gloo import run_gloo
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -43,11 +44,6 @@ def _recomputing(model: nn.Sequential) -> None:
         model[k] = _wrapped(model[k])
 
 
-def _whole(x: Any) -> Tensor:
-    found = x.full_tensor()
-    return found.shards[0] if isinstance(found, dt.PerRank) else found
-
-
 def _check(how: str, recomputed: str) -> None:
     torch.manual_seed(0)
     mesh = dt.init_device_mesh("cpu", (2,))
@@ -70,10 +66,10 @@ def _check(how: str, recomputed: str) -> None:
         for alone, part in zip(ranks, batch.chunk(2), strict=True):
             alone(part).square().mean().backward()
         for p, *pair in zip(model.parameters(), *(alone.parameters() for alone in ranks), strict=True):
-            torch.testing.assert_close(_whole(p.grad), (pair[0].grad + pair[1].grad) / 2)
+            torch.testing.assert_close(whole(p.grad), (pair[0].grad + pair[1].grad) / 2)
         for b, first, second in zip(model.buffers(), *(alone.buffers() for alone in ranks), strict=True):
             assert isinstance(b, DTensor)
-            torch.testing.assert_close(_whole(b), first)
+            torch.testing.assert_close(whole(b), first)
             second.copy_(first)
 
 

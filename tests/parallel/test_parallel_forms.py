@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from beside import whole
 from gloo import run_gloo
 from torch import Tensor, nn
 
@@ -39,11 +40,6 @@ parts = pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
 
 def dp() -> dt.DeviceMesh:
     return dt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-
-
-def whole(x: Any) -> Tensor:
-    full = x.detach().full_tensor()
-    return full.shards[0] if isinstance(full, dt.PerRank) else full
 
 
 def assert_same(model: nn.Module, alone: nn.Module) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside import whole
 from gloo import run_gloo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -102,11 +103,6 @@ def assert_same_gradients(model: nn.Module, alone: nn.Module) -> None:
 def assert_same_parameters(model: nn.Module, alone: nn.Module) -> None:
     for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(whole(ours), theirs, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def whole(x: Any) -> Tensor:
-    full = x.detach().full_tensor()
-    return full.shards[0] if isinstance(full, dt.PerRank) else full
 
 
 def train(mesh: dt.DeviceMesh, dims: tuple[str, ...], steps: int = 3, **options: Any) -> tuple[Any, Any]:

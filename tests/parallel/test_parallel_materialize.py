@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside import whole
 from gloo import run_gloo
 from torch import Tensor, nn
 
@@ -46,11 +47,6 @@ def on_meta(make: Any = Net) -> nn.Module:
 
 def mesh_2d() -> dt.DeviceMesh:
     return dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-
-def whole(x: Any) -> Tensor:
-    full = x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()
-    return full.shards[0] if isinstance(full, dt.PerRank) else full
 
 
 def sharded(module: nn.Module) -> None:

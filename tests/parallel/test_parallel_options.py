@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beside import whole
 from gloo import run_gloo
 from torch import Tensor, nn
 
@@ -43,11 +44,6 @@ def net() -> nn.Sequential:
 
 
 X = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-def whole(x: Any) -> Tensor:
-    full = x.detach().full_tensor() if isinstance(x, DTensor) else x
-    return full.shards[0] if isinstance(full, dt.PerRank) else full
 
 
 def own(x: Tensor, mesh: dt.DeviceMesh) -> Tensor:

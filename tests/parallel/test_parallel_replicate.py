@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside import whole
 from gloo import run_gloo
 from torch import Tensor, nn
 
@@ -43,11 +44,6 @@ def data(ranks: int, steps: int = 1) -> Tensor:
 
 def own(batch: Tensor, mesh: dt.DeviceMesh) -> Tensor:
     return dt.map_ranks(lambda at: batch[at[0]].clone(), mesh=mesh)
-
-
-def whole(x: Any) -> Tensor:
-    full = x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()
-    return full.shards[0] if isinstance(full, dt.PerRank) else full
 
 
 def assert_same(model: nn.Module, alone: nn.Module, grads: bool = True) -> None:

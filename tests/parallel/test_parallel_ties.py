@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside import whole
 from gloo import run_gloo
 from torch import Tensor, nn
 
@@ -73,11 +74,6 @@ def dp(size: int = 2) -> dt.DeviceMesh:
 
 def loss_of(out: Tensor) -> Tensor:
     return (out**2).mean()
-
-
-def whole(x: Any) -> Tensor:
-    full = x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()
-    return full.shards[0] if isinstance(full, dt.PerRank) else full
 
 
 def trains_as_alone(model: nn.Module, alone: nn.Module, mesh: dt.DeviceMesh, optimizer: Any = torch.optim.AdamW) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside import whole
 from gloo import run_gloo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -87,11 +88,6 @@ X = torch.randn(4, 5, 4, dtype=torch.float64, generator=torch.Generator().manual
 
 def loss_of(out: Tensor) -> Tensor:
     return (out**2).mean() * 50
-
-
-def whole(x: Any) -> Tensor:
-    full = x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()
-    return full.shards[0] if isinstance(full, dt.PerRank) else full
 
 
 def assert_same(model: nn.Module, alone: nn.Module, **close: float) -> None:

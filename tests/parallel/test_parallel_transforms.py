@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from beside import whole
+from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 import dtensor as dt
-from dtensor import DTensor, Replicate, Shard
+from dtensor import Replicate, Shard
 from dtensor.errors import DTensorError, LayoutError, UnsupportedOperationError
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
 
@@ -47,11 +48,6 @@ def made(way: Any) -> tuple[Any, Any]:
     alone = copy.deepcopy(model)
     way(model)
     return model, alone
-
-
-def whole(x: Any) -> Tensor:
-    full = x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()
-    return full.shards[0] if isinstance(full, dt.PerRank) else full
 
 
 def trains(model: Any, alone: Any, given: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gloo import run_gloo
+from live import Live
 from torch.nn import functional as F
 
 import dtensor as dt
@@ -16,7 +17,6 @@ from dtensor.plan.follow import Following
 from dtensor.plan.memory import Memory
 from dtensor.plan.options import eager_options
 from dtensor.plan.record import recorded
-from dtensor.testing.live import Live
 
 R, S = dt.Replicate(), dt.Shard
 Step = Callable[[], Any]

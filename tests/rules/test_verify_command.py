@@ -65,7 +65,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 
 
 def test_a_right_rule_of_a_users_module(module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ((module, f"{module}::halve"), (f"{module}::halve",), (f"{module}.halve",), (module, "*::halv?")):
+    for words in ((module, f"{module}::halve"), (f"{module}::halve",), (f"{module}.halve",), (module, f"{module[:-1]}*::halv?")):
         status, out, _ = run(capsys, *words)
         assert (status, out.split(",")[0]) == (0, "1 rules"), (words, out)
         assert ", 0 wrong" in out

@@ -13,8 +13,9 @@ from dtensor.debug import CommDebugMode
 
 
 def whole(x: Any) -> Tensor:
-    """The value on the first rank."""
-    full = x.detach().full_tensor()
+    """The value on the first rank, without history; of what is not distributed itself."""
+    x = x.detach() if isinstance(x, Tensor) else x
+    full = x.full_tensor() if isinstance(x, dt.DTensor) else x
     return full.shards[0] if isinstance(full, dt.PerRank) else full
 
 

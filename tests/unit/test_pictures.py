@@ -14,7 +14,7 @@ import torch
 
 import dtensor as dt
 from dtensor.debug import save_html, visualize_sharding
-from dtensor.debug.boxes import MOST, boxes_of, boxes_of_mesh
+from dtensor.debug.boxes import MOST, boxes_of
 from dtensor.debug.svg import svg_of
 from dtensor.errors import ArgumentError
 
@@ -82,14 +82,14 @@ def test_what_is_too_much_or_nothing_is_said() -> None:
     many = boxes_of(dt.Layout.of(large, (S(0), S(1)), (1024, 320)))
     assert (many.panels, many.remark) == ((), "2,048 blocks of up to 640 B")
     assert MOST < 2048
-    assert boxes_of_mesh(large).remark == "2,048 ranks"
+    assert boxes_of(large).remark == "2,048 ranks"
     assert rects(svg_of(many)) == []
 
 
 def test_a_mesh_shows_its_ranks_and_part_of_one_those_of_all_copies() -> None:
-    (panel, _) = boxes_of_mesh(MESH).panels
+    (panel, _) = boxes_of(MESH).panels
     assert [[box.ranks for box in line] for line in panel.boxes] == [[(0,), (1,)], [(2,), (3,)], [(4,), (5,)]]
-    (panel,) = boxes_of_mesh(MESH["tp"]).panels
+    (panel,) = boxes_of(MESH["tp"]).panels
     assert [box.text for box in panel.boxes[0]] == ["0, 2, 4, 6, 8, 10", "1, 3, 5, 7, 9, 11"]
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..base.torch_internals import TorchDispatchMode, tree_leaves
-from ..base.tracing import has_no_values
-from ..comm import shards_of
-from ..tensor.dtensor import DTensor
+from dtensor.base.torch_internals import TorchDispatchMode, tree_leaves
+from dtensor.base.tracing import has_no_values
+from dtensor.comm import shards_of
+from dtensor.tensor.dtensor import DTensor
 
 
 class Live(TorchDispatchMode):
