@@ -221,9 +221,12 @@ def _as_made(plan: Plan, layout: Any, value: Any) -> Any:
         return [_as_made(plan, own, item) for own, item in zip(layouts, value, strict=True)]
     if not isinstance(value, torch.Tensor):
         return value[0] if isinstance(value, tuple) else value
-    if plan.how == "gather" and value.layout is not torch.strided:
+    if plan.how == "gather" and (value.is_nested or value.layout is not torch.strided):
+        kind, other = (
+            ("nested", "keep the padding (enable_nested_tensor=False)") if value.is_nested else ("sparse", "pass sparse=False")
+        )
         raise UnsupportedOperationError(
-            f"{plan.call.func} would give a sparse tensor, which no DTensor is; pass sparse=False, or use x.full_tensor()"
+            f"{plan.call.func} would give a {kind} tensor, which no DTensor is; {other}, or use x.full_tensor()"
         )
     if plan.how == "gather" or layout is None:
         layout = _whole(plan, value)  # the local is the global one, whatever planning knew of it

@@ -22,7 +22,8 @@ ENGINE = ("base", "comm", "cost", "layout", "mesh", "propagation", "dispatch", "
 def test_an_overload_adds_to_what_is_known_of_its_operator() -> None:
     assert facts_of(aten.normal.Tensor_Tensor).strides is not None
     assert facts_of(aten.normal.Tensor_Tensor).spelled is None
-    assert facts_of(aten.normal.float_Tensor).strides is None
+    assert facts_of(aten.div.Tensor_mode).strides is not None
+    assert facts_of(aten.div.Tensor).strides is None
     assert facts_of(aten.view.default).shows == "all"
     assert facts_of(aten.view.dtype).shows is None
     assert facts_of(aten.view.dtype).needs_strides
