@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..base.modes import EXPLICIT
+from ..base.nested import tensors
 from ..errors import ImplicitCommunicationError, UnsupportedOperationError
 from ..layout.layout import Layout
 from ..propagation.propagate import Plan
@@ -212,6 +213,8 @@ def _one_result(plan: Plan, operator: Operator, form: Form, owner: str | None, l
         return lambda args, kwargs, value: at(place, args, kwargs)
     if plan.how == "rule" and isinstance(layout, list) and all(isinstance(item, Layout) for item in layout):
         return lambda args, kwargs, value: list(map(wrap_local, value, layout))
+    if plan.how == "rule" and plan.results and layout is None:  # some kernels give gradients that nobody asked for, on some ranks
+        return lambda args, kwargs, value: None if tensors(value) else _as_made(plan, None, value)
     return lambda args, kwargs, value: _as_made(plan, layout, value)
 
 
