@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..base.modes import EXPLICIT
+from ..base.nested import tensors
 from ..errors import ImplicitCommunicationError, UnsupportedOperationError
 from ..layout.layout import Layout
 from ..propagation.propagate import Plan
@@ -212,6 +213,8 @@ def _one_result(plan: Plan, operator: Operator, form: Form, owner: str | None, l
         return lambda args, kwargs, value: at(place, args, kwargs)
     if plan.how == "rule" and isinstance(layout, list) and all(isinstance(item, Layout) for item in layout):
         return lambda args, kwargs, value: list(map(wrap_local, value, layout))
+    if plan.how == "rule" and plan.results and layout is None:  # some kernels give gradients that nobody asked for, on some ranks
+        return lambda args, kwargs, value: None if tensors(value) else _as_made(plan, None, value)
     return lambda args, kwargs, value: _as_made(plan, layout, value)
 
 
@@ -221,9 +224,12 @@ def _as_made(plan: Plan, layout: Any, value: Any) -> Any:
         return [_as_made(plan, own, item) for own, item in zip(layouts, value, strict=True)]
     if not isinstance(value, torch.Tensor):
         return value[0] if isinstance(value, tuple) else value
-    if plan.how == "gather" and value.layout is not torch.strided:
+    if plan.how == "gather" and (value.is_nested or value.layout is not torch.strided):
+        kind, other = (
+            ("nested", "keep the padding (enable_nested_tensor=False)") if value.is_nested else ("sparse", "pass sparse=False")
+        )
         raise UnsupportedOperationError(
-            f"{plan.call.func} would give a sparse tensor, which no DTensor is; pass sparse=False, or use x.full_tensor()"
+            f"{plan.call.func} would give a {kind} tensor, which no DTensor is; {other}, or use x.full_tensor()"
         )
     if plan.how == "gather" or layout is None:
         layout = _whole(plan, value)  # the local is the global one, whatever planning knew of it

@@ -89,10 +89,14 @@ class DrawAround(Word):
 
 
 def around(block: Tensor, layout: Layout, member: int | None, other: float) -> Tensor:
-    """A tensor of the global shape and strides that holds one member's block (None: no block), and ``other`` elsewhere."""
+    """A tensor of the global shape that holds one member's block (None: no block), and ``other`` elsewhere.
+
+    It lies in memory as torch has a tensor like the global one, whose elements may share memory (it is expanded).
+    """
     if member is not None and block.shape == layout.shape and block.stride() == layout.stride:
         return block
-    whole = torch.empty_strided(layout.shape, layout.stride, dtype=block.dtype, device=block.device).fill_(other)
+    like = torch.empty_strided(layout.shape, layout.stride, dtype=block.dtype, device="meta")
+    whole = torch.full_like(like, other, device=block.device)
     if member is not None:
         place_in(whole, layout, layout.mesh.coordinates[member]).copy_(block)
     return whole

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 import dtensor
 from dtensor.errors import RuleError
 from dtensor.rules.facts import fact, facts_of
+from dtensor.testing.oracle import compare
 
 aten = torch.ops.aten
 PACKAGE = Path(dtensor.__file__).parent
@@ -22,7 +24,8 @@ ENGINE = ("base", "comm", "cost", "layout", "mesh", "propagation", "dispatch", "
 def test_an_overload_adds_to_what_is_known_of_its_operator() -> None:
     assert facts_of(aten.normal.Tensor_Tensor).strides is not None
     assert facts_of(aten.normal.Tensor_Tensor).spelled is None
-    assert facts_of(aten.normal.float_Tensor).strides is None
+    assert facts_of(aten.div.Tensor_mode).strides is not None
+    assert facts_of(aten.div.Tensor).strides is None
     assert facts_of(aten.view.default).shows == "all"
     assert facts_of(aten.view.dtype).shows is None
     assert facts_of(aten.view.dtype).needs_strides
@@ -59,3 +62,35 @@ def test_a_running_sum_of_bools_in_place_is_refused_as_torch_does(placement: dte
         x.clone().cumsum_(0)
     with pytest.raises(NotImplementedError, match="bools in place"):
         dtensor.distribute_tensor(x, dtensor.init_device_mesh("cpu", (3,)), [placement]).cumsum_(0)
+
+
+X, ROW = torch.arange(30.0).view(5, 6) / 8, torch.arange(6.0)
+REFUSED: dict[str, Callable[[Any, Any], Any]] = {
+    "renorm of order 0": lambda x, w: x.renorm(0, 0, 1.0),
+    "renorm of no order": lambda x, w: x.renorm(float("nan"), 0, 1.0),
+    "renorm to less than nothing": lambda x, w: x.renorm(2, 0, -1.0),
+    "renorm of a dim too many": lambda x, w: x.renorm(2, 2, 1.0),
+    "layer norm of doubles": lambda x, w: torch.layer_norm(x, (6,), w.double()),
+    "layer norm of half weights": lambda x, w: torch.layer_norm(x, (6,), w.bfloat16()),
+    "layer norm of two dtypes": lambda x, w: torch.layer_norm(x.bfloat16(), (6,), w, w.bfloat16()),
+    "closeness to another size": lambda x, w: torch.allclose(x, x[:2]),
+    "closeness of nothing to something": lambda x, w: torch.allclose(w, w[:0]),
+    "closeness of two dtypes": lambda x, w: torch.allclose(x, x.double()),
+    "closeness below nothing": lambda x, w: torch.allclose(x[:1], x[:1], -1.0),
+    "segments of too much": lambda x, w: torch.segment_reduce(x, "sum", lengths=w[:4].long()),
+    "segments below nothing": lambda x, w: torch.segment_reduce(x, "sum", lengths=w[:4].long() * 4 - 5),
+}
+
+
+@pytest.mark.parametrize("where", [dtensor.Replicate(), dtensor.Shard(0), dtensor.Shard(-1)], ids=str)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_kernels_refuse_is_refused_under_every_layout(name: str, where: dtensor.Placement) -> None:
+    mesh = dtensor.init_device_mesh("cpu", (3,))
+    outcome = compare(REFUSED[name], [X, ROW], mesh, [[where], [dtensor.Replicate()]], gradients=False)
+    assert outcome.same_error, outcome.problems
+
+
+def test_closeness_to_a_tensor_that_is_as_large_as_a_block_is_refused() -> None:
+    mesh = dtensor.init_device_mesh("cpu", (2,))
+    outcome = compare(torch.allclose, [X[:4], X[:2]], mesh, [[dtensor.Shard(0)], [dtensor.Replicate()]], gradients=False)
+    assert outcome.same_error, outcome.problems

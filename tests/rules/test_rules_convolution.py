@@ -104,3 +104,17 @@ def test_channels_last_operands_give_a_result_laid_out_as_on_one_device(channels
     mesh = dt.init_device_mesh("cpu", (2,))
     got = torch.nn.functional.conv2d(*(dt.distribute_tensor(t, mesh, [dt.Replicate()]) for t in (x, w)))
     assert got.stride() == torch.nn.functional.conv2d(x, w).stride()
+
+
+@pytest.mark.parametrize("where", [S0, S1, Shard(3), Shard(3, sizes=(1, 3, 1))], ids=str)
+@pytest.mark.parametrize("asked", [(), (0,), (1,)], ids=str)
+def test_gradients_that_a_kernel_gives_unasked_are_dropped(where: Any, asked: tuple[int, ...]) -> None:
+    """Some kernels of grouped products of single precision give that of the weight, for blocks that are not too thin."""
+
+    def trained(*given: Any) -> list[Any]:
+        a, w, b = [t.detach().requires_grad_(i in (*asked, 2)) for i, t in enumerate(given)]
+        F.conv2d(a, w, b, groups=2).square().sum().backward()
+        return [a.grad, w.grad, b.grad]
+
+    given = [x(2, 4, 6, 5).float(), x(6, 2, 3, 2, seed=1).float(), x(6).float()]
+    check(trained, *given, mesh=dt.init_device_mesh("cpu", (3,)), placements=[[where], [R], [R]], gradients=False)

@@ -154,6 +154,39 @@ def test_an_index_out_of_range_is_an_error_on_every_rank(fn: Callable[[torch.Ten
             check(fn, X, mesh=mesh, placements=[[placement]])
 
 
+NO_PLACES = {
+    "a short mask": (torch.ones(4).bool(), slice(None)),
+    "a long mask": (torch.ones(7).bool(),),
+    "a mask of two dims": (torch.ones(5, 4).bool(),),
+    "a mask of the second dim": (slice(None), torch.ones(5).bool()),
+    "bytes": (torch.ones(4, dtype=torch.uint8),),
+    "small integers": (torch.tensor([1, 0], dtype=torch.int8),),
+    "fractions": (torch.tensor([1.0, 0.0]),),
+    "indices of two sizes": (torch.tensor([1, 0]), torch.tensor([1, 0, 2])),
+}
+
+
+def places_written(x: torch.Tensor, *key: Any) -> torch.Tensor:
+    x = x.clone()
+    x[key] = 2.5
+    return x
+
+
+@pytest.mark.parametrize("where", [Replicate(), Shard(0), Partial()], ids=str)
+@pytest.mark.parametrize("name", NO_PLACES)
+@pytest.mark.filterwarnings("ignore:.*torch.uint8 is now deprecated")
+def test_what_names_no_places_is_an_error_as_in_torch(name: str, where: dt.Placement) -> None:
+    def key(*given: Any) -> tuple[Any, ...]:
+        tensors = iter(given)
+        return tuple(next(tensors) if isinstance(item, torch.Tensor) else item for item in NO_PLACES[name])
+
+    tensors = [item for item in NO_PLACES[name] if isinstance(item, torch.Tensor)]
+    for fn in (lambda x, *given: x[key(*given)], lambda x, *given: places_written(x, *key(*given))):
+        outcome = run(fn, [X, *tensors], (2,), [[where], *([Replicate()],) * len(tensors)])
+        assert isinstance(outcome.error, IndexError), outcome.problems
+        assert outcome.same_error
+
+
 def test_the_gradient_of_a_sharded_vocabulary_comes_back_in_its_shards() -> None:
     mesh = dt.init_device_mesh("cpu", (3,))
     weight = dt.distribute_tensor(floats(7, 3), mesh, [S0]).requires_grad_()

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
-from dtensor.errors import ImplicitCommunicationError
+from dtensor.errors import ImplicitCommunicationError, UnsupportedOperationError
 from dtensor.testing.oracle import check
 
 X = torch.tensor([[0.0, 2, 0, 1], [0, 0, 3, 0], [4, 0, 0, 0]], dtype=torch.float64)
@@ -68,3 +68,13 @@ def test_gradients_that_torch_refuses_are_refused(mode: str) -> None:
             lambda w, i: F.embedding_bag(i.view(1, 3), w, sparse=True, scale_grad_by_freq=True, mode=mode),
         ):
             assert check(fn, X, rows, mesh=mesh, placements=[[where], [Replicate()]]).same_error
+
+
+@pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
+@pytest.mark.parametrize("where", [Replicate(), Shard(0)], ids=str)
+def test_nested_tensors_are_refused_with_what_to_do(where: dt.Placement) -> None:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    x, mask = (dt.distribute_tensor(t, mesh, [where]) for t in (torch.ones(2, 3, 4), torch.ones(2, 3) > 0))
+    for fn in (lambda: torch.nested.nested_tensor([x[0], x[1, :2]]), lambda: torch._nested_tensor_from_mask(x, mask)):
+        with pytest.raises(UnsupportedOperationError, match=r"nested tensor.*enable_nested_tensor=False"):
+            fn()

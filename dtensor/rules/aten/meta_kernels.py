@@ -7,6 +7,7 @@ rank would raise another error than torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -69,6 +70,25 @@ def indices_of(*dtypes: torch.dtype, error: type[Exception] = RuntimeError) -> C
     return check
 
 
+def places(name: str, arguments: dict[str, Any]) -> None:
+    """Indices are integers or masks, masks have the sizes of the dims that they stand for, the others go together."""
+    shape, d, numbered = arguments["self"].shape, 0, []
+    for item in arguments["indices"]:
+        if not isinstance(item, Layout):
+            d += 1
+        elif item.dtype in (torch.bool, torch.uint8):
+            if shape[d : d + len(item.shape)] != item.shape:
+                raise IndexError(f"{name}: a mask of shape {list(item.shape)} cannot pick from dim {d} on of {list(shape)}")
+            d += len(item.shape)
+        elif item.dtype in (torch.int64, torch.int32):
+            d += 1
+            numbered.append(item.shape)
+        else:
+            raise IndexError(f"{name}: expected indices of int64, int32 or bool, not {item.dtype}")
+    if any(len({size for size in sizes if size != 1}) > 1 for sizes in zip_longest(*map(reversed, numbered), fillvalue=1)):
+        raise IndexError(f"{name}: indices of shapes {', '.join(map(str, map(list, numbered)))} cannot be broadcast together")
+
+
 def of_one_dtype(first: str, second: str) -> Callable[[str, dict[str, Any]], None]:
     def check(name: str, arguments: dict[str, Any]) -> None:
         one, other = arguments[first].dtype, arguments[second].dtype
@@ -100,6 +120,28 @@ def out_of(dtype: torch.dtype) -> Callable[[str, dict[str, Any]], None]:
             raise RuntimeError(f"{name}: expected out of {dtype}, not {out.dtype}")
 
     return check
+
+
+def weights_of_dtype(name: str, arguments: dict[str, Any]) -> None:
+    """Weights have the dtype of the input, or are of single precision beside one in half."""
+    dtype = arguments["input"].dtype
+    dtypes = {given.dtype for given in (arguments["weight"], arguments["bias"]) if isinstance(given, Layout)}
+    if dtypes - {dtype} and (dtypes != {torch.float32} or dtype not in (torch.float16, torch.bfloat16)):
+        raise RuntimeError(f"{name}: weights of {' and '.join(sorted(map(str, dtypes)))} beside an input of {dtype}")
+
+
+def positive_norms(name: str, arguments: dict[str, Any]) -> None:
+    """There is a norm of this order, and a largest one."""
+    dim_in_range(name, arguments)
+    order, largest = arguments["p"], arguments["maxnorm"]
+    if not order > 0 or largest < 0:
+        raise RuntimeError(f"{name}: expected a norm of an order above 0 and of 0 at least, not {order} and {largest}")
+
+
+def close_or_not(name: str, arguments: dict[str, Any]) -> None:
+    """Elements can be compared one by one: nothing is inferred of a Python value."""
+    x, y = (torch.empty(given.shape, dtype=given.dtype, device=META) for given in (arguments["self"], arguments["other"]))
+    torch.isclose(x, y, arguments["rtol"], arguments["atol"])
 
 
 def no_bools(name: str, arguments: dict[str, Any]) -> None:
@@ -141,9 +183,16 @@ fact("index_add index_select", refuses=(indices_of(_INT, _LONG),))
 fact("index_reduce", refuses=(indices_of(_INT, _LONG), dim_in_range))
 fact("index_copy put", refuses=(indices_of(_LONG),))
 fact("index_fill", refuses=(indices_of(_LONG, error=IndexError),))
+fact(
+    "index.Tensor _unsafe_index.Tensor index_put.default index_put_.default _index_put_impl_.default _unsafe_index_put.default",
+    refuses=(places,),
+)
 fact("binary_cross_entropy", refuses=(of_one_dtype("self", "target"),), strides=as_if_empty_like("self"))
 fact("masked_scatter", refuses=(of_one_dtype("self", "source"),))
 fact("slice_scatter select_scatter unique_dim unique_consecutive unique_dim_consecutive", refuses=(dim_in_range,))
+fact("allclose", refuses=(close_or_not,))
+fact("renorm", refuses=(positive_norms,))
+fact("native_layer_norm", refuses=(weights_of_dtype,))
 fact("cat.default", refuses=(no_numbers,))
 fact("cumsum_", refuses=(no_bools,))
 fact("narrow_copy", refuses=(dim_below_ndim,))

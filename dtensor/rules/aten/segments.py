@@ -11,7 +11,7 @@ import torch
 
 from ...placement import Partial
 from ..call import Call
-from ..kernels import At, KernelContext
+from ..kernels import At, KernelContext, check_range
 from ..rule import Choice, Kernel
 from ..verbs import blockwise
 
@@ -37,23 +37,31 @@ def lengths_of(lengths: torch.Tensor | None, offsets: torch.Tensor | None, ndim:
     return found.view((-1,) + (1,) * (ndim - 1))
 
 
+def misfit(found: int) -> Exception:
+    return RuntimeError(f"segment_reduce(): lengths must add up to the size of the dim and not be negative, got {found}")
+
+
 def reduce_parts(
     at: KernelContext, data: Any, reduce: str, *, lengths: Any = None, offsets: Any = None, initial: Any = None, **options: Any
 ) -> Any:
     """Terms of the reduction: empty parts contribute what changes nothing, the initial value counts once."""
     result = at.results[0]
     assert result is not None
+    total = at.operands[0].shape[0]
     nothing = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "max": -torch.inf, "min": torch.inf}[reduce]
 
     def one(here: At, block: torch.Tensor, length: torch.Tensor | None, offset: torch.Tensor | None) -> torch.Tensor:
+        if length is not None and not options.get("unsafe"):
+            check_range(length, range(total + 1), None, misfit)
+            check_range(length.sum(), range(total, total + 1), None, misfit)
         own = lengths_in_block(here, length, offset)
         start = initial if initial is not None and (here.index == 0 or reduce in ("max", "min")) else nothing
         how = "sum" if reduce == "mean" else reduce
         made = aten.segment_reduce(block, how, lengths=own, axis=0, unsafe=True, initial=start)
         if reduce == "mean":
-            total = lengths_of(length, offset, made.ndim)
+            counts = lengths_of(length, offset, made.ndim)
             empty = (torch.nan if initial is None else initial) if here.index == 0 else 0.0
-            made = (made / total.clamp(min=1)).masked_fill(total == 0, empty)
+            made = (made / counts.clamp(min=1)).masked_fill(counts == 0, empty)
         return made.to(result.dtype)
 
     return at.map(one, data, lengths, offsets)
