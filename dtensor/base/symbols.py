@@ -163,7 +163,7 @@ def as_torch_has_them(values: Any) -> Any:
 
 
 def has_symbols(values: Iterable[Any]) -> bool:
-    return any(type(value) is OpenSize for value in values)
+    return OpenSize in set(map(type, values))
 
 
 def settled(value: Any) -> Any:

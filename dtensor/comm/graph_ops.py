@@ -33,7 +33,7 @@ _SCHEMAS = {
     "gather": "(Tensor row, int size, str said, str group) -> Tensor",
     "reduce": "(Tensor row, str op, str group) -> Tensor",
     "reduce_scatter": "(Tensor row, str op, int size, str said, str group) -> Tensor",
-    "check": "(str check, SymInt[] given) -> ()",
+    "check": "(Tensor beside, str check, SymInt[] given) -> ()",
     "draw": "(str make, Tensor[] given, SymInt[] sizes, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device)"
     " -> Tensor",
 }
@@ -95,7 +95,7 @@ def _draw(
 
 
 _RUN: dict[str, Callable[..., Any]] = {
-    "check": lambda check, given: kept_object(check)(given),
+    "check": lambda beside, check, given: kept_object(check)(given),
     "exchange": _exchange,
     "gather": _gather,
     "reduce": _reduce,
@@ -103,7 +103,7 @@ _RUN: dict[str, Callable[..., Any]] = {
     "draw": _draw,
 }
 _WITHOUT_DATA: dict[str, Callable[..., Any]] = {
-    "check": lambda check, given: None,
+    "check": lambda beside, check, given: None,
     "exchange": lambda row, arriving, leaving, said, group: row.new_empty(sum(arriving)),
     "gather": lambda row, size, said, group: row.new_empty(row.numel() * size),
     "reduce": lambda row, op, group: torch.empty_like(row),

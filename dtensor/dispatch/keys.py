@@ -12,7 +12,8 @@ import torch
 
 from ..base.caches import Bounded
 from ..base.nested import leaves
-from ..base.symbols import OpenSize, settled, size_of, still_open
+from ..base.symbols import OpenSize, settled, size_of, sizes, still_open
+from ..base.tracing import has_no_values
 from ..layout.layout import Layout
 from ..propagation.schema import Operator
 from . import wrapping
@@ -49,7 +50,7 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
         if isinstance(value, wrapping.TENSOR):
             key.append(value._layout)
             return value._local
-        key.append((value.shape, _strides(value), value.dtype, in_autograd()))
+        key.append((*_manner(value), in_autograd(), has_no_values(value)))  # what is traced, ranks have not compared
         return value
     if kind in _SYMBOLS:  # of a program that is traced: looked at where its value decides something
         if by_type:
@@ -83,7 +84,7 @@ def settle(values: Iterable[Any]) -> bool:
     found = sized_of(values)
     for x in found:
         layout = x._layout
-        shape, stride = [tuple(map(settled, sizes)) for sizes in (layout.shape, layout.stride)]
+        shape, stride = [tuple(map(settled, values)) for values in (layout.shape, layout.stride)]
         x._layout = Layout.of(layout.mesh, layout.placements, shape, stride, layout.dtype)
         still_open((*layout.shape, *layout.stride))
     return bool(found)
@@ -101,8 +102,8 @@ def in_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
 CLOSED: Bounded[str, None] = Bounded(64, "dispatch.keys.closed")  # for which calls, and why, graphs are for one size
 
 
-def _strides(x: torch.Tensor) -> tuple[int, ...] | None:
-    return x.stride() if x.layout is torch.strided else None
+def _manner(x: torch.Tensor) -> tuple[Any, ...]:
+    return sizes(x.shape), sizes(x.stride()) if x.layout is torch.strided else None, x.dtype
 
 
 def _static_list(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None) -> Any:
@@ -117,7 +118,7 @@ def _static_list(value: Any, key: list[Any], by_type: bool, numbers: list[Any] |
             key += layouts
             return locals_
     elif first is torch.Tensor and set(map(type, value)) == {first}:  # step counts
-        key.append((in_autograd(), *[(x.shape, _strides(x), x.dtype) for x in value]))
+        key.append((in_autograd(), *map(_manner, value)))
         return list(value)
     elif (first is int or first is float) and (len(value) == 1 or len(set(map(type, value))) == 1):  # True == 1 as a key
         key.append((first, len(value)) if by_type else (first, *value))

@@ -139,9 +139,8 @@ class Layout:
 
     @staticmethod
     def _interned(mesh: Any, placements: Any, splits: Any, shape: Any, stride: Any, dtype: Any) -> Layout:
-        if has_symbols(shape):  # some may be numbers by now
+        if has_symbols(shape) or has_symbols(stride):  # some may be numbers by now
             shape, stride = sizes(shape), sizes(stride)
-            splits = tuple(split and Split(split.mesh_dims, sizes(split.sizes)) for split in splits)
         key = (mesh, placements, shape, stride, dtype)
         with _MAKING:  # two threads that want the same one get the same one
             if (found := _LAYOUTS.get(key)) is not None:
@@ -149,7 +148,8 @@ class Layout:
             if not len(splits) == len(stride) == len(shape):  # it would be everybody's layout from now on
                 raise LayoutError(f"{len(splits)} splits and strides {stride} do not fit the shape {tuple(shape)}")
             found = object.__new__(Layout)
-            found.mesh, found.placements, found.splits = mesh, placements, splits
+            found.mesh, found.placements = mesh, placements
+            found.splits = tuple(split and split.of_size(size) for split, size in zip(splits, shape, strict=True))
             found.shape, found.stride, found.dtype = torch.Size(shape), stride, dtype
             found.dense = tuple(stride) == contiguous_stride(tuple(shape))
             found.is_complex, found.made_with = dtype.is_complex, None

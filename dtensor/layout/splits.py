@@ -8,7 +8,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from ..base.caches import remembered
-from ..base.symbols import settled
+from ..base.symbols import has_symbols, settled, sizes
 from ..errors import PlacementError
 from ..mesh.device_mesh import DeviceMesh
 from ..placement import Placement, Shard
@@ -28,6 +28,12 @@ class Split(NamedTuple):
     def even(self) -> bool:
         """All blocks have one size."""
         return all(size == self.sizes[0] for size in self.sizes)
+
+    def of_size(self, whole: int) -> Split:
+        """This split of a dim of ``whole`` elements: of a number, numbers, where an operand with a symbol told the blocks."""
+        if not has_symbols(self.sizes):
+            return self
+        return Split(self.mesh_dims, tuple(map(settled, self.sizes)) if type(whole) is int else sizes(self.sizes))
 
 
 @remembered(4096)

@@ -174,7 +174,7 @@ def _all_pieces(mesh: DeviceMesh, pieces: Sequence[torch.Tensor], told: str) -> 
     """Every member's shape and strides, by position in the mesh as the current rank sees it; ``told`` must be alike on all."""
     mine, steps = sizes(pieces[0].shape), sizes(pieces[0].stride())
     if is_traced(pieces[0]) and mesh.kind == "process_group":
-        in_graph("check", kept(Alike(mesh, pieces[0].dtype, told)), [*mine, *steps])
+        in_graph("check", pieces[0].new_empty(0), kept(Alike(mesh, pieces[0].dtype, told)), [*mine, *steps])
         return (mine,) * mesh.size(), (steps,) * mesh.size()
     if len(pieces) > 1:
         seen = [pieces[m] for m in mesh.members_of(range(mesh.ndim), 0)]

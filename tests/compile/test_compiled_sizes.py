@@ -80,6 +80,26 @@ def loss_over_the_vocabulary(mesh: dt.DeviceMesh) -> Made:
     return run, lambda size: cut(mesh, max(size, 1), 7, dim=1)  # of nothing: no number
 
 
+def plain_targets(mesh: dt.DeviceMesh) -> Made:
+    def run(x: DTensor) -> torch.Tensor:
+        targets = torch.ones(x.shape[0], 2, dtype=torch.int64).flatten()
+        with loss_parallel():
+            return F.cross_entropy((x * 2).flatten(0, 1), targets)
+
+    return run, lambda size: cut(mesh, max(size, 1), 2, 7, dim=2)
+
+
+def norms_of_scattered_rows(mesh: dt.DeviceMesh) -> Made:
+    """At 8 rows there are as many as the weight has: its number is the size of the dim that a symbol has cut."""
+    weight = dt.distribute_tensor(torch.arange(64.0).view(8, 8).sin(), mesh, [Shard(0)] * mesh.ndim)
+
+    def run(x: DTensor) -> DTensor:
+        y = (x @ weight).redistribute(placements=[Shard(1)])
+        return F.layer_norm(y * 1, (8,)).redistribute(placements=[Replicate()])
+
+    return run, lambda size: dt.distribute_tensor(whole(size, 8).unsqueeze(0), mesh, [Shard(2)]).requires_grad_()
+
+
 def redistributed(mesh: dt.DeviceMesh) -> Made:
     def run(x: DTensor) -> DTensor:
         there = (x * 2).redistribute(placements=[Shard(1)]).sin().redistribute(placements=[Replicate()])
@@ -117,6 +137,8 @@ PROGRAMS: dict[Program, int] = {  # and the most graphs: of even sizes, of odd o
     drawn: 6,
     of_one_tensor: 6,
     loss_over_the_vocabulary: 5,
+    plain_targets: 5,
+    norms_of_scattered_rows: 7,
 }
 
 

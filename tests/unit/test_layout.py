@@ -13,9 +13,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import dtensor as dt
 from dtensor.base.memory_order import contiguous_stride, stride_like
+from dtensor.base.symbols import size_of
 from dtensor.errors import LayoutError, PlacementError
 from dtensor.layout.layout import Layout
 from dtensor.layout.splits import Split, chunk_sizes, offsets_of
@@ -277,3 +280,13 @@ def test_where_torch_asks_for_a_memory_format_a_layout_is_strided() -> None:
         assert found.full_tensor().sum() == 0
     with pytest.raises(TypeError, match="layout"):
         torch.zeros(2, layout="strided")  # type: ignore[call-overload]  # no layout at all
+
+
+def test_a_dim_of_a_number_has_blocks_of_numbers() -> None:
+    """Blocks that an operand with symbols told are no part of a layout that is everybody's from now on."""
+    env = ShapeEnv()
+    symbol = env.create_symbol(4, ConstantSource("size"), dynamic_dim=DimDynamic.DYNAMIC)
+    block = size_of(env.create_symintnode(symbol, hint=4))
+    layout = Layout.from_splits(DeviceMesh("cpu", 2), [Split((0,), (block, block))], [None], (8,))
+    assert [type(size) for size in layout.splits[0].sizes] == [int, int]  # type: ignore[union-attr]  # it is cut
+    assert layout.local_shape((1,)) == (4,)
