@@ -95,8 +95,8 @@ def around(block: Tensor, layout: Layout, member: int | None, other: float) -> T
     """
     if member is not None and block.shape == layout.shape and block.stride() == layout.stride:
         return block
-    like = torch.empty_strided(layout.shape, layout.stride, dtype=block.dtype, device="meta")
-    whole = torch.full_like(like, other, device=block.device)
+    stride = torch.empty_like(torch.empty_strided(layout.shape, layout.stride, device="meta")).stride()
+    whole = torch.empty_strided(layout.shape, stride, dtype=block.dtype, device=block.device).fill_(other)
     if member is not None:
         place_in(whole, layout, layout.mesh.coordinates[member]).copy_(block)
     return whole
