@@ -60,8 +60,11 @@ def html_of(x: Any) -> str:
         ArgumentError: it is none of these.
     """
     if (boxes := boxes_of(x)) is not None:
-        values = f"<details><summary>values</summary><pre>{escape(repr(x))}</pre></details>"
-        return f'<div class="dtensor">{svg_of(boxes)}{values}</div>' if isinstance(x, DTensor) else svg_of(boxes)
+        if not isinstance(x, DTensor):
+            return svg_of(boxes)
+        return (
+            f'<div class="dtensor">{svg_of(boxes)}<details><summary>values</summary><pre>{escape(repr(x))}</pre></details></div>'
+        )
     match x:
         case ProgramPlan():
             return _element(str(x).partition("\n")[0], _listing(_planned(x.calls)))

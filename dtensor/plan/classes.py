@@ -13,7 +13,7 @@ from typing import Any
 
 from .graph import Graph, Node
 
-ROUNDS = 6
+_ROUNDS = 6
 
 
 @dataclass(slots=True)
@@ -63,9 +63,9 @@ class Classes:
         return [chosen[own] for own in self.of]
 
 
-def classes_of(graph: Graph, start: Sequence[Hashable], rounds: int = ROUNDS) -> Classes:
+def classes_of(graph: Graph, start: Sequence[Hashable]) -> Classes:
     """The classes of a graph, within these ones. Where little repeats, every node is a class."""
-    colors = _refined(graph, _numbered(start), rounds)
+    colors = _refined(graph, _numbered(start))
     if len(set(colors)) > len(colors) * 0.6:
         colors = list(range(len(colors)))
     return _quotient(graph, _numbered(colors))
@@ -77,11 +77,11 @@ def _numbered(colors: Sequence[Hashable]) -> list[int]:
     return [seen.setdefault(color, len(seen)) for color in colors]
 
 
-def _refined(graph: Graph, colors: list[int], rounds: int) -> list[int]:
+def _refined(graph: Graph, colors: list[int]) -> list[int]:
     users = graph.users()
     makers = [(value.producer.number, value.place) for value in graph.values]
     count = len(set(colors))
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         found: list[Any] = []
         for node in graph.nodes:
             fed = tuple([None if n is None else (colors[makers[n][0]], makers[n][1]) for n in node.operands])

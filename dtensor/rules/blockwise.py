@@ -12,9 +12,7 @@ from .kernels import plain_op
 from .rule import Dims
 from .verbs import blockwise
 
-Partials = Any  # rows as data, as words, or as a function of the call
-
-__all__ = ["Partials", "asked_for", "blockwise", "in_first", "multilinear", "on_each_rank", "plain_op"]
+__all__ = ["asked_for", "blockwise", "in_first", "multilinear", "on_each_rank", "plain_op"]
 
 
 def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:

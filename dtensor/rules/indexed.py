@@ -22,7 +22,6 @@ from .rows import one_of
 from .rule import Choice, Dims, Factors, Kernel, Rule, Word, named, own_factors, uncut
 
 Combined = Callable[[Call], str | None]
-Shape = tuple[int, ...]
 
 CONSTANT = ("avg", "max", "min")  # of a constant they are that constant
 # terms of what is written to and of what is written

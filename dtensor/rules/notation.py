@@ -34,7 +34,6 @@ from ..base.caches import remembered
 from ..errors import RuleError
 
 Dim = tuple[str, ...]  # the factors of one tensor dim, major first; () is none
-ELLIPSIS: Dim = ("...",)
 EACH = "each"
 
 _WORD = r"\.\.\.|@[a-z]\w*!?|[a-z]\w*\*?"

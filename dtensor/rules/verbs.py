@@ -204,7 +204,7 @@ class _OneShape(Word):
 
 
 POINTWISE = _Pointwise()
-ONE_SHAPE = one_shape = _OneShape()
+ONE_SHAPE = _OneShape()
 register_tagged(torch.Tag.pointwise, _pointwise())
 
 

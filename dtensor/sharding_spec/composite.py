@@ -53,15 +53,14 @@ class Composite:
 
     def names_that_fit(self, name: str) -> set[str]:
         """The keys that say something of the parameter ``name``."""
-        path = name.split(".")
-        return {key for key, _ in self.specs if _fits(key.split("."), path)}
+        return {key for key, _ in self.specs if fits(key.split("."), name.split("."))}
 
     def _find(self, path: tuple[str, ...]) -> tuple[int, Spec, bool] | None:
         """How well a key fits, its spec, and whether it names the whole path."""
         best: tuple[int, Spec, bool] | None = None
         for key, spec in self.specs:
             tokens = key.split(".") if key else []
-            if not _fits(tokens, path):
+            if not fits(tokens, path):
                 continue
             inner = spec._find(path[len(tokens) :]) if isinstance(spec, Composite) else (0, spec, len(tokens) == len(path))
             if inner is not None:
@@ -79,7 +78,8 @@ class Composite:
         return f"composite({items})" if plain else f"composite({{{items}}})"
 
 
-def _fits(tokens: Sequence[str], path: Sequence[str]) -> bool:
+def fits(tokens: Sequence[str], path: Sequence[str]) -> bool:
+    """Whether globs name the beginning of a path."""
     return len(tokens) <= len(path) and all(fnmatchcase(part, token) for token, part in zip(tokens, path, strict=False))
 
 

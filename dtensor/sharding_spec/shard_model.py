@@ -20,7 +20,7 @@ from ..tensor.dtensor import DTensor
 from ..tensor.materialize import check_initialisers
 from ..tensor.materialize import materialize as give_values
 from ..tensor.replaced import replacing
-from .composite import Composite, as_spec
+from .composite import Composite, as_spec, fits
 from .rank_device import Place, device_type_of, members_of
 from .specs import Spec, Whole
 
@@ -106,7 +106,7 @@ def _asked(module: nn.Module, said: Any, mesh: DeviceMesh | None) -> dict[str, A
         found[name] = {}
         for _, key, x in own_tensors(sub):
             path = f"{name}.{key}" if name else key
-            listed = Composite(tuple((pattern, Composite(())) for pattern in placed)).names_that_fit(path)
+            listed = {pattern for pattern in placed if fits(pattern.split("."), path.split("."))}
             if listed:
                 best = max(listed, key=len)
                 found[name][key] = Layout.of(mesh, placed[best], x.shape, None, x.dtype)  # type: ignore[arg-type]  # given

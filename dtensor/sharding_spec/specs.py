@@ -42,6 +42,10 @@ class Spec:
         """The spec as dicts, lists, strings and numbers."""
         raise NotImplementedError
 
+    def __repr__(self) -> str:
+        ((name, given),) = self.to_data().items()
+        return f"{name}({', '.join(map(repr, given.values()))})"
+
     @property
     def places(self) -> tuple[Place, ...]:
         """Every place that holds something, in order of appearance."""
@@ -144,10 +148,6 @@ class SingleSplit(Spec):
         sizes = {} if self.shard_sizes is None else {"shard_sizes": list(self.shard_sizes)}
         return {"single_split": {"dim": self.dim, "placements": [text_of(each) for each in self.shards], **sizes}}
 
-    def __repr__(self) -> str:
-        sizes = "" if self.shard_sizes is None else f", {list(self.shard_sizes)}"
-        return f"single_split({self.dim}, {[text_of(each) for each in self.shards]}{sizes})"
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MeshSplit(Spec):
@@ -171,14 +171,8 @@ class MeshSplit(Spec):
 
     def to_data(self) -> Any:
         sizes = {} if self.shard_sizes is None else {"shard_sizes": [s if s is None else list(s) for s in self.shard_sizes]}
-        return {"mesh": {"placements": self._nested(), **sizes}}
-
-    def _nested(self) -> Any:
-        return np.asarray([text_of(each) for each in self.shards], dtype=object).reshape(self.shape).tolist()
-
-    def __repr__(self) -> str:
-        sizes = "" if self.shard_sizes is None else f", {[s if s is None else list(s) for s in self.shard_sizes]}"
-        return f"mesh({self._nested()}{sizes})"
+        nested = np.asarray([text_of(each) for each in self.shards], dtype=object).reshape(self.shape).tolist()
+        return {"mesh": {"placements": nested, **sizes}}
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from dataclasses import replace as replace_fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ def resolved(variant: Variant) -> Variant:
         overload = resolve_packet(op._qualified_op_name, *variant.sample.args, **variant.sample.kwargs)
     except RuntimeError:  # plain torch refuses the call
         return variant
-    return replace_fields(variant, name=f"{variant.name}.{overload or 'default'}")
+    return replace(variant, name=f"{variant.name}.{overload or 'default'}")
 
 
 def operator_named(name: str) -> Callable[..., Any]:
@@ -69,9 +68,8 @@ def variants(rule_name: str, sample: Sample) -> Iterator[Variant]:
     namespace, base = name.split(".")[:2]
     if exists(name):
         yield Variant(name, sample, _writes(name))
-    for other in (f"{namespace}.{base}_",):
-        if not base.endswith("_") and exists(other):
-            yield Variant(other, sample, True)
+    if not base.endswith("_") and exists(other := f"{namespace}.{base}_"):
+        yield Variant(other, sample, True)
     if "out" not in sample.kwargs and (written := _with_out(f"{namespace}.{base}", sample)) is not None:
         yield Variant(f"{namespace}.{base}", written, True)
     for lists in (f"{namespace}.{form}" for form in list_forms(base)):
@@ -99,18 +97,12 @@ def _with_out(name: str, sample: Sample) -> Sample | None:
             return None  # plain torch contradicts itself, as in binary_cross_entropy with a mean
     except (RuntimeError, TypeError, ValueError, IndexError):
         return None
-    return Sample(sample.args, {**sample.kwargs, "out": torch.zeros_like(out)}, "out=", sample.values, False)
+    return replace(sample, kwargs={**sample.kwargs, "out": torch.zeros_like(out)}, note="out=", gradients=False)
 
 
 def _listed(name: str, sample: Sample) -> Sample | None:
     """Every tensor twice, in a list; None where the list operator does not take that."""
     if not tensors(sample.args) or any(isinstance(value, (list, tuple)) for value in sample.args):
         return None
-    given = Sample(
-        tuple([x, x] if isinstance(x, torch.Tensor) else x for x in sample.args),
-        sample.kwargs,
-        "lists",
-        sample.values,
-        sample.gradients,
-    )
+    given = replace(sample, args=tuple([x, x] if isinstance(x, torch.Tensor) else x for x in sample.args), note="lists")
     return given if refusal(operator_named(name), given) is None else None

@@ -42,6 +42,7 @@ WHERE_TEXT, CALL_TEXT, ERROR_TEXT, LINE_TEXT = range(4)  # places of its changin
 
 _NAME = "dtensor-ranks-"
 _ROOM = 1 << 25  # bytes that must be free
+_KEPT, _YOUNG_S = 2, 60.0  # jobs that did not end well; how long one may have no ranks yet
 
 
 class Board:
@@ -242,16 +243,16 @@ def boards(shared: Path | None = None) -> list[Path]:
     return [folder for _, folder in sorted(found, reverse=True)]
 
 
-def sweep(shared: Path, kept: int = 2, young_s: float = 60.0) -> None:
+def sweep(shared: Path) -> None:
     """Takes away what jobs have left that did not end well, but for the last ones, which can be looked at."""
     ended_badly = 0
     for folder in boards(shared):
         with suppress(OSError):  # another's, or on its way out
             pids = [int.from_bytes(page.read_bytes()[:8], "little") for page in folder.glob("rank-*")]
-            if any(pid and alive(pid) for pid in pids) or (not pids and time.time() - folder.stat().st_mtime < young_s):
+            if any(pid and alive(pid) for pid in pids) or (not pids and time.time() - folder.stat().st_mtime < _YOUNG_S):
                 continue  # its ranks are at work, or about to come
             ended_badly += 1
-            if ended_badly > kept:
+            if ended_badly > _KEPT:
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -9,8 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ..blockwise import in_first
 from ..call import Call
 from ..kernels import densely, functional_of
@@ -18,7 +16,6 @@ from ..rows import copies, linear
 from ..rule import Dims, Factors, LocalView, Word
 from ..verbs import blockwise, kernel_rule, local_size
 
-aten = torch.ops.aten
 POSITIONS = {1: "[x]", 2: "[y] [x]", 3: "[z] [y] [x]"}
 of_gradient = linear("grad_output")
 
