@@ -54,6 +54,14 @@ def combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
     return x[torch.combinations(torch.arange(x.shape[0], device=x.device), r, with_replacement)]
 
 
+def vander(x: Any, n: int | None = None, increasing: bool = False) -> Any:
+    """The powers of each element side by side, which torch writes into a plain tensor."""
+    if not isinstance(x, DTensor) or x.ndim != 1 or (count := x.shape[0] if n is None else n) < 2:
+        return NotImplemented
+    powers = aten.linalg_vander(x, N=count)
+    return powers if increasing else powers.flip(1)
+
+
 def matrix_power(x: Any, n: int) -> Any:
     """The identity, where torch copies it from a plain one."""
     if n or not isinstance(x, DTensor) or x.ndim < 2 or x.shape[-1] != x.shape[-2]:
@@ -120,6 +128,7 @@ def with_state(name: str, place: int = 1) -> None:
 
 
 recomposed("aten::combinations", combinations)
+recomposed("aten::vander", vander)
 recomposed("aten::linalg_matrix_power", matrix_power)
 recomposed("aten::matrix_power", matrix_power)
 recomposed("aten::istft", istft)
