@@ -164,8 +164,13 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
                         return found(args, kwargs, [args[0]._local, args[1]._local, args[2]._local], {})
                     if len(args) <= keyed:
                         try:
-                            rest = [tuple(x) if type(x) is list else x for x in args[1:]] if listed else args[1:]
-                            found = find(signature := (args[0]._layout, *rest))
+                            if listed and len(args) == 2:
+                                signature = (args[0]._layout, tuple(args[1]))
+                            elif listed:
+                                signature = (args[0]._layout, *[tuple(x) if type(x) is list else x for x in args[1:]])
+                            else:
+                                signature = (args[0]._layout, *args[1:])
+                            found = find(signature)
                         except TypeError:  # numbers that are symbols
                             pass
                         else:
