@@ -13,6 +13,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,16 +225,17 @@ def _known(job: _Job | Exception) -> _Job:
 
 
 def _written(job: _Job, file: Address) -> list[tuple[str, Block, Stream]]:
-    """Write this rank's share and bring it to the disk."""
+    """Write this rank's share and bring it to the disk; its digests are computed meanwhile."""
     if not job.writes:
         return []
-    share = []
-    with written(file) as out:
-        for write in job.writes:
-            stream = append(out, write.data)
-            block = Block(write.offset, tuple(write.data.shape), file.name, stream.at, digest(write.data, write.offset))
-            share.append((write.name, block, stream))
-    return share
+    with ThreadPoolExecutor(1) as aside:
+        digests = aside.map(lambda write: digest(write.data, write.offset), job.writes)
+        with written(file) as out:
+            streams = [append(out, write.data) for write in job.writes]
+        return [
+            (write.name, Block(write.offset, tuple(write.data.shape), file.name, stream.at, found), stream)
+            for write, stream, found in zip(job.writes, streams, digests, strict=True)
+        ]
 
 
 def _commit(job: _Job, folder: Address, shares: list[list[tuple[str, Block, Stream]]], token: str, beside: Beside) -> None:

@@ -137,7 +137,7 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
     tensor, is_view, local_op = wrapping.TENSOR, entry.operator.is_view, entry.local
     find: Callable[..., Any] = entry.plans.get if entry.notes is None else entry.notes.find
     general = _general_form_of(entry, find)
-    numbered, sized = entry.operator.numbered, entry.operator.sized
+    keyed, listed = entry.operator.keyed, entry.operator.listed
 
     def run(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         try:
@@ -162,11 +162,16 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
                         if type(found) is Layout:
                             return wrap_local(local_op(args[0]._local, args[1]._local, args[2]._local), found)
                         return found(args, kwargs, [args[0]._local, args[1]._local, args[2]._local], {})
-                    if numbered or len(args) == 1 or (sized and len(args) == 2):
+                    if len(args) <= keyed:
                         try:
-                            signature = (args[0]._layout, tuple(args[1])) if sized else (args[0]._layout, *args[1:])
+                            if listed and len(args) == 2:
+                                signature = (args[0]._layout, tuple(args[1]))
+                            elif listed:
+                                signature = (args[0]._layout, *[tuple(x) if type(x) is list else x for x in args[1:]])
+                            else:
+                                signature = (args[0]._layout, *args[1:])
                             found = find(signature)
-                        except (TypeError, IndexError):  # numbers that are symbols, or left out
+                        except TypeError:  # numbers that are symbols
                             pass
                         else:
                             if found is None:

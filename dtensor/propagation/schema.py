@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ class Operator:
         is_view: some result aliases an argument without writing to it.
         reshapes: the argument written to is the same memory seen in another way (``unsqueeze_``).
         seeded: it draws random numbers.
-        numbered, sized: what follows the first argument, a tensor: nothing but ints, bools and strings; a list of ints.
+        keyed: how many arguments, where the first is a tensor, are by their types ints, bools, strings or lists of them, so that
+            equal ones mean the same.
+        listed: some of these are lists.
         facts: what is known of it beside its schema.
     """
 
@@ -50,8 +53,8 @@ class Operator:
     is_view: bool
     reshapes: bool
     seeded: bool
-    numbered: bool
-    sized: bool
+    keyed: int
+    listed: bool
     facts: Facts
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +144,7 @@ def operator_of(func: Any) -> Operator:
         next((owners[name] for name in r.alias_info.before_set if name in owners), None) if r.alias_info is not None else None
         for r in schema.returns
     )
-    first, *rest = [kinds[a.name] for a in arguments if not a.kwarg_only] or [""]
+    keyed = [*takewhile(_KEYED.__contains__, [kinds[a.name] for a in arguments if not a.kwarg_only][1:])]
     return Operator(
         func=func,
         name=schema.name + (f".{schema.overload_name}" if schema.overload_name else ""),
@@ -160,8 +163,8 @@ def operator_of(func: Any) -> Operator:
         reshapes=torch.Tag.inplace_view in func.tags,
         facts=facts_of(func),
         is_view=shows_memory(func),
-        numbered=first == "Tensor" and all(kind in ("int", "Optional[int]", "bool", "str") for kind in rest),
-        sized=first == "Tensor" and rest[:1] == ["List[int]"],
+        keyed=len(keyed) + 1,
+        listed=any("List" in kind for kind in keyed),
     )
 
 
@@ -169,6 +172,7 @@ def _kinds(func: Any) -> list[str]:
     return [str(a.type) for a in func._schema.arguments]
 
 
+_KEYED = frozenset(("int", "Optional[int]", "bool", "str", "List[int]", "Optional[List[int]]", "List[bool]"))
 _NUMBERS = frozenset(("number", "Optional[number]", "float", "Optional[float]", "List[number]", "List[float]"))
 
 

@@ -247,13 +247,11 @@ def keep_grad_layout(leaf: Any) -> None:
             return None
         if observed:
             tell_arrived(grad, current)
-        if type(grad) is kind and grad._layout is layout is _without_partials(layout):  # most often
-            return None
-        if is_wrapped(grad):
+        if (type(grad) is kind and grad._layout is layout is _without_partials(layout)) or is_wrapped(grad):  # most often
             return None
         wanted, mesh = grad_layout(layout, None).placements, layout.mesh
         if not hasattr(grad, "_layout"):  # what the user gave to backward()
-            return laid(distributed(grad, layout), wanted)
+            return distributed(grad, layout, wanted)
         have = grad._layout
         if have.mesh is not mesh and have.mesh != mesh:  # the leaf was a number in a program on another mesh
             return grad.redistribute(mesh, wanted)
@@ -286,14 +284,16 @@ def _apart(grad: Any) -> Any:
     return grad.contiguous() if grad is not None and 0 in grad.stride() and grad.numel() > 1 else grad
 
 
-def distributed(grad: Any, like: Layout) -> Any:
-    """A gradient of a DTensor, which plain torch may have given (``y.backward(torch.ones(3))``): then all ranks hold it."""
+def distributed(grad: Any, like: Layout, placements: Sequence[Placement] | None = None) -> Any:
+    """A gradient of a DTensor; a plain one (``y.backward(torch.ones(3))``), which all ranks hold, is cut as ``placements``."""
     if hasattr(seen(grad), "_layout"):
         return grad
     layout = Layout.replicated(like.mesh, grad.shape, grad.stride(), grad.dtype)
-    if not (communicator_of(like.mesh).holds_all or is_recorded(grad)):
-        return wrap_local(grad.detach().clone(), layout)  # the user may write to it, and some zeros have no memory
-    return from_pieces(layout, layout, True, *everywhere(grad, layout))
+    target = layout if placements is None else layout.replace(placements=placements)
+    if communicator_of(like.mesh).holds_all or is_recorded(grad):
+        return laid(from_pieces(layout, layout, True, *everywhere(grad, layout)), target.placements)
+    part = execute(plan(layout, target), grad.detach())
+    return wrap_local(part.clone(), target)  # the user may write to it, and some zeros have no memory
 
 
 def _differing(grad: Layout, source: Layout, copied: bool) -> Layout:

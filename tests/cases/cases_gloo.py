@@ -222,6 +222,21 @@ def owners_of_rows_compute_what_experts_do_and_move_nothing_before_the_sum() -> 
 
 # --- differentiated and written to ------------------------------------------------------------
 @case
+def a_plain_gradient_of_a_leaf_is_cut_as_the_leaf_and_is_its_own() -> None:
+    for where in ([R, R], [Shard(0), R], [Shard(1), Shard(0)], [Shard(0), Partial()]):
+        x = dt.distribute_tensor(value(5, 6), square(), where).requires_grad_()
+        given = value(5, 6, seed=1)
+        x.backward(given)
+        given.zero_()
+        equal(x.grad, value(5, 6, seed=1))
+        assert x.grad.placements == tuple(R if isinstance(p, Partial) else p for p in where)
+        x.grad = None
+        torch.sgn(x).sum().backward()  # torch's zeros without memory, which can be written to here
+        x.grad.add_(1)
+        equal(x.grad, torch.ones(5, 6, dtype=torch.float64))
+
+
+@case
 def a_layer_and_its_gradients() -> None:
     def layer(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         hidden = torch.relu(x @ w.t() + b)

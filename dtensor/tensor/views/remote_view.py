@@ -218,7 +218,7 @@ def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | 
     if plan.how in ("answer", "decompose"):
         return found
     if operator.reshapes:
-        return _seen_anew(operator)
+        return _seen_anew(operator.out_of_place)
 
     deferred = remote(operator, plan)
     if operator.func is _AS_STRIDED:
@@ -259,12 +259,12 @@ def _in_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any
     return dispatch(DTensor, operator.func, (), args, kwargs)
 
 
-def _seen_anew(operator: Operator) -> Runner:
+def _seen_anew(anew: Any) -> Runner:
     """``t_``, ``squeeze_``: the tensor becomes a view of the memory that it was, which earlier views go on to show; the local is
     left as it is, since they, or the user, may hold it."""
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
-        args[0]._become(dispatch(DTensor, operator.out_of_place, (), args, kwargs))
+        args[0]._become(dispatch(DTensor, anew, (), args, kwargs))
         return args[0]
 
     return run
