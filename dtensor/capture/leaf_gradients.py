@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..base import nested
 from ..base.recording import Between, current
 from ..base.torch_internals import DisableTorchFunctionSubclass, TensorBase, pytree
 from ..tensor.autograd import grad_placements_of
 from ..tensor.dtensor import DTensor
 from .signature import described, picking
-from .writes import tensors_in
 
 _GRAD, _LAYOUT, _BEFORE, _AFTER = map(attrgetter, ("grad", "_layout", "_backward_hooks", "_post_accumulate_grad_hooks"))
 _PLACE: Any = TensorBase.grad
@@ -60,7 +60,7 @@ class Guarded(NamedTuple):
         with DisableTorchFunctionSubclass():  # of which each getter asks the class otherwise
             found = [*map(_GRAD, leaves)]
         if any(self.between):
-            found += tensors_in([[*kept.values()] for kept in self.between])
+            found += nested.tensors([[*kept.values()] for kept in self.between])
         if [*map(_form, self.between)] != self.forms:
             return None
         held = _kinds(found) == self.layouts and (self.hooks is None or hooks_of(leaves) == self.hooks)
@@ -120,7 +120,7 @@ class Leaves:
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Those that were there before the run, of each leaf; then what was kept by calls before."""
-        return [*self._before.values(), *tensors_in([[*before.values()] for _, before in self._between])]
+        return [*self._before.values(), *nested.tensors([[*before.values()] for _, before in self._between])]
 
     def number(self, place: int) -> int | None:
         """Of a leaf, in the survey; None for what was kept."""

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from ..base import nested
 from ..errors import CaptureError
 from .graph import Step, Var
-from .writes import tensors_in
 
 _READS = frozenset(
     {"tolist", "numpy", "apply_", "map_", "map2_", "_to_dlpack", "_to_dlpack_versioned"}
@@ -47,7 +47,7 @@ def decides(func: Any, args: tuple[Any, ...]) -> bool:
     if not any(tag in func.tags for tag in _DECIDING):
         return func is torch.ops.aten.is_nonzero.default  # what bool() is below autograd, where rules compute
     numbers = torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_index.Tensor
-    return func not in numbers or any(x.dtype not in (torch.int64, torch.int32) for x in tensors_in(args[1]))
+    return func not in numbers or any(x.dtype not in (torch.int64, torch.int32) for x in nested.tensors(args[1]))
 
 
 def refuse(what: str, within: str = "") -> CaptureError:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from ..base import nested
 from ..base.torch_internals import autocast_enabled, pytree
 from ..errors import CaptureError
 from ..tensor.dtensor import DTensor
@@ -22,7 +23,6 @@ from .replay import Recorded, kind_of
 from .results import ARG, ENV, GRAD, Base, Given, Sorter, kept
 from .signature import Metadata, Signature, may_differ
 from .survey import Environment
-from .writes import tensors_in
 
 
 class Recording:
@@ -179,7 +179,7 @@ class Recording:
         storages = {var.storage for group in self.vars.values() for var in group}
         sorter = Sorter(self.recorder, owners, locals_, storages, self._spent)
         gradients, left = self.leaves.changed(), self.leaves.left()
-        results = sorter.sort([*leaves, *gradients.values(), *tensors_in([found for _, found, _ in left])])
+        results = sorter.sort([*leaves, *gradients.values(), *nested.tensors([found for _, found, _ in left])])
         assigned = tuple(zip(gradients, results[len(leaves) :], strict=False))
         rebound = tuple((number, sorter.local_of(self.environment.tensors[number])) for number in self.rebound)
         written = {storage for step in self.steps for storage in step.writes}

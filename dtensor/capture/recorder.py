@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..base import nested
 from ..base.generators import state_now
 from ..base.recording import ACTIVE
 from ..base.torch_internals import AccumulateGrad, TensorBase, TorchDispatchMode, autograd_node, current_dispatch_modes
@@ -28,7 +29,7 @@ from .graph import Ranks, Step, Var
 from .keeping import Keeping
 from .numbers import Numbers
 from .reads import Unvarying, World, decides, refuse
-from .writes import tensors_in, written_by
+from .writes import written_by
 
 aten = torch.ops.aten
 
@@ -125,7 +126,7 @@ class Recorder(Keeping, TorchDispatchMode):
             self._step(Step(TensorBase.item, (self._known(args[0]),), {}, self.numbers.last, within=within))
             return func(*args)
         if decides(func, args):
-            if not self.unvarying.holds(map(self._known, tensors_in((args, kwargs)))):
+            if not self.unvarying.holds(map(self._known, nested.tensors((args, kwargs)))):
                 raise refuse(str(func), within)
             if func is aten._local_scalar_dense.default:
                 return func(*args)
@@ -145,7 +146,7 @@ class Recorder(Keeping, TorchDispatchMode):
         if _meta(result, {}):
             return result
         written = written_by(func, args, kwargs)
-        known = {id(x): self._known(x) for x in tensors_in((args, kwargs))}
+        known = {id(x): self._known(x) for x in nested.tensors((args, kwargs))}
         writes = frozenset(known[id(x)].storage for x in written)
         stores = isinstance(autograd_node(), AccumulateGrad) and operator_of(func).facts.stores
         checks = bool(known) and not func._schema.returns and not writes  # what reads, and neither gives nor writes, may raise
@@ -337,11 +338,11 @@ def _key(x: torch.Tensor) -> tuple[Any, ...]:
 
 def _meta(value: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operation is planning, not work: on tensors without data."""
-    return any(x.device.type == "meta" for x in tensors_in((value, kwargs)))
+    return any(x.device.type == "meta" for x in nested.tensors((value, kwargs)))
 
 
 def _default(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
-    device = next((x.device for x in tensors_in((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
+    device = next((x.device for x in nested.tensors((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
     if device.type == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device()]
     return torch.default_generator

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from ..base import nested
 from ..propagation.schema import operator_of
 from ..rules.call import Call
 from ..rules.registry import lookup
@@ -18,21 +18,10 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found.extend(tensors_in(value))
+            found.extend(nested.tensors(value))
     rule = lookup(func)
     if rule is not None and rule.writes is not None:
         bound = operator_of(func).bind(args, kwargs)
         call = Call(func, None, bound, (), ())  # type: ignore[arg-type]  # of local tensors, on no mesh
-        found.extend(tensors_in([bound[name] for name in rule.writes(call)]))
+        found.extend(nested.tensors([bound[name] for name in rule.writes(call)]))
     return found
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a nested value."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
