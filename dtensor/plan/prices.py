@@ -10,7 +10,7 @@ import torch
 
 from ..base.caches import remembered
 from ..comm.events import Event, listening
-from ..cost.link import collective_seconds, device_of, link_of
+from ..cost.link import collective_seconds, device_of
 from ..dispatch.dispatcher import run_chosen
 from ..dispatch.wrapping import wrap_local
 from ..errors import DTensorError
@@ -18,6 +18,7 @@ from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, init_device_mesh
 from ..propagation.choose import realized
 from ..propagation.row_costs import LOCAL_STEP
+from ..propagation.row_costs import kernel_seconds as kernel_seconds_of
 from ..redistribute import Step, estimate
 from ..rules.rule import Row
 from ..rules.work import share
@@ -45,12 +46,8 @@ def work_seconds(node: Node, rows: Sequence[Row], operands: Sequence[Layout | No
 def kernel_seconds(node: Node, rows: Sequence[Row]) -> float:
     """Seconds of the collectives of a call's kernels."""
     assert node.asked is not None
-    call, seconds = node.asked.call, 0.0
-    for mesh_dim, (row, ranks) in enumerate(zip(rows, call.mesh.shape, strict=True)):
-        if row.kernel is not None and ranks > 1:
-            rate = link_of(call.mesh, (mesh_dim,)).exchange
-            seconds += row.kernel.collectives * rate.seconds(ranks, 0) + row.kernel.nbytes(call) / rate.bandwidth
-    return seconds
+    call = node.asked.call
+    return sum(kernel_seconds_of(row, call, mesh_dim) for mesh_dim, row in enumerate(rows))
 
 
 def local_seconds(node: Node, rows: Sequence[Row], operands: Sequence[Layout | None], results: Sequence[Layout | None]) -> float:

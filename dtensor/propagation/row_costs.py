@@ -90,13 +90,21 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
                 seconds += summed if isinstance(where, Partial) else cut if anew else 0.0
         if multiplies:
             seconds += row_seconds(device, work, row, ranks, factors.sizes)
-        if row.kernel is not None and ranks > 1:
-            rate = link_of(call.mesh, (mesh_dim,)).exchange
-            seconds += row.kernel.collectives * rate.seconds(ranks, 0) + row.kernel.nbytes(call) / rate.bandwidth
+        if row.kernel is not None:
+            seconds += kernel_seconds(row, call, mesh_dim)
         price = (seconds if ranks > 1 else 0.0, invented, changes, _memory(line, nbytes, ranks), line.order)
         priced.append((price, row))
     priced.sort(key=lambda item: item[0])
     return priced
+
+
+def kernel_seconds(row: Row, call: Call, mesh_dim: int) -> float:
+    """Seconds of the collectives of a row's kernel."""
+    ranks = call.mesh.shape[mesh_dim]
+    if row.kernel is None or ranks == 1:
+        return 0.0
+    rate = link_of(call.mesh, (mesh_dim,)).exchange
+    return row.kernel.collectives * rate.seconds(ranks, 0) + row.kernel.nbytes(call) / rate.bandwidth
 
 
 def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_dim: int) -> list[tuple[float, float]]:

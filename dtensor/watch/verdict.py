@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .. import errors
-from .board import COUNT, ERROR, ERROR_COUNT, ERROR_LINE, FAILED, LEFT, STATE, WHERE, Board, ring_page
+from .board import COUNT, ERROR, ERROR_COUNT, ERROR_LINE, FAILED, LEFT, STATE, Board, ring_page
 from .chain import lengths_in, unfitting
 from .pages import Page
 from .ring import DEPTH, Entry, entry_in
@@ -130,32 +130,21 @@ def _listed(words: dict[tuple[int, ...], str]) -> list[str]:
 
 def lost(board: Board, rank: int, needed: str, how: str = "") -> Verdict:
     """That a rank which others need has failed, left or died; ``needed`` says in what."""
-    page = board.rank_page(rank)
-    if page is None:  # on another host
-        return _lost_afar(board, rank, needed, how)
-    words = page.words
-    where = page.text(words[WHERE])
+    where, _ = board.where(rank)
     at = f", at {where}" if where else ""
-    if not how and (words[STATE] == FAILED or _met_last(page)):
-        return _failed(rank, page.text(words[ERROR]), page.text(words[ERROR_LINE]), at, needed)
-    if not how:
-        left = words[STATE] == LEFT
-        how = "has left: its program ended, or it destroyed its groups" if left else "has died: its process is gone"
+    page, post = board.rank_page(rank), board.post_of(rank)
+    if page is not None:
+        words, silent = page.words, "has died: its process is gone"
+        state = FAILED if words[STATE] == FAILED or _met_last(page) else words[STATE]
+        error, line = page.text(words[ERROR]), page.text(words[ERROR_LINE])
+    elif post is not None:  # on another host
+        state, error, line, silent = post.state, post.error, post.line, "tells nothing: it is gone, or stopped"
+    else:
+        state, error, line, silent = LEFT, "", "", ""
+    if not how and state == FAILED:
+        return _failed(rank, error, line, at, needed)
+    how = how or ("has left: its program ended, or it destroyed its groups" if state == LEFT else silent)
     return {"kind": "lost", "words": f"rank {rank} {how}{at}{_last(board, rank)}; {needed}"}
-
-
-def _lost_afar(board: Board, rank: int, needed: str, how: str) -> Verdict:
-    post = board.post_of(rank)
-    if post is None:
-        return {"kind": "lost", "words": f"rank {rank} {how or 'has left'}; {needed}"}
-    at = f", at {post.where}" if post.where else ""
-    if not how and post.state == FAILED:
-        return _failed(rank, post.error, post.line, at, needed)
-    left = post.state == LEFT
-    how = how or ("has left: its program ended, or it destroyed its groups" if left else "tells nothing: it is gone, or stopped")
-    came = [ring for ring in post.rings.values() if ring[0]]
-    after = "".join(f", after {what}   {line}" for _, _, _, what, _, line, _ in came[-1:])
-    return {"kind": "lost", "words": f"rank {rank} {how}{at}{after}; {needed}"}
 
 
 def _failed(rank: int, error: str, line: str, at: str, needed: str) -> Verdict:
@@ -219,8 +208,9 @@ def _short(ranks: Sequence[int]) -> str:
 
 
 def _last(board: Board, rank: int) -> str:
-    """What a rank did last, in whichever chain that this process knows."""
-    pages = [ring_page(board, "chain", chain, rank) for chain in board.chains]
+    """What a rank did last, in whichever chain that this process knows, or that it has told of."""
+    pages, post = [ring_page(board, "chain", chain, rank) for chain in board.chains], board.post_of(rank)
     found = [entry_in(page, page.words[0]) for page in pages if page is not None and page.words[0]]
+    found += [] if post is None else [Entry.told(*ring[2:]) for ring in reversed(post.rings.values()) if ring[0]]
     last = max((entry for entry in found if entry is not None), key=lambda entry: entry.time, default=None)
     return "" if last is None else f", after {last}"
