@@ -8,6 +8,7 @@ operator is asked once for all sizes: dtypes, and the order of dims in memory, d
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -110,11 +111,14 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
     Raises:
         NotInferable: see there. Errors that plain torch raises for wrong arguments pass through.
     """
+    mode = fake_mode_of(arguments.values())
     if operator.facts.per_element and not operator.returns:
-        return ()  # some optimizer steps have no meta kernel, and nothing is to be found out
+        if operator.facts.each is not None and mode is None:  # nothing is found out but whether sizes fit
+            with suppress(NotInferable):
+                _run(operator, {name: _to_meta(value) for name, value in arguments.items()}, arguments)
+        return ()
     if operator.returns and not operator.gives_tensors:
         return (None,) * len(operator.returns)  # a Python value: it depends on data
-    mode = fake_mode_of(arguments.values())
     if operator.facts.by_device or mode is not None:
         with mode or _fake_mode():
             return _run(operator, {name: _to_meta(value, None) for name, value in arguments.items()}, arguments)

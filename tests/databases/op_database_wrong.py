@@ -20,9 +20,15 @@ INTEGERS = (-1, 0, 1, 2, -2, 7, -7, 100)
 FLOATS = (0.0, -1.0, 2, float("inf"), 1.5, 3)
 # Plain torch reads or writes beside its arguments there: it dies, or gives what stood in memory.
 UNDEFINED = (
-    "_batch_norm_with_update native_batch_norm _native_batch_norm_legit lu_unpack _segment_reduce_offsets "
-    "nn_functional_grid_sample grid_sampler_* nn_functional_multilabel_margin_loss"
-).split()
+    "_batch_norm_with_update",
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "lu_unpack",
+    "_segment_reduce_offsets",
+    "nn_functional_grid_sample",
+    "grid_sampler_*",
+    "nn_functional_multilabel_margin_loss",
+)
 Path = tuple[Any, ...]
 
 

@@ -73,6 +73,8 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "layer norm of doubles": lambda x, w: torch.layer_norm(x, (6,), w.double()),
     "layer norm of half weights": lambda x, w: torch.layer_norm(x, (6,), w.bfloat16()),
     "layer norm of two dtypes": lambda x, w: torch.layer_norm(x.bfloat16(), (6,), w, w.bfloat16()),
+    "more rows added than the product has": lambda x, w: torch.addmm(x[:2], x[:1], x[0].diag()),
+    "rows added to a vector's one": lambda x, w: torch.addmv(w, x[:1], w),
     "closeness to another size": lambda x, w: torch.allclose(x, x[:2]),
     "closeness of nothing to something": lambda x, w: torch.allclose(w, w[:0]),
     "closeness of two dtypes": lambda x, w: torch.allclose(x, x.double()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import dtensor as dt
 from dtensor import Partial, Placement, Replicate, Shard
 from dtensor.comm import events
 from dtensor.testing import check
+from dtensor.testing.oracle import compare
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 SHAPES = ((5, 7), (3,), (1, 2), ())
@@ -188,3 +189,27 @@ def test_fused_steps_look_at_strides() -> None:
     torch._fused_sgd_([p], [g], [b], **options)  # type: ignore[attr-defined]  # not in the stubs
     torch._fused_sgd_([pieces[0]], [grad], [pieces[1]], **options)  # type: ignore[attr-defined]  # not in the stubs
     torch.testing.assert_close(pieces[0].full_tensor(), p)
+
+
+UNFIT: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda x, y: torch._foreach_add_([y, x], [y, y]),
+    "add, one tensor for all": lambda x, y: torch._foreach_add_([x], y),
+    "lerp": lambda x, y: torch._foreach_lerp_([x], [y], 0.5),
+    "addcmul": lambda x, y: torch._foreach_addcmul_([x], [x], [y]),
+    "copy": lambda x, y: torch._foreach_copy_([x], [y]),
+    "maximum": lambda x, y: torch._foreach_maximum_([x], [y]),
+    "another number of scalars": lambda x, y: torch._foreach_mul_([x, y], [2.0]),
+    "another dtype": lambda x, y: torch._foreach_div_([x.long()], [x]),
+}
+
+
+@pytest.mark.parametrize("where", [R, S0, Partial()], ids=str)
+@pytest.mark.parametrize("name", UNFIT)
+def test_writes_of_what_fits_a_block_but_not_the_whole_are_refused(name: str, where: Placement) -> None:
+    def written(x: Any, y: Any) -> Any:
+        UNFIT[name](x := x.clone(), y)
+        return x
+
+    x = torch.arange(24.0).view(6, 4)
+    outcome = compare(written, [x, x[:3]], dt.init_device_mesh("cpu", (2,)), [[where], [R]], gradients=False)
+    assert outcome.same_error, outcome.problems

@@ -6,7 +6,7 @@ rank would raise another error than torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Any
 
@@ -138,6 +138,19 @@ def positive_norms(name: str, arguments: dict[str, Any]) -> None:
         raise RuntimeError(f"{name}: expected a norm of an order above 0 and of 0 at least, not {order} and {largest}")
 
 
+def added(name: str, product: Callable[[dict[str, Any]], Iterable[int]]) -> Callable[[str, dict[str, Any]], None]:
+    """What is added to a product expands to its sizes, which does not grow with it."""
+
+    def check(operator: str, arguments: dict[str, Any]) -> None:
+        given, sizes = arguments[name], tuple(product(arguments))
+        if isinstance(given, Layout):
+            fits = [own in (1, size) for own, size in zip(reversed(given.shape), reversed(sizes), strict=False)]
+            if given.ndim > len(sizes) or not all(fits):
+                raise RuntimeError(f"{operator}: {list(given.shape)} cannot be expanded to the product's sizes {list(sizes)}")
+
+    return check
+
+
 def close_or_not(name: str, arguments: dict[str, Any]) -> None:
     """Elements can be compared one by one: nothing is inferred of a Python value."""
     x, y = (torch.empty(given.shape, dtype=given.dtype, device=META) for given in (arguments["self"], arguments["other"]))
@@ -190,6 +203,8 @@ fact(
 fact("binary_cross_entropy", refuses=(of_one_dtype("self", "target"),), strides=as_if_empty_like("self"))
 fact("masked_scatter", refuses=(of_one_dtype("self", "source"),))
 fact("slice_scatter select_scatter unique_dim unique_consecutive unique_dim_consecutive", refuses=(dim_in_range,))
+fact("addmm _addmm_activation", refuses=(added("self", lambda given: (*given["mat1"].shape[:1], *given["mat2"].shape[1:])),))
+fact("addmv", refuses=(added("self", lambda given: given["mat"].shape[:1]),))
 fact("allclose", refuses=(close_or_not,))
 fact("renorm", refuses=(positive_norms,))
 fact("native_layer_norm", refuses=(weights_of_dtype,))
