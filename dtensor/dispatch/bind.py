@@ -30,7 +30,7 @@ from .list_numbers import with_numbers_once
 from .local_op import local_function
 from .report import Cause
 from .settled import kept_apart
-from .steps import After, Before, Given, Runner, counted, finishing, into_locals, moving, refusing, running, written_back
+from .steps import After, Before, Given, Runner, counted, finishing, in_turn, into_locals, moving, refusing, running, written_back
 from .unbound import absent, decomposed, drawn_alike
 from .wrapping import wrap_local
 
@@ -92,6 +92,8 @@ def _bound(plan: Plan, operator: Operator, form: Form) -> Layout | Runner:
 def _arranging(plan: Plan, operator: Operator, form: Form) -> list[Before]:
     """Operands brought to where and how the local operator wants them; room for ``out=`` results."""
     before = [moving(plan, operator, form)] if plan.moves else []
+    if operator.mutated and any(index is not None for (_, index), _ in plan.moves):
+        before.insert(0, in_turn(plan, operator, form))
     if plan.rule is not None and plan.rule.as_laid_out:
         before += in_memory_order(plan, operator, form)
     if operator.outs:

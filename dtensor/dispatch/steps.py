@@ -113,6 +113,29 @@ def moving(plan: Plan, operator: Operator, form: Form) -> Before:
     return step
 
 
+def in_turn(plan: Plan, operator: Operator, form: Form) -> Before:
+    """A list call takes its elements one after the other: a later one would read what was moved before an earlier one wrote."""
+    lists = {form.place(name): name in operator.mutated for (name, index), _ in plan.moves if index is not None}
+    lists |= {place: True for name in operator.mutated if (place := form.given(name)) is not None}
+    moves = [(form.place(name), index) for (name, index), _ in plan.moves if index is not None]
+
+    def step(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> None:
+        met: dict[int, set[int]] = {}
+        for place in lists:
+            for index, local in enumerate(at(place, local_args, local_kwargs)):
+                met.setdefault(id(local), set()).add(index)
+        written = {id(local) for place, writes in lists.items() if writes for local in at(place, local_args, local_kwargs)}
+        for place, index in moves:
+            one = id(at(place, local_args, local_kwargs)[index])
+            if one in written and len(met[one]) > 1:
+                raise UnsupportedOperationError(
+                    f"{operator.name}: element {index} of a list is written to, read for another element too, and has to be "
+                    "moved first; call it for one element after the other, or give a clone()"
+                )
+
+    return step
+
+
 def _moving_together(places: list[tuple[Place, int | None, Any]]) -> Before:
     moves = [move for *_, move in places]
 

@@ -14,6 +14,7 @@ from rule_tables import floats
 import dtensor as dt
 from dtensor import Partial, Placement, Replicate, Shard
 from dtensor.comm import events
+from dtensor.errors import UnsupportedOperationError
 from dtensor.testing import check
 from dtensor.testing.oracle import compare
 
@@ -213,3 +214,19 @@ def test_writes_of_what_fits_a_block_but_not_the_whole_are_refused(name: str, wh
     x = torch.arange(24.0).view(6, 4)
     outcome = compare(written, [x, x[:3]], dt.init_device_mesh("cpu", (2,)), [[where], [R]], gradients=False)
     assert outcome.same_error, outcome.problems
+
+
+def test_an_element_that_is_written_to_and_moved_for_another_is_refused() -> None:
+    """Torch takes elements one after the other: the second reads what the first has become."""
+    x, y, z = torch.arange(4.0), torch.ones(4), torch.full((4,), 10.0)
+    for where, other in ((S0, S0), (S0, R), (Partial(), Partial())):
+        a, b, c = [
+            dt.distribute_tensor(one, dt.init_device_mesh("cpu", (2,)), [at]) for one, at in ((x, where), (y, other), (z, S0))
+        ]
+        if where == other == S0:
+            torch._foreach_add_([a, b], [c, a])
+            assert torch.equal(b.full_tensor(), y + x + z)
+            continue
+        with pytest.raises(UnsupportedOperationError, match="one element after the other"):
+            torch._foreach_mul_([a, b], [b, a])
+        assert torch.equal(a.full_tensor(), x)
