@@ -79,6 +79,13 @@ def the_source_rank_decides() -> None:
 
 
 @case
+def tensors_without_elements_are_distributed() -> None:
+    for placements in ([R], [Shard(0)], [Shard(1)], [Partial()]):
+        for shape in ((0, 4), (4, 0)):
+            equal(dt.distribute_tensor(torch.ones(shape), dt.init_device_mesh("cpu", (4,)), placements), torch.ones(shape))
+
+
+@case
 def each_rank_cuts_its_own_without_a_source() -> None:
     made = dt.distribute_tensor(
         by_rank(lambda rank: torch.full((4,), float(rank))), mesh_of((4,)), [Shard(0)], src_data_rank=None

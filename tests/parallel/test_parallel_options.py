@@ -19,6 +19,7 @@ from dtensor.errors import DTensorError, MeshError, PlacementError, UnitError
 from dtensor.parallel import (
     ColwiseParallel,
     DataParallelMeshDims,
+    FSDPModule,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
@@ -189,8 +190,27 @@ def test_data_parallel_dims_by_name() -> None:
     flat = net()
     fully_shard(flat, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("replica", "part")))
     assert flat[0].weight.placements == (Shard(0), Shard(0))
-    with pytest.raises(MeshError, match="needs shard="):
-        fully_shard(net(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="part"))
+
+
+@pytest.mark.parametrize("reshard", [None, False, True, 2])
+def test_dims_that_only_copy_leave_parameters_whole_and_average_gradients(reshard: bool | int | None) -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(net(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    dims = DataParallelMeshDims(replicate="dp")
+    for unit in (model[0], model):
+        fully_shard(unit, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=reshard)
+    assert isinstance(model, FSDPModule)
+    assert model[2].weight.placements == (Replicate(), Shard(1))
+    local = dt.map_ranks(lambda at: X[2 * at[0] : 2 * at[0] + 2].clone(), mesh=mesh["dp"])
+    for last in (False, True):  # the second time with what the first one kept
+        model.set_requires_gradient_sync(last)
+        with CommDebugMode() as comm:
+            (model(local) ** 2).sum().backward()
+        assert comm.get_comm_counts()["reduce_scatter"] == 0
+    for ours, theirs in zip(grads(model), alone_grads(X, 2), strict=True):
+        torch.testing.assert_close(ours, 2 * theirs)
+    with pytest.raises(MeshError, match="no mesh dim"):
+        fully_shard(net(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims())
 
 
 def test_cut_over_two_mesh_dims_trains_as_alone() -> None:

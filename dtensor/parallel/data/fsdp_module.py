@@ -332,7 +332,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
 def neighbours_of(axes: Axes, reshard_after_forward: Any) -> Neighbours | None:
     """The ranks that keep parts between forward and backward, if it is a number that means some."""
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool) or not axes.shard:
         return None
     made = Neighbours(axes, reshard_after_forward)
     return made if 1 < made.size < axes.mesh.size_of(axes.shard) else None

@@ -53,10 +53,11 @@ def fully_shard(
         mp_policy: dtypes to compute and to reduce in.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states in host memory.
         ignored_params: left as they are.
-        dp_mesh_dims: the dims of ``mesh`` that are data-parallel, by name, where ``mesh`` has others too; default all.
+        dp_mesh_dims: the dims of ``mesh`` that are data-parallel, by name, where ``mesh`` has others too; default all. With
+            ``replicate=`` alone nothing is cut: parameters stay whole, and gradients are averaged by an all-reduce.
 
     Raises:
-        MeshError: more than two data-parallel dims, or a parameter on a mesh that is not of the same root.
+        MeshError: more than two data-parallel dims, names of none, or a parameter on a mesh that is not of the same root.
         UnitError: ``module`` is a container that nobody calls, or has a weight that is distributed elsewhere, too.
         ContradictionError: it is a unit already.
 

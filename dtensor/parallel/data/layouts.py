@@ -87,14 +87,16 @@ def sharding(mesh: Any, dims: DataParallelMeshDims | None, offload: OffloadPolic
     """The roles of a mesh's dims for ``fully_shard``: of those that ``dims`` names, or of all.
 
     Raises:
-        MeshError: it names none to cut over; or without it, there are more than two.
+        MeshError: it names none; or without it, there are more than two.
     """
     mesh = mesh_or_world(mesh)
     host = Host.of(offload, mesh.device_type)
     if dims is not None:
         shard, copy = dims.shard_names, dims.replicate_names
+        if not shard and not copy:
+            raise MeshError(f"dp_mesh_dims of fully_shard names no mesh dim, got {dims}; give shard=, replicate= or both")
         if not shard:
-            raise MeshError(f"dp_mesh_dims of fully_shard needs shard=, the mesh dims to cut over, got {dims}; see replicate()")
+            return copying(mesh, dims, offload)
         return Axes(mesh[(*copy, *shard)], WAYS["HSDP" if copy else "FSDP"], len(copy), host)
     return cutting(mesh, host)
 
