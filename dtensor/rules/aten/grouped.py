@@ -69,14 +69,13 @@ def grouped(at: KernelContext, a: Any, b: Any, offs: Any = None, bias: Any = Non
     left, right, result = _kind(at.call)
     made = at.results[0]
     assert made is not None
-    if offs is not None and _by_operator(at, made):
-        op = torch.ops.aten._grouped_mm
-        return at.map(lambda here, a, b, offs: op(_aligned(a), _aligned(b), offs, None, out_dtype), a, b, offs)
-    total = at.once(_ragged)
+    total, whole = at.once(_ragged), _by_operator(at, made)
 
     def product(here: At, a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
         if offs is None:
             return torch.bmm(a, b)
+        if whole and not a.is_meta:  # torch's inference knows one dtype
+            return torch.ops.aten._grouped_mm(_aligned(a), _aligned(b), offs, None, out_dtype)
         coordinate = at.call.mesh.coordinates[here.member]
         offsets = {
             name: offset
