@@ -97,12 +97,10 @@ def _recorded(node: Any, tracer: Any) -> Any:
     known = tracer.sympy_expr_tracker.get(node.expr)
     if known is not None:
         return known.value.node
-    if node.expr.is_Symbol:
+    symbols = {symbol: tracer.sympy_expr_tracker.get(symbol) for symbol in node.expr.free_symbols}
+    if None in symbols.values():  # none of this program's: of the one that compiled autograd records
         return node
-    symbols = {}
-    for symbol in node.expr.free_symbols:
-        known, hint = tracer.sympy_expr_tracker.get(symbol), node.shape_env.backed_var_to_val.get(symbol)
-        symbols[symbol] = node.shape_env.create_symintnode(symbol, hint=int(hint)) if known is None else known.value
+    symbols = {symbol: known.value for symbol, known in symbols.items()}
     same = torch_internals.sympy_interp(torch_internals.PythonReferenceAnalysis, symbols, node.expr)
     return same.node if isinstance(same, torch.SymInt) else node.wrap_int(int(same))
 

@@ -18,10 +18,10 @@ from ..base.tracing import is_traced
 from ..errors import UnsupportedOperationError
 from ..mesh.groups import Group
 from ..placement import Monoid
-from .backends import LOGICAL, message, native_reduction, row_major, traits_of
+from .backends import native_reduction, row_major, traits_of
 from .binding import Reduction, Run
 from .fold import Op, dense, fold
-from .graph_ops import in_graph
+from .graph_ops import Collective
 from .pending import Pending
 from .regions import Packing, Scatter, Traffic, Transfer
 from .rows import as_row, chunk_lengths
@@ -42,12 +42,13 @@ def either(eager: Run, bind: Any) -> Run:
     return issue
 
 
+def _collective(group: Group, kind: str, said: str, op: Any = None) -> Collective:
+    return Collective(kind, group.handle.group_name, group.size, said, op)
+
+
 def _exchange(group: Group, row: Tensor, arriving: list[int], leaving: list[int], said: str) -> Tensor:
     """One all-to-all of the parts of ``row`` by torch's ranks; ``said`` is what it is for."""
-    carried = message(row)
-    if carried.dtype is not row.dtype:
-        arriving, leaving = ([length * row.dtype.itemsize for length in side] for side in (arriving, leaving))
-    return _as(in_graph("exchange", carried, arriving, leaving, said, group.handle.group_name), row.dtype)
+    return _collective(group, "exchange", said).of(row, [*arriving, *leaving])
 
 
 def _as(row: Tensor, dtype: torch.dtype) -> Tensor:
@@ -78,10 +79,10 @@ def _gathered(group: Group, route: Any, said: str) -> Run:
     boxes[group.position] = route.kept[1]
     arriving = Packing(tuple(group.to_torch(boxes)), route.new)
 
+    gather = _collective(group, "gather", f"all_gather {said}")
+
     def issue(x: Tensor) -> Pending[Tensor]:
-        row = message(as_row(row_major(x, route.old)))
-        rows = in_graph("gather", row, group.size, f"all_gather {said}", group.handle.group_name)
-        return Pending.of(arriving.unpack(_as(rows, x.dtype)))
+        return Pending.of(arriving.unpack(gather.of(as_row(row_major(x, route.old)))))
 
     return issue
 
@@ -100,7 +101,7 @@ def bind_scatter(group: Group, scatter: Scatter) -> Run:
     old, chunks = tuple(scatter.old(member)), scatter.chunks_of(member)
     own = chunks[group.position]
     leaving = Packing(tuple(group.to_torch(chunks)), old)
-    native, said = _native(group, op, scatter.dtype), f"reduce_scatter({op}) {_unsized(scatter.said)}"
+    native, said = native_reduction(group, op, scatter.dtype), f"reduce_scatter({op}) {_unsized(scatter.said)}"
     if native is not None and len({box.size for box in chunks}) == 1:
         return _scattered_natively(group, leaving, own.size, native, said)
 
@@ -111,29 +112,21 @@ def bind_scatter(group: Group, scatter: Scatter) -> Run:
     return issue
 
 
-def _scattered_natively(group: Group, leaving: Packing, size: tuple[int, ...], native: tuple[str, torch.dtype], said: str) -> Run:
+def _scattered_natively(group: Group, leaving: Packing, size: tuple[int, ...], native: tuple[Any, torch.dtype], said: str) -> Run:
     op, seen = native
+    reduce = _collective(group, "reduce_scatter", said, op)
 
     def issue(x: Tensor) -> Pending[Tensor]:
         row = as_row(leaving.pack(row_major(x, leaving.shape))).view(seen)
-        reduced = in_graph("reduce_scatter", row, op, group.size, said, group.handle.group_name)
-        return Pending.of(_as(reduced, x.dtype).view(size))
+        return Pending.of(_as(reduce.of(row), x.dtype).view(size))
 
     return issue
 
 
-def _native(group: Group, op: Op, dtype: torch.dtype) -> tuple[str, torch.dtype] | None:
-    """The backend's reduction by name, and the dtype to view the data as."""
-    found = native_reduction(group, op, dtype)
-    if found is None:
-        return None
-    return (LOGICAL[str(op)] if dtype is torch.bool else str(op)), found[1]
-
-
 def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Run:
-    native = _native(group, op, dtype)
+    native = native_reduction(group, op, dtype)
     if native is not None:
-        return _reduced_natively(group, native)
+        return _reduced_natively(_collective(group, "reduce", f"all_reduce({op})", native[0]), native[1])
     most = math.inf if isinstance(op, Monoid) else traits_of(group).one_round_bytes
 
     def issue(x: Tensor) -> Pending[Tensor]:
@@ -144,12 +137,9 @@ def bind_all_reduce(group: Group, op: Op, dtype: torch.dtype) -> Run:
     return issue
 
 
-def _reduced_natively(group: Group, native: tuple[str, torch.dtype]) -> Run:
-    op, seen = native
-
+def _reduced_natively(reduce: Collective, seen: torch.dtype) -> Run:
     def issue(x: Tensor) -> Pending[Tensor]:
-        row = as_row(dense(x)).view(seen)
-        return Pending.of(_as(in_graph("reduce", row, op, group.handle.group_name), x.dtype).view(x.shape))
+        return Pending.of(_as(reduce.of(as_row(dense(x)).view(seen)), x.dtype).view(x.shape))
 
     return issue
 

@@ -9,10 +9,11 @@ Random numbers are such effects too: every rank advances its generator alike, on
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,63 +21,110 @@ from torch import Tensor
 
 from ..base import torch_internals
 from ..base.caches import Bounded
-from ..base.symbols import as_torch_has_them
+from ..base.symbols import as_torch_has_them, has_symbols, sizes
 from ..base.told import changed
-from ..base.tracing import kept_object
+from ..base.tracing import kept, kept_object, shows_ranges
 from ..mesh.groups import Group, backend_of
+from .backends import all_gather_rows, all_reduction, all_to_all_rows, reduce_scatter_single, started
+from .events import Event, listeners, reduced, reporting
 from .pending import Pending
 from .transfer import Issue
 from .watched import watched
 
+_OF_ROWS = ("gather", "reduce", "reduce_scatter")
 _SCHEMAS = {
-    "exchange": "(Tensor row, SymInt[] arriving, SymInt[] leaving, str said, str group) -> Tensor",
-    "gather": "(Tensor row, int size, str said, str group) -> Tensor",
-    "reduce": "(Tensor row, str op, str group) -> Tensor",
-    "reduce_scatter": "(Tensor row, str op, int size, str said, str group) -> Tensor",
+    "exchange": "(Tensor row, SymInt[] lengths, str what) -> Tensor",
+    **dict.fromkeys(_OF_ROWS, "(Tensor row, str what) -> Tensor"),
     "check": "(Tensor beside, str check, SymInt[] given) -> ()",
     "draw": "(str make, Tensor[] given, SymInt[] sizes, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device)"
     " -> Tensor",
 }
 
 
-def _exchange(row: Tensor, arriving: list[int], leaving: list[int], said: str, group: str) -> Tensor:
-    return _ended("all_to_all_single", (tuple(arriving), tuple(leaving)), said, group, row)
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What is constant of one: an operator is given this by name, since each argument of it takes a microsecond or two.
+
+    ``said`` is what it is for, ``lengths`` of an exchange what arrives from each rank, then what leaves for each; none where
+    sizes are symbols, which the operator is given.
+    """
+
+    kind: str
+    group: str
+    size: int
+    said: str
+    op: Any = None
+    lengths: tuple[int, ...] = ()
+
+    def of(self, row: Tensor, lengths: Sequence[int] = ()) -> Tensor:
+        """Issue it for ``row``; in a graph."""
+        said, lengths = self, sizes(lengths)
+        if not has_symbols(lengths):
+            said, lengths = replace(self, lengths=lengths), ()
+        given = (list(lengths),) if self.kind == "exchange" else ()
+        return cast(Tensor, in_graph(self.kind, row, *given, kept(said)))
+
+    def outcome(self, row: Tensor, lengths: Sequence[int]) -> Tensor:
+        """What it gives, without data."""
+        match self.kind:
+            case "exchange":
+                return row.new_empty(sum((lengths or self.lengths)[: self.size]))
+            case "gather":
+                return row.new_empty(row.numel() * self.size)
+            case "reduce":
+                return torch.empty_like(row)
+            case _:
+                return row.new_empty(row.numel() // self.size)
+
+    def bound(self, handle: Any, lengths: Sequence[int], device_type: str) -> Issue:
+        """Compared with other ranks' before anything is sent, as the eager collectives are."""
+        ranks = dist.get_process_group_ranks(handle)
+        group = Group(handle, tuple(range(self.size)), handle.rank(), None, backend_of(handle, device_type))
+        arriving, leaving = list(lengths[: self.size]), list(lengths[self.size :])
+        start: Callable[[Tensor, Tensor], dist.Work]
+        match self.kind:
+            case "exchange":
+                start = lambda row, into: all_to_all_rows(group, into, row, arriving, leaving)  # noqa: E731
+            case "gather":
+                start = lambda row, into: all_gather_rows(group, into, row)  # noqa: E731
+            case "reduce":
+                reduce = all_reduction(group, self.op)
+                start = lambda row, into: reduce(into.copy_(row))  # noqa: E731
+            case _:
+                start = lambda row, into: reduce_scatter_single(into, row, self.op, group=handle, async_op=True)  # noqa: E731
+
+        def issue(row: Tensor) -> Pending[Tensor]:
+            into = self.outcome(row, lengths)
+            return started([start(row, into)], lambda: into)
+
+        over = f"a graph of ranks {', '.join(map(str, ranks))}"
+        run = watched(group, self.said, over, issue, shaped=not lengths, own=(leaving, arriving) if lengths else None)
+        others = sum(arriving) - arriving[group.position] if lengths else None
+
+        def reported(row: Tensor) -> Pending[Tensor]:
+            if not (listeners or shows_ranges()):
+                return run(row)
+            nbytes = row.dtype.itemsize * (self._received(row.numel()) if others is None else others)
+            kind = self.said.split("(")[0].split()[0]
+            return reporting(Event(kind, (), self.size, nbytes, groups=(tuple(ranks),)), lambda: run(row), row)
+
+        return reported
+
+    def _received(self, elements: int) -> int:
+        """From the others, of rows of so many elements."""
+        others = {"gather": elements, "reduce_scatter": elements // self.size}.get(self.kind)
+        return reduced(elements, self.size) if others is None else others * (self.size - 1)
 
 
-def _gather(row: Tensor, size: int, said: str, group: str) -> Tensor:
-    return _ended("all_gather_into_tensor", (size,), said, group, row)
-
-
-def _reduce(row: Tensor, op: str, group: str) -> Tensor:
-    return _ended("all_reduce", (op,), f"all_reduce({op})", group, row)
-
-
-def _reduce_scatter(row: Tensor, op: str, size: int, said: str, group: str) -> Tensor:
-    return _ended("reduce_scatter_tensor", (op, size), said, group, row)
-
-
-def _ended(kind: str, args: tuple[Any, ...], said: str, name: str, row: Tensor) -> Tensor:
-    """What torch's collective of this kind gives when it has ended; bound once for a group, which may be remade."""
-    handle, key = torch_internals.resolve_process_group(name), (kind, args, said, name, row.device.type)
-    kept = _BOUND.get(key)
-    if kept is None or kept[0] is not handle:
-        kept = _BOUND.keep(key, (handle, _watched(handle, *key)))
-    ended: Tensor = kept[1](row).wait()
-    return ended
-
-
-def _watched(handle: Any, kind: str, args: tuple[Any, ...], said: str, name: str, device_type: str) -> Issue:
-    """Compared with other ranks' before anything is sent, as the eager collectives are."""
-    collective, wait = getattr(torch.ops._c10d_functional, kind).default, torch.ops._c10d_functional.wait_tensor.default
-    ranks = dist.get_process_group_ranks(handle)
-    group = Group(handle, tuple(range(len(ranks))), handle.rank(), None, backend_of(handle, device_type))
-
-    def issue(row: Tensor) -> Pending[Tensor]:
-        return Pending(partial(wait, collective(row, *args, name)))
-
-    over = f"a graph of ranks {', '.join(map(str, ranks))}"
-    own = (args[1], args[0]) if kind == "all_to_all_single" else None
-    return watched(group, said, over, issue, shaped=own is None, own=own)
+def _ended(row: Tensor, lengths: Sequence[int], what: str) -> Tensor:
+    """What the collective gives when it has ended; bound once for a group, which may be remade."""
+    told: Collective = kept_object(what)
+    lengths, handle = tuple(lengths) or told.lengths, torch_internals.resolve_process_group(told.group)
+    key = (what, lengths, row.device.type)
+    found = _BOUND.get(key)
+    if found is None or found[0] is not handle:
+        found = _BOUND.keep(key, (handle, told.bound(handle, lengths, row.device.type)))
+    return found[1](row).wait()
 
 
 def _draw(
@@ -96,19 +144,15 @@ def _draw(
 
 _RUN: dict[str, Callable[..., Any]] = {
     "check": lambda beside, check, given: kept_object(check)(given),
-    "exchange": _exchange,
-    "gather": _gather,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
     "draw": _draw,
+    "exchange": _ended,
+    **dict.fromkeys(_OF_ROWS, lambda row, what: _ended(row, (), what)),
 }
 _WITHOUT_DATA: dict[str, Callable[..., Any]] = {
     "check": lambda beside, check, given: None,
-    "exchange": lambda row, arriving, leaving, said, group: row.new_empty(sum(arriving)),
-    "gather": lambda row, size, said, group: row.new_empty(row.numel() * size),
-    "reduce": lambda row, op, group: torch.empty_like(row),
-    "reduce_scatter": lambda row, op, size, said, group: row.new_empty(row.numel() // size),
     "draw": lambda make, given, sizes, size, stride, dtype, device: torch.empty_strided(size, stride, dtype=dtype, device=device),
+    "exchange": lambda row, lengths, what: kept_object(what).outcome(row, lengths),
+    **dict.fromkeys(_OF_ROWS, lambda row, what: kept_object(what).outcome(row, ())),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 
 import dtensor as dt
 from dtensor import DTensor
+from dtensor.comm import backends
 
 pytestmark = pytest.mark.gloo
 SAMPLE = dict(map(program, range(3)))
@@ -122,6 +124,19 @@ def test_all_through_autograd(name: str) -> None:
 def test_graphs_as_dynamo_makes_them(name: str) -> None:
     for rank in results("eager", tuple(FEW)):
         assert not rank[name], rank[name]
+
+
+def by_reductions_of_the_backend(names: list[str]) -> dict[str, str]:
+    """As on backends whose own reductions and gathers are taken."""
+    backends._TRAITS["gloo"] = replace(backends._TRAITS["gloo"], reduces=True)
+    return compared(names, "aot_eager")
+
+
+@pytest.mark.slow
+def test_collectives_of_the_backend() -> None:
+    names = [*FEW, "sequence parallel", "R to P", "P to S0", "S0 to R", "std", "argmax", "cross_entropy over the vocabulary"]
+    for rank in run_gloo(by_reductions_of_the_backend, 2, names, timeout_s=280.0):
+        assert not any(rank.values()), rank
 
 
 GENERATED = [*FEW, "from_local_of_alike_pieces", "sequence parallel", "loss_parallel", "attention"]

@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import dtensor as dt
 from dtensor import DTensor, Replicate, Shard
+from dtensor.debug import CommDebugMode
 from dtensor.errors import GatherWarning
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
 
@@ -284,6 +285,27 @@ def captured_graphs(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return [model(x) if how is _plainly else graph(x)]
 
 
+def collectives_that_are_counted(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """By kind, with the bytes that a rank receives, as without a compiler."""
+    x = dt.distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
+
+    def program(x: Any) -> Any:
+        return (x.redistribute(placements=[Shard(1)]) * 2).redistribute(placements=[Replicate()]).sin() + x.sum()
+
+    run = how(program, fullgraph=True)
+    run(x)
+    seen: list[Any] = []
+    with CommDebugMode() as counted:
+        run(x)
+    seen += [sorted((str(kind), count) for kind, count in counted.get_comm_counts().items()), counted.get_direct_counts()]
+    seen.append(sorted((event.kind, event.bytes, event.group_size) for event in counted.events))
+    with CommDebugMode() as counted:
+        program(x)
+    assert seen[0] == sorted((str(kind), count) for kind, count in counted.get_comm_counts().items()), seen
+    assert seen[1:] == [{}, sorted((event.kind, event.bytes, event.group_size) for event in counted.events)], seen
+    return []
+
+
 def _plainly(fn: Any, **options: Any) -> Any:
     return fn
 
@@ -311,6 +333,7 @@ PROGRAMS = [
     views_that_are_gathered,
     attention_of_scores,
     captured_graphs,
+    collectives_that_are_counted,
 ]
 
 

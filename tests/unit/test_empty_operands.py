@@ -113,3 +113,14 @@ def test_a_rank_without_elements_refuses_the_dtypes_that_the_others_do() -> None
     first, *others = run_gloo(_refused, 3)
     assert [bool(words) for words in first] == [True, True, True, False]
     assert others == [first, first]
+
+
+def sent_of_nothing() -> list[tuple[int, ...]]:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    placed = ([Replicate()], [Shard(0)], [Partial()])
+    return [tuple(dt.distribute_tensor(torch.ones(0, 6), mesh, where).full_tensor().shape) for where in placed]
+
+
+@pytest.mark.gloo
+def test_nothing_is_sent_to_all() -> None:
+    assert run_gloo(sent_of_nothing, 2, timeout_s=30.0) == [[(0, 6)] * 3] * 2
