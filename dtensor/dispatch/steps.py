@@ -121,10 +121,12 @@ def in_turn(plan: Plan, operator: Operator, form: Form) -> Before:
 
     def step(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> None:
         met: dict[int, set[int]] = {}
-        for place in lists:
-            for index, local in enumerate(at(place, local_args, local_kwargs)):
+        written: set[int] = set()
+        for place, writes in lists.items():
+            held = at(place, local_args, local_kwargs)
+            for index, local in enumerate(held if isinstance(held, list) else ()):
                 met.setdefault(id(local), set()).add(index)
-        written = {id(local) for place, writes in lists.items() if writes for local in at(place, local_args, local_kwargs)}
+                written |= {id(local)} if writes else set()
         for place, index in moves:
             one = id(at(place, local_args, local_kwargs)[index])
             if one in written and len(met[one]) > 1:

@@ -124,8 +124,7 @@ def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:
         return torch.zeros(layout.local_shape(None), dtype=layout.dtype, device=tensor.device)
     if tensor.is_meta or mesh.kind == "dry_run":
         return comm.map(lambda member: layout.block_beside(torch.empty(0, device="meta"), member))
-    at_hand = comm.holds_all and not isinstance(tensor, PerRank)
-    if position is None or mesh.size() == 1 or at_hand or not layout.numel:  # nobody needs what another rank holds
+    if position is None or mesh.size() == 1 or (comm.holds_all and not isinstance(tensor, PerRank)):
         return comm.map(lambda member, full: block_of(full, layout, member), tensor)
     return comm.map(in_order, _scattering(layout, position)(tensor).wait(), layout)
 
