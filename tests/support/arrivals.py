@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from dtensor.comm import events
@@ -32,7 +33,7 @@ class Arrivals:
         if event.mesh is not None and event.mesh.kind == "in_process" and event.bytes:
             self._none_missing()
             self.reported = event
-        elif event.mesh is None and not event.direct:  # from one mesh to another
+        elif event.mesh is None and not (event.direct or dist.is_initialized()):  # from one mesh to another; not in a graph
             self.reported = event
 
     def arrived(self, kind: str, nbytes: int) -> None:
