@@ -248,7 +248,7 @@ class DeviceMesh(Geometry, TorchDeviceMesh):
 
     def __repr__(self) -> str:
         names = "" if self._names is None else f", mesh_dim_names={self._names}"
-        return f"DeviceMesh({self.device_type!r}, {self.mesh.tolist()}{names})"
+        return f"DeviceMesh({self.device_type!r}, {np.reshape(self.ranks_here(), self.shape).tolist()}{names})"
 
     _repr_html_ = pictured
 
