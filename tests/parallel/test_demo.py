@@ -54,6 +54,7 @@ def test_the_demo_gives_the_same_losses_under_torchrun() -> None:
     assert [ours for ours, _ in there] == pytest.approx([ours for ours, _ in here], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_all_three_sides() -> None:
     script = str(ROOT / "benchmarks" / "dispatch.py")
     measured = json.loads(printed_by(sys.executable, script, "--quick", "--json", "--only", "add", "mm"))

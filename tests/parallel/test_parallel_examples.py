@@ -56,6 +56,7 @@ for name in names:
 """
 
 
+@pytest.mark.slow
 def test_in_one_process() -> None:
     """One after the other, so that torch is imported once."""
     names = sorted(NAMES.keys() - {"pipeline_3d", "digits_fsdp"})  # a pipeline's stages run at the same time

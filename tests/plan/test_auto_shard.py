@@ -50,6 +50,7 @@ def test_data_parallelism_where_parameters_are_small() -> None:
     assert sharding.batch == ((S(0),),)
 
 
+@pytest.mark.slow
 def test_megatrons_cut_where_the_batch_is_one_sequence() -> None:
     sharding = found(8192, 1, 2048)
     assert {name: sharding.placements[f"{name}.weight"][0] for name in MEGATRON} == MEGATRON

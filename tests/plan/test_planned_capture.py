@@ -116,6 +116,7 @@ def test_a_planned_step_may_put_equal_objects_in_the_place_of_others() -> None:
     assert run.cache_info().replayed == 2
 
 
+@pytest.mark.slow
 def test_a_captured_step_keeps_within_a_bound_of_memory() -> None:
     mesh = dt.init_device_mesh("cpu", (4,))
     weights = [dt.randn(32, 32, device_mesh=mesh, placements=[S(0)]).requires_grad_() for _ in range(4)]

@@ -130,7 +130,7 @@ def _global(box: Box, origin: tuple[int, ...]) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(o + start, o + start + size) for o, start, size in spans)))
 
 
-@pytest.mark.parametrize("mesh_shape", [(3,), (2, 3), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(3,), (2, 3), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
 def test_every_pair_is_a_chain_within_its_bounds(mesh_shape: tuple[int, ...]) -> None:
     mesh = mesh_of(*mesh_shape)
     for shape in SHAPES if len(mesh_shape) < 3 else ((5, 7), ()):

@@ -66,7 +66,7 @@ def test_all_pairs_on_one_mesh_dim(mesh_shape: tuple[int, ...], shape: tuple[int
         check(src, dst)
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 3)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2, 2), pytest.param((2, 3), marks=pytest.mark.slow)], ids=str)
 def test_all_pairs_on_two_mesh_dims(mesh_shape: tuple[int, ...]) -> None:
     for src, dst in all_pairs(layouts(mesh_of(*mesh_shape), (5, 7), torch.int64)):
         check(src, dst)
@@ -79,7 +79,7 @@ def test_many_pairs_on_several_mesh_dims(mesh_shape: tuple[int, ...], shape: tup
     check_some(all_pairs(layouts(mesh_of(*mesh_shape), shape, dtype)), 60)
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 3), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2, 3), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
 def test_many_pairs_of_all_reductions(mesh_shape: tuple[int, ...]) -> None:
     """Six kinds of terms on every mesh dim: only one order of reduction gives the value."""
     check_some(all_pairs(layouts(mesh_of(*mesh_shape), (4, 3), torch.float64, ALL_OPS)), 300)

@@ -111,6 +111,7 @@ def test_names_in_any_spelling(module: str) -> None:
     assert rule_name("mm") == rule_name("aten.mm") == rule_name("aten::mm") == rule_name(torch.ops.aten.mm.default) == "aten::mm"
 
 
+@pytest.mark.slow
 def test_the_command_itself(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODULE.format(ns="mine"))
     command = [sys.executable, "-m", "dtensor", "verify", "--budget", "4"]

@@ -69,6 +69,7 @@ def coverage(request: pytest.FixtureRequest) -> Iterator[list[tuple[int, int]]]:
         print(f"\n{forced} of {declared} declared rows forced, of {len(counts)} rules")
 
 
+@pytest.mark.slow
 def test_all_rows_of_operators_that_have_many_are_forced() -> None:
     """Sums, products, choices, copies: rows as data, rows computed from the call, rows of a user's reduction."""
     rows = {name: verify_rule(name, rows_only=True, meshes=[(3,)], limit=60).rows for name in ("neg", "cat", "masked_fill")}

@@ -56,6 +56,7 @@ def test_changing_shapes_keep_caches_bounded(monkeypatch: pytest.MonkeyPatch) ->
 OPERATORS = (torch.cos, torch.sin, torch.exp, torch.tanh, torch.relu, torch.abs, torch.neg, torch.erf, torch.ceil, torch.sign)
 
 
+@pytest.mark.slow
 def test_changing_shapes_keep_the_plans_of_all_operators_together_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the operators comes near a bound of its own; what is alive keeps its layout, whatever was forgotten."""
     monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.together", 64)
@@ -83,6 +84,7 @@ def test_changing_shapes_keep_the_plans_of_all_operators_together_bounded(monkey
     assert (held + twin).placements == (dt.Shard(0),)
 
 
+@pytest.mark.slow
 def test_threads_that_meet_operators_and_shapes_first_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One entry per operator, one object per layout, and bounds that hold, however the threads are interleaved."""
     monkeypatch.setattr("dtensor.dispatch.dispatcher.PLANS.together", 40)

@@ -17,6 +17,7 @@ def outcome(part: int, parts: int, cases: int) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.slow
 def test_some_rules_stay_on_the_device() -> None:
     done = outcome(0, 16, 2)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
