@@ -81,17 +81,7 @@ class Collective:
         ranks = dist.get_process_group_ranks(handle)
         group = Group(handle, tuple(range(self.size)), handle.rank(), None, backend_of(handle, device_type))
         arriving, leaving = list(lengths[: self.size]), list(lengths[self.size :])
-        start: Callable[[Tensor, Tensor], dist.Work]
-        match self.kind:
-            case "exchange":
-                start = lambda row, into: all_to_all_rows(group, into, row, arriving, leaving)  # noqa: E731
-            case "gather":
-                start = lambda row, into: all_gather_rows(group, into, row)  # noqa: E731
-            case "reduce":
-                reduce = all_reduction(group, self.op)
-                start = lambda row, into: reduce(into.copy_(row))  # noqa: E731
-            case _:
-                start = lambda row, into: reduce_scatter_single(into, row, self.op, group=handle, async_op=True)  # noqa: E731
+        start = self._start(group, arriving, leaving)
 
         def issue(row: Tensor) -> Pending[Tensor]:
             into = self.outcome(row, lengths)
@@ -109,6 +99,18 @@ class Collective:
             return reporting(Event(kind, (), self.size, nbytes, groups=(tuple(ranks),)), lambda: run(row), row)
 
         return reported
+
+    def _start(self, group: Group, arriving: list[int], leaving: list[int]) -> Callable[[Tensor, Tensor], dist.Work]:
+        """What the backend does, of a row and into memory."""
+        match self.kind:
+            case "exchange":
+                return lambda row, into: all_to_all_rows(group, into, row, arriving, leaving)
+            case "gather":
+                return lambda row, into: all_gather_rows(group, into, row)
+            case "reduce":
+                reduce = all_reduction(group, self.op)
+                return lambda row, into: reduce(into.copy_(row))
+        return lambda row, into: reduce_scatter_single(into, row, self.op, group=group.handle, async_op=True)
 
     def _received(self, elements: int) -> int:
         """From the others, of rows of so many elements."""

@@ -16,27 +16,19 @@ from dtensor.parallel import fully_shard, parallelize_module, replicate
 
 transformers = pytest.importorskip("transformers")
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-MODELS = {
-    "LlamaForCausalLM": {**SIZES, "num_key_value_heads": 2},
-    "MixtralForCausalLM": {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4},
-    "BertForMaskedLM": SIZES,
+from tiny import VOCABULARY, tiny  # noqa: E402
+
+MODELS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MixtralForCausalLM": {"intermediate_size": 48},  # whose experts are cut into rows that grouped_mm takes
+    "BertForMaskedLM": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
 
 
 def built(name: str) -> nn.Module:
     torch.manual_seed(0)
     kind = getattr(transformers, name)
-    made: nn.Module = kind(kind.config_class(**MODELS[name]))
+    made: nn.Module = kind(tiny(kind.config_class, **MODELS[name]))
     return made
 
 
@@ -75,7 +67,7 @@ def both_ways(ways: Any) -> list[Any]:
         equal = True
         for k in range(5):
             generator = torch.manual_seed(2 * k + (0 if way == "tensor parallel" else mesh.get_rank()))
-            tokens = torch.randint(64, (2, 9), generator=generator)
+            tokens = torch.randint(VOCABULARY, (2, 9), generator=generator)
             mine, like = [
                 loss.full_tensor() if isinstance(loss, dt.DTensor) else loss for loss in (captured(tokens), step(tokens))
             ]
