@@ -40,6 +40,7 @@ def test_the_model_of_the_demo_imports_nothing_distributed() -> None:
     assert modules == {"__future__", "dataclasses", "torch", "torch.nn.functional"}
 
 
+@pytest.mark.slow  # as `make demo`
 def test_the_demo_trains_in_one_process_like_one_device() -> None:
     pairs = losses(printed_by(sys.executable, str(DEMO), *SHORT))
     assert len(pairs) == 3

@@ -68,7 +68,10 @@ def run(folder: Path, step: str, *options: str) -> int:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestAssertRewriteWarning")
-def test_a_suite_fails_when_somebody_adds_an_all_gather(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_suite_fails_when_somebody_adds_an_all_gather(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     once, twice = "x.full_tensor()", "x.full_tensor(), (x * 1).full_tensor()"
     assert run(tmp_path, once, "--dtensor-budgets=compare") == 1

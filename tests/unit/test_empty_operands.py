@@ -63,9 +63,8 @@ def _outcome(run: Callable[[], torch.Tensor]) -> Any:
 @pytest.mark.parametrize("gradient", [False, True])
 def test_as_plain_torch(name: str, fn: Program, ndim: int, gradient: bool) -> None:
     for shape in SHAPES[ndim]:
-        for ranks in (2, 3):
-            for placement in (Replicate(), Partial(), *map(Shard, range(ndim))):
-                _compared(fn, shape, mesh_of((ranks,)), placement, gradient)
+        for placement in (Replicate(), Partial(), *map(Shard, range(ndim))):
+            _compared(fn, shape, mesh_of((3,)), placement, gradient)
 
 
 def _compared(fn: Program, shape: tuple[int, ...], mesh: dt.DeviceMesh, placement: Any, gradient: bool) -> None:

@@ -23,6 +23,7 @@ def test_some_rules_stay_on_the_device() -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_offloaded_shards_travel_through_pinned_memory() -> None:
     program = PROGRAM.with_name("offload_device.py")
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)

@@ -243,7 +243,9 @@ THEN: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("then", THEN)
-@pytest.mark.parametrize("turned", TURNED)
+@pytest.mark.parametrize(
+    "turned", [pytest.param(name, marks=pytest.mark.slow if name.startswith("swap") else ()) for name in TURNED]
+)
 @pytest.mark.parametrize("base", BASES)
 def test_gradients_of_views_taken_before(base: str, turned: str, then: str) -> None:
     mesh = dt.init_device_mesh("cpu", (2,))

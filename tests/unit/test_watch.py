@@ -159,7 +159,8 @@ def test_what_killed_jobs_left_is_swept_up(tmp_path: Path) -> None:
     assert {folder.name.rpartition("-")[2] for folder in tmp_path.iterdir()} == {"alive", "new", "one", "two"}
 
 
-def test_what_a_killed_rank_did_last_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("signal", ["SIGKILL", pytest.param("SIGABRT", marks=pytest.mark.slow)])
+def test_what_a_killed_rank_did_last_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str], signal: str) -> None:
     program = f"""
 import os, signal, torch
 import torch.distributed as dist, dtensor as dt
@@ -172,24 +173,22 @@ for k in range(5000):
     x.sum(dim=0)
 x.amax(1)
 print(watching._Watched.watcher.board.folder, flush=True)
-os.kill(os.getpid(), signal.{{}})
+os.kill(os.getpid(), signal.{signal})
 """
-    for name in ("SIGKILL", "SIGABRT"):
-        (tmp_path / "store").unlink(missing_ok=True)
-        script = tmp_path / "program.py"
-        script.write_text(program.format(name))
-        killed = subprocess.run([sys.executable, script], check=False, capture_output=True, text=True)
-        assert killed.returncode < 0
-        said = reading.told(Path(killed.stdout.strip()), 9000)
-        *_, before, last = said.splitlines()
-        assert "rank 0 was killed" in said
-        assert "aten.sum.dim_IntList(dim=0)  float32[6, 5] (S(0))   program.py:10  x.sum(dim=0)" in before
-        assert "#5001" in last
-        assert "aten.amax.default(dim=1)  float32[6, 5] (S(0))   program.py:11  x.amax(1)" in last
-        assert len(said.splitlines()) == 2 + 4096
-        assert main(["ranks", killed.stdout.strip(), "--last", "1"]) == 0
-        assert "amax" in capsys.readouterr().out
-        shutil.rmtree(killed.stdout.strip())
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    killed = subprocess.run([sys.executable, script], check=False, capture_output=True, text=True)
+    assert killed.returncode < 0
+    said = reading.told(Path(killed.stdout.strip()), 9000)
+    *_, before, last = said.splitlines()
+    assert "rank 0 was killed" in said
+    assert "aten.sum.dim_IntList(dim=0)  float32[6, 5] (S(0))   program.py:10  x.sum(dim=0)" in before
+    assert "#5001" in last
+    assert "aten.amax.default(dim=1)  float32[6, 5] (S(0))   program.py:11  x.amax(1)" in last
+    assert len(said.splitlines()) == 2 + 4096
+    assert main(["ranks", killed.stdout.strip(), "--last", "1"]) == 0
+    assert "amax" in capsys.readouterr().out
+    shutil.rmtree(killed.stdout.strip())
 
 
 def test_levels_are_these() -> None:
