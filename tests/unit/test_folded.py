@@ -125,6 +125,44 @@ def test_what_else_is_done_to_rows(program: Callable[..., Any], stack: Any) -> N
     check(lambda x, w: program(x.view(-1, 7), w), x.transpose(0, 1).contiguous(), w, mesh=MESH, placements=[stack, [R, R]])
 
 
+REGROUPED: list[Callable[..., Any]] = [
+    lambda x, w: F.linear(x.view(-1, 8), w).view(3, 5, -1),
+    lambda x, w: F.linear(x.view(-1, 8), w).view(3, 5, 3, 2).tanh(),
+    lambda x, w: F.linear(x.reshape(15, 8).t().relu().t(), w) @ x.view(15, 8).sum(0)[:6],
+    lambda x, w: (x.view(-1, 2, 4).sum(-1), x.view(3, 10, 4) * 2, x.view(30, 4).cumsum(0), x.view(-1), x.view(5, 24).exp()),
+]
+
+
+def folded_and_written(x: Any, w: Any) -> Any:
+    y = x * 1
+    rows = y.view(15, 8)
+    before = rows[4] * 1
+    y[1].add_(1)
+    rows[2:9].mul_(2)
+    rows.view(15, 2, 4)[:, 1].sub_(w[0, :4])
+    return before, rows * 1, y
+
+
+@pytest.mark.parametrize("stack", [*STACKS, [Shard(2), Shard(1)]], ids=str)
+@pytest.mark.parametrize("program", [*REGROUPED, folded_and_written])
+def test_a_dim_is_folded_while_others_are_regrouped(program: Callable[..., Any], stack: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((3, 5, 2, 4), (6, 8)))
+    check(program, x, w, mesh=MESH, placements=[stack, [R, R]])
+    check(program, x, w, mesh=MESH, placements=[stack, [R, Shard(0)]])
+
+
+@pytest.mark.parametrize("stack", STACKS[:4], ids=str)
+def test_regrouping_moves_nothing(stack: Any) -> None:
+    x = dt.distribute_tensor(torch.randn(3, 5, 2, 4), MESH, stack).requires_grad_()
+    w = dt.distribute_tensor(torch.randn(6, 8), MESH, [R, R])
+    with dt.budget(bytes=0):
+        y = F.linear(x.view(-1, 8), w).view(3, 5, 6)
+        y.backward(torch.ones_like(y))
+    assert x.grad is not None
+    assert y.placements == x.grad.placements == tuple(stack)
+
+
 @pytest.mark.parametrize("placement", [Shard(1), Partial(), R], ids=str)
 def test_a_view_of_a_view_of_another_dtype_is_written_through(placement: Any) -> None:
     def program(x: Any) -> Any:

@@ -231,6 +231,26 @@ def product(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: 
     return Product.apply(wanted, dim, keepdim) if wanted.requires_grad else NotImplemented
 
 
+class RealTransform(torch.autograd.Function):
+    """A Fourier transform of real values. In the gradient of half a spectrum torch fills the other half in a plain buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: list[int], normalization: int) -> Tensor:
+        ctx.of = x.shape[dim[-1]], dim, normalization
+        return torch.ops.aten._fft_r2c(x, dim, normalization, True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        size, dim, normalization = ctx.of
+        behind = [0, 0] * (grad.ndim - 1 - dim[-1] % grad.ndim) + [0, size - grad.shape[dim[-1]]]
+        return torch.ops.aten._fft_c2c(F.pad(grad, behind), dim, normalization, False).real, None, None
+
+
+def real_transform(x: Tensor, dim: list[int], normalization: int, onesided: bool) -> Any:
+    recorded = torch.is_grad_enabled() and x.requires_grad and forward_ad._current_level < 0
+    return RealTransform.apply(x, dim, normalization) if onesided and recorded else NotImplemented
+
+
 _FILLING = (
     "msort.out",
     "log_sigmoid.out",
@@ -250,6 +270,7 @@ _FILLING = (
 if _version() >= (2, 13):  # before, an operator that is no composite cannot go on from here
     recomposed("aten::prod", product)
     recomposed("aten::prod.dim_int", product)
+    recomposed("aten::_fft_r2c", real_transform)
     recomposed("aten::as_strided", located)
     recomposed("aten::as_strided_", located)
 recomposed("aten::one_hot", one_hot)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from itertools import product
+import operator
+from itertools import accumulate, pairwise, product
 
 from ...base.caches import remembered
 from ...layout.layout import Layout
@@ -31,6 +32,35 @@ def stack_layout(layout: Layout, dim: int, sizes: tuple[int, ...], cuts: Cuts) -
     steps = [cut.stride[dim] * math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
     stride = [*cut.stride[:dim], *steps, *cut.stride[dim + 1 :]]
     return cut, Layout.from_splits(cut.mesh, splits, cut.partials, shape, stride, cut.dtype)
+
+
+@remembered(4096)
+def regrouped(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape on the way of a view whose blocks show every dim of ``shape`` but one, which is folded of several; None where
+    there is none, or ``layout`` has it.
+
+    >>> import dtensor as dt
+    >>> x = dt.zeros(6, 8, 4, 5, device_mesh=dt.init_device_mesh("cpu", (2,)), placements=[dt.Shard(1)])
+    >>> regrouped(x._layout, (48, 20)), regrouped(x._layout, (48, 4, 5))
+    ((6, 8, 20), None)
+    """
+    if 0 in layout.shape:
+        return None
+    ends = [*accumulate(layout.shape, operator.mul)]  # of dims, counted in slices
+    inner = [end // size for end, size, split in zip(ends, layout.shape, layout.splits, strict=True) if split is not None]
+    between: list[int] = []
+    folded = 0
+    for end, size in zip(accumulate(shape, operator.mul), shape, strict=True):
+        begin = end // size
+        if not any(begin < start < end for start in inner):
+            between.append(size)
+            continue
+        folded += 1
+        parts = [*pairwise([begin, *sorted({each for each in ends if begin < each < end}), end])]
+        if any(after % before for before, after in parts):
+            return None
+        between += [after // before for before, after in parts]
+    return tuple(between) if folded == 1 and tuple(between) != layout.shape else None
 
 
 def _split(sizes: tuple[int, ...], cuts: Cuts) -> Split:

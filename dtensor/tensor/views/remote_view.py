@@ -35,6 +35,7 @@ from ..copies import dense
 from ..dtensor import DTensor, wrap
 from ..flattened import Flatten
 from ..host import offset_in
+from .folded_layouts import regrouped
 
 _make: Any = make_wrapper_subclass  # the documented way to build wrapper subclasses
 _OPERATE: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]  # what operations do on such views, installed by write_through.py
@@ -248,10 +249,22 @@ def remote(operator: Operator, plan: Plan) -> Runner:
     if operator.func is _AS_STRIDED:
         return _restriding(operator, plan)
 
+    between = regrouped(plan.call.operands[0], plan.results[0].shape) if operator.func in _RESHAPED else None
+
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
+        if between is not None and type(args[0]) is DTensor:
+            return _in_two_steps(args[0], operator, between, args[1])
         return views_of(Origin(args[0], operator, args, kwargs, plan))
 
     return sharing(run) if operator.func in _UNTOLD else run
+
+
+def _in_two_steps(x: DTensor, operator: Operator, between: tuple[int, ...], shape: Any) -> Any:
+    """What blocks show of the view is seen at once, so that only a dim folded of others is left to be read: see ``folded``."""
+    stack = dispatch(DTensor, operator.func, (), (x, between))
+    stack.__dict__["_counted"] = x
+    args = stack, shape
+    return views_of(Origin(stack, operator, args, {}, plan_of(operator, args, {})))
 
 
 def _in_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
@@ -292,6 +305,7 @@ def _restriding(operator: Operator, plan: Plan) -> Runner:
 
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
+_RESHAPED = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 _UNTOLD = {torch.ops.aten.detach.default, torch.ops.aten.view.dtype}  # of what they give autograd does not say that it is a view
 
 install_views(viewing)

@@ -15,7 +15,7 @@ from .sample import Builder, Sample, Samples
 
 __all__ = ["ELSEWHERE", "Builder", "Sample", "Samples", "samples_of", "without_sample"]
 
-# What runs on other devices only, where the tests of that device check it.
+# What other tests check: it runs on other devices only, or is no operator to try arguments on.
 ELSEWHERE = {
     "_amp_foreach_non_finite_check_and_unscale_",  # writes to a plain tensor: tests/parallel/test_parallel_training.py
     "_fused_rms_norm_backward",  # no CPU kernel, as what follows
@@ -23,6 +23,9 @@ ELSEWHERE = {
     "cudnn_batch_norm",
     "cudnn_batch_norm_backward",
     "linear_backward",
+    *(
+        f"mkldnn_rnn_layer{way}" for way in ("", "_backward")
+    ),  # it reads past tensors of other sizes: tests/rules/test_rules_recurrent.py
 }
 
 

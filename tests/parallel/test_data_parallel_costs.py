@@ -1,0 +1,139 @@
+"""Unchanged modules on a batch that is cut: gradients of parameters are added up once, and nothing else moves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dtensor as dt
+from dtensor import Replicate, Shard
+from dtensor.debug import CommDebugMode
+
+N, BATCH = 4, 8
+MESH = dt.init_device_mesh("cpu", (N,))
+
+
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, 3, 3, dtype=torch.complex64))
+        self.beside = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        modes = torch.fft.rfft2(x)[..., :3, :3]
+        mixed = torch.einsum("bixy,ioxy->boxy", modes, self.weight)
+        return F.gelu(torch.fft.irfft2(mixed, s=x.shape[-2:]) + self.beside(x))
+
+
+class Net(nn.Module):
+    """Down, up, and a way across."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(4, 8, 3, 2, 1), nn.ConvTranspose2d(8, 4, 4, 2, 1)
+        self.norm, self.out = nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(F.silu(self.norm(self.down(x))))
+        return self.out(torch.cat([y, F.interpolate(F.avg_pool2d(x, 2), scale_factor=2, mode="bilinear")], 1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.out = nn.LSTM(16, 16, 2, batch_first=True, bidirectional=True), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps, (last, _) = self.layers(x)
+        return self.out(steps) + self.out(last[-2:].transpose(0, 1).flatten(1))[:, None]
+
+
+class Queries(nn.Module):
+    """Learned queries attend to a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.queries = nn.MultiheadAttention(16, 4, batch_first=True), nn.Parameter(torch.randn(5, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(self.queries.expand(x.shape[0], -1, -1), x, x)[0]
+
+
+class Experts(nn.Module):
+    """Two of four experts for each token, all computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(16, 4), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = self.router(x).softmax(-1)
+        best = torch.zeros_like(share).scatter(-1, share.topk(2, -1).indices, 1) * share
+        return torch.stack([best[..., k : k + 1] * expert(x) for k, expert in enumerate(self.experts)]).sum(0)
+
+
+def sequence() -> Tensor:
+    return torch.randn(BATCH, 6, 16)
+
+
+def picture() -> Tensor:
+    return torch.randn(BATCH, 4, 8, 8)
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), sequence),
+    "encoder": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), sequence),
+    "encoder, norm first": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=True), sequence),
+    "decoder": (lambda: nn.TransformerDecoderLayer(16, 4, 32, batch_first=True), sequence),
+    "queries": (Queries, sequence),
+    "recurrent": (Recurrent, sequence),
+    "experts": (Experts, sequence),
+    "spectral": (Spectral, picture),
+    "net": (Net, picture),
+    "convolution in 3-d": (lambda: nn.Conv3d(4, 4, 3, padding=1), lambda: torch.randn(BATCH, 4, 3, 4, 4)),
+    "pooled": (lambda: nn.Sequential(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4)), picture),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(16, 8)), sequence),
+    "embedding": (
+        lambda: nn.Sequential(nn.Embedding(32, 16), nn.LayerNorm(16), nn.Linear(16, 8)),
+        lambda: torch.arange(48).view(8, 6) % 32,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_only_gradients_are_added_up(name: str) -> None:
+    torch.manual_seed(0)
+    make, batch = MODULES[name]
+    one, x = make(), batch()
+    model = dt.distribute_module(copy.deepcopy(one), MESH)
+    given = dt.distribute_tensor(x, MESH, [Shard(0)])
+
+    def step(model: Any, x: Any) -> Any:
+        x = x.detach().requires_grad_(x.is_floating_point())
+        torch.manual_seed(1)  # the same dropout
+        loss = (model(x, x.detach()) if name == "decoder" else model(x)).square().mean()
+        loss.backward()
+        return loss, x.grad
+
+    with CommDebugMode() as comm:
+        loss, of_input = step(model, given)
+    expected, of_plain = step(one, x)
+    torch.testing.assert_close(loss.full_tensor(), expected)
+    if of_plain is not None:
+        assert of_input.placements == (Shard(0),)
+        torch.testing.assert_close(of_input.full_tensor(), of_plain)
+    grads = [p.grad for p in model.parameters()]
+    for got, plain in zip(grads, one.parameters(), strict=True):
+        assert isinstance(got, dt.DTensor)
+        assert got.placements == (Replicate(),)
+        torch.testing.assert_close(got.full_tensor(), plain.grad, rtol=1e-4, atol=1e-6)
+    assert sum(comm.get_comm_bytes().values()) <= sum(2 * (N - 1) * p.numel() * p.element_size() // N for p in one.parameters())
+    assert set(comm.get_comm_counts()) == {"all_reduce"}
