@@ -115,14 +115,17 @@ def test_asking_what_becomes_of_out_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128])
-@pytest.mark.parametrize("name", ["bernoulli", "normal", "normal_of_numbers"])
+@pytest.mark.parametrize("name", ["bernoulli", "normal", "normal_of_numbers", "rand", "randint", "normal_of_size"])
 def test_what_is_drawn_into_out_follows_its_memory(name: str, dtype: torch.dtype) -> None:
     draws: dict[str, Call] = {
         "bernoulli": lambda x, out: torch.bernoulli(x.abs() / 10, out=out),
         "normal": lambda x, out: torch.normal(x, x.abs(), out=out),
         "normal_of_numbers": lambda x, out: torch.normal(x, 2.0, out=out),
+        "normal_of_size": lambda x, out: torch.normal(1.0, 2.0, (3, 4), out=out),
+        "rand": lambda x, out: torch.rand((3, 4), out=out),
+        "randint": lambda x, out: torch.randint(0, 9, (3, 4), out=out),
     }
-    if name == "bernoulli" and dtype.is_complex:
+    if name in ("bernoulli", "randint") and dtype.is_complex:
         return
     mesh = dt.init_device_mesh("cpu", (2,))
     for where in WHERE:
