@@ -18,7 +18,7 @@ element by itself), and what is written to plain tensors may depend on distribut
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -176,7 +176,7 @@ def _check(name: str, values: Sequence[Any], home: DeviceMesh) -> None:
             raise apart(name, meshes_of(values))
 
 
-def apart(name: str, meshes: Sequence[DeviceMesh]) -> MeshError:
+def apart(name: str, meshes: Iterable[DeviceMesh]) -> MeshError:
     """What is raised where operands live on several meshes that do not go together."""
     return MeshError(
         f"{name}: operands live on different meshes: {', '.join(map(repr, meshes))}; "
