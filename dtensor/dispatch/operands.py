@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..base.nested import tensors
+from ..base.validation import strided
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.calls import Slot
@@ -37,6 +39,9 @@ def plan_of_bound(operator: Operator, bound: dict[str, Any], meshes: Sequence[De
 def laid_out(operator: Operator, bound: dict[str, Any], mesh: DeviceMesh, plain: set[Slot] | None = None) -> dict[str, Any]:
     """Arguments with layouts in the place of tensors: of a plain one, whose slot is added to ``plain``, a replicated one."""
     found: set[Slot] = set() if plain is None else plain
+    for value in tensors(list(bound.values())):
+        if not hasattr(value, "_layout"):
+            strided(value, operator.name)
     return {
         name: _layout(value, (name, None), operator, mesh, found) if name in operator.tensors else value
         for name, value in bound.items()
