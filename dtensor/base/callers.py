@@ -18,6 +18,7 @@ from .caches import Bounded
 
 _HERE, _TORCH = (str(Path(file).parent) + os.sep for file in (str(Path(__file__).parent), torch.__file__))
 _STANDARD = str(Path(os.__file__).resolve().parent) + os.sep
+_OPTIMIZERS = os.path.join(_TORCH, "optim", "")
 _WRAPS = typing_extensions.__file__  # torch's functions, where they are deprecated
 _MADE = (
     "<frozen",
@@ -78,6 +79,19 @@ def wrapped_by_torch(frame: FrameType | None) -> str:
                 ". torch.nn.parallel.DistributedDataParallel takes a model of plain parameters, of which it broadcasts and "
                 "reduces each rank's own; for one with DTensors use dtensor.parallel.replicate(model, mesh) or fully_shard, and "
                 "leave it out of accelerate's prepare(), which wraps it: see dtensor.hf.prepared (docs/porting.md)"
+            )
+        frame = frame.f_back
+    return ""
+
+
+def loaded_elsewhere(frame: FrameType | None) -> str:
+    """What to say to somebody whose optimizer's state was saved under another mesh; "" if no optimizer of torch's runs here."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_OPTIMIZERS):
+            return (
+                ". In a step of an optimizer: state that was saved under another mesh was loaded as it was. Load it with "
+                "dtensor.checkpoint, which lays it out as the parameters are, or bring each tensor there: "
+                "`s.redistribute(p.device_mesh, p.placements)` for what optimizer.state[p] holds"
             )
         frame = frame.f_back
     return ""

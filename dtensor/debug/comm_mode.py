@@ -21,14 +21,22 @@ EXCHANGE = "all_gather_object"
 
 
 class Counts(defaultdict[Any, int]):
-    """Numbers by kind of collective; torch's operators (``torch.ops.c10d_functional.all_reduce``) stand for their kinds.
+    """Numbers by kind of collective; torch's operators (``torch.ops.c10d_functional.all_reduce``) stand for their kinds where one
+    is asked for. Who goes through all of them gets the kinds: ``"all_reduce"``.
 
-    >>> Counts(int, {"all_reduce": 2})[torch.ops._c10d_functional.all_reduce]
-    2
+    >>> counts = Counts(int, {"all_reduce": 2})
+    >>> counts[torch.ops._c10d_functional.all_reduce], torch.ops.c10d_functional.all_reduce in counts, list(counts)
+    (2, True, ['all_reduce'])
     """
 
     def __missing__(self, key: Any) -> int:
-        return self.get(_kind(key), 0)
+        return self.get(key, 0)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(_kind(key), default)
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(_kind(key))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, dict) and dict(self) == {_kind(key): count for key, count in other.items()}

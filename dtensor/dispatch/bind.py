@@ -126,16 +126,21 @@ def _making_room(plan: Plan, operator: Operator) -> Before:
 
     def step(args: Any, kwargs: Any, local_args: list[Any], local_kwargs: dict[str, Any]) -> None:
         for name, layout in layouts.items():
-            local_kwargs[name] = _room(layout, local_kwargs[name])
+            local_kwargs[name] = _room(layout, local_kwargs[name], operator.seeded)
 
     return step
 
 
-def _room(layout: Layout | None, like: Any) -> Any:
+def _room(layout: Layout | None, like: Any, drawn: bool) -> Any:
+    """Row-major, since some kernels take ``out=`` for that; what is drawn follows from where it lies."""
     if not isinstance(layout, Layout):
         return torch.empty_like(like).resize_(0)
     coordinates = layout.mesh.coordinates
-    return communicator_of(layout.mesh).map(lambda member, x: x.new_empty(layout.local_shape(coordinates[member])), like)
+
+    def empty(member: int, x: torch.Tensor) -> torch.Tensor:
+        return layout.block_beside(x, member) if drawn else x.new_empty(layout.local_shape(coordinates[member]))
+
+    return communicator_of(layout.mesh).map(empty, like)
 
 
 # --- what is called -----------------------------------------------------------------------------------------------------

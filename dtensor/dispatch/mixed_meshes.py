@@ -17,12 +17,14 @@ element by itself), and what is written to plain tensors may depend on distribut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ..base.caches import remembered
+from ..base.callers import loaded_elsewhere
 from ..base.modes import MODES
 from ..base.recording import aside
 from ..base.torch_internals import graph_task
@@ -171,10 +173,15 @@ def _check(name: str, values: Sequence[Any], home: DeviceMesh) -> None:
         if layout is None or layout.mesh == home:
             continue
         if (layout.shape and not backward) or not _same_ranks(layout.mesh, home):
-            raise MeshError(
-                f"{name}: operands live on different meshes: {', '.join(map(repr, meshes_of(values)))}; "
-                "bring them to one with x.redistribute(mesh, placements)"
-            )
+            raise apart(name, meshes_of(values))
+
+
+def apart(name: str, meshes: Iterable[DeviceMesh]) -> MeshError:
+    """What is raised where operands live on several meshes that do not go together."""
+    return MeshError(
+        f"{name}: operands live on different meshes: {', '.join(map(repr, meshes))}; "
+        f"bring them to one with x.redistribute(mesh, placements){loaded_elsewhere(sys._getframe())}"
+    )
 
 
 def _same_ranks(a: DeviceMesh, b: DeviceMesh) -> bool:

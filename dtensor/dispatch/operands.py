@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from ..errors import MeshError
+from ..base.nested import tensors
+from ..base.validation import strided
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh
 from ..propagation.calls import Slot
 from ..propagation.choose import Chooser, choose
 from ..propagation.propagate import Plan, propagate
 from ..propagation.schema import Operator
-from .mixed_meshes import meshes_of
+from .mixed_meshes import apart, meshes_of
 from .parted import facts_of_call
 from .plain_operands import admit
 
@@ -28,10 +29,7 @@ def plan_for(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], 
 def plan_of_bound(operator: Operator, bound: dict[str, Any], meshes: Sequence[DeviceMesh], choose: Chooser = choose) -> Plan:
     """The same for arguments by name, and the meshes that they live on."""
     if len(meshes) != 1:
-        raise MeshError(
-            f"{operator.name}: operands live on different meshes: {', '.join(map(repr, meshes))}; "
-            "bring them to one with x.redistribute(mesh, placements)"
-        )
+        raise apart(operator.name, meshes)
     (mesh,) = meshes
     plain: set[Slot] = set()
     layouts = laid_out(operator, bound, mesh, plain)
@@ -41,6 +39,9 @@ def plan_of_bound(operator: Operator, bound: dict[str, Any], meshes: Sequence[De
 def laid_out(operator: Operator, bound: dict[str, Any], mesh: DeviceMesh, plain: set[Slot] | None = None) -> dict[str, Any]:
     """Arguments with layouts in the place of tensors: of a plain one, whose slot is added to ``plain``, a replicated one."""
     found: set[Slot] = set() if plain is None else plain
+    for value in tensors(list(bound.values())):
+        if not hasattr(value, "_layout"):
+            strided(value, operator.name)
     return {
         name: _layout(value, (name, None), operator, mesh, found) if name in operator.tensors else value
         for name, value in bound.items()

@@ -23,7 +23,6 @@ import torch
 from ..base.callers import wrapped_by_torch
 from ..base.modes import MODES
 from ..base.torch_internals import forward_ad, graph_task
-from ..base.validation import refuse_foreign
 from ..comm import PerRank, communicator_of
 from ..comm.agreement import same_on_all
 from ..errors import LayoutError, MixedTensorError
@@ -63,7 +62,6 @@ def admit(value: torch.Tensor, name: str, operator: Operator) -> None:
     Raises:
         MixedTensorError: the law above does not allow it.
     """
-    refuse_foreign(value, operator.name)
     anything = MODES.implicit_replication or in_autograd()
     number = operator.facts.per_element and value.ndim == 0  # step counts of optimizers are alike on all ranks
     # results under the mode take the whole value

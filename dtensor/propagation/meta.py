@@ -158,6 +158,64 @@ def _without_elements(operator: Operator, arguments: dict[str, Any]) -> bool:
 _SMALL = 1 << 16  # elements of results that are made of nothing, as by new_zeros
 
 
+def asked_with_outs(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
+    """What the operator itself makes of ``out=`` tensors that are not of the shape or dtype of its results: kernels say otherwise
+    than their meta functions what they refuse, how they lay out what they resize, and whether they warn. It is asked on a few
+    numbers of its own. None: they fit, or there is more than a little to compute, or numbers like these are refused anyway.
+    """
+    outs = [arguments[name] for name in operator.outs if isinstance(arguments.get(name), Layout)]
+    if operator.func.namespace != "aten" or not outs or fake_mode_of(arguments.values()) is not None:
+        return None
+    device = torch.device("cpu" if outs[0].mesh.device_type == "meta" else outs[0].mesh.device_type)
+    if operator.seeded and (arguments.get("generator") is not None or device.type != "cpu"):
+        return None
+    data_decide = torch.Tag.dynamic_output_shape in operator.func.tags
+    with torch.random.fork_rng((), enabled=operator.seeded):
+        try:
+            if not data_decide:
+                with _fake_mode():  # makes nothing where the sizes alone say what comes out
+                    new = _made(operator, {name: _to_meta(value, None) for name, value in arguments.items()})
+                if _fit(new, outs) or sum(x.numel() for x in new) > _SMALL:
+                    return None
+            if sum(math.prod(x.shape) for x in _laid_out(arguments)) > _SMALL:
+                return None
+            new = _made(operator, {name: _of_numbers(value, device) for name, value in arguments.items()})
+        except (RuntimeError, TypeError, IndexError, ValueError):
+            return None
+        if _fit(new, outs, data_decide):
+            return None
+        result = operator.call({name: _of_numbers(value, device) for name, value in arguments.items()})
+    return None if data_decide else tuple(map(_meta_of, (result,) if len(operator.returns) == 1 else result))
+
+
+def _made(operator: Operator, bound: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    made = operator.call(bound, operator.func.overloadpacket)
+    return made if isinstance(made, tuple) else (made,)
+
+
+def _fit(new: tuple[torch.Tensor, ...], outs: list[Layout], data_decide: bool = False) -> bool:
+    return all(x.dtype == out.dtype and (data_decide or x.shape == out.shape) for x, out in zip(new, outs, strict=False))
+
+
+def _laid_out(arguments: dict[str, Any]) -> list[Layout]:
+    listed = [x for value in arguments.values() for x in (value if isinstance(value, (list, tuple)) else (value,))]
+    return [x for x in listed if isinstance(x, Layout)]
+
+
+def _of_numbers(value: Any, device: torch.device) -> Any:
+    """Layouts as tensors that hold ones, matrices the unit matrix, integers zeros: what most operators take."""
+    if type(value) in (list, tuple):
+        return [_of_numbers(item, device) for item in value]
+    if not isinstance(value, Layout):
+        return value
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride, strict=True))
+    made = torch.zeros(max(0, reach), dtype=value.dtype, device=device).as_strided(value.shape, value.stride)
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        with suppress(RuntimeError):  # where elements share memory
+            (made.diagonal(0, -2, -1) if value.ndim > 1 else made).fill_(1)
+    return made
+
+
 @cache
 def _fake_mode() -> FakeTensorMode:
     return FakeTensorMode()

@@ -24,7 +24,7 @@ from ..rules.registry import lookup
 from ..rules.rule import Rule
 from .calls import Slot, make_call
 from .choose import Chooser, Chosen, choose
-from .meta import NotInferable, results_of
+from .meta import NotInferable, asked_with_outs, results_of
 from .schema import Operator
 
 
@@ -90,12 +90,13 @@ def propagate(
         answer = rule.answer(call)
         if answer is not NotImplemented:
             return Plan("answer", call, answer=answer)
+    asked = asked_with_outs(operator, bound) if operator.outs and not (rule is None and composite(operator)) else None
     if rule is not None and rule.decompose is not None and (rule.decomposes is None or rule.decomposes(call)):
         return Plan("decompose", call, rule=rule)
     if rule is None and base is None and composite(operator):
         return Plan("decompose", call)
     try:
-        metas = results_of(operator, rule, call) if rule is None or rule.metas is None else rule.metas(call)
+        metas = asked or (results_of(operator, rule, call) if rule is None or rule.metas is None else rule.metas(call))
     except NotInferable:
         measured = (
             _by_rule(operator, rule, call, slots, (), choose)

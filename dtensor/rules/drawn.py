@@ -38,12 +38,17 @@ class DrawLike(Word):
             return draw(drawn, lambda device: sample(drawn, whole, device, args, kwargs))
 
         def sample(drawn: Layout, layout: Layout, device: torch.device, args: Any, kwargs: Any) -> Tensor:
-            whole = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
-            into = {"out": torch.empty(drawn.shape, dtype=drawn.dtype, device=device)} if has_out else {}
+            whole = room_for(layout, device)
+            into = {"out": room_for(drawn, device)} if has_out else {}
             made: Tensor = at.call.func(whole, *args, **kwargs, **into)
             return made
 
         return as_one_step((result, at.operands[0]), block, args, kwargs)
+
+
+def room_for(layout: Layout, device: torch.device) -> Tensor:
+    """Room for a whole result: what is drawn for an element follows from where in memory it lies."""
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=device)
 
 
 def _manner(call: Call) -> tuple[Sampler | None, bool]:
@@ -72,7 +77,7 @@ class DrawAround(Word):
     def __call__(self, at: KernelContext, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
         result, call = at.results[0], at.call
         assert result is not None
-        op, mesh = call.func.overloadpacket, call.mesh
+        op, mesh, (_, has_out) = call.func.overloadpacket, call.mesh, at.once(_manner)
         places = [i for i, value in enumerate(args) if isinstance(value, Tensor)]
         given = [layout for layout, name in zip(at.operands, call.names, strict=True) if isinstance(call.arguments[name], Layout)]
 
@@ -80,7 +85,8 @@ class DrawAround(Word):
             whole = list(values)
             for layout, i in zip(layouts[1:], places, strict=True):
                 whole[i] = around(values[i], layout, member, self.other)
-            return own_block_of(op(*whole, generator=generator), layouts[0], member)
+            into = {"out": room_for(layouts[0], values[places[0]].device)} if has_out else {}
+            return own_block_of(op(*whole, generator=generator, **into), layouts[0], member)
 
         def drawn(layouts: Sequence[Layout], *args: Any) -> Any:
             return from_one_state(mesh, generator, partial(one, layouts), *args)

@@ -148,13 +148,15 @@ class Indexed(Word):
         elements = (*others[:lead], *made, *others[lead:])
         sources = [call.shape(i) for i in range(1 + len(shapes), len(call.operands))]
         terms = [_fitted(elements, shape, sizes) for shape in sources]
-        if None in terms and self.address.form != "flat":
+        flat = self.address.form == "flat"
+        if None in terms and not flat:
             if self.address.form == "rows" and made[0]:  # torch's inference does not look
                 raise RuntimeError(
                     f"{call.func._schema.name}(): source {sources[0]} is not self {call.shape(0)} with {call.shape(1)} rows"
                 )
             return None
-        misfit = set(more) if None in terms else set()  # the same number of elements in another shape
+        # the same number of elements in another shape
+        misfit = set(more) if flat and any(shape != shapes[0] for shape in sources) else set()
         operands = (dims, *indices, *(term or ((),) * len(shape) for term, shape in zip(terms, sources, strict=True)))
         return self._joined(call, operands, elements, sizes, tuple(more), places, misfit)
 

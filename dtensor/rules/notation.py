@@ -6,7 +6,7 @@ that is absent on the right is reduced.
 ======================= =====================================================================================================
 ``m``                   a factor, one dim
 ``[m]``                 every rank needs it whole, unless the rule has a kernel that computes with its blocks
-``(g i)``               one dim made of two factors, major first
+``(g i)``, ``(g [i])``  one dim made of two factors, major first
 ``s*``, ``[s*]``        any number of dims, in every term that has them the same ones, right-aligned; size one broadcasts
 ``...``                 a group too, without a name
 ``@dim``, ``[@dim]``    the dims that argument ``dim`` picks, however many; ``a* @dim b*``: those before and those after them.
@@ -37,7 +37,7 @@ Dim = tuple[str, ...]  # the factors of one tensor dim, major first; () is none
 EACH = "each"
 
 _WORD = r"\.\.\.|@[a-z]\w*!?|[a-z]\w*\*?"
-_TOKEN = re.compile(rf"\s*({_WORD}|\[(?:{_WORD})?\]|\([a-z\w\s]*\)|1)\s*")
+_TOKEN = re.compile(rf"\s*({_WORD}|\[(?:{_WORD})?\]|\([\w\s\[\]]*\)|1)\s*")
 _NAME = re.compile(r"\s*([A-Za-z_]\w*)\s*:")
 
 
@@ -127,7 +127,8 @@ def _term(part: str, text: str, whole: set[str]) -> Term:
             whole.add(token[1:-1])
             dims.append((token[1:-1],))
         elif token[0] == "(":
-            dims.append(tuple(token[1:-1].split()))
+            whole.update(inner[1:-1] for inner in token[1:-1].split() if inner[0] == "[")
+            dims.append(tuple(token[1:-1].replace("[", "").replace("]", "").split()))
         else:
             dims.append((token,))
     if sum(map(is_picked, dims)) > 1:

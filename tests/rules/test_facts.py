@@ -80,6 +80,7 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "closeness of two dtypes": lambda x, w: torch.allclose(x, x.double()),
     "closeness below nothing": lambda x, w: torch.allclose(x[:1], x[:1], -1.0),
     "segments of too much": lambda x, w: torch.segment_reduce(x, "sum", lengths=w[:4].long()),
+    "segments below nothing, unsafe": lambda x, w: torch.segment_reduce(x, "sum", lengths=w[:3].long() * 2 - 1, unsafe=True),
     "segments below nothing": lambda x, w: torch.segment_reduce(x, "sum", lengths=w[:4].long() * 4 - 5),
 }
 

@@ -62,6 +62,19 @@ def test_second_derivatives_forward_over_reverse_and_by_elements() -> None:
     assert gradcheck(function, inputs, check_batched_grad=True)
 
 
+@pytest.mark.parametrize("zeros", [(), (1,), (0, 2), (0, 1, 3)], ids=str)
+def test_second_derivatives_of_products_that_are_zero(zeros: tuple[int, ...]) -> None:
+    value = torch.tensor([2.0, 3, 5, 7], dtype=torch.float64)
+    value[list(zeros)] = 0
+    found = []
+    for x in (value, dt.distribute_tensor(value, MESH, [Shard(0), Replicate()])):
+        x.requires_grad_()
+        (grad,) = torch.autograd.grad(x.prod(), x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.sum(), x)
+        found.append((grad.detach(), second))
+    assert [x.full_tensor().tolist() for x in found[1]] == [x.tolist() for x in found[0]]  # type: ignore[attr-defined]
+
+
 def test_a_wrong_gradient_is_found() -> None:
     class Wrong(torch.autograd.Function):
         @staticmethod

@@ -221,3 +221,15 @@ def test_a_row_of_a_sharded_dim_by_one_number_moves_nothing() -> None:
     assert comm.get_total_counts() == 0
     assert row.placements == (Partial("sum"),)
     assert torch.equal(row.full_tensor(), X.index_select(0, torch.tensor(3)))
+
+
+@pytest.mark.parametrize("index", [(1,), (1, 1)], ids=str)
+@pytest.mark.parametrize("where", [[Replicate()], [Shard(0)], [Partial()]], ids=str)
+def test_one_value_is_put_by_an_index_of_another_shape_that_is_cut(index: tuple[int, ...], where: list[Any]) -> None:
+    for value in (torch.tensor(2.0, dtype=torch.float64), torch.tensor([[2.0]], dtype=torch.float64)):
+        check(
+            lambda x, i, v: x.put(i, v, accumulate=True),
+            *(floats(3), torch.ones(index, dtype=torch.int64), value),
+            mesh=dt.init_device_mesh("cpu", (2,)),
+            placements=[where, [Shard(0)], [Replicate()]],
+        )

@@ -11,6 +11,7 @@ from rule_tables import MESHES, Case, floats, integers, kinds, received, run, tr
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
+from dtensor.testing import check
 
 X, Y, Z = floats(5, 6), floats(3, 6, seed=1), integers(5, 6)
 F = torch.nn.functional
@@ -98,3 +99,13 @@ def test_a_constant_of_another_value_makes_another_plan() -> None:
     x = dt.distribute_tensor(X.clone(), mesh, [P])
     assert F.pad(x, (1, 1), value=0.0).placements == (P,)
     assert torch.equal(F.pad(x, (1, 1), value=3.0).full_tensor(), F.pad(X, (1, 1), value=3.0))
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 3)])
+@pytest.mark.parametrize("factor", [2, 3])
+def test_pixels_are_shuffled_where_two_mesh_dims_cut_into_what_is_shuffled(mesh_shape: tuple[int, ...], factor: int) -> None:
+    mesh, x = dt.init_device_mesh("cpu", mesh_shape), floats(1, factor**2, 2, 3)
+    for where in ([Shard(1), Shard(2)], [Shard(1), S1], [Shard(2), Shard(1)]):
+        check(lambda x: F.pixel_shuffle(x, factor), x, mesh=mesh, placements=[where])
+    for where in ([Shard(2), Shard(2)], [Shard(2), Shard(3)], [Shard(3), Shard(3)]):
+        check(lambda x: F.pixel_unshuffle(x, factor), F.pixel_shuffle(x, factor), mesh=mesh, placements=[where])

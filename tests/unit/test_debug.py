@@ -32,6 +32,9 @@ def test_collectives_are_found_under_the_names_that_torch_gives_them() -> None:
     functional = torch.ops.c10d_functional
     assert comm.comm_counts[functional.all_gather_into_tensor] == comm.get_comm_counts()["all_gather"] == 1
     assert comm.get_comm_counts()[functional.reduce_scatter_tensor] == 1
+    assert comm.get_comm_counts().get(functional.reduce_scatter_tensor) == 1
+    assert [op in comm.get_comm_counts() for op in (functional.all_gather_into_tensor, functional.all_reduce)] == [True, False]
+    assert set(comm.get_comm_counts()) == {"all_gather", "reduce_scatter"}  # who goes through them sees kinds
     assert comm.get_comm_counts()[functional.all_reduce] == comm.get_comm_counts()["all_reduce"] == 0
     assert comm.get_comm_counts() == {functional.all_gather_into_tensor: 1, functional.reduce_scatter_tensor: 1}
     assert comm.get_comm_counts() != {functional.all_gather_into_tensor: 1}

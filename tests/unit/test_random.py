@@ -162,3 +162,21 @@ def test_unknown_modes_are_refused() -> None:
         dt.manual_seed(0, mode="counter")
         assert dt.random.DRAWING.mode == "counter"
     assert dt.random.DRAWING.mode == "exact"
+
+
+def test_noise_that_torch_draws_into_plain_tensors_is_refused_or_that_of_one_device() -> None:
+    mesh, x = dt.init_device_mesh("cpu", (2,)), torch.arange(1.0, 6)
+
+    def draws(x: torch.Tensor) -> list[torch.Tensor]:
+        dt.manual_seed(3)
+        normal = torch.distributions.Normal(x, x).rsample((2,))
+        return [normal, torch.vmap(lambda row: torch.nn.functional.dropout(row), randomness="different")(normal)]
+
+    own = dt.distribute_tensor(x, mesh, [dt.Shard(0)])
+    with pytest.raises(dt.errors.MixedTensorError, match="implicit_replication"):
+        draws(own)
+    with dt.implicit_replication():
+        found = draws(own)
+    for plain, distributed in zip(draws(x), found, strict=True):
+        assert isinstance(distributed, dt.DTensor)
+        assert torch.equal(distributed.full_tensor(), plain)

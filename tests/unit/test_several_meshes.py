@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -284,3 +285,25 @@ def test_numbers_that_differ_between_copies_of_a_submesh_are_not_written() -> No
     assert running.item() == 2
     with pytest.raises(MeshError, match="copies differ"):
         running += other
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}], ids=str)
+def test_state_of_an_optimizer_from_another_mesh_is_refused_with_what_brings_it_over(options: dict[str, bool]) -> None:
+    params, optimizers = [], []
+    for mesh in (dt.init_device_mesh("cpu", (4,)), dt.init_device_mesh("cpu", (2,))):
+        params.append(dt.distribute_tensor(torch.arange(1.0, 7), mesh, [Shard(0)]).requires_grad_())
+        optimizers.append(torch.optim.Adam([params[-1]], 0.1, **options))
+        params[-1].grad = params[-1].detach() * 2
+    optimizers[0].step()
+    with torch.no_grad():
+        params[1].copy_(params[0].redistribute(params[1].device_mesh, [Shard(0)]))
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    with pytest.raises(MeshError, match=r"saved under another mesh.*s\.redistribute\(p\.device_mesh, p\.placements\)"):
+        optimizers[1].step()
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))  # the step was counted
+    for p, state in optimizers[1].state.items():
+        moved = {key: s.redistribute(p.device_mesh, p.placements) for key, s in state.items() if s.ndim}
+        state.update(moved)
+    for optimizer in optimizers:
+        optimizer.step()
+    torch.testing.assert_close(params[1].full_tensor(), params[0].full_tensor())

@@ -78,3 +78,22 @@ def test_nested_tensors_are_refused_with_what_to_do(where: dt.Placement) -> None
     for fn in (lambda: torch.nested.nested_tensor([x[0], x[1, :2]]), lambda: torch._nested_tensor_from_mask(x, mask)):
         with pytest.raises(UnsupportedOperationError, match=r"nested tensor.*enable_nested_tensor=False"):
             fn()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s, x: s @ x,
+        lambda s, x: x + s,
+        torch.sparse.mm,
+        lambda s, x: x.copy_(s),
+        lambda s, x: torch.cat([x, s]),
+    ],
+    ids=["matmul", "add", "sparse.mm", "copy_", "cat"],
+)
+def test_a_sparse_operand_is_refused_with_what_to_give(call: Callable[..., object], layout: torch.layout) -> None:
+    x = dt.distribute_tensor(torch.ones(4, 4), dt.init_device_mesh("cpu", (2,)), [Shard(0)])
+    for mode in (dt.implicit_replication(), dt.explicit()):  # neither makes it a tensor that can be cut
+        with mode, pytest.raises(UnsupportedOperationError, match=r"strided.*to_dense"):
+            call(torch.eye(4).to_sparse(layout=layout), x)

@@ -73,7 +73,7 @@ composed("_unsafe_masked_index_put_accumulate", unsafe_masked_index_put)
 # --- shapes ---
 def nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
     rows = x.nonzero()[:size]
-    return F.pad(rows, (0, 0, 0, size - rows.shape[0]), value=fill_value).contiguous()
+    return F.pad(rows, (0, 0, 0, size - rows.shape[0]), value=fill_value).clone(memory_format=torch.contiguous_format)
 
 
 def chunk_cat(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> Tensor:

@@ -113,8 +113,9 @@ def unshuffle(x: torch.Tensor, downscale_factor: int, made: Any = None) -> torch
 
 
 UP, DOWN = dict.fromkeys("rq", "upscale_factor"), dict.fromkeys("rq", "downscale_factor")
-view("pixel_shuffle", "s* (c r q) h w -> s* c (h r) (w q)", sizes=UP, local_args=empty_result, local=shuffle)
-view("pixel_unshuffle", "s* c (h r) (w q) -> s* (c r q) h w", sizes=DOWN, local_args=empty_result, local=unshuffle)
+# what is shuffled is whole: a block of it would be another factor for torch
+view("pixel_shuffle", "s* (c [r] [q]) h w -> s* c (h r) (w q)", sizes=UP, local_args=empty_result, local=shuffle)
+view("pixel_unshuffle", "s* c (h [r]) (w [q]) -> s* (c r q) h w", sizes=DOWN, local_args=empty_result, local=unshuffle)
 view("channel_shuffle", "n [c] s* -> n [c] s*")
 
 

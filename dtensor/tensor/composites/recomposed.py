@@ -57,8 +57,8 @@ def matmul_into(x: Tensor, y: Tensor, *, out: Tensor) -> Any:
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, out))  # which torch refuses
     if max(x.ndim, y.ndim) > 2 and not recorded:
         product = torch.matmul(x, y)
-        if out.shape == product.shape and out.dtype == product.dtype:
-            return out.copy_(product)
+        if out.dtype == product.dtype:
+            return torch.ops.aten.clone.out(product, out=out)
     return NotImplemented
 
 
@@ -144,10 +144,19 @@ def into(name: str) -> None:
             return NotImplemented
         made = base(*args, **kwargs)
         values = made if isinstance(made, (list, tuple)) else [made]
-        written = [torch.ops.aten.clone.out(value, out=out) for value, out in zip(values, given, strict=True)]
+        written = [_written(value, out) for value, out in zip(values, given, strict=True)]
         return tuple(written) if len(written) > 1 else written[0]
 
     recomposed(f"aten::{name}", run)
+
+
+def _written(value: Any, out: Tensor) -> Tensor:
+    """``out`` with the value; of another shape it lies in memory as the value does."""
+    resized = out.shape != value.shape
+    torch.ops.aten.clone.out(value, out=out)
+    if resized and out.stride() != value.stride():
+        out.data = value
+    return out
 
 
 def rank_into(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
@@ -208,7 +217,8 @@ class Product(torch.autograd.Function):
         over_each = grad * (result / torch.where(zeros == 0, x, 1)).conj()
         if dim is None:
             of_others = (grad * others(x.reshape(-1), 0).conj()).view(x.shape)
-            of_others = torch.where(zeros > 1, torch.zeros_like(x), of_others)
+            if not torch.is_grad_enabled():  # else they have gradients, which torch keeps
+                of_others = torch.where(zeros > 1, torch.zeros_like(x), of_others)
         else:
             of_others = grad * others(x, dim).conj()
         return torch.where(zeros == 0, over_each, of_others), None, None
