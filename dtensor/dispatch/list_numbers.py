@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..base.recording import ACTIVE
+from ..base.tracing import is_traced
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator
 
@@ -31,7 +32,8 @@ def with_numbers_once(plan: Plan, operator: Operator, func: Callable[..., Any]) 
     (dtype,) = dtypes
 
     def run(tensors: list[Tensor], numbers: Any) -> Any:
-        return func(tensors, numbers if ACTIVE else _tensors(numbers, len(tensors), dtype))  # a recording keeps the numbers
+        kept = ACTIVE or is_traced(tensors[0])  # recordings and graphs keep the numbers, which may be symbols
+        return func(tensors, numbers if kept else _tensors(numbers, len(tensors), dtype))
 
     return run
 

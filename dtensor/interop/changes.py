@@ -94,6 +94,13 @@ CHANGES = (
         "stays",
     ),
     Change(
+        "torch.Tensor.__coerce_same_metadata_as_tangent__",
+        "the import of torch._dynamo",
+        "plain gradients of a compiled program's results are laid as DTensors: torch makes them where none is asked for",
+        "2.13",
+        "its deletion",
+    ),
+    Change(
         "torch._library.opaque_object._OPAQUE_TYPES",
         "import",
         "placements, meshes and layouts are constants of compiled programs, on which they are guarded",

@@ -29,7 +29,7 @@ from ..tensor import create
 from ..tensor.autograd import as_local, laid
 from ..tensor.distribute import distribute_module, distribute_tensor
 from ..tensor.dtensor import DTensor
-from ..tensor.flattened import ALL_RANKS
+from ..tensor.flattened import ALL_RANKS, plain_as_tangent
 from ..tensor.local_layout import Alike, measures
 from .when_imported import when_imported
 
@@ -93,6 +93,8 @@ def _substitute(module: Any) -> None:
     for function, seen_as in _SEEN_AS.items():
         module.substitute_in_graph(function, skip_signature_check=True)(seen_as)
     changed("torch._dynamo")
+    torch.Tensor.__coerce_same_metadata_as_tangent__ = plain_as_tangent  # type: ignore[attr-defined]  # torch asks for it
+    changed("torch.Tensor.__coerce_same_metadata_as_tangent__")
 
 
 def _itself(x: Any) -> Any:

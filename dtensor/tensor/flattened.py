@@ -22,10 +22,11 @@ from ..base.modes import MODES
 from ..base.symbols import sizes, still_open
 from ..base.torch_internals import graph_task
 from ..base.tracing import has_no_values, kept
+from ..dispatch import wrapping
 from ..dispatch.wrapping import wrap_local
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout
-from .autograd import grad_layout, move, to_whole
+from .autograd import distributed, grad_layout, move, to_whole
 
 
 class Flatten:
@@ -177,6 +178,15 @@ def as_tangent(x: Any, constants: Constants | None, expected: type | None = None
     if moved._layout.stride == layout.stride:
         return moved
     return wrap_local(layout.block_beside(moved._local, layout.mesh.current_member()).copy_(moved._local), layout)
+
+
+def plain_as_tangent(x: Any, constants: Constants | None, expected: type | None = None) -> Any:
+    """``as_tangent`` of a plain tensor, which all ranks hold alike, as without a compiler: torch makes one of zeros for each
+    result that is asked for no gradient. None, which torch refuses, where no gradient of a DTensor is expected."""
+    if type(x) is not torch.Tensor or expected is not wrapping.TENSOR or constants is None:
+        return None
+    mesh, placements, *_ = constants[0]
+    return as_tangent(distributed(x, Layout.replicated(mesh, x.shape, x.stride(), x.dtype), placements), constants)
 
 
 def told_apart(x: Any) -> str:

@@ -104,7 +104,7 @@ def offset_in(root: Any, view: Any) -> int | None:
     It did not see the view made, ``root`` has come to be seen in another way, or one of the two has other memory by now.
     """
     if "_left" in root.__dict__ or (
-        creation_meta(view) == CreationMeta.MULTI_OUTPUT_NODE and has_no_values(view._local) and any_number_is_open()
+        creation_meta(view) == CreationMeta.MULTI_OUTPUT_NODE and any_number_is_open() and has_no_values(root._local)
     ):
         return None  # torch 2.13 has moved a split's size, if it is a symbol, into the first of its views
     like = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")

@@ -46,6 +46,7 @@ def _trained(model: Any, run: Any, how: Compile | None = None, **options: Any) -
             warnings.simplefilter("error", GatherWarning)
             step()
         optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] *= 0.9
         losses.append(loss.detach())
     return [*losses, *gradients, *(p.detach() for p in model.parameters())]
 
@@ -57,7 +58,7 @@ def tensor_parallel(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
 
 def compiled_optimizers(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     found = []
-    for options in ({}, {"foreach": False}, {"fused": True}):
+    for options in ({}, {"foreach": False}, {"foreach": True}, {"fused": True}):
         model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         found += _trained(model, how(model, fullgraph=True), how, **options)
     return found
@@ -185,6 +186,31 @@ def a_gradient_laid_otherwise(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return [x.grad]
 
 
+def results_that_are_asked_for_no_gradient(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """Of several results one or the other is asked for gradients, or is given a plain one; a plain result, too."""
+    found, given = [], torch.randn(5, 7)
+    for dims in ((0, 1), (1, 0), (0, 0)):
+        x, w = (
+            dt.distribute_tensor(torch.randn(size), mesh, [Shard(dim)]).requires_grad_()
+            for size, dim in zip(((5, 6), (6, 7)), dims, strict=True)
+        )
+
+        def run(x: Any, w: Any) -> Any:
+            logits = x @ w
+            return logits.square().mean(), logits, logits.t().sin(), logits.full_tensor()
+
+        step = how(run, fullgraph=True)
+        for ask in (
+            lambda loss, *_: loss.backward(),
+            lambda loss, logits, *_: (loss + logits.sum()).backward(),
+            lambda loss, logits, turned, whole: (turned.sum() * whole.sum()).backward(),
+            lambda loss, logits, *_: logits.backward(given),
+        ):
+            ask(*step(x, w))
+            found += [x.grad.clone(), w.grad.clone()]
+    return found
+
+
 def breaks(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     """Where values are compared, and where a constant made in the graph goes on after it broke."""
     rows = torch.ones(3 - mesh.get_rank(), 7)
@@ -239,6 +265,7 @@ def views_that_are_gathered(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
         x.add_(1)
         found.append(out.clone())
         found += [x.clone(), out.clone(), how(lambda v: v.sin() + v, fullgraph=True)(view(x))]
+        found += how(lambda x: x.unbind(0), fullgraph=True)(x)
         both, row = how(lambda x: (lambda z: (z, z[3]))(x * 2), fullgraph=True)(x)
         row.fill_(7)
         found += [both, row * 1]
@@ -327,6 +354,7 @@ PROGRAMS = [
     equal_meshes,
     plain_targets,
     a_gradient_laid_otherwise,
+    results_that_are_asked_for_no_gradient,
     breaks,
     sizes_of_values,
     accumulated,
