@@ -36,6 +36,7 @@ try:
     from .tensor.dtensor import DTensor
     from .tensor.local_map import local_map
     from .tensor.redistribute_many import redistribute_many
+    from .tensor.views import flattened_view as _flattened_view
     from .tensor.views import seen_anew as _seen_anew
     from .tensor.views import write_through as _write_through
     from .watch.levels import check_ranks

@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 
 from ...base.caches import Bounded, nested_key
-from ...base.modes import MODES
 from ...base.torch_internals import make_wrapper_subclass
 from ...dispatch.bind import bind, runner_of
 from ...dispatch.dispatcher import dispatch, install_views
@@ -27,13 +26,11 @@ from ...dispatch.steps import Runner
 from ...dispatch.versions import counted_together, counting, versions_of
 from ...layout.layout import Layout
 from ...propagation.propagate import Plan
-from ...propagation.schema import Operator, operator_of
+from ...propagation.schema import Operator
 from ...rules.aten.views import check_memory, own_strides
 from ...rules.facts import facts_of
-from ..autograd import grad_layout
 from ..copies import dense
 from ..dtensor import DTensor, wrap
-from ..flattened import Flatten
 from ..host import offset_in
 from .folded_layouts import regrouped
 
@@ -182,36 +179,6 @@ class RemoteView(DTensor):
         origin, place, layout = self._origin, self._place, self._layout
         target.__class__ = RemoteView
         target._layout, target._origin, target._place = layout, origin, place
-
-
-# --- in compiled programs: what it is a view of, and how --------------------------------------------------------------------
-def _flatten(view: RemoteView) -> tuple[list[str], tuple[Any, ...]]:
-    root, links = chain_of(view)
-    ways = tuple((o.operator.func, tuple(o.args[1:]), tuple(o.kwargs.items()), place) for o, place in links)
-    return ["_root"], (view._layout, MODES.explicit, MODES.implicit_replication, root._layout, ways)
-
-
-def _unflatten(pieces: dict[str, torch.Tensor], constants: tuple[Any, ...], size: Any, stride: Any) -> Any:
-    view = wrap(pieces["_root"], constants[3])
-    view.__dict__["_counted"] = _NOBODY  # who else has this memory is not known: it is computed whenever it is read
-    for func, others, options, place in constants[4]:
-        operator, args, kwargs = operator_of(func), (view, *others), dict(options)
-        made = views_of(Origin(view, operator, args, kwargs, plan_of(operator, args, kwargs)))
-        view = made[place] if isinstance(made, list) else made
-    return view
-
-
-def _as_any_tangent(view: RemoteView) -> DTensor:
-    """A gradient is no view."""
-    layout = grad_layout(view._layout, None)
-    return wrap(layout.block_beside(view._root, layout.mesh.current_member()), layout)
-
-
-with torch.inference_mode():
-    _NOBODY = torch.empty(0)  # of inference mode: without a version
-RemoteView.__tensor_flatten__ = Flatten(_flatten, "_root")
-RemoteView.__tensor_unflatten__ = staticmethod(_unflatten)
-RemoteView.__coerce_tangent_metadata__ = _as_any_tangent  # type: ignore[assignment]  # of views alone
 
 
 def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | Runner:
