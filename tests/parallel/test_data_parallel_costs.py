@@ -56,6 +56,32 @@ class Recurrent(nn.Module):
         return self.out(steps) + self.out(last[-2:].transpose(0, 1).flatten(1))[:, None]
 
 
+class Steps(nn.Module):
+    """The outputs of recurrent layers."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)[0]
+
+
+class Cells(nn.Module):
+    """A cell, step by step."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, outputs = None, []
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+            outputs.append(state[0])
+        return torch.stack(outputs, 1)
+
+
 class Queries(nn.Module):
     """Learned queries attend to a sequence."""
 
@@ -95,6 +121,8 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "decoder": (lambda: nn.TransformerDecoderLayer(16, 4, 32, batch_first=True), sequence),
     "queries": (Queries, sequence),
     "recurrent": (Recurrent, sequence),
+    "gru": (lambda: Steps(nn.GRU(16, 8, 2, batch_first=True, bidirectional=True)), sequence),
+    "cell": (lambda: Cells(nn.LSTMCell(16, 16)), sequence),
     "experts": (Experts, sequence),
     "spectral": (Spectral, picture),
     "net": (Net, picture),

@@ -6,6 +6,7 @@ whose it is. So it is made here, above autograd, as a replicated DTensor: the sa
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ...base.caches import remembered
 from ...comm.agreement import same_on_all
 from ...dispatch.plain_operands import is_number, replicated
 from ...mesh.device_mesh import DeviceMesh
+from ...placement import Replicate, Shard
 from ..dtensor import DTensor
 from .recomposed import recomposed
 
@@ -108,6 +110,12 @@ def ctc_loss(overload: Any) -> Any:
     return run
 
 
+def _cut_alike(value: DTensor, dim: int, x: DTensor, of_x: int) -> DTensor:
+    """Each rank's part of a replicated value, dim ``dim`` cut as dim ``of_x`` of ``x``: steps that write to it keep to it."""
+    cuts = (replace(p, dim=dim) if isinstance(p, Shard) and p.dim == of_x else Replicate() for p in x.placements)
+    return value.redistribute(placements=[*cuts])
+
+
 def with_state(name: str, place: int = 1) -> None:
     """A recurrent operator whose first state (one tensor or several) may be plain, as modules make it of zeros."""
 
@@ -119,6 +127,9 @@ def with_state(name: str, place: int = 1) -> None:
         taken = [state(value, x, name) for value in given]
         if all(new is old for new, old in zip(taken, given, strict=True)):
             return NotImplemented
+        if not name.endswith(".data"):  # whose sequences end one after another
+            of_x, own = (0, 0) if name.endswith("_cell") else (0 if rest[-1] else 1, 1)
+            taken = [new if new is old else _cut_alike(new, own, x, of_x) for new, old in zip(taken, given, strict=True)]
         packet, _, overload = name.partition(".")
         operator = getattr(getattr(aten, packet), overload or "default")
         new = taken if isinstance(states, (list, tuple)) else taken[0]
