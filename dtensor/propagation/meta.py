@@ -128,7 +128,13 @@ def infer(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...]:
     if bound.get("pin_memory"):
         bound["pin_memory"] = False
     if not _without_elements(operator, arguments):
-        return _run(operator, bound, arguments)
+        try:
+            return _run(operator, bound, arguments)
+        except (RuntimeError, TypeError, IndexError, ValueError):
+            metas = asked(operator, arguments)
+            if metas is None:
+                raise
+            return metas
     try:
         metas = _run(operator, bound, arguments)
     except (RuntimeError, TypeError, IndexError, ValueError):
@@ -186,6 +192,21 @@ def asked_with_outs(operator: Operator, arguments: dict[str, Any]) -> tuple[Any,
             return None
         result = operator.call({name: _of_numbers(value, device) for name, value in arguments.items()})
     return None if data_decide else tuple(map(_meta_of, (result,) if len(operator.returns) == 1 else result))
+
+
+def asked(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
+    """What the operator itself makes of a few numbers, where its meta function refuses them: what it raises, all raise.
+
+    None: it cannot be asked, or data decide what comes out.
+    """
+    laid_out = _laid_out(arguments)
+    if operator.func.namespace != "aten" or operator.seeded or not laid_out or sum(math.prod(x.shape) for x in laid_out) > _SMALL:
+        return None
+    device = torch.device("cpu" if laid_out[0].mesh.device_type == "meta" else laid_out[0].mesh.device_type)
+    result = operator.call({name: _of_numbers(value, device) for name, value in arguments.items()})
+    if torch.Tag.dynamic_output_shape in operator.func.tags or result is None:
+        return None
+    return tuple(map(_meta_of, (result,) if len(operator.returns) == 1 else result))
 
 
 def _made(operator: Operator, bound: dict[str, Any]) -> tuple[torch.Tensor, ...]:

@@ -14,7 +14,7 @@ import torch
 import dtensor
 from dtensor.errors import RuleError
 from dtensor.rules.facts import fact, facts_of
-from dtensor.testing.oracle import compare
+from dtensor.testing.oracle import check, compare
 
 aten = torch.ops.aten
 PACKAGE = Path(dtensor.__file__).parent
@@ -79,6 +79,12 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
     "closeness of nothing to something": lambda x, w: torch.allclose(w, w[:0]),
     "closeness of two dtypes": lambda x, w: torch.allclose(x, x.double()),
     "closeness below nothing": lambda x, w: torch.allclose(x[:1], x[:1], -1.0),
+    "floor division of bools": lambda x, w: (x > 1) // (x > 1),
+    "log softmax of bools": lambda x, w: (x > 1).log_softmax(0),
+    "fractions of bools": lambda x, w: (x > 1).frac(),
+    "clamped complex numbers": lambda x, w: torch.clamp(x + 1j, x + 1j),
+    "leaky relu of small numbers": lambda x, w: torch.nn.functional.leaky_relu(x.to(torch.uint8)),
+    "filled with a complex number": lambda x, w: x.masked_fill(x > 1, w[1] + 1j),
     "segments of too much": lambda x, w: torch.segment_reduce(x, "sum", lengths=w[:4].long()),
     "segments below nothing, unsafe": lambda x, w: torch.segment_reduce(x, "sum", lengths=w[:3].long() * 2 - 1, unsafe=True),
     "segments below nothing": lambda x, w: torch.segment_reduce(x, "sum", lengths=w[:4].long() * 4 - 5),
@@ -91,6 +97,19 @@ def test_what_kernels_refuse_is_refused_under_every_layout(name: str, where: dte
     mesh = dtensor.init_device_mesh("cpu", (3,))
     outcome = compare(REFUSED[name], [X, ROW], mesh, [[where], [dtensor.Replicate()]], gradients=False)
     assert outcome.same_error, outcome.problems
+
+
+TAKEN: dict[str, Callable[[Any, Any], Any]] = {  # by kernels, but not without data
+    "powers of bools in place": lambda x, w: (x > 1).pow_(True),
+    "filled with a complex number that is real": lambda x, w: x.masked_fill(x > 1, w[1] + 0j),
+}
+
+
+@pytest.mark.parametrize("where", [dtensor.Replicate(), dtensor.Shard(0), dtensor.Shard(-1), dtensor.Partial()], ids=str)
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_kernels_take_is_taken(name: str, where: dtensor.Placement) -> None:
+    mesh = dtensor.init_device_mesh("cpu", (3,))
+    check(TAKEN[name], X, ROW, mesh=mesh, placements=[[where], [dtensor.Replicate()]], gradients=False)
 
 
 def test_closeness_to_a_tensor_that_is_as_large_as_a_block_is_refused() -> None:

@@ -243,3 +243,12 @@ def test_what_is_scattered_by_a_mask_lies_row_major() -> None:
             check(torch.masked_scatter, x, mask, source, mesh=mesh_of((2,)), placements=[[where], [Shard(0)], [Replicate()]])
     nothing = torch.zeros(0, dtype=torch.float64)
     check(torch.masked_scatter, x[0], mask & False, nothing, mesh=mesh_of((2,)), placements=[[Shard(0)], [Shard(0)], [Shard(0)]])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_running_sums_of_complex_numbers_keep_the_part_that_is_finite(ranks: int) -> None:
+    x = torch.tensor([1 + 2j, complex(INF), 1j, -1, complex(0, INF), 3j], dtype=torch.complex128)
+    whole = x.cumsum(0)
+    for where in spread(x, ranks):
+        found = dt.distribute_tensor(x, mesh_of((ranks,)), where).cumsum(0).full_tensor()
+        torch.testing.assert_close(torch.view_as_real(found), torch.view_as_real(whole), equal_nan=True)

@@ -13,7 +13,15 @@ from torch import Tensor
 from ..rows import linear
 from ..scans import Tensors, scan
 
-scan("cumsum", lambda x, dim, start: torch.cumsum(x, dim), torch.add, partials=linear())
+
+def added(left: Tensor, right: Tensor) -> Tensor:
+    """Complex numbers by their parts: torch's sum of two is ``left + 1 * right``, which makes NaN of infinity."""
+    if right.is_complex():
+        return torch.view_as_complex(torch.view_as_real(left) + torch.view_as_real(right))
+    return left + right
+
+
+scan("cumsum", lambda x, dim, start: torch.cumsum(x, dim), added, partials=linear())
 scan("cumprod", lambda x, dim, start: torch.cumprod(x, dim), torch.mul)
 scan("logcumsumexp", lambda x, dim, start: torch.logcumsumexp(x, dim), torch.logaddexp)
 
