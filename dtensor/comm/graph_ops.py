@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,11 +34,11 @@ from .watched import watched
 
 _OF_ROWS = ("gather", "reduce", "reduce_scatter")
 _SCHEMAS = {
-    "exchange": "(Tensor row, SymInt[] lengths, str what) -> Tensor",
-    **dict.fromkeys(_OF_ROWS, "(Tensor row, str what) -> Tensor"),
-    "check": "(Tensor beside, str check, SymInt[] given) -> ()",
-    "draw": "(str make, Tensor[] given, SymInt[] sizes, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device)"
-    " -> Tensor",
+    "exchange": "(Tensor row, SymInt[] lengths, str what, Tensor? after=None) -> Tensor",
+    **dict.fromkeys(_OF_ROWS, "(Tensor row, str what, Tensor? after=None) -> Tensor"),
+    "check": "(Tensor beside, str check, SymInt[] given, Tensor? after=None) -> Tensor",
+    "draw": "(str make, Tensor[] given, SymInt[] sizes, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device,"
+    " Tensor? after=None) -> Tensor",
 }
 
 
@@ -118,7 +119,7 @@ class Collective:
         return reduced(elements, self.size) if others is None else others * (self.size - 1)
 
 
-def _ended(row: Tensor, lengths: Sequence[int], what: str) -> Tensor:
+def _ended(row: Tensor, lengths: Sequence[int], what: str, after: Tensor | None = None) -> Tensor:
     """What the collective gives when it has ended; bound once for a group, which may be remade."""
     told: Collective = kept_object(what)
     lengths, handle = tuple(lengths) or told.lengths, torch_internals.resolve_process_group(told.group)
@@ -137,6 +138,7 @@ def _draw(
     stride: list[int],
     dtype: torch.dtype,
     device: torch.device,
+    after: Tensor | None = None,
 ) -> Tensor:
     made: Tensor = kept_object(make)(given, sizes)
     if list(made.stride()) == stride:
@@ -144,26 +146,40 @@ def _draw(
     return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(made)
 
 
+def _checked(beside: Tensor, check: str, given: list[int], after: Tensor | None = None) -> Tensor:
+    kept_object(check)(given)
+    return beside.new_empty(0)
+
+
 _RUN: dict[str, Callable[..., Any]] = {
-    "check": lambda beside, check, given: kept_object(check)(given),
+    "check": _checked,
     "draw": _draw,
     "exchange": _ended,
-    **dict.fromkeys(_OF_ROWS, lambda row, what: _ended(row, (), what)),
+    **dict.fromkeys(_OF_ROWS, lambda row, what, after=None: _ended(row, (), what)),
 }
 _WITHOUT_DATA: dict[str, Callable[..., Any]] = {
-    "check": lambda beside, check, given: None,
-    "draw": lambda make, given, sizes, size, stride, dtype, device: torch.empty_strided(size, stride, dtype=dtype, device=device),
-    "exchange": lambda row, lengths, what: kept_object(what).outcome(row, lengths),
-    **dict.fromkeys(_OF_ROWS, lambda row, what: kept_object(what).outcome(row, ())),
+    "check": lambda beside, check, given, after=None: beside.new_empty(0),
+    "draw": lambda make, given, sizes, size, stride, dtype, device, after=None: torch.empty_strided(
+        size, stride, dtype=dtype, device=device
+    ),
+    "exchange": lambda row, lengths, what, after=None: kept_object(what).outcome(row, lengths),
+    **dict.fromkeys(_OF_ROWS, lambda row, what, after=None: kept_object(what).outcome(row, ())),
 }
 
 
 def in_graph(name: str, *args: Any) -> Any:
-    """The operator of this name, issued while a program is traced."""
-    tracer = torch_internals.infra_mode(_PROXY)
-    nodes = () if tracer is None else tracer.tracer.graph.nodes
+    """The operator of this name, issued while a program is traced.
+
+    It is given what the last one gave: inductor of torch 2.13 forgets that effects have an order, and issues them in that of
+    their operands, which differs between ranks. The backward pass begins anew: it would keep a result for that alone.
+    """
+    operator, args = getattr(_operators(), name), as_torch_has_them(args)
+    mode = torch_internals.infra_mode(_PROXY)
+    if mode is None:
+        return operator(*args)
+    nodes, last, part = mode.tracer.graph.nodes, _LAST.setdefault(mode.tracer, {}), torch_internals.graph_task() >= 0
     before = len(nodes)
-    issued = getattr(_operators(), name)(*as_torch_has_them(args))
+    last[part] = issued = operator(*args, after=last.get(part))
     for node in islice(reversed(nodes), len(nodes) - before):
         node.meta = _Saved(node.meta)
     return issued
@@ -191,4 +207,5 @@ def _operators() -> Any:
 
 _BOUND: Bounded[Any, tuple[Any, Issue]] = Bounded(1024, "comm.graph_ops.collectives")
 _PROXY = torch_internals.DISPATCH_MODE_KEYS.PROXY
+_LAST: WeakKeyDictionary[Any, dict[bool, Any]] = WeakKeyDictionary()  # what the last one gave, by the graph's tracer
 _LIBRARY = torch.library.Library("dtensor", "FRAGMENT")

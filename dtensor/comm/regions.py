@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base.memory_order import contiguous_stride
+from ..base.tracing import is_traced
 from ..placement import Monoid
 
 
@@ -137,7 +138,10 @@ def _offset(box: Box, shape: Sequence[int]) -> int:
 
 
 class Grid(NamedTuple):
-    """Equal boxes at regular distances: all of them as one view of the block, positions first."""
+    """Equal boxes at regular distances: all of them as one view of the block, positions first.
+
+    Not of a block that is traced: memory is the compiler's business, and inductor may lay the block otherwise.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -212,7 +216,7 @@ class Packing:
             return block.new_empty(0)  # not a view: a lazy conjugate would stay one
         if self.whole:
             return block.view(-1)
-        if self.grid is not None:
+        if self.grid is not None and not is_traced(block):
             return self.grid.of(block).contiguous().view(-1)  # reshape might give a strided view
         if self.joint is not None:
             parts = block.split([box.size[self.joint] for box in self.filled], self.joint)
@@ -223,11 +227,11 @@ class Packing:
         """The block whose boxes ``row`` holds, in new memory unless the row is the block; the boxes must make up the block."""
         if self.whole:
             return row.view(self.shape)
-        if self.grid is None and self.joint is not None:
+        if (self.grid is None or is_traced(row)) and self.joint is not None:
             parts = row.split([box.numel for box in self.filled])
             return torch.cat([part.view(box.size) for part, box in zip(parts, self.filled, strict=True)], self.joint)
         block = row.new_empty(self.shape)
-        if self.grid is not None:
+        if self.grid is not None and not is_traced(row):
             self.grid.of(block).copy_(row.view(self.grid.shape))
             return block
         for part, box in zip(row.split([box.numel for box in self.filled]), self.filled, strict=True):

@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ..base.tracing import is_traced
 from ..errors import LayoutError
 from .fold import dense
 from .regions import Box, Route
@@ -23,7 +24,12 @@ def flat(x: Tensor) -> Tensor:
 
 
 def as_row(x: Tensor) -> Tensor:
-    """Contiguous ``x`` as one row. Of one element any stride is contiguous, and views keep it; as bytes it has none."""
+    """Contiguous ``x`` as one row. Of one element any stride is contiguous, and views keep it; as bytes it has none.
+
+    In a graph it is a view of the values, where one is a row: inductor may lay them otherwise in memory.
+    """
+    if is_traced(x) and x.stride()[-1:] == (1,):
+        return x.view(-1)
     return x.as_strided((x.numel(),), (1,))
 
 

@@ -130,8 +130,8 @@ CHANGES = (
     ),
     Change(
         "dispatch key PythonTLSSnapshot",
-        "import",
-        "functions that make plain constants are served above autograd",
+        "import, and that of torch._dynamo",
+        "functions that make plain constants are served above autograd, also those that torch has a compiler's Python for",
         "2.11",
         "Library._destroy()",
     ),

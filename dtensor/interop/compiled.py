@@ -27,6 +27,7 @@ from ..placement import Partial, Placement, Replicate, Shard
 from ..ranks.hidden import each_rank
 from ..tensor import create
 from ..tensor.autograd import as_local, laid
+from ..tensor.composites.recomposed import undecomposed
 from ..tensor.distribute import distribute_module, distribute_tensor
 from ..tensor.dtensor import DTensor
 from ..tensor.flattened import ALL_RANKS, plain_as_tangent
@@ -93,6 +94,7 @@ def _substitute(module: Any) -> None:
     for function, seen_as in _SEEN_AS.items():
         module.substitute_in_graph(function, skip_signature_check=True)(seen_as)
     changed("torch._dynamo")
+    undecomposed()
     torch.Tensor.__coerce_same_metadata_as_tangent__ = plain_as_tangent  # type: ignore[attr-defined]  # torch asks for it
     changed("torch.Tensor.__coerce_same_metadata_as_tangent__")
 

@@ -218,6 +218,7 @@ MATHS: dict[str, Case] = {
     "embedding": of(lambda t, w: F.embedding(t, w).sum(), (TARGETS, R), ((7, 4), S0)),
     "attention": of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), HEADS, HEADS, HEADS),
     "cumsum": of(lambda x: x.cumsum(0), ((5, 6), S0)),  # the first rank has no use for what it is sent
+    "interpolation": of(lambda x: F.interpolate(F.softshrink(x), scale_factor=2.0, mode="bilinear"), ((2, 3, 4, 5), S1)),
     "std": of(lambda x: x.std(0) + x.mean(), ((5, 6), S0)),  # ranks may save different values for the backward pass
     "sort": of(lambda x: x.sort(0)[0] * 2, ((5, 6), S0)),
     "argmax": of(lambda x: x.argmax(0) + (x > 0).sum(0), ((5, 6), S0)),

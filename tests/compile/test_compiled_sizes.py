@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from compile_cases import Block
 from gloo import run_gloo
+from random_programs import STEPS
 from test_compiled import differing
 from torch import nn
 
@@ -233,3 +234,31 @@ def test_many_sizes_on_a_mesh_of_two_dims() -> None:
 def test_sizes_on_three_processes() -> None:
     few: dict[Program, int] = dict.fromkeys((batch, redistributed, drawn, as_large_as_a_dim), 7)
     assert run_gloo(compared, 3, few, (3,), True, "aot_eager", (6, 9, 12, 7, 8, 4, 2), timeout_s=280.0) == [[]] * 3
+
+
+def generated_of(names: Sequence[str], sizes: Sequence[int]) -> list[str]:
+    """What is wrong of a random program's results and gradients, in generated code for any size."""
+    mesh = dt.init_device_mesh("cpu", (2,))
+
+    def run(x: Any, y: Any) -> Any:
+        for name in names:
+            x, y = STEPS[name](x, y), x
+        return x
+
+    def of(call: Any) -> list[Any]:
+        found = []
+        for size in sizes:
+            given = [cut(mesh, size, 6, dim=dim) for dim in (1, 0)]
+            call(*given).sin().sum().backward()
+            found += [x.grad for x in given]
+        return found
+
+    compiled = torch.compile(run, backend="inductor", fullgraph=True, dynamic=True)
+    return list(filter(None, map(differing, of(compiled), of(run))))
+
+
+@pytest.mark.slow
+def test_generated_code_of_uneven_blocks() -> None:
+    """What is packed for a collective has strides of the compiler's choice."""
+    names = ("clamped", "less its mean", "cumsum of rows", "norms")
+    assert run_gloo(generated_of, 2, names, (8, 5), timeout_s=280.0) == [[], []]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +16,10 @@ from gloo import run_gloo
 from test_compiled import differing
 from torch import nn
 from torch._dynamo import compiled_autograd
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._dynamo.testing import CompileCounter
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors, make_boxed_func
 from torch.nn.attention.flex_attention import flex_attention
 
 import dtensor as dt
@@ -312,6 +314,28 @@ def captured_graphs(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     return [model(x) if how is _plainly else graph(x)]
 
 
+def one_after_the_other(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """Each collective of a pass is given what the one before gave, so that no compiler exchanges two."""
+
+    def run(x: Any, y: Any) -> Any:
+        return x.cumsum(0) + F.dropout(y.cumsum(1), 0.1) * (x * y).sum()
+
+    given = [dt.distribute_tensor(torch.randn(4, 6), mesh, [Shard(dim)]).requires_grad_() for dim in range(2)]
+
+    def ordered(graph: Any, example: Any) -> Any:
+        issued = [node for node in graph.graph.nodes if any("dtensor." in str(arg) for arg in node.args[1:2])]
+        assert len(issued) > 1, graph.code
+        for one, other in itertools.pairwise(issued):
+            assert other.args[-1].args == (one, 1), graph.code
+        return make_boxed_func(graph.forward)
+
+    run(*given).sum().backward()
+    if how is not _plainly:
+        compiled = torch.compile(run, backend=aot_autograd(fw_compiler=ordered, bw_compiler=ordered), fullgraph=True)
+        compiled(*given).sum().backward()
+    return []
+
+
 def collectives_that_are_counted(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
     """By kind, with the bytes that a rank receives, as without a compiler."""
     x = dt.distribute_tensor(torch.randn(4, 6), mesh, [Shard(0)])
@@ -361,6 +385,7 @@ PROGRAMS = [
     views_that_are_gathered,
     attention_of_scores,
     captured_graphs,
+    one_after_the_other,
     collectives_that_are_counted,
 ]
 

@@ -16,14 +16,46 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...base.told import changed
-from ...base.torch_internals import DispatchKey, DispatchKeySet, assert_async, forward_ad, keys_after, make_wrapper_subclass
+from ...base.torch_internals import (
+    DispatchKey,
+    DispatchKeySet,
+    OpOverload,
+    OpOverloadPacket,
+    assert_async,
+    forward_ad,
+    has_kernel,
+    keys_after,
+    make_wrapper_subclass,
+)
 from ...comm import communicator_of
 from ...dispatch.plain_operands import replicated
+from ...rules.registry import lookup
 from ..dtensor import DTensor
 
 _KEY = "PythonTLSSnapshot"
 _BELOW = keys_after(DispatchKey.PythonTLSSnapshot)
 _LIBRARIES: list[torch.library.Library] = []  # what they declare lasts as long as they do
+
+
+def undecomposed() -> None:
+    """Have operators that have a rule served by it where torch has a compiler's Python take them apart above autograd: into plain
+    constants (the weights of a bilinear interpolation) beside DTensors."""
+    for packet in list(vars(torch.ops.aten).values()):  # those that somebody has asked for, as who has Python for them did
+        for operator in list(vars(packet).values()) if isinstance(packet, OpOverloadPacket) else ():
+            if not isinstance(operator, OpOverload) or DispatchKey.Autograd not in operator.py_kernels:
+                continue
+            if not has_kernel(operator.name(), _KEY):
+                _served_below(operator)
+
+
+def _served_below(operator: Any) -> None:
+    def run(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        below = keys & _BELOW
+        if any(isinstance(x, DTensor) for x in args) and lookup(operator) is not None:
+            below = below.remove(DispatchKey.PythonDispatcher)
+        return operator.redispatch(below, *args, **kwargs)
+
+    _implemented(operator.name(), run)
 
 
 def recomposed(name: str, function: Callable[..., Any]) -> None:
@@ -42,6 +74,11 @@ def recomposed(name: str, function: Callable[..., Any]) -> None:
         operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
         return operator.redispatch(keys & _BELOW, *args, **kwargs)
 
+    _implemented(name, run)
+
+
+def _implemented(name: str, run: Callable[..., Any]) -> None:
+    namespace, _, full = name.partition("::")
     library = torch.library.Library(namespace, "IMPL")
     library.impl(full, run, _KEY, with_keyset=True)
     _LIBRARIES.append(library)
