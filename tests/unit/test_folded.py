@@ -152,6 +152,19 @@ def test_a_dim_is_folded_while_others_are_regrouped(program: Callable[..., Any],
     check(program, x, w, mesh=MESH, placements=[stack, [R, Shard(0)]])
 
 
+@pytest.mark.parametrize("stack", [*STACKS, [Shard(2), Shard(1)]], ids=str)
+@pytest.mark.parametrize("shape", [(1, 15, 4, 2), (1, 15, 8)])
+def test_statistics_of_folded_channels_are_written(shape: tuple[int, ...], stack: Any) -> None:
+    def program(x: Any, mean: Any, variance: Any) -> Any:
+        out = F.batch_norm(x.view(shape), mean, variance, training=True)
+        return out, mean, variance
+
+    generator = torch.Generator().manual_seed(0)
+    x, mean, variance = (torch.rand(*sizes, dtype=torch.float64, generator=generator) for sizes in ((3, 5, 4, 2), (15,), (15,)))
+    placed = [stack, [R, R], [Shard(0), Shard(0)]]
+    check(program, x, mean, variance, mesh=MESH, placements=placed, cloned=True, gradients=False)
+
+
 @pytest.mark.parametrize("stack", STACKS[:4], ids=str)
 def test_regrouping_moves_nothing(stack: Any) -> None:
     x = dt.distribute_tensor(torch.randn(3, 5, 2, 4), MESH, stack).requires_grad_()

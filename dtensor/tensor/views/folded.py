@@ -258,6 +258,8 @@ def _places(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any],
     if rule.answer or rule.decompose or rule.run or rule.local_args:  # which may ask where a block begins
         return None
     call, slots = make_call(operator, meshes[0], laid_out(operator, bound, meshes[0]))
+    if rule.writes is not None and rule.writes(call):  # to what others have, not to blocks made for this call
+        return None
     try:
         metas = rule.metas(call) if rule.metas is not None else results_of(operator, rule, call)
     except NotInferable:
