@@ -74,7 +74,7 @@ class Marked:
         pass
 
 
-class _Marks(frozenset[int]):
+class _Marks(set[int]):
     """None that must be kept; those that are added are noted as wishes."""
 
     x: Any
