@@ -181,6 +181,8 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "grid": lambda x, at: F.grid_sample(x, x[:, :2, :4].permute(0, 2, 3, 1), align_corners=False),
     "patches": lambda x, at: F.fold(F.unfold(x, 3, padding=1), (8, 8), 3, padding=1),
     "unpooled": lambda x, at: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+    "spectra": lambda x, at: torch.stft(x.flatten(1), 16, 4, window=at.new_ones(16, dtype=x.dtype), return_complex=True).abs(),
+    "windows": lambda x, at: x.as_strided((8, 4, 8, 3, 4), (256, 64, 8, 2, 1)) * 2,
     "distances": lambda x, at: torch.cdist(x, x[:, :, :3]),
 }
 
