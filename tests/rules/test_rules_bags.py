@@ -80,3 +80,24 @@ def test_only_indices_are_gathered() -> None:
     assert sum(comm.get_comm_bytes().values()) <= (2 * listed + 2 * gradient) * 3 // 4
     assert weight.grad is not None
     assert weight.grad.placements == (Replicate(),)
+
+
+def test_replays_look_at_their_own_bounds() -> None:
+    torch.manual_seed(0)
+    mesh = dt.init_device_mesh("cpu", (4,))
+    table = torch.randn(16, 5)
+    weight = dt.distribute_tensor(table, mesh, [Replicate()])
+
+    def step(indices: Any, offsets: Any, weight: Any) -> Any:
+        weight = weight.detach().requires_grad_()
+        bags = F.embedding_bag(indices, weight, offsets, mode="mean")
+        return bags, torch.autograd.grad(bags.square().sum(), weight)[0]
+
+    captured = dt.capture(step)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        indices, offsets = torch.randint(0, 16, (48,)), torch.randint(0, 49, (8,)).sort().values
+        offsets[0] = 0
+        given = dt.distribute_tensor(indices, mesh, [Shard(0)]), dt.distribute_tensor(offsets, mesh, [Replicate()])
+        for found, expected in zip(captured(*given, weight), step(indices, offsets, table), strict=True):
+            torch.testing.assert_close(found.full_tensor(), expected)

@@ -7,7 +7,7 @@ places of indices and the sizes of bags are whole.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def positions(bags: range, count: int, indices: Tensor, offsets: Tensor) -> slic
 
 
 @site  # the bounds decide, so each replay looks at those that it has
-def looked_up(op: Any, bags: range, count: int, weight: Tensor, settings: dict[str, Any]) -> tuple[Tensor, ...]:
+def looked_up(op: Any, bags: range, count: int, weight: Tensor, **settings: Any) -> tuple[Tensor, ...]:
     """The results of these bags, and of all of them what is kept whole."""
     if len(bags) == count:
         whole: tuple[Tensor, ...] = op(weight, **settings)
@@ -75,8 +75,9 @@ def own_bags(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
     indices, weights = (_gathered(at, name, given.pop(name, None)) for name in PER_INDEX)
 
     def one(here: At, weight: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> tuple[Tensor, ...]:
-        settings = {**given, "indices": indices, "offsets": offsets, "per_sample_weights": weights}
-        return looked_up(op, bags_of(here, at, rows), rows.shape[0], weight, settings)
+        own = bags_of(here, at, rows)
+        beside = {"offsets": offsets, "per_sample_weights": weights}
+        return looked_up(op, own, rows.shape[0], weight, indices=indices, **beside, **given)
 
     return at.map(one, weight, indices, offsets, weights)
 
@@ -92,16 +93,16 @@ def _gathered(at: KernelContext, name: str, x: Any) -> Any:
 
 
 @site
-def own_part(op: Any, bags: range, count: int, grad: Tensor, given: dict[str, Any]) -> tuple[Tensor, slice]:
-    """What the gradient of these bags gives, and for which positions of the indices."""
+def own_part(op: Any, bags: range, count: int, grad: Tensor, **given: Any) -> Tensor:
+    """What the gradient of these bags gives: for the table, or for each index, zeros for those of other bags."""
     indices, offsets = given["indices"], given["offsets"]
     if len(bags) == count:
-        return op(grad, **given), slice(0, len(indices))
+        return cast(Tensor, op(grad, **given))
     if not bags or not known(offsets):
         whole = _among(grad, bags, count)
         largest = given.get("maximum_indices")
         there = {} if largest is None or largest.ndim < 2 else {"maximum_indices": _among(largest, bags, count)}
-        return op(whole, **given | there), slice(0, len(indices))
+        return cast(Tensor, op(whole, **given | there))
     part, own = positions(bags, count, indices, offsets), slice(bags.start, bags.stop)
     places = given["offset2bag"]
     here = {
@@ -115,10 +116,14 @@ def own_part(op: Any, bags: range, count: int, grad: Tensor, given: dict[str, An
         here["per_sample_weights"] = given["per_sample_weights"][part]
     if given.get("scale_grad_by_freq"):
         here["scale_grad_by_freq"] = False
-    found = op(grad, **given | here)
+    found: Tensor = op(grad, **given | here)
     if given.get("scale_grad_by_freq"):  # by how often all bags have it
         found /= torch.bincount(indices, minlength=len(found)).clamp_(min=1)[:, None]
-    return found, part
+    if found.ndim > 1:
+        return found
+    whole = found.new_zeros(indices.shape)
+    whole[part] = found
+    return whole
 
 
 def _among(block: Tensor, bags: range, count: int) -> Tensor:
@@ -128,18 +133,11 @@ def _among(block: Tensor, bags: range, count: int) -> Tensor:
 
 
 def own_gradients(at: KernelContext, *args: Any, **kwargs: Any) -> Any:
-    """Terms: of the table, or, where there is a gradient for each index, zeros for those of other bags."""
     op, rows, given = at.once(without_out), at.operands[0], at.named(args, kwargs)
-    names = tuple(given)
+    names = tuple(given)[1:]
 
     def one(here: At, grad: Tensor, *values: Any) -> Tensor:
-        own = dict(zip(names[1:], values, strict=True))
-        found, part = own_part(op, bags_of(here, at, rows), rows.shape[0], grad, own)
-        if found.ndim > 1 or len(found) == len(own["indices"]):
-            return found
-        whole = found.new_zeros(own["indices"].shape)
-        whole[part] = found
-        return whole
+        return own_part(op, bags_of(here, at, rows), rows.shape[0], grad, **dict(zip(names, values, strict=True)))
 
     return at.map(one, *given.values())
 
