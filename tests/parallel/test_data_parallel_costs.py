@@ -165,3 +165,52 @@ def test_only_gradients_are_added_up(name: str) -> None:
         torch.testing.assert_close(got.full_tensor(), plain.grad, rtol=1e-4, atol=1e-6)
     assert sum(comm.get_comm_bytes().values()) <= sum(2 * (N - 1) * p.numel() * p.element_size() // N for p in one.parameters())
     assert set(comm.get_comm_counts()) == {"all_reduce"}
+
+
+# --- functions of a batch ---------------------------------------------------------------------------------------------------
+def places() -> Tensor:
+    return torch.randint(0, 4, (BATCH, 4, 3, 8))
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "circular padding": lambda x, at: F.pad(x, (1, 2, 1, 1), mode="circular"),
+    "gather": lambda x, at: x.gather(2, at),
+    "best": lambda x, at: x.topk(3, -1).values + x.amax(-1, keepdim=True),
+    "columns": lambda x, at: x[:, [1, 0, 1]] + x.index_select(1, torch.tensor([0, 2, 3])),
+    "a buffer": lambda x, at: x.new_zeros(x.shape[0], 2).copy_(x.mean((2, 3))[:, :2]),
+    "grid": lambda x, at: F.grid_sample(x, x[:, :2, :4].permute(0, 2, 3, 1), align_corners=False),
+    "patches": lambda x, at: F.fold(F.unfold(x, 3, padding=1), (8, 8), 3, padding=1),
+    "unpooled": lambda x, at: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+    "spectra": lambda x, at: torch.stft(x.flatten(1), 16, 4, window=at.new_ones(16, dtype=x.dtype), return_complex=True).abs(),
+    "windows": lambda x, at: x.as_strided((8, 4, 8, 3, 4), (256, 64, 8, 2, 1)) * 2,
+    "distances": lambda x, at: torch.cdist(x, x[:, :, :3]),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_a_batch_stay_with_it(name: str) -> None:
+    torch.manual_seed(0)
+    plain, at = picture().requires_grad_(), places()
+    x, index = (dt.distribute_tensor(t.detach(), MESH, [Shard(0)]) for t in (plain, at))
+    expected = FUNCTIONS[name](plain, at)
+    expected.sum().backward()
+    with CommDebugMode() as comm:
+        found = FUNCTIONS[name](x.requires_grad_(), index)
+        found.sum().backward()
+    assert not comm.get_comm_counts()
+    assert x.grad is not None
+    assert found.placements == x.grad.placements == (Shard(0),)
+    torch.testing.assert_close(found.full_tensor(), expected)
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.parametrize("shape", [(8, 3), (8, 4, 5, 8), (8,), (3, 4), (2, 8, 8, 8)])
+def test_new_tensors_are_cut_as_their_model_where_they_are_as_large(shape: tuple[int, ...]) -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    x = dt.distribute_tensor(picture(), mesh, [Shard(0), Shard(2)])
+    made = x.new_full(shape, 3.0)
+    cut = [Shard(d) if shape[d:] and shape[d] == 8 else Replicate() for d in (0, 2)]
+    assert made.placements == tuple(cut)
+    assert torch.equal(made.full_tensor(), torch.full(shape, 3.0))
+    strides = (1, *(shape[0] for _ in shape[1:])) if len(shape) == 2 else torch.empty(shape).stride()
+    assert x.new_empty_strided(shape, strides).stride() == strides

@@ -1,4 +1,4 @@
-"""New tensors made like another one, which gives dtype and device, and its placements where the sizes are its own."""
+"""New tensors made like another one, which gives dtype and device, and how dims are cut that are as large as its own."""
 
 from __future__ import annotations
 
@@ -8,24 +8,34 @@ from ...base.memory_order import stride_like
 from ...placement import REDUCE_OPS
 from ..call import Call
 from ..facts import fact
-from ..kernels import KernelContext
+from ..kernels import At, KernelContext
 from ..rule import Factors, Kernel, LocalView, own_factors
 from ..verbs import kernel_rule
 
 
 def made_like(call: Call) -> Factors:
-    """A tensor of other sizes is whole on every rank, however its model lies."""
+    """Dims that are as large as the model's are cut as those are: gradients of reads, buffers for a batch's results."""
     dims, sizes = own_factors(call)
     result = call.results[0]
     assert result is not None
-    if result.shape == call.shape(0):
-        return Factors((dims,), (dims,), sizes)
-    return Factors((dims,), (((),) * len(result.shape),), sizes, kernels=dict.fromkeys(sizes, Kernel(make_whole, joint=True)))
+    alike = [a == b for a, b in zip(result.shape, call.shape(0), strict=False)]
+    own = tuple([dims[d] if d < len(alike) and alike[d] else () for d in range(len(result.shape))])
+    kernels = {name: Kernel(make, joint=True) for name in sizes if (name,) not in own}
+    return Factors((dims,), (own,), sizes, kernels=kernels)
 
 
-def make_whole(at: KernelContext, model: Any, *args: Any, **kwargs: Any) -> Any:
-    packet = at.call.func.overloadpacket  # not the out= overload
-    return at.map(lambda here, block: packet(block, *args, **kwargs), model)
+def make(at: KernelContext, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """One with blocks of some dims, also where the model's blocks are of others."""
+    packet, layout = at.call.func.overloadpacket, at.results[0]  # not the out= overload
+    assert layout is not None
+    strided = at.call.get("stride") is not None
+
+    def one(here: At, block: Any) -> Any:
+        shape = layout.local_shape(at.call.mesh.coordinates[here.member])
+        given = (shape, stride_like(shape, at.call["stride"])) if strided else (shape,)
+        return packet(block, *given, *args[len(given) :], **kwargs)
+
+    return at.map(one, model)
 
 
 def local_sizes(call: Call, at: LocalView) -> dict[str, Any]:

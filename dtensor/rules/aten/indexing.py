@@ -10,10 +10,8 @@ import torch
 
 from ..factoring import by
 from ..indexed import reads
-from ..kernels import plain_op
 from ..owned import ELEMENTS, FLAT, PLACES, ROWS, TABLE, masked
 from ..rows import linear
-from ..rule import Choice, Kernel
 from ..verbs import blockwise
 
 aten = torch.ops.aten
@@ -53,29 +51,3 @@ blockwise("embedding_dense_backward", ROWS_ADDED, sums="i*", partials=linear("gr
 # how many elements come before each value is the sum over the blocks of the sequence
 blockwise("bucketize", "s*, n -> s*", sums="n")
 blockwise("searchsorted", "n, s* -> s* | b* n, b* s -> b* s | [n], s*, [n] -> s* | b* [n], b* s, b* [n] -> b* s", sums="n")
-
-
-# --- bags of embeddings: columns are factors; indices and the bounds of bags are whole on every rank ---
-TABLE_READ = "weight: [] e, indices: [], offsets: [], per_sample_weights: [] -> [] e, [], []"
-SUMS = tuple(f"{op},finite,finite{weights} -> {op},R,R,R" for op in ("sum", "avg") for weights in ("", ",finite"))
-blockwise(
-    "_embedding_bag _embedding_bag_forward_only",
-    f"{TABLE_READ}, [] e | {TABLE_READ}, []",
-    kernels={"e": Kernel(plain_op)},
-    partials=by("mode", {0: SUMS, 1: SUMS}),  # linear in the table, but for the largest (2)
-    plain=("offsets",),
-)
-GRADIENT = "grad: [] e, indices: [], offset2bag: [], bag_size: [], per_sample_weights: [], maximum_indices: []"
-
-
-def is_dense(choice: Choice) -> bool:
-    return not choice.call.get("sparse")
-
-
-blockwise("_embedding_bag_backward", f"offsets: [], {GRADIENT} e -> [] e | offsets: [], {GRADIENT} -> [] e", when=is_dense)
-blockwise("_embedding_bag_dense_backward", f"{GRADIENT} e -> [] e | {GRADIENT} -> [] e")
-blockwise(
-    "_embedding_bag_per_sample_weights_backward",
-    "grad: [] e, weight: [] e, indices: [], offsets: [], offset2bag: [] -> []",
-    sums="e",
-)

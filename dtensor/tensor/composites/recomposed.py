@@ -116,6 +116,20 @@ def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:
     return x
 
 
+def windows(x: Any, size: Any, stride: Any, offset: int | None = None) -> Any:
+    """Overlapping windows of the last dim, as ``stft`` reads them: what ``unfold`` gives, of which rules know that they stay with
+    the other dims. They show the memory of ``x`` too."""
+    d = x.ndim - 1
+    if d < 0 or len(size) != d + 2 or (offset is not None and offset != x.storage_offset()):
+        return located(x, size, stride, offset)
+    (count, width), (hop, step) = size[d:], stride[d:]
+    own = [*x.stride()]
+    lies = [*size[:d]] == [*x.shape[:d]] and [*stride[:d]] == own[:d] and step == own[d] > 0 and hop >= step and hop % step == 0
+    if not lies or min(count, width) < 2 or (reach := (count - 1) * (hop // step) + width) > x.shape[d]:
+        return located(x, size, stride, offset)
+    return x.narrow(d, 0, reach).unfold(d, width, hop // step)
+
+
 def located(x: Any, *args: Any, **kwargs: Any) -> Any:
     """Tell the wrapper of a view where in memory it begins: autograd counts from there."""
     if isinstance(x, DTensor) and (offset := x.storage_offset()) != torch.Tensor.storage_offset(x):
@@ -318,7 +332,7 @@ if _version() >= (2, 13):  # before, an operator that is no composite cannot go 
     recomposed("aten::prod", product)
     recomposed("aten::prod.dim_int", product)
     recomposed("aten::_fft_r2c", real_transform)
-    recomposed("aten::as_strided", located)
+    recomposed("aten::as_strided", windows)
     recomposed("aten::as_strided_", located)
 recomposed("aten::one_hot", one_hot)
 recomposed("aten::matmul.out", matmul_into)

@@ -84,7 +84,9 @@ def kept(mode: int) -> tuple[torch.Tensor, ...]:
 BAGS = table(
     """
 _embedding_bag! _embedding_bag_forward_only!: f[6, 7], IDS, OFFSETS, False, {0/1/2} | f[6, 7], IDS, OFFSETS, False, 0, False, f[9]
+ | f[6, 7], IDS[:8], OFFSETS, False, {0/1/2}, False, None, False, 1 | f[6, 7], IDS[:8], OFFSETS, False, 0, False, f[8]
 _embedding_bag_backward!: f[4, 7], IDS, OFFSETS, *kept({0/1/2}), 6, False, {0/1/2}, False, None
+ | f[4, 7], IDS, OFFSETS, *kept(0), 6, True, 0, False, f[9]
 _embedding_bag_dense_backward!: f[4, 7], IDS, *kept({0/1/2}), 6, False, {0/1/2}, None
 _embedding_bag_per_sample_weights_backward!: f[4, 7], f[6, 7], IDS, OFFSETS, PLACES, 0
 """,
