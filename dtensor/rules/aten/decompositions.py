@@ -29,6 +29,8 @@ def masked_select(x: Tensor, mask: Tensor) -> Tensor:
 
 def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """The k-th element picked is the k-th of the source."""
+    if mask.dtype is not torch.bool:
+        raise RuntimeError(f"masked_scatter takes a boolean mask, got one of {mask.dtype}")
     x, whole = torch.broadcast_tensors(x, mask)
     if source.numel() < whole.numel():
         assert_async(whole.sum() <= source.numel(), "Number of elements of source < number of ones in mask")
