@@ -22,7 +22,12 @@ MESH, GRID = mesh_of(2), mesh_of(2, 2)
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [*((name, MESH) for name in CASES), ("adamw", GRID), ("losses_as_floats", GRID), ("buffers_and_averages", GRID)],
+    [
+        *(pytest.param(name, MESH, marks=pytest.mark.slow if k % 2 else ()) for k, name in enumerate(CASES)),
+        ("adamw", GRID),
+        ("losses_as_floats", GRID),
+        ("buffers_and_averages", GRID),
+    ],
 )
 def test_trains_as_the_step_does(name: str, mesh: Any) -> None:
     captured = compare_steps(lambda: CASES[name](mesh))
