@@ -172,7 +172,7 @@ def asked_with_outs(operator: Operator, arguments: dict[str, Any]) -> tuple[Any,
     outs = [arguments[name] for name in operator.outs if isinstance(arguments.get(name), Layout)]
     if operator.func.namespace != "aten" or not outs or fake_mode_of(arguments.values()) is not None:
         return None
-    device = torch.device("cpu" if outs[0].mesh.device_type == "meta" else outs[0].mesh.device_type)
+    device = _device_of(outs[0])
     if operator.seeded and (arguments.get("generator") is not None or device.type != "cpu"):
         return None
     data_decide = torch.Tag.dynamic_output_shape in operator.func.tags
@@ -191,7 +191,7 @@ def asked_with_outs(operator: Operator, arguments: dict[str, Any]) -> tuple[Any,
         if _fit(new, outs, data_decide):
             return None
         result = operator.call({name: _of_numbers(value, device) for name, value in arguments.items()})
-    return None if data_decide else tuple(map(_meta_of, (result,) if len(operator.returns) == 1 else result))
+    return None if data_decide else _metas_of(operator, result)
 
 
 def asked(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -202,11 +202,19 @@ def asked(operator: Operator, arguments: dict[str, Any]) -> tuple[Any, ...] | No
     laid_out = _laid_out(arguments)
     if operator.func.namespace != "aten" or operator.seeded or not laid_out or sum(math.prod(x.shape) for x in laid_out) > _SMALL:
         return None
-    device = torch.device("cpu" if laid_out[0].mesh.device_type == "meta" else laid_out[0].mesh.device_type)
-    result = operator.call({name: _of_numbers(value, device) for name, value in arguments.items()})
+    result = operator.call({name: _of_numbers(value, _device_of(laid_out[0])) for name, value in arguments.items()})
     if torch.Tag.dynamic_output_shape in operator.func.tags or result is None:
         return None
+    return _metas_of(operator, result)
+
+
+def _metas_of(operator: Operator, result: Any) -> tuple[Any, ...]:
     return tuple(map(_meta_of, (result,) if len(operator.returns) == 1 else result))
+
+
+def _device_of(layout: Layout) -> torch.device:
+    """Where numbers of one's own are made beside tensors of this layout."""
+    return torch.device("cpu" if layout.mesh.device_type == "meta" else layout.mesh.device_type)
 
 
 def _made(operator: Operator, bound: dict[str, Any]) -> tuple[torch.Tensor, ...]:

@@ -19,6 +19,8 @@ from ..rule import Dims, Factors, Rule
 aten = torch.ops.aten
 STATES = ("hx_", "cx_", "cx_tmp", "hy_", "cy_", "grad_hy", "grad_cy")
 STEPS = ("input", "output", "grad_output")
+STATE: Dims = (("b",), ())
+STEP: Dims = ((), ("b",), ())
 
 
 @on_each_rank
@@ -46,28 +48,21 @@ def layer_gradients(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return gradients
 
 
-def _dims(call: Call, name: str, ndim: int) -> Dims:
-    if name in STEPS:
-        return ((), ("b",), ())
-    return (("b",), ()) if name in STATES else ((),) * ndim
-
-
 def _sequences(call: Call, results: tuple[Dims, ...], lacking: str) -> Factors | None:
     if call["batch_sizes"]:  # packed: sequences end one after another
         return None
-    operands = tuple(_dims(call, name, layout.ndim) for name, layout in zip(call.names, call.operands, strict=True))
+    known = dict.fromkeys(STATES, STATE) | dict.fromkeys(STEPS, STEP)
+    operands = tuple(known.get(name, ((),) * layout.ndim) for name, layout in zip(call.names, call.operands, strict=True))
     return Factors(operands, results, {"b": call.shape(0)[1]}, reduced={"b": lacking})
 
 
 def layer_factors(call: Call) -> Factors | None:
-    state: Dims = (("b",), ())
-    return _sequences(call, (((), ("b",), ()), state, state, ((),)), "R")
+    return _sequences(call, (STEP, STATE, STATE, ((),)), "R")
 
 
 def gradient_factors(call: Call) -> Factors | None:
-    state: Dims = (("b",), ())
     weights: tuple[Dims, ...] = (((), ()), ((), ()), ((),), ((),))
-    return _sequences(call, (((), ("b",), ()), *weights, state, state), "sum")
+    return _sequences(call, (STEP, *weights, STATE, STATE), "sum")
 
 
 def products(call: Call) -> float:
