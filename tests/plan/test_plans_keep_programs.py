@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import dtensor as dt
+from dtensor.capture.planned import TRIES
 from dtensor.plan.follow import Following
 from dtensor.plan.make import planned
 
@@ -20,14 +21,14 @@ QUICK = {"adamw_fused", "losses_as_floats", "buffers_and_averages"}
 STEPS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in capture_steps.CASES]
 
 
-def assert_close(a: Any, b: Any, what: str) -> None:
+def assert_close(a: Any, b: Any, what: str, lying: bool = True) -> None:
     """The same global values, as they lay."""
     a_leaves, a_tree = pytree.tree_flatten(a)
     b_leaves, b_tree = pytree.tree_flatten(b)
     assert a_tree == b_tree
     for x, y in zip(a_leaves, b_leaves, strict=True):
         if isinstance(x, dt.DTensor):
-            assert x.placements == y.placements, what
+            assert x.placements == y.placements or not lying, what
             x, y = x.detach().full_tensor(), y.detach().full_tensor()
         if isinstance(x, torch.Tensor):
             torch.testing.assert_close(y, x, rtol=2e-4, atol=2e-5, equal_nan=True, msg=lambda text: f"{what}: {text}")
@@ -79,8 +80,12 @@ def _changed(args: Any, parameters: Any) -> list[tuple[str, Any]]:
 
 @pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 @pytest.mark.parametrize("name", STEPS)
-def test_steps(name: str) -> None:
-    mesh, sides = capture_cases.mesh_of(2, 2), []
+def test_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call computed before it left its plan lies as the plan had it; nothing else does."""
+    mesh, sides, followings = capture_cases.mesh_of(2, 2), [], []
+    begin = Following.__init__
+    monkeypatch.setattr(Following, "__init__", lambda self, plan: followings.append(self) or begin(self, plan))
+    left = set()
     for planning in (False, True):
         torch.manual_seed(0)
         step, arguments, parameters, _ = capture_steps.CASES[name](mesh)
@@ -89,7 +94,14 @@ def test_steps(name: str) -> None:
             torch.manual_seed(i)
             args = arguments(i)
             out = run(*args)
+            if any(following.left for following in followings):
+                left.add(i)
+            followings.clear()
             trail.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, out))
         sides.append((trail, [x.detach() for x in parameters], [x.grad for x in parameters]))
-    for what, a, b in zip(("results", "parameters", "gradients"), *sides, strict=True):
+    assert len(left) <= TRIES
+    (expected, *others), (got, *found) = sides
+    for i, (a, b) in enumerate(zip(expected, got, strict=True)):
+        assert_close(a, b, f"results of call {i}", i not in left)
+    for what, a, b in zip(("parameters", "gradients"), others, found, strict=True):
         assert_close(a, b, what)

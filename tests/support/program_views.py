@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from program_lines import Make, Scope, broadcastable
 
-from dtensor.base.memory_order import overlaps
+from dtensor.base.memory_order import memory_order, overlaps
 
 _OTHER_DTYPES = {
     torch.float64: ("int64", "int32", "float32", "complex64", "complex128"),
@@ -68,7 +68,8 @@ def part(s: Scope) -> str | None:
     if value.ndim > 1:
         forms += [f"{x}.diagonal({s.rng.randrange(-1, 3)})", f"{x}.diagonal(0, {d}, {(d + 1) % value.ndim})"]
         forms += [f"{x}[..., {start % value.shape[-1]}]", f"{x}[{start % value.shape[0]}, ..., -1]"]
-    if value.ndim <= 2 and value.numel() >= 6 and not x.startswith(("v", "_")) and not value.storage_offset():
+    gaps = memory_order(tuple(value.shape), value.stride()) is None  # the view does not have what is in them
+    if value.ndim <= 2 and value.numel() >= 6 and not x.startswith(("v", "_")) and not (gaps or value.storage_offset()):
         forms += [f"{x}.as_strided((2, 2), (2, 1))", f"{x}.as_strided((3,), (1,), {x}.storage_offset() + 1)"]
     return s.rng.choice(forms)
 

@@ -419,6 +419,29 @@ def test_a_write_to_some_of_overlapping_windows_stays() -> None:
     everywhere(program)
 
 
+def test_a_write_to_a_diagonal_of_overlapping_windows_stays() -> None:
+    def program(x: Any) -> Any:
+        windows = x.unfold(0, 2, 1)
+        windows.diagonal(1).mul_(2)
+        windows.flip(0).diagonal(1).zero_()
+        part = windows.diagonal(-1)
+        part.masked_fill_(part > 3, -1)
+        return windows, x, part
+
+    everywhere(program)
+
+
+def test_a_view_resized_after_its_base_was_is_written_through() -> None:
+    def program(x: Any) -> Any:
+        row = x[2::2]
+        x.resize_(6)
+        row.resize_(2)
+        row[0] *= 2
+        return row, x
+
+    check(program, X[:4], mesh=dt.init_device_mesh("cpu", (3,)), placements=[[Replicate()]], cloned=True, gradients=False)
+
+
 def test_windows_are_seen_flat_where_blocks_lie_otherwise() -> None:
     def program(x: Any) -> Any:
         windows = x.unfold(0, 2, 1)

@@ -218,7 +218,12 @@ def restride(at: KernelContext, x: Any, size: Any, stride: Any, storage_offset: 
         return at.map(lambda here, block: torch.ops.aten.alias(block), x)
     check_memory(at.call)
     layout = at.operands[0]
-    return at.map(lambda here, block: _ordered(block, layout.stride).as_strided(size, stride, storage_offset or 0), x)
+
+    def seen(here: At, block: torch.Tensor) -> torch.Tensor:
+        lying = _ordered(block, layout.stride)
+        return lying.as_strided(size, stride, lying.storage_offset() + (storage_offset or 0))
+
+    return at.map(seen, x)
 
 
 def restrided_scatter(at: KernelContext, x: Any, src: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
@@ -233,8 +238,8 @@ def restrided_scatter(at: KernelContext, x: Any, src: Any, size: Any, stride: An
 
 
 def _ordered(block: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """``block`` itself if it lies in memory with these strides, from the start; else a copy that does."""
-    if block.storage_offset() == 0 and block.stride() == stride:
+    """``block`` itself if it lies in memory with these strides; else a copy that does."""
+    if all(n == 1 or own == step for n, own, step in zip(block.shape, block.stride(), stride, strict=True)):
         return block
     return torch.empty_strided(block.shape, stride, dtype=block.dtype, device=block.device).copy_(block)
 

@@ -15,6 +15,7 @@ import torch
 
 from ...base.memory_order import overlaps
 from ...base.tracing import is_argument, under_way
+from ...comm import communicator_of
 from ...dispatch.dispatcher import dispatch
 from ...dispatch.settled import NESTED
 from ...errors import UnsupportedOperationError
@@ -218,19 +219,45 @@ def _assign_whole(links: list[tuple[Origin, int]], base: DTensor, assign: Assign
     mirrors = [origin for origin, _ in links if origin.shows == "mirror"]
     everywhere = Layout.replicated(layout.mesh, layout.shape, layout.stride, layout.dtype)
     gathered = wrap(redistribute_local(base._local, layout, everywhere), everywhere)
-    whole = shown = dense(reduce(_mirrored, mirrors, gathered))
+    whole = dense(reduce(_mirrored, mirrors, gathered))
+    links = [link for link in links if link[0] not in mirrors]
+    assign(_seen_whole(links, whole), lambda value: value)
+    value = reduce(_mirrored, mirrors, whole)
+    if overlaps(layout.shape, layout.stride):
+        written = wrap(communicator_of(layout.mesh).map(lambda _, block: torch.zeros_like(block), whole._local), everywhere)
+        dispatch(DTensor, _aten.fill_.Scalar, (), (_seen_whole(links, written), 1))
+        value = _settled(base, value, written)
+    dispatch(DTensor, _aten.copy_.default, (), (base, value))
+
+
+def _settled(base: DTensor, value: DTensor, written: DTensor) -> DTensor:
+    """What ``base``, of which several elements are one in memory, comes to show once it has the elements of ``value`` that
+    ``written`` marks; every place of such an element shows it."""
+
+    def settle(_: int | None, block: torch.Tensor, values: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+        extent = 1 + sum(step * (n - 1) for step, n in zip(block.stride(), block.shape, strict=True)) if block.numel() else 0
+        memory = block.as_strided((extent,), (1,)).clone()
+        where = torch.arange(extent, device=block.device).as_strided(block.shape, block.stride())
+        memory[where[marks != 0]] = values[marks != 0]
+        return memory.as_strided(block.shape, block.stride())
+
+    layout = base._layout
+    values = redistribute_local(value._local, value._layout, layout)
+    marks = redistribute_local(written._local, written._layout, layout.reduced())
+    return wrap(communicator_of(layout.mesh).map(settle, base._local, values, marks), layout)
+
+
+def _seen_whole(links: list[tuple[Origin, int]], shown: DTensor) -> DTensor:
+    """The view that the operations give of a whole tensor."""
     for origin, place in links:
-        if origin in mirrors:
-            continue
         args = (shown, *origin.args[1:])
         plan = plan_of(origin.operator, args, origin.kwargs)
         if not is_local(plan):
             raise UnsupportedOperationError(
-                f"{origin.operator.name} of {layout!r} cannot be written through; write to view.clone()"
+                f"{origin.operator.name} of {origin.layout!r} cannot be written through; write to view.clone()"
             )
         shown = Origin(shown, origin.operator, args, origin.kwargs, plan).run(shown)[place]
-    assign(shown, lambda value: value)
-    dispatch(DTensor, _aten.copy_.default, (), (base, reduce(_mirrored, mirrors, whole)))
+    return shown
 
 
 def _mirrored(x: DTensor, origin: Origin) -> DTensor:
