@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from ..base import nested
 from ..base.recording import Between, current
 from ..base.torch_internals import DisableTorchFunctionSubclass, TensorBase, pytree
-from ..tensor.autograd import grad_placements_of
 from ..tensor.dtensor import DTensor
+from ..tensor.gradients import grad_placements_of
 from .signature import described, picking
 
 _GRAD, _LAYOUT, _BEFORE, _AFTER = map(attrgetter, ("grad", "_layout", "_backward_hooks", "_post_accumulate_grad_hooks"))

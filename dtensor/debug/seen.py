@@ -37,6 +37,7 @@ from ..comm.events import Around, Event
 from ..cost.link import collective_seconds
 from ..dispatch.report import Cause
 from ..redistribute.step import Step
+from ..tensor.gradients import Departure
 from .comm_mode import EXCHANGE, CommDebugMode
 from .holdings import STATE, Holdings
 from .operators import Operation, Operators
@@ -196,7 +197,7 @@ class Record(CommDebugMode):
 
     def _asked(self) -> tuple[Place, str, str]:
         """The user's line, the phase and the module of what runs."""
-        node = autograd_node() if graph_task() != -1 else None
+        node = _node()
         place, _ = _asked_by(sys._getframe(1), node)
         return place, *self._phase_and_module(node)
 
@@ -205,7 +206,7 @@ class Record(CommDebugMode):
         return "forward" if graph_task() == -1 else "backward", module
 
     def _movement(self, event: Event, frame: FrameType) -> Movement:
-        node = autograd_node() if graph_task() != -1 else None
+        node = _node()
         calls = [cause for cause in events.CAUSES.values() if isinstance(cause, Cause)]
         place, called = _asked_by(frame, node)
         operator = "torch.distributed" if event.direct else calls[-1].operator.name if calls else called
@@ -222,6 +223,12 @@ def _leave(mode: Operators) -> None:
         mode.__exit__(None, None, None)
     for other in reversed(above):
         push_dispatch_mode(other)
+
+
+def _node() -> Any:
+    """Of autograd's, for which something happens; of gradients that travel together the first one's."""
+    departure = next((cause for cause in reversed(events.CAUSES.values()) if isinstance(cause, Departure)), None)
+    return departure.node if departure is not None else autograd_node() if graph_task() != -1 else None
 
 
 def _asked_by(frame: FrameType | None, node: Any) -> tuple[Place, str]:

@@ -25,7 +25,7 @@ import torch
 from ..base.caches import remembered
 from ..base.torch_internals import forward_ad, functorch_active
 from ..comm import Pending, PerRank, communicator_of, shards_of
-from ..dispatch.local_op import Transformed, is_wrapped, recorded, seen
+from ..dispatch.local_op import Transformed, recorded, seen
 from ..dispatch.settled import apart, memory_of
 from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import DTensorError, UnsupportedOperationError
@@ -33,7 +33,7 @@ from ..layout.layout import Layout
 from ..placement import Partial, Placement, Replicate
 from ..ranks.hidden import as_one
 from ..redistribute import execute, move_between, plan, start
-from .observed import observed, tell_arrived, tell_looked_at, tell_moved
+from .observed import observed, tell_looked_at, tell_moved
 
 
 def grad_layout(layout: Layout, placements: Sequence[Placement] | None) -> Layout:
@@ -226,52 +226,6 @@ def as_local(x: Any, grad_placements: Sequence[Placement] | None = None, give: C
     layout = seen(x)._layout
     made = give(x, layout, grad_layout(layout, grad_placements))
     return as_one(made, PerRank) if type(made) is tuple else made
-
-
-def keep_grad_layout(leaf: Any) -> None:
-    """Bring what is accumulated in a leaf's gradient to the leaf's layout.
-
-    The hook knows the layout only, which assigning ``.data`` changes (:func:`note_layout`): it must not keep the leaf alive,
-    and a weak reference would keep ``torch.utils.swap_tensors`` from exchanging it.
-    """
-    if "_grad_layout" in leaf.__dict__:
-        return
-    kind: Any = type(leaf)
-    current: list[Any] = [leaf._layout]  # and the forms that are kept of it until now, see dispatch/settled.py
-
-    def to_leaf_layout(grad: Any) -> Any:
-        layout = current[0]
-        if len(current) > 1:
-            current.pop().held.clear()
-        if grad is None:
-            return None
-        if observed:
-            tell_arrived(grad, current)
-        if (type(grad) is kind and grad._layout is layout is _without_partials(layout)) or is_wrapped(grad):  # most often
-            return None
-        wanted, mesh = grad_layout(layout, None).placements, layout.mesh
-        if not hasattr(grad, "_layout"):  # what the user gave to backward()
-            return distributed(grad, layout, wanted)
-        have = grad._layout
-        if have.mesh is not mesh and have.mesh != mesh:  # the leaf was a number in a program on another mesh
-            return grad.redistribute(mesh, wanted)
-        target = have.replace(placements=wanted)
-        return None if target is have else _moved(grad, target)
-
-    setattr(to_leaf_layout, "expects_none", True)  # noqa: B010  no attribute of functions that types know
-    leaf.register_hook(to_leaf_layout)
-    leaf.__dict__["_grad_layout"] = current
-
-
-def note_layout(leaf: Any) -> None:
-    """A tensor's layout has changed."""
-    if (current := leaf.__dict__.get("_grad_layout")) is not None:
-        current[0] = leaf._layout
-
-
-def grad_placements_of(leaf: Any) -> tuple[Placement, ...]:
-    """The placements of a leaf's gradient: its own, a partial leaf's replicated."""
-    return grad_layout(leaf._layout, None).placements
 
 
 def plain(grad: Any) -> Any:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..base.torch_internals import make_wrapper_subclass
+from ..dispatch.versions import SHARED, shared
 from ..dispatch.wrapping import install_pending
 from ..layout.layout import Layout
 from .dtensor import DTensor
 
 _make = make_wrapper_subclass
+_DETACH = torch.ops.aten.detach.default
 
 
 class AsyncCollectiveTensor(DTensor):
@@ -28,6 +32,14 @@ class AsyncCollectiveTensor(DTensor):
     """
 
     _pending: Any  # in the instance dictionary: the class can change only while slots are alike
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub
+        if func is _DETACH and type(args[0]) is AsyncCollectiveTensor:  # the same memory, still on its way
+            made = _await(args[0]._pending, args[0]._layout, args[0])
+            made.__dict__[SHARED] = shared(args[0])
+            return made
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     @property
     def _local(self) -> Any:

@@ -35,15 +35,14 @@ from .autograd import (
     from_pieces,
     grad_layout,
     is_recorded,
-    keep_grad_layout,
     move_apart,
-    note_layout,
     nothing_of,
     redistributed,
     to_local,
     to_whole,
 )
-from .autograd import grad_placements_of as grad_placements_of  # of a leaf
+from .gradients import grad_placements_of as grad_placements_of  # of a leaf
+from .gradients import keep_grad_layout, note_layout
 from .local_layout import layout_of_locals
 from .observed import observed, taken_apart, tell_looked_at
 from .printing import pieces

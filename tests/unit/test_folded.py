@@ -72,7 +72,10 @@ def test_nothing_moves_but_gradients_of_parameters_once(stack: Any, bias: bool) 
             y.backward(torch.ones_like(y))
     assert x.grad is not None
     assert x.grad.placements == x.placements
-    assert dict(moved.get_comm_counts()) == {"all_reduce": 2 if bias else 1}
+    assert dict(moved.get_comm_counts()) == {"all_reduce": 1}
+    nbytes = sum(p.numel() * p.element_size() for p in layer.parameters())
+    ranks = 2 if Replicate() in stack else 4
+    assert dict(moved.get_comm_bytes()) == {"all_reduce": 2 * nbytes * (ranks - 1) // ranks}
 
 
 HEADS = [[R, Shard(1)], [Shard(0), Shard(1)], [Shard(1), Shard(1)], [Shard(1), Shard(0)], [Shard(2), Shard(1)], [R, Partial()]]
