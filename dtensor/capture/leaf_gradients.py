@@ -21,6 +21,7 @@ from ..base.recording import Between, current
 from ..base.torch_internals import DisableTorchFunctionSubclass, TensorBase, pytree
 from ..tensor.dtensor import DTensor
 from ..tensor.gradients import grad_placements_of
+from ..tensor.redistribute_many import redistribute_many
 from .signature import described, picking
 
 _GRAD, _LAYOUT, _BEFORE, _AFTER = map(attrgetter, ("grad", "_layout", "_backward_hooks", "_post_accumulate_grad_hooks"))
@@ -220,10 +221,17 @@ def without_hooks(leaves: list[Any]) -> Iterator[None]:
                 x._backward_hooks = hooks
 
 
-def arrived(given: Any, gradient: Any) -> Any:
-    """A gradient on its way to what was given: where that is a leaf, as the leaf's gradients lie."""
+def arrived(given: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+    """Gradients on their way to what was given: where that is a leaf, as the leaf's gradients lie."""
+    found = list(gradients)
+    moving = [place for place, (x, gradient) in enumerate(zip(given, gradients, strict=True)) if _differs(x, gradient)]
+    wanted = [grad_placements_of(given[place]) for place in moving]
+    for place, moved in zip(moving, redistribute_many([gradients[place] for place in moving], wanted), strict=True):
+        found[place] = moved
+    return found
+
+
+def _differs(given: Any, gradient: Any) -> bool:
     if not isinstance(gradient, DTensor) or "_grad_layout" not in given.__dict__ or given.grad_fn is not None:
-        return gradient
-    wanted = grad_placements_of(given)
-    same = gradient._layout.placements == wanted or gradient._layout.mesh != given._layout.mesh
-    return gradient if same else gradient.redistribute(placements=wanted)
+        return False
+    return gradient._layout.mesh == given._layout.mesh and gradient._layout.placements != grad_placements_of(given)

@@ -304,7 +304,7 @@ class Recording:
             computed = torch.autograd.grad(
                 [root for root, _ in chosen], inputs, [grad for _, grad in chosen], retain_graph=True, allow_unused=True
             )
-            found = [arrived(self.real[given], x) for given, x in zip(program.differentiable, computed, strict=True)]
+            found = arrived([self.real[given] for given in program.differentiable], computed)
             for gradient in found:
                 if isinstance(gradient, DTensor):
                     gradient._local  # noqa: B018  as above

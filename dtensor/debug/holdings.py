@@ -22,7 +22,6 @@ from ..base.callers import NOWHERE, Place
 from ..base.torch_internals import graph_task
 from ..comm import communicator_of, events
 from ..ranks.per_rank import PerRank
-from ..tensor.awaited import AsyncCollectiveTensor
 from ..tensor.dtensor import DTensor
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
@@ -124,8 +123,6 @@ class Holdings:
             if x is None:
                 del self._leaves[key]
             elif x.grad is not None:
-                if isinstance(x.grad, AsyncCollectiveTensor):
-                    x.grad.wait()
                 self.name([x.grad], GRADIENTS)
 
     def resized(self) -> None:

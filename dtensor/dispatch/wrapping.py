@@ -11,6 +11,7 @@ from ..layout.layout import Layout
 
 TENSOR: Any = None  # the DTensor class, installed by tensor/dtensor.py
 _PENDING: Any = None
+SHOWN = "_shown"  # the attribute of one that waits with others: weak references to all of them
 _MAKE = make_wrapper_subclass
 _CPU = torch.device("cpu")
 

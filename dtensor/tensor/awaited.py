@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 
 from ..base.torch_internals import make_wrapper_subclass
 from ..dispatch.versions import SHARED, shared
-from ..dispatch.wrapping import install_pending
+from ..dispatch.wrapping import SHOWN, install_pending
 from ..layout.layout import Layout
 from .dtensor import DTensor
 
@@ -38,6 +39,9 @@ class AsyncCollectiveTensor(DTensor):
         if func is _DETACH and type(args[0]) is AsyncCollectiveTensor:  # the same memory, still on its way
             made = _await(args[0]._pending, args[0]._layout, args[0])
             made.__dict__[SHARED] = shared(args[0])
+            if (shown := args[0].__dict__.get(SHOWN)) is not None:
+                made.__dict__[SHOWN] = shown
+                shown.append(weakref.ref(made))
             return made
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -46,6 +50,7 @@ class AsyncCollectiveTensor(DTensor):
         made: Any = self
         arrived, layout = made._pending.wait(), made._layout
         del made._pending
+        made.__dict__.pop(SHOWN, None)
         made.__class__ = DTensor
         made._local, made._layout = arrived, layout
         return arrived

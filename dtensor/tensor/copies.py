@@ -27,6 +27,7 @@ _OWN = frozenset(
         "_data_parallel",
         "_forms",
         "_shared",
+        "_shown",
         "_left",
     ]
 )

@@ -8,16 +8,16 @@ have come, the pass ends or somebody reads one of them, and goes in few collecti
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
-from ..base.recording import ACTIVE
 from ..base.torch_internals import autograd_node, engine, graph_task
 from ..base.tracing import under_way
 from ..comm import Pending, shards_of
 from ..comm.events import CAUSES, listeners
 from ..dispatch.local_op import is_wrapped
-from ..dispatch.wrapping import wrap_pending
+from ..dispatch.wrapping import SHOWN, wrap_pending
 from ..errors import DTensorError
 from ..layout.layout import Layout
 from ..placement import Placement
@@ -77,9 +77,13 @@ def grad_placements_of(leaf: Any) -> tuple[Placement, ...]:
 def _on_its_way(grad: Any, target: Layout) -> Any:
     """``grad`` as ``target``, at once where that moves nothing, or where others look at each step."""
     moves = plan(grad._layout, target)
-    if not moves.communicates or is_recorded(grad) or observed or ACTIVE or graph_task() == -1 or under_way():
+    if not moves.communicates or is_recorded(grad) or observed or graph_task() == -1 or under_way():
         return laid(grad, target.placements)
-    return wrap_pending(_batch_of_this_pass().add(grad, moves), target, grad._local)
+    batch = _batch_of_this_pass()
+    made = wrap_pending(batch.add(grad, moves), target, grad._local)
+    made.__dict__[SHOWN] = batch.shown
+    batch.shown.append(weakref.ref(made))
+    return made
 
 
 class Departure(NamedTuple):
@@ -96,6 +100,7 @@ class _Batch:
         self.plans: list[Plan] = []
         self.sent: list[tuple[Any, list[int]]] = []  # and their versions when autograd gave them
         self.moved: Pending[Any] | None = None
+        self.shown: list[weakref.ref[Any]] = []  # the gradients that wait for it
         self.departure = Departure(autograd_node()) if listeners else None
 
     def add(self, grad: Any, moves: Plan) -> Pending[Any]:
@@ -128,6 +133,13 @@ class _Batch:
         assert self.moved is not None
         return self.moved.wait()
 
+    def end(self) -> None:
+        """The pass has ended: gradients are there."""
+        self.arrived()
+        for ref in self.shown:
+            if (grad := ref()) is not None:
+                grad._local  # noqa: B018  it is no longer one that waits
+
 
 _HERE = threading.local()  # the batch that leaves next, of the pass that runs in this thread
 
@@ -137,7 +149,7 @@ def _batch_of_this_pass() -> _Batch:
     if last is not None and last.task == task and last.moved is None:
         return cast(_Batch, last)
     batch = _HERE.batch = _Batch(task, last if last is not None and last.task == task else None)
-    engine.queue_callback(batch.arrived)  # when the pass ends
+    engine.queue_callback(batch.end)
     return batch
 
 

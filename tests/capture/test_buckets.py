@@ -55,7 +55,7 @@ def test_parameters_are_gathered_and_gradients_reduced_together(placement: Place
         assert all(torch.equal(p.full_tensor(), q.full_tensor()) for p, q in zip(params, same, strict=True))
     assert step.cache_info().replayed >= 3
     assert {kind: after[kind] for kind in expected} == expected
-    assert all(before[kind] >= 3 for kind in expected)
+    assert all(before[kind] >= (3 if kind == "all_gather" else 1) for kind in expected)  # gradients are together without it
     assert moved <= nbytes
 
 
@@ -80,7 +80,7 @@ def test_gradients_of_a_functions_leaves_are_reduced_together(placement: Placeme
         _, kind, nbytes = kinds(loss.backward)
         grads.append(([w.grad for w in weights], kind["all_reduce"] + kind["reduce_scatter"], nbytes))
     assert f.cache_info().replayed == 2
-    assert [count for _, count, _ in grads][:1] + [count for _, count, _ in grads][2:] == [4, 1, 1]
+    assert [count for _, count, _ in grads][:1] + [count for _, count, _ in grads][2:] == [1, 1, 1]
     assert grads[3][2] <= grads[0][2]
     assert seen == [(placement,)] * 4
     for got, _, _ in grads[1:]:
