@@ -3,7 +3,8 @@
     python benchmarks/train_step.py [--quick] [--json] [--only tp2 fsdp4] [--memory] [--captured]
 
 Cases: a Llama-shaped model under tensor parallelism (tp2, tp4), DDP (ddp), fully sharded (fsdp), both (fsdp2xtp2), copies of
-shards (hsdp2x2) and DDP with a ZeRO optimizer (zero); one tensor-parallel MLP (tp-mlp) and one block of the model (tp-block).
+shards (hsdp2x2) and DDP with a ZeRO optimizer (zero); one tensor-parallel MLP (tp-mlp) and one block of the model (tp-block);
+feed-forward layers with norms as DTensors and nothing else, parameters replicated and the batch cut (dtensors).
 
 The sides take turns, step by step, on the same processes and groups, so a slow moment of the machine hits no one alone. A step is
 forward, backward and AdamW; its time is that of the slowest rank. "cpu" is the processor time of a rank, which other programs on
@@ -47,6 +48,8 @@ CASES = {  # name -> (processes, mesh shape)
     "fsdp4": (4, {"dp": 4}),
     "fsdp2xtp2": (4, {"dp": 2, "tp": 2}),
     "hsdp2x2": (4, {"replica": 2, "part": 2}),
+    "dtensors2": (2, {"dp": 2}),
+    "dtensors4": (4, {"dp": 4}),
     "zero2": (2, {"dp": 2}),
     "zero4": (4, {"dp": 4}),
     "tp-mlp2": (2, {"tp": 2}),
@@ -114,6 +117,19 @@ class Part(nn.Module):
         return self.part(x, self.cos[: x.shape[1]], self.sin[: x.shape[1]]) if isinstance(self.part, Block) else self.part(x)
 
 
+class Layers(nn.Module):
+    """Feed-forward layers and norms: many parameters, of all sizes."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        layers = (nn.Sequential(nn.LayerNorm(config.width), FeedForward(config)) for _ in range(2 * config.layers))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layers(self.embedding(tokens))
+
+
 def squared(out: Any, targets: Any) -> Any:
     return (out**2).mean()
 
@@ -149,6 +165,9 @@ def ours(case: str, model: nn.Module, tokens: Tensor, targets: Tensor, around: C
         plan = parts_of(plan_of(parallel, dt.Shard, dt.Replicate), parallel, dt.Shard, dt.Replicate, "block" in case)
         parallel.parallelize_module(model.part, mesh["tp"], plan)
         return stepper(model, tokens, targets, squared, around=around)
+    if "dtensors" in case:
+        whole, cut = dt.distribute_module(model, mesh["dp"]), dt.DTensor.from_local(tokens, mesh["dp"], [dt.Shard(0)])
+        return stepper(whole, cut, targets, squared, around=around)
     if "tp" in shape:
         parallel.parallelize_module(model, mesh["tp"], plan_of(parallel, dt.Shard, dt.Replicate))
         labels: Any = dt.DTensor.from_local(targets, mesh["tp"], [dt.Replicate()])
@@ -174,7 +193,7 @@ def peer(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.distributed.tensor import Replicate, Shard, parallel
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, parallel
 
     shape = CASES[case][1]
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
@@ -185,6 +204,9 @@ def peer(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Step:
         if whole is not None:
             parallel.parallelize_module(model.part, mesh["tp"], whole)
         return stepper(model, tokens, targets, squared)
+    if "dtensors" in case:
+        cut = DTensor.from_local(tokens, mesh["dp"], [Shard(0)])
+        return stepper(distribute_module(model, mesh["dp"]), cut, targets, squared)
     if "tp" in shape:
         parallel.parallelize_module(model, mesh["tp"], plan_of(parallel, Shard, Replicate))
     if "fsdp" in case:
@@ -230,7 +252,7 @@ def by_hand(case: str, model: nn.Module, tokens: Tensor, targets: Tensor) -> Ste
         for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             p.grad.copy_(part.view_as(p))  # type: ignore[union-attr]  # as above
 
-    return stepper(model, tokens, targets, after_backward=average)
+    return stepper(model, tokens, targets, squared if "dtensors" in case else loss_of, after_backward=average)
 
 
 def stepper(
@@ -263,6 +285,8 @@ def stepper(
 
 
 def model_of(case: str, config: Config) -> nn.Module:
+    if "dtensors" in case:
+        return Layers(config)
     return Part(config, "block" in case) if case.startswith(PARTS) else GPT(config)
 
 
@@ -370,7 +394,7 @@ def show(case: str, found: dict[str, Any], memory: bool) -> None:
 
 
 def summary(results: dict[str, Any]) -> None:
-    for kind in ("tp", "ddp", "zero", "fsdp", "hsdp"):
+    for kind in ("tp", "ddp", "zero", "fsdp", "hsdp", "dtensors"):
         for key, what in (("ms", "time"), ("cpu_ms", "processor time")):
             ratios = [found["ours"][key] / found["peer"][key] for case, found in results.items() if case.startswith(kind)]
             if ratios:
