@@ -7,6 +7,7 @@ the plain optimizer, whatever it computes: norms and other statistics of whole t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -204,13 +205,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     # --- state -------------------------------------------------------------------------------------------------------
     @property
-    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]  # torch's base class writes an attribute
+    def state(self) -> defaultdict[Tensor, Any]:
         """The state of each parameter that has any: the inner optimizer's own dicts, of its parts."""
         held = self.inner.state
-        return {one.parameter: held[one.part] for one in self._parts if one.part in held}
+        return defaultdict(dict, {one.parameter: held[one.part] for one in self._parts if one.part in held})
 
     @state.setter
-    def state(self, value: dict[Tensor, Any]) -> None:
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
         """Without effect: the base class begins with an empty one."""
 
     def state_dict(self) -> dict[str, Any]:
