@@ -17,13 +17,13 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
+from .. import errors
 from ..base.torch_internals import default_store
 from . import lines
 from .pages import Page
@@ -63,7 +63,6 @@ class Board:
         self._store.set(f"{self._key}/host/{self.rank}", self.host)
         self.thread = threading.get_ident()
         self.verdict: dict[str, Any] | None = None
-        self.failed: Callable[[], NoReturn] | None = None  # what is raised instead of the next collective, after a verdict
         self.left = False
         self.spread = False  # whether some chain goes over several hosts: what this rank does is told in the store then
         self.circle: tuple[float, Any] | None = None  # of ranks that wait for each other, and when it was seen first
@@ -148,6 +147,11 @@ class Board:
                 self.verdict = json.loads(path.read_text())
         return self.verdict
 
+    def go_on(self) -> None:
+        """Raises the verdict instead of the next collective, as soon as this rank knows of it: also where it gave it itself."""
+        if self.verdict is not None:
+            raise error_of(self.verdict)
+
     def note(self, error: BaseException) -> None:
         """Leaves word of an error that an operation of this rank met; the program may go on after it."""
         words = self.words
@@ -227,6 +231,21 @@ class Board:
         if page is not None:
             return page.text(page.words[WHERE]), (time.monotonic_ns() - page.words[WHERE_SINCE]) / 1e9
         return ("", 0.0) if post is None else (post.where, post.where_s + self.posts.silent_s(rank))
+
+
+def error_of(verdict: dict[str, Any]) -> Exception:
+    """The error that all ranks raise: of the class of a rank's own error where that is known everywhere."""
+    words = verdict["words"]
+    if verdict["kind"] != "error":
+        return (errors.RankLostError if verdict["kind"] == "lost" else errors.DivergenceError)(words)
+    module, name = verdict["error"]
+    kind = getattr(sys.modules.get(module), name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+            return kind(words)
+        except Exception:  # it takes more than words
+            return errors.RankLostError(words)
+    return errors.RankLostError(words)
 
 
 def ring_page(board: Board, kind: str, key: int, rank: int) -> Page | None:

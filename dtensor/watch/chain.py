@@ -75,8 +75,7 @@ class Chain(Ring):
 
     def take_down(self, deed: Deed) -> bool:
         """Takes down the next collective; whether all who have come to its number mean the same."""
-        if self.board.failed is not None:
-            self.board.failed()
+        self.board.go_on()
         operations = self._operations() if Level.operations else 0
         after = self._trailed() if Level.trails else ""
         frame = users_frame(sys._getframe(2))

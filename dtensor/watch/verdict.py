@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from .. import errors
 from .board import COUNT, ERROR, ERROR_COUNT, ERROR_LINE, FAILED, LEFT, STATE, Board, ring_page
 from .chain import lengths_in, unfitting
 from .pages import Page
@@ -26,26 +24,6 @@ class Said(NamedTuple):
 
 
 _GATHERING_S = 1.0  # for ranks that are about to come, so that the verdict can name who agrees with whom
-
-
-def raised(verdict: Verdict, cause: BaseException | None = None) -> NoReturn:
-    """Raises it."""
-    raise error_of(verdict) from cause
-
-
-def error_of(verdict: Verdict) -> Exception:
-    """The error that all ranks raise: of the class of a rank's own error where that is known everywhere."""
-    words = verdict["words"]
-    if verdict["kind"] != "error":
-        return (errors.RankLostError if verdict["kind"] == "lost" else errors.DivergenceError)(words)
-    module, name = verdict["error"]
-    kind = getattr(sys.modules.get(module), name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
-        try:
-            return kind(words)
-        except Exception:  # it takes more than words
-            return errors.RankLostError(words)
-    return errors.RankLostError(words)
 
 
 def differing(board: Board, key: int, ranks: Sequence[int], number: int) -> Verdict:

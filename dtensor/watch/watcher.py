@@ -34,7 +34,7 @@ from .board import (
     process_state,
 )
 from .chain import Chain
-from .verdict import Verdict, lost, named, raised
+from .verdict import Verdict, lost, named
 from .waits import failed_elsewhere, has_come, in_torch, needed_in_torch, why, why_in_torch
 
 _PERIOD_S = 0.1
@@ -103,7 +103,7 @@ class Watcher:
                 verdict = board.judge(verdict)
         if verdict is None:
             return False
-        board.failed = lambda: raised(verdict)
+        board.verdict = verdict
         if board.words[IN_TORCH] or unseen is not None:  # which will raise in words of its own
             _LOG.error("%s", verdict["words"])
         if not self._stopped.wait(_PERIOD_S):  # others have the verdict before their connections break

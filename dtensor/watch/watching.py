@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from ..errors import DivergenceError, DTensorError
 from . import lines
-from .board import Board, ended
+from .board import Board, ended, error_of
 from .chain import Chain, Deed
 from .levels import Level, arm, begin_anew
 from .ring import BROKEN_OFF, ISSUED, WORDS, Ring, fingerprint
-from .verdict import Said, Verdict, differing, differing_words, entry_of, error_of, lost, named
+from .verdict import Said, Verdict, differing, differing_words, entry_of, lost, named
 from .waits import gone, has_come
 from .watcher import Watcher
 
@@ -103,14 +103,13 @@ def meet(ranks: list[int], backend: str) -> None:
     def came() -> None:
         all_are_here = False
         try:
-            while not all_are_here and board.failed is None:
+            while not all_are_here and board.verdict is None:
                 time.sleep(_MEET_S)
                 all_are_here = all(map(is_here, chain.ranks))
         finally:  # one answer for all of them: who goes on alone would wait for ever
             together = board.settled(f"{chain.name}/{number}", "go" if all_are_here else "stop") == "go"
         while not together:
-            if board.failed is not None:
-                board.failed()
+            board.go_on()
             time.sleep(_MEET_S)
 
     waited(chain, number, came)

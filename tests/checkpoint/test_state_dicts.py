@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -24,7 +25,14 @@ from torch.distributed.checkpoint.state_dict import (
 
 import dtensor as dt
 from dtensor import DTensor, Shard
-from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
+from dtensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    ZeroRedundancyOptimizer,
+    fully_shard,
+    parallelize_module,
+    replicate,
+)
 
 WHOLE = StateDictOptions(full_state_dict=True)
 TO_THE_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -198,6 +206,36 @@ def test_training_stops_and_resumes_in_one_process(tmp_path: Path) -> None:
 @pytest.mark.gloo
 def test_training_stops_and_resumes_on_process_groups(tmp_path: Path) -> None:
     run_gloo(_stopped_and_resumed, 4, str(tmp_path))
+
+
+def test_a_zero_optimizers_state_is_read_as_it_is_and_set_by_name() -> None:
+    torch.manual_seed(2)
+    alone = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 5))
+    inputs, found = torch.randn(3, 4, 6), []
+    plain = torch.optim.Adam(alone.parameters(), lr=0.1)
+    states: list[tuple[Any, Any]] = []
+    made = copy.deepcopy(alone)
+    for k, ranks in enumerate((2, 3)):  # a step on two ranks, the others on three
+        model = replicate(copy.deepcopy(made), dt.init_device_mesh("cpu", (ranks,)))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1 if k == 0 else 9.0)
+        if states:
+            set_model_state_dict(model, states[0][0], options=WHOLE)
+            set_optimizer_state_dict(model, optimizer, states[0][1], options=WHOLE)
+        for x in inputs[k : k + 1 + k]:
+            model(dt.per_rank([x] * ranks)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append((get_model_state_dict(model, options=WHOLE), get_optimizer_state_dict(model, optimizer, options=WHOLE)))
+        found.append(model)
+    for x in inputs:
+        plain.zero_grad()
+        alone(x).square().mean().backward()
+        plain.step()
+    for p, q in zip(alone.parameters(), found[1].parameters(), strict=True):
+        assert torch.allclose(p, whole(q), atol=1e-6)
+    for name, p in alone.named_parameters():
+        assert torch.allclose(whole(states[1][1]["state"][name]["exp_avg"]), plain.state[p]["exp_avg"], atol=1e-6)
+        assert states[1][1]["state"][name]["step"] == 3
 
 
 def test_staging_on_the_host() -> None:

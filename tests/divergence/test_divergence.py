@@ -5,6 +5,7 @@ Here a part of the table; ``make test-chaos`` runs all of it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -168,3 +169,22 @@ def _meets_after_something_else() -> str:
 
 def test_a_rank_that_comes_while_another_looks_is_not_taken_for_one_that_agrees() -> None:
     assert run_gloo(_meets_after_something_else, 2) == ["named", "named"]
+
+
+def _goes_on_after_being_refused() -> list[str]:
+    x, found = dt.ones(6, 4, device_mesh=dt.init_device_mesh("cpu", (3,)), placements=[dt.Shard(0)]), []
+    x.full_tensor()
+    with contextlib.suppress(IndexError, DivergenceError):
+        if dist.get_rank() == 1:
+            raise IndexError("caught by its program, which goes on with something else")
+        x.full_tensor()
+    for _ in range(3):  # at once: nobody has had the time to look
+        try:
+            dt.distribute_tensor(torch.ones(5, 7), x.device_mesh, [dt.Shard(0)])
+        except DivergenceError as error:
+            found.append(str(error).partition(": ")[2].partition("\n")[0])
+    return found
+
+
+def test_a_rank_that_was_refused_sends_nothing_more() -> None:
+    assert run_gloo(_goes_on_after_being_refused, 3) == [["rank 1 differs from ranks 0, 2"] * 3] * 3

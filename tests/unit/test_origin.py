@@ -73,6 +73,9 @@ DECLARED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rows put": lambda x: x.index_put((torch.tensor([3, 1]),), torch.tensor(7.0)),
     "targets": lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2, 4])),
     "class weights": lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2, 4]), torch.arange(5.0)),
+    "targets of smoothed labels": lambda x: F.cross_entropy(x, torch.tensor([0, -100, 2, 4]), label_smoothing=0.1),
+    "what is compared with": lambda x: (x == torch.arange(20.0).reshape(4, 5).triu(1)) | (x != torch.ones(5)),
+    "what is compared with at once": lambda x: x[:3] * (torch.allclose(x, torch.ones(4, 5)) + torch.equal(x, torch.ones(4, 5))),
 }
 
 
@@ -114,6 +117,25 @@ def test_what_torch_makes_counts_as_replicated(made: Callable[..., torch.Tensor]
     expected = made(x)
     torch.manual_seed(0)
     torch.testing.assert_close(made(distributed(x, dim)).full_tensor(), expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_layer_of_torchs_may_ask_whether_a_mask_is_causal(causal: bool) -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    x, mask = torch.randn(2, 4, 8), torch.nn.Transformer.generate_square_subsequent_mask(4)
+    mask = mask if causal else mask.t().contiguous()
+    expected, mesh = encoder(x, mask=mask), dt.init_device_mesh("cpu", (2,))
+    got = dt.distribute_module(encoder, mesh)(distributed(x), mask=distributed(mask, 1))
+    torch.testing.assert_close(got.full_tensor(), expected)
+
+
+def test_a_parametrization_of_torchs_may_ask_whether_a_matrix_is_orthogonal() -> None:
+    plain = torch.nn.Linear(5, 5, bias=False)
+    ours = torch.nn.Linear(5, 5, bias=False)
+    ours.weight = torch.nn.Parameter(distributed(plain.weight.detach()))
+    layers = [torch.nn.utils.parametrizations.orthogonal(layer) for layer in (plain, ours)]
+    torch.testing.assert_close(layers[1].weight.full_tensor(), layers[0].weight)
 
 
 @pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")

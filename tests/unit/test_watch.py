@@ -22,11 +22,11 @@ import dtensor as dt
 from dtensor.__main__ import main
 from dtensor.errors import ArgumentError, DivergenceError, LayoutError, RankLostError
 from dtensor.watch import lines, reading
-from dtensor.watch.board import alive, process_state, sweep
+from dtensor.watch.board import alive, error_of, process_state, sweep
 from dtensor.watch.levels import Level
 from dtensor.watch.pages import Page
 from dtensor.watch.ring import WORDS, Ring, Trail, entry_in, fingerprint
-from dtensor.watch.verdict import Said, differing_words, error_of
+from dtensor.watch.verdict import Said, differing_words
 
 
 def test_a_page_is_read_by_others_and_after_its_writer_was_killed(tmp_path: Path) -> None:

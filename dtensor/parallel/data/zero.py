@@ -7,6 +7,7 @@ the plain optimizer, whatever it computes: norms and other statistics of whole t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -203,6 +204,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version([one.parameter for one in some])
 
     # --- state -------------------------------------------------------------------------------------------------------
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The state of each parameter that has any: the inner optimizer's own dicts, of its parts."""
+        held = self.inner.state
+        return defaultdict(dict, {one.parameter: held[one.part] for one in self._parts if one.part in held})
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        """Without effect: the base class begins with an empty one."""
+
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, its state DTensors: what a distributed checkpoint saves in parts. After
         :meth:`consolidate_state_dict`, and until the next step, the plain optimizer's.
@@ -226,11 +237,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._consolidated = self.consolidated_state_dict()
 
     def _laid_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        parts = [part for group in self.inner.param_groups for part in group["params"]]
-        state = {}
-        for k, values in state_dict["state"].items():
-            layout: Layout = parts[k]._layout
-            state[k] = {name: self._placed(value, layout) for name, value in values.items()}
+        saved = (key for group in state_dict["param_groups"] for key in group["params"])  # positions, or the parameters' names
+        parts = dict(zip(saved, (part for group in self.inner.param_groups for part in group["params"]), strict=False))
+        state = dict(state_dict["state"])  # what belongs to no parameter, or does not fit, is the inner optimizer's to judge
+        for k in parts.keys() & state.keys():
+            state[k] = {name: self._placed(value, parts[k]._layout) for name, value in state[k].items()}
         return {**state_dict, "state": state}
 
     def _placed(self, value: Any, layout: Layout) -> Any:

@@ -35,6 +35,7 @@ fold(
     dtype=torch.bool,
     answer=lambda call: NotImplemented if call.shape(0) == call.shape(1) else False,
     absent=True,
+    plain=("other",),
 )
 fold(
     "allclose",
@@ -43,6 +44,7 @@ fold(
     monoid="min",
     finish=bool,
     dtype=torch.bool,
+    plain=("other",),
 )
 register(
     "is_same_size",

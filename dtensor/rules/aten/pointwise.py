@@ -39,7 +39,6 @@ pointwise(
     cosh
     digamma
     elu
-    eq
     erfinv
     float_power
     fmax
@@ -90,7 +89,6 @@ pointwise(
     mish
     mvlgamma
     nan_to_num
-    ne
     nextafter
     __or__
     polygamma
@@ -154,6 +152,7 @@ pointwise(
     """
 )
 pointwise("floor_divide remainder", plain=("other",))  # tables of strides, as unravel_index makes them
+pointwise("eq ne", plain=("other",))  # with what torch makes to compare with, as causal masks
 
 # --- maxima and minima: non-decreasing, NaN kept ------------------------------------------------------------------------
 pointwise(

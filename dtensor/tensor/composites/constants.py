@@ -110,6 +110,17 @@ def ctc_loss(overload: Any) -> Any:
     return run
 
 
+def smoothed_cross_entropy(
+    x: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Any:
+    """Where labels are smoothed, torch makes a mask of plain targets."""
+    labels = not isinstance(target, DTensor) and target.dtype is torch.int64
+    if not label_smoothing or not labels or not isinstance(x, DTensor):
+        return NotImplemented
+    targets = constant(target, x) if is_number(target) else state(target, x, "cross_entropy")
+    return aten.cross_entropy_loss(x, targets, weight, reduction, ignore_index, label_smoothing)
+
+
 def _cut_alike(value: DTensor, dim: int, x: DTensor, of_x: int) -> DTensor:
     """Each rank's part of a replicated value, dim ``dim`` cut as dim ``of_x`` of ``x``: steps that write to it keep to it."""
     cuts = (replace(p, dim=dim) if isinstance(p, Shard) and p.dim == of_x else Replicate() for p in x.placements)
@@ -144,6 +155,7 @@ recomposed("aten::linalg_matrix_power", matrix_power)
 recomposed("aten::matrix_power", matrix_power)
 recomposed("aten::istft", istft)
 recomposed("aten::_scaled_dot_product_attention_math", causal_attention)
+recomposed("aten::cross_entropy_loss", smoothed_cross_entropy)
 for _name in (
     "lstm.input",
     "gru.input",
