@@ -105,12 +105,51 @@ def _recorded(node: Any, tracer: Any) -> Any:
     return same.node if isinstance(same, torch.SymInt) else node.wrap_int(int(same))
 
 
-def _keeping(name: str) -> Any:
-    plain = getattr(torch.SymInt, name)
+class OpenPrice(torch.SymFloat):
+    """What is computed of open sizes and a rate. Prices that differ by no more than rounding are equal: torch computes its guards
+    in another order, and would find the greater one smaller."""
+
+    def __lt__(self, other: Any) -> bool:
+        return _less(self, other)
+
+    def __gt__(self, other: Any) -> bool:
+        return _less(other, self)
+
+    def __le__(self, other: Any) -> bool:
+        return not self > other
+
+    def __ge__(self, other: Any) -> bool:
+        return not self < other
+
+    def __eq__(self, other: object) -> bool:
+        return not (self < other or self > other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = torch.SymFloat.__hash__
+
+
+def _less(one: Any, other: Any) -> bool:
+    one, other = (torch.SymFloat(value.node) if isinstance(value, OpenPrice) else value for value in (one, other))
+    with aside():
+        return bool(other - one > (one + other) * 1e-9)
+
+
+def _priced(plain: Any) -> Any:
+    def operation(*values: Any) -> Any:
+        found = plain(*values)
+        return OpenPrice(found.node) if type(found) is torch.SymFloat else found
+
+    return operation
+
+
+def _keeping(plain: Any) -> Any:
+    price = _priced(plain)
 
     def operation(self: OpenSize, *others: Any) -> Any:
         if others and isinstance(others[0], (float, torch.SymFloat)):
-            return plain(self, *others)
+            return price(self, *others)
         with aside():  # no step of the program
             return size_of(plain(self, *others))
 
@@ -128,7 +167,11 @@ def _deciding(name: str) -> Any:
 
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "neg"):
-    setattr(OpenSize, f"__{_name}__", _keeping(f"__{_name}__"))
+    setattr(OpenSize, f"__{_name}__", _keeping(getattr(torch.SymInt, f"__{_name}__")))
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg"):
+    setattr(OpenPrice, f"__{_name}__", _priced(getattr(torch.SymFloat, f"__{_name}__")))
+for _name in ("truediv", "rtruediv"):
+    setattr(OpenSize, f"__{_name}__", _priced(getattr(torch.SymInt, f"__{_name}__")))
 for _name in ("lt", "le", "gt", "ge"):
     setattr(OpenSize, f"__{_name}__", _deciding(f"__{_name}__"))
 
@@ -165,7 +208,9 @@ def has_symbols(values: Iterable[Any]) -> bool:
 
 
 def settled(value: Any) -> Any:
-    """``value``; for a symbol the number that it is here: for others the program is traced anew."""
+    """``value``, in lists also; for a symbol the number that it is here: for others the program is traced anew."""
+    if isinstance(value, (list, tuple)):
+        return [settled(item) for item in value]
     return int(value) if isinstance(value, torch.SymInt) else value
 
 
@@ -201,12 +246,19 @@ _CLOSED = _Closed()
 def still_open(values: Iterable[Any]) -> None:
     """Have the program compiled anew if a symbol among ``values`` has become a number since they were put down: torch then has
     results with fewer symbols than it wrote down before."""
-    if infra_mode(_PROXY) is None:
-        return
-    closed = [value for value in values if type(value) is OpenSize and value.node.maybe_as_int() is not None]
+    if infra_mode(_PROXY) is not None:
+        _compile_anew([value for value in values if type(value) is OpenSize and value.node.maybe_as_int() is not None])
+
+
+def for_one_size(values: Iterable[Any]) -> None:
+    """Have the program compiled anew, with numbers for the symbols among ``values``."""
+    _compile_anew([value for value in values if type(value) is OpenSize])
+
+
+def _compile_anew(closed: list[OpenSize]) -> None:
     if closed:
         _CLOSED.add(set().union(*[_sources(value._expr, value) for value in closed]))
-        raise torch_internals.restart(restart_reason="the backward pass is right for one size alone")
+        raise torch_internals.restart(restart_reason="the program is right for one size alone")
 
 
 def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode | None:

@@ -139,6 +139,9 @@ NAMES: dict[str, Internal] = {
         "torch.utils._sympy.interp.sympy_interp", "sizes that planning computed are computed in a graph", _NONE
     ),
     "PythonReferenceAnalysis": Internal("torch.utils._sympy.reference.PythonReferenceAnalysis", "the same", _NONE),
+    "has_data_mutation": Internal(
+        "torch._functionalize_has_data_mutation", "whether a compiled program writes to what it is given", _NONE
+    ),
     "restart": Internal(
         "torch._dynamo.exc.TensorifyScalarRestartAnalysis", "a program is compiled for one size, after all", _NONE
     ),

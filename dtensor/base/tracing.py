@@ -26,6 +26,7 @@ LOOKERS: dict[type, bool] = {}  # dispatch modes of torch's that take down what 
 _STAND_INS = (FakeTensor, FunctionalTensor)
 _PROXY = DISPATCH_MODE_KEYS.PROXY
 _FUNCTIONAL = DISPATCH_MODE_KEYS.FUNCTIONAL
+REFUSED = (RuntimeError, ValueError)  # what torch raises of operands that a kernel does not take; the latter without data
 _TRACING = (_PROXY, _FUNCTIONAL, DISPATCH_MODE_KEYS.FAKE)
 
 
@@ -56,6 +57,16 @@ def under_way() -> bool:
 def is_argument(x: Any) -> bool:
     """Whether ``x`` is what a program that is traced was given, while all that it computes stands for values to come."""
     return infra_mode(_FUNCTIONAL) is not None and not isinstance(x, FunctionalTensor)
+
+
+def is_counted(piece: Any) -> bool:
+    """Whether a program is run on such pieces to find out what its graph returns, before that is made."""
+    return isinstance(piece, FunctionalTensor) and infra_mode(_PROXY) is None
+
+
+def is_written(piece: Any) -> bool:
+    """Whether such a piece has been written to since the run began."""
+    return torch_internals.has_data_mutation(piece.elem)
 
 
 def explained(error: Exception, operation: str) -> Exception:

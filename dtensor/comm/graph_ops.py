@@ -127,7 +127,7 @@ def _ended(row: Tensor, lengths: Sequence[int], what: str, after: Tensor | None 
     found = _BOUND.get(key)
     if found is None or found[0] is not handle:
         found = _BOUND.keep(key, (handle, told.bound(handle, lengths, row.device.type)))
-    return found[1](row).wait()
+    return found[1](row.contiguous()).wait()  # inductor may have laid it otherwise than it was traced
 
 
 def _draw(

@@ -15,6 +15,7 @@ import torch
 
 from ..base.memory_order import memory_order
 from ..base.torch_internals import tree_map
+from ..base.tracing import REFUSED
 from ..comm import communicator_of
 from ..comm.events import because
 from ..layout.layout import Layout
@@ -282,7 +283,7 @@ def _dense_if_refused(func: Callable[..., Any]) -> Callable[..., Any]:
     def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         try:
             return func(x, *args, **kwargs)
-        except RuntimeError:
+        except REFUSED:
             return func(x.contiguous(), *args, **kwargs)
 
     return run
@@ -312,7 +313,7 @@ def _apart_if_refused(plan: Plan, func: Callable[..., Any]) -> Callable[..., Any
     def one(member: int, local_args: Sequence[Any], local_kwargs: dict[str, Any]) -> Any:
         try:
             return func(*local_args, **local_kwargs)
-        except RuntimeError:
+        except REFUSED:
             first, *others = local_args
             return func(first, *map(_apart, others), **{name: _apart(value) for name, value in local_kwargs.items()})
 

@@ -19,9 +19,9 @@ from torch.nn import Parameter
 from ..base import torch_internals
 from ..base.memory_order import dense_in
 from ..base.modes import MODES
-from ..base.symbols import sizes, still_open
+from ..base.symbols import for_one_size, sizes, still_open
 from ..base.torch_internals import graph_task
-from ..base.tracing import has_no_values, kept
+from ..base.tracing import has_no_values, is_counted, is_written, kept
 from ..dispatch import wrapping
 from ..dispatch.wrapping import wrap_local
 from ..errors import DTensorError, UnsupportedOperationError
@@ -94,7 +94,7 @@ def _wish(x: Any, marks: set[int]) -> None:
     x.__dict__.setdefault("_dynamo_weak_dynamic_indices", set()).update(marks)
 
 
-Constants = tuple[tuple[Any, ...], bool, bool]
+Constants = tuple[tuple[Any, ...], bool, bool, bool]
 
 
 def flatten(x: Any) -> tuple[list[str], Constants]:
@@ -102,6 +102,8 @@ def flatten(x: Any) -> tuple[list[str], Constants]:
     layout, piece = x._layout, x._local
     if layout.sized:
         still_open((*layout.shape, *layout.stride))
+        if x.requires_grad and _GIVEN in vars(piece) and is_written(piece):
+            for_one_size((*layout.shape, *layout.stride))  # torch 2.13 does not count the symbols that come with such a result
     marks = vars(piece).pop("_dynamo_dynamic_indices", None)  # torch marks pieces, too: see Marked
     if marks is not None:
         _wish(piece, marks)
@@ -109,7 +111,7 @@ def flatten(x: Any) -> tuple[list[str], Constants]:
         _taken(piece, task)
     if isinstance(x, Parameter) and not hasattr(piece, "_dynamo_static_indices"):  # as torch takes parameters, not what they hold
         piece._dynamo_static_indices = set(range(piece.ndim))
-    return ["_local"], (layout.manner, MODES.explicit, MODES.implicit_replication)
+    return ["_local"], (layout.manner, MODES.explicit, MODES.implicit_replication, x.requires_grad)
 
 
 def unflatten(pieces: dict[str, torch.Tensor], constants: Constants, size: Sequence[int], stride: Sequence[int]) -> Any:
@@ -117,9 +119,15 @@ def unflatten(pieces: dict[str, torch.Tensor], constants: Constants, size: Seque
     guard."""
     local, (mesh, placements, dtype, _) = pieces["_local"], constants[0]
     layout = Layout.of(mesh, placements, size, stride, dtype)
+    if constants[3] and is_counted(local):
+        vars(local)[_GIVEN] = True
+        local.requires_grad_()  # then torch counts it among the results where it is written to, as what it is a piece of
     if has_no_values(local) and not _fits(layout, sizes(local.shape)):
         raise DTensorError(f"a piece of sizes {tuple(local.shape)} of {layout!r}")
     return wrap_local(local if (task := graph_task()) < 0 else _own(local, task), layout)
+
+
+_GIVEN = "_given"  # the attribute of the pieces that a program is given
 
 
 def _fits(layout: Layout, piece: tuple[int, ...]) -> bool:

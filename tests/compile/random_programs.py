@@ -37,6 +37,10 @@ def assigned(z: Any, y: Any) -> None:
     z[0, ::2] = 3.0
 
 
+def of_heads(*given: Any) -> Any:
+    return F.scaled_dot_product_attention(*(x.view(1, -1, 2, 3).transpose(1, 2) for x in given))
+
+
 STEPS: dict[str, Step] = {
     "add": lambda x, y: x + y,
     "times": lambda x, y: x * y.sigmoid(),
@@ -58,6 +62,7 @@ STEPS: dict[str, Step] = {
     "masked": lambda x, y: x.masked_fill(y > 0.5, 0.25),
     "clamped": lambda x, y: x.clamp(-1, 1) + y,
     "rows turned": lambda x, y: x.flip(0) + x.roll(1, 1),
+    "moved down": lambda x, y: F.pad(x, (0, 0, 1, 0))[:-1] + y,
     "parts together": lambda x, y: torch.cat([x[:2], y[2:]], 0),
     "halves exchanged": lambda x, y: torch.cat(x.chunk(2, 1)[::-1], 1),
     "a row": lambda x, y: x + y[3],
@@ -65,6 +70,8 @@ STEPS: dict[str, Step] = {
     "flat and back": lambda x, y: (x.reshape(-1) * 2).view(ROWS, COLUMNS),
     "turned and back": lambda x, y: (x.t() + y.t()).t(),
     "folded": lambda x, y: x.unflatten(1, (2, 3)).transpose(0, 1).sum(0).repeat(1, 2) + y,
+    "folded and back": lambda x, y: x.view(-1, 2, 3).movedim(1, 0).reshape(-1, COLUMNS) + y,
+    "heads": lambda x, y: of_heads(x, y, x).transpose(1, 2).reshape(-1, COLUMNS),
     "stacked": lambda x, y: torch.stack([x, y], 1).amax(1),
     "chosen": lambda x, y: x.index_select(0, torch.tensor([4, 0, 3, 1, 2])) if type(x) is torch.Tensor else x.flip(1),
     "dropout": lambda x, y: F.dropout(x, 0.25) + y,

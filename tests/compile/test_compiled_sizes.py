@@ -236,7 +236,7 @@ def test_sizes_on_three_processes() -> None:
     assert run_gloo(compared, 3, few, (3,), True, "aot_eager", (6, 9, 12, 7, 8, 4, 2), timeout_s=280.0) == [[]] * 3
 
 
-def generated_of(names: Sequence[str], sizes: Sequence[int]) -> list[str]:
+def generated_of(names: Sequence[str], sizes: Sequence[int], records: bool) -> list[str]:
     """What is wrong of a random program's results and gradients, in generated code for any size."""
     mesh = dt.init_device_mesh("cpu", (2,))
 
@@ -249,8 +249,11 @@ def generated_of(names: Sequence[str], sizes: Sequence[int]) -> list[str]:
         found = []
         for size in sizes:
             given = [cut(mesh, size, 6, dim=dim) for dim in (1, 0)]
-            call(*given).sin().sum().backward()
-            found += [x.grad for x in given]
+            with torch.set_grad_enabled(records):
+                found.append(call(*given))
+            if records:
+                found.pop().sin().sum().backward()
+                found += [x.grad for x in given]
         return found
 
     compiled = torch.compile(run, backend="inductor", fullgraph=True, dynamic=True)
@@ -258,7 +261,38 @@ def generated_of(names: Sequence[str], sizes: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_generated_code_of_uneven_blocks() -> None:
+@pytest.mark.parametrize(
+    ("names", "sizes", "records"),
+    [(("clamped", "less its mean", "cumsum of rows", "norms"), (8, 5), True), (("turned in place", "moved down"), (5,), False)],
+)
+def test_generated_code_of_uneven_blocks(names: Sequence[str], sizes: Sequence[int], records: bool) -> None:
     """What is packed for a collective has strides of the compiler's choice."""
-    names = ("clamped", "less its mean", "cumsum of rows", "norms")
-    assert run_gloo(generated_of, 2, names, (8, 5), timeout_s=280.0) == [[], []]
+    assert run_gloo(generated_of, 2, names, sizes, records, timeout_s=280.0) == [[], []]
+
+
+def written_of(backend: str, sizes: Sequence[int]) -> list[str]:
+    """What is wrong where a program writes to arguments that require grad: those are results of its graph, too."""
+    mesh = dt.init_device_mesh("cpu", (2,))
+
+    def run(x: Any, y: Any) -> Any:
+        x.t()[1:].mul_(0.5)
+        y[:1].add_(x.detach()[1:2])
+        return (x * x.full_tensor().mean().detach()) @ (y.t() @ x).sin()
+
+    def of(call: Any) -> list[Any]:
+        found = []
+        for size in sizes:
+            leaves = [cut(mesh, size, 6, dim=dim) for dim in (1, 0)]
+            given = [x * 1 for x in leaves]
+            call(*given).sin().sum().backward()
+            found += [x.grad for x in leaves] + given
+        return found
+
+    compiled = torch.compile(run, backend=backend, fullgraph=True)
+    return list(filter(None, map(differing, of(compiled), of(run))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_arguments_that_are_written(backend: str) -> None:
+    assert run_gloo(written_of, 2, backend, (4, 6, 5, 7), timeout_s=280.0) == [[], []]

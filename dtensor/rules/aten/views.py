@@ -128,8 +128,8 @@ def factors_of_reshape(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Dims
             _shared(sizes, old[d], left[d], right[d])
         return tuple(map(tuple, left)), tuple(map(tuple, right)), sizes, frozenset()
     whole: list[str] = []
-    sides = (left, _ends(old)), (right, _ends(new))
     done, total = 1, math.prod(old)  # how many elements the factors so far count
+    sides = (left, _ends(old, total)), (right, _ends(new, total))
     while done < total:
         (i, a), (j, b) = (next(item for item in ends.items() if item[1] > done) for _, ends in sides)
         small, large = sorted((a // done, b // done))
@@ -149,9 +149,11 @@ def factors_of_reshape(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Dims
     return tuple(map(tuple, left)), tuple(map(tuple, right)), sizes, frozenset(whole)
 
 
-def _ends(shape: Sequence[int]) -> dict[int, int]:
-    """How many elements the dims up to each that is longer than one count."""
-    return {d: end for d, end in enumerate(accumulate(shape, mul)) if shape[d] != 1}
+def _ends(shape: Sequence[int], total: int) -> dict[int, int]:
+    """How many elements the dims up to each that is longer than one count: to the last ``total``, also where sizes that are
+    symbols do not show it."""
+    ends = {d: end for d, end in enumerate(accumulate(shape, mul)) if shape[d] != 1}
+    return ends | {max(ends): total} if ends else ends
 
 
 def _shared(sizes: dict[str, int], size: int, *dims: list[str]) -> None:

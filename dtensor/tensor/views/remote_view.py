@@ -16,7 +16,9 @@ from typing import Any, cast
 import torch
 
 from ...base.caches import Bounded, nested_key
+from ...base.symbols import settled
 from ...base.torch_internals import make_wrapper_subclass
+from ...base.tracing import REFUSED
 from ...dispatch.bind import bind, runner_of
 from ...dispatch.dispatcher import dispatch, install_views
 from ...dispatch.keys import settle
@@ -108,7 +110,7 @@ class Origin:
     def computed(self, base: DTensor) -> list[DTensor]:
         try:
             return [wrap(_resolved(view._local), view._layout) for view in self.run(base)]
-        except RuntimeError:
+        except REFUSED:
             if not is_local(self.plan):
                 raise
             return self.run(dense(base))  # blocks whose strides do not allow the view that the global strides do
@@ -203,7 +205,7 @@ def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | 
     def guarded(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         try:
             return run(args, kwargs, local_args, local_kwargs)
-        except RuntimeError:
+        except REFUSED:
             return deferred(args, kwargs, local_args, local_kwargs)
 
     return guarded
@@ -236,7 +238,9 @@ def _in_two_steps(x: DTensor, operator: Operator, between: tuple[int, ...], shap
 
 def _in_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
     settle(operator.bind(args, kwargs).values())
-    return dispatch(DTensor, operator.func, (), args, kwargs)
+    return dispatch(
+        DTensor, operator.func, (), tuple(map(settled, args)), {name: settled(value) for name, value in kwargs.items()}
+    )
 
 
 def _seen_anew(anew: Any) -> Runner:

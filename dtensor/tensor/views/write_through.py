@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...base.memory_order import overlaps
-from ...base.tracing import is_argument, under_way
+from ...base.tracing import REFUSED, is_argument, under_way
 from ...comm import communicator_of
 from ...dispatch.dispatcher import dispatch
 from ...dispatch.settled import NESTED
@@ -203,7 +203,7 @@ def _assign_locally(origin: Origin, place: int, base: DTensor, assign: Assign) -
     if not base._local.is_conj() and (origin.plan.rule is None or origin.plan.rule.run is None):
         try:
             shown = origin.run(base)[place]
-        except RuntimeError:
+        except REFUSED:
             pass
         else:
             assign(shown, lambda value: value)
