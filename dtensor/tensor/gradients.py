@@ -139,16 +139,18 @@ class _Batch:
         for ref in self.shown:
             if (grad := ref()) is not None:
                 grad._local  # noqa: B018  it is no longer one that waits
+        self.shown.clear()
 
 
-_HERE = threading.local()  # the batch that leaves next, of the pass that runs in this thread
+_HERE = threading.local()  # the batch that leaves next, of the pass that runs in this thread; weakly, as gradients have it
 
 
 def _batch_of_this_pass() -> _Batch:
-    task, last = graph_task(), getattr(_HERE, "batch", None)
+    task, last = graph_task(), getattr(_HERE, "batch", lambda: None)()
     if last is not None and last.task == task and last.moved is None:
         return cast(_Batch, last)
-    batch = _HERE.batch = _Batch(task, last if last is not None and last.task == task else None)
+    batch = _Batch(task, last if last is not None and last.task == task else None)
+    _HERE.batch = weakref.ref(batch)
     engine.queue_callback(batch.end)
     return batch
 
