@@ -57,8 +57,9 @@ class Communicator(Binding):
             lambda whole: self.map(lambda at, own: apart(own, [shapes[k] for k in self.mesh.members_of(dims, at)]), whole)
         )
 
-    def bind_gather(self, mesh_dims: Sequence[int], lengths_of: Lengths, dtype: torch.dtype) -> Run:
-        """The rows of a group, one behind the other, as one; ``lengths_of(member)`` those of its group, by position."""
+    def bind_gather(self, mesh_dims: Sequence[int], lengths_of: Lengths, dtype: torch.dtype, whose: str = "") -> Run:
+        """The rows of a group, one behind the other, as one; ``lengths_of(member)`` those of its group, by position. ``whose``
+        they are, besides, all ranks say."""
         dims = tuple(mesh_dims)
         if self.group_size(dims) == 1:
             return lambda row: Pending.of(self._own(row))
@@ -72,7 +73,7 @@ class Communicator(Binding):
         def new_of(member: int) -> tuple[int, ...]:
             return (sum(lengths[self.mesh.members_of(dims, member)]),)
 
-        said, brings = _said(lengths[group] for group in lengths), max(sum(own) - min(own) for own in lengths.values())
+        said, brings = _said((lengths[group] for group in lengths), whose), max(sum(own) - min(own) for own in lengths.values())
         return self.bind_transfer(dims, Transfer(route_of, dtype, "all_gather", said=said, new_of=new_of, brings=brings))
 
     @site
@@ -106,7 +107,7 @@ class Communicator(Binding):
             lambda reduced: self.map(lambda member, own: own.view(shape_of(member, member)), reduced)
         )
 
-    def bind_scatter(self, mesh_dims: Sequence[int], lengths_of: Lengths, op: str, dtype: torch.dtype) -> Run:
+    def bind_scatter(self, mesh_dims: Sequence[int], lengths_of: Lengths, op: str, dtype: torch.dtype, whose: str = "") -> Run:
         """Part k of a group's rows, reduced, for position k; ``lengths_of(member)`` are the parts' in its group."""
         dims = tuple(mesh_dims)
         if self.group_size(dims) == 1:
@@ -114,7 +115,7 @@ class Communicator(Binding):
         parts = {group: tuple(runs([(n,) for n in each])) for group, each in self._by_group(dims, lengths_of).items()}
         wholes = {group: (sum(box.numel for box in boxes),) for group, boxes in parts.items()}
         members_of = self.mesh.members_of
-        said = _said([box.numel for box in boxes] for boxes in parts.values())
+        said = _said(([box.numel for box in boxes] for boxes in parts.values()), whose)
 
         def new(at: int) -> tuple[int, ...]:
             group = members_of(dims, at)
@@ -245,9 +246,9 @@ class Communicator(Binding):
         return tuple(mesh_dims), list(chunks)
 
 
-def _said(lengths: Iterable[Sequence[int]]) -> str:
+def _said(lengths: Iterable[Sequence[int]], whose: str) -> str:
     """The lengths of this rank's group's rows."""
-    return f"of rows [{', '.join(map(str, next(iter(lengths))))}]"
+    return f"of {whose and f'{whose}, '}rows [{', '.join(map(str, next(iter(lengths))))}]"
 
 
 def same_in_group(shapes: dict[int, Any]) -> None:

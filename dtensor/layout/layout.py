@@ -235,6 +235,16 @@ class Layout:
         return self
 
     @asked
+    def num_shards(self) -> int:
+        """Number of blocks (torch's name)."""
+        return math.prod(1 if split is None else len(split.sizes) for split in self.splits)
+
+    @asked
+    def dim_map(self) -> list[int]:
+        """By tensor dim the mesh dim that cuts it, the outermost of several, or -1 (torch's name)."""
+        return [-1 if split is None else split.mesh_dims[0] for split in self.splits]
+
+    @asked
     def device_mesh(self) -> DeviceMesh:
         """``mesh`` by torch's name."""
         return self.mesh

@@ -42,6 +42,9 @@ class Root:
     backends: dict[tuple[int, ...], Backend] = field(default_factory=dict)  # root dims -> of the group over them, where asked for
     derived: dict[Any, Any] = field(default_factory=dict)
     seeded: set[int] = field(default_factory=set)  # root dims over which ranks draw from the same generator state
+    units: dict[Any, int] = field(
+        default_factory=dict
+    )  # how many units of data parallelism there are, by the root dims they lie over
     entered: dict[Any, list[Any]] = field(default_factory=dict)  # blocks of `with mesh:`
     stands_for: Any = None  # of a dry run, the mesh that it is one of: what things take there is what they take here
     profile: Any = None  # of a dry run, what things take on the cluster that it is one of, if not on one like this machine's
@@ -54,6 +57,11 @@ class Root:
     @property
     def key(self) -> tuple[Any, ...]:
         return *self.geometry, tuple(sorted(self.backends.items())), self.stands_for, id(self.profile)
+
+    def next_unit(self, dims: Any) -> int:
+        """The number of one more unit: the same on all ranks of its groups, which make them in one order."""
+        self.units[dims] = self.units.get(dims, 0) + 1
+        return self.units[dims]
 
     def wide(self, dims: Iterable[int]) -> tuple[int, ...]:
         """Those along which there are several ranks, in one order: whichever dims have these are over the same ranks."""

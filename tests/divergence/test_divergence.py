@@ -6,6 +6,7 @@ Here a part of the table; ``make test-chaos`` runs all of it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from programs_of_ranks import DEADLY, DIFFERENT, FAILING, HEALTHY, RAISING
 
 import dtensor as dt
 from dtensor.errors import DivergenceError
+from dtensor.parallel import fully_shard
 from dtensor.watch import watching
 
 SIZE = 3
@@ -188,3 +190,20 @@ def _goes_on_after_being_refused() -> list[str]:
 
 def test_a_rank_that_was_refused_sends_nothing_more() -> None:
     assert run_gloo(_goes_on_after_being_refused, 3) == [["rank 1 differs from ranks 0, 2"] * 3] * 3
+
+
+def _takes_units_in_another_order() -> str:
+    mesh = dt.init_device_mesh("cpu", (2,))
+    experts = [fully_shard(torch.nn.Linear(4, 4), mesh=mesh) for _ in range(3)]  # of one size: no length tells them apart
+    copied = copy.deepcopy(experts[0]) if dist.get_rank() else experts[0]  # which is no further unit
+    fully_shard(torch.nn.Linear(4, 4), mesh=mesh)(torch.ones(1, 4))
+    copied(torch.ones(1, 4))
+    try:
+        experts[1 + dist.get_rank()](torch.ones(1, 4))
+    except DivergenceError as error:
+        return " ".join(word for word in ("unit 1", "unit 2", "unit 3", "unit 4") if word in str(error).partition("\n")[2])
+    return "nothing"
+
+
+def test_units_of_one_size_are_not_taken_for_each_other() -> None:
+    assert run_gloo(_takes_units_in_another_order, 2) == ["unit 2 unit 3"] * 2

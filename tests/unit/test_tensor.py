@@ -761,6 +761,9 @@ def test_a_layout_answers_under_the_names_of_torch() -> None:
     assert (x._spec.mesh, x._spec.device_mesh, x._spec.placements) == (x.device_mesh, x.device_mesh, x.placements)
     assert (x._spec.tensor_meta.shape, x._spec.tensor_meta.stride, x._spec.tensor_meta.dtype) == ((5, 3), (3, 1), torch.float32)
     assert hash(x._spec) == hash((x + 1)._spec)
+    square = dt.init_device_mesh("cpu", (2, 2))
+    y, z = (dt.zeros(5, 3, device_mesh=square, placements=[Shard(1), where]) for where in (Shard(1), Replicate()))
+    assert [(value._spec.num_shards, value._spec.dim_map) for value in (x, y, z)] == [(2, [0, -1]), (4, [-1, 0]), (2, [-1, 0])]
 
 
 # --- submeshes ------------------------------------------------------------------------------------------------------

@@ -51,9 +51,11 @@ class Group:
         settings: how its collectives run.
         neighbours: who keep parts between forward and backward instead of freeing all.
         scattered: reduce-scattered gradients that wait to be summed over replicas.
+        whose: its name in what ranks compare: blocks of a model have rows of one length, and would be taken for each other.
     """
 
-    def __init__(self, managed: Sequence[Managed], axes: Axes, policy: MixedPrecisionPolicy) -> None:
+    def __init__(self, managed: Sequence[Managed], axes: Axes, policy: MixedPrecisionPolicy, whose: str = "") -> None:
+        self.whose = whose or f"unit {axes.mesh._root.next_unit(axes.mesh._dims)}"
         self.axes, self.policy, self.settings = axes, policy, Settings()
         self.managed: list[Managed] = []
         self.live: dict[Any, int] = {}
@@ -66,7 +68,7 @@ class Group:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         copied = [copy.deepcopy(m, memo) for m in self.managed]
-        made = memo[id(self)] = Group(copied, self.axes, self.policy)
+        made = memo[id(self)] = Group(copied, self.axes, self.policy, self.whose)
         made.settings, made.neighbours = copy.copy(self.settings), self.neighbours
         return made
 
@@ -218,7 +220,7 @@ class Group:
         by, seen = self.settings.gathers, self._sending(self.comm.held[0]).seen
         if by is not None:
             return functools.partial(gather_rows, self.axes, by, lambda member: self._sending(member).lengths)
-        return self.comm.bind_gather(self.axes.shard, lambda member: self._sending(member).lengths, seen)
+        return self.comm.bind_gather(self.axes.shard, lambda member: self._sending(member).lengths, seen, self.whose)
 
     def scattering(self, chosen: Sequence[int], dtype: torch.dtype, op: str) -> Run:
         """What reduces gradients of the chosen parameters, and a flag for each, to this member's part."""
@@ -230,7 +232,7 @@ class Group:
         def bind() -> Run:
             if by is not None:
                 return functools.partial(scatter_row, self.axes, by, op, lengths_of)
-            return comm.bind_scatter(self.axes.scattered, lengths_of, op, dtype)
+            return comm.bind_scatter(self.axes.scattered, lengths_of, op, dtype, self.whose)
 
         return self._bound_to((tuple(chosen), dtype, op, by, comm), bind)
 
