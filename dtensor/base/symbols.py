@@ -185,6 +185,8 @@ def size_of(value: Any) -> Any:
         return known
     if type(value) is OpenSize:
         return value
+    if not value.node.has_hint():
+        raise torch_internals.GuardOnDataDependentSymNode(value.node.expr)
     return int(value) if _CLOSED.of(value.node) else OpenSize(value.node)
 
 

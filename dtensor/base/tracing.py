@@ -74,8 +74,8 @@ def explained(error: Exception, operation: str) -> Exception:
     if not (under_way() and isinstance(error, torch_internals.GuardOnDataDependentSymNode)):
         return error
     return UnsupportedOperationError(
-        f"{operation} of DTensors inside torch.compile: values decide a size here, and a DTensor's layout has sizes as numbers, "
-        "before there are values; let the graph break there (fullgraph=False), or keep the size: torch.where(m, x, 0) for x[m]"
+        f"{operation} of DTensors inside torch.compile: values decide a size here, or what is done, and both are decided before "
+        "there are values; let the graph break there (fullgraph=False), or keep the size: torch.where(m, x, 0) for x[m]"
     )
 
 
@@ -105,11 +105,13 @@ def constant_of_graph(x: Any) -> Any:
     return x.real_obj if type(x) is WrappedConstant else x
 
 
-def kept(value: Any) -> str:
-    """A name for an object that stands in compiled programs, in this process."""
-    place = _KEPT.get(value)
+def kept(value: Any, alike: Any = None) -> str:
+    """A name for an object that stands in compiled programs, in this process; ``alike``: what others that do the same have too,
+    for which the first of them is kept."""
+    key = value if alike is None else alike
+    place = _KEPT.get(key)
     if place is None:
-        place = _KEPT[value] = len(_OBJECTS)
+        place = _KEPT[key] = len(_OBJECTS)
         _OBJECTS.append(value)
     return f"{_PROCESS} {place}"
 

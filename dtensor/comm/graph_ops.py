@@ -9,6 +9,7 @@ Random numbers are such effects too: every rank advances its generator alike, on
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base import torch_internals
-from ..base.caches import Bounded
+from ..base.caches import Bounded, remembered
 from ..base.symbols import as_torch_has_them, has_symbols, sizes
 from ..base.told import changed
-from ..base.tracing import kept, kept_object, shows_ranges
+from ..base.tracing import kept_object, shows_ranges
 from ..mesh.groups import Group, backend_of
 from .backends import all_gather_rows, all_reduction, all_to_all_rows, reduce_scatter_single, started
 from .events import Event, listeners, reduced, reporting
@@ -63,7 +64,19 @@ class Collective:
         if not has_symbols(lengths):
             said, lengths = replace(self, lengths=lengths), ()
         given = (list(lengths),) if self.kind == "exchange" else ()
-        return cast(Tensor, in_graph(self.kind, row, *given, kept(said)))
+        return cast(Tensor, in_graph(self.kind, row, *given, said.written()))
+
+    def written(self) -> str:
+        """Its name in a graph: all of it, so that nothing needs to be kept for as long as there is the graph."""
+        op = None if self.op is None else self.op.name
+        return json.dumps([self.kind, self.group, self.size, self.said, op, self.lengths])
+
+    @staticmethod
+    @remembered(4096)
+    def read(name: str) -> Collective:
+        """What has that name."""
+        kind, group, size, said, op, lengths = json.loads(name)
+        return Collective(kind, group, size, said, None if op is None else getattr(dist.ReduceOp, op), tuple(lengths))
 
     def outcome(self, row: Tensor, lengths: Sequence[int]) -> Tensor:
         """What it gives, without data."""
@@ -121,7 +134,7 @@ class Collective:
 
 def _ended(row: Tensor, lengths: Sequence[int], what: str, after: Tensor | None = None) -> Tensor:
     """What the collective gives when it has ended; bound once for a group, which may be remade."""
-    told: Collective = kept_object(what)
+    told = Collective.read(what)
     lengths, handle = tuple(lengths) or told.lengths, torch_internals.resolve_process_group(told.group)
     key = (what, lengths, row.device.type)
     found = _BOUND.get(key)
@@ -162,8 +175,8 @@ _WITHOUT_DATA: dict[str, Callable[..., Any]] = {
     "draw": lambda make, given, sizes, size, stride, dtype, device, after=None: torch.empty_strided(
         size, stride, dtype=dtype, device=device
     ),
-    "exchange": lambda row, lengths, what, after=None: kept_object(what).outcome(row, lengths),
-    **dict.fromkeys(_OF_ROWS, lambda row, what, after=None: kept_object(what).outcome(row, ())),
+    "exchange": lambda row, lengths, what, after=None: Collective.read(what).outcome(row, lengths),
+    **dict.fromkeys(_OF_ROWS, lambda row, what, after=None: Collective.read(what).outcome(row, ())),
 }
 
 

@@ -35,7 +35,7 @@ from . import wrapping
 from .bind import bind, runner_of
 from .conditions import by_kinds, floats_by_default, under_default_dtype
 from .counted import Notes, counting
-from .keys import AS_IT_IS, in_numbers, settle, sized_of, stand_in, static
+from .keys import AS_IT_IS, settle, sized_of, stand_in, static
 from .local_op import local_function
 from .mixed_meshes import across_places, meshes_of
 from .operands import plan_of_bound
@@ -181,8 +181,6 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
                             return found(args, kwargs, [args[0]._local, *args[1:]], {})
             return general(args, kwargs)
         except Exception as error:
-            if tracing.under_way() and in_numbers(entry.operator, args, kwargs or {}, error):
-                return run(cls, func, types, args, kwargs)
             note(error)
             if (told := tracing.explained(error, entry.operator.name)) is not error:
                 raise told from error

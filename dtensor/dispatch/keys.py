@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
-from ..base.caches import Bounded
 from ..base.nested import leaves
 from ..base.symbols import OpenSize, settled, size_of, sizes, still_open
 from ..base.tracing import has_no_values
 from ..layout.layout import Layout
-from ..propagation.schema import Operator
 from . import wrapping
 from .plain_operands import in_autograd
 
@@ -79,27 +77,13 @@ def sized_of(values: Iterable[Any]) -> list[Any]:
     return [x for x in leaves([*values]) if (layout := getattr(x, "_layout", None)) is not None and layout.sized]
 
 
-def settle(values: Iterable[Any]) -> bool:
-    """Have numbers for the sizes of these tensors from now on, on which the graph is guarded; whether there were others."""
-    found = sized_of(values)
-    for x in found:
+def settle(values: Iterable[Any]) -> None:
+    """Have numbers for the sizes of these tensors from now on, on which the graph is guarded."""
+    for x in sized_of(values):
         layout = x._layout
         shape, stride = [tuple(map(settled, values)) for values in (layout.shape, layout.stride)]
         x._layout = Layout.of(layout.mesh, layout.placements, shape, stride, layout.dtype)
         still_open((*layout.shape, *layout.stride))
-    return bool(found)
-
-
-def in_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> bool:
-    """Whether a call that ``error`` of torch's ended had symbols for sizes, and has numbers now: torch takes symbols in most
-    places, and where it asks for an integer the graph is for one size."""
-    if type(error) not in (TypeError, RuntimeError) or not settle(operator.bind(args, kwargs).values()):
-        return False
-    CLOSED.keep(f"{operator.name}: {error}", None)
-    return True
-
-
-CLOSED: Bounded[str, None] = Bounded(64, "dispatch.keys.closed")  # for which calls, and why, graphs are for one size
 
 
 def _manner(x: torch.Tensor) -> tuple[Any, ...]:

@@ -42,7 +42,9 @@ def in_autograd() -> bool:
 
 def is_number(value: torch.Tensor) -> bool:
     """Whether a plain tensor holds one number, expanded or 0-d, or none: it counts as the same on all ranks."""
-    return value.numel() <= 1 or (value.layout is torch.strided and not any(value.stride()))
+    if value.numel() <= 1:
+        return True
+    return value.layout is torch.strided and not any(n != 1 and step for n, step in zip(value.shape, value.stride(), strict=True))
 
 
 def taken_as_replicated(value: torch.Tensor) -> bool:

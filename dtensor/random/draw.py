@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from ..base import tracing
-from ..base.caches import remembered
+from ..base.caches import nested_key, remembered
 from ..base.generators import go_to, state_now
 from ..base.recording import aside, site
 from ..base.scoped import Scoped
@@ -87,7 +88,16 @@ def as_one_step(layouts: Sequence[Layout], make: Callable[..., Any], *given: Any
     sizes = [size for layout in layouts for size in (*layout.shape, *layout.stride)]
     coordinate = mesh.coordinate_of(mesh.current_member())
     shaped = layouts[0].local_shape(coordinate), layouts[0].local_stride(coordinate)
-    return in_graph("draw", tracing.kept(made), parts, sizes, *shaped, layouts[0].dtype, torch.device(mesh.device_type))
+    name = tracing.kept(made, (nested_key([make, values], _told_of), str(structure), *manners))
+    return in_graph("draw", name, parts, sizes, *shaped, layouts[0].dtype, torch.device(mesh.device_type))
+
+
+def _told_of(value: Any) -> Any:
+    """What is alike of functions that do the same, which are made anew each time, and of numbers; other values are themselves:
+    who is kept holds them."""
+    if isinstance(value, FunctionType) and value.__closure__:
+        return value.__code__, nested_key([cell.cell_contents for cell in value.__closure__], _told_of)
+    return type(value), value if isinstance(value, (int, float, complex, str)) else id(value)
 
 
 def draw(layout: Layout, whole: Callable[[torch.device], torch.Tensor]) -> Any:

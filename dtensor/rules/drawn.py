@@ -27,20 +27,20 @@ class DrawLike(Word):
     """A block of what the op draws for a whole tensor with the strides of the global operand, whose values do not matter."""
 
     def __call__(self, at: KernelContext, like: Any, *args: Any, **kwargs: Any) -> Any:
-        result, (sampler, has_out) = at.results[0], at.once(_manner)
+        result, func, (sampler, has_out) = at.results[0], at.call.func, at.once(_manner)
         assert result is not None
 
         def block(layouts: Sequence[Layout], args: Any, kwargs: Any) -> Any:
             drawn, whole = layouts
             if sampler is not None and DRAWING.mode == "counter":
-                given = _arguments_of(at.call.func, args, kwargs)
+                given = _arguments_of(func, args, kwargs)
                 return draw_counted(drawn, sampler, given, given.get("generator"))
             return draw(drawn, lambda device: sample(drawn, whole, device, args, kwargs))
 
         def sample(drawn: Layout, layout: Layout, device: torch.device, args: Any, kwargs: Any) -> Tensor:
             whole = room_for(layout, device)
             into = {"out": room_for(drawn, device)} if has_out else {}
-            made: Tensor = at.call.func(whole, *args, **kwargs, **into)
+            made: Tensor = func(whole, *args, **kwargs, **into)
             return made
 
         return as_one_step((result, at.operands[0]), block, args, kwargs)

@@ -199,5 +199,5 @@ def plain_as_tangent(x: Any, constants: Constants | None, expected: type | None 
 
 def told_apart(x: Any) -> str:
     """What torch keeps compiled programs under, on disk too: those of another process name process groups that are not here."""
-    local = x._local
-    return f"{kept(x._layout)} {tuple(local.shape)} {local.stride()} {x.requires_grad}"
+    local, layout = x._local, x._layout
+    return f"{kept(layout.manner)} {tuple(layout.shape)} {layout.stride} {tuple(local.shape)} {local.stride()} {x.requires_grad}"

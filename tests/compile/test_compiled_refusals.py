@@ -35,11 +35,20 @@ def refused_exports(mesh: dt.DeviceMesh) -> None:
             torch.export.export(model, (torch.randn(5, 6),), strict=strict)
 
 
+def counts(x: torch.Tensor) -> torch.Tensor:
+    return torch.bincount(x.flatten().long(), minlength=9)
+
+
 def refused(mesh: dt.DeviceMesh) -> None:
     """As one graph these are refused, and the cause is named."""
     torch._dynamo.reset()
     x = dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)])
-    for values, name in ((lambda v: v[v > 0], "nonzero"), (torch.nonzero, "nonzero"), (torch.unique, "unique")):
+    for values, name in (
+        (lambda v: v[v > 0], "nonzero"),
+        (torch.nonzero, "nonzero"),
+        (torch.unique, "unique"),
+        (counts, "bincount"),
+    ):
         with pytest.raises(Exception, match=rf"(?s)aten::\w*{name}\w* .*values decide a size.*fullgraph=False"):
             torch.compile(values, backend="aot_eager", fullgraph=True)(x)
     uneven, linear = torch.ones(3 - mesh.get_rank(), 3), nn.Linear(3, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import dtensor as dt
 from dtensor import DTensor, Replicate, Shard
+from dtensor.base.tracing import _OBJECTS
 from dtensor.debug import CommDebugMode
 from dtensor.errors import GatherWarning
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
@@ -357,6 +359,37 @@ def collectives_that_are_counted(mesh: dt.DeviceMesh, how: Compile) -> list[Any]
     return []
 
 
+def objects_that_are_named(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """What graphs name is kept once, whatever the sizes, and however often a program is compiled."""
+    kept = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        run = how(lambda x: F.dropout(x.cumsum(0), 0.1) + torch.rand_like(x), fullgraph=True, dynamic=False)
+        for size in (4, 5, 6):
+            run(dt.distribute_tensor(torch.randn(size, 6), mesh, [Shard(0)]))
+            kept.append(len(_OBJECTS))
+    assert len({*kept}) == 1, kept
+    return []
+
+
+def on_threads(mesh: dt.DeviceMesh, how: Compile) -> list[Any]:
+    """One function, compiled and called by several threads at once, for several sizes."""
+    run, found = how(lambda x: (x.sin() * x.shape[0]).relu(), fullgraph=True), {}
+    rows = {size: torch.randn(size // 2, 6) for size in (4, 6, 8)}
+
+    def call(thread: int) -> None:
+        for turn in range(6):
+            size = 4 + 2 * ((thread + turn) % 3)
+            found[thread, turn] = run(DTensor.from_local(rows[size], mesh, [Shard(0)], shape=(size, 6), stride=(6, 1)))
+
+    threads = [threading.Thread(target=call, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[key] for key in itertools.product(range(4), range(6))]
+
+
 def _plainly(fn: Any, **options: Any) -> Any:
     return fn
 
@@ -387,6 +420,8 @@ PROGRAMS = [
     captured_graphs,
     one_after_the_other,
     collectives_that_are_counted,
+    objects_that_are_named,
+    on_threads,
 ]
 
 

@@ -155,7 +155,7 @@ def placed(x: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
         MeshError: the mesh of ``x`` does not have that dim.
     """
     own, placements = seen(x)._placed
-    if own is mesh or own == mesh:
+    if own == mesh:
         wanted: tuple[Placement, ...] = (placement,)
     else:
         wanted = tuple(placement if i == dim_of(own, mesh) else p for i, p in enumerate(placements))
