@@ -6,8 +6,8 @@ than the first of them is sharded (a sequence, heads), blocks of the stack are n
 one, and to read it moves every element. But an operator that does the same to every slice along a dim, or adds up over it, gives
 the same whatever the order of the slices, as long as that is one order for all operands. So each rank's block is folded where it
 is, which is the folded tensor in the order of ranks; the operator runs on that; and its results, unfolded, are stacks again, of
-which they are views. Whether an operator is of that kind its rule says: the folded dim is one factor, cut without a kernel and
-without a word about where a block begins.
+which they are views. Whether an operator is of that kind its rule says: the folded dim is one factor, cut without a kernel
+(but one that is declared orderless) and without a word about where a block begins.
 """
 
 from __future__ import annotations
@@ -282,10 +282,15 @@ def _places(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any],
 
 
 def _orderless(factors: Factors, name: tuple[str, ...]) -> bool:
-    """Whether blocks along a factor may be any slices: one factor, no kernel, nothing but a reduction over it."""
+    """Whether blocks along a factor may be any slices: one factor, no kernel that asks which, nothing but a reduction over it."""
     rows = [] if factors.rows else [row for row in candidates(factors, ()) if name == (row.factor,)]
     monoids = [spec for row in rows for spec in row.results if isinstance(spec, Partial) and not isinstance(spec.reduce_op, str)]
-    return bool(rows) and not monoids and rows[0].kernel is None and all(key[2] != name[0] for key in factors.windows)
+    return (
+        bool(rows)
+        and not monoids
+        and (rows[0].kernel is None or rows[0].kernel.orderless)
+        and all(key[2] != name[0] for key in factors.windows)
+    )
 
 
 # --- blocks as they lie, and back ------------------------------------------------------------------------------------------
