@@ -38,6 +38,12 @@ def keeper_of(x: Any, home: Any, noted: bool = False) -> Any:
     return x if found is None else found
 
 
+def recorded(x: Any) -> bool:
+    """Whether autograd saw ``x`` made of others (it refuses to tell of views that it did not)."""
+    unseen = (CreationMeta.NO_GRAD_MODE, CreationMeta.INFERENCE_MODE)
+    return (x._base is None or creation_meta(x) not in unseen) and x.grad_fn is not None
+
+
 def _part(x: Any) -> Any:
     """What tells the elements of its base that ``x`` shows from others; None if that is not known."""
     layout, offset = x._layout, offset_in(x._base, x)

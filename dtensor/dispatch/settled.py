@@ -34,7 +34,7 @@ from ..redistribute import Plan as Move
 from ..redistribute import execute
 from ..redistribute import plan as plan_move
 from . import wrapping
-from .keepers import home_of, keeper_of
+from .keepers import home_of, keeper_of, recorded
 from .versions import SHARED, shared, versions_of
 
 AFRESH: Scoped[object] = Scoped("afresh")  # inside, only what was moved there since is used: what ran before does not show
@@ -140,7 +140,7 @@ def moved(x: Any, move: Move, local: Any) -> Any:
     if versions is None:
         return execute(move, local)
     keeper, recorder = keeper_of(x, home, noted=True), _recorder()
-    if keeper.grad_fn is not None and torch.is_grad_enabled():
+    if keeper.requires_grad and torch.is_grad_enabled() and recorded(keeper):
         _bring_back(keeper)
     if home.is_leaf and home.requires_grad and not _may_keep(home, keeper, recorder, versions):
         return execute(move, local)

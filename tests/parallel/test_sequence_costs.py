@@ -162,3 +162,54 @@ def test_second_derivatives_of_a_gathered_value() -> None:
         return x.grad
 
     torch.testing.assert_close(penalty(x, q).full_tensor(), penalty(plain, query))
+
+
+# --- windows over positions -------------------------------------------------------------------------------------------------
+SLIDING: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {  # how many positions a rank gets of others, forward
+    "same": (lambda x: F.conv1d(x, FILTER, padding=1), 2),
+    "as it was padded": (lambda x: F.conv1d(F.pad(x, (2, 0)), FILTER), 2),
+    "causal": (lambda x: F.conv1d(x, FILTER, padding=2)[..., :-2], 2),
+    "each channel": (lambda x: F.conv1d(x, FILTER[:, :1], padding=1, groups=32), 2),
+    "wide steps": (lambda x: F.conv1d(x, FILTER, stride=2, padding=1), 2),
+    "far apart": (lambda x: F.conv1d(x, FILTER, padding=3, dilation=3), 6),
+    "pieces": (lambda x: F.conv1d(x, FILTER[..., :2], stride=2), 0),
+}
+FILTER = torch.randn(32, 32, 3, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", SLIDING)
+@pytest.mark.parametrize("length", [512, 509])
+def test_windows_over_positions_ask_their_neighbours(name: str, length: int) -> None:
+    slide, halo = SLIDING[name]
+    plain = torch.randn(2, 32, length, requires_grad=True)
+    x = dt.distribute_tensor(plain.detach(), MESH, [Shard(2)]).requires_grad_()
+    expected = slide(plain)
+    with dt.implicit_replication(), CommDebugMode() as comm:
+        found = slide(x)
+        forward = sum(comm.get_comm_bytes().values())
+        found.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(found.full_tensor(), expected)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad, rtol=1e-4, atol=1e-3)
+    assert isinstance(found.placements[0], Shard)
+    if length == 512:
+        assert forward <= halo * 2 * 32 * 4
+        assert sum(comm.get_comm_bytes().values()) <= 3 * halo * 2 * 32 * 4
+
+
+def test_pictures_cut_into_rows_and_columns() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, stride=2, padding=1))
+    one = copy.deepcopy(net)
+    plain = torch.randn(2, 3, 8, 12)
+    expected = one(plain)
+    expected.square().sum().backward()
+    model = dt.distribute_module(net, mesh)
+    found = model(dt.distribute_tensor(plain, mesh, [Shard(2), Shard(0)]))
+    assert found.placements == (Shard(2), Shard(0))
+    found.square().sum().backward()
+    torch.testing.assert_close(found.full_tensor(), expected)
+    for got, like in zip(model.parameters(), one.parameters(), strict=True):
+        assert isinstance(got.grad, dt.DTensor)
+        torch.testing.assert_close(got.grad.full_tensor(), like.grad, rtol=1e-4, atol=1e-5)
