@@ -29,7 +29,7 @@ from ..base.recording import ACTIVE, current
 from ..base.scoped import Scoped
 from ..comm import PerRank, shards_of
 from ..layout.layout import Layout
-from ..placement import Shard
+from ..placement import Replicate, Shard
 from ..redistribute import Plan as Move
 from ..redistribute import execute
 from ..redistribute import plan as plan_move
@@ -161,24 +161,26 @@ def moved(x: Any, move: Move, local: Any) -> Any:
 
 
 def _bring_back(x: Any) -> None:
-    """Have the gradient of ``x``, which is gathered, scattered to where ``x`` lies once all of its terms are there: what undoes a
-    gather, at half of what reducing everywhere moves."""
+    """Have the gradient of ``x``, which is moved, brought to where ``x`` lies once all of its terms are there: half of what
+    adding them up everywhere moves, and the pass back meets what the pass forward left where that lies."""
     layout, known = x._layout, x.grad_fn.metadata  # of the node: what is written to in place has another
     key = "dtensor", x.output_nr
     if key in known or layout.reduced() is not layout or not any(layout.splits):
         return
     known[key] = True
 
-    def scattered(grad: Any) -> Any:
+    def brought(grad: Any) -> Any:
         have = getattr(grad, "_layout", None)
         if have is None or have.mesh is not layout.mesh:
             return None
-        pairs = list(zip(layout.placements, have.placements, have.partials, strict=True))
-        back = [own if op is not None and isinstance(own, Shard) else found for own, found, op in pairs]
-        stays = all(own == found for own, found in zip(layout.placements, back, strict=True) if isinstance(own, Shard))
-        return grad.redistribute(placements=back) if stays and tuple(back) != have.placements else None
+        pairs = list(zip(layout.placements, have.placements, strict=True))
+        cut = {own.dim for own, _ in pairs if isinstance(own, Shard)}
+        if any(isinstance(found, Shard) and not isinstance(own, Shard) and found.dim in cut for own, found in pairs):
+            return None
+        back = tuple(own if isinstance(own, Shard) and not isinstance(found, Replicate) else found for own, found in pairs)
+        return None if back == have.placements else grad.redistribute(placements=back)
 
-    x.register_hook(scattered)
+    x.register_hook(brought)
 
 
 def settled_dims(x: Any) -> frozenset[int]:

@@ -213,3 +213,38 @@ def test_pictures_cut_into_rows_and_columns() -> None:
     for got, like in zip(model.parameters(), one.parameters(), strict=True):
         assert isinstance(got.grad, dt.DTensor)
         torch.testing.assert_close(got.grad.full_tensor(), like.grad, rtol=1e-4, atol=1e-5)
+
+
+# --- what lies in different ways --------------------------------------------------------------------------------------------
+def test_the_smaller_of_two_that_are_folded_moves() -> None:
+    scores, words = torch.randn(4, 8, 12), torch.randint(0, 12, (4, 8))
+    x = dt.distribute_tensor(scores, MESH, [Shard(0)]).requires_grad_()
+    y = dt.distribute_tensor(words, MESH, [Shard(1)])
+    with CommDebugMode() as comm:
+        loss = F.cross_entropy(x.view(-1, 12), F.pad(y, (0, 1), value=-100)[:, 1:].reshape(-1))
+        loss.backward()
+    assert sum(comm.get_comm_bytes().values()) <= 4 * 8 * 8
+    plain = scores.clone().requires_grad_()
+    expected = F.cross_entropy(plain.view(-1, 12), F.pad(words, (0, 1), value=-100)[:, 1:].reshape(-1))
+    expected.backward()
+    torch.testing.assert_close(loss.full_tensor(), expected)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+def test_what_was_moved_forward_is_moved_back() -> None:
+    torch.manual_seed(0)
+    plain, other = torch.randn(8, 16, 32), torch.randn(8, 16, 32)
+    x, y = (dt.distribute_tensor(t, MESH, [Shard(d)]).requires_grad_() for d, t in ((1, plain), (0, other)))
+    with CommDebugMode() as comm:
+        early = x.exp().tanh()
+        late = y.exp().tanh()
+        (early + late).sin().square().sum().backward()
+    once = 8 * 16 * 32 * 4 // N * (N - 1) // N  # of the sum's operands one, forward and backward
+    assert comm.get_comm_bytes() == {"all_to_all": 2 * once}
+    a, b = plain.requires_grad_(), other.requires_grad_()
+    (a.exp().tanh() + b.exp().tanh()).sin().square().sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    torch.testing.assert_close(x.grad.full_tensor(), a.grad)
+    torch.testing.assert_close(y.grad.full_tensor(), b.grad)
