@@ -174,11 +174,11 @@ def _bring_back(x: Any) -> None:
         if have is None or have.mesh is not layout.mesh:
             return None
         pairs = list(zip(layout.placements, have.placements, strict=True))
-        cut = {own.dim for own, _ in pairs if isinstance(own, Shard)}
-        if any(isinstance(found, Shard) and not isinstance(own, Shard) and found.dim in cut for own, found in pairs):
+        if any(isinstance(found, Shard) and not isinstance(own, Shard) for own, found in pairs):
+            return None  # it is cut in smaller blocks
+        if all(found in (own, Replicate()) for own, found in pairs if isinstance(own, Shard)):
             return None
-        back = tuple(own if isinstance(own, Shard) and not isinstance(found, Replicate) else found for own, found in pairs)
-        return None if back == have.placements else grad.redistribute(placements=back)
+        return grad.redistribute(placements=[own if isinstance(own, Shard) else found for own, found in pairs])
 
     x.register_hook(brought)
 
