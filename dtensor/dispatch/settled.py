@@ -23,17 +23,19 @@ from typing import Any
 import torch
 
 from ..base.caches import remembered
-from ..base.memory_order import memory_order
+from ..base.memory_order import memory_order, outermost_first
 from ..base.modes import REMEMBERED
 from ..base.recording import ACTIVE, current
 from ..base.scoped import Scoped
 from ..comm import PerRank, shards_of
 from ..layout.layout import Layout
+from ..placement import Replicate, Shard
 from ..redistribute import Plan as Move
 from ..redistribute import execute
 from ..redistribute import plan as plan_move
 from . import wrapping
-from .versions import SHARED, counting, shared, versions_of
+from .keepers import home_of, keeper_of, recorded
+from .versions import SHARED, shared, versions_of
 
 AFRESH: Scoped[object] = Scoped("afresh")  # inside, only what was moved there since is used: what ran before does not show
 Runner = Callable[[Any, Any, list[Any], dict[str, Any]], Any]
@@ -127,17 +129,19 @@ def sharing(found: Layout | Runner) -> Runner:
 
 def counted_versions(x: Any) -> tuple[int, ...] | None:
     """What changes whenever the memory of ``x`` is written to; None where somebody may write and is not counted."""
-    return None if shared(x).given else versions_of(_home(x))
+    return None if shared(x).given else versions_of(home_of(x))
 
 
 def moved(x: Any, move: Move, local: Any) -> Any:
     """``local``, that of ``x``, after ``move``: as it was moved before, if it was."""
     if not move.communicates or type(x) is not wrapping.TENSOR or NESTED.depth:
         return execute(move, local)
-    home, versions = _home(x), _countable_versions(x)
+    home, versions = home_of(x), _countable_versions(x)
     if versions is None:
         return execute(move, local)
-    keeper, recorder = _keeper(x, home), _recorder()
+    keeper, recorder = keeper_of(x, home, noted=True), _recorder()
+    if keeper.requires_grad and torch.is_grad_enabled() and recorded(keeper):
+        _bring_back(keeper)
     if home.is_leaf and home.requires_grad and not _may_keep(home, keeper, recorder, versions):
         return execute(move, local)
     forms = _forms(keeper, recorder, versions)
@@ -156,13 +160,36 @@ def moved(x: Any, move: Move, local: Any) -> Any:
     return found if not order else found.permute(back)
 
 
+def _bring_back(x: Any) -> None:
+    """Have the gradient of ``x``, which is moved, brought to where ``x`` lies once all of its terms are there: half of what
+    adding them up everywhere moves, and the pass back meets what the pass forward left where that lies."""
+    layout, known = x._layout, x.grad_fn.metadata  # of the node: what is written to in place has another
+    key = "dtensor", x.output_nr
+    if key in known or layout.reduced() is not layout or not any(layout.splits):
+        return
+    known[key] = True
+
+    def brought(grad: Any) -> Any:
+        have = getattr(grad, "_layout", None)
+        if have is None or have.mesh is not layout.mesh:
+            return None
+        pairs = list(zip(layout.placements, have.placements, strict=True))
+        if any(isinstance(found, Shard) and not isinstance(own, Shard) for own, found in pairs):
+            return None  # it is cut in smaller blocks
+        if all(found in (own, Replicate()) for own, found in pairs if isinstance(own, Shard)):
+            return None
+        return grad.redistribute(placements=[own if isinstance(own, Shard) else found for own, found in pairs])
+
+    x.register_hook(brought)
+
+
 def settled_dims(x: Any) -> frozenset[int]:
     """The mesh dims over which ``x`` is in terms that have been added up before, and would be had for nothing."""
     layout = x._layout
     terms = [i for i, op in enumerate(layout.partials) if op is not None]
     if not terms or NESTED.depth:
         return frozenset()
-    forms = _current(_keeper(x, _home(x)), _recorder(), _countable_versions(x))
+    forms = _current(keeper_of(x, home_of(x)), _recorder(), _countable_versions(x))
     if forms is None:
         return frozenset()
     held = forms.held.get(_flat(_turned(layout, _orders(layout)[0])), {})
@@ -216,7 +243,8 @@ def _nearest(held: dict[Layout, Any], source: Layout, target: Layout, local: Any
 @remembered(1024)
 def _orders(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The dims as they lie in memory, and where each has gone; () if that is their order, or they have none."""
-    order = memory_order(layout.shape, layout.stride) or ()
+    order = tuple(outermost_first(layout.stride))
+    order = () if order == tuple(range(len(order))) else order
     return order, tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
@@ -244,29 +272,6 @@ def _seen_as(have: Layout, value: Any, like: Layout) -> tuple[Layout, Any] | Non
         return None
     seen = Layout.from_splits(have.mesh, (None,) * len(like.shape), have.partials, like.shape, None, have.dtype)
     return seen, value.view(like.shape)
-
-
-def _keeper(x: Any, home: Any) -> Any:
-    """Which tensor has the forms of the memory that ``x`` shows."""
-    return home if _same_memory(x, home) else x
-
-
-def _home(x: Any) -> Any:
-    """Whose counter tells of writes to the memory of ``x``."""
-    root = x if x._base is None else x._base
-    found = counting(root)
-    return root if found is None else found
-
-
-def _same_memory(x: Any, home: Any) -> bool:
-    """Whether ``x`` shows each element of ``home``, as it is: then its layout says all that there is to say of it."""
-    seen, whole = x._layout, home._layout
-    return x is home or (
-        seen.dtype is whole.dtype
-        and not seen.is_complex
-        and seen.numel == whole.numel
-        and all(memory_order(layout.shape, layout.stride) is not None for layout in (seen, whole))
-    )
 
 
 def kept_apart(call: Callable[..., Any]) -> Callable[..., Any]:

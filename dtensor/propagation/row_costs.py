@@ -111,8 +111,8 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
     """Seconds that each result costs later on: if it is left in terms, to add them up; if it is cut as no operand was, to cut it
     as the others are. None of them where a row moves nothing and there are no terms yet.
 
-    Latencies do not count: what is owed may be paid together with something else. On the other mesh dims a result is as small a
-    part as that of any operand.
+    Latencies do not count: what is owed may be paid together with something else. But where some row leaves a cut as it is, who
+    cuts otherwise has it to change once more. On the other mesh dims a result is as small a part as that of any operand.
     """
     current = _here(call, mesh_dim)
     fitting = (line for line in table.lines if all(map(_fits, current, line.operands)))
@@ -125,7 +125,9 @@ def _debts(table: Table, factors: Factors, call: Call, nbytes: list[int], mesh_d
     ]
     sizes = [size / max(parts, default=1) for size in nbytes]
     ranks = call.mesh.shape[mesh_dim]
-    return [(2 * size / link.all_reduce.bandwidth, size / ranks / link.exchange.bandwidth) for size in sizes]
+    stays = any(isinstance(at, int) and at == to for line in table.lines for at, to in zip(current, line.operands, strict=True))
+    again = link.exchange.seconds(ranks, 0) if stays else 0.0
+    return [(2 * size / link.all_reduce.bandwidth, again + size / ranks / link.exchange.bandwidth) for size in sizes]
 
 
 def _here(call: Call, mesh_dim: int) -> tuple[Where | None, ...]:

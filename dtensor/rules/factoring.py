@@ -208,7 +208,7 @@ class OrIdentity(Word):
         return at.map(one, args, kwargs)
 
 
-SHARES = Kernel(Shares(), Partial("sum"), joint=True)
+SHARES = Kernel(Shares(), Partial("sum"), joint=True, orderless=True)
 
 
 @remembered(256)
@@ -216,4 +216,4 @@ def identity_of_nothing(op: Reduced) -> Kernel:
     """The kernel of a reduction whose operator refuses blocks without elements."""
     ops = op if isinstance(op, tuple) else (op,)
     lacking = tuple(Partial(each) for each in ops)
-    return Kernel(OrIdentity(ops), lacking if len(lacking) > 1 else lacking[0], joint=True)
+    return Kernel(OrIdentity(ops), lacking if len(lacking) > 1 else lacking[0], joint=True, orderless=True)

@@ -1,8 +1,8 @@
 """What a rule is: data that says which placements an operation keeps, on ONE mesh dim.
 
 ``Factors`` is a rule applied to one call: every tensor dim written as a product of factors. Sharding a factor shards every
-tensor dim it leads; a factor missing from a result leaves it ``Partial``. ``candidates`` turns that and the rule's partial
-rows into :class:`Row` s, the ways in which the local op on local blocks gives the right local blocks.
+tensor dim it leads; a factor missing from a result leaves it ``Partial``. ``candidates`` turns that and the rule's partial rows
+into :class:`Row` s, the ways in which the local op gives the right blocks.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ class Kernel:
     """How to compute when a factor that the plain local op needs whole is sharded.
 
     Args:
-        run: ``run(at, *args, **kwargs)`` gets the op's arguments with tensors replaced by locals and ``at``, a
-            ``KernelContext`` (collectives over the mesh dims that split the factor, offsets). Returns locals.
+        run: ``run(at, *args, **kwargs)`` gets the op's arguments with tensors replaced by locals, and a ``KernelContext``; it
+            returns locals.
         lacking: the spec of the results that do not have the factor, one for all or one for each result.
         collectives: how many collectives ``run`` issues; the usual number where the data decide.
-        nbytes: bytes that a rank gives to all of them together (so it receives as many where two ranks share the factor), a
-            function of the call. Both are prices: ``tests/rules/test_kernel_costs.py`` compares them with what is issued.
+        nbytes: bytes that a rank gives to all of them together (so it receives as many where two ranks share the factor).
+            Both are prices: ``tests/rules/test_kernel_costs.py`` compares them with what is issued.
         joint: ``run`` also computes with several of its factors sharded, by different mesh dims.
+        orderless: a block may be any slices along the factor.
     """
 
     run: Callable[..., Any]
@@ -67,6 +68,7 @@ class Kernel:
     collectives: int = 0
     nbytes: Callable[[Call], int] = lambda call: 0
     joint: bool = False
+    orderless: bool = False
 
 
 Reduced = str | Monoid | tuple[str | Monoid, ...]
@@ -339,9 +341,7 @@ def _specs(text: str, count: int) -> tuple[Spec, ...] | None:
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if len(words) == 1 and words[0].endswith("..."):
         words = [words[0].removesuffix("...")] * count
-    if len(words) != count:
-        return None
-    return tuple(R if word == "R" or word in KNOWN else Partial(word) for word in words)
+    return None if len(words) != count else tuple(R if word == "R" or word in KNOWN else Partial(word) for word in words)
 
 
 KNOWN = ("finite", "nonzero")

@@ -26,6 +26,7 @@ _OWN = frozenset(
         "_pending",
         "_data_parallel",
         "_forms",
+        "_parts",
         "_shared",
         "_shown",
         "_left",

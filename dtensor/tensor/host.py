@@ -10,19 +10,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..base.torch_internals import (
-    CreationMeta,
     DispatchKey,
     ForceDispatchKeyGuard,
-    creation_meta,
     excluded_keys,
     included_keys,
     is_key_excluded,
 )
-from ..base.tracing import any_number_is_open, has_no_values
+from ..dispatch.keepers import offset_in
 
 
 def whole_of(x: Any) -> Tensor:
@@ -96,24 +93,6 @@ def storage_offset(self: Any) -> int:
     """Where plain torch has the tensor begin in the memory of what it is a view of (0 where autograd cannot tell)."""
     own = None if self._base is None else offset_in(self._base, self)
     return int(Tensor.storage_offset(self)) if own is None else own
-
-
-def offset_in(root: Any, view: Any) -> int | None:
-    """Where plain torch would have ``view`` begin in the memory of ``root``; None where autograd cannot tell.
-
-    It did not see the view made, ``root`` has come to be seen in another way, or one of the two has other memory by now.
-    """
-    if "_left" in root.__dict__ or (
-        creation_meta(view) == CreationMeta.MULTI_OUTPUT_NODE and any_number_is_open() and has_no_values(root._local)
-    ):
-        return None  # torch 2.13 has moved a split's size, if it is a symbol, into the first of its views
-    like = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")
-    try:
-        shown = view._view_func_unsafe(like)
-    except (RuntimeError, IndexError):
-        return None
-    alike = shown is not None and shown.shape == view.shape and shown.stride() == view.stride()
-    return int(shown.storage_offset()) if alike else None
 
 
 # --- conversions ------------------------------------------------------------------------------------------------------

@@ -214,3 +214,32 @@ def test_new_tensors_are_cut_as_their_model_where_they_are_as_large(shape: tuple
     assert torch.equal(made.full_tensor(), torch.full(shape, 3.0))
     strides = (1, *(shape[0] for _ in shape[1:])) if len(shape) == 2 else torch.empty(shape).stride()
     assert x.new_empty_strided(shape, strides).stride() == strides
+
+
+# --- parameters cut as well --------------------------------------------------------------------------------------------------
+def test_cut_parameters_are_gathered_twice_and_their_gradients_scattered() -> None:
+    """Of a batch that is larger than its parameters nothing moves, from the words to their loss."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, dropout=0.0, norm_first=True)
+    one = nn.Sequential(nn.Embedding(256, 64), nn.LayerNorm(64), layer, nn.Linear(64, 256))
+    words = torch.randint(0, 256, (32, 64))
+
+    def cut(name: str, module: nn.Module, mesh: dt.DeviceMesh) -> None:
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(key, nn.Parameter(dt.distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+
+    model = dt.distribute_module(copy.deepcopy(one), MESH, cut)
+    given = dt.distribute_tensor(words, MESH, [Shard(0)])
+    with CommDebugMode() as comm:
+        loss = F.cross_entropy(model(given).view(-1, 256), given.view(-1))
+        loss.backward()
+    expected = F.cross_entropy(one(words).view(-1, 256), words.view(-1))
+    expected.backward()
+    torch.testing.assert_close(loss.full_tensor(), expected)
+    for got, plain in zip(model.parameters(), one.parameters(), strict=True):
+        assert isinstance(got.grad, dt.DTensor)
+        assert got.grad.placements == (Shard(0),)
+        torch.testing.assert_close(got.grad.full_tensor(), plain.grad, rtol=1e-3, atol=1e-5)
+    parameters = sum(p.numel() * p.element_size() for p in one.parameters())
+    assert sum(comm.get_comm_bytes().values()) <= 3 * (N - 1) * parameters // N + 16
+    assert set(comm.get_comm_counts()) <= {"all_gather", "reduce_scatter", "all_reduce"}

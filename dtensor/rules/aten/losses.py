@@ -79,7 +79,7 @@ blockwise(
 blockwise(
     "mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward binary_cross_entropy_backward",
     by("reduction", {NONE: EACH, MEAN: "each: [s*] -> s*", SUM: EACH}),
-    kernel=Kernel(gradient_over(count_elements), joint=True),
+    kernel=Kernel(gradient_over(count_elements), joint=True, orderless=True),
 )
 
 
@@ -104,7 +104,7 @@ def margin_factors(call: Call) -> Factors:
         call.results = tuple(
             meta and (replace(meta, shape=(), stride=()) if i == 0 else meta) for i, meta in enumerate(call.results)
         )
-    kernels = {} if loss else {"n": Kernel(loss_of_samples, lacking=TERMS)}
+    kernels = {} if loss else {"n": Kernel(loss_of_samples, lacking=TERMS, orderless=True)}
     return Factors(tuple(dims), results, {"n": samples}, kernels=kernels)
 
 
@@ -126,7 +126,7 @@ def of_something(loss: Tensor, x: Tensor) -> Tensor:
 def margin_gradient_factors(call: Call) -> Factors:
     dims, samples = operand_dims(call, 1)
     grad: Dims = (("n",),) if call.shape(0) else ()
-    kernels = {"n": Kernel(gradient_over(count_samples))} if call["reduction"] == MEAN else {}
+    kernels = {"n": Kernel(gradient_over(count_samples), orderless=True)} if call["reduction"] == MEAN else {}
     return Factors((grad, *dims), (dims[0],), {"n": samples}, kernels=kernels)
 
 
@@ -248,6 +248,7 @@ def nll_factors(call: Call) -> Factors:
         collectives=int(call["reduction"] == MEAN),
         nbytes=lambda call: statistics_bytes(call, call["reduction"] == MEAN),
         joint=True,
+        orderless=True,
     )
     kernels = {name: by_class if name == "c" else by_batch for name in sizes if name == "c" or not own}
     operands, results = (scores, target, *weight_dims(call)), (target if none else (), ())

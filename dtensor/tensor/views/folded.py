@@ -6,8 +6,8 @@ than the first of them is sharded (a sequence, heads), blocks of the stack are n
 one, and to read it moves every element. But an operator that does the same to every slice along a dim, or adds up over it, gives
 the same whatever the order of the slices, as long as that is one order for all operands. So each rank's block is folded where it
 is, which is the folded tensor in the order of ranks; the operator runs on that; and its results, unfolded, are stacks again, of
-which they are views. Whether an operator is of that kind its rule says: the folded dim is one factor, cut without a kernel and
-without a word about where a block begins.
+which they are views. Whether an operator is of that kind its rule says: the folded dim is one factor, cut without a kernel (but
+an orderless one) and without a word about where a block begins.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def on_the_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
     if leader is None:
         return NotImplemented
     where = _where(operator, marked, tensors, found)
-    if where is None:
+    if where is None or any(dim is not None and _outweighs(x, leader) for x, dim in zip(tensors, where[0], strict=True)):
         return NotImplemented
     given = []
     for x, folded, dim in zip(tensors, found, where[0], strict=True):
@@ -93,12 +93,16 @@ def on_the_stack(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, An
         given.append(x if dim is None else _in_blocks(x, folded, dim, leader))
     if key is not None:
         _note_placed(key, where, found, leader)
-    new_args, new_kwargs = _replaced(*marked, lambda mark: given[mark.place], _Tensor)
-    made = dispatch(DTensor, operator.func, (), new_args, new_kwargs)
+    made = dispatch(DTensor, operator.func, (), *_replaced(*marked, lambda mark: given[mark.place], _Tensor))
     if not isinstance(made, (list, tuple)):
         return made if where[1][0] is None else _unfolded(made, where[1][0], leader.sizes, leader.cuts)
     each = [x if dim is None else _unfolded(x, dim, leader.sizes, leader.cuts) for x, dim in zip(made, where[1], strict=True)]
     return type(made)(each)
+
+
+def _outweighs(x: Any, leader: _Folded) -> bool:
+    """Whether it takes less to read the folded tensor than to cut ``x``, which is cut otherwise, as that is."""
+    return isinstance(x, DTensor) and any(x._layout.splits) and x._layout.numel > math.prod(leader.stack._layout.shape)
 
 
 # --- calls like one before: the blocks, the operator on them, the stack that it gives -------------------------------------------
@@ -282,10 +286,15 @@ def _places(operator: Operator, marked: tuple[Any, Any], tensors: Sequence[Any],
 
 
 def _orderless(factors: Factors, name: tuple[str, ...]) -> bool:
-    """Whether blocks along a factor may be any slices: one factor, no kernel, nothing but a reduction over it."""
+    """Whether blocks along a factor may be any slices: one factor, no kernel that asks which, nothing but a reduction over it."""
     rows = [] if factors.rows else [row for row in candidates(factors, ()) if name == (row.factor,)]
     monoids = [spec for row in rows for spec in row.results if isinstance(spec, Partial) and not isinstance(spec.reduce_op, str)]
-    return bool(rows) and not monoids and rows[0].kernel is None and all(key[2] != name[0] for key in factors.windows)
+    return (
+        bool(rows)
+        and not monoids
+        and (rows[0].kernel is None or rows[0].kernel.orderless)
+        and all(key[2] != name[0] for key in factors.windows)
+    )
 
 
 # --- blocks as they lie, and back ------------------------------------------------------------------------------------------

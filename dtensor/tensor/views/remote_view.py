@@ -21,6 +21,7 @@ from ...base.torch_internals import make_wrapper_subclass
 from ...base.tracing import REFUSED
 from ...dispatch.bind import bind, runner_of
 from ...dispatch.dispatcher import dispatch, install_views
+from ...dispatch.keepers import offset_in
 from ...dispatch.keys import settle
 from ...dispatch.operands import plan_for
 from ...dispatch.settled import sharing
@@ -33,7 +34,6 @@ from ...rules.aten.views import check_memory, own_strides
 from ...rules.facts import facts_of
 from ..copies import dense
 from ..dtensor import DTensor, wrap
-from ..host import offset_in
 from .folded_layouts import regrouped
 
 _make: Any = make_wrapper_subclass  # the documented way to build wrapper subclasses

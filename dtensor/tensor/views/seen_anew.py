@@ -25,6 +25,7 @@ _OF_MEMORY = (
     "_forms",
     "_grad_layout",
     "_left",
+    "_parts",
 )  # instance attributes that speak of the memory, not of the object
 _IN_PLACE = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_")
 

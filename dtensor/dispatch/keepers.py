@@ -1,0 +1,82 @@
+"""Which tensor stands for the memory that another one shows: who has its versions, and what is remembered of it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from ..base.memory_order import memory_order, outermost_first
+from ..base.torch_internals import CreationMeta, creation_meta
+from ..base.tracing import any_number_is_open, has_no_values
+from .versions import counting
+
+PARTS = "_parts"  # the attribute of a tensor by which views of the same part of it know each other
+
+
+def home_of(x: Any) -> Any:
+    """Whose counter tells of writes to the memory of ``x``."""
+    root = x if x._base is None else x._base
+    found = counting(root)
+    return root if found is None else found
+
+
+def keeper_of(x: Any, home: Any, noted: bool = False) -> Any:
+    """Which tensor stands for the memory that ``x`` shows: ``home`` if that is all of it, else the first of those that show the
+    same part of it, in whatever order of dims, and live. ``noted``: from now on that is ``x``, if there is none."""
+    if _same_memory(x, home):
+        return home
+    parts = home.__dict__.get(PARTS)
+    if home is not x._base or not (parts or noted) or (part := _part(x)) is None:
+        return x
+    ref = None if parts is None else parts.get(part)
+    found = None if ref is None else ref()
+    if found is None and noted:
+        alive = {key: ref for key, ref in (parts or {}).items() if ref() is not None}
+        home.__dict__[PARTS] = {**alive, part: weakref.ref(x)}
+    return x if found is None else found
+
+
+def recorded(x: Any) -> bool:
+    """Whether autograd saw ``x`` made of others (it refuses to tell of views that it did not)."""
+    unseen = (CreationMeta.NO_GRAD_MODE, CreationMeta.INFERENCE_MODE)
+    return (x._base is None or creation_meta(x) not in unseen) and x.grad_fn is not None
+
+
+def _part(x: Any) -> Any:
+    """What tells the elements of its base that ``x`` shows from others; None if that is not known."""
+    layout, offset = x._layout, offset_in(x._base, x)
+    if offset is None or layout.dtype is not x._base._layout.dtype or layout.is_complex:
+        return None
+    order = outermost_first(layout.stride)
+    return offset, *[(layout.shape[d], layout.stride[d]) for d in order]
+
+
+def _same_memory(x: Any, home: Any) -> bool:
+    """Whether ``x`` shows each element of ``home``, as it is: then its layout says all that there is to say of it."""
+    seen, whole = x._layout, home._layout
+    return x is home or (
+        seen.dtype is whole.dtype
+        and not seen.is_complex
+        and seen.numel == whole.numel
+        and all(memory_order(layout.shape, layout.stride) is not None for layout in (seen, whole))
+    )
+
+
+def offset_in(root: Any, view: Any) -> int | None:
+    """Where plain torch would have ``view`` begin in the memory of ``root``; None where autograd cannot tell.
+
+    It did not see the view made, ``root`` has come to be seen in another way, or one of the two has other memory by now.
+    """
+    if "_left" in root.__dict__ or (
+        creation_meta(view) == CreationMeta.MULTI_OUTPUT_NODE and any_number_is_open() and has_no_values(root._local)
+    ):
+        return None  # torch 2.13 has moved a split's size, if it is a symbol, into the first of its views
+    like = torch.empty_strided(root.shape, root.stride(), dtype=root.dtype, device="meta")
+    try:
+        shown = view._view_func_unsafe(like)
+    except (RuntimeError, IndexError):
+        return None
+    alike = shown is not None and shown.shape == view.shape and shown.stride() == view.stride()
+    return int(shown.storage_offset()) if alike else None

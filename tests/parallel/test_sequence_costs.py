@@ -1,0 +1,250 @@
+"""Unchanged modules on a sequence that is cut: gradients of parameters are added up once, keys and values meet all queries, and
+nothing else moves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dtensor as dt
+from dtensor import Shard
+from dtensor.debug import CommDebugMode
+
+N, BATCH, LENGTH, WIDTH = 4, 2, 16, 8
+MESH = dt.init_device_mesh("cpu", (N,))
+KEYS = 2 * (N - 1) * BATCH * LENGTH * WIDTH * 4 // N  # bytes of keys and values, gathered once
+
+
+class Attention(nn.Module):
+    """Written out, of one fused product; ``how`` is who takes it apart."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.qkv, self.out = how, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fused = self.qkv(x)
+        if self.how == "chunk":
+            q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in fused.chunk(3, -1))
+        else:
+            q, k, v = fused.unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.how == "einsum":
+            share = torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1)
+            mixed = torch.einsum("bhqk,bhkd->bhqd", share, v)
+        else:
+            mixed = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Itself(nn.Module):
+    """A sequence that attends to itself, and gives its shares too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class Words(nn.Module):
+    """Scores of the words of a sequence, and their loss."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.norm, self.head, self.loss = nn.Embedding(12, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), loss
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.loss(self.head(self.norm(self.table(words))), words)
+
+
+def ignoring(scores: Tensor, words: Tensor) -> Tensor:
+    return F.cross_entropy(scores.reshape(-1, 12), words.masked_fill(words == 3, -100).reshape(-1))
+
+
+def sequence() -> Tensor:
+    return torch.randn(BATCH, LENGTH, WIDTH)
+
+
+def words() -> Tensor:
+    return torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 12
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
+    "mlp": (lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)), sequence, 0),
+    "gated": (lambda: nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 16), nn.GLU(), nn.Dropout(0.2)), sequence, 0),
+    "loss of words in a row": (lambda: Words(lambda x, y: F.cross_entropy(x.view(-1, 12), y.view(-1))), words, 12),
+    "weighted": (lambda: Words(ignoring), words, 12),
+    "smoothed": (lambda: Words(lambda x, y: F.cross_entropy(x.mT, y, label_smoothing=0.1)), words, 48),
+    "of each": (lambda: Words(lambda x, y: F.cross_entropy(x.view(-1, 12), y.view(-1), reduction="none").sum()), words, 12),
+    **{f"attention, {how}": (lambda how=how: Attention(how), sequence, 2 * KEYS) for how in ("chunk", "unbind", "einsum")},
+    "attention, with its shares": (Itself, sequence, 2 * KEYS),
+    "encoder": (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True), sequence, 2 * KEYS),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_only_keys_values_and_gradients_move(name: str) -> None:
+    torch.manual_seed(0)
+    make, batch, beside = MODULES[name]
+    one, x = make(), batch()
+    model = dt.distribute_module(copy.deepcopy(one), MESH)
+    given = dt.distribute_tensor(x, MESH, [Shard(1)])
+
+    def step(model: Any, x: Any) -> Any:
+        x = x.detach().requires_grad_(x.is_floating_point())
+        torch.manual_seed(1)  # the same dropout
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss, x.grad
+
+    with CommDebugMode() as comm:
+        loss, of_input = step(model, given)
+    expected, of_plain = step(one, x)
+    torch.testing.assert_close(loss.full_tensor(), expected)
+    if of_plain is not None:
+        assert of_input.placements == (Shard(1),)
+        torch.testing.assert_close(of_input.full_tensor(), of_plain)
+    for got, plain in zip(model.parameters(), one.parameters(), strict=True):
+        assert isinstance(got.grad, dt.DTensor)
+        torch.testing.assert_close(got.grad.full_tensor(), plain.grad, rtol=1e-4, atol=1e-6)
+    gradients = sum(2 * (N - 1) * p.numel() * p.element_size() // N for p in one.parameters())
+    assert sum(comm.get_comm_bytes().values()) <= gradients + beside
+
+
+# --- gradients of what was gathered -----------------------------------------------------------------------------------------
+def test_terms_of_a_gathered_value_are_scattered_to_where_it_lies() -> None:
+    torch.manual_seed(0)
+    plain, query = torch.randn(3, 8, 4, requires_grad=True), torch.randn(8, 4)
+    x, q = dt.distribute_tensor(plain.detach(), MESH, [Shard(1)]).requires_grad_(), dt.distribute_tensor(query, MESH, [Shard(0)])
+    part, seen = x[1], []
+    part.register_hook(lambda grad: seen.append(grad.placements))
+    key = part.mul(2)
+    with CommDebugMode() as comm:
+        ((q @ key.t()).softmax(-1) @ key).square().sum().backward()
+    block = 8 * 4 * 4 * (N - 1) // N
+    assert comm.get_comm_bytes() == {"all_gather": block, "reduce_scatter": block}
+    assert seen == [(Shard(0),)]
+    ((query @ plain[1].mul(2).t()).softmax(-1) @ plain[1].mul(2)).square().sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+def test_views_of_one_part_are_gathered_once_while_one_lives() -> None:
+    both = dt.distribute_tensor(torch.randn(2, 8, 4), MESH, [Shard(1)]).requires_grad_().exp()
+    q = dt.distribute_tensor(torch.randn(8, 4), MESH, [Shard(0)])
+    with CommDebugMode() as comm:
+        first = both[0].t()
+        q @ first
+        q @ both[0].t()
+        q @ both[0].transpose(1, 0)
+        assert comm.get_comm_counts() == {"all_gather": 1}
+        q @ both[1].t()
+        assert comm.get_comm_counts() == {"all_gather": 2}
+        with torch.no_grad():
+            both[0].mul_(2)
+        assert torch.equal((q @ first).full_tensor(), q.full_tensor() @ both.full_tensor()[0].t())
+
+
+def test_second_derivatives_of_a_gathered_value() -> None:
+    plain, query = torch.randn(2, 8, 4, requires_grad=True), torch.randn(8, 4)
+    x, q = dt.distribute_tensor(plain.detach(), MESH, [Shard(1)]).requires_grad_(), dt.distribute_tensor(query, MESH, [Shard(0)])
+
+    def penalty(x: Any, q: Any) -> Any:
+        (grad,) = torch.autograd.grad(((q @ x[1].mul(2).t()) ** 3).sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        return x.grad
+
+    torch.testing.assert_close(penalty(x, q).full_tensor(), penalty(plain, query))
+
+
+# --- windows over positions -------------------------------------------------------------------------------------------------
+SLIDING: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {  # how many positions a rank gets of others, forward
+    "same": (lambda x: F.conv1d(x, FILTER, padding=1), 2),
+    "as it was padded": (lambda x: F.conv1d(F.pad(x, (2, 0)), FILTER), 2),
+    "causal": (lambda x: F.conv1d(x, FILTER, padding=2)[..., :-2], 2),
+    "each channel": (lambda x: F.conv1d(x, FILTER[:, :1], padding=1, groups=32), 2),
+    "wide steps": (lambda x: F.conv1d(x, FILTER, stride=2, padding=1), 2),
+    "far apart": (lambda x: F.conv1d(x, FILTER, padding=3, dilation=3), 6),
+    "pieces": (lambda x: F.conv1d(x, FILTER[..., :2], stride=2), 0),
+}
+FILTER = torch.randn(32, 32, 3, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", SLIDING)
+@pytest.mark.parametrize("length", [512, 509])
+def test_windows_over_positions_ask_their_neighbours(name: str, length: int) -> None:
+    slide, halo = SLIDING[name]
+    plain = torch.randn(2, 32, length, requires_grad=True)
+    x = dt.distribute_tensor(plain.detach(), MESH, [Shard(2)]).requires_grad_()
+    expected = slide(plain)
+    with dt.implicit_replication(), CommDebugMode() as comm:
+        found = slide(x)
+        forward = sum(comm.get_comm_bytes().values())
+        found.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(found.full_tensor(), expected)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad, rtol=1e-4, atol=1e-3)
+    assert isinstance(found.placements[0], Shard)
+    if length == 512:
+        assert forward <= halo * 2 * 32 * 4
+        assert sum(comm.get_comm_bytes().values()) <= 3 * halo * 2 * 32 * 4
+
+
+def test_pictures_cut_into_rows_and_columns() -> None:
+    mesh = dt.init_device_mesh("cpu", (2, 2))
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, stride=2, padding=1))
+    one = copy.deepcopy(net)
+    plain = torch.randn(2, 3, 8, 12)
+    expected = one(plain)
+    expected.square().sum().backward()
+    model = dt.distribute_module(net, mesh)
+    found = model(dt.distribute_tensor(plain, mesh, [Shard(2), Shard(0)]))
+    assert found.placements == (Shard(2), Shard(0))
+    found.square().sum().backward()
+    torch.testing.assert_close(found.full_tensor(), expected)
+    for got, like in zip(model.parameters(), one.parameters(), strict=True):
+        assert isinstance(got.grad, dt.DTensor)
+        torch.testing.assert_close(got.grad.full_tensor(), like.grad, rtol=1e-4, atol=1e-5)
+
+
+# --- what lies in different ways --------------------------------------------------------------------------------------------
+def test_the_smaller_of_two_that_are_folded_moves() -> None:
+    scores, words = torch.randn(4, 8, 12), torch.randint(0, 12, (4, 8))
+    x = dt.distribute_tensor(scores, MESH, [Shard(0)]).requires_grad_()
+    y = dt.distribute_tensor(words, MESH, [Shard(1)])
+    with CommDebugMode() as comm:
+        loss = F.cross_entropy(x.view(-1, 12), F.pad(y, (0, 1), value=-100)[:, 1:].reshape(-1))
+        loss.backward()
+    assert sum(comm.get_comm_bytes().values()) <= 4 * 8 * 8
+    plain = scores.clone().requires_grad_()
+    expected = F.cross_entropy(plain.view(-1, 12), F.pad(words, (0, 1), value=-100)[:, 1:].reshape(-1))
+    expected.backward()
+    torch.testing.assert_close(loss.full_tensor(), expected)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+def test_what_was_moved_forward_is_moved_back() -> None:
+    torch.manual_seed(0)
+    plain, other = torch.randn(8, 16, 32), torch.randn(8, 16, 32)
+    x, y = (dt.distribute_tensor(t, MESH, [Shard(d)]).requires_grad_() for d, t in ((1, plain), (0, other)))
+    with CommDebugMode() as comm:
+        early = x.exp().tanh()
+        late = y.exp().tanh()
+        (early + late).sin().square().sum().backward()
+    once = 8 * 16 * 32 * 4 // N * (N - 1) // N  # of the sum's operands one, forward and backward
+    assert comm.get_comm_bytes() == {"all_to_all": 2 * once}
+    a, b = plain.requires_grad_(), other.requires_grad_()
+    (a.exp().tanh() + b.exp().tanh()).sin().square().sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    torch.testing.assert_close(x.grad.full_tensor(), a.grad)
+    torch.testing.assert_close(y.grad.full_tensor(), b.grad)
