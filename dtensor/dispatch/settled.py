@@ -171,7 +171,7 @@ def _bring_back(x: Any) -> None:
 
     def brought(grad: Any) -> Any:
         have = getattr(grad, "_layout", None)
-        if have is None or have.mesh is not layout.mesh:
+        if have is None or have.mesh != layout.mesh:
             return None
         pairs = list(zip(layout.placements, have.placements, strict=True))
         if any(isinstance(found, Shard) and not isinstance(own, Shard) for own, found in pairs):
