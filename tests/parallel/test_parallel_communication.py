@@ -238,8 +238,8 @@ def test_sums_only_means_that_nothing_else_is_asked_of_collectives() -> None:
     asked: list[Any] = []
     bind_scatter = comm.bind_scatter
 
-    def bound(dims: Any, lengths_of: Any, op: str, dtype: torch.dtype) -> Any:
-        run = bind_scatter(dims, lengths_of, op, dtype)
+    def bound(dims: Any, lengths_of: Any, op: str, *rest: Any) -> Any:
+        run = bind_scatter(dims, lengths_of, op, *rest)
         return lambda row: asked.append(op) or run(row)  # type: ignore[func-returns-value]
 
     comm.bind_scatter = bound  # type: ignore[method-assign]
