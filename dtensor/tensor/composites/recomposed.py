@@ -25,7 +25,6 @@ from ...base.torch_internals import (
     forward_ad,
     has_kernel,
     keys_after,
-    make_wrapper_subclass,
 )
 from ...comm import communicator_of
 from ...dispatch.plain_operands import replicated
@@ -121,21 +120,13 @@ def windows(x: Any, size: Any, stride: Any, offset: int | None = None) -> Any:
     the other dims. They show the memory of ``x`` too."""
     d = x.ndim - 1
     if d < 0 or len(size) != d + 2 or (offset is not None and offset != x.storage_offset()):
-        return located(x, size, stride, offset)
+        return NotImplemented
     (count, width), (hop, step) = size[d:], stride[d:]
     own = [*x.stride()]
     lies = [*size[:d]] == [*x.shape[:d]] and [*stride[:d]] == own[:d] and step == own[d] > 0 and hop >= step and hop % step == 0
     if not lies or min(count, width) < 2 or (reach := (count - 1) * (hop // step) + width) > x.shape[d]:
-        return located(x, size, stride, offset)
+        return NotImplemented
     return x.narrow(d, 0, reach).unfold(d, width, hop // step)
-
-
-def located(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Tell the wrapper of a view where in memory it begins: autograd counts from there."""
-    if isinstance(x, DTensor) and (offset := x.storage_offset()) != torch.Tensor.storage_offset(x):
-        told = make_wrapper_subclass(type(x), x.shape, x.stride(), offset, dtype=x.dtype, device=x.device)
-        torch.Tensor.data.__set__(x, told)  # type: ignore[attr-defined]  # the wrapper alone
-    return NotImplemented
 
 
 def tensor_split(x: Tensor, sections: Tensor, dim: int = 0) -> Any:
@@ -333,7 +324,6 @@ if _version() >= (2, 13):  # before, an operator that is no composite cannot go 
     recomposed("aten::prod.dim_int", product)
     recomposed("aten::_fft_r2c", real_transform)
     recomposed("aten::as_strided", windows)
-    recomposed("aten::as_strided_", located)
 recomposed("aten::one_hot", one_hot)
 recomposed("aten::matmul.out", matmul_into)
 recomposed("aten::fill_diagonal_", fill_diagonal)
