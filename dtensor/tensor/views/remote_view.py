@@ -28,6 +28,7 @@ from ...dispatch.settled import sharing
 from ...dispatch.steps import Runner
 from ...dispatch.versions import counted_together, counting, versions_of
 from ...dispatch.wrapping import begins_after
+from ...errors import LayoutError
 from ...layout.layout import Layout
 from ...propagation.propagate import Plan
 from ...propagation.schema import Operator
@@ -266,6 +267,11 @@ def _restriding(operator: Operator, plan: Plan) -> Runner:
         if own is None:
             found, args = plan, (x, size, stride, None if offset is None else offset - x._begins)
             if offset is not None and x._begins:
+                if offset < x._begins:
+                    raise LayoutError(
+                        f"as_strided from {offset} of a view that begins at {x._begins}: torch.inference_mode() does not tell of "
+                        "what tensor it is a view; call as_strided of that one"
+                    )
                 found = plan_of(operator, args, {})
             if not own_strides(found.call):
                 check_memory(found.call)
