@@ -6,9 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from ...base.torch_internals import make_wrapper_subclass
 from ..dtensor import DTensor
 from .recomposed import GOES_ON, recomposed
 
@@ -23,7 +20,7 @@ def strided(x: Any, size: Sequence[int], stride: Sequence[int], offset: int | No
     runs = _runs(x)
     read = _read_of(x, runs, size, stride) if offset is None or offset == x.storage_offset() else None
     if read is None:
-        return located(x, size, stride, offset)
+        return NotImplemented
     made = x.permute([d for run in runs for d in run])
     if len(runs) < x.ndim:
         made = made.view([math.prod(x.shape[d] for d in run) for run in runs])
@@ -89,14 +86,5 @@ def _reach(dims: Sequence[int], size: Sequence[int], stride: Sequence[int], unit
     return 1 + sum((size[d] - 1) * stride[d] for d in dims) // unit
 
 
-def located(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Tell the wrapper of a view where in memory it begins: autograd counts from there."""
-    if isinstance(x, DTensor) and (offset := x.storage_offset()) != torch.Tensor.storage_offset(x):
-        told = make_wrapper_subclass(type(x), x.shape, x.stride(), offset, dtype=x.dtype, device=x.device)
-        torch.Tensor.data.__set__(x, told)  # type: ignore[attr-defined]  # the wrapper alone
-    return NotImplemented
-
-
 if GOES_ON:
     recomposed("aten::as_strided", strided)
-    recomposed("aten::as_strided_", located)
