@@ -31,7 +31,21 @@ from .laid_out import in_memory_order
 from .list_numbers import with_numbers_once
 from .local_op import local_function
 from .report import Cause
-from .steps import After, Before, Given, Runner, counted, finishing, in_turn, into_locals, moving, refusing, running, written_back
+from .steps import (
+    After,
+    Before,
+    Given,
+    Runner,
+    counted,
+    finishing,
+    finishing_views,
+    in_turn,
+    into_locals,
+    moving,
+    refusing,
+    running,
+    written_back,
+)
 from .unbound import absent, decomposed, drawn_alike
 from .wrapping import wrap_local
 
@@ -51,6 +65,9 @@ def runner_of(found: Layout | Runner, operator: Operator) -> Runner:
     if not isinstance(found, Layout):
         return found
     func, layout = local_function(operator.func), found
+    if operator.is_view:
+        finish = finishing_views(layout, (0,))
+        return lambda args, kwargs, local_args, local_kwargs: finish(args, kwargs, func(*local_args, **local_kwargs))
     return lambda args, kwargs, local_args, local_kwargs: wrap_local(func(*local_args, **local_kwargs), layout)
 
 
@@ -84,8 +101,11 @@ def _bound(plan: Plan, operator: Operator, form: Form) -> Layout | Runner:
         isinstance(finish, Layout)
         and not (before or given or after or finish.is_complex)
         and call is local_function(operator.func)
+        and not any(plan.starts)
     ):
         return finish  # of complex numbers the wrapper shows a lazy conjugation
+    if plan.starts and plan.how == "rule":
+        finish = finishing_views(plan.results[0], plan.starts)
     run = running(before, given, call, after, finish)
     return because(Cause(operator, plan), run) if plan.communicates or is_kernel(plan) else run
 

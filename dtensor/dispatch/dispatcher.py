@@ -42,7 +42,7 @@ from .operands import plan_of_bound
 from .parted import by_facts, leaving
 from .plain_operands import agree_on_declared, through_copies
 from .steps import Runner
-from .wrapping import wrap_local
+from .wrapping import begins_after, wrap_at, wrap_local
 
 PLANS: Shared[tuple[Any, ...], Any] = Shared(each=1024, together=8192)  # per operator, of all operators
 watched("plans", PLANS.fullness)
@@ -141,9 +141,12 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
 
     def run(cls: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         try:
-            if is_view and _IN_INFERENCE() and not args[0].is_inference():
-                with torch.inference_mode(False):  # a view of an ordinary tensor is one: autograd gives it the tensor's version
-                    return run(cls, func, types, args, kwargs)
+            if is_view:
+                if _IN_INFERENCE() and not args[0].is_inference():
+                    with torch.inference_mode(False):  # a view of an ordinary tensor is one: autograd gives it its version
+                        return run(cls, func, types, args, kwargs)
+                if args[0]._begins:
+                    return general(args, kwargs or {})
             if not kwargs:
                 kwargs = {}
                 if args and type(args[0]) is tensor:  # the most frequent forms: the same look-up in fewer steps
@@ -191,7 +194,7 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
 
 def _general_form_of(entry: Entry, find: Callable[..., Any]) -> Callable[..., Any]:
     """A call of one operator, whatever its arguments."""
-    tensor, local_op = wrapping.TENSOR, entry.local
+    tensor, is_view, local_op = wrapping.TENSOR, entry.operator.is_view, entry.local
     by_type, names_by_type, noted = entry.scalar_positions, entry.scalar_names, entry.notes is not None
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -228,7 +231,8 @@ def _general_form_of(entry: Entry, find: Callable[..., Any]) -> Callable[..., An
             found = _miss(entry, signature, args, kwargs)
         if type(found) is not Layout:
             return found(args, kwargs, local_args, local_kwargs)
-        return wrap_local(local_op(*local_args, **local_kwargs) if local_kwargs else local_op(*local_args), found)
+        made = local_op(*local_args, **local_kwargs) if local_kwargs else local_op(*local_args)
+        return wrap_at(made, found, begins_after(args[0], found, 0)) if is_view else wrap_local(made, found)
 
     return run
 

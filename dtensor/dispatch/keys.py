@@ -49,7 +49,8 @@ def static(value: Any, key: list[Any], by_type: bool, numbers: list[Any] | None 
             key.append(value._layout)
             return value._local
         key.append((*_manner(value), in_autograd(), has_no_values(value)))  # what is traced, ranks have not compared
-        return value
+        # the zeros of forward-mode gradients have no memory, and what knows that lies above the local operators
+        return torch.zeros_like(value) if value._is_zerotensor() else value
     if kind in _SYMBOLS:  # of a program that is traced: looked at where its value decides something
         if by_type:
             key.append(_SYMBOLS[kind])

@@ -25,7 +25,7 @@ from ..redistribute import execute_many as run_moves
 from ..redistribute import plan as plan_move
 from .report import announce, describe
 from .settled import moved_together, one_by_one
-from .wrapping import wrap_local
+from .wrapping import begins_after, wrap_at, wrap_local
 
 Args = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -225,6 +225,20 @@ def finishing(plan: Plan, operator: Operator, form: Form) -> Layout | Finish | N
     if len(each) == 1:
         return each[0]
     return lambda args, kwargs, made: tuple([one(args, kwargs, value) for one, value in zip(each, made, strict=True)])
+
+
+def finishing_views(layouts: Layout | list[Layout], starts: tuple[int, ...]) -> Finish:
+    """The same for views of the first argument's local, which begin so many bytes after that does."""
+    if isinstance(layouts, Layout):
+        layout, start = layouts, starts[0]
+        return lambda args, kwargs, made: wrap_at(made, layout, begins_after(args[0], layout, start))
+    each = tuple(zip(layouts, starts, strict=True))
+
+    def finish(args: Args, kwargs: Keywords, made: Any) -> Any:
+        base = args[0]
+        return [wrap_at(x, layout, begins_after(base, layout, start)) for x, (layout, start) in zip(made, each, strict=True)]
+
+    return finish
 
 
 def _one_result(plan: Plan, operator: Operator, form: Form, owner: str | None, layout: Any) -> Finish:

@@ -44,5 +44,21 @@ def wrap_local(local: Any, layout: Layout) -> Any:
     return made
 
 
+def wrap_at(local: Any, layout: Layout, begins: int) -> Any:
+    """The DTensor with this local and layout, a view that begins so many elements after the memory that it is one of does."""
+    if not begins:
+        return wrap_local(local, layout)
+    made = _MAKE(TENSOR, layout.shape, layout.stride, begins, None, layout.dtype, torch.strided, local.device)
+    made._local, made._layout, made._begins = local, layout, begins
+    if layout.is_complex and local.is_conj():
+        set_conj(made, True)
+    return made
+
+
+def begins_after(base: Any, layout: Layout, start: int) -> int:
+    """Where a view of ``base`` begins, in elements of its layout; ``start``: bytes after where the base does."""
+    return (base._begins * base._layout.dtype.itemsize + start) // layout.dtype.itemsize if start or base._begins else 0
+
+
 def wrap_pending(pending: Any, layout: Layout, like: Any) -> Any:
     return _PENDING(pending, layout, like)

@@ -53,6 +53,17 @@ def results_of(operator: Operator, rule: Rule | None, call: Call) -> tuple[Any, 
     return metas
 
 
+def starts_of(operator: Operator, call: Call) -> tuple[int, ...]:
+    """Of views the bytes from where the first operand begins to where each of them does; none where sizes are symbols."""
+    if not operator.is_view or operator.reshapes or call.operands[0].sized:
+        return ()
+    base = call.operands[0]
+    like = torch.empty_strided(base.shape, base.stride, dtype=base.dtype, device=META)
+    shown = operator.call({**call.arguments, operator.names[0]: like})
+    views = shown if isinstance(shown, (list, tuple)) else (shown,)
+    return tuple([view.storage_offset() * view.element_size() for view in views])
+
+
 def _as_told(metas: tuple[Any, ...], shapes: Shapes) -> Answer | None:
     if len(metas) != len(shapes) or any(not isinstance(meta, Meta) for meta in metas):
         return None

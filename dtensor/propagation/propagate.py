@@ -24,7 +24,7 @@ from ..rules.registry import lookup
 from ..rules.rule import Rule
 from .calls import Slot, make_call
 from .choose import Chooser, Chosen, choose
-from .meta import NotInferable, asked_with_outs, results_of
+from .meta import NotInferable, asked_with_outs, results_of, starts_of
 from .schema import Operator
 
 
@@ -42,6 +42,7 @@ class Plan:
         rule, chosen: what the rule said; None unless ``how == "rule"`` on a single call.
         answer: the value itself, for ``"answer"``.
         by_numbers: the plan holds for numbers of the same :class:`Kind` only.
+        starts: of views, whose sizes are no symbols, the bytes from where the first operand begins to where each of them does.
     """
 
     how: Literal["rule", "answer", "decompose", "gather"]
@@ -54,6 +55,7 @@ class Plan:
     chosen: Chosen | None = None
     answer: Any = None
     by_numbers: bool = False
+    starts: tuple[int, ...] = ()
 
     @property
     def communicates(self) -> bool:
@@ -144,7 +146,8 @@ def _by_rule(
     results = _like(metas, chosen.results)
     moved = [slot[0] for slot, _ in moves] if moves else ()
     back = _write_back(operator, call, results, moved, reshapes) + _written_aside(operator, rule, call, slots, chosen.operands)
-    return Plan("rule", call, moves, chosen.operands, results, back, rule=rule, chosen=chosen, by_numbers=chosen.by_numbers)
+    starts = starts_of(operator, call)
+    return Plan("rule", call, moves, chosen.operands, results, back, rule, chosen, by_numbers=chosen.by_numbers, starts=starts)
 
 
 def _kept(operator: Operator, call: Call, slots: tuple[Slot, ...]) -> dict[int, int]:
@@ -300,7 +303,7 @@ def gather(operator: Operator, call: Call, slots: tuple[Slot, ...], metas: tuple
         target = call.arguments[name]
         if isinstance(target, Layout):  # the data decide the shape: it must turn out to be this one
             back += (((name, None), plan_move(_whole(target), target)),)
-    return Plan("gather", call, moves, operands, results, back)
+    return Plan("gather", call, moves, operands, results, back, starts=() if metas is None else starts_of(operator, call))
 
 
 def _whole(layout: Layout) -> Layout:

@@ -71,6 +71,7 @@ class DTensor(torch.Tensor):
 
     _local: Any
     _layout: Layout
+    _begins = 0  # elements before its first, in the memory of what it is a view of
     __slots__ = ("_layout", "_local")
     __torch_function__ = disabled_torch_function  # the documented way to say none
 
@@ -282,7 +283,7 @@ class DTensor(torch.Tensor):
 
     def _share(self, target: DTensor) -> None:
         """Make ``target`` this memory."""
-        target._local, target._layout = self._local, self._layout
+        target._local, target._layout, target._begins = self._local, self._layout, self._begins
 
     def _uncounted(self) -> DTensor:
         apart: DTensor | None = self.__dict__.get("_apart")
@@ -323,7 +324,7 @@ class DTensor(torch.Tensor):
 
     tolist, numpy, __array__, __dlpack__, __format__ = host.tolist, host.numpy, host.array, host.dlpack, host.text
     share_memory_, is_shared, is_pinned, pin_memory = host.share_memory_, host.is_shared, host.is_pinned, host.pin_memory
-    apply_, storage_offset = host.apply_, host.storage_offset
+    apply_ = host.apply_
     __bool__, __int__, __index__, __float__ = host.truth, host.integer, host.index, host.real
     __complex__, __iter__ = host.complex_number, host.rows
 

@@ -19,7 +19,6 @@ from ..base.torch_internals import (
     included_keys,
     is_key_excluded,
 )
-from ..dispatch.keepers import offset_in
 
 
 def whole_of(x: Any) -> Tensor:
@@ -87,12 +86,6 @@ def pin_memory(self: Any, device: Any = None) -> Any:
         return self
     options = {"shape": self.shape, "stride": self.stride()}
     return type(self).from_local(self.to_local().pin_memory(), self.device_mesh, self.placements, **options)
-
-
-def storage_offset(self: Any) -> int:
-    """Where plain torch has the tensor begin in the memory of what it is a view of (0 where autograd cannot tell)."""
-    own = None if self._base is None else offset_in(self._base, self)
-    return int(Tensor.storage_offset(self)) if own is None else own
 
 
 # --- conversions ------------------------------------------------------------------------------------------------------

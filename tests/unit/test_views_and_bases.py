@@ -355,6 +355,19 @@ def test_strides_count_from_the_start_of_the_memory_and_gradients_too() -> None:
         check(program, X, mesh=dt.init_device_mesh("cpu", (2,)), placements=[placements])
 
 
+def test_strides_count_from_there_where_nobody_knows_the_base() -> None:
+    def program(x: Any, offset: int | None) -> Any:
+        with torch.inference_mode():
+            return x.clone()[2:].as_strided((3, 2), (1, 3), offset)
+
+    for placements in FLAT:
+        x = scatter(X, dt.init_device_mesh("cpu", (2,)), placements)
+        for offset in (12, 14, None):
+            assert torch.equal(program(x, offset).full_tensor(), program(X, offset))
+        with pytest.raises(dt.errors.LayoutError, match="a view that begins at 12"):
+            program(x, 3)
+
+
 # --- the same bytes as another dtype ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("other", [torch.int64, torch.int32, torch.float32, torch.complex128, torch.uint8], ids=str)
 @pytest.mark.parametrize("write", ["mask", "element", "add", "copy", "row"])

@@ -25,7 +25,6 @@ from ...base.torch_internals import (
     forward_ad,
     has_kernel,
     keys_after,
-    make_wrapper_subclass,
 )
 from ...comm import communicator_of
 from ...dispatch.plain_operands import replicated
@@ -35,6 +34,7 @@ from ..dtensor import DTensor
 _KEY = "PythonTLSSnapshot"
 _BELOW = keys_after(DispatchKey.PythonTLSSnapshot)
 _LIBRARIES: list[torch.library.Library] = []  # what they declare lasts as long as they do
+GOES_ON = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # from here an operator that is no composite, too
 
 
 def undecomposed() -> None:
@@ -85,10 +85,6 @@ def _implemented(name: str, run: Callable[..., Any]) -> None:
     changed("dispatch key PythonTLSSnapshot")
 
 
-def _version() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-
-
 def matmul_into(x: Tensor, y: Tensor, *, out: Tensor) -> Any:
     """Torch folds batch dims into rows and hands ``out`` to a product of another shape."""
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, out))  # which torch refuses
@@ -114,28 +110,6 @@ def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:
         count = (x.numel() + width) // (width + 1) - width
         x[width + 1 :].as_strided((count,), (sum(x.stride()),)).fill_(value)
     return x
-
-
-def windows(x: Any, size: Any, stride: Any, offset: int | None = None) -> Any:
-    """Overlapping windows of the last dim, as ``stft`` reads them: what ``unfold`` gives, of which rules know that they stay with
-    the other dims. They show the memory of ``x`` too."""
-    d = x.ndim - 1
-    if d < 0 or len(size) != d + 2 or (offset is not None and offset != x.storage_offset()):
-        return located(x, size, stride, offset)
-    (count, width), (hop, step) = size[d:], stride[d:]
-    own = [*x.stride()]
-    lies = [*size[:d]] == [*x.shape[:d]] and [*stride[:d]] == own[:d] and step == own[d] > 0 and hop >= step and hop % step == 0
-    if not lies or min(count, width) < 2 or (reach := (count - 1) * (hop // step) + width) > x.shape[d]:
-        return located(x, size, stride, offset)
-    return x.narrow(d, 0, reach).unfold(d, width, hop // step)
-
-
-def located(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Tell the wrapper of a view where in memory it begins: autograd counts from there."""
-    if isinstance(x, DTensor) and (offset := x.storage_offset()) != torch.Tensor.storage_offset(x):
-        told = make_wrapper_subclass(type(x), x.shape, x.stride(), offset, dtype=x.dtype, device=x.device)
-        torch.Tensor.data.__set__(x, told)  # type: ignore[attr-defined]  # the wrapper alone
-    return NotImplemented
 
 
 def tensor_split(x: Tensor, sections: Tensor, dim: int = 0) -> Any:
@@ -328,12 +302,10 @@ _FILLING = (
     "slogdet.out",
     "linalg_svdvals.out",
 )
-if _version() >= (2, 13):  # before, an operator that is no composite cannot go on from here
+if GOES_ON:
     recomposed("aten::prod", product)
     recomposed("aten::prod.dim_int", product)
     recomposed("aten::_fft_r2c", real_transform)
-    recomposed("aten::as_strided", windows)
-    recomposed("aten::as_strided_", located)
 recomposed("aten::one_hot", one_hot)
 recomposed("aten::matmul.out", matmul_into)
 recomposed("aten::fill_diagonal_", fill_diagonal)

@@ -27,6 +27,8 @@ from ...dispatch.operands import plan_for
 from ...dispatch.settled import sharing
 from ...dispatch.steps import Runner
 from ...dispatch.versions import counted_together, counting, versions_of
+from ...dispatch.wrapping import begins_after
+from ...errors import LayoutError
 from ...layout.layout import Layout
 from ...propagation.propagate import Plan
 from ...propagation.schema import Operator
@@ -179,7 +181,7 @@ class RemoteView(DTensor):
 
     def _share(self, target: Any) -> None:
         origin, place, layout = self._origin, self._place, self._layout
-        target.__class__ = RemoteView
+        target.__class__, target._begins = RemoteView, self._begins
         target._layout, target._origin, target._place = layout, origin, place
 
 
@@ -263,9 +265,17 @@ def _restriding(operator: Operator, plan: Plan) -> Runner:
         root = x._base
         own = offset_in(root, x) if isinstance(root, DTensor) else None
         if own is None:
-            if not own_strides(plan.call):
-                check_memory(plan.call)
-            return views_of(Origin(x, operator, args, kwargs, plan))
+            found, args = plan, (x, size, stride, None if offset is None else offset - x._begins)
+            if offset is not None and x._begins:
+                if offset < x._begins:
+                    raise LayoutError(
+                        f"as_strided from {offset} of a view that begins at {x._begins}: torch.inference_mode() does not tell of "
+                        "what tensor it is a view; call as_strided of that one"
+                    )
+                found = plan_of(operator, args, {})
+            if not own_strides(found.call):
+                check_memory(found.call)
+            return views_of(Origin(x, operator, args, {}, found))
         if root.dtype != x.dtype:
             root = dispatch(DTensor, torch.ops.aten.view.dtype, (), (root, x.dtype))
             root.__dict__["_counted"] = x._base
@@ -315,8 +325,10 @@ def chain_of(view: RemoteView) -> tuple[DTensor, list[tuple[Origin, int]]]:
 
 
 def _view(origin: Origin, layout: Layout, place: int) -> RemoteView:
-    made = _make(RemoteView, layout.shape, strides=layout.stride, dtype=layout.dtype, device=origin.viewed.device)
-    made._layout, made._origin, made._place = layout, origin, place
+    viewed, starts = origin.viewed, origin.plan.starts
+    begins = begins_after(viewed, layout, starts[place]) if starts else 0
+    made = _make(RemoteView, layout.shape, layout.stride, begins, dtype=layout.dtype, device=viewed.device)
+    made._layout, made._origin, made._place, made._begins = layout, origin, place, begins
     return cast(RemoteView, made)
 
 

@@ -1,0 +1,88 @@
+"""Transforms of ``torch.func`` see DTensors through wrappers of their own, which count from where a view begins in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor import Partial, Placement, Replicate, Shard
+from dtensor.testing import scatter
+
+X = (torch.arange(20.0, dtype=torch.float64).reshape(4, 5) % 7) - 2.5
+TANGENT = torch.arange(20.0, dtype=torch.float64).reshape(4, 5) / 8 - 1
+PLACEMENTS: list[list[Placement]] = [[Replicate()], [Shard(0)], [Shard(1)], [Shard(1, sizes=(0, 4, 1))], [Partial()]]
+
+
+def assigned(y: Any) -> None:
+    y[:, 1:3] = y[:, 3:] * 2
+
+
+def scaled(y: Any) -> None:
+    y[1:3] *= 3
+
+
+def of_a_view(y: Any) -> None:
+    y[1:].t()[2:].mul_(y[1:, :3].t().sum())
+
+
+def one_of_many(y: Any) -> None:
+    y[:, 2:3].add_(y.split([2, 1, 2], 1)[2][:, 1:].clone())
+    y[2].mul_(y.unbind(0)[3].clone())
+
+
+def element(y: Any) -> None:
+    y[2, 3] = y[0, 0].clone() * y[3, 4].clone()
+
+
+def diagonal(y: Any) -> None:
+    y.diagonal(1).copy_(y.diagonal().clone() ** 2)
+
+
+def flat(y: Any) -> None:
+    y.view(-1)[6:14].view(2, 4)[1] *= y.view(-1)[:4].clone()
+
+
+def strided(y: Any) -> None:
+    y.as_strided((2, 3), (5, 2), 5).mul_(y.as_strided((2, 3), (5, 2)).clone())
+
+
+WRITES = (assigned, scaled, of_a_view, one_of_many, element, diagonal, flat, strided)
+TRANSFORMS: dict[str, Callable[[Callable[[Any], Any], Any, Any], Any]] = {
+    "grad": lambda f, x, t: torch.func.grad(lambda x: (f(x) ** 3).sum())(x),
+    "jvp": lambda f, x, t: torch.func.jvp(f, (x,), (t,))[1],
+    "hvp": lambda f, x, t: torch.func.jvp(torch.func.grad(lambda x: (f(x) ** 3).sum()), (x,), (t,))[1],
+    "jacrev": lambda f, x, t: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x, t: torch.func.jacfwd(f)(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_to_views_are_transformed(write: Callable[[Any], None], transform: str) -> None:
+    def program(x: Any) -> Any:
+        y = x * 2
+        write(y)
+        return y
+
+    expected = TRANSFORMS[transform](program, X, TANGENT)
+    mesh = dt.init_device_mesh("cpu", (3,))
+    for placements in PLACEMENTS:
+        found = TRANSFORMS[transform](program, scatter(X, mesh, placements), scatter(TANGENT, mesh, placements))
+        torch.testing.assert_close(found.full_tensor(), expected)
+
+
+def test_zeros_without_memory_are_operands() -> None:
+    """The tangent of what has none, where a second transform is under way: local operators read from nowhere."""
+
+    def product(x: Any, y: Any, t: Any) -> Any:
+        return torch.func.jvp(torch.func.grad(lambda x: torch.dot(x, y) ** 2), (x,), (t,))[1]
+
+    given = [torch.arange(5.0) + k for k in range(3)]
+    for placements in ([Shard(0)], [Replicate()]):
+        mesh = dt.init_device_mesh("cpu", (4,))
+        found = product(*(dt.distribute_tensor(x, mesh, placements) for x in given))
+        torch.testing.assert_close(found.full_tensor(), product(*given))
