@@ -115,6 +115,13 @@ def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:
     return x
 
 
+def scattered_diagonal(x: Tensor, src: Tensor, *where: Any, **named: Any) -> Any:
+    """Real numbers on the diagonal of complex ones, as in the gradient of ``eigh``: torch forgets that theirs is real."""
+    if not x.is_complex() or src.is_complex():
+        return NotImplemented
+    return torch.diagonal_scatter(x, src.to(x.dtype), *where, **named)
+
+
 def windows(x: Any, size: Any, stride: Any, offset: int | None = None) -> Any:
     """Overlapping windows of the last dim, as ``stft`` reads them: what ``unfold`` gives, of which rules know that they stay with
     the other dims. They show the memory of ``x`` too."""
@@ -324,6 +331,7 @@ if _version() >= (2, 13):  # before, an operator that is no composite cannot go 
     recomposed("aten::prod.dim_int", product)
     recomposed("aten::_fft_r2c", real_transform)
     recomposed("aten::as_strided", windows)
+    recomposed("aten::diagonal_scatter", scattered_diagonal)
 recomposed("aten::one_hot", one_hot)
 recomposed("aten::matmul.out", matmul_into)
 recomposed("aten::fill_diagonal_", fill_diagonal)
