@@ -31,6 +31,7 @@ try:
     from .tensor.composites import recomposed as _recomposed
     from .tensor.composites import sequences as _sequences
     from .tensor.composites import sparse as _sparse_results
+    from .tensor.composites import strided as _strided
     from .tensor.create import empty, full, ones, rand, randn, zeros
     from .tensor.distribute import distribute_module, distribute_tensor
     from .tensor.dtensor import DTensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from uuid import uuid4
@@ -45,19 +44,9 @@ def is_traced(x: Any) -> bool:
 
 def any_number_is_open() -> bool:
     """Whether a program is being traced whose numbers are not all known from the start."""
-    return bool(_ranges())
-
-
-def any_number_is_left_open() -> bool:
-    """Whether it is one that serves several of these numbers, as far as it has been traced."""
-    known = _ranges()
-    return any(one.lower != one.upper for one in known.values())
-
-
-def _ranges() -> Mapping[Any, Any]:
     context = torch_internals.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
-    return {} if mode is None or mode.shape_env is None else mode.shape_env.var_to_range
+    return mode is not None and mode.shape_env is not None and bool(mode.shape_env.var_to_range)
 
 
 def under_way() -> bool:

@@ -15,6 +15,7 @@ replicated copy, and every rank takes over the whole result. Elsewhere such a wr
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -89,8 +90,7 @@ def agree_on_declared(operator: Operator, bound: dict[str, Any], mesh: DeviceMes
     """
     names = declared(operator)
     for name in names if names and not (MODES.implicit_replication or in_autograd()) else ():
-        items = bound.get(name)
-        for item in items if isinstance(items, (list, tuple)) else (items,):
+        for item in _items(bound.get(name)):
             if isinstance(item, torch.Tensor) and not hasattr(item, "_layout") and not is_number(item):
                 same_on_all(mesh, item, f"{operator.name} (argument {name!r})")
 
@@ -98,21 +98,41 @@ def agree_on_declared(operator: Operator, bound: dict[str, Any], mesh: DeviceMes
 def through_copies(operator: Operator, bound: dict[str, Any]) -> Runner | None:
     """How to run a call that writes to plain tensors, under ``implicit_replication()``: on replicated copies of them, from which
     every rank takes the whole values (``out=`` arguments have their own way). None: it does not."""
-    if not operator.mutated or operator.facts.per_element or not MODES.implicit_replication:
+    if not operator.mutated or not MODES.implicit_replication:
         return None
     written = (name for name in operator.names if name in operator.mutated and name not in operator.outs)
-    names = tuple(name for name in written if isinstance(bound.get(name), torch.Tensor) and not hasattr(bound[name], "_layout"))
+    names = tuple(name for name in written if any(_copied(operator, item) for item in _items(bound.get(name))))
     return partial(_through_copies, operator, names) if names else None
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _copied(operator: Operator, value: Any) -> bool:
+    """Whether it is a plain tensor; step counts of optimizers stay as they are."""
+    plain = isinstance(value, torch.Tensor) and not hasattr(value, "_layout")
+    return plain and not (operator.facts.per_element and value.ndim == 0)
 
 
 def _through_copies(operator: Operator, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
     bound = operator.bind(args, kwargs)
     given = {name: bound[name] for name in names}
     (mesh,) = meshes_of(bound.values())
-    bound.update({name: replicated(value, mesh) for name, value in given.items()})
+    copies: list[tuple[torch.Tensor, Any]] = []  # each plain tensor and its copy
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [*map(copied, value)]
+        if not _copied(operator, value):
+            return value
+        copies.append((value, replicated(value, mesh)))
+        return copies[-1][1]
+
+    bound.update({name: copied(value) for name, value in given.items()})
     result = operator.call(bound)
-    for name, value in given.items() if communicator_of(mesh).held else ():
-        assign(value, bound[name]._local)
+    for value, copy in copies if communicator_of(mesh).held else ():
+        assign(value, copy._local)
     if len(operator.returns) == 1:
         return given.get(operator.returns[0] or "", result)
     results = zip(operator.returns, result or (), strict=True)

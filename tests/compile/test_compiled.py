@@ -13,6 +13,7 @@ from compile_cases import ALL, LINES, Case
 from gloo import run_gloo
 from random_programs import program
 from torch import nn
+from torch.nn import functional as F
 
 import dtensor as dt
 from dtensor import DTensor
@@ -147,3 +148,29 @@ GENERATED = [*FEW, "from_local_of_alike_pieces", "sequence parallel", "loss_para
 def test_generated_code(name: str) -> None:
     for rank in results("inductor", tuple(GENERATED)):
         assert not rank[name], rank[name]
+
+
+def losses_without_classes(backend: str) -> list[str]:
+    """What is wrong of losses of which one rank has targets, and no class."""
+    mesh = dt.init_device_mesh("cpu", (2,))
+    found = []
+    for options in ({}, {"reduction": "sum"}, {"reduction": "none"}, {"label_smoothing": 0.1}):
+
+        def run(x: Any, y: Any, options: Any = options) -> Any:
+            return F.cross_entropy(x, y, **options) + F.nll_loss(x, y, reduction="sum")
+
+        def of(call: Any) -> list[Any]:
+            x = dt.distribute_tensor(torch.arange(12.0).view(4, 3).sin(), mesh, [dt.Shard(1, sizes=(3, 0))]).requires_grad_()
+            y = dt.distribute_tensor(torch.tensor([2, -100, 0, 1]), mesh, [dt.Replicate()])
+            loss = call(x, y)
+            loss.sum().backward()
+            return [loss, x.grad]
+
+        found += filter(None, map(differing, of(torch.compile(run, backend=backend, fullgraph=True)), of(run)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])  # the former computes in generated code's steps
+def test_losses_of_a_rank_without_classes(backend: str) -> None:
+    assert run_gloo(losses_without_classes, 2, backend, timeout_s=280.0) == [[], []]

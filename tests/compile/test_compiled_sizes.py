@@ -277,10 +277,14 @@ def written_of(backend: str, sizes: Sequence[int]) -> list[str]:
     """What is wrong where a program writes to arguments that require grad: those are results of its graph, too."""
     mesh = dt.init_device_mesh("cpu", (2,))
 
-    def run(x: Any, y: Any) -> Any:
+    def both(x: Any, y: Any) -> Any:
         x.t()[1:].mul_(0.5)
         y[:1].add_(x.detach()[1:2])
         return (x * x.full_tensor().mean().detach()) @ (y.t() @ x).sin()
+
+    def one(x: Any, y: Any) -> Any:  # sizes of the other stay open
+        x.mul_(2)
+        return (x @ y.t()).tanh() @ y
 
     def of(call: Any) -> list[Any]:
         found = []
@@ -291,8 +295,11 @@ def written_of(backend: str, sizes: Sequence[int]) -> list[str]:
             found += [x.grad for x in leaves] + given
         return found
 
-    compiled = torch.compile(run, backend=backend, fullgraph=True)
-    return list(filter(None, map(differing, of(compiled), of(run))))
+    found = []
+    for run in (both, one):
+        compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=None if run is both else True)
+        found += filter(None, map(differing, of(compiled), of(run)))
+    return found
 
 
 @pytest.mark.slow

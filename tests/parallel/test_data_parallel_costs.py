@@ -172,6 +172,15 @@ def places() -> Tensor:
     return torch.randint(0, 4, (BATCH, 4, 3, 8))
 
 
+def banded(x: Tensor) -> Tensor:
+    """Attention in bands as Longformer has it: overlapping chunks of positions, which lie first in memory."""
+    rows = x.transpose(0, 1).contiguous().transpose(0, 1).transpose(1, 2).reshape(-1, 8, 8)
+    chunks = rows.view(-1, 2, 4, 8)
+    stride = chunks.stride()
+    queries = chunks.as_strided((chunks.shape[0], 3, 4, 8), (stride[0], stride[1] // 2, *stride[2:]))
+    return (queries @ queries.transpose(-1, -2)).view(BATCH, 4, 3, 4, 4)
+
+
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "circular padding": lambda x, at: F.pad(x, (1, 2, 1, 1), mode="circular"),
     "gather": lambda x, at: x.gather(2, at),
@@ -183,6 +192,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "unpooled": lambda x, at: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
     "spectra": lambda x, at: torch.stft(x.flatten(1), 16, 4, window=at.new_ones(16, dtype=x.dtype), return_complex=True).abs(),
     "windows": lambda x, at: x.as_strided((8, 4, 8, 3, 4), (256, 64, 8, 2, 1)) * 2,
+    "bands": lambda x, at: banded(x.transpose(1, 2).reshape(BATCH, 8, 4, 8)),
     "distances": lambda x, at: torch.cdist(x, x[:, :, :3]),
 }
 

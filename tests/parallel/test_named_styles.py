@@ -55,6 +55,21 @@ def test_names_of_modules_and_of_parameters(table: str) -> None:
     check_names(table)
 
 
+def test_a_copy_computes_with_its_own_parameters() -> None:
+    """As the mean of a model over its steps does."""
+    mesh, plan = dt.init_device_mesh("cpu", (2,)), {"up": "colwise", "scale": "colwise", "": "local_params", "down": "rowwise"}
+    model = parallelize_module(Gated(), mesh, plan)
+    twin, tokens = copy.deepcopy(model), torch.randint(11, (3, 5))
+    expected = whole(model(tokens))
+    with torch.no_grad():
+        model.scale.zero_()
+    for own, wanted in zip(whole(twin(tokens)), expected, strict=True):
+        torch.testing.assert_close(own, wanted)
+    twin(tokens).sum().backward()
+    assert model.scale.grad is None
+    assert twin.scale.grad.placements == (Shard(0),)
+
+
 @pytest.mark.gloo
 def test_on_process_groups() -> None:
     run_gloo(check_names, 2, "embedding_rowwise")

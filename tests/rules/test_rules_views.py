@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from rule_tables import MESHES, Case, floats, integers, kinds, run, try_all
 
 import dtensor as dt
@@ -172,3 +174,25 @@ def test_a_rule_of_a_view_is_right_in_a_composite_under_inference_mode() -> None
     mesh = dt.init_device_mesh("cpu", (2,))
     with torch.inference_mode():
         check(lambda x: (x.flatten(1), x.chunk(2, 1)[0], x.mT), X, mesh=mesh, placements=[[Shard(1)]], gradients=False)
+
+
+@given(st.data())
+def test_windows_of_memory_are_those_of_plain_tensors(data: st.DataObject) -> None:
+    """``as_strided`` and its gradient, where some dims stay and others are shown by steps over their memory."""
+    order = data.draw(st.permutations(range(data.draw(st.integers(1, 4)))))
+    shape = [data.draw(st.integers(1, 5)) for _ in order]
+    plain = torch.randn(shape, dtype=torch.float64).permute(order)
+    kept = data.draw(st.integers(0, plain.ndim - 1))
+    room = plain.shape[kept:].numel() if order == sorted(order) else plain.shape[-1]
+    dims = data.draw(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=3))
+    dims = [(n, step) for n, step in dims if 1 + sum((n - 1) * step for n, step in dims) <= room]
+    size = (*plain.shape[:kept], *(n for n, _ in dims))
+    stride = (*plain.stride()[:kept], *(step * plain.stride(-1) for _, step in dims))
+    x = dt.distribute_tensor(plain, dt.init_device_mesh("cpu", (3,)), [Shard(data.draw(st.integers(0, plain.ndim - 1)))])
+    expected, found = plain.requires_grad_().as_strided(size, stride), x.requires_grad_().as_strided(size, stride)
+    grad = torch.randn_like(expected)
+    (wanted,) = torch.autograd.grad(expected, plain, grad)
+    (got,) = torch.autograd.grad(found, x, dt.distribute_tensor(grad, x.device_mesh, [Replicate()]))
+    assert torch.equal(found.full_tensor(), expected)
+    assert all(n == 1 or step == own for n, step, own in zip(size, found.stride(), expected.stride(), strict=True))
+    torch.testing.assert_close(got.full_tensor(), wanted)

@@ -21,6 +21,7 @@ WRITES: dict[str, Write] = {
     "a distributed index": lambda plain, x: plain.__setitem__((x[:, 0] * 0).long(), 7.0),
     "a distributed mask": lambda plain, x: plain.masked_fill_(x > 0, 5.0),
     "scatter_add_": lambda plain, x: plain.scatter_add_(0, (x > 0).long(), x),
+    "lists": lambda plain, x: torch._foreach_lerp_([plain[:2], plain[2:]], [x[:2], x[2:]], 0.3),
     "index_add_": lambda plain, x: plain.index_add_(0, torch.tensor([3, 3, 1, 0, 2]), x),
 }
 

@@ -44,15 +44,15 @@ class _LocalParameters(ParallelStyle):
                     lay_out(module, name, mesh, Replicate(), self.src_data_rank)
         kept: list[dict[str, Any]] = []
 
-        def enter(*_: Any) -> None:
-            kept.append(dict(module._parameters))
+        def enter(running: nn.Module, *_: Any) -> None:  # the module, or a copy of it
+            kept.append(dict(running._parameters))
             for name, own in kept[-1].items():
                 if isinstance(own, DTensor):
                     terms = [Partial() if placement.is_replicate() else placement for placement in own.placements]
-                    module._parameters[name] = own.to_local(grad_placements=terms)  # type: ignore[assignment]  # no parameter
+                    running._parameters[name] = own.to_local(grad_placements=terms)  # type: ignore[assignment]  # no parameter
 
-        def leave(*_: Any) -> None:
-            module._parameters.update(kept.pop())
+        def leave(running: nn.Module, *_: Any) -> None:
+            running._parameters.update(kept.pop())
 
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave, always_call=True)

@@ -208,6 +208,12 @@ def losses_in_sum(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None
 
 
 @on_each_rank
+def loss_of_own(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+    """In sum: a rank without a class has targets, which generated code would look up all the same."""
+    return op(scores, target, weight, SUM, IGNORED)[0] if scores.numel() else scores.sum()
+
+
+@on_each_rank
 def loss_of_each(op: Any, scores: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
     return op(scores, target, weight, NONE, IGNORED)[0] if scores.numel() else scores.new_zeros(target.shape)
 
@@ -223,7 +229,7 @@ def nll_loss(at: KernelContext, scores: Any, target: Any, weight: Any, reduction
         if reduction == NONE:
             return loss_of_each(op, scores, *own), torch.zeros_like(total, dtype=dtype)
         if dtype is wide:
-            loss, _ = losses_in_sum(op, scores, *own, IGNORED)
+            loss = loss_of_own(op, scores, *own)
         else:
             loss = loss_of_each(op, scores, *own).sum(dtype=wide)
     if reduction == MEAN:

@@ -34,6 +34,7 @@ from ..dtensor import DTensor
 _KEY = "PythonTLSSnapshot"
 _BELOW = keys_after(DispatchKey.PythonTLSSnapshot)
 _LIBRARIES: list[torch.library.Library] = []  # what they declare lasts as long as they do
+GOES_ON = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # from here an operator that is no composite, too
 
 
 def undecomposed() -> None:
@@ -84,10 +85,6 @@ def _implemented(name: str, run: Callable[..., Any]) -> None:
     changed("dispatch key PythonTLSSnapshot")
 
 
-def _version() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-
-
 def matmul_into(x: Tensor, y: Tensor, *, out: Tensor) -> Any:
     """Torch folds batch dims into rows and hands ``out`` to a product of another shape."""
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, out))  # which torch refuses
@@ -120,20 +117,6 @@ def scattered_diagonal(x: Tensor, src: Tensor, *where: Any, **named: Any) -> Any
     if not x.is_complex() or src.is_complex():
         return NotImplemented
     return torch.diagonal_scatter(x, src.to(x.dtype), *where, **named)
-
-
-def windows(x: Any, size: Any, stride: Any, offset: int | None = None) -> Any:
-    """Overlapping windows of the last dim, as ``stft`` reads them: what ``unfold`` gives, of which rules know that they stay with
-    the other dims. They show the memory of ``x`` too."""
-    d = x.ndim - 1
-    if d < 0 or len(size) != d + 2 or (offset is not None and offset != x.storage_offset()):
-        return NotImplemented
-    (count, width), (hop, step) = size[d:], stride[d:]
-    own = [*x.stride()]
-    lies = [*size[:d]] == [*x.shape[:d]] and [*stride[:d]] == own[:d] and step == own[d] > 0 and hop >= step and hop % step == 0
-    if not lies or min(count, width) < 2 or (reach := (count - 1) * (hop // step) + width) > x.shape[d]:
-        return NotImplemented
-    return x.narrow(d, 0, reach).unfold(d, width, hop // step)
 
 
 def tensor_split(x: Tensor, sections: Tensor, dim: int = 0) -> Any:
@@ -326,11 +309,10 @@ _FILLING = (
     "slogdet.out",
     "linalg_svdvals.out",
 )
-if _version() >= (2, 13):  # before, an operator that is no composite cannot go on from here
+if GOES_ON:
     recomposed("aten::prod", product)
     recomposed("aten::prod.dim_int", product)
     recomposed("aten::_fft_r2c", real_transform)
-    recomposed("aten::as_strided", windows)
     recomposed("aten::diagonal_scatter", scattered_diagonal)
 recomposed("aten::one_hot", one_hot)
 recomposed("aten::matmul.out", matmul_into)
