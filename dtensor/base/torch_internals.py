@@ -139,6 +139,9 @@ NAMES: dict[str, Internal] = {
         "torch.utils._sympy.interp.sympy_interp", "sizes that planning computed are computed in a graph", _NONE
     ),
     "PythonReferenceAnalysis": Internal("torch.utils._sympy.reference.PythonReferenceAnalysis", "the same", _NONE),
+    "from_functional": Internal(
+        "torch._from_functional_tensor", "what a local of a program that is being compiled stands for", _NONE
+    ),
     "has_data_mutation": Internal(
         "torch._functionalize_has_data_mutation", "whether a compiled program writes to what it is given", _NONE
     ),

@@ -64,6 +64,13 @@ def is_counted(piece: Any) -> bool:
     return isinstance(piece, FunctionalTensor) and infra_mode(_PROXY) is None
 
 
+def counted_before(piece: Any) -> Any:
+    """What stood for the same piece in the run before, in which torch found out what is written to; None in the first."""
+    given = vars(torch_internals.from_functional(piece.elem))
+    before, given["_counted"] = given.get("_counted"), piece
+    return before
+
+
 def is_written(piece: Any) -> bool:
     """Whether such a piece has been written to since the run began."""
     return torch_internals.has_data_mutation(piece.elem)

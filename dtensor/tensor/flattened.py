@@ -22,7 +22,7 @@ from ..base.memory_order import dense_in
 from ..base.modes import EXPLICIT, IMPLICIT_REPLICATION
 from ..base.symbols import for_one_size, sizes, still_open
 from ..base.torch_internals import graph_task
-from ..base.tracing import has_no_values, is_counted, is_written, kept
+from ..base.tracing import counted_before, has_no_values, is_counted, is_written, kept
 from ..dispatch import wrapping
 from ..dispatch.wrapping import wrap_local
 from ..errors import DTensorError, UnsupportedOperationError
@@ -126,9 +126,10 @@ def unflatten(pieces: dict[str, torch.Tensor], constants: Constants, size: Seque
     local, (mesh, placements, dtype, _) = pieces["_local"], constants[0]
     layout = Layout.of(mesh, placements, size, stride, dtype)
     if constants[3] and is_counted(local):
+        before = counted_before(local)
         vars(local)[_GIVEN] = True
-        if not layout.sized:  # else it may be an argument of its own too, which tells a size and requires no grad
-            local.requires_grad_()  # then torch counts it among the results where it is written to, as what it is a piece of
+        if before is not None and is_written(before):
+            local.requires_grad_()  # then torch counts it among the results, as what it is a piece of
     if has_no_values(local) and not _fits(layout, sizes(local.shape)):
         raise DTensorError(f"a piece of sizes {tuple(local.shape)} of {layout!r}")
     return wrap_local(local if (task := graph_task()) < 0 else _own(local, task), layout)
