@@ -201,7 +201,12 @@ def identity(op: Op, like: torch.Tensor) -> torch.Tensor:
         case "max" | "min":
             return torch.full_like(like, bounds(like.dtype)[op == "min"])
         case _:
-            return torch.zeros_like(like)
+            return torch.full_like(like, nothing(like.dtype))
+
+
+def nothing(dtype: torch.dtype) -> complex:
+    """What changes no sum, nor the sign of one that is zero: only ``-0.0 + -0.0`` is ``-0.0``."""
+    return complex(-0.0, -0.0) if dtype.is_complex else -0.0 if dtype.is_floating_point else 0
 
 
 def bounds(dtype: torch.dtype) -> tuple[float, float]:

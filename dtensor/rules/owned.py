@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.fold import nothing
 from ..layout.layout import Layout
 from .call import Call
 from .kernels import At, KernelContext, check_range, functional_of
@@ -66,7 +67,7 @@ FLAT = Address(1, lambda call: tuple(range(len(call.shape(0)))), "flat", negativ
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 def read_owned(address: Address, op: Any, at: KernelContext, *args: Any, **named: Any) -> Any:
-    """The elements that the block holds, zeros in place of the others."""
+    """The elements that the block holds, what changes no sum in place of the others."""
     call, dims, lead = _bound(address, op, at)
 
     def own(here: At, block: Tensor, *rest: Any) -> Tensor:
@@ -74,7 +75,7 @@ def read_owned(address: Address, op: Any, at: KernelContext, *args: Any, **named
         found = call(_with_room(block, dims), *_with_index(address, rest, positions, dims, block.ndim), **named)
         if (beside := found.ndim - lead - inside.ndim) > 0:
             inside = inside.reshape((*inside.shape, *(1,) * beside))
-        result: Tensor = found.masked_fill_(~inside, 0)
+        result: Tensor = found.masked_fill_(~inside, nothing(found.dtype))
         return result
 
     return at.map(own, *args)

@@ -224,9 +224,9 @@ def kernel_rule(names: str, factors: Callable[[Call], Factors | None], *, partia
     return register(names, Rule(factors, rows(partials), kind="kernel", **options))
 
 
-def composed(names: str, function: Callable[..., Any]) -> Rule:
+def composed(names: str, function: Callable[..., Any], plain: tuple[str, ...] = ()) -> Rule:
     """Operators that are others put together: ``function``, called with DTensors, each part placed by its own rule."""
-    return register(names, Rule(NOTHING, decompose=function, kind="decomposition"))
+    return register(names, Rule(NOTHING, decompose=function, kind="decomposition", plain=plain))
 
 
 class _Nothing(Word):

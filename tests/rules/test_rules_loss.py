@@ -162,3 +162,20 @@ def test_the_mean_of_nothing_in_uneven_blocks_is_nan(op: Any) -> None:
     check(
         forced(op, row), *operands, mesh=init_device_mesh("cpu", (2,)), placements=[[Shard(1)]] * len(operands), gradients=False
     )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "targets", [torch.tensor([[1, 2, 4], [3, 3, 1], [2, 4, 4]]), torch.tensor([1, 2, 4, 3, 2])], ids=["rows", "joined"]
+)
+def test_ctc_takes_plain_targets_and_lengths(targets: torch.Tensor, reduction: str) -> None:
+    x = (torch.arange(7 * 3 * 5.0, dtype=torch.float64) % 11).view(7, 3, 5).requires_grad_()
+    inputs, lengths = torch.tensor([7, 6, 7]), torch.tensor([3, 1, 1])
+    whole = F.ctc_loss(x.log_softmax(-1), targets, inputs, lengths, reduction=reduction)
+    (wanted,) = torch.autograd.grad(whole.sum(), x)
+    for where in (Shard(1), Replicate(), Shard(0), Shard(1, sizes=(0, 3))):
+        y = distribute_tensor(x.detach(), init_device_mesh("cpu", (2,)), [where]).requires_grad_()
+        loss = F.ctc_loss(y.log_softmax(-1), targets, inputs, lengths, reduction=reduction)
+        (found,) = torch.autograd.grad(loss.sum(), y)
+        torch.testing.assert_close(loss.full_tensor(), whole)
+        torch.testing.assert_close(found.full_tensor(), wanted)

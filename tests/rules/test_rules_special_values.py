@@ -252,3 +252,29 @@ def test_running_sums_of_complex_numbers_keep_the_part_that_is_finite(ranks: int
     for where in spread(x, ranks):
         found = dt.distribute_tensor(x, mesh_of((ranks,)), where).cumsum(0).full_tensor()
         torch.testing.assert_close(torch.view_as_real(found), torch.view_as_real(whole), equal_nan=True)
+
+
+SIGNS: dict[str, Callable[[Any, Any], Any]] = {
+    "itself": lambda x, i: x * 1,
+    "row": lambda x, i: x[4],
+    "rows": lambda x, i: x[i],
+    "index_select": lambda x, i: x.index_select(0, i),
+    "gather": lambda x, i: x.gather(0, i[:, None].expand(4, 5)),
+    "embedding": lambda x, i: torch.nn.functional.embedding(i, x),
+    "take": lambda x, i: x.take(i),
+    "added once": lambda x, i: x.sum(0) + x[1],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SIGNS)
+def test_a_zero_keeps_its_sign_where_its_terms_are_one_value_and_nothing(name: str, dtype: torch.dtype) -> None:
+    def signs(x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(x).signbit() if x.is_complex() else x.signbit()
+
+    x = torch.where(torch.arange(30).view(6, 5) % 3 == 0, -0.0, 0.0).to(dtype)
+    x, i = (torch.complex(x.real, -x.real.roll(1)) if x.is_complex() else x), torch.tensor([0, 4, 2, 5])
+    for where in (Shard(0), Shard(1), Replicate(), Partial(), Partial("avg")):
+        mesh = mesh_of((3,))
+        given = dt.distribute_tensor(x, mesh, [where]), dt.distribute_tensor(i, mesh, [Replicate()])
+        assert torch.equal(signs(SIGNS[name](*given).full_tensor()), signs(SIGNS[name](x, i)))

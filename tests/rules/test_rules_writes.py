@@ -329,3 +329,17 @@ def test_out_of_another_shape_takes_that_of_what_an_operator_is_made_of(operatio
         for out in (torch.ones(4, 5, 6, dtype=torch.float64), torch.ones(0, dtype=torch.float64)):
             placements = [where, where if out.ndim > 1 else [Replicate()]]
             check(operation, x, out, mesh=mesh, placements=placements, cloned=True, gradients=False)
+
+
+@pytest.mark.parametrize("name", ["add_", "gt_", "pow_", "logical_or_", "lerp_"])
+def test_blocks_of_one_row_meet_a_view_of_theirs(name: str) -> None:
+    """Of a dim of size one a view tells another stride, which a kernel takes for another tensor that overlaps."""
+    whole = torch.arange(60.0, dtype=torch.float64).view(6, 10)[::2]
+    for sizes in ((1, 1, 1), (1, 2, 0)):
+        x = dt.distribute_tensor(whole, dt.init_device_mesh("cpu", (3,)), [Shard(0, sizes=sizes)])
+        for view in (lambda x: x.view(3, 10), lambda x: x, lambda x: x.view(-1).view(3, 10)):
+            expected, found = whole.clone(), x.clone()
+            more = (0.5,) if name == "lerp_" else ()
+            getattr(expected, name)(view(expected), *more)
+            getattr(found, name)(view(found), *more)
+            assert torch.equal(found.full_tensor(), expected)

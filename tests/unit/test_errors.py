@@ -194,6 +194,7 @@ PLAIN_ERRORS: dict[str, Callable[..., Any]] = {
     "shapes that do not multiply": lambda x: x @ x,
     "a view that does not fit": lambda x: x.view(7, 7),
     "a view of strides that do not fit": lambda x: x.t().view(30),
+    "an expansion to fewer dims": lambda x: x.expand(()),
     "a dim out of range": lambda x: x.sum(5),
     "a select out of range": lambda x: x[7],
     "a narrow out of range": lambda x: x.narrow(0, 3, 5),

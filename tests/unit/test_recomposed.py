@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -144,3 +146,17 @@ def test_the_rank_of_matrices_without_elements_is_written() -> None:
         gradients=False,
         cloned=True,
     )
+
+
+def test_complex_eigenvectors_have_second_derivatives() -> None:
+    def second(x: Any) -> Any:
+        x = x.detach().requires_grad_()
+        values, vectors = torch.linalg.eigh(x)
+        (first,) = torch.autograd.grad((values**2).sum() + (vectors.abs() ** 2)[0].sum(), x, create_graph=True)
+        return torch.autograd.grad((first.abs() ** 2).sum(), x)[0]
+
+    x = torch.complex(torch.arange(9.0).view(3, 3) % 4, torch.arange(9.0).view(3, 3) % 5).to(torch.complex128)
+    x = x + x.mH
+    for where in ([Replicate()], [Shard(0)], [Shard(1)]):
+        found = second(dt.distribute_tensor(x, dt.init_device_mesh("cpu", (2,)), where))
+        torch.testing.assert_close(found.full_tensor(), second(x))

@@ -68,7 +68,7 @@ def by_lists(name: str) -> Any:
 # targets have a row for each sequence, or stand one after another; without sequences there is one
 LOSSES = "[] n [], n [] -> n, n [] [] | [] n [], [] -> n, n [] [] | [] [], [] -> , [] []"
 GRADIENTS = "n, [] n [], n [], n, n [] [] -> [] n [] | n, [] n [], [], n, n [] [] -> [] n [] | , [] [], [], , [] [] -> [] []"
-blockwise("_ctc_loss", LOSSES, kernels={"n": Kernel(own_losses)})
+blockwise("_ctc_loss", LOSSES, kernels={"n": Kernel(own_losses)}, plain=("targets",))
 blockwise("_ctc_loss_backward", GRADIENTS, kernels={"n": Kernel(own_gradients)})
-composed("_ctc_loss.Tensor", by_lists("_ctc_loss"))
+composed("_ctc_loss.Tensor", by_lists("_ctc_loss"), plain=("targets", "input_lengths", "target_lengths"))
 composed("_ctc_loss_backward.Tensor", by_lists("_ctc_loss_backward"))

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...comm.fold import nothing
 from ...placement import REDUCE_OPS, Partial
 from ..call import Call
 from ..indexed import no_foreign_zeros
@@ -123,13 +124,13 @@ view("split_copy split_with_sizes_copy", pieces, local_args=local_pieces, local=
 
 # --- one element of a dim ---
 def select_owned(at: KernelContext, x: Any, dim: int, index: int) -> Any:
-    """The row where it is, zeros elsewhere."""
+    """The row where it is, what changes no sum elsewhere."""
     dim, index = dim % len(at.call.shape(0)), index % at.total
 
     def owned(here: At, block: Tensor) -> Tensor:
         if here.offset <= index < here.offset + here.size:
             return block.select(dim, index - here.offset).clone()
-        return block.new_zeros((*block.shape[:dim], *block.shape[dim + 1 :]))
+        return block.new_full((*block.shape[:dim], *block.shape[dim + 1 :]), nothing(block.dtype))
 
     return at.map(owned, x)
 

@@ -112,6 +112,13 @@ def fill_diagonal(x: Any, value: Any, wrap: bool = False) -> Any:
     return x
 
 
+def scattered_diagonal(x: Tensor, src: Tensor, *where: Any, **named: Any) -> Any:
+    """Real numbers on the diagonal of complex ones, as in the gradient of ``eigh``: torch forgets that theirs is real."""
+    if not x.is_complex() or src.is_complex():
+        return NotImplemented
+    return torch.diagonal_scatter(x, src.to(x.dtype), *where, **named)
+
+
 def tensor_split(x: Tensor, sections: Tensor, dim: int = 0) -> Any:
     """The sections are numbers that all ranks read."""
     if sections.ndim > 1 or sections.dtype is not torch.int64:
@@ -306,6 +313,7 @@ if GOES_ON:
     recomposed("aten::prod", product)
     recomposed("aten::prod.dim_int", product)
     recomposed("aten::_fft_r2c", real_transform)
+    recomposed("aten::diagonal_scatter", scattered_diagonal)
 recomposed("aten::one_hot", one_hot)
 recomposed("aten::matmul.out", matmul_into)
 recomposed("aten::fill_diagonal_", fill_diagonal)

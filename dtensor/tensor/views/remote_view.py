@@ -187,7 +187,7 @@ class RemoteView(DTensor):
 
 def viewing(plan: Plan, operator: Operator, found: Layout | Runner) -> Layout | Runner:
     """How to run the plan of a view operation: ``found`` where locals are views of locals."""
-    if plan.how in ("answer", "decompose"):
+    if plan.how in ("answer", "decompose") or not plan.results:  # without results the operator itself says what is wrong
         return found
     if operator.reshapes:
         return _seen_anew(operator.out_of_place)
