@@ -44,6 +44,9 @@ class Placement:
         """Whether this is a ``Partial`` (with reduction ``reduce_op``, where given)."""
         return False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
+        return self  # immutable, and what is compared often is found to be the same object
+
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)
 class Shard(Placement):

@@ -24,13 +24,13 @@ from ..propagation.schema import Form, Operator
 from ..rules.call import Call
 from ..rules.kernels import KernelContext
 from ..rules.rule import LocalView
+from .apart import kept_apart
 from .conjugation import carried_out, is_complex
 from .flat_lists import through_memory
 from .laid_out import in_memory_order
 from .list_numbers import with_numbers_once
 from .local_op import local_function
 from .report import Cause
-from .settled import kept_apart
 from .steps import (
     After,
     Before,

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from threading import local as per_thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,11 +27,11 @@ from ..base.memory_order import memory_order, outermost_first
 from ..base.modes import REMEMBERED
 from ..base.recording import ACTIVE, current
 from ..base.scoped import Scoped
-from ..comm import PerRank, shards_of
+from ..base.tracing import under_way
 from ..layout.layout import Layout
 from ..placement import Replicate, Shard
 from ..redistribute import Plan as Move
-from ..redistribute import execute
+from ..redistribute import execute, execute_many
 from ..redistribute import plan as plan_move
 from . import wrapping
 from .keepers import home_of, keeper_of, recorded
@@ -134,16 +134,73 @@ def counted_versions(x: Any) -> tuple[int, ...] | None:
 
 def moved(x: Any, move: Move, local: Any) -> Any:
     """``local``, that of ``x``, after ``move``: as it was moved before, if it was."""
+    way, value, kept = _sought(x, move, local)
+    return value if way is None else kept.add(execute(way, value)) if kept else execute(way, value)
+
+
+def moved_together(asked: Sequence[tuple[Any, Move, Any]]) -> list[Any]:
+    """As :func:`moved` for all that an operator needs (None for a tensor: it is moved for this operator alone): they are under
+    way at the same time, small ones in one collective. A recording has them one by one, and packs more of them than one call's.
+    """
+    if under_way() or (ACTIVE and current() is not None):
+        return one_by_one(asked)
+    sought = [_sought(x, move, local) for x, move, local in asked]
+    memories = [id(kept.held) for _, _, kept in sought if kept]
+    if len(set(memories)) < len(memories):  # what one was brought to may serve the other
+        return one_by_one(asked)
+    found = [value for _, value, _ in sought]
+    going = [(k, kept, *_as_it_lies(way, value)) for k, (way, value, kept) in enumerate(sought) if way is not None]
+    if not going:
+        return found
+    arrived = execute_many([way for *_, way, _, _ in going], [value for *_, value, _ in going], large_alone=True).wait()
+    for (k, kept, *_, back), value in zip(going, arrived, strict=True):
+        found[k] = kept.add(value) if kept else value.permute(back) if back else value
+    return found
+
+
+def _as_it_lies(move: Move, local: Any) -> tuple[Move, Any, tuple[int, ...]]:
+    """``move`` of ``local`` with dims as they lie in memory, so that nothing is copied to be packed, and where they have gone."""
+    order, back = _orders(move.src) if move.communicates else ((), ())
+    if not order:
+        return move, local, ()
+    return plan_move(_turned(move.src, order), _turned(move.dst, order)), local.permute(order), back
+
+
+def one_by_one(asked: Sequence[tuple[Any, Move, Any]]) -> list[Any]:
+    return [moved(x, move, local) for x, move, local in asked]
+
+
+class _Place(NamedTuple):
+    """Where a form of some memory is kept, and how dims are turned to be those of who asks for it."""
+
+    forms: Forms
+    held: dict[Layout, Any]
+    key: Layout
+    wanted: Layout
+    target: Layout
+    back: tuple[int, ...]
+    lasting: bool
+
+    def add(self, found: Any) -> Any:
+        self.held[self.wanted] = found if self.wanted is self.target else found.reshape(-1)
+        if self.lasting:
+            _LATELY.add(self.forms, self.key, self.wanted)
+        return found.permute(self.back) if self.back else found
+
+
+def _sought(x: Any, move: Move, local: Any) -> tuple[Move | None, Any, _Place | None]:
+    """What is to be done with what, for ``local``, that of ``x``, after ``move``, and where that is kept; None and the value
+    where it is there."""
     if not move.communicates or type(x) is not wrapping.TENSOR or NESTED.depth:
-        return execute(move, local)
+        return move, local, None
     home, versions = home_of(x), _countable_versions(x)
     if versions is None:
-        return execute(move, local)
+        return move, local, None
     keeper, recorder = keeper_of(x, home, noted=True), _recorder()
     if keeper.requires_grad and torch.is_grad_enabled() and recorded(keeper):
-        _bring_back(keeper)
+        _bring_back(keeper, keeper is not home)
     if home.is_leaf and home.requires_grad and not _may_keep(home, keeper, recorder, versions):
-        return execute(move, local)
+        return move, local, None
     forms = _forms(keeper, recorder, versions)
     order, back = _orders(move.src)
     source, target = _turned(move.src, order), _turned(move.dst, order)
@@ -151,16 +208,15 @@ def moved(x: Any, move: Move, local: Any) -> Any:
     held = forms.held.setdefault(key, {})
     found = held.get(wanted)
     if found is None:
-        found = _nearest(held, source, target, local if not order else local.permute(order))
-        held[wanted] = found if wanted is target else found.reshape(-1)
-        if home.grad_fn is None and all(op is None for op in source.partials):
-            _LATELY.add(forms, key, wanted)
-    elif wanted is not target:
+        lasting = home.grad_fn is None and all(op is None for op in source.partials)
+        way, value = _nearest(held, source, target, local if not order else local.permute(order))
+        return way, value, _Place(forms, held, key, wanted, target, back if order else (), lasting)
+    if wanted is not target:
         found = found.view(target.shape)
-    return found if not order else found.permute(back)
+    return None, found.permute(back) if order else found, None
 
 
-def _bring_back(x: Any) -> None:
+def _bring_back(x: Any, part: bool) -> None:
     """Have the gradient of ``x``, which is moved, brought to where ``x`` lies once all of its terms are there: half of what
     adding them up everywhere moves, and the pass back meets what the pass forward left where that lies."""
     layout, known = x._layout, x.grad_fn.metadata  # of the node: what is written to in place has another
@@ -176,6 +232,8 @@ def _bring_back(x: Any) -> None:
         pairs = list(zip(layout.placements, have.placements, strict=True))
         if any(isinstance(found, Shard) and not isinstance(own, Shard) for own, found in pairs):
             return None  # it is cut in smaller blocks
+        if part and all(isinstance(found, Shard) for own, found in pairs if isinstance(own, Shard)):
+            return None  # who puts the gradients of parts together has them moved together
         if all(found in (own, Replicate()) for own, found in pairs if isinstance(own, Shard)):
             return None
         return grad.redistribute(placements=[own if isinstance(own, Shard) else found for own, found in pairs])
@@ -232,12 +290,11 @@ def _current(keeper: Any, recorder: Any, versions: Any) -> Forms | None:
     return forms if forms is not None and forms.recorder is recorder and forms.versions == versions else None
 
 
-def _nearest(held: dict[Layout, Any], source: Layout, target: Layout, local: Any) -> Any:
-    """``local`` as ``target`` has it, from whatever form is cheapest."""
+def _nearest(held: dict[Layout, Any], source: Layout, target: Layout, local: Any) -> tuple[Move, Any]:
+    """How ``local`` is had as ``target`` has it, from whatever form is cheapest."""
     there = [_seen_as(have, value, source) for have, value in tuple(held.items())]  # other threads add some
     ways = [(plan_move(have, target), value) for have, value in ((source, local), *filter(None, there))]
-    move, value = min(ways, key=lambda way: way[0].cost)
-    return execute(move, value)
+    return min(ways, key=lambda way: way[0].cost)
 
 
 @remembered(1024)
@@ -272,34 +329,3 @@ def _seen_as(have: Layout, value: Any, like: Layout) -> tuple[Layout, Any] | Non
         return None
     seen = Layout.from_splits(have.mesh, (None,) * len(like.shape), have.partials, like.shape, None, have.dtype)
     return seen, value.view(like.shape)
-
-
-def kept_apart(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call`` with results that share no memory with its arguments: those may be kept, and results are written to."""
-
-    def run(*local_args: Any, **local_kwargs: Any) -> Any:
-        made = call(*local_args, **local_kwargs)
-        given = {at for x in (*local_args, *local_kwargs.values()) if isinstance(x, torch.Tensor) for at in memory_of(x)} - {0}
-        if isinstance(made, (tuple, list)):
-            return type(made)(apart(x, given) for x in made)
-        return apart(made, given)
-
-    return run
-
-
-def apart(local: Any, given: Collection[int]) -> Any:
-    """``local``, copied where it is memory that begins at ``given``."""
-    if type(local) is torch.Tensor:  # most often
-        return local.clone() if local.untyped_storage().data_ptr() in given else local
-    if not isinstance(local, torch.Tensor) or set(memory_of(local)).isdisjoint(given):
-        return local
-    if isinstance(local, PerRank):
-        return PerRank(x.clone() if at in given else x for x, at in zip(local.shards, memory_of(local), strict=True))
-    return local.clone()
-
-
-def memory_of(local: torch.Tensor) -> list[int]:
-    """Where the storage of each shard begins; 0 where there is none to tell by (fake tensors, meta tensors)."""
-    if type(local) is torch.Tensor:
-        return [local.untyped_storage().data_ptr()]
-    return [x.untyped_storage().data_ptr() if type(x) is torch.Tensor else 0 for x in shards_of(local)]

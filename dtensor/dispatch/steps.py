@@ -19,11 +19,12 @@ from ..layout.layout import Layout
 from ..propagation.propagate import Plan
 from ..propagation.schema import Form, Operator, Place
 from ..ranks.assign import assign
+from ..redistribute import Plan as Move
 from ..redistribute import execute as run_move
 from ..redistribute import execute_many as run_moves
 from ..redistribute import plan as plan_move
 from .report import announce, describe
-from .settled import moved
+from .settled import moved_together, one_by_one
 from .wrapping import begins_after, wrap_at, wrap_local
 
 Args = tuple[Any, ...]
@@ -90,25 +91,31 @@ def refusing(plan: Plan, operator: Operator) -> Before:
 
 
 def moving(plan: Plan, operator: Operator, form: Form) -> Before:
-    """Operands redistributed; those of lists, as of foreach operators, together, in few collectives.
+    """Operands redistributed: where several move, together.
 
     What is written to, or seen by a view, is moved for this call alone.
     """
     places = [(form.place(name), index, move) for (name, index), move in plan.moves]
     written = operator.mutated.union(name for (name, _), _ in plan.write_back)
-    own = {form.place(name) for (name, _), _ in plan.moves if operator.is_view or name in written}
+    own = {form.place(name) for (name, index), _ in plan.moves if index is not None or operator.is_view or name in written}
     if sum(index is not None for _, index, _ in places) > 1:
-        return _moving_together(places)
+        together: Callable[..., list[Any]] = _of_lists
+    elif sum(move.communicates for *_, move in places) > 1:
+        together = moved_together
+    else:
+        together = one_by_one
 
     def step(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> None:
+        asked = []
         for place, index, move in places:
+            local = at(place, local_args, local_kwargs)
+            x = None if place in own else at(place, args, kwargs)
+            asked.append((x, move, local if index is None else local[index]))
+        for (place, index, _), there in zip(places, together(asked), strict=True):
             if index is None:
-                local = at(place, local_args, local_kwargs)
-                there = run_move(move, local) if place in own else moved(at(place, args, kwargs), move, local)
                 put(place, local_args, local_kwargs, there)
             else:
-                held = at(place, local_args, local_kwargs)
-                held[index] = run_move(move, held[index])
+                at(place, local_args, local_kwargs)[index] = there
 
     return step
 
@@ -138,19 +145,9 @@ def in_turn(plan: Plan, operator: Operator, form: Form) -> Before:
     return step
 
 
-def _moving_together(places: list[tuple[Place, int | None, Any]]) -> Before:
-    moves = [move for *_, move in places]
-
-    def step(args: Args, kwargs: Keywords, local_args: list[Any], local_kwargs: Keywords) -> None:
-        held = [at(place, local_args, local_kwargs) for place, _, _ in places]
-        values = [value if index is None else value[index] for value, (_, index, _) in zip(held, places, strict=True)]
-        for value, (place, index, _), there in zip(held, places, run_moves(moves, values).wait(), strict=True):
-            if index is None:
-                put(place, local_args, local_kwargs, there)
-            else:
-                value[index] = there
-
-    return step
+def _of_lists(asked: Sequence[tuple[Any, Move, Any]]) -> list[Any]:
+    """Elements of lists, as of foreach operators, in few collectives."""
+    return run_moves([move for _, move, _ in asked], [local for *_, local in asked]).wait()
 
 
 # --- after the call -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from ..base import torch_internals
-from ..base.modes import EXPLICIT, IMPLICIT_REPLICATION
+from ..base.modes import EXPLICIT, IMPLICIT_REPLICATION, explicit, implicit_replication, remember
 from ..base.told import changed
 from ..base.torch_internals import opaque_object
 from ..base.tracing import constant_of_graph, is_traced, kept, kept_object
@@ -178,6 +178,10 @@ def _distribute_module(*given: Any, **options: Any) -> None:
     _break(msg="distribute_module makes parameters, which graphs are given: call it before the compiled function")
 
 
+def _mode(*given: Any, **options: Any) -> None:
+    _break(msg="a mode is of whoever calls a graph, and guards it: enter it around the call of the compiled function")
+
+
 def _flex_attention(*given: Any, **options: Any) -> None:
     raise UnsupportedOperationError(
         "flex_attention of DTensors: its score_mod and block_mask ask for indices in the whole tensor; where batch or heads are "
@@ -229,6 +233,7 @@ _SEEN_AS: dict[Any, Any] = {
     distribute_tensor: _distribute_tensor,
     distribute_module: _distribute_module,
     DTensor.from_local: _from_local,
+    **dict.fromkeys((explicit, implicit_replication, remember), _mode),
     seen: _itself,
     each_rank: _itself,
     shards_of: _alone,

@@ -53,21 +53,24 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
     """All rows by price on one mesh dim: (seconds of communication, now and owed, and of products, whether it shards what nobody
     has sharded, operands that change, bytes per rank of the results, declaration order).
 
-    A result in terms is owed a reduction. Work counts where products take longer than memory. A replicated or partial value is
-    not cut only because that is free: results keep the placements that their operands suggest.
+    A result in terms is owed a reduction. What is gathered for an operand that stays cut is gathered together, with one latency;
+    not so where nothing stays, for who leaves everything whole has later operators computed on every rank. Work counts where
+    products take longer than memory. A replicated or partial value is not cut only because that is free: results keep the
+    placements that their operands suggest.
     """
     ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed, _result_bytes(call)
     owed = _debts(table, factors, call, nbytes, mesh_dim)
     device, work = device_of(call.mesh), elsewhere(work, call, mesh_dim)
     multiplies = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
     current = [_current(layout, mesh_dim) for layout in call.operands]
+    together = link_of(call.mesh, (mesh_dim,)).all_gather.seconds(ranks, 0)
     moving: dict[tuple[int, Where], float] = {}
     priced = []
     for line in table.lines:
         if not line.on(mesh_dim):
             continue
         row = line.row_for(factors)
-        seconds, changes, invented, anew = 0.0, 0, row.factor is not None, row.factor is not None
+        seconds, gathers, stays, changes, invented = 0.0, 0, False, 0, row.factor is not None
         for i, target in enumerate(line.operands):
             if i in fixed or target is None:
                 continue
@@ -77,13 +80,17 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
                 cost = moving[i, target] = LOCAL_STEP if paid else _move(current[i], target, call.operands[i], mesh_dim)
             seconds += cost
             changes += cost > 0
+            gathers += cost > LOCAL_STEP and isinstance(current[i], int) and isinstance(target, Replicate)
+            stays = stays or (isinstance(target, int) and current[i] == target)
             invented = invented and not isinstance(current[i], int)
-            anew = anew and not (isinstance(target, int) and current[i] == target)
         for r in kept:
             if r < min(len(line.results), len(nbytes)):
                 cost = _move(line.results[r], current[kept[r]], call.operands[kept[r]], mesh_dim)
                 seconds += cost
                 changes += cost > 0
+        if stays and gathers > 1:
+            seconds -= (gathers - 1) * together
+        anew = row.factor is not None and not stays
         for r, where in enumerate(line.results):
             if r not in kept and not isinstance(where, Replicate):
                 summed, cut = owed[r]

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,67 +24,102 @@ from ..comm.events import because
 from ..comm.fold import divided
 from ..comm.regions import Box, region
 from ..comm.rows import flat_bytes, from_bytes, joined
+from ..cost.link import collective_seconds, local_seconds
 from ..placement import Monoid
-from .executor import Local, bound_of, route
+from .executor import Bound, Local, bound_of, route
 from .rows import Rows, aligned
-from .step import AllGather, AllReduce, Plan, ReduceScatter, Step
+from .step import AllGather, AllReduce, Exchange, Plan, ReduceScatter, Step
 
 Merged = Pending[list[Local]]
 Together = Callable[[list[Local], list[Local | None]], Merged]  # of values, and memory for what is gathered
 
 
-def execute_many(plans: Sequence[Plan], locals_: Sequence[Local], *, out: Sequence[Local] | None = None) -> Pending[list[Local]]:
+def execute_many(
+    plans: Sequence[Plan], locals_: Sequence[Local], *, out: Sequence[Local] | None = None, large_alone: bool = False
+) -> Pending[list[Local]]:
     """The local values after ``plans``. As :func:`.executor.start` for each.
 
     Args:
         out: memory for them, which autograd is not told of; gathered blocks arrive in it.
+        large_alone: what takes longer to be packed than one more collective has one of its own, at the same time.
     """
-    run = _Run(list(plans), list(locals_), [None] * len(plans) if out is None else list(out))
-    pending = run.issue()
-    return Pending(lambda: run.finish(pending))
+    values, targets = list(locals_), [None] * len(plans) if out is None else list(out)
+    rounds = _rounds(tuple(plans), large_alone)
+    pending = _issue(rounds[0], values, targets)
+    return Pending(lambda: _finish(plans, rounds, pending, values, targets))
 
 
-class _Run:
-    """How far each plan has come."""
+class _Round(NamedTuple):
+    """What is done for which plans: local steps, then collectives, which are issued before any of them is waited for.
 
-    def __init__(self, plans: list[Plan], values: list[Local], out: list[Local | None]) -> None:
-        self.plans, self.values, self.out = plans, values, out
-        self.bound = [bound_of(plan) for plan in plans]  # empty outside a plan's mesh
-        self.at = [0] * len(plans)
+    Attributes:
+        groups: the plans that go in one, what issues it, and which of them end with it.
+    """
 
-    def issue(self) -> list[tuple[list[int], Merged]]:
-        """Starts the next round; empty if there is none."""
+    local: tuple[tuple[int, Callable[[Local], Local]], ...]
+    groups: tuple[tuple[tuple[int, ...], Together, tuple[bool, ...]], ...]
+
+
+@remembered(512)
+def _rounds(plans: tuple[Plan, ...], large_alone: bool) -> tuple[_Round, ...]:
+    """The last one has local steps alone."""
+    left = [list(itertools.zip_longest(plan.steps, found)) if (found := bound_of(plan)) else [] for plan in plans]
+    rounds: list[_Round] = []
+    while not rounds or rounds[-1].groups:
+        local: list[tuple[int, Callable[[Local], Local]]] = []
         groups: dict[Hashable, list[int]] = {}
-        for i, bound in enumerate(self.bound):
-            while self.at[i] < len(bound) and bound[self.at[i]].start is None:
-                self.values[i] = bound[self.at[i]].run(self.values[i])
-                self.at[i] += 1
-            if self.at[i] < len(bound):
-                groups.setdefault(_kind(self.plans[i].steps[self.at[i]], i), []).append(i)
-        return [(group, self._start(group)) for group in groups.values()]
+        for i, steps in enumerate(left):
+            while steps and steps[0][1].start is None:
+                local.append((i, steps.pop(0)[1].run))
+            if steps:
+                step = steps[0][0]
+                groups.setdefault(i if large_alone and not _packs(step) else _kind(step, i), []).append(i)
+        made = []
+        for group in groups.values():
+            start = _together([left[i].pop(0) for i in group])
+            made.append((tuple(group), start, tuple([not left[i] for i in group])))
+        rounds.append(_Round(tuple(local), tuple(made)))
+    return tuple(rounds)
 
-    def _start(self, group: list[int]) -> Merged:
-        if len(group) == 1:
-            start = self.bound[group[0]][self.at[group[0]]].start
-            assert start is not None
-            return start(self.values[group[0]]).then(lambda value: [value])
-        steps = [self.plans[i].steps[self.at[i]] for i in group]
-        last = [self.at[i] + 1 == len(self.bound[i]) for i in group]
-        out = [self.out[i] if ends else None for i, ends in zip(group, last, strict=True)]
-        return because(tuple(steps), _merged(tuple(steps)))([self.values[i] for i in group], out)
 
-    def finish(self, pending: list[tuple[list[int], Merged]]) -> list[Local]:
-        while pending:
-            for group, merged in pending:
-                for i, value in zip(group, merged.wait(), strict=True):
-                    self.values[i] = value
-                    self.at[i] += 1
-            pending = self.issue()
-        for i, target in enumerate(self.out):
-            if target is not None and target is not self.values[i]:
-                communicator_of(self.plans[i].dst.mesh).map(lambda _, to, x: to.data.copy_(x.detach()), target, self.values[i])
-                self.values[i] = target
-        return self.values
+def _together(steps: Sequence[tuple[Step, Bound]]) -> Together:
+    if len(steps) > 1:
+        kinds = tuple([step for step, _ in steps])
+        return because(kinds, _merged(kinds))
+    start = steps[0][1].start
+    assert start is not None
+    return lambda values, out: start(values[0]).then(lambda value: [value])
+
+
+def _issue(one: _Round, values: list[Local], out: list[Local | None]) -> list[Merged]:
+    for i, run in one.local:
+        values[i] = run(values[i])
+    return [
+        start([values[i] for i in group], [out[i] if last else None for i, last in zip(group, ends, strict=True)])
+        for group, start, ends in one.groups
+    ]
+
+
+def _finish(
+    plans: Sequence[Plan], rounds: Sequence[_Round], pending: list[Merged], values: list[Local], out: list[Local | None]
+) -> list[Local]:
+    for one, following in itertools.pairwise(rounds):
+        for (group, _, _), merged in zip(one.groups, pending, strict=True):
+            for i, value in zip(group, merged.wait(), strict=True):
+                values[i] = value
+        pending = _issue(following, values, out)
+    for i, target in enumerate(out):
+        if target is not None and target is not values[i]:
+            communicator_of(plans[i].dst.mesh).map(lambda _, to, x: to.data.copy_(x.detach()), target, values[i])
+            values[i] = target
+    return values
+
+
+def _packs(step: Step) -> bool:
+    """Whether packing what it sends, and unpacking what arrives, takes less than one more collective. Parts that are exchanged
+    are packed anyhow, and of several exchanges the busiest ranks are others."""
+    mesh, nbytes = step.before.mesh, step.before.max_local_nbytes + step.after.max_local_nbytes
+    return isinstance(step, Exchange) or local_seconds(mesh, nbytes) < collective_seconds(mesh, step.mesh_dims, "exchange", 0)
 
 
 def kind_of(step: Step) -> Hashable:

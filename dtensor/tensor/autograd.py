@@ -25,8 +25,8 @@ import torch
 from ..base.caches import remembered
 from ..base.torch_internals import forward_ad, functorch_active
 from ..comm import Pending, PerRank, communicator_of, shards_of
+from ..dispatch.apart import apart, memory_of
 from ..dispatch.local_op import Transformed, recorded, seen
-from ..dispatch.settled import apart, memory_of
 from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import DTensorError, UnsupportedOperationError
 from ..layout.layout import Layout

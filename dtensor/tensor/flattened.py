@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn import Parameter
 
 from ..base import torch_internals
 from ..base.memory_order import dense_in
-from ..base.modes import MODES
+from ..base.modes import EXPLICIT, IMPLICIT_REPLICATION
 from ..base.symbols import for_one_size, sizes, still_open
 from ..base.torch_internals import graph_task
 from ..base.tracing import has_no_values, is_counted, is_written, kept
@@ -49,7 +50,7 @@ class Flatten:
                 _say_once()
                 raise torch_internals.Unsupported(ALL_RANKS)
             raise AttributeError(f"a tensor on {x._layout.mesh!r} is not one piece: torch.compile does not look into it")
-        return partial(self.flatten, x)
+        return MethodType(self.flatten, x)
 
 
 ALL_RANKS = (
@@ -98,20 +99,25 @@ Constants = tuple[tuple[Any, ...], bool, bool, bool]
 
 
 def flatten(x: Any) -> tuple[list[str], Constants]:
-    """The piece, and what graphs are guarded on: how it lies, whatever its sizes; and the modes, which plans go by."""
+    """The piece, and what graphs are guarded on: how it lies, whatever its sizes; and the modes, which plans go by.
+
+    Guards ask twice for each argument of each call.
+    """
     layout, piece = x._layout, x._local
+    known = vars(piece)
     if layout.sized:
         still_open((*layout.shape, *layout.stride))
-        if x.requires_grad and _GIVEN in vars(piece) and is_written(piece):
+        if x.requires_grad and _GIVEN in known and is_written(piece):
             for_one_size((*layout.shape, *layout.stride))  # torch 2.13 does not count the symbols that come with such a result
-    marks = vars(piece).pop("_dynamo_dynamic_indices", None)  # torch marks pieces, too: see Marked
-    if marks is not None:
-        _wish(piece, marks)
+    if "_dynamo_dynamic_indices" in known:  # torch marks pieces, too: see Marked
+        _wish(piece, known.pop("_dynamo_dynamic_indices"))
     if (task := graph_task()) >= 0:
         _taken(piece, task)
-    if isinstance(x, Parameter) and not hasattr(piece, "_dynamo_static_indices"):  # as torch takes parameters, not what they hold
+    if "_dynamo_static_indices" not in known and isinstance(x, Parameter):  # as torch takes parameters, not what they hold
         piece._dynamo_static_indices = set(range(piece.ndim))
-    return ["_local"], (layout.manner, MODES.explicit, MODES.implicit_replication, x.requires_grad)
+    if EXPLICIT.held or IMPLICIT_REPLICATION.held:
+        return ["_local"], (layout.manner, bool(EXPLICIT), bool(IMPLICIT_REPLICATION), x.requires_grad)
+    return ["_local"], (layout.manner, False, False, x.requires_grad)
 
 
 def unflatten(pieces: dict[str, torch.Tensor], constants: Constants, size: Sequence[int], stride: Sequence[int]) -> Any:

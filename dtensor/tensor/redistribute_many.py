@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..dispatch.settled import apart, memory_of
+from ..dispatch.apart import apart, memory_of
 from ..dispatch.wrapping import wrap_local, wrap_pending
 from ..errors import LayoutError, PlacementError
 from ..layout.layout import Layout

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 from compile_cases import Block
@@ -33,6 +36,24 @@ def refused_exports(mesh: dt.DeviceMesh) -> None:
     for strict in (True, False):
         with pytest.raises(Exception, match=r"torch\.export of a model of DTensors"):
             torch.export.export(model, (torch.randn(5, 6),), strict=strict)
+
+
+def entered(mode: Callable[[], AbstractContextManager[None]]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with mode():
+            y = x * 2
+        return y + 1
+
+    return run
+
+
+def refused_modes(mesh: dt.DeviceMesh) -> None:
+    x = dt.distribute_tensor(torch.ones(5, 7), mesh, [Shard(0)])
+    for mode in (dt.implicit_replication, dt.explicit, lambda: dt.remember("nothing")):
+        with pytest.raises(Exception, match="enter it around the call"):
+            torch.compile(entered(mode), backend="aot_eager", fullgraph=True)(x)
+        torch._dynamo.reset()
+        assert torch.compile(entered(mode), backend="aot_eager")(x).full_tensor().eq(3).all()
 
 
 def counts(x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +88,7 @@ def refused(mesh: dt.DeviceMesh) -> None:
 
 def on_processes() -> None:
     mesh = dt.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    for refusals in (refused, refused_writes, refused_exports, refused_backward_passes):
+    for refusals in (refused, refused_writes, refused_modes, refused_exports, refused_backward_passes):
         refusals(mesh)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dtensor as dt
-from dtensor import Shard
+from dtensor import Replicate, Shard
 from dtensor.debug import CommDebugMode
 
 N, BATCH, LENGTH, WIDTH = 4, 2, 16, 8
@@ -162,6 +162,28 @@ def test_second_derivatives_of_a_gathered_value() -> None:
         return x.grad
 
     torch.testing.assert_close(penalty(x, q).full_tensor(), penalty(plain, query))
+
+
+def test_gradients_of_a_fused_projection_go_in_one_exchange() -> None:
+    """Its rows are cut as they lie, so ranks have other heads of queries than of keys: what is missing goes forward and back."""
+    torch.manual_seed(0)
+    fused, x = torch.randn(3 * 64, 64), torch.randn(BATCH, LENGTH, 64)
+
+    def attended(x: Any, fused: Any) -> Any:
+        q, k, v = (part.unflatten(-1, (8, -1)).transpose(1, 2) for part in F.linear(x, fused).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    given, weight = (dt.distribute_tensor(t, MESH, [p]).requires_grad_() for t, p in ((x, Replicate()), (fused, Shard(0))))
+    with CommDebugMode() as comm:
+        loss = attended(given, weight).square().sum()
+        loss.backward()
+    assert comm.get_comm_counts()["all_to_all"] == 2
+    assert comm.get_comm_bytes()["all_to_all"] == 2 * (BATCH * LENGTH * 4 * 8 * 4)  # four heads to the busiest rank, each way
+    plain = [x.requires_grad_(), fused.requires_grad_()]
+    attended(*plain).square().sum().backward()
+    for got, one in zip((given, weight), plain, strict=True):
+        assert got.grad is not None
+        torch.testing.assert_close(got.grad.full_tensor(), one.grad, rtol=1e-4, atol=1e-4)
 
 
 # --- windows over positions -------------------------------------------------------------------------------------------------

@@ -212,3 +212,52 @@ def test_nothing_need_be_remembered() -> None:
     assert collectives(lambda: (y.exp(), y.sin())) == 1
     with pytest.raises(dt.errors.ArgumentError, match="nothing"), dt.remember("all"):
         pass
+
+
+# --- operands of one call ---------------------------------------------------------------------------------------------------
+def cut(*shape: int, dim: int = 0) -> dt.DTensor:
+    return dt.distribute_tensor(torch.randn(shape, dtype=X.dtype), mesh(), [Shard(dim)])
+
+
+def test_what_a_call_needs_of_several_operands_goes_in_one_collective() -> None:
+    x, weight, bias = cut(60, 4), cut(5, 4), cut(5)
+    with CommDebugMode() as seen:
+        y = torch.nn.functional.linear(x, weight, bias)
+    assert seen.get_comm_counts() == {"all_gather": 1}
+    assert sum(seen.get_comm_bytes().values()) == (4 + 1) * 4 * 8  # of rows (2, 2, 1) the last rank gets four
+    assert y.placements == (Shard(0),)
+    expected = torch.nn.functional.linear(x.full_tensor(), weight.full_tensor(), bias.full_tensor())
+    assert torch.equal(y.full_tensor(), expected)
+
+
+def test_terms_of_a_call_are_added_up_together_and_each_is_remembered() -> None:
+    y, z = in_terms(), in_terms()
+    assert collectives(lambda: torch.maximum(y, z)) == 1
+    assert collectives(lambda: (y.exp(), z.exp())) == 0
+    torch.testing.assert_close(torch.maximum(y, z).full_tensor(), X @ X.t())
+
+
+def test_one_memory_that_a_call_needs_twice_is_moved_once() -> None:
+    y = in_terms()
+    assert collectives(lambda: torch.maximum(y, y)) == 1
+    z = in_terms()
+    assert collectives(lambda: torch.maximum(z, z.t())) == 1
+    torch.testing.assert_close(torch.maximum(z, z.t()).full_tensor(), X @ X.t())
+
+
+def test_what_is_there_does_not_travel_with_what_is_not() -> None:
+    y, z = in_terms(), in_terms()
+    y.exp()
+    with CommDebugMode() as seen:
+        found = torch.maximum(y, z)
+    assert sum(seen.get_comm_bytes().values()) == 2 * 2 * z.numel() * 8 // 3
+    torch.testing.assert_close(found.full_tensor(), X @ X.t())
+
+
+def test_large_operands_are_under_way_at_once_and_unpacked() -> None:
+    x, weight, bias = cut(6000, 400), cut(600, 400), cut(600)
+    with CommDebugMode() as seen:
+        y = torch.nn.functional.linear(x, weight, bias)
+    assert seen.get_comm_counts() == {"all_gather": 2}
+    expected = torch.nn.functional.linear(x.full_tensor(), weight.full_tensor(), bias.full_tensor())
+    torch.testing.assert_close(y.full_tensor(), expected)

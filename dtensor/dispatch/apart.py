@@ -1,0 +1,41 @@
+"""Results that share no memory with what was moved: that may be kept, and results are written to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from ..comm import PerRank, shards_of
+
+
+def kept_apart(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` with results that share no memory with its arguments: those may be kept, and results are written to."""
+
+    def run(*local_args: Any, **local_kwargs: Any) -> Any:
+        made = call(*local_args, **local_kwargs)
+        given = {at for x in (*local_args, *local_kwargs.values()) if isinstance(x, torch.Tensor) for at in memory_of(x)} - {0}
+        if isinstance(made, (tuple, list)):
+            return type(made)(apart(x, given) for x in made)
+        return apart(made, given)
+
+    return run
+
+
+def apart(local: Any, given: Collection[int]) -> Any:
+    """``local``, copied where it is memory that begins at ``given``."""
+    if type(local) is torch.Tensor:  # most often
+        return local.clone() if local.untyped_storage().data_ptr() in given else local
+    if not isinstance(local, torch.Tensor) or set(memory_of(local)).isdisjoint(given):
+        return local
+    if isinstance(local, PerRank):
+        return PerRank(x.clone() if at in given else x for x, at in zip(local.shards, memory_of(local), strict=True))
+    return local.clone()
+
+
+def memory_of(local: torch.Tensor) -> list[int]:
+    """Where the storage of each shard begins; 0 where there is none to tell by (fake tensors, meta tensors)."""
+    if type(local) is torch.Tensor:
+        return [local.untyped_storage().data_ptr()]
+    return [x.untyped_storage().data_ptr() if type(x) is torch.Tensor else 0 for x in shards_of(local)]
