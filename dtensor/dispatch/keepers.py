@@ -65,7 +65,13 @@ def _same_memory(x: Any, home: Any) -> bool:
 
 
 def offset_in(root: Any, view: Any) -> int | None:
-    """Where plain torch would have ``view`` begin in the memory of ``root``; None where autograd cannot tell.
+    """Where plain torch would have ``view`` begin in the memory of ``root``; None where autograd cannot tell."""
+    shown = shown_in(root, view)
+    return None if shown is None else int(shown.storage_offset())
+
+
+def shown_in(root: Any, view: Any) -> torch.Tensor | None:
+    """What plain torch would have ``view`` be in the memory of ``root``, without data; None where autograd cannot tell.
 
     It did not see the view made, ``root`` has come to be seen in another way, or one of the two has other memory by now.
     """
@@ -79,4 +85,4 @@ def offset_in(root: Any, view: Any) -> int | None:
     except (RuntimeError, IndexError):
         return None
     alike = shown is not None and shown.shape == view.shape and shown.stride() == view.stride()
-    return int(shown.storage_offset()) if alike else None
+    return shown if alike else None

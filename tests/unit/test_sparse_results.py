@@ -80,6 +80,7 @@ def test_nested_tensors_are_refused_with_what_to_do(where: dt.Placement) -> None
             fn()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # told once, by whatever makes the first one
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     "call",

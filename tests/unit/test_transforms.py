@@ -75,6 +75,20 @@ def test_writes_to_views_are_transformed(write: Callable[[Any], None], transform
         torch.testing.assert_close(found.full_tensor(), expected)
 
 
+def test_writes_to_conjugated_views_are_transformed() -> None:
+    def program(x: Any) -> Any:
+        y = x * 1
+        z = y.conj()
+        z[1, 3] -= 2
+        z.mT[2:] *= 3j
+        return (y.abs() ** 2).sum() + (z[2:].abs() ** 3).sum()
+
+    x, mesh = torch.complex(X, TANGENT), dt.init_device_mesh("cpu", (3,))
+    for placements in PLACEMENTS:
+        found = torch.func.grad(program)(scatter(x, mesh, placements))
+        torch.testing.assert_close(found.full_tensor(), torch.func.grad(program)(x))
+
+
 def test_zeros_without_memory_are_operands() -> None:
     """The tangent of what has none, where a second transform is under way: local operators read from nowhere."""
 

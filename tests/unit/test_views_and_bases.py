@@ -355,6 +355,18 @@ def test_strides_count_from_the_start_of_the_memory_and_gradients_too() -> None:
         check(program, X, mesh=dt.init_device_mesh("cpu", (2,)), placements=[placements])
 
 
+def test_strides_of_a_conjugate_show_conjugates() -> None:
+    def program(x: Any) -> Any:
+        y = x.clone()
+        row = y.conj().as_strided((6,), (1,), 12)
+        seen = row * 1
+        row.as_strided((2,), (2,), 13).mul_(2j)
+        return seen, y
+
+    for placements in ([Replicate()], [Shard(0)], [Shard(1)]):
+        check(program, torch.complex(X, -X.flip(0)), mesh=dt.init_device_mesh("cpu", (2,)), placements=[placements])
+
+
 def test_strides_count_from_there_where_nobody_knows_the_base() -> None:
     def program(x: Any, offset: int | None) -> Any:
         with torch.inference_mode():

@@ -21,7 +21,7 @@ from ...base.torch_internals import make_wrapper_subclass
 from ...base.tracing import REFUSED
 from ...dispatch.bind import bind, runner_of
 from ...dispatch.dispatcher import dispatch, install_views
-from ...dispatch.keepers import offset_in
+from ...dispatch.keepers import shown_in
 from ...dispatch.keys import settle
 from ...dispatch.operands import plan_for
 from ...dispatch.settled import sharing
@@ -263,8 +263,8 @@ def _restriding(operator: Operator, plan: Plan) -> Runner:
         bound = operator.bind(args, kwargs)
         x, size, stride, offset = (bound[name] for name in operator.names)
         root = x._base
-        own = offset_in(root, x) if isinstance(root, DTensor) else None
-        if own is None:
+        shown = shown_in(root, x) if isinstance(root, DTensor) else None
+        if shown is None:
             found, args = plan, (x, size, stride, None if offset is None else offset - x._begins)
             if offset is not None and x._begins:
                 if offset < x._begins:
@@ -276,10 +276,13 @@ def _restriding(operator: Operator, plan: Plan) -> Runner:
             if not own_strides(found.call):
                 check_memory(found.call)
             return views_of(Origin(x, operator, args, {}, found))
+        if shown.is_conj():
+            root = dispatch(DTensor, torch.ops.aten._conj.default, (), (root,))
+            root.__dict__["_counted"] = x._base
         if root.dtype != x.dtype:
             root = dispatch(DTensor, torch.ops.aten.view.dtype, (), (root, x.dtype))
             root.__dict__["_counted"] = x._base
-        args = (root, size, stride, own if offset is None else offset)
+        args = (root, size, stride, shown.storage_offset() if offset is None else offset)
         return views_of(Origin(root, operator, args, {}, plan_of(operator, args, {})))
 
     return run
