@@ -210,7 +210,9 @@ def has_symbols(values: Iterable[Any]) -> bool:
 
 
 def settled(value: Any) -> Any:
-    """``value``, in lists also; for a symbol the number that it is here: for others the program is traced anew."""
+    """``value``, in lists and by name also; for a symbol the number that it is here: for others the program is traced anew."""
+    if isinstance(value, dict):
+        return {name: settled(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [settled(item) for item in value]
     return int(value) if isinstance(value, torch.SymInt) else value

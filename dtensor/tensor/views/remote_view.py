@@ -225,6 +225,7 @@ def remote(operator: Operator, plan: Plan) -> Runner:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], local_args: list[Any], local_kwargs: dict[str, Any]) -> Any:
         if between is not None and type(args[0]) is DTensor:
             return _in_two_steps(args[0], operator, between, args[1])
+        args, kwargs = tuple(settled(args)), settled(kwargs)  # a compiled program that is given the view makes it again
         return views_of(Origin(args[0], operator, args, kwargs, plan))
 
     return sharing(run) if operator.func in _UNTOLD else run
@@ -240,9 +241,7 @@ def _in_two_steps(x: DTensor, operator: Operator, between: tuple[int, ...], shap
 
 def _in_numbers(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any) -> Any:
     settle(operator.bind(args, kwargs).values())
-    return dispatch(
-        DTensor, operator.func, (), tuple(map(settled, args)), {name: settled(value) for name, value in kwargs.items()}
-    )
+    return dispatch(DTensor, operator.func, (), tuple(settled(args)), settled(kwargs))
 
 
 def _seen_anew(anew: Any) -> Runner:
