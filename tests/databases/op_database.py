@@ -126,7 +126,7 @@ def samples_of(entry: Any, setting: Setting) -> list[tuple[int, Sample]]:
     dtype = dtype_of(entry, setting.dtype)
     if dtype is None:
         return []
-    torch.manual_seed(setting.seed)
+    torch.default_generator.manual_seed(setting.seed)
     random.seed(setting.seed)
     rng = rng_of(entry.formatted_name, setting)
     with quiet():
