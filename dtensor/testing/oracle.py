@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..base.generators import default_generator
 from ..base.nested import leaves, replace, tensors
 from ..comm import events
 from ..errors import PlacementError
@@ -163,7 +164,8 @@ class _Run:
         self.arguments = [leaf.clone() for leaf in made] if cloned else made
         following = iter(self.arguments)
         args, kwargs = replace(lambda _: next(following), given)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack each time
+        for generator in (torch.default_generator, default_generator(made[0].device if made else torch.device("cpu"))):
+            generator.manual_seed(seed)  # torch.manual_seed formats a stack each time
         try:
             self.results = list(leaves(fn(*args, **kwargs)))
         except Exception as error:  # compared with the other run's
