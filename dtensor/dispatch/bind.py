@@ -6,7 +6,6 @@ is, a bound plan is the result's layout alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 
 from ..base.memory_order import memory_order
-from ..base.torch_internals import tree_map
 from ..base.tracing import REFUSED
 from ..comm import communicator_of
 from ..comm.events import because
@@ -27,6 +25,7 @@ from ..rules.rule import LocalView
 from .apart import kept_apart
 from .conjugation import carried_out, is_complex
 from .flat_lists import through_memory
+from .idle import as_all_ranks_do
 from .laid_out import in_memory_order
 from .list_numbers import with_numbers_once
 from .local_op import local_function
@@ -182,43 +181,12 @@ def _call(plan: Plan, operator: Operator, form: Form, before: list[Before]) -> t
     func = own or with_numbers_once(plan, operator, local_function(operator.func))
     if not own and operator.mutated and not operator.outs and not operator.facts.per_element and _may_share_memory(plan):
         return [], _apart_if_refused(plan, func)
-    return [], func if own else _refusing_as_others(plan, operator, func)
+    return [], func if own else as_all_ranks_do(plan, operator, func)
 
 
 def _of_those_here(plan: Plan, own: Callable[..., Any]) -> Callable[..., Any]:
     """A rule's function for the ranks that live in this process: of one alone, as it was written, without a look for others."""
     return own if communicator_of(plan.call.mesh).holds_all else getattr(own, "of_one_rank", own)
-
-
-def _refusing_as_others(plan: Plan, operator: Operator, func: Callable[..., Any]) -> Callable[..., Any]:
-    """``func``, which on a rank whose block is empty is asked once for one element in place of none: kernels refuse a dtype only
-    where they have something to do, and what ranks with elements raise, all raise."""
-    comm, operands = communicator_of(plan.call.mesh), plan.call.operands if plan.chosen is None else plan.chosen.operands
-    if comm.holds_all or operator.is_view or operator.mutated or operator.seeded or not all(x.numel for x in operands):
-        return func
-    coordinate = plan.call.mesh.coordinates[comm.held[0]]
-    if all(math.prod(x.local_shape(coordinate)) for x in operands):
-        return func
-
-    def with_elements(x: Any) -> Any:
-        empty = isinstance(x, torch.Tensor) and not x.numel()
-        return torch.ones([n or 1 for n in x.shape], dtype=x.dtype, device=x.device) if empty else x
-
-    asked = False
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal asked
-        if not asked:
-            try:
-                func(*tree_map(with_elements, args), **tree_map(with_elements, kwargs))
-            except NotImplementedError:
-                raise
-            except Exception:  # of the ones, which are not this rank's values
-                pass
-            asked = True
-        return func(*args, **kwargs)
-
-    return run
 
 
 def _but_for(values: Constants, names: Sequence[str]) -> Constants:

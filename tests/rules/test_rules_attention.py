@@ -171,3 +171,21 @@ def test_a_query_that_is_repeated_over_the_batch(places: Any) -> None:
 
     given = [x(*shape, 32) for shape in ((1, 1), (3, 16), (3, 16))]
     check(program, *given, mesh=dt.init_device_mesh("cpu", (2,)), placements=places, strides=False)
+
+
+@pytest.mark.parametrize("cut", [S0, S1], ids=str)
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_operators_of_cuda_keep_batch_and_heads_cut(kind: str, cut: Any) -> None:
+    """A dry run of what a GPU computes: the sums of rows that the backward gets lie as the output does."""
+    mesh = dt.init_device_mesh("meta", (4,))
+    q, k, v = (dt.empty(4, 8, 64, 64, dtype=torch.bfloat16, device_mesh=mesh, placements=[cut]) for _ in range(3))
+    run = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")
+    out, rows, *more = run(q, k, v, *((0.0, True) if kind == "flash" else (None, True)))
+    assert out.placements == rows.placements == (cut,)
+    tail = {
+        "flash": (out, rows, *more[:4], 0.0, True, *more[4:6]),
+        "efficient": (None, out, rows, *more, 0.0, [True, True, True, False]),
+        "cudnn": (out, rows, *more[4:6], None, *more[:4], 0.0, True),
+    }[kind]
+    gradients = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention_backward")(out, q, k, v, *tail)
+    assert [x.placements for x in gradients if x is not None] == [(cut,)] * 3
