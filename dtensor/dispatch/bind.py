@@ -20,12 +20,12 @@ from ..layout.layout import Layout
 from ..propagation.propagate import Plan
 from ..propagation.schema import Form, Operator
 from ..rules.call import Call
-from ..rules.kernels import KernelContext
+from ..rules.kernels import KernelContext, plain_op
 from ..rules.rule import LocalView
 from .apart import kept_apart
 from .conjugation import carried_out, is_complex
 from .flat_lists import through_memory
-from .idle import as_all_ranks_do
+from .idle import as_all_ranks_do, idle_of
 from .laid_out import in_memory_order
 from .list_numbers import with_numbers_once
 from .local_op import local_function
@@ -173,7 +173,9 @@ def _call(plan: Plan, operator: Operator, form: Form, before: list[Before]) -> t
         return [], drawn_alike(plan, operator) if operator.seeded else operator.func
     if is_kernel(plan):
         tail = [(slice(form.count, form.count), form.tail)] if form.tail else []
-        return tail, partial(kernel_of(plan), **_but_for(form.lacking, operator.outs))
+        kernel = kernel_of(plan)
+        nothing = idle_of(plan, operator) if kernel.func is plain_op else None  # others meet in collectives
+        return tail, partial(nothing.without(kernel) if nothing else kernel, **_but_for(form.lacking, operator.outs))
     own = None if rule is None or rule.local is None else _of_those_here(plan, rule.local)
     by_member = _constants(plan)
     if by_member:
@@ -181,7 +183,10 @@ def _call(plan: Plan, operator: Operator, form: Form, before: list[Before]) -> t
     func = own or with_numbers_once(plan, operator, local_function(operator.func))
     if not own and operator.mutated and not operator.outs and not operator.facts.per_element and _may_share_memory(plan):
         return [], _apart_if_refused(plan, func)
-    return [], func if own else as_all_ranks_do(plan, operator, func)
+    if own:
+        nothing = idle_of(plan, operator)
+        return [], own if nothing is None else nothing.without(getattr(own, "of_one_rank", own))
+    return [], as_all_ranks_do(plan, operator, func)
 
 
 def _of_those_here(plan: Plan, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,7 +209,7 @@ def _is_own(plan: Plan) -> bool:
     return is_kernel(plan) or (plan.rule is not None and plan.rule.local is not None)
 
 
-def kernel_of(plan: Plan) -> Callable[..., Any]:
+def kernel_of(plan: Plan) -> partial[Any]:
     """The function that a plan runs instead of the operator, its context bound."""
     assert plan.rule is not None
     chosen, row = plan.chosen, None if plan.chosen is None else plan.chosen.kernel_row
@@ -249,20 +254,22 @@ def _rewritten(
         member: {name: value for name, value in values.items() if name in known and name not in positional}
         for member, values in by_member.items()
     }
-    comm = communicator_of(plan.call.mesh)
+    comm, nothing = communicator_of(plan.call.mesh), idle_of(plan, operator)
     if not comm.holds_all:
         (member,) = by_member
+        if nothing is not None:
+            return [], nothing.without(func)
         if keywords := named[member]:
             before.append(lambda args, kwargs, local_args, local_kwargs: local_kwargs.update(keywords))
         return given[member], func
 
-    def one(member: int, local_args: Sequence[Any], local_kwargs: dict[str, Any]) -> Any:
-        local_args = list(local_args)
+    def one(member: int, *local_args: Any, **local_kwargs: Any) -> Any:
+        filled = list(local_args)
         for where, value in given[member]:
-            local_args[where] = value
-        return func(*local_args, **{**local_kwargs, **named[member]})
+            filled[where] = value
+        return func(*filled, **{**local_kwargs, **named[member]})
 
-    return [], lambda *local_args, **local_kwargs: comm.map(one, local_args, local_kwargs)
+    return [], partial(comm.map, one if nothing is None else nothing.or_nothing(one))
 
 
 def _dense_if_refused(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,17 +12,66 @@ import torch
 
 from ..base.torch_internals import tree_map
 from ..comm import communicator_of
+from ..layout.layout import Layout
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Ranks held here whose results have no elements: many a kernel of accelerators does not start for none, nor need it.
+
+    Attributes:
+        members: which they are.
+        layouts: of the results.
+        outs: the names of those that the user gives.
+    """
+
+    members: frozenset[int]
+    layouts: tuple[Layout, ...]
+    outs: tuple[str, ...]
+
+    def results(self, member: int, given: dict[str, Any]) -> Any:
+        beside = torch.empty(0, device=self.layouts[0].mesh.device_type)
+        blocks = [given[out] for out in self.outs if out in given] or [x.block_beside(beside, member) for x in self.layouts]
+        return blocks[0] if len(blocks) == 1 else tuple(blocks)
+
+    def or_nothing(self, one: Callable[..., Any]) -> Callable[..., Any]:
+        """``one(member, *locals)``, which a rank with something to compute runs."""
+
+        def run(member: int, *args: Any, **kwargs: Any) -> Any:
+            made = self.results(member, kwargs) if member in self.members else one(member, *args, **kwargs)
+            return tuple(made) if isinstance(made, tuple) else made  # all alike, without torch's names
+
+        return run
+
+    def without(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """``func``, of one rank's locals, for all ranks that are here but these."""
+        one = self.or_nothing(lambda member, *args, **kwargs: func(*args, **kwargs))
+        comm = communicator_of(self.layouts[0].mesh)
+        return partial(comm.map, one) if comm.holds_all else partial(one, *self.members)
+
+
+def idle_of(plan: Plan, operator: Operator) -> Idle | None:
+    """Who has nothing to compute, where it is known what comes out."""
+    if plan.chosen is None or operator.is_view or operator.seeded or operator.mutated.difference(operator.outs):
+        return None
+    layouts = tuple(x for x in plan.chosen.results if x is not None)
+    if not layouts or len(layouts) != len(operator.returns) or any(x.sized for x in layouts) or not any(x.numel for x in layouts):
+        return None
+    coordinates, held = plan.call.mesh.coordinates, communicator_of(plan.call.mesh).held
+    members = frozenset(m for m in held if not any(math.prod(x.local_shape(coordinates[m])) for x in layouts))
+    return Idle(members, layouts, operator.outs) if members else None
 
 
 def as_all_ranks_do(plan: Plan, operator: Operator, func: Callable[..., Any]) -> Callable[..., Any]:
     """``func`` for ranks some of whose blocks may be empty.
 
-    One whose results have no elements does without it. One with an empty operand asks it once for one element in place of none:
-    kernels refuse a dtype only where they have something to do, and what ranks with elements raise, all raise.
+    One with nothing to compute (:class:`Idle`) does without it. One with an empty operand asks it once for one element in place
+    of none: kernels refuse a dtype only where they have something to do, and what ranks with elements raise, all raise.
     """
-    computing = _but_for_nothing(plan, operator, func)
+    nothing = idle_of(plan, operator)
+    computing = func if nothing is None else nothing.without(func)
     comm, operands = communicator_of(plan.call.mesh), plan.call.operands if plan.chosen is None else plan.chosen.operands
     if comm.holds_all or operator.is_view or operator.mutated or operator.seeded or not all(x.numel for x in operands):
         return computing
@@ -48,28 +98,3 @@ def as_all_ranks_do(plan: Plan, operator: Operator, func: Callable[..., Any]) ->
         return computing(*args, **kwargs)
 
     return run
-
-
-def _but_for_nothing(plan: Plan, operator: Operator, func: Callable[..., Any]) -> Callable[..., Any]:
-    """``func``; a rank whose results have no elements makes those without it: many a kernel of accelerators does not start for
-    none, nor need it."""
-    results = () if plan.chosen is None else plan.chosen.results
-    if operator.is_view or operator.seeded or operator.mutated.difference(operator.outs):
-        return func
-    layouts = [x for x in results if x is not None]
-    if not layouts or len(layouts) != len(operator.returns) or any(x.sized or not x.numel for x in layouts):
-        return func
-    mesh, comm = plan.call.mesh, communicator_of(plan.call.mesh)
-    idle = {m for m in comm.held if not any(math.prod(x.local_shape(mesh.coordinates[m])) for x in layouts)}
-    if not idle:
-        return func
-
-    def one(member: int, *args: Any, **kwargs: Any) -> Any:
-        if member not in idle:
-            made = func(*args, **kwargs)
-            return tuple(made) if isinstance(made, tuple) else made  # as those of idle ranks, without torch's names
-        beside = torch.empty(0, device=mesh.device_type)
-        blocks = [kwargs[out] for out in operator.outs] or [x.block_beside(beside, member) for x in layouts]
-        return blocks[0] if len(blocks) == 1 else tuple(blocks)
-
-    return partial(comm.map, one) if comm.holds_all else partial(one, *idle)

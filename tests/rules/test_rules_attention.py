@@ -173,7 +173,7 @@ def test_a_query_that_is_repeated_over_the_batch(places: Any) -> None:
     check(program, *given, mesh=dt.init_device_mesh("cpu", (2,)), placements=places, strides=False)
 
 
-@pytest.mark.parametrize("cut", [S0, S1], ids=str)
+@pytest.mark.parametrize("cut", [S0, S1, R], ids=str)
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
 def test_operators_of_cuda_keep_batch_and_heads_cut(kind: str, cut: Any) -> None:
     """A dry run of what a GPU computes: the sums of rows that the backward gets lie as the output does."""
@@ -182,6 +182,7 @@ def test_operators_of_cuda_keep_batch_and_heads_cut(kind: str, cut: Any) -> None
     run = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")
     out, rows, *more = run(q, k, v, *((0.0, True) if kind == "flash" else (None, True)))
     assert out.placements == rows.placements == (cut,)
+    assert more[2:4] == [64, 64] or kind == "efficient"  # the longest sequences
     tail = {
         "flash": (out, rows, *more[:4], 0.0, True, *more[4:6]),
         "efficient": (None, out, rows, *more, 0.0, [True, True, True, False]),
