@@ -13,6 +13,7 @@ import torch
 from ..base.torch_internals import tree_map
 from ..comm import communicator_of
 from ..layout.layout import Layout
+from ..mesh.device_mesh import DeviceMesh
 from ..propagation.propagate import Plan
 from ..propagation.schema import Operator
 
@@ -23,17 +24,21 @@ class Idle:
 
     Attributes:
         members: which they are.
-        layouts: of the results.
+        mesh: theirs.
+        layouts: of the results, None of those that nobody asked for.
         outs: the names of those that the user gives.
     """
 
     members: frozenset[int]
-    layouts: tuple[Layout, ...]
+    mesh: DeviceMesh
+    layouts: tuple[Layout | None, ...]
     outs: tuple[str, ...]
 
     def results(self, member: int, given: dict[str, Any]) -> Any:
-        beside = torch.empty(0, device=self.layouts[0].mesh.device_type)
-        blocks = [given[out] for out in self.outs if out in given] or [x.block_beside(beside, member) for x in self.layouts]
+        beside = torch.empty(0, device=self.mesh.device_type)
+        blocks = [given[out] for out in self.outs if out in given] or [
+            None if x is None else x.block_beside(beside, member) for x in self.layouts
+        ]
         return blocks[0] if len(blocks) == 1 else tuple(blocks)
 
     def or_nothing(self, one: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +53,7 @@ class Idle:
     def without(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """``func``, of one rank's locals, for all ranks that are here but these."""
         one = self.or_nothing(lambda member, *args, **kwargs: func(*args, **kwargs))
-        comm = communicator_of(self.layouts[0].mesh)
+        comm = communicator_of(self.mesh)
         return partial(comm.map, one) if comm.holds_all else partial(one, *self.members)
 
 
@@ -56,12 +61,15 @@ def idle_of(plan: Plan, operator: Operator) -> Idle | None:
     """Who has nothing to compute, where it is known what comes out."""
     if plan.chosen is None or operator.is_view or operator.seeded or operator.mutated.difference(operator.outs):
         return None
-    layouts = tuple(x for x in plan.chosen.results if x is not None)
-    if not layouts or len(layouts) != len(operator.returns) or any(x.sized for x in layouts) or not any(x.numel for x in layouts):
+    mesh, results, returns = plan.call.mesh, plan.chosen.results, operator.func._schema.returns
+    layouts = [x for x in results if x is not None]
+    if len(results) != len(returns) or any(str(given.type) != "Tensor" for given in returns) or any(x.sized for x in layouts):
         return None
-    coordinates, held = plan.call.mesh.coordinates, communicator_of(plan.call.mesh).held
-    members = frozenset(m for m in held if not any(math.prod(x.local_shape(coordinates[m])) for x in layouts))
-    return Idle(members, layouts, operator.outs) if members else None
+    if not any(x.numel for x in layouts):  # all are
+        return None
+    held = communicator_of(mesh).held
+    members = frozenset(m for m in held if not any(math.prod(x.local_shape(mesh.coordinates[m])) for x in layouts))
+    return Idle(members, mesh, results, operator.outs) if members else None
 
 
 def as_all_ranks_do(plan: Plan, operator: Operator, func: Callable[..., Any]) -> Callable[..., Any]:

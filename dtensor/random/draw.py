@@ -157,7 +157,7 @@ def draw_counted(layout: Layout, sampler: Sampler, given: Arguments, generator: 
 def next_key(generator: torch.Generator) -> int:
     """64 bits that are a function of the generator's state, which advances. On CUDA from seed and offset, without waiting."""
     if generator.device.type == "cpu":
-        drawn = torch.randint(-(2**63), 2**63 - 1, (), generator=generator)
+        drawn = torch.randint(-(2**63), 2**63 - 1, (), generator=generator, device="cpu")
         return int(drawn) & (2**64 - 1)
     offset = generator.get_offset()
     generator.set_offset(offset + 4)

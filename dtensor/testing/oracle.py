@@ -218,7 +218,7 @@ def _compare_gradients(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMes
         if like.layout is not torch.strided:
             cotangents.append(like.detach().clone())  # it has to be sparse too
             continue
-        drawn = torch.randint(-3, 4, like.shape, generator=generator).to(like.dtype)
+        drawn = torch.randint(-3, 4, like.shape, generator=generator, device="cpu").to(like.dtype)
         cotangents.append(torch.empty_like(like).copy_(drawn))
     plain.backward([c.clone() for c in cotangents])
     distributed: list[torch.Tensor] = []

@@ -108,7 +108,7 @@ def _valued(draw: Callable[[Any], Any], x: torch.Tensor, kind: str) -> torch.Ten
         return x
     if kind == "small" and x.numel() <= _FEW:
         values = draw(st.lists(st.integers(0, 2), min_size=x.numel(), max_size=x.numel()))
-        return torch.empty_like(x).copy_(torch.tensor(values).view(x.shape))
+        return torch.empty_like(x).copy_(torch.tensor(values, device="cpu").view(x.shape))
     return x.round() + 0 if x.dtype.is_floating_point else x
 
 

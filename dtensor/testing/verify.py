@@ -158,7 +158,7 @@ def _own(sample: Sample, plant: Sequence[float], device: str) -> Sample:
             return x
         planted = x.clone()
         for value in plant:
-            place = torch.randint(0, x.numel(), (), generator=generator)
+            place = torch.randint(0, x.numel(), (), generator=generator, device="cpu")
             planted[torch.unravel_index(place, x.shape)] = value
         return planted
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
+from dtensor.rules.aten.attention import blocks
 from dtensor.testing import check
 
 R, S0, S1, S2, SUM = Replicate(), Shard(0), Shard(1), Shard(2), Partial()
@@ -95,6 +96,15 @@ def test_what_the_fused_operator_does_not_take_decomposes(tensors: Any) -> None:
     for placements in ([S0], [S1], [SUM]):
         check(sdpa, *tensors, mesh=MESHES[2,], placements=[placements] * 3)
     check(sdpa, *tensors, mesh=MESHES[2, 2], placements=[[S0, S1]] * 3)
+
+
+@pytest.mark.parametrize(("name", "fn", "tensors"), FUNCTIONS, ids=[case[0] for case in FUNCTIONS])
+def test_blocks_written_out_where_no_operator_computes_them(
+    name: str, fn: Any, tensors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on accelerators, here under all ways to cut."""
+    monkeypatch.setattr(blocks, "is_served", lambda query: False)
+    test_values_and_gradients_however_sharded(name, fn, tensors)
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (1, 7), (2, 1, 5, 7), (1, 4, 1, 7), (2, 1, 1, 7)], ids=str)
