@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -19,44 +19,74 @@ T = TypeVar("T")
 
 
 _MOST = 64  # whole numbers that a rank can tell besides
+_LOADS = 1 << 16  # bytes of the loads of all ranks, which every rank gets
 
 
+class Told(NamedTuple):
+    """What the ranks of a mesh told each other besides, by position: whole numbers; a row of bytes, which begins with a load."""
+
+    numbers: list[tuple[int, ...]]
+    loads: torch.Tensor
+
+
+def room(mesh: DeviceMesh) -> int:
+    """Bytes of a load that fit in the one exchange of :func:`alike`."""
+    return min(4096, _LOADS // mesh.size() // 16 * 16)
+
+
+@aside
 def alike(
-    mesh: DeviceMesh, what: str, make: Callable[[], T], tell: Callable[[T], tuple[Any, tuple[int, ...]]]
-) -> tuple[T, list[tuple[int, ...]]]:
-    """``make()``, and what each rank of the mesh (by position) tells besides.
+    mesh: DeviceMesh,
+    what: str,
+    make: Callable[[], T],
+    tell: Callable[[T], tuple[Any, tuple[int, ...], torch.Tensor | None]],
+) -> tuple[T, Told | None]:
+    """``make()``, and what each rank of the mesh tells besides; None where there is no other.
 
-    ``tell(made)`` gives what must be alike, as something to be printed, and whole numbers that need not. One exchange of a few
-    bytes on process groups (a second one, of the words, where they differ), nothing in one process.
+    ``tell(made)`` gives what must be alike, as something to be printed, and what need not: whole numbers and a load, a row of
+    up to :func:`room` bytes, or None. One exchange on process groups, of one form whatever ranks make and tell (a second one, of
+    the words, where they differ), nothing in one process.
 
     Raises:
         LayoutError: on all ranks with the same words, if what they make differs. The error of ``make``, if all meet the same.
     """
     if not communicator_of(mesh).talks or mesh.size() == 1:
-        made = make()
-        return made, [tell(made)[1]]
+        return make(), None
     problem: Exception | None = None
     told: Any = None
-    besides: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+    load: torch.Tensor | None = None
     try:
         made = make()
-        told, besides = tell(made)
+        told, numbers, load = tell(made)
     except Exception as error:
         problem = error
     said = repr(told) if problem is None else f"{type(problem).__name__}: {problem}"
-    found, same = told_by_all(mesh, said, besides)
+    head = _head(said, numbers)
+    words = torch.zeros(len(head) + room(mesh) // 8, dtype=torch.int64, device=mesh.device_type)
+    words[: len(head)] = torch.tensor(head)
+    if load is not None:
+        words[len(head) :].view(torch.uint8)[: len(load)] = load
+    rows = communicator_of(mesh).all_gather_rows(words, tuple(range(mesh.ndim)))
+    found, same = _read(rows[:, : len(head)].tolist())
     if not same:
         words_compared(mesh, what, said, problem)
     if problem is not None:
         raise problem
-    return made, found
+    return made, Told(found, rows[:, len(head) :].view(torch.uint8))
 
 
 def told_by_all(mesh: DeviceMesh, said: str, numbers: Sequence[int]) -> tuple[list[tuple[int, ...]], bool]:
     """Each rank's ``numbers`` (up to 64), by position in the mesh, and whether all say the same: one exchange of a few bytes."""
+    return _read(communicator_of(mesh).all_gather_numbers(_head(said, numbers), tuple(range(mesh.ndim))))
+
+
+def _head(said: str, numbers: Sequence[int]) -> list[int]:
     digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "big", signed=True)
-    row = [digest, len(numbers), *numbers, *(0,) * (_MOST - len(numbers))]
-    rows = communicator_of(mesh).all_gather_numbers(row, tuple(range(mesh.ndim)))
+    return [digest, len(numbers), *numbers, *(0,) * (_MOST - len(numbers))]
+
+
+def _read(rows: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], bool]:
     return [tuple(row[2 : 2 + row[1]]) for row in rows], len({row[0] for row in rows}) == 1
 
 
