@@ -219,7 +219,9 @@ class Communicator(Binding):
         group = self.mesh.members_of(dims, self.held[0])
         lengths = [(len(row),)] * size
         said = f"of {len(row)} whole numbers"
-        transfer = Transfer(lambda member: gathered(lengths, group.index(member)), torch.int64, "all_gather", said=said)
+        transfer = Transfer(
+            lambda member: gathered(lengths, group.index(member)), torch.int64, "all_gather", said=said, blocking=True
+        )
         run = self._known(("numbers", dims, len(row)), lambda: self._transfer(dims, transfer))
         rows: torch.Tensor = run(row).wait().view(size, -1)
         return rows
