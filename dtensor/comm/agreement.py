@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,14 +18,20 @@ from .rows import flat_bytes
 
 T = TypeVar("T")
 
-
 _MOST = 64  # whole numbers that a rank can tell besides
 _LOADS = 1 << 16  # bytes of the loads of all ranks, which every rank gets
 
 
 class Told(NamedTuple):
-    """What the ranks of a mesh told each other besides, by position: whole numbers; a row of bytes, which begins with a load."""
+    """What the ranks of a mesh told each other, by position in it.
 
+    Attributes:
+        same: whether all said the same.
+        numbers: of each rank.
+        loads: of each rank a row of bytes, which begins with its load.
+    """
+
+    same: bool
     numbers: list[tuple[int, ...]]
     loads: torch.Tensor
 
@@ -36,16 +43,13 @@ def room(mesh: DeviceMesh) -> int:
 
 @aside
 def alike(
-    mesh: DeviceMesh,
-    what: str,
-    make: Callable[[], T],
-    tell: Callable[[T], tuple[Any, tuple[int, ...], torch.Tensor | None]],
+    mesh: DeviceMesh, what: str, make: Callable[[], T], tell: Callable[[T], tuple[Any, tuple[int, ...], bytes]]
 ) -> tuple[T, Told | None]:
     """``make()``, and what each rank of the mesh tells besides; None where there is no other.
 
-    ``tell(made)`` gives what must be alike, as something to be printed, and what need not: whole numbers and a load, a row of
-    up to :func:`room` bytes, or None. One exchange on process groups, of one form whatever ranks make and tell (a second one, of
-    the words, where they differ), nothing in one process.
+    ``tell(made)`` gives what must be alike, as something to be printed, and what need not: whole numbers, and a load of up to
+    :func:`room` bytes. One exchange on process groups, of one form whatever ranks make and tell (a second one, of the words,
+    where they differ), nothing in one process.
 
     Raises:
         LayoutError: on all ranks with the same words, if what they make differs. The error of ``make``, if all meet the same.
@@ -53,41 +57,31 @@ def alike(
     if not communicator_of(mesh).talks or mesh.size() == 1:
         return make(), None
     problem: Exception | None = None
-    told: Any = None
     numbers: tuple[int, ...] = ()
-    load: torch.Tensor | None = None
+    load = b""
     try:
         made = make()
-        told, numbers, load = tell(made)
+        arguments, numbers, load = tell(made)
+        said = repr(arguments)
     except Exception as error:
-        problem = error
-    said = repr(told) if problem is None else f"{type(problem).__name__}: {problem}"
-    head = _head(said, numbers)
-    words = torch.zeros(len(head) + room(mesh) // 8, dtype=torch.int64, device=mesh.device_type)
-    words[: len(head)] = torch.tensor(head)
-    if load is not None:
-        words[len(head) :].view(torch.uint8)[: len(load)] = load
-    rows = communicator_of(mesh).all_gather_rows(words, tuple(range(mesh.ndim)))
-    found, same = _read(rows[:, : len(head)].tolist())
-    if not same:
+        problem, said = error, f"{type(error).__name__}: {error}"
+    told = told_by_all(mesh, said, numbers, load, room(mesh))
+    if not told.same:
         words_compared(mesh, what, said, problem)
     if problem is not None:
         raise problem
-    return made, Told(found, rows[:, len(head) :].view(torch.uint8))
+    return made, told
 
 
-def told_by_all(mesh: DeviceMesh, said: str, numbers: Sequence[int]) -> tuple[list[tuple[int, ...]], bool]:
-    """Each rank's ``numbers`` (up to 64), by position in the mesh, and whether all say the same: one exchange of a few bytes."""
-    return _read(communicator_of(mesh).all_gather_numbers(_head(said, numbers), tuple(range(mesh.ndim))))
-
-
-def _head(said: str, numbers: Sequence[int]) -> list[int]:
+def told_by_all(mesh: DeviceMesh, said: str, numbers: Sequence[int] = (), load: bytes = b"", room: int = 0) -> Told:
+    """What each rank tells: whether all say the same, up to 64 ``numbers``, and up to ``room`` bytes, in one exchange."""
     digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "big", signed=True)
-    return [digest, len(numbers), *numbers, *(0,) * (_MOST - len(numbers))]
-
-
-def _read(rows: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], bool]:
-    return [tuple(row[2 : 2 + row[1]]) for row in rows], len({row[0] for row in rows}) == 1
+    row = array("q", [digest, len(numbers), *numbers, *(0,) * (_MOST - len(numbers))])
+    row.frombytes(load.ljust(room, b"\0"))
+    rows = communicator_of(mesh).all_gather_rows(row, tuple(range(mesh.ndim)))
+    heads = rows[:, : 2 + _MOST].tolist()
+    numbers_of = [tuple(head[2 : 2 + head[1]]) for head in heads]
+    return Told(len({head[0] for head in heads}) == 1, numbers_of, rows[:, 2 + _MOST :].view(torch.uint8))
 
 
 def words_compared(mesh: DeviceMesh, what: str, said: str, problem: Exception | None = None) -> None:
@@ -118,8 +112,7 @@ def same_on_all(mesh: DeviceMesh, value: torch.Tensor, what: str) -> None:
         return
     content = flat_bytes(value.detach()).cpu().numpy().tobytes()
     digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-    _, same = told_by_all(mesh, f"{tuple(value.shape)} {value.dtype} {digest}", ())
-    if not same:
+    if not told_by_all(mesh, f"{tuple(value.shape)} {value.dtype} {digest}").same:
         raise MixedTensorError(
             f"{what} mixes DTensors with a plain tensor of shape {tuple(value.shape)} that differs between ranks; "
             "distribute what it was made from with distribute_tensor(t, mesh, placements)"

@@ -80,7 +80,7 @@ def distribute_tensor(
     else:
         layout, sent = _agreed(tensor, mesh, placements, src_data_rank)
     reduced = layout.reduced()
-    local = _scatter(tensor.detach(), reduced, src_data_rank) if sent is None else _cut(sent, reduced, src_data_rank)
+    local = _scatter(tensor.detach(), reduced, src_data_rank) if sent is None else _cut(sent, reduced, src_data_rank or 0)
     made = wrap(local if reduced is layout else redistribute_local(local, reduced, layout), layout)
     return made.requires_grad_() if tensor.requires_grad else made
 
@@ -93,11 +93,12 @@ def _agreed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int
         layout = _layout_of(tensor, mesh, placements)
         return layout, _position(mesh, source), not (recorded or tensor.is_meta) and layout.nbytes <= room(mesh)
 
-    def told(made: tuple[Layout, int, bool]) -> tuple[Any, tuple[int, ...], torch.Tensor | None]:
+    def told(made: tuple[Layout, int, bool]) -> tuple[Any, tuple[int, ...], bytes]:
         layout, _, small = made
         besides = [word for word, holds in (("recorded", recorded), ("no data", tensor.is_meta)) if holds]
         sends = small and mesh.coordinate_of(mesh.current_member()) == (source,) * mesh.ndim
-        return (layout, source, tensor.requires_grad, *besides), layout.stride, flat_bytes(tensor) if sends else None
+        load = flat_bytes(tensor).cpu().numpy().tobytes() if sends else b""
+        return (layout, source, tensor.requires_grad, *besides), layout.stride, load
 
     (layout, position, small), by_rank = alike(mesh, "distribute_tensor", made, told)
     if by_rank is None:
