@@ -19,7 +19,7 @@ from .rows import flat_bytes
 T = TypeVar("T")
 
 _MOST = 64  # whole numbers that a rank can tell besides
-_LOADS = 1 << 16  # bytes of the loads of all ranks, which every rank gets
+_LOADS = 1 << 16  # bytes of the loads of all ranks, which every rank gets: as quick as none, measured on 4 ranks of gloo
 
 
 class Told(NamedTuple):
@@ -38,7 +38,7 @@ class Told(NamedTuple):
 
 def room(mesh: DeviceMesh) -> int:
     """Bytes of a load that fit in the one exchange of :func:`alike`."""
-    return min(4096, _LOADS // mesh.size() // 16 * 16)
+    return _LOADS // mesh.size() // 16 * 16
 
 
 @aside
