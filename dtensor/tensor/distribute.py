@@ -49,7 +49,7 @@ def distribute_tensor(
         placements: one per mesh dim, default ``Replicate()`` on all.
         src_data_rank: whose value counts: the rank at this index along every mesh dim sends each rank its block (a broadcast
             where nothing is sharded, else one scatter), after the ranks have compared their arguments (an exchange of a few
-            bytes). None: every rank cuts its own copy, no communication.
+            bytes, with which a small tensor comes). None: every rank cuts its own copy, no communication.
 
     Raises:
         PlacementError, MeshError: see :class:`Layout`. LayoutError: a non-leaf that requires grad; on all ranks, where they give
