@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -112,7 +113,7 @@ def native_reduction(group: Group, op: Op, dtype: torch.dtype) -> tuple[dist.Red
 
 def started(works: list[dist.Work], finish: Callable[[], T]) -> Pending[T]:
     """What ``finish`` makes once all ``works`` have ended."""
-    return Pending(lambda: after(works, finish))
+    return Pending(partial(after, works, finish))
 
 
 def after(works: list[dist.Work], finish: Callable[[], T]) -> T:
