@@ -14,7 +14,7 @@ from ..base.tracing import has_no_values
 from ..errors import LayoutError, MixedTensorError
 from ..mesh.device_mesh import DeviceMesh
 from . import communicator_of
-from .rows import flat_bytes
+from .rows import content
 
 T = TypeVar("T")
 
@@ -110,8 +110,7 @@ def same_on_all(mesh: DeviceMesh, value: torch.Tensor, what: str) -> None:
     """
     if not communicator_of(mesh).talks or has_no_values(value):
         return
-    content = flat_bytes(value.detach()).cpu().numpy().tobytes()
-    digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+    digest = hashlib.blake2b(content(value), digest_size=16).hexdigest()
     if not told_by_all(mesh, f"{tuple(value.shape)} {value.dtype} {digest}").same:
         raise MixedTensorError(
             f"{what} mixes DTensors with a plain tensor of shape {tuple(value.shape)} that differs between ranks; "

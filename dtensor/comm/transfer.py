@@ -200,11 +200,16 @@ def _joined(group: Group, shape: tuple[int, ...], dim: int) -> Issue:
     return issue
 
 
-def _gathered(group: Group, route: Route) -> Issue:
+def of_gather(group: Group, route: Route) -> Packing:
+    """The row in which the blocks of all arrive, one's own too."""
     boxes = list(route.receives)
     assert route.kept is not None
     boxes[group.position] = route.kept[1]
-    arriving = Packing(tuple(group.to_torch(boxes)), route.new)
+    return Packing(tuple(group.to_torch(boxes)), route.new)
+
+
+def _gathered(group: Group, route: Route) -> Issue:
+    arriving = of_gather(group, route)
 
     def issue(x: Tensor) -> Pending[Tensor]:
         block = row_major(x, route.old)

@@ -17,7 +17,7 @@ from ..cost.device import Device
 from ..placement import Shard
 from .call import Call
 from .facts import shows_memory
-from .rule import Along, Factors, Reduced, Row, Rule, Spec
+from .rule import Along, Factors, Row, Rule, Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +85,9 @@ def _multiplied(factors: Factors) -> dict[str, int] | None:
                 for name in dim:
                     met[name] = met.get(name, 0) + 1
     for name, op in factors.reduced.items():
-        if met.get(name, 0) > 1 and _summed(op):
+        if met.get(name, 0) > 1 and "sum" in (op if isinstance(op, tuple) else (op,)):
             return {name: factors.sizes[name] for name in met}
     return None
-
-
-def _summed(op: Reduced) -> bool:
-    return "sum" in op if isinstance(op, tuple) else op == "sum"
 
 
 # --- on one mesh dim ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ..comm import PerRank, communicator_of, shards_of
 from ..comm.agreement import alike, room
 from ..comm.binding import Run
 from ..comm.regions import Box, Route, Traffic, Transfer
-from ..comm.rows import flat_bytes, from_bytes
+from ..comm.rows import content, from_bytes
 from ..errors import ArgumentError, LayoutError, MeshError
 from ..layout.layout import Layout
 from ..mesh.device_mesh import DeviceMesh, as_mesh
@@ -97,7 +97,7 @@ def _agreed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any, source: int
         layout, _, small = made
         besides = [word for word, holds in (("recorded", recorded), ("no data", tensor.is_meta)) if holds]
         sends = small and mesh.coordinate_of(mesh.current_member()) == (source,) * mesh.ndim
-        load = flat_bytes(tensor).cpu().numpy().tobytes() if sends else b""
+        load = content(tensor) if sends else b""
         return (layout, source, tensor.requires_grad, *besides), layout.stride, load
 
     (layout, position, small), by_rank = alike(mesh, "distribute_tensor", made, told)
@@ -127,12 +127,8 @@ def _layout_of(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> Layou
         raise LayoutError(
             "distribute_tensor takes leaf tensors; a computed value goes through DTensor.from_local(value, mesh, placements)"
         )
-    return Layout.of(mesh, placements, tensor.shape, _dense_stride(tensor), tensor.dtype)
-
-
-def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides that a clone would have: the layout describes dense memory."""
-    return torch.empty_like(shards_of(tensor)[0], device="meta").stride()
+    dense = torch.empty_like(shards_of(tensor)[0], device="meta").stride()  # as of a clone: the layout describes dense memory
+    return Layout.of(mesh, placements, tensor.shape, dense, tensor.dtype)
 
 
 def _scatter(tensor: torch.Tensor, layout: Layout, source: int | None) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...base.memory_order import overlaps
+from ...base.nested import listed
 from ...base.tracing import REFUSED, is_argument, under_way
 from ...comm import communicator_of
 from ...dispatch.dispatcher import dispatch
@@ -69,7 +70,7 @@ def operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _remote(value: Any) -> Iterator[RemoteView]:
-    for item in value if isinstance(value, (list, tuple)) else (value,):
+    for item in listed(value):
         if isinstance(item, RemoteView):
             yield item
 
