@@ -297,6 +297,10 @@ class Layout:
         """Whether every rank holds the whole value."""
         return not self.is_partial and all(split is None for split in self.splits)
 
+    def whole(self) -> Layout:
+        """The same tensor, whole on every rank."""
+        return Layout.replicated(self.mesh, self.shape, self.stride, self.dtype)
+
     def along(self, mesh_dim: int) -> int | Placement:
         """How it lies along one mesh dim: the tensor dim that is cut, or the placement."""
         placement = self.placements[mesh_dim]

@@ -43,7 +43,7 @@ def free_rows(table: Table, factors: Factors, call: Call, kept: Kept) -> tuple[R
         if not lines or ranks == 1:  # of one rank, rows with moves are free too
             return None
         if len(lines) > 1:
-            nbytes = _result_bytes(call)
+            nbytes = call.result_bytes()
             lines.sort(key=lambda line: (_memory(line, nbytes, ranks), line.order))
         picked.append(lines[0].row)
     return tuple(picked)
@@ -58,7 +58,7 @@ def ranked(table: Table, factors: Factors, call: Call, kept: Kept, mesh_dim: int
     products take longer than memory. A replicated or partial value is not cut only because that is free: results keep the
     placements that their operands suggest.
     """
-    ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed, _result_bytes(call)
+    ranks, fixed, nbytes = call.mesh.shape[mesh_dim], call.fixed, call.result_bytes()
     owed = _debts(table, factors, call, nbytes, mesh_dim)
     device, work = device_of(call.mesh), elsewhere(work, call, mesh_dim)
     multiplies = work.flops / device.rate(work.dtype) > work.nbytes / device.memory
@@ -151,10 +151,6 @@ def _moves_nothing(line: Line, factors: Factors) -> bool:
     """Of a row that finds its operands where it wants them."""
     kernel = line.row_for(factors).kernel
     return kernel is None or kernel.collectives == 0
-
-
-def _result_bytes(call: Call) -> list[int]:
-    return [math.prod(meta.shape) * meta.dtype.itemsize for meta in call.results if meta is not None]
 
 
 def _memory(line: Line, nbytes: list[int], ranks: int) -> float:

@@ -62,7 +62,7 @@ def work_of(rule: Rule | None, factors: Factors | None, call: Call) -> Work:
     (420, 428, ['k', 'm', 'n'])
     """
     operands = tuple([layout.nbytes for layout in call.operands])
-    results = tuple([math.prod(meta.shape) * meta.dtype.itemsize for meta in call.results if meta is not None])
+    results = tuple(call.result_bytes())
     dtype = call.operands[0].dtype if call.operands else torch.float32
     if shows_memory(call.func) or torch.Tag.inplace_view in call.func.tags:
         return Work(0, operands, results, dtype, {}, free=True)
