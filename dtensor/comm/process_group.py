@@ -98,7 +98,7 @@ class ProcessGroups(Communicator):
 
     def _gathered(self, dims: Dims, row: torch.Tensor, lengths: list[int], position: int) -> torch.Tensor:
         route = gathered([(length,) for length in lengths], position)
-        group, transfer = self._group(dims), Transfer(lambda _: route, row.dtype, "all_gather")
+        group, transfer = self._group(dims), Transfer(lambda _: route, row.dtype, "all_gather", blocking=True)
         run = watched(group, f"all_gather of what ranks say, {lengths}", self._over(dims), bind_transfer(group, transfer))
         whole: torch.Tensor = run(row.to(self.mesh.device_type)).wait()
         return whole.cpu()

@@ -164,7 +164,7 @@ def _told(chain: Chain, group: Group, number: int, row: torch.Tensor) -> torch.T
     if key not in chain.kept:
         route = gathered([(length,)] * group.size, group.position)
         whole = group.handle.size() == group.size
-        transfer = Transfer(lambda _: route, row.dtype, "all_gather")
+        transfer = Transfer(lambda _: route, row.dtype, "all_gather", blocking=True)
         chain.kept[key] = bind_transfer(group, transfer) if whole else bind_direct(group, route)
     pending: Pending[torch.Tensor] = chain.kept[key](row)
     return waited(chain, number, pending.wait)

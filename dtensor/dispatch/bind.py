@@ -43,6 +43,7 @@ from .steps import (
     moving,
     refusing,
     running,
+    viewing,
     written_back,
 )
 from .unbound import absent, decomposed, drawn_alike
@@ -65,8 +66,7 @@ def runner_of(found: Layout | Runner, operator: Operator) -> Runner:
         return found
     func, layout = local_function(operator.func), found
     if operator.is_view:
-        finish = finishing_views(layout, (0,))
-        return lambda args, kwargs, local_args, local_kwargs: finish(args, kwargs, func(*local_args, **local_kwargs))
+        return viewing([], func, layout, 0)
     return lambda args, kwargs, local_args, local_kwargs: wrap_local(func(*local_args, **local_kwargs), layout)
 
 
@@ -94,7 +94,7 @@ def _bound(plan: Plan, operator: Operator, form: Form) -> Layout | Runner:
     before += _arranging(plan, operator, form)
     given, call = _call(plan, operator, form, before)
     if any(move.communicates for _, move in plan.moves) and not (operator.is_view or operator.mutated):
-        call = kept_apart(call)
+        call = kept_apart(call, [(form.place(name), index) for (name, index), move in plan.moves if move.communicates])
     after, finish = _writing(plan, operator, form), finishing(plan, operator, form)
     if (
         isinstance(finish, Layout)
@@ -104,6 +104,8 @@ def _bound(plan: Plan, operator: Operator, form: Form) -> Layout | Runner:
     ):
         return finish  # of complex numbers the wrapper shows a lazy conjugation
     if plan.starts and plan.how == "rule":
+        if isinstance(plan.results[0], Layout) and not (before or after):
+            return viewing(given, call, plan.results[0], plan.starts[0])
         finish = finishing_views(plan.results[0], plan.starts)
     run = running(before, given, call, after, finish)
     return because(Cause(operator, plan), run) if plan.communicates or is_kernel(plan) else run

@@ -42,7 +42,7 @@ from .operands import plan_of_bound
 from .parted import by_facts, leaving
 from .plain_operands import agree_on_declared, through_copies
 from .steps import Runner
-from .wrapping import begins_after, wrap_at, wrap_local
+from .wrapping import wrap_local, wrap_view
 
 PLANS: Shared[tuple[Any, ...], Any] = Shared(each=1024, together=8192)  # per operator, of all operators
 watched("plans", PLANS.fullness)
@@ -232,7 +232,7 @@ def _general_form_of(entry: Entry, find: Callable[..., Any]) -> Callable[..., An
         if type(found) is not Layout:
             return found(args, kwargs, local_args, local_kwargs)
         made = local_op(*local_args, **local_kwargs) if local_kwargs else local_op(*local_args)
-        return wrap_at(made, found, begins_after(args[0], found, 0)) if is_view else wrap_local(made, found)
+        return wrap_view(made, found, args[0]) if is_view else wrap_local(made, found)
 
     return run
 
