@@ -20,7 +20,7 @@ from ..watch.chain import Chain, Deed, read_lengths, told_lengths, unfitting
 from ..watch.levels import Level, refuse_child, trail_of
 from ..watch.ring import ISSUED, fingerprint
 from ..watch.verdict import Said, differing_words, said_of, unfit_words
-from ..watch.watching import chain_among, explained, meet, operations_among, refuse, waited
+from ..watch.watching import chain_among, come_to_next, left_out, meet, operations_among, refuse, waited
 from .pending import Pending
 from .regions import Route, Transfer
 from .rows import gathered
@@ -72,8 +72,8 @@ def watched(
         number = chain.count
         try:
             pending = run(x)
-        except RuntimeError as error:
-            raise explained(chain, number, error) from error
+        except BaseException as error:
+            raise left_out(chain, number, error) from error
         chain.words[ISSUED] = number
         return pending.within(functools.partial(waited, chain, number), rounds=True)
 
@@ -123,6 +123,8 @@ def admitted(chain: Chain, group: Group, ranks: list[int], level: str, deed: Dee
         refuse_child()
     if not chain.take_down(deed):
         raise refuse(chain)
+    if chain.left_out:
+        come_to_next(chain)
     if level == "strict" or (chain.apart and group.backend == "gloo"):  # gloo ends a process that gets too long a message
         _exchanged(chain, group, ranks, deed)
 

@@ -19,7 +19,7 @@ from . import lines
 from .board import CHAIN, COUNT, LEFT, NUMBER, RUNNING, SINCE, STATE, THREADS, WAITING, Board, ring_page
 from .levels import Level
 from .pages import Page
-from .ring import HASH, LENGTHS, WORDS, Entry, Ring, fingerprint, mixed, place_of
+from .ring import BROKEN_OFF, FAILED, HASH, LENGTHS, WORDS, Entry, Ring, fingerprint, mixed, place_of
 
 
 class Deed(NamedTuple):
@@ -64,6 +64,7 @@ class Chain(Ring):
         (board.folder / f".{self.name}.{board.rank}").rename(board.folder / self.name)
         super().__init__(board.own(f"{self.name}-{board.rank}", WORDS))
         self.apart = False  # whether its ranks are on several hosts
+        self.left_out = 0  # the last one that this rank took down and did not issue, until all have come to the next one
         self.kept: dict[Any, Any] = {}  # what the exchange of hashes is bound to
         self._to_come = [rank for rank in ranks if rank != board.rank]
         self._others: list[tuple[int, Page]] = []
@@ -93,6 +94,11 @@ class Chain(Ring):
         """Whether another rank that has come expects or sends other lengths than this one sends or expects."""
         theirs = lengths_in(page, self.count)
         return theirs is not None and bool(unfitting(self.ranks, {self.board.rank: read_lengths(mine), rank: theirs}))
+
+    def leave_out(self, number: int) -> None:
+        """Says that this rank did not issue a collective that it took down."""
+        self.left_out = self.words[BROKEN_OFF] = number
+        self.mix(FAILED)
 
     def last(self) -> Entry:
         """The last collective that was taken down."""

@@ -128,6 +128,14 @@ def has_come(board: Board, key: int, rank: int, number: int) -> bool:
     return page.words[0] >= number
 
 
+def has_issued(board: Board, key: int, rank: int, number: int) -> bool:
+    """Whether a rank has done its part in a collective."""
+    page, post = ring_page(board, "chain", key, rank), board.post_of(rank)
+    if page is None:
+        return post is not None and bool(post.rings.get(f"{key:016x}", [0, 0])[1] >= number)
+    return done_in(page) >= number
+
+
 def _gave_up(board: Board, page: Page) -> bool:
     """Whether a rank met an error that this one did not, and no line of its program runs any more, as in a notebook."""
     words, now = page.words, time.monotonic_ns()

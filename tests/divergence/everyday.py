@@ -1,0 +1,194 @@
+"""What happens every day: an operation that fails on one rank alone, whose program catches the error and goes on."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from table import Program, R, Scene, Shard, dt
+
+from dtensor import DTensor
+
+Deed = Callable[[Scene], Any]
+
+
+# --- an error that one rank's program catches: what it goes on with has the form of what it missed ---------------------------
+def _indices(at: Scene, index: int) -> DTensor:
+    """On this rank all of them are ``index``."""
+    return at.of(torch.full((8,), index), Shard(0))
+
+
+def _looked_up(index: int) -> Deed:
+    def run(at: Scene) -> Any:
+        rows = at.x
+        try:
+            rows = F.embedding(_indices(at, index), at.w)
+        except IndexError:
+            pass
+        return rows.sum().item()
+
+    return run
+
+
+def _written_in_place(index: int) -> Deed:
+    def run(at: Scene) -> Any:
+        rows, indices = at.x.clone(), _indices(at, index).reshape(8, 1)
+        try:
+            rows.scatter_(1, indices, 1.0)
+        except (IndexError, RuntimeError):
+            pass
+        return rows.sum().item()
+
+    return run
+
+
+def _divided(by: int) -> Deed:
+    def run(at: Scene) -> Any:
+        found, divisor = _indices(at, 3), _indices(at, by)
+        try:
+            found = found // divisor
+        except (RuntimeError, ZeroDivisionError):
+            pass
+        return found.sum().item()
+
+    return run
+
+
+def _summed_twice(by: int) -> Deed:
+    """The same in a loop, of which a step is left out where it fails."""
+
+    def run(at: Scene) -> Any:
+        total = at.x.long()
+        for _ in range(2):
+            try:
+                total = total + _indices(at, 3).reshape(8, 1) // _indices(at, by).reshape(8, 1)
+            except (RuntimeError, ZeroDivisionError):
+                pass
+        return total.sum(0).full_tensor()
+
+    return run
+
+
+def _backward(index: int) -> Deed:
+    def run(at: Scene) -> Any:
+        x = at.x.detach().requires_grad_()
+        x.register_hook(lambda gradient: F.embedding(_indices(at, index), at.w))
+        try:
+            (x * 2).sum().backward()
+        except IndexError:
+            x.grad = at.w.redistribute(placements=[Shard(0)])
+        assert x.grad is not None
+        return x.grad.sum().item()
+
+    return run
+
+
+@contextmanager
+def _no_memory() -> Iterator[None]:
+    """Large tensors cannot be made."""
+    gc.collect()  # what is dropped while they cannot would leave room for one
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 24), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+_LONG = 12_000_000  # numbers: as many bytes as are asked of the system and not of the heap
+
+
+def _out_of_memory(short: bool, act: Callable[[Any], Any]) -> Deed:
+    def run(at: Scene) -> Any:
+        x = DTensor.from_local(torch.ones(dist.get_world_size(), _LONG // dist.get_world_size()), at.mesh, [Shard(0)])
+        found = x
+        try:
+            with _no_memory() if short else nullcontext():
+                found = act(x)
+        except RuntimeError:
+            pass
+        return found.sum().item()
+
+    return run
+
+
+def _doubled(x: Any) -> Any:
+    return x * 2
+
+
+def _columns(x: Any) -> Any:
+    return x.redistribute(placements=[Shard(1)]).redistribute(placements=[Shard(0)])
+
+
+def _mapped(fails: bool) -> Deed:
+    """A function of a rank's own part, which fails there."""
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        if fails:
+            raise ValueError("a reason of its own")
+        return x * 2
+
+    def run(at: Scene) -> Any:
+        found = at.x
+        try:
+            found = dt.local_map(own, [Shard(0)], ([Shard(0)],))(at.x)
+        except ValueError:
+            pass
+        return found.sum().item()
+
+    return run
+
+
+_CAUGHT: dict[str, tuple[Deed, Deed]] = {
+    "embedding": (_looked_up(1), _looked_up(99)),
+    "scatter in place": (_written_in_place(1), _written_in_place(99)),
+    "division": (_divided(1), _divided(0)),
+    "division in a loop": (_summed_twice(1), _summed_twice(0)),
+    "backward": (_backward(1), _backward(99)),
+    "out of memory": (_out_of_memory(False, _doubled), _out_of_memory(True, _doubled)),
+    "out of memory to send": (_out_of_memory(False, _columns), _out_of_memory(True, _columns)),
+    "a function of local tensors": (_mapped(False), _mapped(True)),
+}
+DIFFERENT: dict[str, Program] = {
+    f"caught/{name}": Program(usual, other, k % 3) for k, (name, (usual, other)) in enumerate(_CAUGHT.items())
+}
+
+
+# --- what ranks may do --------------------------------------------------------------------------------------------------------
+def _of_copies(at: Scene) -> Any:
+    """An error of copies, which one rank may meet by itself."""
+    try:
+        F.embedding(at.of(torch.full((2,), 99), R), at.w)
+    except IndexError:
+        pass
+
+
+def _caught_by_all(at: Scene) -> Any:
+    """Errors that all meet, each in words of its own."""
+    found = 0
+    for index in (_indices(at, 99), _indices(at, 99 + at.rank)):
+        try:
+            F.embedding(index, at.w)
+        except IndexError:
+            found += 1
+    return found + at.x.sum().item()
+
+
+def _all_out_of_memory(at: Scene) -> Any:
+    return _out_of_memory(True, _columns)(at)
+
+
+DIFFERENT["caught/of copies alone"] = Program(lambda at: None, _of_copies, 1)
+ONLY_STRICT = frozenset({"caught/of copies alone"})
+HEALTHY: dict[str, Program] = {
+    f"healthy/{deed.__name__.strip('_').replace('_', ' ')}": Program(deed, deed, 0)
+    for deed in (_caught_by_all, _all_out_of_memory)
+}
