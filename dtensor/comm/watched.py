@@ -41,7 +41,8 @@ def watched(
     own: tuple[Sequence[int], Sequence[int]] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Issue:
-    """``run``; ``said`` is what all ranks of the group say of it, besides the dtype, and the shape where that is ``shaped``.
+    """``run``; ``said`` is what all ranks of the group say of it, besides the dtype, whether there are data, and the shape where
+    that is ``shaped``.
 
     ``over`` names the mesh dims. Where ranks do not know each other's lengths, ``own`` is how many numbers this rank sends to
     each of the group, and how many it expects of each. Of all ranks of ``mesh`` the collectives come in one order, in whichever
@@ -62,7 +63,7 @@ def watched(
     def issue(x: torch.Tensor) -> Pending[torch.Tensor]:
         if (level := Level.now) == "off":
             return run(x)
-        key = (x.dtype, x.shape) if shaped else x.dtype
+        key = (x.dtype, x.is_meta, x.shape) if shaped else (x.dtype, x.is_meta)
         deed = known.get(key)
         if deed is None:
             deed = known.keep(key, Deed.of(f"{said} {_operand(x, shaped)}", over, lengths))
@@ -131,7 +132,8 @@ def admitted(chain: Chain, group: Group, ranks: list[int], level: str, deed: Dee
 
 def _operand(x: torch.Tensor, shaped: bool) -> str:
     dtype = str(x.dtype).removeprefix("torch.")
-    return f"{dtype}[{', '.join(map(str, x.shape))}]" if shaped else dtype
+    operand = f"{dtype}[{', '.join(map(str, x.shape))}]" if shaped else dtype
+    return f"{operand} without data" if x.is_meta else operand  # of which torch sends nothing
 
 
 def _exchanged(chain: Chain, group: Group, ranks: list[int], deed: Deed) -> None:

@@ -64,7 +64,7 @@ def failed(operator: Operator, error: Exception, args: tuple[Any, ...], kwargs: 
 
 
 def _counts() -> bool:
-    """Whether operations count here and now: other threads' come in no order, and those of a program that is traced are not done."""
+    """Whether operations count now: those of other threads come in no order, those of a program that is traced are not done."""
     return threading.get_ident() == threading.main_thread().ident and not (count_dispatch_modes() and under_way())
 
 

@@ -50,7 +50,7 @@ def distribute_tensor(
 
     Raises:
         PlacementError, MeshError: see :class:`Layout`. LayoutError: a non-leaf that requires grad; on all ranks, where they give
-            different shapes, dtypes or placements.
+            different shapes, dtypes or placements, or some a meta tensor and some data.
 
     >>> import dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2, 2))
@@ -78,7 +78,7 @@ def distribute_tensor(
             mesh,
             "distribute_tensor",
             lambda: (_layout_of(tensor, mesh, placements), _position(mesh, src_data_rank))[0],
-            lambda made: ((made, src_data_rank, tensor.requires_grad), made.stride),
+            lambda made: ((made, src_data_rank, tensor.requires_grad, "no data" if tensor.is_meta else "data"), made.stride),
         )
         if len(strides) > 1:  # another rank may hold something that lies in its memory in another way
             layout = layout.replace(stride=strides[_position(mesh, src_data_rank)])

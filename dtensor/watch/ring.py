@@ -74,7 +74,7 @@ class Ring:
 
 
 class Trail:
-    """Operations that ``ranks`` do together and that are not taken down: a hash of all so far, the last one in words, the last one
+    """Operations that ``ranks`` do together and that are not taken down: a hash of all so far, in words the last one and the last
     that raised, and numbers that entered them, which are no part of the hash yet.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,8 @@ def _indices(at: Scene, index: int) -> DTensor:
 def _looked_up(index: int) -> Deed:
     def run(at: Scene) -> Any:
         rows = at.x
-        try:
+        with suppress(IndexError):
             rows = F.embedding(_indices(at, index), at.w)
-        except IndexError:
-            pass
         return rows.sum().item()
 
     return run
@@ -40,10 +38,8 @@ def _looked_up(index: int) -> Deed:
 def _written_in_place(index: int) -> Deed:
     def run(at: Scene) -> Any:
         rows, indices = at.x.clone(), _indices(at, index).reshape(8, 1)
-        try:
+        with suppress(IndexError, RuntimeError):
             rows.scatter_(1, indices, 1.0)
-        except (IndexError, RuntimeError):
-            pass
         return rows.sum().item()
 
     return run
@@ -52,10 +48,8 @@ def _written_in_place(index: int) -> Deed:
 def _divided(by: int) -> Deed:
     def run(at: Scene) -> Any:
         found, divisor = _indices(at, 3), _indices(at, by)
-        try:
+        with suppress(RuntimeError, ZeroDivisionError):
             found = found // divisor
-        except (RuntimeError, ZeroDivisionError):
-            pass
         return found.sum().item()
 
     return run
@@ -67,10 +61,8 @@ def _summed_twice(by: int) -> Deed:
     def run(at: Scene) -> Any:
         total = at.x.long()
         for _ in range(2):
-            try:
+            with suppress(RuntimeError, ZeroDivisionError):
                 total = total + _indices(at, 3).reshape(8, 1) // _indices(at, by).reshape(8, 1)
-            except (RuntimeError, ZeroDivisionError):
-                pass
         return total.sum(0).full_tensor()
 
     return run
@@ -96,14 +88,14 @@ def _no_memory() -> Iterator[None]:
     gc.collect()  # what is dropped while they cannot would leave room for one
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 24), hard))
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 23), hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-_LONG = 12_000_000  # numbers: as many bytes as are asked of the system and not of the heap
+_LONG = 30_000_000  # numbers: as many bytes as are asked of the system, and more than other threads give back meanwhile
 
 
 def _out_of_memory(short: bool, act: Callable[[Any], Any]) -> Deed:
@@ -138,13 +130,25 @@ def _mapped(fails: bool) -> Deed:
 
     def run(at: Scene) -> Any:
         found = at.x
-        try:
+        with suppress(ValueError):
             found = dt.local_map(own, [Shard(0)], ([Shard(0)],))(at.x)
-        except ValueError:
-            pass
         return found.sum().item()
 
     return run
+
+
+def _without_data(meta: bool, made: Callable[[Scene, torch.Tensor], Any]) -> Deed:
+    """A rank that has no data where others have: torch sends nothing of a meta tensor."""
+
+    def run(at: Scene) -> Any:
+        made(at, torch.ones(6, 4, device="meta" if meta else "cpu"))
+        return at.x.sum(1).full_tensor()
+
+    return run
+
+
+def _summed(at: Scene, x: torch.Tensor) -> Any:
+    return DTensor.from_local(x, at.mesh, [Shard(0)], shape=(6 * dist.get_world_size(), 4), stride=(4, 1)).sum(0).full_tensor()
 
 
 _CAUGHT: dict[str, tuple[Deed, Deed]] = {
@@ -165,10 +169,8 @@ DIFFERENT: dict[str, Program] = {
 # --- what ranks may do --------------------------------------------------------------------------------------------------------
 def _of_copies(at: Scene) -> Any:
     """An error of copies, which one rank may meet by itself."""
-    try:
+    with suppress(IndexError):
         F.embedding(at.of(torch.full((2,), 99), R), at.w)
-    except IndexError:
-        pass
 
 
 def _caught_by_all(at: Scene) -> Any:
@@ -186,6 +188,13 @@ def _all_out_of_memory(at: Scene) -> Any:
     return _out_of_memory(True, _columns)(at)
 
 
+_META: dict[str, Callable[[Scene, torch.Tensor], Any]] = {
+    "a tensor is distributed": lambda at, x: dt.distribute_tensor(x, at.mesh, [Shard(0)]),
+    "a tensor is replicated": lambda at, x: dt.distribute_tensor(x, at.mesh, [R]),
+    "local tensors": _summed,
+}
+for _k, (_name, _made) in enumerate(_META.items()):
+    DIFFERENT[f"meta/{_name}"] = Program(_without_data(False, _made), _without_data(True, _made), 1 + _k % 2)
 DIFFERENT["caught/of copies alone"] = Program(lambda at: None, _of_copies, 1)
 ONLY_STRICT = frozenset({"caught/of copies alone"})
 HEALTHY: dict[str, Program] = {
