@@ -53,7 +53,7 @@ def check(judge: Judge, name: str) -> None:
         DIFFERENT,
         "sum0/sum1, sum0/mean0, full/large, large_sum/large, nothing/barrier, full/rows_of_5, nothing/item, blocks/wide blocks, "
         "random/drawn before, all to all/all to all of others, sharded/inside backward/sums, sum_then_large_sum/item, "
-        "sharded/before optimizer/sums, nothing/destroyed",
+        "sharded/before optimizer/sums, nothing/destroyed, caught/embedding, caught/out of memory to send, meta/local tensors",
     ),
 )
 def test_a_rank_that_does_something_else_is_named(name: str, judge: Judge) -> None:
@@ -85,7 +85,7 @@ def test_what_one_rank_fails_at_all_fail_at(name: str, judge: Judge) -> None:
     some(
         HEALTHY,
         "healthy/backward, healthy/many, healthy/forked, healthy/gradients held, "
-        "healthy/dropped, slow/sum0, healthy/loaded by a worker",
+        "healthy/dropped, slow/sum0, healthy/loaded by a worker, healthy/caught by all",
     ),
 )
 def test_nothing_is_said_of_a_healthy_program(name: str, judge: Judge) -> None:
