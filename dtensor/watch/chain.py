@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..base.callers import users_frame
@@ -55,9 +55,9 @@ def read_lengths(text: str) -> tuple[list[int], list[int]]:
 class Chain(Ring):
     """The collectives of the processes ``ranks``, in order, as this one sees them."""
 
-    def __init__(self, board: Board, ranks: tuple[int, ...], handle: Any, backend: str) -> None:
-        self.board, self.ranks = board, ranks
-        self.connect(handle, backend)
+    def __init__(self, board: Board, ranks: tuple[int, ...], backend: str) -> None:
+        self.board, self.ranks, self.backend = board, ranks, backend
+        self.handles: weakref.WeakSet[Any] = weakref.WeakSet()
         self.key = fingerprint(repr(ranks))
         self.name = f"chain-{self.key:016x}"
         (board.folder / f".{self.name}.{board.rank}").write_text(repr(ranks))
@@ -69,10 +69,10 @@ class Chain(Ring):
         self._to_come = [rank for rank in ranks if rank != board.rank]
         self._others: list[tuple[int, Page]] = []
 
-    def connect(self, handle: Any, backend: str) -> None:
-        """By which group of torch they reach each other; None while it is not made."""
-        self.handle: Callable[[], Any] = (lambda: None) if handle is None else weakref.ref(handle)
-        self.backend = backend
+    def connect(self, handle: Any) -> None:
+        """By which groups of torch they reach each other; None while one is not made."""
+        if handle is not None:
+            self.handles.add(handle)
 
     def take_down(self, deed: Deed) -> bool:
         """Takes down the next collective; whether all who have come to its number mean the same."""

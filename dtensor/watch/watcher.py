@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from datetime import timedelta
 from multiprocessing import util
 from typing import Any
@@ -54,6 +55,7 @@ class Watcher:
         self.chains: dict[tuple[int, ...], Chain] = {}
         self._stopped = threading.Event()
         self._told, self._call, self._where = _SLOW_S, 0, "-"
+        self._asked: weakref.WeakSet[Any] = weakref.WeakSet()  # groups in which the program itself has waited
         self._looks: dict[int, int] = {}  # by rank, how often one after the other it was seen to be stopped
         self._thread = threading.Thread(target=self._run, name="dtensor-ranks", daemon=True)
         self._thread.start()
@@ -82,7 +84,7 @@ class Watcher:
         board = self.board
         if not board.present:
             board.leave()
-            if all(chain.handle() is None for chain in list(self.chains.values())):
+            if not any(chain.handles for chain in list(self.chains.values())):
                 return True  # else a mesh keeps its groups, and may wait in them
         self._say_where()
         verdict = board.found()
@@ -163,10 +165,10 @@ class Watcher:
         it breaks the group's connections, and with them all waits.
         """
         world = self.board.world()
-        found = [(chain.handle(), chain.backend) for chain in list(self.chains.values())]
+        found = {handle: chain.backend for chain in list(self.chains.values()) for handle in list(chain.handles)}
         if world is not None and world is dist.group.WORLD:
-            found.append((world, str(dist.get_backend_config(world))))
-        for handle, backend in {id(handle): (handle, backend) for handle, backend in found if handle is not None}.values():
+            found |= {handle: str(dist.get_backend_config(handle)) for handle in (world, *list(self._asked))}
+        for handle, backend in found.items():
             with contextlib.suppress(Exception):
                 _end_waits_of(handle, backend)
 

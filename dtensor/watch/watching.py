@@ -74,14 +74,13 @@ def chain_among(ranks: Iterable[int], handle: Any, backend: str) -> Chain | None
         watcher, ranks = _watcher(), tuple(sorted(ranks))
         chain = watcher.chains.get(ranks)
         if chain is None:
-            chain = watcher.chains[ranks] = Chain(watcher.board, ranks, handle, backend)
+            chain = watcher.chains[ranks] = Chain(watcher.board, ranks, backend)
             watcher.board.chains.append(chain.key)
             chain.apart = _apart(watcher.board, ranks)
             if chain.apart:
                 watcher.board.spread = True
                 watcher.board.tell()
-        elif chain.handle() is None:
-            chain.connect(handle, backend)
+        chain.connect(handle)
         return chain
 
 

@@ -1,4 +1,4 @@
-"""What happens every day: an operation that fails on one rank alone, whose program catches the error and goes on."""
+"""What happens every day: calls of torch.distributed by some ranks alone, and errors on one rank that its program catches."""
 
 from __future__ import annotations
 
@@ -12,11 +12,92 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from table import Program, R, Scene, Shard, dt
+from loops import loop
+from table import DEEDS, Program, R, Scene, Shard, dt
 
 from dtensor import DTensor
 
 Deed = Callable[[Scene], Any]
+
+
+# --- calls of torch.distributed, by one rank or by all but one, beside what all do with us ------------------------------------
+def _group(at: Scene, of: str) -> Any:
+    return at.mesh.get_group() if of == "mesh" else dist.group.WORLD
+
+
+def _next(at: Scene) -> int:
+    return (at.rank + 1) % dist.get_world_size()
+
+
+def _exchanged(at: Scene, group: Any) -> None:
+    """Of the form that sums of 8 numbers have on gloo."""
+    size = dist.get_world_size()
+    lengths = [0 if k == at.rank else 8 for k in range(size)]
+    dist.all_to_all_single(torch.empty(8 * size - 8), torch.full((8 * size - 8,), 7.0), lengths, lengths, group=group)
+
+
+def _batched(at: Scene, group: Any) -> None:
+    ops = [dist.P2POp(dist.isend, torch.ones(8), _next(at), group), dist.P2POp(dist.irecv, torch.ones(8), _next(at), group)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+
+
+def _begun(at: Scene, group: Any) -> None:
+    work = dist.all_reduce(torch.full((8,), 7.0), group=group, async_op=True)
+    assert work is not None
+    work.wait()
+
+
+_CALLS: dict[str, Callable[[Scene, Any], Any]] = {
+    "all_reduce": lambda at, group: dist.all_reduce(torch.full((8,), 7.0), group=group),
+    "all_to_all": _exchanged,
+    "broadcast": lambda at, group: dist.broadcast(torch.full((8,), 7.0), 0, group=group),
+    "barrier": lambda at, group: dist.barrier(group=group),
+    "send": lambda at, group: dist.send(torch.ones(8), _next(at), group=group),
+    "recv": lambda at, group: dist.recv(torch.ones(8), _next(at), group=group),
+    "batch_isend_irecv": _batched,
+    "async all_reduce": _begun,
+}
+
+
+def _own(call: str, of: str = "world", then: Deed = DEEDS["sum0"], before: Deed = DEEDS["sum0"]) -> Deed:
+    """A call of the program's own between what all do."""
+
+    def run(at: Scene) -> Any:
+        before(at)
+        if call:
+            _CALLS[call](at, _group(at, of))
+        return then(at)
+
+    return run
+
+
+def _both(at: Scene, one: str, other: str) -> Any:
+    """Calls of torch's alone, which do not meet; what becomes of them is asked of the next collective."""
+    with suppress(RuntimeError):
+        _CALLS[one if at.rank == 1 else other](at, dist.group.WORLD)
+    return at.x.sum().item()
+
+
+_PRODUCT: Deed = lambda at: (at.x @ at.x.t()).redistribute(placements=[R]).to_local()  # noqa: E731
+_OWN: dict[str, tuple[Deed, Deed]] = {
+    **{f"{call} of one": (_own(""), _own(call)) for call in _CALLS if call != "send"},  # which may be on its way
+    **{
+        f"{call} of one on the mesh": (_own("", "mesh"), _own(call, "mesh")) for call in ("all_reduce", "all_to_all", "broadcast")
+    },
+    **{f"{call} of all but one": (_own(call), _own("")) for call in ("all_reduce", "all_to_all", "barrier", "async all_reduce")},
+    "all_reduce instead of a sum": (DEEDS["sum0"], lambda at: dist.all_reduce(torch.full((8,), 7.0))),
+    "all_to_all instead of a sum": (DEEDS["sum0"], lambda at: _exchanged(at, at.mesh.get_group())),
+    "all_reduce beside a product": (_own("", then=_PRODUCT), _own("all_reduce", then=_PRODUCT)),
+    "all_to_all beside a move": (
+        _own("", then=DEEDS["to_columns"], before=DEEDS["to_columns"]),
+        _own("all_to_all", then=DEEDS["to_columns"], before=DEEDS["to_columns"]),
+    ),
+    **{
+        f"all_reduce beside a {kind} model": (_own("", then=loop(kind)), _own("all_reduce", "mesh", loop(kind)))
+        for kind in ("sharded", "replicated", "tensor-parallel")
+    },
+}
 
 
 # --- an error that one rank's program catches: what it goes on with has the form of what it missed ---------------------------
@@ -162,8 +243,9 @@ _CAUGHT: dict[str, tuple[Deed, Deed]] = {
     "a function of local tensors": (_mapped(False), _mapped(True)),
 }
 DIFFERENT: dict[str, Program] = {
-    f"caught/{name}": Program(usual, other, k % 3) for k, (name, (usual, other)) in enumerate(_CAUGHT.items())
+    f"own calls/{name}": Program(usual, other, k % 3) for k, (name, (usual, other)) in enumerate(_OWN.items())
 }
+DIFFERENT |= {f"caught/{name}": Program(usual, other, k % 3) for k, (name, (usual, other)) in enumerate(_CAUGHT.items())}
 
 
 # --- what ranks may do --------------------------------------------------------------------------------------------------------
@@ -195,9 +277,29 @@ _META: dict[str, Callable[[Scene, torch.Tensor], Any]] = {
 }
 for _k, (_name, _made) in enumerate(_META.items()):
     DIFFERENT[f"meta/{_name}"] = Program(_without_data(False, _made), _without_data(True, _made), 1 + _k % 2)
+
+
+def _called_by_all(at: Scene) -> Any:
+    """Calls of the program's own among ours, on both groups."""
+    found = 0.0
+    for of in ("world", "mesh"):
+        for call, act in _CALLS.items():
+            if call not in ("send", "recv", "batch_isend_irecv"):
+                act(at, _group(at, of))
+                found += at.x.sum().item()
+    return found
+
+
+def _left_pending(at: Scene) -> Any:
+    """A call that one rank begins, and nobody waits for: ours do not meet it."""
+    if at.rank == 1:
+        at.begun = dist.all_reduce(torch.full((8,), 7.0), async_op=True)  # type: ignore[attr-defined]
+    return at.x.sum(0).full_tensor()
+
+
 DIFFERENT["caught/of copies alone"] = Program(lambda at: None, _of_copies, 1)
 ONLY_STRICT = frozenset({"caught/of copies alone"})
 HEALTHY: dict[str, Program] = {
     f"healthy/{deed.__name__.strip('_').replace('_', ' ')}": Program(deed, deed, 0)
-    for deed in (_caught_by_all, _all_out_of_memory)
+    for deed in (_caught_by_all, _all_out_of_memory, _called_by_all, _left_pending)
 }
