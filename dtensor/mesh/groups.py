@@ -74,7 +74,7 @@ class Group:
 
 
 def group_of(mesh: Geometry, mesh_dims: Sequence[int]) -> Group:
-    """The group of the current process over ``mesh_dims`` over which this library talks. The first call for some ranks makes it."""
+    """The group over ``mesh_dims`` over which this process talks to others for us. The first call for some ranks makes it."""
     handle, members, ranks = _of_program(mesh, mesh_dims)
     own = beside(handle, mesh.device_type)
     return _seen(own, members, ranks, mesh, handle.group_name)

@@ -6,6 +6,7 @@ import gc
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,9 @@ _CALLS: dict[str, Callable[[Scene, Any], Any]] = {
 }
 
 
+_ALONE = ("send", "recv", "batch_isend_irecv")  # of which all ranks cannot do one thing
+
+
 def _own(call: str, of: str = "world", then: Deed = DEEDS["sum0"], before: Deed = DEEDS["sum0"]) -> Deed:
     """A call of the program's own between what all do."""
 
@@ -75,13 +79,23 @@ def _own(call: str, of: str = "world", then: Deed = DEEDS["sum0"], before: Deed 
 def _both(at: Scene, one: str, other: str) -> Any:
     """Calls of torch's alone, which do not meet; what becomes of them is asked of the next collective."""
     with suppress(RuntimeError):
-        _CALLS[one if at.rank == 1 else other](at, dist.group.WORLD)
+        if call := one if at.rank == 1 else other:
+            _CALLS[call](at, dist.group.WORLD)
+    return at.x.sum().item()
+
+
+def _of_stages(at: Scene) -> Any:
+    """A stage that waits for messages that no other stage sends."""
+    with suppress(RuntimeError):
+        work = dist.irecv(torch.ones(8), 0) if at.rank == 1 else None
+        if work is not None:
+            work.wait()
     return at.x.sum().item()
 
 
 _PRODUCT: Deed = lambda at: (at.x @ at.x.t()).redistribute(placements=[R]).to_local()  # noqa: E731
 _OWN: dict[str, tuple[Deed, Deed]] = {
-    **{f"{call} of one": (_own(""), _own(call)) for call in _CALLS if call != "send"},  # which may be on its way
+    **{f"{call} of one": (_own(""), _own(call)) for call in _CALLS if call not in _ALONE},
     **{
         f"{call} of one on the mesh": (_own("", "mesh"), _own(call, "mesh")) for call in ("all_reduce", "all_to_all", "broadcast")
     },
@@ -244,6 +258,16 @@ _CAUGHT: dict[str, tuple[Deed, Deed]] = {
 }
 DIFFERENT: dict[str, Program] = {
     f"own calls/{name}": Program(usual, other, k % 3) for k, (name, (usual, other)) in enumerate(_OWN.items())
+}
+RAISING: dict[str, Program] = {
+    f"own calls/{name}, goes on": Program(deed, deed, 1)
+    for name, deed in {
+        **{f"{call} of one": partial(_both, one=call, other="") for call in ("recv", "batch_isend_irecv")},
+        "recv beside barrier": partial(_both, one="recv", other="barrier"),
+        "recv beside async all_reduce": partial(_both, one="recv", other="async all_reduce"),
+        "batch_isend_irecv beside all_reduce": partial(_both, one="batch_isend_irecv", other="all_reduce"),
+        "irecv of one": _of_stages,
+    }.items()
 }
 DIFFERENT |= {f"caught/{name}": Program(usual, other, k % 3) for k, (name, (usual, other)) in enumerate(_CAUGHT.items())}
 

@@ -8,7 +8,7 @@ import table
 import training
 
 DIFFERENT = table.DIFFERENT | training.DIFFERENT | loops.DIFFERENT | everyday.DIFFERENT
-RAISING = table.RAISING | training.RAISING | loops.RAISING
+RAISING = table.RAISING | training.RAISING | loops.RAISING | everyday.RAISING
 DEADLY = table.DEADLY | training.DEADLY | loops.DEADLY
 HEALTHY = table.HEALTHY | training.HEALTHY | loops.HEALTHY | everyday.HEALTHY | table.SLOW | training.SLOW
 FAILING = table.FAILING
