@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import linecache
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -27,7 +26,8 @@ _COLLECTIVES = frozenset(
 )
 _MESSAGES = {"recv": "send", "send": "recv"}  # and what another rank is in that ends it
 _NAMES = _COLLECTIVES | _MESSAGES.keys()
-WORK = "Work.wait"  # of what was begun before: it does not say what it waits for
+WORK, WORK_OF_MESSAGE = "Work.wait", "Work.wait of a message"  # of what was begun before: it does not say whom it needs
+_SENT_OR_RECEIVED = (12, 13, 14)  # as c10d numbers what a work is of
 _BYTE_NS = 100  # what was sent before may still be on its way
 _WORK_NS = 3_000_000_000  # so may what a work waits for, of which nobody knows how much it is
 _MANY = 64  # groups of which it is told
@@ -40,18 +40,17 @@ class Call(NamedTuple):
     Attributes:
         name: of the function.
         ranks: those that it needs; of a work all: it is not known.
-        nbytes: of a message.
+        nbytes, group: of a message, the group as :func:`begun` has it.
     """
 
     name: str
-    ranks: tuple[int, ...]
-    nbytes: int
+    ranks: Sequence[int] = ()
+    nbytes: int = 0
+    group: str = ""
 
     @classmethod
     def read(cls, text: str) -> Call:
-        name, _, rest = text.partition("|")
-        ranks, _, nbytes = rest.partition("|")
-        return cls(name, ast.literal_eval(ranks or "()"), int(nbytes or 0))
+        return cls(*json.loads(text)) if text else cls("")
 
     @property
     def is_message(self) -> bool:
@@ -60,11 +59,11 @@ class Call(NamedTuple):
     @property
     def patience_ns(self) -> int:
         """How much longer than others it may take."""
-        return _WORK_NS if self.name == WORK else self.nbytes * _BYTE_NS
+        return _WORK_NS if self.name in (WORK, WORK_OF_MESSAGE) else self.nbytes * _BYTE_NS
 
     def ends(self, rank: int, message: Call) -> bool:
         """Whether it may be what another rank, ``rank``, waits for in a message."""
-        return self.name == WORK or (self.name == _MESSAGES[message.name] and (not self.ranks or rank in self.ranks))
+        return self.name == WORK_OF_MESSAGE or (self.name == _MESSAGES[message.name] and (not self.ranks or rank in self.ranks))
 
 
 def in_torch(places: list[tuple[CodeType, int]]) -> tuple[str, int] | None:
@@ -76,10 +75,13 @@ def in_torch(places: list[tuple[CodeType, int]]) -> tuple[str, int] | None:
     frame = next((frame for frame in frames if _is_torchs(frame.f_code)), None)
     if frame is None:
         work = _work_in(frames[0]) if waits and frames else None
-        return None if work is None else (f"{WORK}|{tuple(range(dist.get_world_size()))!r}", hash((id(frames[0]), id(work))))
+        if work is None:
+            return None
+        name = WORK_OF_MESSAGE if work._get_op_type() in _SENT_OR_RECEIVED else WORK
+        return _told(Call(name, range(dist.get_world_size()))), hash((id(frames[0]), id(work)))
     name, given = frame.f_code.co_name, lines.undisturbed(partial(getattr, frame, "f_locals"))
     try:
-        return f"{name}|{_needed(name, given.get('group') or dist.group.WORLD, given)}", id(frame)
+        return _told(_made(name, given.get("group") or dist.group.WORLD, given)), id(frame)
     except (ValueError, RuntimeError, KeyError, TypeError):  # not a group of this process
         return None
 
@@ -88,15 +90,23 @@ def _is_torchs(code: CodeType) -> bool:
     return code.co_name in _NAMES and code.co_filename.endswith("distributed_c10d.py")
 
 
-def _needed(name: str, group: Any, given: dict[str, Any]) -> str:
-    """The ranks that a call of torch.distributed needs, and of a message its bytes."""
+def _told(call: Call) -> str:
+    return json.dumps([call.name, list(call.ranks), call.nbytes, call.group])
+
+
+def _made(name: str, group: Any, given: dict[str, Any]) -> Call:
+    """A call of torch.distributed from its frame's locals."""
     if name not in _MESSAGES:
-        return repr(tuple(dist.get_process_group_ranks(group)))
+        return Call(name, dist.get_process_group_ranks(group))
     side = "src" if name == "recv" else "dst"
     rank, in_group = given[side], given[f"group_{side}"]
-    if rank is None and in_group is None:  # from anybody
-        return f"()|{given['tensor'].nbytes}"
-    return f"({dist.get_global_rank(group, in_group) if rank is None else rank},)|{given['tensor'].nbytes}"
+    anybody = rank is None and in_group is None
+    needed = () if anybody else (dist.get_global_rank(group, in_group) if rank is None else rank,)
+    return Call(name, needed, given["tensor"].nbytes, _key(group))
+
+
+def _key(group: Any) -> str:
+    return str(zlib.crc32(group.group_name.encode()))
 
 
 def _work_in(frame: Any) -> Any:
@@ -125,11 +135,13 @@ def begun(ours: Iterable[Any]) -> str:
     found = {}
     for group in groups_of_program(ours):
         with suppress(RuntimeError):  # of another kind than gloo, or gone meanwhile
-            found[zlib.crc32(group.group_name.encode())] = group._get_sequence_number_for_group()
+            found[_key(group)] = group._get_sequence_number_for_group()
     return json.dumps(dict(sorted(found.items())[:_MANY]))
 
 
-def behind(theirs: str, mine: str) -> bool:
-    """Whether a rank has begun less than another one in a group of both."""
+def behind(theirs: str, call: Call, mine: str) -> bool:
+    """Whether a rank that is in ``call`` has begun less before than another one in a group of both."""
     known = json.loads(theirs or "{}")
+    if call.group in known:
+        known[call.group] -= 1
     return any(known.get(name, number) < number for name, number in json.loads(mine or "{}").items())

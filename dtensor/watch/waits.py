@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .board import (
@@ -105,7 +105,7 @@ def failed_elsewhere(board: Board) -> Verdict | None:
     return None
 
 
-def needed_in_torch(board: Board) -> tuple[int, ...]:
+def needed_in_torch(board: Board) -> Sequence[int]:
     """The ranks that this one needs in a function of torch.distributed."""
     return Call.read(board.page.text(board.words[IN_TORCH])).ranks
 
@@ -221,9 +221,10 @@ def _awaited(board: Board, wait: Wait) -> Iterator[int]:
 
 def _meets(call: Call, wait: Wait, other: Wait | None) -> bool:
     """Whether another rank, in what it waits in or before, may have done what ``call`` waits for."""
-    if call.is_message:
-        return other is not None and bool(other.call) and Call.read(other.call).ends(wait.rank, call)
-    return other is not None and not behind(other.begun, wait.begun)
+    if other is None:
+        return False
+    theirs = Call.read(other.call)
+    return theirs.ends(wait.rank, call) if call.is_message else not behind(other.begun, theirs, wait.begun)
 
 
 def _place(board: Board, wait: Wait) -> str:

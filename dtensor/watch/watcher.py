@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing import util
 from typing import Any
@@ -113,7 +114,7 @@ class Watcher:
             self._end_waits()
         return True
 
-    def _stopped_rank(self, ranks: tuple[int, ...]) -> Verdict | None:
+    def _stopped_rank(self, ranks: Sequence[int]) -> Verdict | None:
         """That a rank is needed which a signal has stopped: at each of so many looks, for all may have been stopped together."""
         for rank in ranks:
             page = self.board.rank_page(rank)

@@ -265,7 +265,6 @@ RAISING: dict[str, Program] = {
         **{f"{call} of one": partial(_both, one=call, other="") for call in ("recv", "batch_isend_irecv")},
         "recv beside barrier": partial(_both, one="recv", other="barrier"),
         "recv beside async all_reduce": partial(_both, one="recv", other="async all_reduce"),
-        "batch_isend_irecv beside all_reduce": partial(_both, one="batch_isend_irecv", other="all_reduce"),
         "irecv of one": _of_stages,
     }.items()
 }
