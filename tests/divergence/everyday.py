@@ -260,7 +260,7 @@ DIFFERENT: dict[str, Program] = {
     f"own calls/{name}": Program(usual, other, k % 3) for k, (name, (usual, other)) in enumerate(_OWN.items())
 }
 RAISING: dict[str, Program] = {
-    f"own calls/{name}, goes on": Program(deed, deed, 1)
+    f"own calls/{name} goes on": Program(deed, deed, 1)
     for name, deed in {
         **{f"{call} of one": partial(_both, one=call, other="") for call in ("recv", "batch_isend_irecv")},
         "recv beside barrier": partial(_both, one="recv", other="barrier"),
