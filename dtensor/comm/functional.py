@@ -43,7 +43,7 @@ def either(eager: Run, bind: Any) -> Run:
 
 
 def _collective(group: Group, kind: str, said: str, op: Any = None) -> Collective:
-    return Collective(kind, group.handle.group_name, group.size, said, op)
+    return Collective(kind, group.name, group.size, said, op)
 
 
 def _exchange(group: Group, row: Tensor, arriving: list[int], leaving: list[int], said: str) -> Tensor:

@@ -30,11 +30,10 @@ from ..propagation.schema import Operator, operator_of
 from ..rules.facts import rule_of_each
 from ..rules.registry import lookup
 from ..watch.levels import Level
-from ..watch.watching import note
 from . import wrapping
 from .bind import bind, runner_of
 from .conditions import by_kinds, floats_by_default, under_default_dtype
-from .counted import Notes, counting
+from .counted import Notes, counting, failed
 from .keys import AS_IT_IS, settle, sized_of, stand_in, static
 from .local_op import local_function
 from .mixed_meshes import across_places, meshes_of
@@ -184,7 +183,7 @@ def _dispatch_of(entry: Entry) -> Callable[..., Any]:
                             return found(args, kwargs, [args[0]._local, *args[1:]], {})
             return general(args, kwargs)
         except Exception as error:
-            note(error)
+            failed(entry.operator, error, args, kwargs or {})
             if (told := tracing.explained(error, entry.operator.name)) is not error:
                 raise told from error
             raise

@@ -53,7 +53,7 @@ def distribute_tensor(
 
     Raises:
         PlacementError, MeshError: see :class:`Layout`. LayoutError: a non-leaf that requires grad; on all ranks, where they give
-            different shapes, dtypes or placements.
+            different shapes, dtypes or placements, or some a meta tensor and some data.
 
     >>> import dtensor as dt
     >>> mesh = dt.init_device_mesh("cpu", (2, 2))
