@@ -176,7 +176,7 @@ def _call(plan: Plan, operator: Operator, form: Form, before: list[Before]) -> t
     if is_kernel(plan):
         tail = [(slice(form.count, form.count), form.tail)] if form.tail else []
         kernel = kernel_of(plan)
-        nothing = idle_of(plan, operator) if kernel.func is plain_op else None  # others meet in collectives
+        nothing = idle_of(plan, operator) if _runs_alone(plan) else None
         return tail, partial(nothing.without(kernel) if nothing else kernel, **_but_for(form.lacking, operator.outs))
     own = None if rule is None or rule.local is None else _of_those_here(plan, rule.local)
     by_member = _constants(plan)
@@ -211,7 +211,13 @@ def _is_own(plan: Plan) -> bool:
     return is_kernel(plan) or (plan.rule is not None and plan.rule.local is not None)
 
 
-def kernel_of(plan: Plan) -> partial[Any]:
+def _runs_alone(plan: Plan) -> bool:
+    """Whether a kernel is the operator itself: in others ranks meet in collectives."""
+    row = None if plan.chosen is None else plan.chosen.kernel_row
+    return row is not None and row.kernel is not None and row.kernel.run is plain_op
+
+
+def kernel_of(plan: Plan) -> Callable[..., Any]:
     """The function that a plan runs instead of the operator, its context bound."""
     assert plan.rule is not None
     chosen, row = plan.chosen, None if plan.chosen is None else plan.chosen.kernel_row
