@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .holding import MISSING
+MISSING = object()  # where there is nothing; nothing else is it
 
 VALUES = (
     int,
@@ -24,9 +24,23 @@ VALUES = (
     torch.memory_format,
 )
 _FOREIGN = frozenset({"torch", "dtensor", "numpy", "builtins"} | set(sys.stdlib_module_names))
-_DATA = frozenset(
-    {"argparse", "collections", "types", "os", "configparser", "optparse", "weakref", "_weakrefset"}
-)  # whose objects are the user's data
+_OWN = frozenset({"abc", "builtins", "importlib", "inspect", "logging", "re", "typing"})  # whose objects are their own affair
+_STANDARD = frozenset(sys.stdlib_module_names) - _OWN
+_TORCHS_DATA = ("torch.amp", "torch.distributions", "torch.nn", "torch.optim", "torch.utils.data")
+_LIBRARYS = frozenset(
+    {
+        "_apart",
+        "_counted",
+        "_forms",
+        "_grad_layout",
+        "_left",
+        "_ownerships",
+        "_parted",
+        "_parts",
+        "_shared",
+        "_shown",
+    }
+)  # attributes of tensors that are ours
 _TORCHS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
 
@@ -70,8 +84,9 @@ def is_users(value: Any) -> bool:
 
 
 def slots_of(kind: type) -> dict[str, Any]:
-    """Attributes that are not in ``__dict__``, of a user's class: name -> descriptor."""
-    users = [base for base in kind.__mro__ if not foreign(base)]
+    """Attributes that are not in ``__dict__``, of a user's class, or one of the library's that is not hashed by value: name ->
+    descriptor."""
+    users = [base for base in kind.__mro__ if not foreign(base) or (_is_data(base) and base.__hash__ in (None, object.__hash__))]
     return {name: held for base in users for name, held in vars(base).items() if isinstance(held, types.MemberDescriptorType)}
 
 
@@ -92,9 +107,17 @@ def has_contents(value: Any) -> bool:
         return False
     if isinstance(value, _TORCHS):
         return True
-    if foreign(kind):
-        return _root_of(kind) in _DATA and hasattr(value, "__dict__")
-    return hasattr(value, "__dict__") or bool(slots_of(kind))
+    return (not foreign(kind) or _is_data(kind)) and (hasattr(value, "__dict__") or bool(slots_of(kind)))
+
+
+def _is_data(kind: type) -> bool:
+    """Whether a library's objects of this class are the user's data."""
+    return _root_of(kind) in _STANDARD or _root_of(kind) == "numpy" or kind.__module__.startswith(_TORCHS_DATA)
+
+
+def attributes_of(x: torch.Tensor) -> dict[str, Any]:
+    """What was put on a tensor by others than the library."""
+    return {name: held for name, held in x.__dict__.items() if name not in _LIBRARYS}
 
 
 def plain(held: Any) -> bool:

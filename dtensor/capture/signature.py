@@ -15,6 +15,7 @@ from ..errors import CaptureError
 from ..random.draw import DRAWING
 from ..tensor.dtensor import DTensor
 from .belonging import VALUES, ById, value_of
+from .settings import of_torch
 from .survey import Environment
 
 _DISTRIBUTED = {DTensor}
@@ -165,13 +166,12 @@ def modes() -> tuple[Any, ...]:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        autocast_enabled()
-        and tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+        autocast_enabled() and (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
         MODES.implicit_replication,
         MODES.explicit,
         MODES.remembered,
         DRAWING.mode,
         torch.get_default_dtype(),
         count_function_modes() and torch.get_default_device(),
-        torch.get_deterministic_debug_mode(),
+        of_torch(),
     )

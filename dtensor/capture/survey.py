@@ -18,6 +18,7 @@ Not guarded is what stands outside of the program (clocks, files) and inside of 
 
 from __future__ import annotations
 
+import abc
 import functools
 import math
 import sys
@@ -29,91 +30,61 @@ from typing import Any
 import torch
 
 from ..base.recording import Between
-from .belonging import VALUES, ById, foreign, has_contents, held_in, is_users, key_of, plain, slots_of, users_hooks, value_of
-from .holding import MISSING, contents_of, entries_of, parts_of, state_of
-from .names import modules_named, names_of
-from .watch import Watch, contents
+from ..errors import CaptureError
+from ..tensor.dtensor import DTensor
+from .belonging import (
+    MISSING,
+    VALUES,
+    ById,
+    attributes_of,
+    foreign,
+    has_contents,
+    held_in,
+    is_users,
+    key_of,
+    plain,
+    slots_of,
+    users_hooks,
+    value_of,
+)
+from .holding import contents_of, entries_of, parts_of
+from .names import names_of, paths_named
+from .notes import Notes
+from .settings import SETTINGS
+from .states import state_of
+from .watch import contents
 
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # of modules; the latter say how the first are called
 _LONG = 64  # plain values in a list, from which on they are one entry of the key
+_SPOKEN = ("__name__", "__qualname__", "__doc__", "__module__", "__annotations__")  # of functions, where code asks
+_CALLED = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")  # of torch's modules, whoever calls
+_ABOUT = ("__mro__", "__name__", "__qualname__")  # of classes
 
 
-class Environment:
-    """One survey.
-
-    Attributes:
-        tensors: all that were found, each once, in the order found.
-        key: everything else, and which places hold the same tensor; equal keys mean that a replay reads the same.
-        paths: for each entry of ``key`` where it stands, to tell the user.
-        floats: entries of ``key`` that are floats in dictionaries (of attributes too): the dictionary, and the key there.
-        wrapped: compiled functions that partials and the like call, which nobody sees them do.
-        between: what the library keeps for later calls.
-        version: how often only such floats were found to have changed.
-    """
+class Environment(Notes):
+    """One survey; see :class:`Notes` for what it found."""
 
     def __init__(self, fn: Any) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.key: list[Any] = []
-        self.paths: list[str] = []
-        self.floats: dict[int, tuple[dict[Any, Any], Any]] = {}
-        self.wrapped: list[Any] = []
-        self.between: list[Between] = []
-        self.version = 0
-        self._numbers: dict[int, int] = {}
-        self._seen: dict[int, int] = {}
-        self._watch = Watch()
-        self._alive: list[Any] = []
+        super().__init__()
         self._modules: dict[int, types.ModuleType] = {}  # the user's
+        self._loose: dict[int, types.ModuleType] = {}  # those that are handed on
+        self._spaces: dict[int, tuple[dict[str, Any], str]] = {}  # of which any variable may be read
         self._classes: list[tuple[type, set[str], str]] = []
+        self._others: dict[type, None] = {DTensor: None}  # classes of libraries, of which there are objects
         self._attributes_named: dict[str, None] = {}
-        self._computes = False  # whether any code reads attributes by names that it computes
+        self._users = self._computes = self._imports = False  # any code; whether it computes names of attributes, of modules
         self._read: set[tuple[int, str]] = set()  # variables of modules
         self._pending: deque[tuple[Any, str]] = deque()  # met, and still to be looked into
         self._visit(fn, getattr(fn, "__name__", type(fn).__name__))
         self._walk()
-        self._attributes_of_modules()
+        self._reach()
+        self._finish()
         self._watch.settle()
-
-    def unchanged(self) -> bool:
-        """Whether every container still holds the objects that the survey found."""
-        return self._watch.unchanged()
-
-    def refreshed(self) -> bool:
-        """Whether nothing but floats has changed; then the key is brought up to date."""
-        changed = self._watch.changed_entries()
-        known = {(id(held), key): place for place, (held, key) in self.floats.items()}
-        if changed is None or any(entry not in known for entry in changed):
-            return False
-        places = [known[entry] for entry in changed]
-        if any(type(self.floats[place][0][self.floats[place][1]]) is not float for place in places):
-            return False
-        for place in places:
-            held, key = self.floats[place]
-            self.key[place] = (float, repr(held[key]))
-        self._watch.settle()
-        self.version += 1
-        return True
-
-    def difference(self, other: Environment) -> str | None:
-        """Where ``other``, a later survey, holds something else; None if it does not."""
-        for path, mine, its in zip(self.paths, self.key, other.key, strict=False):
-            if mine != its:
-                return path
-        if len(self.key) != len(other.key):
-            return (self.paths if len(self.paths) > len(other.paths) else other.paths)[min(len(self.key), len(other.key))]
-        for number, (mine, its) in enumerate(zip(self.tensors, other.tensors, strict=True)):
-            if mine is not its:
-                return self.paths[self.key.index(("tensor", number))]
-        return None
 
     # --- the walk ------------------------------------------------------------------------------------------------------
     def _walk(self) -> None:
         while self._pending:
             self._descend(*self._pending.popleft())
-
-    def _note(self, part: Any, path: str) -> None:
-        self.key.append(part)
-        self.paths.append(path)
 
     def _all(self, values: Iterable[Any], names: Iterable[str], path: str) -> None:
         values = list(values)
@@ -138,20 +109,36 @@ class Environment:
                 self._visit(key, f"{path} key")
 
     def _visit(self, value: Any, path: str) -> None:
+        try:
+            value.__class__  # noqa: B018  which some answer by code of their own
+        except Exception as error:
+            raise CaptureError(
+                f"capture: {path} has attributes that only its own code knows ({type(error).__name__} where its class is asked "
+                "for), so what it holds cannot be guarded; keep it out of the captured function"
+            ) from error
         if isinstance(value, torch.Tensor):
             number = self._numbers.setdefault(id(value), len(self.tensors))
+            self._note(("tensor", number), path)
             if number == len(self.tensors):
                 self.tensors.append(value)
-            self._note(("tensor", number), path)
+                self._tensor(value, path)
         elif isinstance(value, VALUES) and (type(value) in VALUES or not has_contents(value)):
             self._note(value_of(value), path)
-        elif id(value) in self._seen:
+        elif not self._first(value):
             self._note(("again", self._seen[id(value)]), path)
         else:
-            self._seen[id(value)] = len(self.key)
-            self._alive.append(value)  # its address is not used again
             self._note(value_of(value) if isinstance(value, VALUES) else type(value), path)
             self._pending.append((value, path))
+
+    def _tensor(self, x: torch.Tensor, path: str) -> None:
+        """Its class, and what was put on it."""
+        self._note(type(x), path)
+        if (held := attributes_of(x)) and self._first(x):
+            self._watch.other(lambda: attributes_of(x).values())
+            self._note(tuple(held), path)
+            self._all(held.values(), [f".{name}" for name in held], path)
+        if not foreign(type(x)):
+            self._visit(type(x), f"{path}.__class__")
 
     def _descend(self, value: Any, path: str) -> None:
         if isinstance(value, Between):
@@ -162,24 +149,36 @@ class Environment:
         elif isinstance(value, types.FunctionType):
             self._function(value, path)
         elif isinstance(value, types.ModuleType):
-            self._module(value, path)
+            self._module(value, loose=True)
         elif isinstance(value, type):
             self._class(value, path)
         elif (parts := parts_of(value)) is not None:
             self.wrapped += [part for part in parts if isinstance(part, types.BuiltinFunctionType)]
             self._visit(parts, path)
-        elif (state := state_of(value)) is not None:
-            self._note(state(), path)
-            self._watch.state(state, self.key[-1])
-        if (now := contents_of(value)) is not None:
-            self._watch.other(now)
-            self._visit(now(), path)
+        self._contents(value, path)
         if has_contents(value):
             self._watch.object(value)
             self._attributes(value, path)
             self._visit(type(value), f"{path}.__class__")
         elif not isinstance(value, (types.FunctionType, dict, list, tuple, deque, set)):
             self._note(ById(value), path)
+        self._settings(type(value).__module__, path)
+
+    def _contents(self, value: Any, path: str) -> None:
+        """What of an object is neither an attribute nor an item."""
+        if (state := state_of(value)) is not None:
+            self._note(state(), path)
+            self._watch.state(state, self.key[-1])
+        if (now := contents_of(value)) is not None:
+            self._watch.other(now)
+            self._visit(now(), path)
+
+    def _settings(self, module: str, path: str) -> None:
+        """What is set of a library that the function has something of."""
+        for name, state in SETTINGS.items():
+            if (module == name or module.startswith(name + ".")) and self._first(state):
+                self._note(state(), f"{path}, settings of {name}")
+                self._watch.state(state, self.key[-1])
 
     def _items(self, value: Any, path: str) -> None:
         if isinstance(value, dict):
@@ -200,20 +199,27 @@ class Environment:
 
     def _class(self, kind: type, path: str) -> None:
         if foreign(kind):
+            self._others[kind] = None
             return
         others = {name for base in kind.__mro__ if foreign(base) for name in vars(base)}  # which their code may ask for
+        about = functools.partial(_about, kind)
+        self._watch.other(about)
+        self._note(tuple(map(key_of, (*kind.__mro__, *about()[1:]))), path)
         for base in kind.__mro__:
             if not foreign(base):
                 self._watch.dict_(vars(base))
                 self._note(tuple(map(key_of, vars(base))), path)
                 self._classes.append((base, others, path))
+            else:
+                self._others[base] = None
         self._visit(type(kind), f"{path}.__class__")
 
     def _members(self) -> None:
         """What classes hold under names that any code that was reached has."""
         for kind, others, path in self._classes:
             for name, value in list(vars(kind).items()):
-                if (id(kind), name) not in self._read and (name in self._attributes_named or name in others or name[:2] == "__"):
+                known = name in self._attributes_named or name in others or name[:2] == "__" or self._computes
+                if known and (id(kind), name) not in self._read:
                     self._read.add((id(kind), name))
                     self._visit(value, f"{path}.{name}")
         self._walk()
@@ -237,9 +243,7 @@ class Environment:
         for name, held in list(attributes.items()):
             if not name.endswith(_HOOKS):
                 self._visit(held, f"{path}.{name}")
-            elif name.endswith("_hooks") and id(held) not in self._seen:
-                self._seen[id(held)] = len(self.key)
-                self._alive.append(held)
+            elif name.endswith("_hooks") and self._first(held):
                 found = users_hooks(held)
                 if held:
                     self._watch.other(functools.partial(users_hooks, held))
@@ -262,61 +266,104 @@ class Environment:
         self._all((fn.__defaults__, fn.__kwdefaults__), (" default", " default"), path)
         self._hold_dict(vars(fn), path, ".{}")
         self._attributes_named.update(dict.fromkeys(names.attributes))
-        self._computes = self._computes or names.computed
+        self._users, self._computes, self._imports = True, self._computes or names.computed, self._imports or names.imports
         space = fn.__globals__
         if names.whole:
-            self._whole(space, path)
-        self._named(space, (*names.variables, *names.attributes) if names.whole else names.variables, f"{path} global ")
-        spaces = [space[name] for name in names.variables if isinstance(space.get(name), types.ModuleType)]
-        for module in (*spaces, *modules_named(fn)):
-            self._through(module, names.attributes, path)
+            self._spaces[id(space)] = space, path
+        if names.kinds and self._first(abc.get_cache_token):
+            self._note(abc.get_cache_token(), f"{path} classes that are registered")
+            self._watch.state(abc.get_cache_token, self.key[-1])
+        self._named(space, names.variables, f"{path} global ")
+        self._named(fn.__builtins__, [name for name in names.variables if name not in space], f"{path} builtin ")  # type: ignore[attr-defined]  # typeshed's
+        for name in names.variables:
+            if isinstance(module := space.get(name), types.ModuleType):
+                self._through(module, names.attributes, names.loose, path, name in names.loose)
+        paths = [name for name in dict.fromkeys(paths_named(fn)) if (id(sys.modules), name) not in self._read]
+        self._read.update((id(sys.modules), name) for name in paths)
+        self._watch.names(sys.modules, paths)
+        self._note(tuple(ById(sys.modules.get(name)) for name in paths), f"{path} imports")
+        for name in dict.fromkeys(paths_named(fn)):
+            if (found := sys.modules.get(name)) is not None:
+                self._through(found, names.attributes, names.loose, path, names.computed)
 
-    def _through(self, module: types.ModuleType, names: Iterable[str], path: str) -> None:
-        """What code that names a module and these attributes reads of it, and of the modules in it."""
+    def _through(self, module: types.ModuleType, names: Iterable[str], loose: frozenset[str], path: str, on: bool) -> None:
+        """What code that names a module and these attributes reads of it, and of the modules in it; ``on``: it hands it on."""
+        self._settings(module.__name__, path)
         if module is math:  # whose functions are others while somebody records
             return
         space, path = vars(module), f"{path} {module.__name__}."
         users = not foreign(module)
         if users:
-            self._module(module, path)
+            self._module(module, on)
             self._named(space, names, path)
         for name in names:
             value = space.get(name, MISSING)
             if isinstance(value, types.ModuleType):
                 if (id(module), name + ".") not in self._read:
                     self._read.add((id(module), name + "."))
-                    self._through(value, names, path)
+                    self._through(value, names, loose, path, name in loose)
             elif not users and value is not MISSING:
                 self._of_others(space, name, value, path)
 
-    def _module(self, module: types.ModuleType, path: str) -> None:
-        if not foreign(module):
-            self._modules.setdefault(id(module), module)
+    def _module(self, module: types.ModuleType, loose: bool) -> None:
+        if not foreign(module) and self._modules.setdefault(id(module), module) and loose:
+            self._loose[id(module)] = module
 
-    def _attributes_of_modules(self) -> None:
-        """What any code that was reached names, of all modules that were reached: they may have been handed on."""
+    # --- what follows from all names -----------------------------------------------------------------------------------
+    def _reach(self) -> None:
+        """What any code that was reached names, of all classes and modules that were reached: they may have been handed on."""
+        known: Any = None
         done: dict[int, int] = {}
-        known = -1
-        while known != len(self._attributes_named) + len(self._classes):
-            known = len(self._attributes_named) + len(self._classes)
+        while known != (known := (len(self._attributes_named), len(self._classes), len(self._seen), self._computes, self._imports)):
             self._members()
-        while any(done.get(key) != len(self._attributes_named) for key in self._modules):
-            self._members()
+            if self._imports:
+                self._spaces[id(sys.modules)] = sys.modules, "sys.modules"
             for key, module in list(self._modules.items()):
-                done[key] = len(self._attributes_named)
                 space = vars(module)
-                self._named(space, [name for name in ("__getattr__", *self._attributes_named) if name in space], module.__name__)
-                self._walk()
+                if done.get(key) != len(self._attributes_named):
+                    done[key] = len(self._attributes_named)
+                    named = [name for name in ("__getattr__", *self._attributes_named) if name in space]
+                    self._named(space, named, module.__name__)
+                if self._computes and key in self._loose:
+                    self._spaces[id(space)] = space, module.__name__
+            for space, path in list(self._spaces.values()):
+                self._whole(space, path)
+            self._walk()
+
+    def _finish(self) -> None:
+        """What is read by names without being found: of modules their attributes' names; of functions how they are called; of
+        libraries' classes the methods."""
         for module in self._modules.values():
             self._watch.keys(vars(module))
-            if self._computes:
-                self._whole(vars(module), module.__name__)
+            self._watch.object(module)
+        if not self._users:
+            return
+        self._watch.tensors(self.tensors)
+        spoken = [name for name in _SPOKEN if self._computes or name in self._attributes_named]
+        self._visit(self._watch.of_functions(spoken), "functions")
+        self._walk()
+        for kind in self._others:
+            for base in kind.__mro__[:-1]:
+                if self._first(base) or base is kind:
+                    self._methods(base)
+
+    def _methods(self, kind: type) -> None:
+        """What of a library's class code names, or is called by the library."""
+        held = vars(kind)
+        if not kind.__flags__ & _CHANGES:
+            return
+        names = [name for name in (*_CALLED, *self._attributes_named) if name in held and (id(kind), name) not in self._read]
+        self._read.update((id(kind), name) for name in names)
+        self._watch.names(held, names)
+        size = functools.partial(len, held)
+        self._watch.state(size, size())
+        self._note(tuple(ById(held[name]) for name in names), kind.__name__)
 
     def _whole(self, space: dict[str, Any], path: str) -> None:
-        """Which objects a module holds."""
+        """All that a module holds."""
         self._watch.keys(space)
-        self._watch.names(space, space)
-        self._note(tuple(value_of(x) if type(x) in VALUES else ById(x) for x in space.values()), f"{path} all")
+        found = [name for name in list(space) if name[:2] != "__" and (id(space), name) not in self._read]
+        self._named(space, found, f"{path} all ")
 
     def _named(self, space: dict[str, Any], names: Iterable[str], path: str) -> None:
         """What ``names`` are in a module."""
@@ -331,18 +378,33 @@ class Environment:
             return
         self._read.add((id(space), name))
         self._watch.names(space, (name,))
-        if isinstance(value, types.FunctionType) and value.__module__ in sys.stdlib_module_names:
-            self._note(ById(value), f"{path}{name}")
+        path = f"{path}{name}"
+        if isinstance(value, types.FunctionType):
+            self._note(ById(value), path)
             for own in names_of(value.__code__).variables:  # as os.getenv reads os.environ
                 found = value.__globals__.get(own, MISSING)
-                if isinstance(found, Mapping) and not isinstance(found, dict):
+                if type(found) in VALUES or (isinstance(found, Mapping) and not isinstance(found, dict)):
                     self._of_others(value.__globals__, own, found, path)
         elif isinstance(value, Mapping) and hasattr(value, "__dict__"):
-            self._hold_dict(vars(value), f"{path}{name}", ".{}")
-        elif type(value) in VALUES or plain(value) or is_users(value):
-            self._visit(value, f"{path}{name}")
+            self._hold_dict(vars(value), path, ".{}")
+        elif type(value) in VALUES or plain(value) or is_users(value) or state_of(value) is not None:
+            self._visit(value, path)
+        elif type(value) in (list, dict, set):
+            self._watch.other(held := functools.partial(_held, value))
+            self._note(tuple(map(key_of, held())), path)
         else:
-            self._note(ById(value), f"{path}{name}")
+            self._note(ById(value), path)
+            if isinstance(value, type):
+                self._others[value] = None
 
 
+def _about(kind: type) -> list[Any]:
+    return [getattr(kind, name) for name in _ABOUT]
+
+
+def _held(value: Any) -> list[Any]:
+    return [*value, *value.values()] if isinstance(value, dict) else [*value]
+
+
+_CHANGES = 1 << 9  # of a class: it is made by a class statement, so that its attributes may be set
 _HOOKS_OF_ALL = {name: held for name, held in vars(torch.nn.modules.module).items() if name.endswith(_HOOKS)}

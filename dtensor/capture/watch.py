@@ -8,22 +8,28 @@ from operator import attrgetter, is_, itemgetter
 from types import CellType, FunctionType
 from typing import Any
 
-from .holding import MISSING, entries_of
+from .belonging import MISSING, attributes_of
+from .holding import entries_of
 
-_MADE_OF = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_MADE_OF = ("__code__", "__defaults__", "__kwdefaults__")
+_HOME: Any = attrgetter("__dict__")
 
 
 class Watch:
     """Collects containers until :meth:`settle`, and compares them from then on: objects by identity, names as words."""
 
     __slots__ = (
+        "_attributes",
         "_before",
         "_cells",
         "_dicts",
         "_functions",
         "_held",
+        "_homes",
         "_keyed",
         "_keys",
+        "_lengths",
+        "_made_of",
         "_missing",
         "_names",
         "_objects",
@@ -31,6 +37,7 @@ class Watch:
         "_picks",
         "_spaces",
         "_states",
+        "_tensors",
         "_values",
         "_worded",
     )
@@ -43,7 +50,10 @@ class Watch:
         self._cells: list[CellType] = []
         self._functions: list[FunctionType] = []
         self._objects: list[Any] = []
-        self._names: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}  # per module, of what functions look up in it
+        self._homes: list[Any] = []  # of the dictionaries of attributes, which may be exchanged
+        self._tensors: list[Any] = []
+        self._made_of = attrgetter(*_MADE_OF)
+        self._names: dict[int, tuple[Mapping[str, Any], dict[str, None]]] = {}  # per module, of what functions look up in it
         self._others: list[Callable[[], Iterable[Any]]] = []
         self._states: list[tuple[Callable[[], Any], Any]] = []
 
@@ -66,12 +76,24 @@ class Watch:
         """Its code and defaults."""
         self._functions.append(fn)
 
-    def object(self, value: Any) -> None:
-        """Its class."""
-        self._objects.append(value)
+    def of_functions(self, names: Iterable[str]) -> list[tuple[Any, ...]]:
+        """These attributes of each of them too; they, as they are."""
+        self._made_of = attrgetter(*_MADE_OF, *names)
+        return [*map(self._made_of, self._functions)]
 
-    def names(self, space: dict[str, Any], names: Iterable[str]) -> None:
-        """Some variables of a module, which may be missing."""
+    def object(self, value: Any) -> None:
+        """Its class, and which dictionary has its attributes."""
+        self._objects.append(value)
+        if hasattr(value, "__dict__"):
+            self._homes.append(value)
+
+    def tensors(self, values: Iterable[Any]) -> None:
+        """Their classes, and what is put on them."""
+        self._tensors += values
+        self._objects += self._tensors
+
+    def names(self, space: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Some variables of a module or a class, which may be missing."""
         self._names.setdefault(id(space), (space, {}))[1].update(dict.fromkeys(names))
 
     def other(self, held: Callable[[], Iterable[Any]]) -> None:
@@ -94,11 +116,24 @@ class Watch:
                 self._picks.append((itemgetter(*there, *there[: len(there) == 1]), space))  # of more than one it gives a tuple
             if len(there) < len(names):
                 self._missing.append((space, [name for name in names if name not in space]))
+        self._attributes, self._lengths = self._names_put(), [*map(len, map(_HOME, self._tensors))]
         self._before, self._keys = self._now(), self._known_keys()
 
     def unchanged(self) -> bool:
         """Whether they hold the same objects."""
         return self._same_keys() and _same(self._now(), self._before)
+
+    def _same_attributes(self) -> bool:
+        """Whether nothing was put on tensors; the library's own come and go."""
+        lengths = [*map(len, map(_HOME, self._tensors))]
+        if lengths != self._lengths:
+            if self._names_put() != self._attributes:
+                return False
+            self._lengths = lengths
+        return True
+
+    def _names_put(self) -> list[list[str]]:
+        return [[*attributes_of(x)] for x in self._tensors]
 
     def changed_entries(self) -> list[tuple[int, Any]] | None:
         """The entries of dictionaries, by address and key, that hold another object; None if that is not all that changed."""
@@ -120,7 +155,7 @@ class Watch:
         (lengths, words, others), (before, same, known) = self._known_keys(), self._keys
         if lengths != before or words != same or not all(map(is_, others, known)):
             return False
-        return all(held() == now for held, now in self._states)
+        return self._same_attributes() and all(held() == now for held, now in self._states)
 
     def _now(self) -> list[Any]:
         found = [*chain.from_iterable(self._values)]
@@ -128,8 +163,9 @@ class Watch:
             found += [cell.cell_contents for cell in self._cells]
         except ValueError:  # one is not assigned yet
             found += [contents(cell) for cell in self._cells]
-        found += chain.from_iterable(map(_MADE_OF, self._functions))
+        found += chain.from_iterable(map(self._made_of, self._functions))
         found += map(type, self._objects)
+        found += map(_HOME, self._homes)
         try:
             for pick, space in self._picks:
                 found += pick(space)

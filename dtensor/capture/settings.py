@@ -1,0 +1,105 @@
+"""What is set of libraries, as values that a survey or a key compares: code reads it through functions, so no walk finds it."""
+
+from __future__ import annotations
+
+import decimal
+import logging
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+
+from ..base.torch_internals import context
+
+# By which torch's operators choose how they compute, and which code may ask for.
+_NAMES = (
+    "_get_cpu_allow_fp16_reduced_precision_reduction",
+    "_get_cublas_allow_bf16_reduced_precision_reduction",
+    "_get_cublas_allow_fp16_accumulation",
+    "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_get_cublas_allow_tf32",
+    "_get_cudnn_allow_tf32",
+    "_get_cudnn_benchmark",
+    "_get_cudnn_deterministic",
+    "_get_cudnn_enabled",
+    "_get_cudnn_sdp_enabled",
+    "_get_deterministic_algorithms",
+    "_get_deterministic_algorithms_warn_only",
+    "_get_deterministic_fill_uninitialized_memory",
+    "_get_fa3_sdp_enabled",
+    "_get_flash_sdp_enabled",
+    "_get_float32_matmul_precision",
+    "_get_math_sdp_allow_fp16_bf16_reduction",
+    "_get_math_sdp_enabled",
+    "_get_mem_efficient_sdp_enabled",
+    "_get_mkldnn_deterministic",
+    "_get_mkldnn_enabled",
+    "_get_nnpack_enabled",
+    "_get_onednn_allow_tf32",
+    "_get_overrideable_sdp_enabled",
+    "_get_warnAlways",
+    "_is_fwd_grad_enabled",
+    "_is_multithreading_enabled",
+    "_is_view_replay_enabled",
+    "get_num_threads",
+    "is_anomaly_check_nan_enabled",
+    "is_anomaly_enabled",
+    "is_autocast_cache_enabled",
+)
+_TORCHS: tuple[Callable[[], Any], ...] = (
+    *(getattr(context, name) for name in _NAMES if hasattr(context, name)),  # not all in every torch
+    partial(torch.get_autocast_dtype, "cpu"),
+    partial(torch.get_autocast_dtype, "cuda"),
+    torch.backends.mha.get_fastpath_enabled,
+)
+
+
+def of_torch() -> tuple[Any, ...]:
+    """What is set of torch."""
+    return tuple([ask() for ask in _TORCHS])
+
+
+def _of_numpy() -> Any:
+    return repr(numpy.geterr()), numpy.getbufsize(), repr(numpy.get_printoptions())
+
+
+def _of_decimal() -> Any:
+    return repr(decimal.getcontext())
+
+
+def of_logger(logger: logging.Logger) -> Any:
+    """What a logger lets through, and to whom; so of those above it."""
+    found: list[Any] = [logger.manager.disable]
+    above: logging.Logger | None = logger
+    while above is not None:
+        handlers = tuple((id(handler), handler.level) for handler in above.handlers)
+        found.append((above.level, above.disabled, above.propagate, tuple(map(id, above.filters)), handlers))
+        above = above.parent
+    return found
+
+
+def _of_logging() -> Any:
+    held = logging.Logger.manager.loggerDict
+    known = ((name, logger.level, logger.disabled) for name, logger in held.items() if isinstance(logger, logging.Logger))
+    return of_logger(logging.root), *known
+
+
+def _of_warnings() -> Any:
+    return tuple(map(id, warnings.filters))
+
+
+def _of_distributed() -> Any:
+    return torch.distributed.is_initialized() and (torch.distributed.get_world_size(), torch.distributed.get_rank())
+
+
+# By the module that code names, or of whose objects it has one.
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "decimal": _of_decimal,
+    "logging": _of_logging,
+    "numpy": _of_numpy,
+    "torch.distributed": _of_distributed,
+    "warnings": _of_warnings,
+}
