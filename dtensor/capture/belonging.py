@@ -30,6 +30,7 @@ _TORCHS_DATA = ("torch.amp", "torch.distributions", "torch.nn", "torch.optim", "
 _LIBRARYS = frozenset(
     {
         "_apart",
+        "_begins",
         "_counted",
         "_forms",
         "_grad_layout",
@@ -68,8 +69,13 @@ def key_of(key: Any) -> Any:
     return ... if isinstance(key, torch.Tensor) else value_of(key) if isinstance(key, VALUES) else ById(key)
 
 
+def module_of(kind: Any) -> str:
+    """Where a class or function stands."""
+    return str(kind.__module__ or "")
+
+
 def _root_of(kind: Any) -> str:
-    return str(kind.__module__ or "").partition(".")[0]
+    return module_of(kind).partition(".")[0]
 
 
 def foreign(value: Any) -> bool:
@@ -87,7 +93,8 @@ def slots_of(kind: type) -> dict[str, Any]:
     """Attributes that are not in ``__dict__``, of a user's class, or one of the library's that is not hashed by value: name ->
     descriptor."""
     users = [base for base in kind.__mro__ if not foreign(base) or (_is_data(base) and base.__hash__ in (None, object.__hash__))]
-    return {name: held for base in users for name, held in vars(base).items() if isinstance(held, types.MemberDescriptorType)}
+    found = {name: held for base in users for name, held in vars(base).items() if isinstance(held, types.MemberDescriptorType)}
+    return {name: held for name, held in found.items() if name not in ("__dict__", "__weakref__")}
 
 
 def held_in(slots: dict[str, Any], value: Any) -> list[Any]:
@@ -112,7 +119,12 @@ def has_contents(value: Any) -> bool:
 
 def _is_data(kind: type) -> bool:
     """Whether a library's objects of this class are the user's data."""
-    return _root_of(kind) in _STANDARD or _root_of(kind) == "numpy" or kind.__module__.startswith(_TORCHS_DATA)
+    return _root_of(kind) in _STANDARD or _root_of(kind) == "numpy" or module_of(kind).startswith(_TORCHS_DATA)
+
+
+def bare(x: torch.Tensor) -> bool:
+    """Whether nobody but the library has put anything on a tensor."""
+    return x.__dict__.keys() <= _LIBRARYS
 
 
 def attributes_of(x: torch.Tensor) -> dict[str, Any]:

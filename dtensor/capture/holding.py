@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy
 
-from .belonging import MISSING, foreign
+from .belonging import MISSING, foreign, module_of
 from .states import taken_from
 
 _CACHE = type(functools.cache(len))
@@ -33,6 +33,8 @@ _PARTS: dict[type, tuple[str, ...]] = {
     functools.partialmethod: _PARTIAL,
     functools.singledispatchmethod: ("func", "dispatcher"),
     _CACHE: ("__wrapped__",),
+    types.GenericAlias: ("__origin__", "__args__"),
+    types.UnionType: ("__args__",),
 }
 
 
@@ -59,7 +61,7 @@ def contents_of(value: Any) -> Callable[[], list[Any]] | None:
             return lambda: held(value)
     if isinstance(value, numpy.ndarray):
         return (lambda: _objects(value)) if value.dtype.hasobject else None
-    if type(value).__module__.startswith("dtensor."):
+    if module_of(type(value)).startswith("dtensor."):
         return getattr(value, "_guarded", None)
     if taken_from(value) is not None:
         return lambda: taken_from(value) or []
@@ -70,7 +72,7 @@ def _is_compiled(value: Any) -> bool:
     """Whether an object is one of compiled code that holds others, and tells the collector which."""
     kind = type(value)
     known = isinstance(value, (type, types.ModuleType, types.FunctionType, dict, list, tuple, set, frozenset, *_PASSING))
-    return not known and foreign(kind) and not kind.__module__.startswith(("torch", "dtensor")) and not hasattr(value, "__dict__")
+    return not known and foreign(kind) and not module_of(kind).startswith(("torch", "dtensor")) and not hasattr(value, "__dict__")
 
 
 def _referents(value: Any) -> list[Any]:
@@ -105,4 +107,5 @@ _CONTENTS: tuple[tuple[Any, Callable[[Any], list[Any]]], ...] = (
     (_SHOWING, gc.get_referents),
     (_CACHE, lambda value: [entry for held in gc.get_referents(value) if type(held) is dict for entry in held.values()]),
     (tuple(_RUNNING), _frames),
+    (numpy.ufunc, _referents),  # one made of a function
 )

@@ -33,10 +33,24 @@ _CLOSED = frozenset({
     "sre", "statistics", "string", "struct", "sys", "thread", "threading", "tracemalloc", "types", "typing", "warnings",
     "weakref", "zlib", "torch", "numpy", "dtensor",
 })
+# Of these open: what tells of the process, of memory, of who else has an object, of generators' states.
+_OPEN = frozenset({
+    "open", "input", "breakpoint", "fromfile", "lookup", "lookup_error", "getweakrefcount", "getweakrefs", "__subclasses__",
+    "get_state", "getstate", "initial_seed", "_ncallbacks",
+})
+_DOING = {  # and of these, all but what does something
+    "gc": frozenset({"collect", "enable", "disable", "freeze", "unfreeze", "is_tracked"}),
+    "sys": frozenset({
+        "audit", "displayhook", "exc_info", "excepthook", "exit", "getdefaultencoding", "getfilesystemencodeerrors",
+        "getfilesystemencoding", "getprofile", "intern", "is_finalizing", "setprofile", "setrecursionlimit", "settrace",
+        "unraisablehook",
+    }),
+    "tracemalloc": frozenset({"start", "stop"}),
+}
 # fmt: on
-_OPEN = frozenset({"open", "input", "breakpoint", "fromfile", "getrecursionlimit", "getswitchinterval"})  # of these
 # What these look up is not handed on; the last calls what is told of an object's end.
-_TELLING = frozenset({"logging", "warnings", "importlib", "inspect", "traceback", "linecache", "weakref"})
+_TELLING = frozenset({"logging", "warnings", "importlib", "linecache", "weakref"})
+_KEEPING = (torch.UntypedStorage, torch.TypedStorage, torch.Generator)  # of torch's, what is no affair of its operators alone
 _COMPILED = (BuiltinFunctionType, ClassMethodDescriptorType, MethodDescriptorType, WrapperDescriptorType)
 _LIBRARY = frozenset({"torch", "dtensor"})  # what its code looks up is its own affair
 _THROUGH = frozenset({*sys.stdlib_module_names, "numpy"})
@@ -109,7 +123,7 @@ class World:
         if event == "c_call":
             if fn.__name__ in _READS:
                 self._check_read(fn)
-            if not self._printing and not self._is_closed(fn) and self._of_user(frame):
+            if not self._printing and not self._is_closed(fn) and of_user(frame, fn.__name__ == "initial_seed"):
                 self._found = self._refusal(fn)
                 raise self._found
             self._printing += fn is print
@@ -134,28 +148,31 @@ class World:
         known = self._known.get((at, fn.__name__))
         if known is None:
             module = _module_of(fn)
-            closed = _root(module) in _CLOSED and fn.__name__ not in _OPEN
+            root = _root(module)
+            closed = root in _CLOSED and fn.__name__ not in _OPEN and fn.__name__ in _DOING.get(root, (fn.__name__,))
+            closed = closed and not issubclass(_class_of(fn), _KEEPING)
             known = self._known[at, fn.__name__] = closed or not self._trusted.isdisjoint((module, _root(module)))
         return known
 
-    def _of_user(self, frame: FrameType | None) -> bool:
-        """Whether the user's code asks, by itself or through libraries that hand on what they find; not what the collector calls,
-        at any time."""
-        owner: str | None = None
-        collecting = {getattr(callback, "__code__", None) for callback in gc.callbacks}
-        while frame is not None:
-            if frame.f_code in collecting or frame.f_code.co_name == "__del__":
+
+def of_user(frame: FrameType | None, by_torch: bool = False) -> bool:
+    """Whether the user's code asks, by itself or through libraries that hand on what they find; not what the collector calls,
+    at any time."""
+    owner: str | None = None
+    collecting = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None:
+        if frame.f_code in collecting or frame.f_code.co_name == "__del__":
+            return False
+        module = frame.f_globals.get("__name__") or ""
+        root = module.partition(".")[0]
+        if root in _TELLING:
+            return False
+        if owner is None and root not in _THROUGH and not (by_torch and root == "torch"):
+            owner = root
+            if owner in _LIBRARY:
                 return False
-            module = frame.f_globals.get("__name__") or ""
-            root = module.partition(".")[0]
-            if root in _TELLING:
-                return False
-            if root not in _THROUGH and owner is None:
-                owner = root
-                if owner in _LIBRARY:
-                    return False
-            frame = frame.f_back
-        return owner is not None
+        frame = frame.f_back
+    return owner is not None
 
 
 def _root(module: str) -> str:

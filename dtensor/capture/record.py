@@ -196,7 +196,8 @@ class Recording:
         used = [given for given, group in self.vars.items() if any(var in read for var in group) or given in differentiable]
         forms = tuple(Form.of(given, self.real[given], self.vars[given], self.strides[given]) for given in used)
         tensors, self.leaves.touched = self.environment.tensors, self.leaves.touched or any(kind == GRAD for kind, _ in used)
-        guarded = {n for n, x in enumerate(tensors) if id(x) in self.leaves.looked} | {n for kind, n in used if kind == ENV}
+        looked = {n for n, x in enumerate(tensors) if id(x) in self.leaves.looked or isinstance(x, DTensor)}  # x.placements
+        guarded = looked | {n for kind, n in used if kind == ENV}
         self.alike = not any(may_differ(tensors[number]) for number in guarded)
         program = Program(
             forms,

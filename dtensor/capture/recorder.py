@@ -186,7 +186,7 @@ class Recorder(Keeping, TorchDispatchMode):
     # --- variables -----------------------------------------------------------------------------------------------------
     def given(self, x: torch.Tensor) -> Var | None:
         """The variable of a tensor that the tape starts from; None if its memory is known already."""
-        return None if x.untyped_storage()._cdata in self._bases else self._new(x)
+        return None if _key(x)[0] in self._bases else self._new(x)
 
     def storage_of(self, x: torch.Tensor) -> int:
         """The number of memory that is known."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import decimal
 import logging
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-from ..base.torch_internals import context
+from ..base.torch_internals import context, pytree
 
 # By which torch's operators choose how they compute, and which code may ask for.
 _NAMES = (
@@ -91,15 +93,32 @@ def _of_warnings() -> Any:
     return tuple(map(id, warnings.filters))
 
 
+def _of_threading() -> Any:
+    here = threading.current_thread()
+    return threading.get_ident(), here.name, here.daemon, threading.active_count()
+
+
+def _of_copy() -> Any:
+    return tuple((id(kind), id(reduce)) for kind, reduce in copyreg.dispatch_table.items())
+
+
+def _of_trees() -> Any:
+    return len(pytree.SUPPORTED_NODES)
+
+
 def _of_distributed() -> Any:
     return torch.distributed.is_initialized() and (torch.distributed.get_world_size(), torch.distributed.get_rank())
 
 
 # By the module that code names, or of whose objects it has one.
 SETTINGS: dict[str, Callable[[], Any]] = {
+    "_thread": _of_threading,
+    "copy": _of_copy,
     "decimal": _of_decimal,
     "logging": _of_logging,
     "numpy": _of_numpy,
+    "threading": _of_threading,
     "torch.distributed": _of_distributed,
+    "torch.utils._pytree": _of_trees,
     "warnings": _of_warnings,
 }

@@ -14,7 +14,7 @@ from ..comm import PerRank
 from ..errors import CaptureError
 from ..random.draw import DRAWING
 from ..tensor.dtensor import DTensor
-from .belonging import VALUES, ById, value_of
+from .belonging import VALUES, ById, attributes_of, bare, value_of
 from .settings import of_torch
 from .survey import Environment
 
@@ -40,7 +40,8 @@ class Signature(NamedTuple):
 
 def sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     """The signature of a call with these arguments."""
-    if not kwargs and {*map(type, args)} <= _DISTRIBUTED and len({*map(id, args)}) == len(args):  # the most frequent form
+    usual = not kwargs and {*map(type, args)} <= _DISTRIBUTED and len({*map(id, args)}) == len(args)
+    if usual and all(map(bare, args)):  # the most frequent form
         return Signature(tuple([(x._layout, x.requires_grad) for x in args]), args, _positional)
     leaves, tree = pytree.tree_flatten((args, kwargs))
     key: list[Any] = [tree]
@@ -54,7 +55,7 @@ def sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
             continue
         number = numbers.setdefault(id(leaf), len(tensors))
         places.append(number)
-        key.append((number, described(leaf, argument=True)))
+        key.append((number, type(leaf), described(leaf, argument=True), () if bare(leaf) else _put_on(leaf)))
         if number == len(tensors):
             tensors.append(leaf)
 
@@ -75,6 +76,10 @@ def _positional(given: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(given), {}
 
 
+def _put_on(x: torch.Tensor) -> tuple[Any, ...]:
+    return tuple((name, static(held)) for name, held in attributes_of(x).items())
+
+
 def static(value: Any) -> Any:
     """A Python argument as a part of a key."""
     if type(value) in VALUES:
@@ -92,7 +97,7 @@ def described(x: torch.Tensor, argument: bool = False) -> Any:
                 "capture: an argument is the local tensors of ranks; pass a DTensor: DTensor.from_local(x, mesh, placements)"
             )
         return tuple(described(shard) for shard in x.shards)
-    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_conj(), x.is_neg(), x.is_inference()
 
 
 def picking(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

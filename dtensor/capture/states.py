@@ -13,13 +13,14 @@ import os
 import random
 import threading
 import types
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
 
 from ..errors import CaptureError
-from .belonging import VALUES, foreign
+from .belonging import VALUES, foreign, module_of
 from .settings import of_logger
 
 _CTYPES = ctypes.Structure.__mro__[1]  # what ctypes lays out in memory
@@ -61,7 +62,7 @@ def _state_of(value: Any) -> Callable[[Any], Any] | None:
     kind = type(value)
     if kind in _RUNNING:
         return _running
-    if hasattr(kind, "hexdigest") and kind.__module__.strip("_").startswith(_HASH):
+    if hasattr(kind, "hexdigest") and module_of(kind).strip("_").startswith(_HASH):
         return lambda value: value.hexdigest()
     if isinstance(value, Iterator) and foreign(kind) and not hasattr(value, "__dict__"):
         return lambda value: _position(value)[0]
@@ -157,6 +158,8 @@ _STATES: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (_CTYPES, _memory),
     (io.IOBase, _file),
     (_LOCKS, repr),
+    (type(zlib.compressobj()), lambda value: value.copy().flush()),
+    (type(zlib.decompressobj()), lambda value: (value.copy().flush(), value.unconsumed_tail, value.unused_data, value.eof)),
     (decimal.Context, repr),
     (logging.Logger, of_logger),
     (contextvars.Context, lambda value: len(value)),

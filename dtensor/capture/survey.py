@@ -21,6 +21,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
+import operator
 import sys
 import types
 from collections import deque
@@ -42,6 +43,7 @@ from .belonging import (
     held_in,
     is_users,
     key_of,
+    module_of,
     plain,
     slots_of,
     users_hooks,
@@ -58,6 +60,9 @@ _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # of modules;
 _LONG = 64  # plain values in a list, from which on they are one entry of the key
 _SPOKEN = ("__name__", "__qualname__", "__doc__", "__module__", "__annotations__")  # of functions, where code asks
 _CALLED = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")  # of torch's modules, whoever calls
+_ASKING = (operator.attrgetter, operator.methodcaller)
+_COMPUTING = (getattr, hasattr, vars, dir)  # where code hands them on
+_BEARING = (type, types.FunctionType, types.BuiltinFunctionType)
 _ABOUT = ("__mro__", "__name__", "__qualname__")  # of classes
 
 
@@ -95,17 +100,17 @@ class Environment(Notes):
     def _hold_dict(self, held: Mapping[Any, Any], path: str, shown: str) -> None:
         self._watch.dict_(held)
         keys, _, items = entries_of(held)
-        self._keys(keys, tuple, path)
+        self._keys(keys, path)
         for key, value in list(items()):
             if type(value) is float and isinstance(held, dict):
                 self.floats[len(self.key)] = (held, key)
             self._visit(value, f"{path}{shown.format(key if isinstance(key, VALUES) else '...')}")
 
-    def _keys(self, keys: Callable[[], Iterable[Any]], kind: type, path: str) -> None:
-        """Keys of a dictionary and members of a set, which code may look into."""
-        self._note(kind(map(key_of, keys())), path)
+    def _keys(self, keys: Callable[[], Iterable[Any]], path: str) -> None:
+        """Keys of a dictionary and members of a set, in their order, which code may look into."""
+        self._note(tuple(map(key_of, keys())), path)
         for key in list(keys()):
-            if not isinstance(key, (*VALUES, torch.Tensor)):
+            if not isinstance(key, VALUES):
                 self._visit(key, f"{path} key")
 
     def _visit(self, value: Any, path: str) -> None:
@@ -150,19 +155,24 @@ class Environment(Notes):
             self._function(value, path)
         elif isinstance(value, types.ModuleType):
             self._module(value, loose=True)
+            self._settings(value.__name__, path)
         elif isinstance(value, type):
             self._class(value, path)
         elif (parts := parts_of(value)) is not None:
             self.wrapped += [part for part in parts if isinstance(part, types.BuiltinFunctionType)]
             self._visit(parts, path)
+        if isinstance(value, _ASKING):
+            named = [part for x in value.__reduce__()[1] if isinstance(x, str) for part in x.split(".")]
+            self._attributes_named.update(dict.fromkeys(named))
+        self._computes = self._computes or any(value is one for one in _COMPUTING)
         self._contents(value, path)
         if has_contents(value):
             self._watch.object(value)
             self._attributes(value, path)
             self._visit(type(value), f"{path}.__class__")
-        elif not isinstance(value, (types.FunctionType, dict, list, tuple, deque, set)):
+        elif not isinstance(value, (types.FunctionType, types.MethodType, dict, list, tuple, deque, set)):
             self._note(ById(value), path)
-        self._settings(type(value).__module__, path)
+        self._settings(module_of(value if isinstance(value, _BEARING) else type(value)), path)
 
     def _contents(self, value: Any, path: str) -> None:
         """What of an object is neither an attribute nor an item."""
@@ -185,7 +195,7 @@ class Environment(Notes):
             self._hold_dict(value, path, "[{!r}]")
         elif isinstance(value, (set, frozenset)):
             self._watch.other(value.__iter__)
-            self._keys(value.__iter__, frozenset, path)
+            self._keys(value.__iter__, path)
         else:
             kind = next(kind for kind in (list, tuple, deque) if isinstance(value, kind))
             iterate = functools.partial(kind.__iter__, value)
@@ -274,9 +284,10 @@ class Environment(Notes):
             self._note(abc.get_cache_token(), f"{path} classes that are registered")
             self._watch.state(abc.get_cache_token, self.key[-1])
         self._named(space, names.variables, f"{path} global ")
-        self._named(fn.__builtins__, [name for name in names.variables if name not in space], f"{path} builtin ")  # type: ignore[attr-defined]  # typeshed's
-        for name in names.variables:
-            if isinstance(module := space.get(name), types.ModuleType):
+        self._builtins(fn.__builtins__, [name for name in names.variables if name not in space], path)  # type: ignore[attr-defined]  # typeshed's
+        variables = {name: space.get(name) for name in names.variables}
+        for name, module in (variables | dict(zip(fn.__code__.co_freevars, map(contents, cells), strict=True))).items():
+            if isinstance(module, types.ModuleType):
                 self._through(module, names.attributes, names.loose, path, name in names.loose)
         paths = [name for name in dict.fromkeys(paths_named(fn)) if (id(sys.modules), name) not in self._read]
         self._read.update((id(sys.modules), name) for name in paths)
@@ -286,10 +297,24 @@ class Environment(Notes):
             if (found := sys.modules.get(name)) is not None:
                 self._through(found, names.attributes, names.loose, path, names.computed)
 
+    def _builtins(self, space: dict[str, Any], names: Iterable[str], path: str) -> None:
+        """Which objects bear these names everywhere; what users have put there, whole."""
+        for name in names:
+            held = space.get(name, MISSING)
+            if held is not MISSING and not (module_of(held if isinstance(held, _BEARING) else type(held)) in ("builtins", "io")):
+                self._named(space, (name,), f"{path} builtin ")
+            elif (id(space), name) not in self._read:
+                self._read.add((id(space), name))
+                self._watch.names(space, (name,))
+                self._note(ById(held), f"{path} builtin {name}")
+
     def _through(self, module: types.ModuleType, names: Iterable[str], loose: frozenset[str], path: str, on: bool) -> None:
         """What code that names a module and these attributes reads of it, and of the modules in it; ``on``: it hands it on."""
         self._settings(module.__name__, path)
         if module is math:  # whose functions are others while somebody records
+            held = functools.partial(_of_math, [name for name in names if name in vars(math)])
+            self._watch.other(held)
+            self._note(tuple(map(ById, held())), path)
             return
         space, path = vars(module), f"{path} {module.__name__}."
         users = not foreign(module)
@@ -352,12 +377,26 @@ class Environment(Notes):
         held = vars(kind)
         if not kind.__flags__ & _CHANGES:
             return
-        names = [name for name in (*_CALLED, *self._attributes_named) if name in held and (id(kind), name) not in self._read]
+        special = [] if issubclass(kind, torch.Tensor) else [name for name in held if name[:2] == "__" and name[-2:] == "__"]
+        wanted = dict.fromkeys((*_CALLED, *self._attributes_named, *special))
+        names = [name for name in wanted if name in held and (id(kind), name) not in self._read]
         self._read.update((id(kind), name) for name in names)
         self._watch.names(held, names)
         size = functools.partial(len, held)
         self._watch.state(size, size())
         self._note(tuple(ById(held[name]) for name in names), kind.__name__)
+        if isinstance(forward := held.get("forward"), types.FunctionType):
+            self._called(forward, kind.__name__)
+
+    def _called(self, fn: types.FunctionType, path: str) -> None:
+        """Which functions code of a library calls."""
+        names, space = names_of(fn.__code__), fn.__globals__
+        for name in names.variables:
+            value = space.get(name)
+            if isinstance(value, types.ModuleType):
+                self._through(value, names.attributes, names.loose, path, False)
+            elif isinstance(value, types.FunctionType):
+                self._of_others(space, name, value, path)
 
     def _whole(self, space: dict[str, Any], path: str) -> None:
         """All that a module holds."""
@@ -396,6 +435,10 @@ class Environment(Notes):
             self._note(ById(value), path)
             if isinstance(value, type):
                 self._others[value] = None
+
+
+def _of_math(names: list[str]) -> list[Any]:
+    return [getattr(held, "__wrapped__", held) for held in map(vars(math).get, names)]
 
 
 def _about(kind: type) -> list[Any]:

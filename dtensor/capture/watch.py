@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, KeysView, Mapping
+from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from types import CellType, FunctionType
@@ -76,10 +76,10 @@ class Watch:
         """Its code and defaults."""
         self._functions.append(fn)
 
-    def of_functions(self, names: Iterable[str]) -> list[tuple[Any, ...]]:
+    def of_functions(self, names: Sequence[str]) -> list[Any]:
         """These attributes of each of them too; they, as they are."""
         self._made_of = attrgetter(*_MADE_OF, *names)
-        return [*map(self._made_of, self._functions)]
+        return [getattr(fn, name) for name in names for fn in self._functions]
 
     def object(self, value: Any) -> None:
         """Its class, and which dictionary has its attributes."""
