@@ -53,7 +53,7 @@ _TELLING = frozenset({"logging", "warnings", "importlib", "linecache", "weakref"
 _KEEPING = (torch.UntypedStorage, torch.TypedStorage, torch.Generator)  # of torch's, what is no affair of its operators alone
 _COMPILED = (BuiltinFunctionType, ClassMethodDescriptorType, MethodDescriptorType, WrapperDescriptorType)
 _LIBRARY = frozenset({"torch", "dtensor"})  # what its code looks up is its own affair
-_THROUGH = frozenset({*sys.stdlib_module_names, "numpy"})
+_THROUGH = frozenset({*sys.stdlib_module_names, "numpy", "typing_extensions"})
 
 
 def decides(func: Any, args: tuple[Any, ...]) -> bool:

@@ -367,20 +367,16 @@ class Environment(Notes):
         spoken = [name for name in _SPOKEN if self._computes or name in self._attributes_named]
         self._visit(self._watch.of_functions(spoken), "functions")
         self._walk()
-        for kind in self._others:
-            for base in kind.__mro__[:-1]:
-                if self._first(base) or base is kind:
-                    self._methods(base)
+        for kind in list(dict.fromkeys(base for kind in self._others for base in kind.__mro__[:-1])):
+            self._methods(kind)
 
     def _methods(self, kind: type) -> None:
         """What of a library's class code names, or is called by the library."""
         held = vars(kind)
         if not kind.__flags__ & _CHANGES:
             return
-        special = [] if issubclass(kind, torch.Tensor) else [name for name in held if name[:2] == "__" and name[-2:] == "__"]
-        wanted = dict.fromkeys((*_CALLED, *self._attributes_named, *special))
-        names = [name for name in wanted if name in held and (id(kind), name) not in self._read]
-        self._read.update((id(kind), name) for name in names)
+        special = not issubclass(kind, torch.Tensor)
+        names = [name for name in held if name in self._attributes_named or name in _CALLED or (special and name[:2] == "__")]
         self._watch.names(held, names)
         size = functools.partial(len, held)
         self._watch.state(size, size())
@@ -402,6 +398,12 @@ class Environment(Notes):
         """All that a module holds."""
         self._watch.keys(space)
         found = [name for name in list(space) if name[:2] != "__" and (id(space), name) not in self._read]
+        modules = [name for name in found if isinstance(space[name], types.ModuleType)]
+        self._watch.names(space, modules)
+        self._note(tuple(ById(space[name]) for name in modules), f"{path} modules")
+        for name in modules:  # of which other names may be read, but not any
+            self._read.add((id(space), name))
+            self._module(space[name], loose=False)
         self._named(space, found, f"{path} all ")
 
     def _named(self, space: dict[str, Any], names: Iterable[str], path: str) -> None:
