@@ -31,6 +31,7 @@ class Names(NamedTuple):
         computed: any attribute, and
         imports: any module.
         kinds: whether it asks for an object's class.
+        codes: it, and the code of what is defined in it.
     """
 
     variables: tuple[str, ...]
@@ -41,6 +42,7 @@ class Names(NamedTuple):
     computed: bool
     imports: bool
     kinds: bool
+    codes: frozenset[CodeType]
 
 
 @remembered(4096)
@@ -83,6 +85,7 @@ def names_of(code: CodeType) -> Names:
         computed,
         imports,
         kinds or not _KINDS.isdisjoint(variables),
+        frozenset(_codes(code)),
     )
 
 

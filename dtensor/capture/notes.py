@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import CodeType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ class Notes:
         floats: entries of ``key`` that are floats in dictionaries (of attributes too): the dictionary, and the key there.
         wrapped: compiled functions that partials and the like call, which nobody sees them do.
         between: what the library keeps for later calls.
+        codes: the code that was looked into.
         version: how often only such floats were found to have changed.
     """
 
@@ -30,6 +32,7 @@ class Notes:
         self.floats: dict[int, tuple[dict[Any, Any], Any]] = {}
         self.wrapped: list[Any] = []
         self.between: list[Between] = []
+        self.codes: set[CodeType] = set()
         self.version = 0
         self._watch = Watch()
         self._numbers: dict[int, int] = {}

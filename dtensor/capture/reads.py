@@ -12,7 +12,15 @@ import gc
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from types import BuiltinFunctionType, ClassMethodDescriptorType, FrameType, MethodDescriptorType, WrapperDescriptorType
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
@@ -83,11 +91,21 @@ class World:
         reading: gives the name of the operation at work that would read a tensor (None: one that is not seen); None if it may.
         trusted: further modules whose functions are closed.
         wrapped: functions that compiled code would call, which is not seen.
+        codes: what the survey has looked into.
+
+    Attributes:
+        beyond: code of the user's that was run without being among it.
     """
 
     def __init__(
-        self, reading: Callable[[torch.Tensor | None], str | None], trusted: Collection[str], wrapped: Iterable[Any]
+        self,
+        reading: Callable[[torch.Tensor | None], str | None],
+        trusted: Collection[str],
+        wrapped: Iterable[Any],
+        codes: Iterable[CodeType],
     ) -> None:
+        self._codes = {*codes}
+        self.beyond: list[CodeType] = []
         self._reading, self._wrapped = reading, wrapped
         self._trusted = {*trusted}
         self._known: dict[tuple[Any, str], bool] = {}  # by module or class, and name: whether it is closed
@@ -120,7 +138,10 @@ class World:
     def _see(self, frame: FrameType, event: str, fn: Any) -> None:
         if self._beside is not None:
             self._beside(frame, event, fn)
-        if event == "c_call":
+        if event == "call":
+            if frame.f_code not in self._codes:
+                self._meet(frame)
+        elif event == "c_call":
             if fn.__name__ in _READS:
                 self._check_read(fn)
             if not self._printing and not self._is_closed(fn) and of_user(frame, fn.__name__ == "initial_seed"):
@@ -129,6 +150,14 @@ class World:
             self._printing += fn is print
         elif fn is print:
             self._printing -= 1
+
+    def _meet(self, frame: FrameType) -> None:
+        """Code that the survey has not looked into; what listens to the library is its own affair."""
+        self._codes.add(frame.f_code)
+        within = frame.f_back
+        listening = within is not None and _module(within).startswith("dtensor.")
+        if frame.f_code.co_name != "<module>" and not listening and _owner(frame) not in _LIBRARY and of_user(frame):
+            self.beyond.append(frame.f_code)
 
     def _check_read(self, fn: Any) -> None:
         x = fn.__self__ if isinstance(fn.__self__, torch.Tensor) else None
@@ -163,8 +192,7 @@ def of_user(frame: FrameType | None, by_torch: bool = False) -> bool:
     while frame is not None:
         if frame.f_code in collecting or frame.f_code.co_name == "__del__":
             return False
-        module = frame.f_globals.get("__name__") or ""
-        root = module.partition(".")[0]
+        root = _owner(frame)
         if root in _TELLING:
             return False
         if owner is None and root not in _THROUGH and not (by_torch and root == "torch"):
@@ -173,6 +201,20 @@ def of_user(frame: FrameType | None, by_torch: bool = False) -> bool:
                 return False
         frame = frame.f_back
     return owner is not None
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__") or "")
+
+
+def _owner(frame: FrameType) -> str:
+    return _module(frame).partition(".")[0]
+
+
+def functions_of(codes: Collection[CodeType]) -> list[FunctionType]:
+    """Those that have this code."""
+    found = gc.get_referrers(*codes) if codes else []
+    return [fn for fn in found if isinstance(fn, FunctionType) and fn.__code__ in codes]
 
 
 def _root(module: str) -> str:

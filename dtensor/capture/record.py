@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,12 +30,20 @@ class Recording:
     """A run under way: what was given, the recorder, and after :meth:`run` the program and the results of the run."""
 
     def __init__(
-        self, fn: Any, signature: Signature, environment: Environment, changing: Sequence[int], trusted: Collection[str]
+        self,
+        fn: Any,
+        signature: Signature,
+        environment: Environment,
+        changing: Sequence[int],
+        trusted: Collection[str],
+        known: Sequence[FunctionType],
     ) -> None:
+        self._known = known  # functions that other runs have called without being found
+        self.beyond: list[FunctionType] = []  # those that this one has
         self.fn, self.signature, self.environment = fn, signature, environment
         self.changing = changing  # floats of the survey that are variables of the tape, by their place in its key
         self.numbers: dict[int, Var] = {}
-        self.recorder = Recorder(trusted, environment.wrapped)
+        self.recorder = Recorder(trusted, environment.wrapped, environment.codes)
         self.steps: list[Step] = []
         self.real: dict[Given, torch.Tensor] = {}  # what the user has, and
         self.seen: dict[Given, Any] = {}  # what the function sees
@@ -119,6 +128,7 @@ class Recording:
                     held[key] = plain(held[key])
             torch.clear_autocast_cache()
         self._check_moved(moved, layouts)
+        self.beyond = self.recorder.beyond()
         changed = self._changed()
         program, bases = self._program(leaves, tree, together)
         for given in program.mutated:
@@ -168,9 +178,11 @@ class Recording:
 
     def _changed(self) -> str | None:
         """Where the run left another value in a variable of the function."""
+        if self.beyond:
+            return f"what {self.beyond[0].__qualname__} reads"
         if self.environment.unchanged():
             return None
-        return self.environment.difference(Environment(self.fn))
+        return self.environment.difference(Environment(self.fn, self._known))
 
     # --- what it made --------------------------------------------------------------------------------------------------
     def _program(self, leaves: list[Any], tree: Any, together: int) -> tuple[Program, list[Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy
@@ -28,7 +29,7 @@ from ..tensor.dtensor import DTensor
 from .graph import Ranks, Step, Var
 from .keeping import Keeping
 from .numbers import Numbers
-from .reads import Unvarying, World, decides, refuse
+from .reads import Unvarying, World, decides, functions_of, refuse
 from .writes import written_by
 
 aten = torch.ops.aten
@@ -37,9 +38,9 @@ aten = torch.ops.aten
 class Recorder(Keeping, TorchDispatchMode):
     """Records while it is entered with :meth:`running`; a forward run and its backward share one."""
 
-    def __init__(self, trusted: Collection[str], wrapped: Iterable[Any]) -> None:
+    def __init__(self, trusted: Collection[str], wrapped: Iterable[Any], codes: Iterable[CodeType]) -> None:
         super().__init__()
-        self._world = World(self._reading, trusted, wrapped)
+        self._world = World(self._reading, trusted, wrapped, codes)
         self.steps: list[Step] = []
         self.constants: dict[Var, torch.Tensor] = {}
         self.paused = 0
@@ -72,6 +73,10 @@ class Recorder(Keeping, TorchDispatchMode):
                 "draw outside and pass a 0-d tensor, or draw with torch"
             )
         self._check_generators("at the end of the captured function")
+
+    def beyond(self) -> list[FunctionType]:
+        """Functions that were called without being surveyed."""
+        return functions_of(self._world.beyond)
 
     def _reading(self, x: torch.Tensor | None) -> str | None:
         """What is at work, for a read of values in this thread."""

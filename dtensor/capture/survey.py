@@ -62,14 +62,26 @@ _SPOKEN = ("__name__", "__qualname__", "__doc__", "__module__", "__annotations__
 _CALLED = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")  # of torch's modules, whoever calls
 _ASKING = (operator.attrgetter, operator.methodcaller)
 _COMPUTING = (getattr, hasattr, vars, dir)  # where code hands them on
+_CODE = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    property,
+    staticmethod,
+    classmethod,
+    functools.cached_property,
+    functools.partialmethod,
+)
 _BEARING = (type, types.FunctionType, types.BuiltinFunctionType)
 _ABOUT = ("__mro__", "__name__", "__qualname__")  # of classes
 
 
 class Environment(Notes):
-    """One survey; see :class:`Notes` for what it found."""
+    """One survey of a function, and of functions ``beyond`` that runs of it were seen to call; see :class:`Notes`."""
 
-    def __init__(self, fn: Any) -> None:
+    def __init__(self, fn: Any, beyond: Iterable[types.FunctionType] = ()) -> None:
         super().__init__()
         self._modules: dict[int, types.ModuleType] = {}  # the user's
         self._loose: dict[int, types.ModuleType] = {}  # those that are handed on
@@ -80,7 +92,8 @@ class Environment(Notes):
         self._users = self._computes = self._imports = False  # any code; whether it computes names of attributes, of modules
         self._read: set[tuple[int, str]] = set()  # variables of modules
         self._pending: deque[tuple[Any, str]] = deque()  # met, and still to be looked into
-        self._visit(fn, getattr(fn, "__name__", type(fn).__name__))
+        for called in (fn, *beyond):
+            self._visit(called, getattr(called, "__name__", type(called).__name__))
         self._walk()
         self._reach()
         self._finish()
@@ -228,10 +241,13 @@ class Environment(Notes):
         """What classes hold under names that any code that was reached has."""
         for kind, others, path in self._classes:
             for name, value in list(vars(kind).items()):
-                known = name in self._attributes_named or name in others or name[:2] == "__" or self._computes
-                if known and (id(kind), name) not in self._read:
+                if (id(kind), name) in self._read:
+                    continue
+                if name in self._attributes_named or name in others or name[:2] == "__":
                     self._read.add((id(kind), name))
                     self._visit(value, f"{path}.{name}")
+                elif self._computes:
+                    self._by_computing(kind, name, value, f"{path}.{name}")
         self._walk()
 
     def _attributes(self, value: Any, path: str) -> None:
@@ -276,6 +292,7 @@ class Environment(Notes):
         self._all((fn.__defaults__, fn.__kwdefaults__), (" default", " default"), path)
         self._hold_dict(vars(fn), path, ".{}")
         self._attributes_named.update(dict.fromkeys(names.attributes))
+        self.codes |= names.codes
         self._users, self._computes, self._imports = True, self._computes or names.computed, self._imports or names.imports
         space = fn.__globals__
         if names.whole:
@@ -397,14 +414,22 @@ class Environment(Notes):
     def _whole(self, space: dict[str, Any], path: str) -> None:
         """All that a module holds."""
         self._watch.keys(space)
-        found = [name for name in list(space) if name[:2] != "__" and (id(space), name) not in self._read]
-        modules = [name for name in found if isinstance(space[name], types.ModuleType)]
-        self._watch.names(space, modules)
-        self._note(tuple(ById(space[name]) for name in modules), f"{path} modules")
-        for name in modules:  # of which other names may be read, but not any
-            self._read.add((id(space), name))
-            self._module(space[name], loose=False)
-        self._named(space, found, f"{path} all ")
+        for name, value in list(space.items()):
+            if name[:2] != "__" and (id(space), name) not in self._read:
+                self._watch.names(space, (name,))
+                self._by_computing(space, name, value, f"{path} all {name}")
+
+    def _by_computing(self, space: Any, name: str, value: Any, path: str) -> None:
+        """What has a name that code may compute: which code it is, as it is seen which is called; of data, what they hold."""
+        if (id(space), name + "()") in self._read:
+            return
+        self._read.add((id(space), name + "()"))
+        if isinstance(value, types.ModuleType):
+            self._module(value, loose=False)
+        if isinstance(value, _CODE):
+            self._note(ById(value), path)
+        else:
+            self._visit(value, path)
 
     def _named(self, space: dict[str, Any], names: Iterable[str], path: str) -> None:
         """What ``names`` are in a module."""
