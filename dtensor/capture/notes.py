@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from types import CodeType
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 
 from ..base.recording import Between
 from .watch import Watch
+
+
+@dataclass
+class Ran:
+    """What runs of a function were seen to do that is not found without: functions that they called, and the code of those that
+    compute names (of attributes, variables or modules)."""
+
+    functions: list[FunctionType] = field(default_factory=list)
+    computing: set[CodeType] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.functions or self.computing)
+
+    def __str__(self) -> str:
+        names = [*(fn.__qualname__ for fn in self.functions), *(code.co_name for code in self.computing)]
+        return f"what {names[0]} reads"
+
+    def extend(self, other: Ran) -> None:
+        """All that either has."""
+        self.functions += other.functions
+        self.computing |= other.computing
 
 
 class Notes:

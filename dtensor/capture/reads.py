@@ -28,6 +28,7 @@ import torch
 from ..base import nested
 from ..errors import CaptureError
 from .graph import Step, Var
+from .names import names_of
 
 _READS = frozenset(
     {"tolist", "numpy", "apply_", "map_", "map2_", "_to_dlpack", "_to_dlpack_versioned"}
@@ -91,10 +92,8 @@ class World:
         reading: gives the name of the operation at work that would read a tensor (None: one that is not seen); None if it may.
         trusted: further modules whose functions are closed.
         wrapped: functions that compiled code would call, which is not seen.
-        codes: what the survey has looked into.
-
-    Attributes:
-        beyond: code of the user's that was run without being among it.
+        codes: what the survey has looked into; code of the user's that is run without being among it goes to ``beyond``.
+        computing: code that is known to compute names; such as is run without being known goes to ``computes``.
     """
 
     def __init__(
@@ -102,10 +101,13 @@ class World:
         reading: Callable[[torch.Tensor | None], str | None],
         trusted: Collection[str],
         wrapped: Iterable[Any],
-        codes: Iterable[CodeType],
+        codes: Collection[CodeType],
+        computing: Collection[CodeType],
     ) -> None:
-        self._codes = {*codes}
+        self._surveyed, self._computing = codes, computing
+        self._met: set[CodeType] = set()
         self.beyond: list[CodeType] = []
+        self.computes: set[CodeType] = set()
         self._reading, self._wrapped = reading, wrapped
         self._trusted = {*trusted}
         self._known: dict[tuple[Any, str], bool] = {}  # by module or class, and name: whether it is closed
@@ -139,7 +141,7 @@ class World:
         if self._beside is not None:
             self._beside(frame, event, fn)
         if event == "call":
-            if frame.f_code not in self._codes:
+            if frame.f_code not in self._met:
                 self._meet(frame)
         elif event == "c_call":
             if fn.__name__ in _READS:
@@ -152,12 +154,17 @@ class World:
             self._printing -= 1
 
     def _meet(self, frame: FrameType) -> None:
-        """Code that the survey has not looked into; what listens to the library is its own affair."""
-        self._codes.add(frame.f_code)
-        within = frame.f_back
-        listening = within is not None and _module(within).startswith("dtensor.")
-        if frame.f_code.co_name != "<module>" and not listening and _owner(frame) not in _LIBRARY and of_user(frame):
-            self.beyond.append(frame.f_code)
+        """Code, the first time that it runs; what listens to the library is its own affair."""
+        code, within = frame.f_code, frame.f_back
+        self._met.add(code)
+        if _owner(frame) in _LIBRARY or _owner(frame) in _THROUGH or code.co_name == "<module>":
+            return
+        if code in self._surveyed:
+            names = names_of(code)
+            if (names.computed or names.whole or names.imports) and code not in self._computing:
+                self.computes.add(code)
+        elif not (within is not None and _module(within).startswith("dtensor.")) and of_user(frame):
+            self.beyond.append(code)
 
     def _check_read(self, fn: Any) -> None:
         x = fn.__self__ if isinstance(fn.__self__, torch.Tensor) else None

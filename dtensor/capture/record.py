@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ..tensor.dtensor import DTensor
 from .graph import Step, Var
 from .leaf_gradients import Leaves, arrived, leaves_of, without_hooks
 from .memory import apart, copied, counts, detached, own, stand_in
+from .notes import Ran
 from .numbers import Number, plain
 from .program import Backward, Form, Program, joined, locals_of
 from .recorder import Recorder
@@ -36,14 +36,13 @@ class Recording:
         environment: Environment,
         changing: Sequence[int],
         trusted: Collection[str],
-        known: Sequence[FunctionType],
+        known: Ran,
     ) -> None:
-        self._known = known  # functions that other runs have called without being found
-        self.beyond: list[FunctionType] = []  # those that this one has
+        self._known, self.ran = known, Ran()  # what other runs were seen to do; what this one was, besides
         self.fn, self.signature, self.environment = fn, signature, environment
         self.changing = changing  # floats of the survey that are variables of the tape, by their place in its key
         self.numbers: dict[int, Var] = {}
-        self.recorder = Recorder(trusted, environment.wrapped, environment.codes)
+        self.recorder = Recorder(trusted, environment.wrapped, environment.codes, known.computing)
         self.steps: list[Step] = []
         self.real: dict[Given, torch.Tensor] = {}  # what the user has, and
         self.seen: dict[Given, Any] = {}  # what the function sees
@@ -128,7 +127,7 @@ class Recording:
                     held[key] = plain(held[key])
             torch.clear_autocast_cache()
         self._check_moved(moved, layouts)
-        self.beyond = self.recorder.beyond()
+        self.ran = self.recorder.ran()
         changed = self._changed()
         program, bases = self._program(leaves, tree, together)
         for given in program.mutated:
@@ -178,8 +177,8 @@ class Recording:
 
     def _changed(self) -> str | None:
         """Where the run left another value in a variable of the function."""
-        if self.beyond:
-            return f"what {self.beyond[0].__qualname__} reads"
+        if self.ran:
+            return str(self.ran)
         if self.environment.unchanged():
             return None
         return self.environment.difference(Environment(self.fn, self._known))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import numpy
@@ -28,6 +28,7 @@ from ..propagation.schema import operator_of
 from ..tensor.dtensor import DTensor
 from .graph import Ranks, Step, Var
 from .keeping import Keeping
+from .notes import Ran
 from .numbers import Numbers
 from .reads import Unvarying, World, decides, functions_of, refuse
 from .writes import written_by
@@ -38,9 +39,11 @@ aten = torch.ops.aten
 class Recorder(Keeping, TorchDispatchMode):
     """Records while it is entered with :meth:`running`; a forward run and its backward share one."""
 
-    def __init__(self, trusted: Collection[str], wrapped: Iterable[Any], codes: Iterable[CodeType]) -> None:
+    def __init__(
+        self, trusted: Collection[str], wrapped: Iterable[Any], codes: Collection[CodeType], computing: Collection[CodeType]
+    ) -> None:
         super().__init__()
-        self._world = World(self._reading, trusted, wrapped, codes)
+        self._world = World(self._reading, trusted, wrapped, codes, computing)
         self.steps: list[Step] = []
         self.constants: dict[Var, torch.Tensor] = {}
         self.paused = 0
@@ -74,9 +77,9 @@ class Recorder(Keeping, TorchDispatchMode):
             )
         self._check_generators("at the end of the captured function")
 
-    def beyond(self) -> list[FunctionType]:
-        """Functions that were called without being surveyed."""
-        return functions_of(self._world.beyond)
+    def ran(self) -> Ran:
+        """What was run without the survey knowing."""
+        return Ran(functions_of(self._world.beyond), self._world.computes)
 
     def _reading(self, x: torch.Tensor | None) -> str | None:
         """What is at work, for a read of values in this thread."""

@@ -51,7 +51,7 @@ from .belonging import (
 )
 from .holding import contents_of, entries_of, parts_of
 from .names import names_of, paths_named
-from .notes import Notes
+from .notes import Notes, Ran
 from .settings import SETTINGS
 from .states import state_of
 from .watch import contents
@@ -79,10 +79,11 @@ _ABOUT = ("__mro__", "__name__", "__qualname__")  # of classes
 
 
 class Environment(Notes):
-    """One survey of a function, and of functions ``beyond`` that runs of it were seen to call; see :class:`Notes`."""
+    """One survey of a function, and of what runs of it were seen to do; see :class:`Notes`."""
 
-    def __init__(self, fn: Any, beyond: Iterable[types.FunctionType] = ()) -> None:
+    def __init__(self, fn: Any, ran: Ran | None = None) -> None:
         super().__init__()
+        self._ran = ran or Ran()
         self._modules: dict[int, types.ModuleType] = {}  # the user's
         self._loose: dict[int, types.ModuleType] = {}  # those that are handed on
         self._spaces: dict[int, tuple[dict[str, Any], str]] = {}  # of which any variable may be read
@@ -92,7 +93,7 @@ class Environment(Notes):
         self._users = self._computes = self._imports = False  # any code; whether it computes names of attributes, of modules
         self._read: set[tuple[int, str]] = set()  # variables of modules
         self._pending: deque[tuple[Any, str]] = deque()  # met, and still to be looked into
-        for called in (fn, *beyond):
+        for called in (fn, *self._ran.functions):
             self._visit(called, getattr(called, "__name__", type(called).__name__))
         self._walk()
         self._reach()
@@ -293,10 +294,11 @@ class Environment(Notes):
         self._hold_dict(vars(fn), path, ".{}")
         self._attributes_named.update(dict.fromkeys(names.attributes))
         self.codes |= names.codes
-        self._users, self._computes, self._imports = True, self._computes or names.computed, self._imports or names.imports
-        space = fn.__globals__
-        if names.whole:
-            self._spaces[id(space)] = space, path
+        self._users, space = True, fn.__globals__
+        if not names.codes.isdisjoint(self._ran.computing):
+            self._computes, self._imports = self._computes or names.computed, self._imports or names.imports
+            if names.whole:
+                self._spaces[id(space)] = space, path
         if names.kinds and self._first(abc.get_cache_token):
             self._note(abc.get_cache_token(), f"{path} classes that are registered")
             self._watch.state(abc.get_cache_token, self.key[-1])
