@@ -27,8 +27,10 @@ import torch
 
 from ..base import nested
 from ..errors import CaptureError
+from .belonging import MISSING
 from .graph import Step, Var
 from .names import names_of
+from .watch import contents
 
 _READS = frozenset(
     {"tolist", "numpy", "apply_", "map_", "map2_", "_to_dlpack", "_to_dlpack_versioned"}
@@ -92,7 +94,7 @@ class World:
         reading: gives the name of the operation at work that would read a tensor (None: one that is not seen); None if it may.
         trusted: further modules whose functions are closed.
         wrapped: functions that compiled code would call, which is not seen.
-        codes: what the survey has looked into; code of the user's that is run without being among it goes to ``beyond``.
+        codes: what the survey has looked into; functions of the user's that run without being among it go to ``beyond``.
         computing: code that is known to compute names; such as is run without being known goes to ``computes``.
     """
 
@@ -106,7 +108,7 @@ class World:
     ) -> None:
         self._surveyed, self._computing = codes, computing
         self._met: set[CodeType] = set()
-        self.beyond: list[CodeType] = []
+        self.beyond: list[FunctionType] = []
         self.computes: set[CodeType] = set()
         self._reading, self._wrapped = reading, wrapped
         self._trusted = {*trusted}
@@ -154,8 +156,8 @@ class World:
             self._printing -= 1
 
     def _meet(self, frame: FrameType) -> None:
-        """Code, the first time that it runs; what listens to the library is its own affair."""
-        code, within = frame.f_code, frame.f_back
+        """Code, the first time that it runs. What the library calls and the survey has not found (who listens) is its own affair."""
+        code = frame.f_code
         self._met.add(code)
         if _owner(frame) in _LIBRARY or _owner(frame) in _THROUGH or code.co_name == "<module>":
             return
@@ -163,8 +165,8 @@ class World:
             names = names_of(code)
             if (names.computed or names.whole or names.imports) and code not in self._computing:
                 self.computes.add(code)
-        elif not (within is not None and _module(within).startswith("dtensor.")) and of_user(frame):
-            self.beyond.append(code)
+        elif _calls_it(frame) and of_user(frame):
+            self.beyond += functions_of(frame)
 
     def _check_read(self, fn: Any) -> None:
         x = fn.__self__ if isinstance(fn.__self__, torch.Tensor) else None
@@ -210,18 +212,27 @@ def of_user(frame: FrameType | None, by_torch: bool = False) -> bool:
     return owner is not None
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__") or "")
-
-
 def _owner(frame: FrameType) -> str:
-    return _module(frame).partition(".")[0]
+    return str(frame.f_globals.get("__name__") or "").partition(".")[0]
 
 
-def functions_of(codes: Collection[CodeType]) -> list[FunctionType]:
-    """Those that have this code."""
-    found = gc.get_referrers(*codes) if codes else []
-    return [fn for fn in found if isinstance(fn, FunctionType) and fn.__code__ in codes]
+def _calls_it(frame: FrameType | None) -> bool:
+    """Whether the captured function calls this, and not the library."""
+    while frame is not None and _owner(frame) != "dtensor":
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_called"  # Recording._called
+
+
+def functions_of(frame: FrameType) -> list[FunctionType]:
+    """Those that this may be a call of."""
+    code, held = frame.f_code, frame.f_locals
+    return [
+        fn
+        for fn in gc.get_referrers(code)
+        if isinstance(fn, FunctionType)
+        and fn.__code__ is code
+        and all(contents(cell) is held.get(name, MISSING) for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True))
+    ]
 
 
 def _root(module: str) -> str:

@@ -30,7 +30,7 @@ from .graph import Ranks, Step, Var
 from .keeping import Keeping
 from .notes import Ran
 from .numbers import Numbers
-from .reads import Unvarying, World, decides, functions_of, refuse
+from .reads import Unvarying, World, decides, refuse
 from .writes import written_by
 
 aten = torch.ops.aten
@@ -79,7 +79,7 @@ class Recorder(Keeping, TorchDispatchMode):
 
     def ran(self) -> Ran:
         """What was run without the survey knowing."""
-        return Ran(functions_of(self._world.beyond), self._world.computes)
+        return Ran(self._world.beyond, self._world.computes)
 
     def _reading(self, x: torch.Tensor | None) -> str | None:
         """What is at work, for a read of values in this thread."""
