@@ -92,7 +92,7 @@ def is_users(value: Any) -> bool:
 def slots_of(kind: type) -> dict[str, Any]:
     """Attributes that are not in ``__dict__``, of a user's class, or one of the library's that is not hashed by value: name ->
     descriptor."""
-    users = [base for base in kind.__mro__ if not foreign(base) or (_is_data(base) and base.__hash__ in (None, object.__hash__))]
+    users = [base for base in kind.__mro__ if not foreign(base) or _is_record(base)]
     found = {name: held for base in users for name, held in vars(base).items() if isinstance(held, types.MemberDescriptorType)}
     return {name: held for name, held in found.items() if name not in ("__dict__", "__weakref__")}
 
@@ -114,7 +114,12 @@ def has_contents(value: Any) -> bool:
         return False
     if isinstance(value, _TORCHS):
         return True
-    return (not foreign(kind) or _is_data(kind)) and (hasattr(value, "__dict__") or bool(slots_of(kind)))
+    return (not foreign(kind) or _is_data(kind)) and (type(getattr(value, "__dict__", None)) is dict or bool(slots_of(kind)))
+
+
+def _is_record(kind: type) -> bool:
+    """Whether a library's objects of this class have slots that may be set, and are not hashed by them."""
+    return "__slots__" in vars(kind) and _is_data(kind) and kind.__hash__ in (None, object.__hash__)
 
 
 def _is_data(kind: type) -> bool:

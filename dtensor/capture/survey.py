@@ -392,13 +392,13 @@ class Environment(Notes):
     def _methods(self, kind: type) -> None:
         """What of a library's class code names, or is called by the library."""
         held = vars(kind)
-        if not kind.__flags__ & _CHANGES:
+        own = module_of(kind).startswith(("dtensor.", "torch._C")) and kind is not DTensor
+        if own or not kind.__flags__ & _CHANGES:
             return
         special = not issubclass(kind, torch.Tensor)
         names = [name for name in held if name in self._attributes_named or name in _CALLED or (special and name[:2] == "__")]
         self._watch.names(held, names)
-        size = functools.partial(len, held)
-        self._watch.state(size, size())
+        self._watch.size(held)
         self._note(tuple(ById(held[name]) for name in names), kind.__name__)
         if isinstance(forward := held.get("forward"), types.FunctionType):
             self._called(forward, kind.__name__)

@@ -35,6 +35,8 @@ class Watch:
         "_objects",
         "_others",
         "_picks",
+        "_sized",
+        "_sizes",
         "_spaces",
         "_states",
         "_tensors",
@@ -55,6 +57,7 @@ class Watch:
         self._made_of = attrgetter(*_MADE_OF)
         self._names: dict[int, tuple[Mapping[str, Any], dict[str, None]]] = {}  # per module, of what functions look up in it
         self._others: list[Callable[[], Iterable[Any]]] = []
+        self._sized: list[Mapping[str, Any]] = []
         self._states: list[tuple[Callable[[], Any], Any]] = []
 
     def dict_(self, held: Mapping[Any, Any]) -> None:
@@ -84,7 +87,7 @@ class Watch:
     def object(self, value: Any) -> None:
         """Its class, and which dictionary has its attributes."""
         self._objects.append(value)
-        if hasattr(value, "__dict__"):
+        if type(getattr(value, "__dict__", None)) is dict:
             self._homes.append(value)
 
     def tensors(self, values: Iterable[Any]) -> None:
@@ -95,6 +98,10 @@ class Watch:
     def names(self, space: Mapping[str, Any], names: Iterable[str]) -> None:
         """Some variables of a module or a class, which may be missing."""
         self._names.setdefault(id(space), (space, {}))[1].update(dict.fromkeys(names))
+
+    def size(self, held: Mapping[str, Any]) -> None:
+        """How many entries it has."""
+        self._sized.append(held)
 
     def other(self, held: Callable[[], Iterable[Any]]) -> None:
         """Whatever ``held()`` gives."""
@@ -117,6 +124,7 @@ class Watch:
             if len(there) < len(names):
                 self._missing.append((space, [name for name in names if name not in space]))
         self._attributes, self._lengths = self._names_put(), [*map(len, map(_HOME, self._tensors))]
+        self._sizes = [*map(len, self._sized)]
         self._before, self._keys = self._now(), self._known_keys()
 
     def unchanged(self) -> bool:
@@ -155,7 +163,7 @@ class Watch:
         (lengths, words, others), (before, same, known) = self._known_keys(), self._keys
         if lengths != before or words != same or not all(map(is_, others, known)):
             return False
-        return self._same_attributes() and all(held() == now for held, now in self._states)
+        return self._same_attributes() and [*map(len, self._sized)] == self._sizes and all(held() == now for held, now in self._states)
 
     def _now(self) -> list[Any]:
         found = [*chain.from_iterable(self._values)]
