@@ -34,6 +34,7 @@ _LIBRARYS = frozenset(
         "_counted",
         "_forms",
         "_grad_layout",
+        "_is_param",
         "_left",
         "_ownerships",
         "_parted",
@@ -119,7 +120,7 @@ def has_contents(value: Any) -> bool:
 
 def _is_record(kind: type) -> bool:
     """Whether a library's objects of this class have slots that may be set, and are not hashed by them."""
-    return "__slots__" in vars(kind) and _is_data(kind) and kind.__hash__ in (None, object.__hash__)
+    return "__slots__" in vars(kind) and _is_data(kind) and getattr(kind, "__hash__", None) in (None, object.__hash__)
 
 
 def _is_data(kind: type) -> bool:

@@ -214,7 +214,7 @@ class Captured(Generic[P, T]):
         if waiting is None:  # floats that have changed between calls are variables from now on
             differing = [(kept.differing(environment), kept) for kept in entries]
             changing = next((tuple({*found, *kept.changing}) for found, kept in differing if found), ())
-        recording = Recording(self.fn, signature, environment, changing, self._trusted, self._ran)
+        recording = Recording(self.fn, signature, environment, changing, self._trusted)
         with groups_heard() as groups:
             result, program, changed = recording.run(way.within, way.together)
         if self._plans is not None and not way.followed():

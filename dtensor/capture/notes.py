@@ -1,4 +1,4 @@
-"""What a survey writes down: tensors, a key of everything else, where each part of it stands, and what is watched from then on."""
+"""What a survey writes down: tensors, a key of everything else, where each part of it stands, and what is watched then."""
 
 from __future__ import annotations
 

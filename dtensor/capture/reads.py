@@ -30,6 +30,7 @@ from ..errors import CaptureError
 from .belonging import MISSING
 from .graph import Step, Var
 from .names import names_of
+from .notes import Ran
 from .watch import contents
 
 _READS = frozenset(
@@ -94,8 +95,8 @@ class World:
         reading: gives the name of the operation at work that would read a tensor (None: one that is not seen); None if it may.
         trusted: further modules whose functions are closed.
         wrapped: functions that compiled code would call, which is not seen.
-        codes: what the survey has looked into; functions of the user's that run without being among it go to ``beyond``.
-        computing: code that is known to compute names; such as is run without being known goes to ``computes``.
+        codes: what the survey has looked into; functions of the user's that run without being among it go to ``ran``.
+        computing: code that is known to compute names; such as is run without being known goes to it too.
     """
 
     def __init__(
@@ -108,8 +109,7 @@ class World:
     ) -> None:
         self._surveyed, self._computing = codes, computing
         self._met: set[CodeType] = set()
-        self.beyond: list[FunctionType] = []
-        self.computes: set[CodeType] = set()
+        self.ran = Ran()
         self._reading, self._wrapped = reading, wrapped
         self._trusted = {*trusted}
         self._known: dict[tuple[Any, str], bool] = {}  # by module or class, and name: whether it is closed
@@ -156,7 +156,7 @@ class World:
             self._printing -= 1
 
     def _meet(self, frame: FrameType) -> None:
-        """Code, the first time that it runs. What the library calls and the survey has not found (who listens) is its own affair."""
+        """Code, the first time that it runs. What the library calls and no survey finds (who listens) is its own affair."""
         code = frame.f_code
         self._met.add(code)
         if _owner(frame) in _LIBRARY or _owner(frame) in _THROUGH or code.co_name == "<module>":
@@ -164,9 +164,9 @@ class World:
         if code in self._surveyed:
             names = names_of(code)
             if (names.computed or names.whole or names.imports) and code not in self._computing:
-                self.computes.add(code)
+                self.ran.computing.add(code)
         elif _calls_it(frame) and of_user(frame):
-            self.beyond += functions_of(frame)
+            self.ran.functions += functions_of(frame)
 
     def _check_read(self, fn: Any) -> None:
         x = fn.__self__ if isinstance(fn.__self__, torch.Tensor) else None
@@ -231,7 +231,9 @@ def functions_of(frame: FrameType) -> list[FunctionType]:
         for fn in gc.get_referrers(code)
         if isinstance(fn, FunctionType)
         and fn.__code__ is code
-        and all(contents(cell) is held.get(name, MISSING) for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True))
+        and all(
+            contents(cell) is held.get(name, MISSING) for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True)
+        )
     ]
 
 

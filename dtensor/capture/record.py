@@ -16,7 +16,6 @@ from ..tensor.dtensor import DTensor
 from .graph import Step, Var
 from .leaf_gradients import Leaves, arrived, leaves_of, without_hooks
 from .memory import apart, copied, counts, detached, own, stand_in
-from .notes import Ran
 from .numbers import Number, plain
 from .program import Backward, Form, Program, joined, locals_of
 from .recorder import Recorder
@@ -30,19 +29,13 @@ class Recording:
     """A run under way: what was given, the recorder, and after :meth:`run` the program and the results of the run."""
 
     def __init__(
-        self,
-        fn: Any,
-        signature: Signature,
-        environment: Environment,
-        changing: Sequence[int],
-        trusted: Collection[str],
-        known: Ran,
+        self, fn: Any, signature: Signature, environment: Environment, changing: Sequence[int], trusted: Collection[str]
     ) -> None:
-        self._known, self.ran = known, Ran()  # what other runs were seen to do; what this one was, besides
         self.fn, self.signature, self.environment = fn, signature, environment
         self.changing = changing  # floats of the survey that are variables of the tape, by their place in its key
         self.numbers: dict[int, Var] = {}
-        self.recorder = Recorder(trusted, environment.wrapped, environment.codes, known.computing)
+        self.recorder = Recorder(trusted, environment)
+        self.ran = self.recorder.world.ran  # what this one was seen to do besides
         self.steps: list[Step] = []
         self.real: dict[Given, torch.Tensor] = {}  # what the user has, and
         self.seen: dict[Given, Any] = {}  # what the function sees
@@ -127,7 +120,6 @@ class Recording:
                     held[key] = plain(held[key])
             torch.clear_autocast_cache()
         self._check_moved(moved, layouts)
-        self.ran = self.recorder.ran()
         changed = self._changed()
         program, bases = self._program(leaves, tree, together)
         for given in program.mutated:
@@ -181,7 +173,7 @@ class Recording:
             return str(self.ran)
         if self.environment.unchanged():
             return None
-        return self.environment.difference(Environment(self.fn, self._known))
+        return self.environment.difference(Environment(self.fn, self.environment.ran))
 
     # --- what it made --------------------------------------------------------------------------------------------------
     def _program(self, leaves: list[Any], tree: Any, together: int) -> tuple[Program, list[Any]]:

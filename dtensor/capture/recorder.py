@@ -8,9 +8,8 @@ that no guard watches, and is refused.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from types import CodeType
 from typing import Any
 
 import numpy
@@ -28,9 +27,9 @@ from ..propagation.schema import operator_of
 from ..tensor.dtensor import DTensor
 from .graph import Ranks, Step, Var
 from .keeping import Keeping
-from .notes import Ran
 from .numbers import Numbers
 from .reads import Unvarying, World, decides, refuse
+from .survey import Environment
 from .writes import written_by
 
 aten = torch.ops.aten
@@ -39,11 +38,9 @@ aten = torch.ops.aten
 class Recorder(Keeping, TorchDispatchMode):
     """Records while it is entered with :meth:`running`; a forward run and its backward share one."""
 
-    def __init__(
-        self, trusted: Collection[str], wrapped: Iterable[Any], codes: Collection[CodeType], computing: Collection[CodeType]
-    ) -> None:
+    def __init__(self, trusted: Collection[str], found: Environment) -> None:
         super().__init__()
-        self._world = World(self._reading, trusted, wrapped, codes, computing)
+        self.world = World(self._reading, trusted, found.wrapped, found.codes, found.ran.computing)
         self.steps: list[Step] = []
         self.constants: dict[Var, torch.Tensor] = {}
         self.paused = 0
@@ -66,7 +63,7 @@ class Recorder(Keeping, TorchDispatchMode):
         drawn = _python_draws()
         ACTIVE.append(self)
         try:
-            with self.leaving(), self.numbers.running(), self, self._world.refused():
+            with self.leaving(), self.numbers.running(), self, self.world.refused():
                 yield
         finally:
             ACTIVE.remove(self)
@@ -76,10 +73,6 @@ class Recorder(Keeping, TorchDispatchMode):
                 "draw outside and pass a 0-d tensor, or draw with torch"
             )
         self._check_generators("at the end of the captured function")
-
-    def ran(self) -> Ran:
-        """What was run without the survey knowing."""
-        return Ran(self._world.beyond, self._world.computes)
 
     def _reading(self, x: torch.Tensor | None) -> str | None:
         """What is at work, for a read of values in this thread."""

@@ -24,7 +24,6 @@ from .belonging import VALUES, foreign, module_of
 from .settings import of_logger
 
 _CTYPES = ctypes.Structure.__mro__[1]  # what ctypes lays out in memory
-_POINTER = type(ctypes.pointer(ctypes.c_int())).__mro__[1]
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _RUNNING = {types.GeneratorType: "gi_frame", types.CoroutineType: "cr_frame", types.AsyncGeneratorType: "ag_frame"}
 _HASH = ("hashlib", "md5", "sha1", "sha2", "sha256", "sha512", "sha3", "blake2")
@@ -80,7 +79,7 @@ def _buffer(value: Any) -> Any:
 
 
 def _memory(value: Any) -> Any:
-    if isinstance(value, _POINTER):
+    if hasattr(type(value), "contents"):  # a pointer
         return bool(value) and _memory(value.contents)
     return memoryview(value).tobytes()
 

@@ -18,11 +18,8 @@ Not guarded is what stands outside of the program (clocks, files) and inside of 
 
 from __future__ import annotations
 
-import abc
 import functools
-import math
 import operator
-import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -32,68 +29,38 @@ import torch
 
 from ..base.recording import Between
 from ..errors import CaptureError
-from ..tensor.dtensor import DTensor
 from .belonging import (
-    MISSING,
     VALUES,
     ById,
     attributes_of,
     foreign,
     has_contents,
     held_in,
-    is_users,
     key_of,
     module_of,
-    plain,
     slots_of,
     users_hooks,
     value_of,
 )
+from .code_reads import BEARING, CodeReads
 from .holding import contents_of, entries_of, parts_of
-from .names import names_of, paths_named
-from .notes import Notes, Ran
-from .settings import SETTINGS
+from .notes import Ran
 from .states import state_of
-from .watch import contents
 
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # of modules; the latter say how the first are called
 _LONG = 64  # plain values in a list, from which on they are one entry of the key
-_SPOKEN = ("__name__", "__qualname__", "__doc__", "__module__", "__annotations__")  # of functions, where code asks
-_CALLED = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")  # of torch's modules, whoever calls
 _ASKING = (operator.attrgetter, operator.methodcaller)
 _COMPUTING = (getattr, hasattr, vars, dir)  # where code hands them on
-_CODE = (
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    property,
-    staticmethod,
-    classmethod,
-    functools.cached_property,
-    functools.partialmethod,
-)
-_BEARING = (type, types.FunctionType, types.BuiltinFunctionType)
 _ABOUT = ("__mro__", "__name__", "__qualname__")  # of classes
 
 
-class Environment(Notes):
+class Environment(CodeReads):
     """One survey of a function, and of what runs of it were seen to do; see :class:`Notes`."""
 
     def __init__(self, fn: Any, ran: Ran | None = None) -> None:
-        super().__init__()
-        self._ran = ran or Ran()
-        self._modules: dict[int, types.ModuleType] = {}  # the user's
-        self._loose: dict[int, types.ModuleType] = {}  # those that are handed on
-        self._spaces: dict[int, tuple[dict[str, Any], str]] = {}  # of which any variable may be read
-        self._classes: list[tuple[type, set[str], str]] = []
-        self._others: dict[type, None] = {DTensor: None}  # classes of libraries, of which there are objects
-        self._attributes_named: dict[str, None] = {}
-        self._users = self._computes = self._imports = False  # any code; whether it computes names of attributes, of modules
-        self._read: set[tuple[int, str]] = set()  # variables of modules
+        super().__init__(ran)
         self._pending: deque[tuple[Any, str]] = deque()  # met, and still to be looked into
-        for called in (fn, *self._ran.functions):
+        for called in (fn, *self.ran.functions):
             self._visit(called, getattr(called, "__name__", type(called).__name__))
         self._walk()
         self._reach()
@@ -186,7 +153,7 @@ class Environment(Notes):
             self._visit(type(value), f"{path}.__class__")
         elif not isinstance(value, (types.FunctionType, types.MethodType, dict, list, tuple, deque, set)):
             self._note(ById(value), path)
-        self._settings(module_of(value if isinstance(value, _BEARING) else type(value)), path)
+        self._settings(module_of(value if isinstance(value, BEARING) else type(value)), path)
 
     def _contents(self, value: Any, path: str) -> None:
         """What of an object is neither an attribute nor an item."""
@@ -196,13 +163,6 @@ class Environment(Notes):
         if (now := contents_of(value)) is not None:
             self._watch.other(now)
             self._visit(now(), path)
-
-    def _settings(self, module: str, path: str) -> None:
-        """What is set of a library that the function has something of."""
-        for name, state in SETTINGS.items():
-            if (module == name or module.startswith(name + ".")) and self._first(state):
-                self._note(state(), f"{path}, settings of {name}")
-                self._watch.state(state, self.key[-1])
 
     def _items(self, value: Any, path: str) -> None:
         if isinstance(value, dict):
@@ -280,203 +240,9 @@ class Environment(Notes):
                 for hook in found:
                     self._visit(hook, f"{path}.{name}")
 
-    # --- functions and modules -----------------------------------------------------------------------------------------
-    def _function(self, fn: types.FunctionType, path: str) -> None:
-        self._note(ById(fn.__code__), path)
-        cells, names = fn.__closure__ or (), names_of(fn.__code__)
-        if foreign(fn):
-            self._visit([x for x in map(contents, cells) if is_users(x)], f"{path} variables")
-            return
-        self._watch.function(fn)
-        self._watch.cells(cells)
-        self._all(map(contents, cells), [f" variable {name}" for name in fn.__code__.co_freevars], path)
-        self._all((fn.__defaults__, fn.__kwdefaults__), (" default", " default"), path)
-        self._hold_dict(vars(fn), path, ".{}")
-        self._attributes_named.update(dict.fromkeys(names.attributes))
-        self.codes |= names.codes
-        self._users, space = True, fn.__globals__
-        if not names.codes.isdisjoint(self._ran.computing):
-            self._computes, self._imports = self._computes or names.computed, self._imports or names.imports
-            if names.whole:
-                self._spaces[id(space)] = space, path
-        if names.kinds and self._first(abc.get_cache_token):
-            self._note(abc.get_cache_token(), f"{path} classes that are registered")
-            self._watch.state(abc.get_cache_token, self.key[-1])
-        self._named(space, names.variables, f"{path} global ")
-        self._builtins(fn.__builtins__, [name for name in names.variables if name not in space], path)  # type: ignore[attr-defined]  # typeshed's
-        variables = {name: space.get(name) for name in names.variables}
-        for name, module in (variables | dict(zip(fn.__code__.co_freevars, map(contents, cells), strict=True))).items():
-            if isinstance(module, types.ModuleType):
-                self._through(module, names.attributes, names.loose, path, name in names.loose)
-        paths = [name for name in dict.fromkeys(paths_named(fn)) if (id(sys.modules), name) not in self._read]
-        self._read.update((id(sys.modules), name) for name in paths)
-        self._watch.names(sys.modules, paths)
-        self._note(tuple(ById(sys.modules.get(name)) for name in paths), f"{path} imports")
-        for name in dict.fromkeys(paths_named(fn)):
-            if (found := sys.modules.get(name)) is not None:
-                self._through(found, names.attributes, names.loose, path, names.computed)
-
-    def _builtins(self, space: dict[str, Any], names: Iterable[str], path: str) -> None:
-        """Which objects bear these names everywhere; what users have put there, whole."""
-        for name in names:
-            held = space.get(name, MISSING)
-            if held is not MISSING and not (module_of(held if isinstance(held, _BEARING) else type(held)) in ("builtins", "io")):
-                self._named(space, (name,), f"{path} builtin ")
-            elif (id(space), name) not in self._read:
-                self._read.add((id(space), name))
-                self._watch.names(space, (name,))
-                self._note(ById(held), f"{path} builtin {name}")
-
-    def _through(self, module: types.ModuleType, names: Iterable[str], loose: frozenset[str], path: str, on: bool) -> None:
-        """What code that names a module and these attributes reads of it, and of the modules in it; ``on``: it hands it on."""
-        self._settings(module.__name__, path)
-        if module is math:  # whose functions are others while somebody records
-            held = functools.partial(_of_math, [name for name in names if name in vars(math)])
-            self._watch.other(held)
-            self._note(tuple(map(ById, held())), path)
-            return
-        space, path = vars(module), f"{path} {module.__name__}."
-        users = not foreign(module)
-        if users:
-            self._module(module, on)
-            self._named(space, names, path)
-        for name in names:
-            value = space.get(name, MISSING)
-            if isinstance(value, types.ModuleType):
-                if (id(module), name + ".") not in self._read:
-                    self._read.add((id(module), name + "."))
-                    self._through(value, names, loose, path, name in loose)
-            elif not users and value is not MISSING:
-                self._of_others(space, name, value, path)
-
-    def _module(self, module: types.ModuleType, loose: bool) -> None:
-        if not foreign(module) and self._modules.setdefault(id(module), module) and loose:
-            self._loose[id(module)] = module
-
-    # --- what follows from all names -----------------------------------------------------------------------------------
-    def _reach(self) -> None:
-        """What any code that was reached names, of all classes and modules that were reached: they may have been handed on."""
-        known: Any = None
-        done: dict[int, int] = {}
-        while known != (known := (len(self._attributes_named), len(self._classes), len(self._seen), self._computes, self._imports)):
-            self._members()
-            if self._imports:
-                self._spaces[id(sys.modules)] = sys.modules, "sys.modules"
-            for key, module in list(self._modules.items()):
-                space = vars(module)
-                if done.get(key) != len(self._attributes_named):
-                    done[key] = len(self._attributes_named)
-                    named = [name for name in ("__getattr__", *self._attributes_named) if name in space]
-                    self._named(space, named, module.__name__)
-                if self._computes and key in self._loose:
-                    self._spaces[id(space)] = space, module.__name__
-            for space, path in list(self._spaces.values()):
-                self._whole(space, path)
-            self._walk()
-
-    def _finish(self) -> None:
-        """What is read by names without being found: of modules their attributes' names; of functions how they are called; of
-        libraries' classes the methods."""
-        for module in self._modules.values():
-            self._watch.keys(vars(module))
-            self._watch.object(module)
-        if not self._users:
-            return
-        self._watch.tensors(self.tensors)
-        spoken = [name for name in _SPOKEN if self._computes or name in self._attributes_named]
-        self._visit(self._watch.of_functions(spoken), "functions")
-        self._walk()
-        for kind in list(dict.fromkeys(base for kind in self._others for base in kind.__mro__[:-1])):
-            self._methods(kind)
-
-    def _methods(self, kind: type) -> None:
-        """What of a library's class code names, or is called by the library."""
-        held = vars(kind)
-        own = module_of(kind).startswith(("dtensor.", "torch._C")) and kind is not DTensor
-        if own or not kind.__flags__ & _CHANGES:
-            return
-        special = not issubclass(kind, torch.Tensor)
-        names = [name for name in held if name in self._attributes_named or name in _CALLED or (special and name[:2] == "__")]
-        self._watch.names(held, names)
-        self._watch.size(held)
-        self._note(tuple(ById(held[name]) for name in names), kind.__name__)
-        if isinstance(forward := held.get("forward"), types.FunctionType):
-            self._called(forward, kind.__name__)
-
-    def _called(self, fn: types.FunctionType, path: str) -> None:
-        """Which functions code of a library calls."""
-        names, space = names_of(fn.__code__), fn.__globals__
-        for name in names.variables:
-            value = space.get(name)
-            if isinstance(value, types.ModuleType):
-                self._through(value, names.attributes, names.loose, path, False)
-            elif isinstance(value, types.FunctionType):
-                self._of_others(space, name, value, path)
-
-    def _whole(self, space: dict[str, Any], path: str) -> None:
-        """All that a module holds."""
-        self._watch.keys(space)
-        for name, value in list(space.items()):
-            if name[:2] != "__" and (id(space), name) not in self._read:
-                self._watch.names(space, (name,))
-                self._by_computing(space, name, value, f"{path} all {name}")
-
-    def _by_computing(self, space: Any, name: str, value: Any, path: str) -> None:
-        """What has a name that code may compute: which code it is, as it is seen which is called; of data, what they hold."""
-        if (id(space), name + "()") in self._read:
-            return
-        self._read.add((id(space), name + "()"))
-        if isinstance(value, types.ModuleType):
-            self._module(value, loose=False)
-        if isinstance(value, _CODE):
-            self._note(ById(value), path)
-        else:
-            self._visit(value, path)
-
-    def _named(self, space: dict[str, Any], names: Iterable[str], path: str) -> None:
-        """What ``names`` are in a module."""
-        read = [name for name in names if (id(space), name) not in self._read]
-        self._read.update((id(space), name) for name in read)
-        self._watch.names(space, read)
-        self._all([space.get(name, MISSING) for name in read], read, path)
-
-    def _of_others(self, space: dict[str, Any], name: str, value: Any, path: str) -> None:
-        """A variable of a module that is not the user's."""
-        if (id(space), name) in self._read or value is sys.modules:
-            return
-        self._read.add((id(space), name))
-        self._watch.names(space, (name,))
-        path = f"{path}{name}"
-        if isinstance(value, types.FunctionType):
-            self._note(ById(value), path)
-            for own in names_of(value.__code__).variables:  # as os.getenv reads os.environ
-                found = value.__globals__.get(own, MISSING)
-                if type(found) in VALUES or (isinstance(found, Mapping) and not isinstance(found, dict)):
-                    self._of_others(value.__globals__, own, found, path)
-        elif isinstance(value, Mapping) and hasattr(value, "__dict__"):
-            self._hold_dict(vars(value), path, ".{}")
-        elif type(value) in VALUES or plain(value) or is_users(value) or state_of(value) is not None:
-            self._visit(value, path)
-        elif type(value) in (list, dict, set):
-            self._watch.other(held := functools.partial(_held, value))
-            self._note(tuple(map(key_of, held())), path)
-        else:
-            self._note(ById(value), path)
-            if isinstance(value, type):
-                self._others[value] = None
-
-
-def _of_math(names: list[str]) -> list[Any]:
-    return [getattr(held, "__wrapped__", held) for held in map(vars(math).get, names)]
-
 
 def _about(kind: type) -> list[Any]:
     return [getattr(kind, name) for name in _ABOUT]
 
 
-def _held(value: Any) -> list[Any]:
-    return [*value, *value.values()] if isinstance(value, dict) else [*value]
-
-
-_CHANGES = 1 << 9  # of a class: it is made by a class statement, so that its attributes may be set
 _HOOKS_OF_ALL = {name: held for name, held in vars(torch.nn.modules.module).items() if name.endswith(_HOOKS)}

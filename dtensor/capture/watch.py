@@ -163,7 +163,11 @@ class Watch:
         (lengths, words, others), (before, same, known) = self._known_keys(), self._keys
         if lengths != before or words != same or not all(map(is_, others, known)):
             return False
-        return self._same_attributes() and [*map(len, self._sized)] == self._sizes and all(held() == now for held, now in self._states)
+        return (
+            self._same_attributes()
+            and [*map(len, self._sized)] == self._sizes
+            and all(held() == now for held, now in self._states)
+        )
 
     def _now(self) -> list[Any]:
         found = [*chain.from_iterable(self._values)]
