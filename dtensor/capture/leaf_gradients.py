@@ -194,7 +194,7 @@ class _Looking(TorchFunctionMode):
         self._leaves = leaves
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _MEMORY and of_user(sys._getframe(1)):
+        if func in _MEMORY and of_user(_asking()):
             raise CaptureError(
                 f"capture: the function asks for {_named(func)} of a tensor, which another call or rank has other ones of; ask "
                 "outside of the captured function"
@@ -205,6 +205,14 @@ class _Looking(TorchFunctionMode):
             self._leaves.touched = self._leaves.hooked = True
         self._leaves.looked.update(id(x) for x in args if isinstance(x, torch.Tensor))
         return func(*args, **(kwargs or {}))
+
+
+def _asking() -> Any:
+    """The frame that calls a torch function, past those of modes."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in ("__torch_function__", "called"):
+        frame = frame.f_back
+    return frame
 
 
 def _named(func: Any) -> str:

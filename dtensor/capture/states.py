@@ -109,6 +109,8 @@ def _position(value: Any) -> tuple[Any, list[Any]]:
     if type(value).__name__ in ("count", "repeat"):  # Python 3.14 has taken their other ways to tell
         return repr(value), []
     try:
+        if type(value).__reduce__ is object.__reduce__:
+            raise TypeError
         _, *found = value.__reduce__()
     except TypeError:
         raise CaptureError(

@@ -277,7 +277,6 @@ REFUSED: dict[str, Callable[[], float]] = {
     "an iterator of an array": lambda: next(NUMBERS),
     "bits of a generator": lambda: float(BITS.random_raw() % 7),
     "bytes of a buffer": lambda: float(BUFFER.read(1)[0]),
-    "numpy's state": lambda: float(numpy.random.get_state()[1][0] % 7),  # type: ignore[index,call-overload]
     "who refers to an object": lambda: float(sys.getrefcount(LOCAL)),
     "the size of an object": lambda: float(sys.getsizeof(LOCAL)),
     "whether the collector is on": lambda: float(gc.isenabled()),
