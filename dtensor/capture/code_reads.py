@@ -168,12 +168,11 @@ class CodeReads(Notes):
         for module in self._modules.values():
             self._watch.keys(vars(module))
             self._watch.object(module)
-        if not self._users:
-            return
-        self._watch.tensors(self.tensors)
-        spoken = [name for name in _SPOKEN if self._computes or name in self._attributes_named]
-        self._visit(self._watch.of_functions(spoken), "functions")
-        self._walk()
+        if self._users:
+            self._watch.tensors(self.tensors)
+            spoken = [name for name in _SPOKEN if self._computes or name in self._attributes_named]
+            self._visit(self._watch.of_functions(spoken), "functions")
+            self._walk()
         for kind in list(dict.fromkeys(base for one in self._others for base in one.__mro__[:-1])):
             self._methods(kind)
 
