@@ -169,7 +169,11 @@ def objects() -> Iterator[Way]:
     number, numbers, raw = ctypes.c_double(1.0), (ctypes.c_double * 2)(1, 2), mmap.mmap(-1, 8)
     pointer, values, refused = ctypes.pointer(number), numpy.ones((3, 3)), ValueError("given")
     lock, event, waiting, late = threading.Lock(), threading.Event(), queue.Queue[float](), [1.0]
-    record = dataclasses.make_dataclass("Record", [("k", float, dataclasses.field(default=1.0))])
+
+    @dataclasses.dataclass
+    class Record:
+        k: float = 1.0
+
     computed, vector = numpy.frompyfunc(lambda a: a * late[0], 1, 1), numpy.vectorize(lambda a: a * late[0])
     void, context = numpy.zeros(2, dtype=[("a", float)]), decimal.Context(prec=28)
     cell, packed, order = slice(0, late), zlib.compressobj(), [{8, 0}]
@@ -182,7 +186,7 @@ def objects() -> Iterator[Way]:
     yield lambda x: x * (2 if lock.locked() else 1), lambda n: lock.acquire(False) if n > 1 else lock.locked() and lock.release()
     yield lambda x: x * (2 if event.is_set() else 1), lambda n: event.set() if n > 1 else event.clear()
     yield lambda x: x * waiting.qsize(), waiting.put
-    yield lambda x: x * dataclasses.fields(record)[0].default, setting(dataclasses.fields(record)[0], "default")
+    yield lambda x: x * dataclasses.fields(Record)[0].default, setting(dataclasses.fields(Record)[0], "default")
     yield lambda x: x * float(computed(1.0)) * float(vector(1.0)), lambda n: late.__setitem__(0, n)
     yield lambda x: x * float(1 + void[0]["a"]), lambda n: void["a"].fill(n)
     yield lambda x: x * context.prec, lambda n: setattr(context, "prec", int(n))

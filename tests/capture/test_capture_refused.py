@@ -35,41 +35,42 @@ def _lines() -> Any:
     return held
 
 
-W = nn.Parameter(torch.ones(2))
-STORAGE, GENERATOR = torch.ones(2).untyped_storage(), torch.Generator()
-LINES, TABLE = _lines(), csv.reader(["1", "2", "3", "4", "5", "6"])
-POPPED, NUMBERS = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0].pop, 9.0), iter(array.array("d", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
-BITS, BUFFER = numpy.random.PCG64(1), io.BytesIO(b"123456789")
-LOCAL = collections.deque([1.0])
-REFUSED: dict[str, Callable[[], float]] = {
-    "how often a tensor was written to": lambda: W._version,
-    "where a tensor lies": lambda: W.data_ptr() % 7,
-    "where in its memory a tensor begins": lambda: float(W.storage_offset()),
-    "whether it is a view": lambda: float(W._is_view()),
-    "how large memory is": lambda: float(STORAGE.nbytes()),
-    "a seed": lambda: float(GENERATOR.initial_seed()),
-    "the seed": lambda: float(torch.initial_seed() % 7),
-    "lines of a file": lambda: float(next(LINES)),
-    "rows of a table": lambda: float(next(TABLE)[0]),
-    "an iterator that calls": lambda: next(POPPED),
-    "an iterator of an array": lambda: next(NUMBERS),
-    "bits of a generator": lambda: float(BITS.random_raw() % 7),
-    "bytes of a buffer": lambda: float(BUFFER.read(1)[0]),
-    "who refers to an object": lambda: float(sys.getrefcount(LOCAL)),
-    "the size of an object": lambda: float(sys.getsizeof(LOCAL)),
-    "whether the collector is on": lambda: float(gc.isenabled()),
-    "all objects": lambda: float(len(gc.get_objects())),
-    "weak references": lambda: float(weakref.getweakrefcount(W)),
-    "whether memory is traced": lambda: float(tracemalloc.is_tracing()),
-    "how deep the calls are": lambda: float(sys._getframe().f_lineno),
-    "handlers of codecs": lambda: float(codecs.lookup_error("strict") is not None),
-    "the process": lambda: float(os.getpid() % 7),
-}
+def refused() -> dict[str, Callable[[], float]]:
+    W = nn.Parameter(torch.ones(2))
+    STORAGE, GENERATOR = torch.ones(2).untyped_storage(), torch.Generator()
+    LINES, TABLE = _lines(), csv.reader(["1", "2", "3", "4", "5", "6"])
+    POPPED, NUMBERS = iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0].pop, 9.0), iter(array.array("d", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
+    BITS, BUFFER = numpy.random.PCG64(1), io.BytesIO(b"123456789")
+    LOCAL = collections.deque([1.0])
+    return {
+        "how often a tensor was written to": lambda: W._version,
+        "where a tensor lies": lambda: W.data_ptr() % 7,
+        "where in its memory a tensor begins": lambda: float(W.storage_offset()),
+        "whether it is a view": lambda: float(W._is_view()),
+        "how large memory is": lambda: float(STORAGE.nbytes()),
+        "a seed": lambda: float(GENERATOR.initial_seed()),
+        "the seed": lambda: float(torch.initial_seed() % 7),
+        "lines of a file": lambda: float(next(LINES)),
+        "rows of a table": lambda: float(next(TABLE)[0]),
+        "an iterator that calls": lambda: next(POPPED),
+        "an iterator of an array": lambda: next(NUMBERS),
+        "bits of a generator": lambda: float(BITS.random_raw() % 7),
+        "bytes of a buffer": lambda: float(BUFFER.read(1)[0]),
+        "who refers to an object": lambda: float(sys.getrefcount(LOCAL)),
+        "the size of an object": lambda: float(sys.getsizeof(LOCAL)),
+        "whether the collector is on": lambda: float(gc.isenabled()),
+        "all objects": lambda: float(len(gc.get_objects())),
+        "weak references": lambda: float(weakref.getweakrefcount(W)),
+        "whether memory is traced": lambda: float(tracemalloc.is_tracing()),
+        "how deep the calls are": lambda: float(sys._getframe().f_lineno),
+        "handlers of codecs": lambda: float(codecs.lookup_error("strict") is not None),
+        "the process": lambda: float(os.getpid() % 7),
+    }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", refused())
 def test_what_one_call_gives_alone_is_refused(name: str) -> None:
-    read = REFUSED[name]
+    read = refused()[name]
     captured = dt.capture(lambda x: x * read())
     with torch.no_grad(), pytest.raises(CaptureError):
         _ = [captured(X) for _ in range(4)]
