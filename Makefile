@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL ?= -n 2 --dist worksteal
 
 .PHONY: wheel site demo demo-4 test test-4 test-chaos test-hf test-all check lint format types layers docs bench profile clean

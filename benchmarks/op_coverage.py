@@ -52,6 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draw", default="mixed", choices=("mixed", "shard", "replicate", "partial"))
     parser.add_argument("--variant", default="function", choices=("function", "inplace", "out"))
     parser.add_argument("--dtype", default="float64", help="float64 falls back to what the entry has")
+    parser.add_argument("--device", default="cpu", help="of the mesh and of the samples; not with --peer")
     parser.add_argument("--timeout", type=float, default=120, help="seconds per entry")
     parser.add_argument("--json", help="write one line per case to this file")
     parser.add_argument("--append", action="store_true", help="add to the file")
@@ -99,7 +100,9 @@ def work(options: argparse.Namespace) -> None:
         print(json.dumps({"begin": i, "entry": entry.formatted_name}), file=channel, flush=True)
         for mesh in options.mesh:
             for seed in options.seed:
-                setting = op_database.Setting(mesh, options.dtype, options.variant, options.samples, seed, options.draw)
+                setting = op_database.Setting(
+                    mesh, options.dtype, options.variant, options.samples, seed, options.device, options.draw
+                )
                 for case in cases_of(entry, setting):
                     print(json.dumps(dataclasses.asdict(case)), file=channel, flush=True)
     print(json.dumps({"end": True}), file=channel, flush=True)

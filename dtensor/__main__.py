@@ -222,6 +222,7 @@ def _verify(commands: Any) -> None:
     command.add_argument("--budget", type=int, default=None, help="cases per rule, a random part of them")
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--missing", action="store_true", help="also look for placements that need no communication")
+    command.add_argument("--device", default="cpu", help="where to run: a device type")
     command.set_defaults(run=_verified)
 
 
@@ -229,6 +230,7 @@ def _verified(options: argparse.Namespace) -> int:
     names = rules_asked(options.words)
     unsampled = sorted({*names} & {*without_sample()} | {name for name in names if name not in rules()})
     given = {"limit": options.limit, "budget": options.budget, "seed": options.seed, "look_for_missing": options.missing}
+    given["device"] = options.device
     reports = []
     for name in progress(names, len(names), "verifying"):
         if name in unsampled or not samples_of(name):  # of operators that have no kernel on a CPU there are none

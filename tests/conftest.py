@@ -33,6 +33,16 @@ def _what_arrives_is_what_is_reported(request: pytest.FixtureRequest) -> Iterato
 
 
 def pytest_collection_finish() -> None:
+    settle()
+
+
+@pytest.fixture(scope="module")
+def little_to_collect() -> None:
+    """For tests that collect garbage often: they need not walk through what tests before them left."""
+    settle()
+
+
+def settle() -> None:
     """What stands by now stays: collections of garbage, which tests ask for, need not walk through it."""
     gc.collect()
     gc.freeze()

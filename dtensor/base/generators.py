@@ -7,10 +7,20 @@ thread run: if that one asks the generator too, it waits for the lock and keeps 
 from __future__ import annotations
 
 from threading import RLock
+from typing import Any
 
 import torch
 
 _ONE_AT_A_TIME = RLock()
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The one that operations without ``generator=`` draw from on this device; the CPU's where the device has none of its own."""
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator
+    module: Any = torch.get_device_module(device)
+    own = getattr(module, "default_generators", ())
+    return own[module.current_device() if device.index is None else device.index] if own else torch.default_generator
 
 
 def state_now(generator: torch.Generator) -> torch.Tensor:

@@ -20,8 +20,17 @@ def contiguous_stride(shape: tuple[int, ...]) -> Stride:
 
 
 def outermost_first(stride: Sequence[int], dims: Iterable[int] | None = None) -> list[int]:
-    """All dims, or these, by their steps in memory, the widest first; 0 counts as innermost."""
-    return sorted(range(len(stride)) if dims is None else dims, key=lambda d: -stride[d])
+    """All dims, or these, by their steps in memory, the widest first; one of step 0 stays where it stands, as torch has it.
+
+    >>> outermost_first((0, 1, 4)), outermost_first((4, 0, 1))
+    ([0, 2, 1], [0, 1, 2])
+    """
+    given = range(len(stride)) if dims is None else list(dims)
+    ordered = sorted([d for d in given if stride[d]], key=lambda d: -stride[d])
+    if len(ordered) == len(given):
+        return ordered
+    following = iter(ordered)
+    return [next(following) if stride[d] else d for d in given]
 
 
 def dense_in(shape: Sequence[int], order: Sequence[int]) -> Stride:
@@ -39,7 +48,7 @@ def dense_in(shape: Sequence[int], order: Sequence[int]) -> Stride:
 
 
 def stride_like(shape: Sequence[int], like: Sequence[int]) -> Stride:
-    """Dense strides for ``shape`` whose dims are ordered in memory as in ``like`` (0 strides count as innermost)."""
+    """Dense strides for ``shape`` whose dims are ordered in memory as in ``like``."""
     return dense_in(shape, outermost_first(like))
 
 

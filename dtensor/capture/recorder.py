@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..base import nested
-from ..base.generators import state_now
+from ..base.generators import default_generator, state_now
 from ..base.recording import ACTIVE
 from ..base.torch_internals import AccumulateGrad, TensorBase, TorchDispatchMode, autograd_node, current_dispatch_modes
 from ..comm import Pending, PerRank, shards_of
@@ -343,7 +343,6 @@ def _meta(value: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _default(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
-    device = next((x.device for x in nested.tensors((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
-    if device.type == "cuda":
-        return torch.cuda.default_generators[torch.cuda.current_device()]
-    return torch.default_generator
+    return default_generator(
+        next((x.device for x in nested.tensors((args, kwargs))), torch.device(kwargs.get("device") or "cpu"))
+    )

@@ -89,7 +89,7 @@ class Staging(Generic[T]):
     def _room(kept: torch.Tensor | None, piece: torch.Tensor) -> torch.Tensor:
         if kept is not None and kept.shape == piece.shape and kept.dtype == piece.dtype:
             return kept
-        return torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.device.type == "cuda")
+        return torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.device.type == "cuda", device="cpu")
 
     def wait(self) -> None:
         """Until the copies are there."""

@@ -123,12 +123,12 @@ def _send(value: Any, to: int, group: Any) -> None:
 
 
 def _receive(source: int, group: Any) -> Any:
-    first = torch.empty(8 + _INLINE, dtype=torch.uint8)
+    first = torch.empty(8 + _INLINE, dtype=torch.uint8, device="cpu")
     dist.recv(first, source, group, _TAG)
     told = first.numpy().tobytes()
     length, data = int.from_bytes(told[:8], "little"), told[8:]
     if length > _INLINE:
-        rest = torch.empty(length - _INLINE, dtype=torch.uint8)
+        rest = torch.empty(length - _INLINE, dtype=torch.uint8, device="cpu")
         dist.recv(rest, source, group, _TAG)
         data += rest.numpy().tobytes()
     return pickle.loads(data[:length])

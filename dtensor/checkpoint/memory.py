@@ -98,12 +98,14 @@ def _groups(targets: Iterable[Target]) -> Iterator[list[_Span]]:
 def _agree(group: list[_Span], values: list[torch.Tensor]) -> bool:
     """Whether all values can be read again from a copy of the memory to which they were written."""
     start = group[0].begin // _ALIGNED * _ALIGNED
-    memory = torch.zeros(math.ceil((max(span.end for span in group) - start) / _ALIGNED) * _ALIGNED, dtype=torch.uint8)
+    memory = torch.zeros(
+        math.ceil((max(span.end for span in group) - start) / _ALIGNED) * _ALIGNED, dtype=torch.uint8, device="cpu"
+    )
     views = []
     for span, value in zip(group, values, strict=True):
         piece = pieces(span.target.asked)[span.number]
         at = (span.begin - start) // piece.element_size()
-        view = torch.empty(0, dtype=piece.dtype).set_(memory.untyped_storage(), at, piece.shape, piece.stride())
+        view = torch.empty(0, dtype=piece.dtype, device="cpu").set_(memory.untyped_storage(), at, piece.shape, piece.stride())
         stored = value.conj().resolve_conj() if piece.is_conj() else value
         view.copy_(-stored if piece.is_neg() else stored)
         views.append((view, stored))

@@ -49,10 +49,10 @@ class Target(Stored):
     def buffers(self, dtype: torch.dtype) -> dict[int | None, torch.Tensor]:
         """New memory on the CPU for every piece that this process holds, as ``dtype``, in which it is stored."""
         if not isinstance(self.like, Layout):
-            return {None: torch.empty(self.like, dtype=dtype)}
+            return {None: torch.empty(self.like, dtype=dtype, device="cpu")}
         layout = self.like.reduced()
         coordinates = layout.mesh.coordinates
-        return {m: torch.empty(layout.local_shape(coordinates[m]), dtype=dtype) for m in members_here(layout)}
+        return {m: torch.empty(layout.local_shape(coordinates[m]), dtype=dtype, device="cpu") for m in members_here(layout)}
 
     @property
     def problem(self) -> str | None:

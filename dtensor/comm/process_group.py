@@ -92,7 +92,7 @@ class ProcessGroups(Communicator):
         """In two transfers: how long what each rank says is, then all of it."""
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         position = self._group(dims).position
-        lengths = self._gathered(dims, torch.tensor([len(own)]), [1] * self.group_size(dims), position).tolist()
+        lengths = self._gathered(dims, torch.tensor([len(own)], device="cpu"), [1] * self.group_size(dims), position).tolist()
         rows = self._gathered(dims, own, lengths, position).split(lengths)
         return [pickle.loads(row.numpy().tobytes()) for row in rows]
 

@@ -135,7 +135,7 @@ def _operand(x: torch.Tensor, shaped: bool) -> str:
 def _exchanged(chain: Chain, group: Group, ranks: list[int], deed: Deed) -> None:
     """All ranks of the group tell each other number and hash; where they differ, in a second exchange, what they mean."""
     number = chain.count
-    told = _told(chain, group, number, torch.tensor([number, chain.hash - 2**63])).view(-1, 2).tolist()
+    told = _told(chain, group, number, torch.tensor([number, chain.hash - 2**63], device="cpu")).view(-1, 2).tolist()
     if len({hashed for _, hashed in told}) > 1:
         if not chain.apart:
             raise refuse(chain)
@@ -143,7 +143,7 @@ def _exchanged(chain: Chain, group: Group, ranks: list[int], deed: Deed) -> None
         raise refuse(chain, differing_words(number, said))
     if deed.lengths:
         mine = read_lengths(deed.lengths)
-        rows = _told(chain, group, number, torch.tensor([*mine[0], *mine[1]])).view(len(ranks), 2, -1).tolist()
+        rows = _told(chain, group, number, torch.tensor([*mine[0], *mine[1]], device="cpu")).view(len(ranks), 2, -1).tolist()
         lengths = {rank: (leaving, arriving) for rank, (leaving, arriving) in zip(ranks, rows, strict=True)}
         if unfitting(chain.ranks, lengths):
             raise refuse(chain, unfit_words(chain.ranks, number, lengths, _words_told(chain, group, ranks, [0] * len(ranks))))

@@ -6,7 +6,6 @@ is, a bound plan is the result's layout alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 
 from ..base.memory_order import memory_order
-from ..base.torch_internals import tree_map
 from ..base.tracing import REFUSED
 from ..comm import communicator_of
 from ..comm.events import because
@@ -22,11 +20,12 @@ from ..layout.layout import Layout
 from ..propagation.propagate import Plan
 from ..propagation.schema import Form, Operator
 from ..rules.call import Call
-from ..rules.kernels import KernelContext
+from ..rules.kernels import KernelContext, plain_op
 from ..rules.rule import LocalView
 from .apart import kept_apart
 from .conjugation import carried_out, is_complex
 from .flat_lists import through_memory
+from .idle import as_all_ranks_do, idle_of
 from .laid_out import in_memory_order
 from .list_numbers import with_numbers_once
 from .local_op import local_function
@@ -174,7 +173,9 @@ def _call(plan: Plan, operator: Operator, form: Form, before: list[Before]) -> t
         return [], drawn_alike(plan, operator) if operator.seeded else operator.func
     if is_kernel(plan):
         tail = [(slice(form.count, form.count), form.tail)] if form.tail else []
-        return tail, partial(kernel_of(plan), **_but_for(form.lacking, operator.outs))
+        kernel = kernel_of(plan)
+        nothing = idle_of(plan, operator) if kernel.func is plain_op else None  # others meet in collectives
+        return tail, partial(nothing.without(kernel) if nothing else kernel, **_but_for(form.lacking, operator.outs))
     own = None if rule is None or rule.local is None else _of_those_here(plan, rule.local)
     by_member = _constants(plan)
     if by_member:
@@ -182,43 +183,15 @@ def _call(plan: Plan, operator: Operator, form: Form, before: list[Before]) -> t
     func = own or with_numbers_once(plan, operator, local_function(operator.func))
     if not own and operator.mutated and not operator.outs and not operator.facts.per_element and _may_share_memory(plan):
         return [], _apart_if_refused(plan, func)
-    return [], func if own else _refusing_as_others(plan, operator, func)
+    if own:
+        nothing = idle_of(plan, operator)
+        return [], own if nothing is None else nothing.without(getattr(own, "of_one_rank", own))
+    return [], as_all_ranks_do(plan, operator, func)
 
 
 def _of_those_here(plan: Plan, own: Callable[..., Any]) -> Callable[..., Any]:
     """A rule's function for the ranks that live in this process: of one alone, as it was written, without a look for others."""
     return own if communicator_of(plan.call.mesh).holds_all else getattr(own, "of_one_rank", own)
-
-
-def _refusing_as_others(plan: Plan, operator: Operator, func: Callable[..., Any]) -> Callable[..., Any]:
-    """``func``, which on a rank whose block is empty is asked once for one element in place of none: kernels refuse a dtype only
-    where they have something to do, and what ranks with elements raise, all raise."""
-    comm, operands = communicator_of(plan.call.mesh), plan.call.operands if plan.chosen is None else plan.chosen.operands
-    if comm.holds_all or operator.is_view or operator.mutated or operator.seeded or not all(x.numel for x in operands):
-        return func
-    coordinate = plan.call.mesh.coordinates[comm.held[0]]
-    if all(math.prod(x.local_shape(coordinate)) for x in operands):
-        return func
-
-    def with_elements(x: Any) -> Any:
-        empty = isinstance(x, torch.Tensor) and not x.numel()
-        return torch.ones([n or 1 for n in x.shape], dtype=x.dtype, device=x.device) if empty else x
-
-    asked = False
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal asked
-        if not asked:
-            try:
-                func(*tree_map(with_elements, args), **tree_map(with_elements, kwargs))
-            except NotImplementedError:
-                raise
-            except Exception:  # of the ones, which are not this rank's values
-                pass
-            asked = True
-        return func(*args, **kwargs)
-
-    return run
 
 
 def _but_for(values: Constants, names: Sequence[str]) -> Constants:
@@ -236,7 +209,7 @@ def _is_own(plan: Plan) -> bool:
     return is_kernel(plan) or (plan.rule is not None and plan.rule.local is not None)
 
 
-def kernel_of(plan: Plan) -> Callable[..., Any]:
+def kernel_of(plan: Plan) -> partial[Any]:
     """The function that a plan runs instead of the operator, its context bound."""
     assert plan.rule is not None
     chosen, row = plan.chosen, None if plan.chosen is None else plan.chosen.kernel_row
@@ -281,20 +254,22 @@ def _rewritten(
         member: {name: value for name, value in values.items() if name in known and name not in positional}
         for member, values in by_member.items()
     }
-    comm = communicator_of(plan.call.mesh)
+    comm, nothing = communicator_of(plan.call.mesh), idle_of(plan, operator)
     if not comm.holds_all:
         (member,) = by_member
+        if nothing is not None:
+            return [], nothing.without(func)
         if keywords := named[member]:
             before.append(lambda args, kwargs, local_args, local_kwargs: local_kwargs.update(keywords))
         return given[member], func
 
-    def one(member: int, local_args: Sequence[Any], local_kwargs: dict[str, Any]) -> Any:
-        local_args = list(local_args)
+    def one(member: int, *local_args: Any, **local_kwargs: Any) -> Any:
+        filled = list(local_args)
         for where, value in given[member]:
-            local_args[where] = value
-        return func(*local_args, **{**local_kwargs, **named[member]})
+            filled[where] = value
+        return func(*filled, **{**local_kwargs, **named[member]})
 
-    return [], lambda *local_args, **local_kwargs: comm.map(one, local_args, local_kwargs)
+    return [], partial(comm.map, one if nothing is None else nothing.or_nothing(one))
 
 
 def _dense_if_refused(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,7 +40,7 @@ def with_numbers_once(plan: Plan, operator: Operator, func: Callable[..., Any]) 
 
 def _tensors(numbers: Any, count: int, dtype: torch.dtype) -> list[Tensor]:
     if type(numbers) is float:
-        return [torch.tensor(numbers, dtype=dtype)] * count
+        return [torch.tensor(numbers, dtype=dtype, device="cpu")] * count
     if numbers[0] and numbers.count(numbers[0]) == count:  # 0.0 == -0.0
-        return [torch.tensor(numbers[0], dtype=dtype)] * count
-    return list(torch.tensor(numbers, dtype=dtype).unbind())
+        return [torch.tensor(numbers[0], dtype=dtype, device="cpu")] * count
+    return list(torch.tensor(numbers, dtype=dtype, device="cpu").unbind())

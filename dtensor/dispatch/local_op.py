@@ -138,6 +138,8 @@ def spelling(func: Any) -> Any:
     namespace, _, name = schema.name.partition("::")
     if spelled is None or namespace != "aten" or any(a.is_out or a.name == "reduction" for a in schema.arguments):
         return func  # the functions take a reduction that is left out for "none", the overloads for "mean"
+    if len(schema.returns) > 1 and any("Tensor" not in str(given.type) for given in schema.returns):
+        return func  # the functions give a number beside tensors as a tensor
     if spelled is not False:
         return spelled
     if name.endswith("_") and not name.startswith("_"):

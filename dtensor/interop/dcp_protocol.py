@@ -35,7 +35,7 @@ def write_items(x: Any, fqn: str) -> list[WriteItem]:
 def shard_at(x: Any, index: MetadataIndex) -> torch.Tensor:
     """The local tensor of the block that starts at ``index.offset``."""
     if x.numel() == 0:
-        return torch.empty(x.shape, dtype=x.dtype)
+        return torch.empty(x.shape, dtype=x.dtype, device="cpu")
     for held in _held(x):
         if index.offset is None or held.offset == tuple(index.offset):
             return piece_of(x, held.member).detach()

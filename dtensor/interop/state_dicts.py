@@ -42,7 +42,7 @@ def _teach(module: Any) -> None:
 
     def broadcast_tensors(full: dict[str, Any], local: dict[str, Any], keys: list[str], *rest: Any) -> None:
         own = {key: local[key] for key in keys if isinstance(local.get(key), DTensor)}
-        local.update({key: torch.empty(0) for key in own})  # the whole value takes its place
+        local.update({key: torch.empty(0, device="cpu") for key in own})  # the whole value takes its place
         broadcast(full, local, keys, *rest)
         for key, x in own.items():
             local[key] = _holding(x, local[key])

@@ -46,7 +46,7 @@ def mesh_or_world(mesh: Any) -> DeviceMesh:
 def with_groups_of_its_own(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> DeviceMesh:
     """The same ranks laid out alike, with a new process group over ``mesh_dims``; every member of the mesh calls it."""
     member, root = mesh.current_member(), mesh._root
-    made = DeviceMesh(mesh.device_type, torch.tensor(root.ranks).reshape(root.shape))
+    made = DeviceMesh(mesh.device_type, torch.tensor(root.ranks, device="cpu").reshape(root.shape))
     if member is not None and mesh.kind == "process_group":
         ranks = [mesh.ranks[m] for m in mesh.members_of(mesh_dims, member)]
         made._root.groups[mesh.group_id(mesh_dims)] = new_handle(mesh, mesh_dims, ranks)

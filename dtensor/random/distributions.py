@@ -161,7 +161,7 @@ def sample(sampler: Sampler, given: Arguments, key: int, shape: Sequence[int], o
     """One block, in the dtype and on the device of ``like``; complex numbers are pairs of real ones."""
     dtype: torch.dtype = like[0]
     if dtype.is_complex:
-        real = torch.empty((), dtype=dtype).real.dtype
+        real = torch.empty((), dtype=dtype, device="cpu").real.dtype
         parts = sample(sampler, given, key, (*shape, 2), (*offset, 0), (*size, 2), (real, like[1]))
         made = torch.view_as_complex(parts.contiguous())
         return made.mul_(math.sqrt(0.5)) if sampler is _normal else made

@@ -22,7 +22,7 @@ import torch
 
 from ..base import tracing
 from ..base.caches import nested_key, remembered
-from ..base.generators import go_to, state_now
+from ..base.generators import default_generator, go_to, state_now
 from ..base.recording import aside, site
 from ..base.scoped import Scoped
 from ..base.symbols import settled
@@ -119,7 +119,7 @@ def from_one_state(mesh: DeviceMesh, generator: torch.Generator | None, one: Cal
     comm = communicator_of(mesh)
     if not comm.holds_all:
         return comm.map_outside_too(one, *locals_)  # who is outside draws too
-    source = default_generator(mesh) if generator is None else generator
+    source = generator_of(mesh) if generator is None else generator
     state = state_of(source)
 
     def from_start(member: int, *values: Any) -> Any:
@@ -137,7 +137,7 @@ def draw_counted(layout: Layout, sampler: Sampler, given: Arguments, generator: 
     synchronize(mesh)
     if device.type == "meta":
         return torch.empty(layout.local_shape(mesh.coordinates[0]), dtype=layout.dtype, device=device)
-    key = next_key(default_generator(mesh) if generator is None else generator)
+    key = next_key(generator_of(mesh) if generator is None else generator)
 
     def one(member: int | None) -> torch.Tensor:
         coordinate = mesh.coordinate_of(member)
@@ -157,7 +157,7 @@ def draw_counted(layout: Layout, sampler: Sampler, given: Arguments, generator: 
 def next_key(generator: torch.Generator) -> int:
     """64 bits that are a function of the generator's state, which advances. On CUDA from seed and offset, without waiting."""
     if generator.device.type == "cpu":
-        drawn = torch.randint(-(2**63), 2**63 - 1, (), generator=generator)
+        drawn = torch.randint(-(2**63), 2**63 - 1, (), generator=generator, device="cpu")
         return int(drawn) & (2**64 - 1)
     offset = generator.get_offset()
     generator.set_offset(offset + 4)
@@ -206,7 +206,7 @@ def _synchronize(mesh: DeviceMesh) -> None:
     comm = communicator_of(mesh)
     if not comm.talks:
         return
-    seeded, dims, generator = mesh._root.seeded, mesh.group_id(range(mesh.ndim)), default_generator(mesh)
+    seeded, dims, generator = mesh._root.seeded, mesh.group_id(range(mesh.ndim)), generator_of(mesh)
     if not seeded.issuperset(dims):
         seeded.update(dims)
         state = state_now(generator)
@@ -227,8 +227,6 @@ def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
     go_to(generator, state)
 
 
-def default_generator(mesh: DeviceMesh) -> torch.Generator:
-    """The generator that ops without ``generator=`` draw from on the mesh's device."""
-    if mesh.device_type == "cuda":
-        return torch.cuda.default_generators[torch.cuda.current_device()]
-    return torch.default_generator
+def generator_of(mesh: DeviceMesh) -> torch.Generator:
+    """The generator that operations without ``generator=`` draw from on the mesh's device."""
+    return default_generator(torch.device(mesh.device_type))

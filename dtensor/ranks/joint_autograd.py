@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.generators import go_to, state_now
+from ..base.generators import default_generator, go_to, state_now
 from ..base.torch_internals import DisableTorchFunctionSubclass, custom_function_call, functorch_active, make_dual
 from .hidden import EachRank
 from .per_rank import _JOINT, PerRank, over_ranks
@@ -81,7 +81,7 @@ def _drawn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     generator = kwargs.get("generator")
     if generator is None:
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, PerRank)), None)
-        generator = torch.default_generator if x is None or x.is_cpu else _device_generator(x.shards[0].device)
+        generator = default_generator(torch.device("cpu") if x is None else x.shards[0].device)
     before: Tensor = state_now(generator)
     after: list[Tensor] = []
 
@@ -99,11 +99,6 @@ def _drawn(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     finally:
         if after:
             go_to(generator, after[0])
-
-
-def _device_generator(device: torch.device) -> Any:
-    module = torch.get_device_module(device)
-    return module.default_generators[module.current_device() if device.index is None else device.index]
 
 
 _DRAWING = """

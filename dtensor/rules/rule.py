@@ -234,7 +234,7 @@ class Rule:
 
 def starts_at_zero(op: Any) -> bool:
     """Whether 0 is the reduction of nothing, which is what operators give that refuse other ones."""
-    return not isinstance(op, tuple) and not identity(op, torch.empty(())).item()
+    return not isinstance(op, tuple) and not identity(op, torch.empty((), device="cpu")).item()
 
 
 def labels(words: str) -> frozenset[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ..base.generators import state_now
+from ..base.generators import default_generator, state_now
 from ..base.recording import aside
 from ..comm import communicator_of
 from ..comm.rows import flat_bytes
@@ -88,7 +88,7 @@ def _copies(optimizer: Optimizer) -> Copies:
             found.setdefault((mesh, dims), {})[name] = checksum(local)
     for mesh, dims in list(found):
         if mesh._root.seeded.issuperset(mesh.group_id(dims)):  # a draw has made them the same
-            state = state_now(torch.default_generator)
+            state = state_now(default_generator(torch.device(mesh.device_type)))
             found[mesh, dims]["the state of the default generator"] = fingerprint(state.numpy().tobytes())
     return found
 

@@ -22,7 +22,7 @@ from ..tensor.dtensor import DTensor
 from .differences import Options, differences
 from .forcing import Undeclared, forced, overload_for
 from .oracle import Outcome, compare
-from .placements import Combination, mesh_of
+from .placements import Combination
 from .reproduction import oracle_call, placement_text
 from .row_cases import Case
 from .variants import Variant
@@ -89,7 +89,7 @@ class Trial:
         return compare(
             call,
             sample.args,
-            mesh_of(case.mesh_shape),
+            case.mesh,
             case.placements,
             kwargs=sample.kwargs,
             gradients=self.gradients,
@@ -108,7 +108,7 @@ class Trial:
         options |= {"cotangents": self.cotangents} if self.gradients else {"gradients": False}
         name = f"torch.ops.{case.variant.name}"
         call = f"forced({name}, {', '.join(map(repr, case.rows))})" if case.rows else name
-        return oracle_call(call, sample.args, case.mesh_shape, case.placements, {**options, "seed": self.seed})
+        return oracle_call(call, sample.args, case.mesh, case.placements, {**options, "seed": self.seed})
 
 
 def undeclared(outcome: Outcome) -> bool:
@@ -131,7 +131,7 @@ def culprit(trial: Trial) -> tuple[str, tuple[str, ...]]:
     """The first operator of a run whose results are wrong for the operands it got, and its rows: (name, rows)."""
     case = trial.case
     watching = _Watching()
-    with watching if mesh_of(case.mesh_shape).kind == "in_process" else nullcontext():
+    with watching if case.mesh.kind == "in_process" else nullcontext():
         outcome = trial.run()
     own = "::".join(case.variant.name.split(".")[:2])
     if watching.found is not None and (not case.rows or is_backward(outcome)):

@@ -23,7 +23,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..placement import REDUCE_OPS, Partial, Placement, Replicate, Shard
 from .differences import close
 from .oracle import compare
-from .placements import Combination, combinations, mesh_of
+from .placements import Combination, combinations
 from .reproduction import placement_text
 from .samples import Sample
 from .scatter import can_be_partial, scatter
@@ -83,7 +83,7 @@ def _shown(
     xs = tensors((variant.sample.args, variant.sample.kwargs))
     if not variant.sample.values or not any(x.numel() > 1 for x in xs):
         return
-    meshes = [mesh_of((ranks,)) for ranks in _RANKS]
+    meshes = [variant.mesh((ranks,)) for ranks in _RANKS]
     for placements in combinations(xs, (2,), ops, limit, rng, ragged=False):
         if _has_partial_indices(xs, placements):
             continue

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..base.generators import default_generator
 from ..base.nested import leaves, replace, tensors
 from ..comm import events
 from ..errors import PlacementError
@@ -163,7 +164,8 @@ class _Run:
         self.arguments = [leaf.clone() for leaf in made] if cloned else made
         following = iter(self.arguments)
         args, kwargs = replace(lambda _: next(following), given)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack each time
+        for generator in (torch.default_generator, default_generator(made[0].device if made else torch.device("cpu"))):
+            generator.manual_seed(seed)  # torch.manual_seed formats a stack each time
         try:
             self.results = list(leaves(fn(*args, **kwargs)))
         except Exception as error:  # compared with the other run's
@@ -216,7 +218,7 @@ def _compare_gradients(outcome: Outcome, plain: _Run, run: _Run, mesh: DeviceMes
         if like.layout is not torch.strided:
             cotangents.append(like.detach().clone())  # it has to be sparse too
             continue
-        drawn = torch.randint(-3, 4, like.shape, generator=generator).to(like.dtype)
+        drawn = torch.randint(-3, 4, like.shape, generator=generator, device="cpu").to(like.dtype)
         cotangents.append(torch.empty_like(like).copy_(drawn))
     plain.backward([c.clone() for c in cotangents])
     distributed: list[torch.Tensor] = []

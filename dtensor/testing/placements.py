@@ -19,9 +19,9 @@ from .scatter import can_be_partial
 
 
 @cache
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    """The CPU mesh of this shape, made once: on process groups its groups cost time."""
-    return init_device_mesh("cpu", shape)
+def mesh_of(shape: tuple[int, ...], device_type: str = "cpu") -> DeviceMesh:
+    """The mesh of this shape, made once: on process groups its groups cost time."""
+    return init_device_mesh(device_type, shape)
 
 
 Combination = tuple[tuple[Placement, ...], ...]  # per tensor its placements, one per mesh dim

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..mesh.device_mesh import DeviceMesh
 from ..placement import Partial, Placement, Replicate, Shard
 from .scatter import FARTHEST
 
@@ -18,15 +19,13 @@ from dtensor.testing import FARTHEST, check, forced
 """
 
 
-def oracle_call(
-    fn: str, args: Sequence[Any], mesh_shape: tuple[int, ...], placements: Sequence[Any], options: dict[str, Any]
-) -> str:
+def oracle_call(fn: str, args: Sequence[Any], mesh: DeviceMesh, placements: Sequence[Any], options: dict[str, Any]) -> str:
     """A program that calls the oracle."""
     given = ", ".join([fn, *(source_of(arg) for arg in args)])
     further = "".join(f", {name}={source_of(value)}" for name, value in options.items())
     return (
         f"{HEADER}check({given},\n"
-        f'      mesh=dt.init_device_mesh("cpu", {mesh_shape}), placements={source_of(list(placements))}{further})'
+        f'      mesh=dt.init_device_mesh("{mesh.device_type}", {mesh.shape}), placements={source_of(list(placements))}{further})'
     )
 
 

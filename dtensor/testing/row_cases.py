@@ -17,7 +17,7 @@ from ..propagation.row_table import Where, word
 from ..rules.rows import written
 from ..rules.rule import Rule, parse_partial
 from .forcing import Rows, rows_of
-from .placements import Combination, mesh_of, ragged_shard
+from .placements import Combination, ragged_shard
 from .scatter import FARTHEST, can_be_partial, scatter
 from .variants import Variant, resolved
 
@@ -32,6 +32,10 @@ class Case:
     mesh_shape: tuple[int, ...]
     placements: Combination
     rows: tuple[str, ...] = ()
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.variant.mesh(self.mesh_shape)
 
 
 @dataclass(slots=True)
@@ -79,7 +83,7 @@ def row_cases(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage,
 
 def _alone(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
     """The rows of each layout of the operands that a row wants, those of that layout's own call among them: rules look at it."""
-    mesh, xs = mesh_of(mesh_shape), tensors((variant.sample.args, variant.sample.kwargs))
+    mesh, xs = variant.mesh(mesh_shape), tensors((variant.sample.args, variant.sample.kwargs))
     whole: Combination = tuple((Replicate(),) for _ in xs)
     pending = [whole, *_terms_of_monoids(xs)]
     seen, moved = set(pending), []
@@ -105,7 +109,7 @@ def _alone(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rn
 
 def _pairs(variant: Variant, mesh_shape: tuple[int, ...], coverage: Coverage, rng: random.Random) -> Iterator[Case]:
     """Each row beside none, and beside another one, on either mesh dim."""
-    mesh, xs = mesh_of(mesh_shape), tensors((variant.sample.args, variant.sample.kwargs))
+    mesh, xs = variant.mesh(mesh_shape), tensors((variant.sample.args, variant.sample.kwargs))
     rows = _rows(variant, mesh, tuple((Replicate(),) * len(mesh_shape) for _ in xs))
     if rows is None:
         return

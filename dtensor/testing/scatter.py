@@ -79,7 +79,7 @@ def split_terms(value: torch.Tensor, op: str | Monoid, count: int, generator: to
     """``count`` tensors whose reduction by ``op`` is ``value``."""
 
     def draw(low: int, high: int) -> torch.Tensor:
-        return torch.randint(low, high, value.shape, generator=generator)
+        return torch.randint(low, high, value.shape, generator=generator, device="cpu").to(value.device)
 
     owner = draw(0, count)
     if isinstance(op, Monoid):

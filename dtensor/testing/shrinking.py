@@ -16,7 +16,7 @@ from ..base.nested import tensors
 from ..placement import Placement, Shard
 from .faults import Trial, Wrong, culprit, fails, is_backward
 from .oracle import Outcome
-from .placements import mesh_of, ragged_shard
+from .placements import ragged_shard
 from .row_cases import Case
 
 _EXAMPLES = 100  # in which one that fails must be among; the case that was found is what is left else
@@ -27,7 +27,7 @@ def wrong_of(trial: Trial, outcome: Outcome) -> Wrong:
     """The fault that a failing trial shows, small and named."""
     backward = is_backward(outcome)
     # processes would have to agree on what they try
-    small = shrunk(trial, backward) if mesh_of(trial.case.mesh_shape).kind == "in_process" else trial
+    small = shrunk(trial, backward) if trial.case.mesh.kind == "in_process" else trial
     name, rows = culprit(small)
     by_itself = replace(small, case=replace(small.case, rows=()))
     if small.case.rows and fails(by_itself, backward):
@@ -108,7 +108,7 @@ def _valued(draw: Callable[[Any], Any], x: torch.Tensor, kind: str) -> torch.Ten
         return x
     if kind == "small" and x.numel() <= _FEW:
         values = draw(st.lists(st.integers(0, 2), min_size=x.numel(), max_size=x.numel()))
-        return torch.empty_like(x).copy_(torch.tensor(values).view(x.shape))
+        return torch.empty_like(x).copy_(torch.tensor(values, device="cpu").view(x.shape))
     return x.round() + 0 if x.dtype.is_floating_point else x
 
 

@@ -10,7 +10,9 @@ import torch
 
 from ..base.nested import tensors
 from ..base.torch_internals import resolve_packet
+from ..mesh.device_mesh import DeviceMesh
 from ..rules.facts import list_forms
+from .placements import mesh_of
 from .samples import Sample
 from .samples.of_schema import plainly, refusal
 
@@ -32,6 +34,11 @@ class Variant:
     @property
     def call(self) -> Callable[..., Any]:
         return operator_named(self.name)
+
+    def mesh(self, shape: tuple[int, ...]) -> DeviceMesh:
+        """A mesh where the sample's tensors are."""
+        device_type = next((x.device.type for x in tensors((self.sample.args, self.sample.kwargs))), "cpu")
+        return mesh_of(shape, device_type)
 
 
 def resolved(variant: Variant) -> Variant:

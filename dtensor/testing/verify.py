@@ -86,6 +86,7 @@ def verify_rule(
     stop_after: int = 5,
     plant: Sequence[float] = (),
     rows_only: bool = False,
+    device: str = "cpu",
 ) -> Report:
     """What running an operator under every row of its rule, and under many placements, shows; on in-process meshes.
 
@@ -100,16 +101,20 @@ def verify_rule(
         stop_after: faults after which to stop.
         rows_only: force the rows, and leave out what dispatch chooses.
         plant: special values (``0.0``, ``inf``, ``nan``) to put into some places of floating operands.
+        device: where to run, a device type.
 
     Raises:
-        RuleError: there is nothing to try: no samples, no such operator, or plain torch refuses every sample.
+        RuleError: there is nothing to try: no samples, no such operator, or plain torch refuses every sample; or
+            ``look_for_missing`` on another device than the CPU: what is looked for runs in a fork.
 
     >>> report = verify_rule("mm", [Sample((torch.ones(5, 6), torch.ones(6, 7)))], meshes=[(3,)], limit=20)
     >>> report.cases >= 20, report.wrong, sorted(report.rows.forced)[:2]
     (True, [], ['R,R -> R', 'R,S(1) -> S(1)'])
     """
     name = rule_name(op)
-    given = [_own(sample, plant) for sample in _samples(name, samples)]
+    if look_for_missing and device != "cpu":
+        raise RuleError(f"verify_rule({name!r}): what is missing is looked for on the CPU; leave out device={device!r} for that")
+    given = [_own(sample, plant, device) for sample in _samples(name, samples, device)]
     report, rng = Report(name), random.Random(zlib.crc32(name.encode()) + seed)
     part = budget if budget is None or rows_only else max(1, budget // 2)
     chosen = () if rows_only else placed(name, given, meshes, limit, part, rng)
@@ -124,11 +129,13 @@ def verify_rule(
     return report
 
 
-def _samples(name: str, samples: Sequence[Sample] | None) -> list[Sample]:
+def _samples(name: str, samples: Sequence[Sample] | None, device: str) -> list[Sample]:
+    """Those to try: on an accelerator those that the CPU takes, since there assertions about data end the process."""
     if not exists(name.replace("::", ".")):
         raise RuleError(f"verify_rule: torch has no operator {name!r}; register it first, or name it as in 'mylib::op'")
     if samples is None and (known := samples_of(name)):
-        return known
+        op = operator_named(name.replace("::", "."))
+        return known if device == "cpu" else [sample for sample in known if refusal(op, sample) is None]
     given = list(samples or ())
     if not given:
         raise RuleError(
@@ -141,17 +148,17 @@ def _samples(name: str, samples: Sequence[Sample] | None) -> list[Sample]:
     return given
 
 
-def _own(sample: Sample, plant: Sequence[float]) -> Sample:
-    """The sample without autograd's history, special values in it."""
+def _own(sample: Sample, plant: Sequence[float], device: str) -> Sample:
+    """The sample on the device, without autograd's history, special values in it."""
     generator = torch.Generator().manual_seed(len(plant))
 
     def changed(x: torch.Tensor) -> torch.Tensor:
-        x = x.detach()
+        x = x.detach().to(device)
         if not plant or not x.dtype.is_floating_point or not x.numel():
             return x
         planted = x.clone()
         for value in plant:
-            place = torch.randint(0, x.numel(), (), generator=generator)
+            place = torch.randint(0, x.numel(), (), generator=generator, device="cpu")
             planted[torch.unravel_index(place, x.shape)] = value
         return planted
 

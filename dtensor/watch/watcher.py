@@ -180,5 +180,5 @@ def _end_waits_of(handle: Any, backend: str) -> None:
         return
     for step in range(1, size):  # one whose connection is closed already breaks no other
         with contextlib.suppress(RuntimeError):
-            work = handle.recv([torch.zeros(1, dtype=torch.uint8)], (rank + step) % size, _TAG)
+            work = handle.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], (rank + step) % size, _TAG)
             work.wait(timedelta(milliseconds=1))

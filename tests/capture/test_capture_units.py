@@ -14,6 +14,7 @@ from capture_microbatches import SYNCS, compare_microbatches
 from capture_steps import compare_steps
 from capture_units import CASES, cut, line, net
 from case_lists import on_four
+from halves import chosen, some
 
 from dtensor import Shard
 from dtensor.capture import capture
@@ -23,7 +24,7 @@ from dtensor.parallel import fully_shard, replicate
 SOME = ("fully_sharded", "hybrid_in_bfloat16", "replicated_with_statistics", "microbatches_reduced_once")
 
 
-@pytest.mark.parametrize("name", [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize("name", chosen(list(CASES), SOME))
 def test_trains_as_the_step_does(name: str) -> None:
     compare_steps(CASES[name])
 
@@ -125,9 +126,7 @@ def test_what_is_set_of_units_is_seen() -> None:
 
 
 @pytest.mark.parametrize("sync", SYNCS)
-@pytest.mark.parametrize(
-    "name", [name if k % 2 == 0 else pytest.param(name, marks=pytest.mark.slow) for k, name in enumerate(UNITS)]
-)
+@pytest.mark.parametrize("name", some(list(UNITS)))
 def test_each_microbatch_may_be_a_call_of_its_own(name: str, sync: str) -> None:
     compare_microbatches(UNITS[name], sync)
 

@@ -50,7 +50,7 @@ def cases_of(info: Any, samples: int) -> Iterator[Case]:
     """The first ``samples`` of the entry's inputs, in training and in evaluation where that differs."""
     modes = (True, False) if info.train_and_eval_differ else (True,)
     for training in modes:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         given = info.module_inputs_func(info, device="cpu", dtype=torch.float64, requires_grad=False, training=training)
         for position, module_input in enumerate(islice(given, samples)):
             yield Case(info.formatted_name, position, training, info, module_input)
@@ -60,7 +60,7 @@ def problems_of(case: Case, setting: Setting) -> list[str]:
     """What differs between the plain module and the distributed one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.manual_seed(setting.seed)
+        torch.default_generator.manual_seed(setting.seed)
         constructor, forward = case.module_input.constructor_input, case.module_input.forward_input
         if forward is None:
             return []
@@ -106,7 +106,7 @@ class _Run:
         args, kwargs = replace(lambda _: next(following), given)
         self.results: list[torch.Tensor] = []
         self.error: Exception | None = None
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         try:
             with said_alike(f"nn_{type(module).__name__}"):
                 self.results = tensors(_plain_structure(module(*args, **kwargs)))

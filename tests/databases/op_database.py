@@ -69,6 +69,7 @@ class Setting:
     variant: str = "function"
     samples: int = 4
     seed: int = 0
+    device: str = "cpu"
     draw: str = "mixed"  # or "shard": every tensor that has a dim sharded along one mesh dim; "replicate"; "partial"
 
 
@@ -126,11 +127,11 @@ def samples_of(entry: Any, setting: Setting) -> list[tuple[int, Sample]]:
     dtype = dtype_of(entry, setting.dtype)
     if dtype is None:
         return []
-    torch.manual_seed(setting.seed)
+    torch.default_generator.manual_seed(setting.seed)
     random.seed(setting.seed)
     rng = rng_of(entry.formatted_name, setting)
     with quiet():
-        made_samples = enumerate(islice(entry.sample_inputs("cpu", dtype, requires_grad=False), MOST_SAMPLES))
+        made_samples = enumerate(islice(entry.sample_inputs(setting.device, dtype, requires_grad=False), MOST_SAMPLES))
         ranked = ((rng.random(), i, sample) for i, sample in made_samples)  # late ones are as likely as early ones
         given = [(i, sample) for _, i, sample in sorted(nsmallest(setting.samples, ranked, key=itemgetter(0)), key=itemgetter(1))]
     made = ((i, _as_variant(entry, sample, setting)) for i, sample in given)
@@ -263,7 +264,7 @@ def compared(
             outcome = compare(
                 sample.fn,
                 args,
-                dt.init_device_mesh("cpu", setting.mesh),
+                dt.init_device_mesh(setting.device, setting.mesh),
                 placements,
                 kwargs=kwargs,
                 gradients=sample.gradients,

@@ -13,6 +13,7 @@ import op_database_odd
 import op_database_plain as plain
 import pytest
 from gloo import run_gloo
+from halves import chosen
 
 import dtensor as dt
 
@@ -43,7 +44,7 @@ def assert_right(entries: list[object], setting: db.Setting) -> None:
     assert not bad, "\n".join(map(str, bad[:10]))
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])  # meshes over parts
+@pytest.mark.parametrize("part", chosen(range(4), [0]))  # meshes over parts
 def test_common_operators_are_right(part: int) -> None:
     mesh = db.MESHES[(part + SEED) % len(db.MESHES)]
     assert_right(db.entries(",".join(COMMON.split()))[part::4], db.Setting(mesh, samples=1, seed=SEED))
@@ -61,7 +62,7 @@ def test_changed_samples_are_right() -> None:
     assert_right_if_changed(db.entries(names), db.Setting((2, 2), samples=3, seed=SEED))
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 6))])
+@pytest.mark.parametrize("part", chosen(range(6), [0]))
 def test_a_plain_tensor_in_any_place_is_refused_or_right(part: int) -> None:
     entries = db.entries(",".join(COMMON.split()))[part::6]
     cases = [case for entry in entries for case in plain.cases_of(entry, db.Setting((3,), samples=1))]

@@ -18,6 +18,7 @@ from dtensor.debug import CommDebugMode
 from dtensor.errors import LayoutError, MeshError, UnsupportedOperationError
 from dtensor.experimental import context_parallel, context_parallel_unshard
 from dtensor.parallel.tensor.positions import Order
+from dtensor.rules.aten.attention import blocks
 
 
 def operands(length: int, heads: tuple[int, int] = (4, 4), dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -69,6 +70,16 @@ def test_grouped_heads_a_scale_and_a_mesh_of_two_dims() -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     check(mesh["b"], 7, heads=(4, 2), is_causal=True, enable_gqa=True, scale=0.3)
     check(mesh, 11, is_causal=True)
+
+
+def test_written_out_where_no_operator_computes_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on accelerators."""
+    monkeypatch.setattr(blocks, "is_served", lambda query: False)
+    for length, ranks in ((13, 3), (2, 3)):
+        for is_causal in (True, False):
+            check(dt.init_device_mesh("cpu", (ranks,)), length, is_causal=is_causal)
+    test_grouped_heads_a_scale_and_a_mesh_of_two_dims()
+    test_half_precision_is_summed_in_single()
 
 
 def test_every_number_of_dims() -> None:

@@ -9,6 +9,7 @@ import capture_cases
 import capture_steps
 import pytest
 import torch
+from halves import chosen, some
 from torch.utils import _pytree as pytree
 
 import dtensor as dt
@@ -18,7 +19,7 @@ from dtensor.plan.make import planned
 
 MESHES = [pytest.param((4,), marks=pytest.mark.slow), (2, 2)]
 QUICK = {"adamw_fused", "losses_as_floats", "buffers_and_averages"}
-STEPS = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in capture_steps.CASES]
+STEPS = chosen(list(capture_steps.CASES), QUICK)
 
 
 def assert_close(a: Any, b: Any, what: str, lying: bool = True) -> None:
@@ -51,7 +52,7 @@ def trained(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
 
 @pytest.mark.filterwarnings("ignore::dtensor.errors.GatherWarning")
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("name", list(capture_cases.CASES))
+@pytest.mark.parametrize("name", some(list(capture_cases.CASES)))
 def test_functions(name: str, shape: tuple[int, ...]) -> None:
     mesh, sides = capture_cases.mesh_of(*shape), []
     for _ in range(3):

@@ -95,7 +95,7 @@ def _run(name: str, sample: Sample, placements: list[Any]) -> None:
         args, kwargs = replace(
             lambda _: (lambda x, p: scatter(x.clone(), mesh, [p], seed=1))(*next(given)), (sample.args, sample.kwargs)
         )
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         with torch.no_grad():
             Variant(name.replace("::", "."), sample, False).call(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):

@@ -8,6 +8,7 @@ import os
 import programs
 import pytest
 import torch
+from halves import some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import Program, failures, minimize, random_program, random_read_program, random_view_program, run
@@ -20,7 +21,7 @@ START = int(os.environ.get("DTENSOR_SEED", "0"))
 BLOCK = 20
 
 
-@pytest.mark.parametrize("block", range(6))
+@pytest.mark.parametrize("block", some(range(6)))
 def test_programs(block: int) -> None:
     first = START + block * BLOCK
     for failure in failures(range(first, first + BLOCK)):
@@ -35,14 +36,14 @@ def test_longer_programs(block: int) -> None:
         pytest.fail(str(failure))
 
 
-@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize("block", some(range(5)))
 def test_programs_of_views_and_writes(block: int) -> None:
     first = START + block * BLOCK
     for failure in failures(range(first, first + BLOCK), length=8, make=random_view_program):
         pytest.fail(str(failure))
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", some(range(4)))
 def test_programs_whose_values_are_read_before_they_are_written_to(block: int) -> None:
     first = 50_000 + START + block * BLOCK
     for failure in failures(range(first, first + BLOCK), length=8, make=random_read_program):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import dtensor as dt
 from dtensor import Partial, Replicate, Shard
+from dtensor.rules.aten.attention import blocks
 from dtensor.testing import check
 
 R, S0, S1, S2, SUM = Replicate(), Shard(0), Shard(1), Shard(2), Partial()
@@ -97,6 +98,15 @@ def test_what_the_fused_operator_does_not_take_decomposes(tensors: Any) -> None:
     check(sdpa, *tensors, mesh=MESHES[2, 2], placements=[[S0, S1]] * 3)
 
 
+@pytest.mark.parametrize(("name", "fn", "tensors"), FUNCTIONS, ids=[case[0] for case in FUNCTIONS])
+def test_blocks_written_out_where_no_operator_computes_them(
+    name: str, fn: Any, tensors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on accelerators, here under all ways to cut."""
+    monkeypatch.setattr(blocks, "is_served", lambda query: False)
+    test_values_and_gradients_however_sharded(name, fn, tensors)
+
+
 @pytest.mark.parametrize("shape", [(5, 7), (1, 7), (2, 1, 5, 7), (1, 4, 1, 7), (2, 1, 1, 7)], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_masks_of_every_broadcast_shape(shape: tuple[int, ...], kind: str) -> None:
@@ -171,3 +181,22 @@ def test_a_query_that_is_repeated_over_the_batch(places: Any) -> None:
 
     given = [x(*shape, 32) for shape in ((1, 1), (3, 16), (3, 16))]
     check(program, *given, mesh=dt.init_device_mesh("cpu", (2,)), placements=places, strides=False)
+
+
+@pytest.mark.parametrize("cut", [S0, S1, R], ids=str)
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_operators_of_cuda_keep_batch_and_heads_cut(kind: str, cut: Any) -> None:
+    """A dry run of what a GPU computes: the sums of rows that the backward gets lie as the output does."""
+    mesh = dt.init_device_mesh("meta", (4,))
+    q, k, v = (dt.empty(4, 8, 64, 64, dtype=torch.bfloat16, device_mesh=mesh, placements=[cut]) for _ in range(3))
+    run = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")
+    out, rows, *more = run(q, k, v, *((0.0, True) if kind == "flash" else (None, True)))
+    assert out.placements == rows.placements == (cut,)
+    assert more[2:4] == [64, 64] or kind == "efficient"  # the longest sequences
+    tail = {
+        "flash": (out, rows, *more[:4], 0.0, True, *more[4:6]),
+        "efficient": (None, out, rows, *more, 0.0, [True, True, True, False]),
+        "cudnn": (out, rows, *more[4:6], None, *more[:4], 0.0, True),
+    }[kind]
+    gradients = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention_backward")(out, q, k, v, *tail)
+    assert [x.placements for x in gradients if x is not None] == [(cut,)] * 3

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from halves import some
 from rule_tables import floats
 
 import dtensor as dt
@@ -54,9 +55,7 @@ def accepted(name: str) -> Iterator[Any]:
         yield lambda x, y, z, form=form: form(op, list(x), list(y), list(z))
 
 
-@pytest.mark.parametrize(
-    "name", [name if k % 2 == 0 else pytest.param(name, marks=pytest.mark.slow) for k, name in enumerate(NAMES)]
-)
+@pytest.mark.parametrize("name", some(NAMES, 3))
 def test_lists_of_mixed_layouts(name: str) -> None:
     mesh = dt.init_device_mesh("cpu", (2, 2))
     writes = name.endswith("_")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from halves import chosen
 from torch import nn
 
 import dtensor as dt
@@ -27,8 +28,8 @@ WEIGHTS = [R, Shard(0), Shard(1)]
 
 
 @pytest.mark.parametrize(("mesh", "batch"), BATCHES, ids=str)
-@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [nn.LSTM, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (nn.GRU, nn.RNN))])
+@pytest.mark.parametrize("first", chosen([True, False], [True]))
+@pytest.mark.parametrize("kind", chosen([nn.LSTM, nn.GRU, nn.RNN], [nn.LSTM]))
 def test_layers_and_states(kind: type[nn.RNNBase], first: bool, mesh: Any, batch: list[Any]) -> None:
     torch.manual_seed(0)
     layers = kind(4, 6, 2, batch_first=first, bidirectional=True)

@@ -65,12 +65,12 @@ def choices(xs: list[Tensor]) -> list[tuple[str | None, ...]]:
 def same_outcome(call: Callable[..., Any], args: Any, kwargs: Any, written: bool) -> str | None:
     """What differs between ``call`` on DTensors and on their values; None where plain torch refuses them."""
     plain_args, plain_kwargs = replace(lambda x: x.full_tensor().clone() if isinstance(x, DTensor) else x, (args, kwargs))
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     try:
         expected = call(*plain_args, **plain_kwargs)
     except (RuntimeError, IndexError, ValueError):
         return None
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     got = call(*args, **kwargs)
     pairs = list(
         zip(

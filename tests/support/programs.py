@@ -133,7 +133,7 @@ def _grown(program: Program, makers: Sequence[tuple[int, Make]], length: int) ->
 def _values(program: Program) -> dict[str, torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # plain torch's, about the variance of one element and the like
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return {name: x for name, x in run(program.lines, _leaves(program)).items() if isinstance(x, torch.Tensor)}
 
 
@@ -158,7 +158,7 @@ def _leaves(program: Program) -> dict[str, Any]:
 
 def _sound(program: Program) -> bool:
     """Plain torch runs it forward and backward, and no value is huge, lengthy or not finite."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     leaves = _leaves(program)
     try:
         with warnings.catch_warnings():

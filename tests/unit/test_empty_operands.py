@@ -123,3 +123,21 @@ def sent_of_nothing() -> list[tuple[int, ...]]:
 @pytest.mark.gloo
 def test_nothing_is_sent_to_all() -> None:
     assert run_gloo(sent_of_nothing, 2, timeout_s=30.0) == [[(0, 6)] * 3] * 2
+
+
+def test_a_kernel_is_not_started_for_nothing() -> None:
+    """As kernels of accelerators refuse to: a rank whose results have no elements does without it, in memory as it should lie."""
+
+    def kernel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not x.numel():
+            raise RuntimeError("invalid argument")
+        return x + 1, x.sum(1)
+
+    twofold = torch.library.custom_op("idle::twofold", kernel, mutates_args=())
+    twofold.register_fake(lambda x: (torch.empty_like(x), x.new_empty(x.shape[0])))
+    dt.register_sharding(twofold._opoverload)(lambda x: [([Shard(0), Shard(0)], [Shard(0)])])
+    x = torch.randn(5, 3).t().contiguous().t()
+    rows, sums = twofold(dt.distribute_tensor(x, mesh_of((4,)), [Shard(0)]))
+    assert [piece.shape for piece in rows._local.shards] == [(2, 3), (2, 3), (1, 3), (0, 3)]
+    assert torch.equal(rows.full_tensor(), x + 1)
+    assert torch.equal(sums.full_tensor(), x.sum(1))

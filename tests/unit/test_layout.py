@@ -82,6 +82,13 @@ def test_local_strides_order_the_dims_as_the_global_ones(layout: Layout) -> None
             expected *= size
 
 
+@pytest.mark.parametrize("stride", [(0, 12, 4, 1), (12, 0, 4, 1), (0, 0, 4, 1), (0, 1, 0, 6), (3, 0, 1, 0)])
+def test_dims_of_step_zero_stay_where_torch_has_them(stride: tuple[int, ...]) -> None:
+    shape = (2, 5, 3, 4)
+    like = torch.empty(100).as_strided(shape, stride)
+    assert stride_like(shape, stride) == torch.empty_like(like).stride()
+
+
 @given(strategies.dtensors())
 def test_pieces_of_a_value_make_it_up(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     distributed, value = pair

@@ -119,7 +119,7 @@ def test_second_derivatives() -> None:
             g.square().sum() for g in torch.autograd.grad(model(x).square().sum(), list(model.parameters()), create_graph=True)
         )
 
-    plain, (x, cut) = net(), batch()
+    plain, (x, cut) = net().double(), (x.double() for x in batch())
     model = placed(copy.deepcopy(plain), MESH, replicated)
     penalty(model, cut).backward()
     penalty(plain, x).backward()

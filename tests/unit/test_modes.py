@@ -65,7 +65,7 @@ MODES: list[tuple[Callable[[], AbstractContextManager[Any]], Callable[[], bool]]
 
 
 @pytest.fixture(autouse=True)
-def _left_alone() -> Iterator[None]:
+def _left_alone(little_to_collect: None) -> Iterator[None]:
     yield
     gc.collect()
     assert not any(on() for _, on in MODES)

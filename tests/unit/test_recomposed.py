@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dtensor as dt
@@ -160,3 +162,14 @@ def test_complex_eigenvectors_have_second_derivatives() -> None:
     for where in ([Replicate()], [Shard(0)], [Shard(1)]):
         found = second(dt.distribute_tensor(x, dt.init_device_mesh("cpu", (2,)), where))
         torch.testing.assert_close(found.full_tensor(), second(x))
+
+
+def test_plain_programs_on_fake_tensors_are_as_they_were() -> None:
+    """Torch's own, with the compiler there: on 2.11 an operator taken over above autograd may not go on to a fake tensor's."""
+    importlib.import_module("torch._dynamo")
+    with FakeTensorMode():
+        x = torch.empty(2, 3, 5, 5)
+        for fn in (F.hardshrink, F.softshrink, F.logsigmoid, lambda x: x.tensor_split(2)):
+            fn(x)
+        F.interpolate(x, scale_factor=2)
+        F.multi_margin_loss(x[0, 0], torch.zeros(5, dtype=torch.long))

@@ -78,3 +78,21 @@ def is_private(name: str) -> bool:
     first, *parts = name.split(".")
     private = any(part.startswith("_") and not part.startswith("__") for part in parts)
     return first == "torch" and private and parts[0] != "ops" and not name.startswith(DOCUMENTED)
+
+
+def test_own_memory_is_made_on_a_device_that_is_named() -> None:
+    """Users set a default device, for what they make. (Models, samples and reports of the library are made as users' code is.)"""
+    made_there = {"clusters", "debug", "samples"}
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if not made_there.intersection(path.relative_to(PACKAGE).parts)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in FACTORIES
+        if not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    ]
+    assert not found, "name the device:\n" + "\n".join(found)
+
+
+_MADE = "arange as_tensor empty empty_strided eye full linspace ones rand randint randn randperm tensor zeros"
+FACTORIES = {f"torch.{name}" for name in _MADE.split()}

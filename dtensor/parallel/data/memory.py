@@ -85,7 +85,7 @@ class Spare:
         fitting = [row for row in self._free if row.numel() >= nbytes]
         found = min(fitting or self._free, key=Tensor.numel, default=None)
         self._free = [row for row in self._free if row is not found]
-        return found if fitting else torch.empty(nbytes, dtype=torch.uint8)  # in the place of a smaller one
+        return found if fitting else torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # in the place of a smaller one
 
     def give_back(self, row: Tensor) -> None:
         """Nobody reads it any more."""

@@ -58,7 +58,7 @@ class Host:
 
 def pinned_memory(numel: int, dtype: torch.dtype) -> Tensor:
     """Memory that devices copy from and to by themselves; torch gives it to somebody else only when they are done."""
-    return torch.empty(numel, dtype=dtype, pin_memory=True)
+    return torch.empty(numel, dtype=dtype, pin_memory=True, device="cpu")
 
 
 def _nothing() -> None:

@@ -101,7 +101,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
     def _order(self) -> list[int]:
         if not self.shuffle:
             return list(range(self.length))
-        return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+        return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch), device="cpu").tolist()
 
     def _here(self) -> slice:
         """The rows of a batch that this rank reads."""

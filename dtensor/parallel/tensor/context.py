@@ -300,10 +300,6 @@ class AroundTheRing(TorchFunctionMode):
 
     def _check(self, given: tuple[Tensor, ...], grouped: bool) -> None:
         query = given[0]
-        if self.mesh.device_type not in ("cpu", "meta"):
-            raise UnsupportedOperationError(
-                f"blocks of attention have no operator on {self.mesh.device_type} here; cut heads there (ColwiseParallel)"
-            )
         if len({x.dtype for x in given}) > 1 or len({x.ndim for x in given}) > 1 or query.ndim < 3:
             raise LayoutError("query, key and value must have one dtype and the same number of dims, 3 or more")
         heads = [x.size(-3) for x in given]

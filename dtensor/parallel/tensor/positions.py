@@ -41,7 +41,7 @@ class Order(NamedTuple):
     @property
     def back(self) -> Tensor:
         """Where each position is found in all ranks' parts, one behind the other."""
-        return torch.tensor(list(chain.from_iterable(chain(*map(self.pieces, range(self.ranks)))))).argsort()
+        return torch.tensor(list(chain.from_iterable(chain(*map(self.pieces, range(self.ranks))))), device="cpu").argsort()
 
     def part_of(self, mesh: DeviceMesh, whole: Tensor, dim: int) -> Any:
         """Each rank's part of a tensor."""

@@ -10,8 +10,10 @@ sum first, which costs nothing.) Rows hold where the dtype keeps the algebra: se
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ...placement import REDUCE_OPS
+from ..blockwise import on_each_rank
 from ..factoring import by
 from ..facts import fact
 from ..rows import copies, falling, forgets, linear, monotone, on_floats, one_of
@@ -75,7 +77,6 @@ pointwise(
     log10
     log1p
     log2
-    log_sigmoid_forward
     logaddexp
     logaddexp2
     logical_and
@@ -249,6 +250,16 @@ pointwise(
     tanh_backward
     """
 )
+
+
+@on_each_rank
+def log_sigmoid_and_kept(x: Tensor) -> tuple[Tensor, Tensor]:
+    """CPUs keep a value of each element for the gradient, accelerators none, and their gradients do not look at it."""
+    out, kept = torch.ops.aten.log_sigmoid_forward(x)
+    return out, kept if kept.shape == x.shape else x.new_empty(()).expand(x.shape)
+
+
+pointwise("log_sigmoid_forward", local=log_sigmoid_and_kept)
 
 # --- choices and copies: element k of the result is one of the operands' elements, in every term alike ------------------
 pointwise("where", partials=one_of("self", "other"))

@@ -40,6 +40,8 @@ GOES_ON = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # from h
 def undecomposed() -> None:
     """Have operators that have a rule served by it where torch has a compiler's Python take them apart above autograd: into plain
     constants (the weights of a bilinear interpolation) beside DTensors."""
+    if not GOES_ON:
+        return
     for packet in list(vars(torch.ops.aten).values()):  # those that somebody has asked for, as who has Python for them did
         for operator in list(vars(packet).values()) if isinstance(packet, OpOverloadPacket) else ():
             if not isinstance(operator, OpOverload) or DispatchKey.Autograd not in operator.py_kernels:

@@ -46,7 +46,7 @@ def pack_padded(x: Tensor, lengths: Tensor, batch_first: bool) -> Any:
         return NotImplemented
     counts = [sum(size > step for size in sizes) for step in range(sizes[0])]
     by_step = x.transpose(0, 1) if batch_first else x
-    return torch.cat([by_step[step, :count] for step, count in enumerate(counts)]), torch.tensor(counts)
+    return torch.cat([by_step[step, :count] for step, count in enumerate(counts)]), torch.tensor(counts, device="cpu")
 
 
 def pad_packed(data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int) -> Any:
@@ -59,7 +59,7 @@ def pad_packed(data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_val
     rest = [0, 0] * (data.ndim - 1)
     steps = [F.pad(step, [*rest, 0, counts[0] - step.shape[0]], value=padding_value) for step in data.split(counts)]
     padded = F.pad(torch.stack(steps), [*rest, 0, 0, 0, max(0, total_length - len(counts))], value=padding_value)
-    lengths = torch.tensor([sum(count > row for count in counts) for row in range(counts[0])])
+    lengths = torch.tensor([sum(count > row for count in counts) for row in range(counts[0])], device="cpu")
     return (padded.transpose(0, 1) if batch_first else padded), lengths
 
 

@@ -37,7 +37,7 @@ def _as_any_tangent(view: RemoteView) -> DTensor:
 
 
 with torch.inference_mode():
-    _NOBODY = torch.empty(0)  # of inference mode: without a version
+    _NOBODY = torch.empty(0, device="cpu")  # of inference mode: without a version
 RemoteView.__tensor_flatten__ = Flatten(_flatten, "_root")
 RemoteView.__tensor_unflatten__ = staticmethod(_unflatten)
 RemoteView.__coerce_tangent_metadata__ = _as_any_tangent  # type: ignore[assignment]  # of views alone

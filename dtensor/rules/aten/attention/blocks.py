@@ -1,4 +1,4 @@
-"""Attention of blocks of queries and keys, for the CPU operator, whose mask argument lets a block be computed.
+"""Attention of blocks of queries and keys, by the CPU operator, whose mask lets a block be computed; elsewhere written out.
 
 A block of keys gives a part of every row, and parts are combined by the logarithms of the rows' sums: ``out = sum over blocks of
 exp(lse_block - lse) * out_block`` (Rabe and Staats 2021, "Self-attention does not need O(n^2) memory"). With the rows' global
@@ -27,7 +27,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 def attention_block(query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> tuple[Tensor, Tensor]:
     """Rows without keys are zeros."""
     if query.numel() and key.numel():
-        rows, sums = flash_attention_on_cpu(query, key, value, *args, **given)
+        rows, sums = (flash_attention_on_cpu if is_served(query) else attention_written_out)(query, key, value, *args, **given)
         return rows, sums
     lead = query.shape[:3]
     return query.new_zeros(*lead, value.shape[3]), query.new_zeros(lead, dtype=sums_dtype(query))
@@ -36,8 +36,74 @@ def attention_block(query: Tensor, key: Tensor, value: Tensor, *args: Any, **giv
 @on_each_rank
 def attention_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> Gradients:
     if query.numel() and key.numel():
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward.default(grad, query, key, value, *args, **given)
+        run = aten._scaled_dot_product_flash_attention_for_cpu_backward.default if is_served(query) else gradients_written_out
+        return run(grad, query, key, value, *args, **given)
     return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+
+
+def is_served(query: Tensor) -> bool:
+    """Whether the operator runs here."""
+    return query.device.type in ("cpu", "meta")
+
+
+def attention_written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What the operator gives; the weights of a block are whole in memory."""
+    _, _, scores = _scores(query, key, is_causal, attn_mask, scale)
+    sums = scores.logsumexp(-1)
+    weights = (scores - sums.unsqueeze(-1)).exp().nan_to_num()  # of rows that see nothing: zeros
+    return (weights @ _by_query_head(value, query).to(weights.dtype)).to(query.dtype), sums
+
+
+def gradients_written_out(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Gradients:
+    query_, key_, scores = _scores(query, key, is_causal, attn_mask, scale)
+    weights, upstream = (scores - sums.unsqueeze(-1)).exp().nan_to_num(), grad.to(scores.dtype)
+    own = (upstream * out).sum(-1, keepdim=True)
+    scores = weights * (upstream @ _by_query_head(value, query).to(weights.dtype).mT - own)
+    step = _scale_of(query, scale)
+    found = scores @ key_ * step, scores.mT @ query_ * step, weights.mT @ upstream
+    grouped = [x.unflatten(1, (key.shape[1], -1)).sum(2) for x in found[1:]]
+    return tuple(x.to(like.dtype) for x, like in zip((found[0], *grouped), (query, key, value), strict=True))
+
+
+def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, one for each head, in the dtype of sums, and their products, masked."""
+    query_, key_ = (x.to(sums_dtype(query)) for x in (query, _by_query_head(key, query)))
+    scores = query_ @ key_.mT * _scale_of(query, scale)
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    return query_, key_, scores
+
+
+def _scale_of(query: Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+def _by_query_head(x: Tensor, query: Tensor) -> Tensor:
+    """Heads of keys or values repeated for the heads of queries that share them."""
+    return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
 
 
 def sums_dtype(query: Tensor) -> torch.dtype:

@@ -66,10 +66,13 @@ def placed(call: Call, table: dict[str, Dims], sizes: dict[str, int]) -> tuple[D
     for name, layout in zip(call.names, call.operands, strict=True):
         shape = tuple(layout.shape)
         is_bias = name in ("attn_mask", "attn_bias") and layout.numel > 0
-        found.append(
-            bias_dims(shape, sizes) if is_bias else table[name] if name in table and layout.numel else ((),) * len(shape)
-        )
+        found.append(bias_dims(shape, sizes) if is_bias else of_ndim(table.get(name, ()) if layout.numel else (), len(shape)))
     return tuple(found)
+
+
+def of_ndim(dims: Dims, ndim: int) -> Dims:
+    """``dims``, further ones whole: cuDNN's sums of rows have one more than other operators'."""
+    return (*dims, *((),) * (ndim - len(dims)))
 
 
 # --- the CPU operator -----------------------------------------------------------------------------------------------
@@ -182,8 +185,7 @@ def cuda_forward_factors(call: Call) -> Factors | None:
     results = []
     for value, meta in zip(call.func._schema.returns, call.results, strict=True):
         if meta is not None:
-            dims = named.get(value.name, ())
-            results.append(dims if len(dims) == len(meta.shape) and 0 not in meta.shape else ((),) * len(meta.shape))
+            results.append(of_ndim(() if 0 in meta.shape else named.get(value.name, ()), len(meta.shape)))
     kernels = dict.fromkeys("bhg", Kernel(plain_op, joint=True))
     operands = tuple(whole_sequences(dims) for dims in placed(call, table, sizes))
     return Factors(operands, tuple(results), sizes, HEAD_DIMS | {"l", "s"}, kernels=kernels)

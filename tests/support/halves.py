@@ -1,0 +1,22 @@
+"""Which cases of a list run in `make test`; the rest are slow, for `make test-all`."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+import pytest
+
+
+def some(cases: Sequence[Any], every: int = 2) -> list[Any]:
+    """Each ``every``-th case in the fast half; a tuple is a case of several arguments."""
+    return [_case(case, k % every == 0) for k, case in enumerate(cases)]
+
+
+def chosen(cases: Sequence[Any], fast: Container[Any]) -> list[Any]:
+    """These in the fast half."""
+    return [_case(case, case in fast) for case in cases]
+
+
+def _case(case: Any, fast: bool) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if fast else pytest.mark.slow)
