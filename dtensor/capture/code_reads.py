@@ -23,8 +23,7 @@ from .watch import contents
 _SPOKEN = ("__name__", "__qualname__", "__doc__", "__module__", "__annotations__")  # of functions, where code asks
 _CALLED = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")  # of torch's modules, whoever calls
 _CHANGES = 1 << 9  # of a class: it is made by a class statement, so that its attributes may be set
-_CODE = (
-    type,
+CODE = (
     types.ModuleType,
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -52,12 +51,15 @@ class CodeReads(Notes):
         self.ran = ran or Ran()
         self._modules: dict[int, types.ModuleType] = {}  # the user's
         self._loose: dict[int, types.ModuleType] = {}  # those that are handed on
+        self._far: set[int] = set()  # those that only computed names lead to
         self._spaces: dict[int, tuple[dict[str, Any], str]] = {}  # of which any variable may be read
-        self._classes: list[tuple[type, set[str], str]] = []
+        self._classes: list[tuple[type, set[str], str, bool]] = []
         self._others: dict[type, None] = {DTensor: None}  # classes of libraries, of which there are objects
         self._attributes_named: dict[str, None] = {}
         self._users = self._computes = self._imports = False  # any code; whether it computes names of attributes, of modules
         self._read: set[tuple[int, str]] = set()  # variables of modules
+        self._data = False  # whether code that is met is not looked into, as it is seen which one runs
+        self._as_data: set[int] = set()  # what was met so
 
     def _settings(self, module: str, path: str) -> None:
         """What is set of a library that the function has something of."""
@@ -136,6 +138,7 @@ class CodeReads(Notes):
                 self._of_others(space, name, value, path)
 
     def _module(self, module: types.ModuleType, loose: bool) -> None:
+        self._far.discard(id(module))
         if not foreign(module) and self._modules.setdefault(id(module), module) and loose:
             self._loose[id(module)] = module
 
@@ -155,7 +158,9 @@ class CodeReads(Notes):
                 if done.get(key) != len(self._attributes_named):
                     done[key] = len(self._attributes_named)
                     named = [name for name in ("__getattr__", *self._attributes_named) if name in space]
+                    self._data = key in self._far
                     self._named(space, named, module.__name__)
+                    self._data = False
                 if self._computes and key in self._loose:
                     self._spaces[id(space)] = space, module.__name__
             for space, path in list(self._spaces.values()):
@@ -213,12 +218,12 @@ class CodeReads(Notes):
         if (id(space), name + "()") in self._read:
             return
         self._read.add((id(space), name + "()"))
-        if isinstance(value, types.ModuleType):
+        if isinstance(value, types.ModuleType) and id(value) not in self._modules:
             self._module(value, loose=False)
-        if isinstance(value, _CODE):
-            self._note(ById(value), path)
-        else:
-            self._visit(value, path)
+            self._far.add(id(value))
+        self._data, before = True, self._data
+        self._visit(value, path)
+        self._data = before
 
     def _named(self, space: dict[str, Any], names: Iterable[str], path: str) -> None:
         """What ``names`` are in a module."""

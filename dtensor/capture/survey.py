@@ -42,7 +42,7 @@ from .belonging import (
     users_hooks,
     value_of,
 )
-from .code_reads import BEARING, CodeReads
+from .code_reads import BEARING, CODE, CodeReads
 from .holding import contents_of, entries_of, parts_of
 from .notes import Ran
 from .states import state_of
@@ -59,7 +59,7 @@ class Environment(CodeReads):
 
     def __init__(self, fn: Any, ran: Ran | None = None) -> None:
         super().__init__(ran)
-        self._pending: deque[tuple[Any, str]] = deque()  # met, and still to be looked into
+        self._pending: deque[tuple[Any, str, bool]] = deque()  # met, and still to be looked into; whether as data
         for called in (fn, *self.ran.functions):
             self._visit(called, getattr(called, "__name__", type(called).__name__))
         self._walk()
@@ -70,7 +70,9 @@ class Environment(CodeReads):
     # --- the walk ------------------------------------------------------------------------------------------------------
     def _walk(self) -> None:
         while self._pending:
-            self._descend(*self._pending.popleft())
+            value, path, self._data = self._pending.popleft()
+            self._descend(value, path)
+        self._data = False
 
     def _all(self, values: Iterable[Any], names: Iterable[str], path: str) -> None:
         values = list(values)
@@ -110,11 +112,18 @@ class Environment(CodeReads):
                 self._tensor(value, path)
         elif isinstance(value, VALUES) and (type(value) in VALUES or not has_contents(value)):
             self._note(value_of(value), path)
+        elif self._data and isinstance(value, CODE):
+            self._note(ById(value), path)
         elif not self._first(value):
             self._note(("again", self._seen[id(value)]), path)
+            if not self._data and id(value) in self._as_data:
+                self._as_data.discard(id(value))
+                self._pending.append((value, path, False))
         else:
             self._note(value_of(value) if isinstance(value, VALUES) else type(value), path)
-            self._pending.append((value, path))
+            self._pending.append((value, path, self._data))
+            if self._data:
+                self._as_data.add(id(value))
 
     def _tensor(self, x: torch.Tensor, path: str) -> None:
         """Its class, and what was put on it."""
@@ -141,7 +150,7 @@ class Environment(CodeReads):
             self._class(value, path)
         elif (parts := parts_of(value)) is not None:
             self.wrapped += [part for part in parts if isinstance(part, types.BuiltinFunctionType)]
-            self._visit(parts, path)
+            self._visit(tuple(parts), path)
         if isinstance(value, _ASKING):
             named = [part for x in value.__reduce__()[1] if isinstance(x, str) for part in x.split(".")]
             self._attributes_named.update(dict.fromkeys(named))
@@ -157,12 +166,18 @@ class Environment(CodeReads):
 
     def _contents(self, value: Any, path: str) -> None:
         """What of an object is neither an attribute nor an item."""
-        if (state := state_of(value)) is not None:
+        try:
+            state, now = state_of(value), contents_of(value)
+        except CaptureError:
+            if self._data:
+                return
+            raise
+        if state is not None:
             self._note(state(), path)
             self._watch.state(state, self.key[-1])
-        if (now := contents_of(value)) is not None:
+        if now is not None:
             self._watch.other(now)
-            self._visit(now(), path)
+            self._visit(tuple(now()), path)
 
     def _items(self, value: Any, path: str) -> None:
         if isinstance(value, dict):
@@ -193,14 +208,14 @@ class Environment(CodeReads):
             if not foreign(base):
                 self._watch.dict_(vars(base))
                 self._note(tuple(map(key_of, vars(base))), path)
-                self._classes.append((base, others, path))
+                self._classes.append((base, others, path, self._data))
             else:
                 self._others[base] = None
         self._visit(type(kind), f"{path}.__class__")
 
     def _members(self) -> None:
         """What classes hold under names that any code that was reached has."""
-        for kind, others, path in self._classes:
+        for kind, others, path, self._data in self._classes:
             for name, value in list(vars(kind).items()):
                 if (id(kind), name) in self._read:
                     continue
