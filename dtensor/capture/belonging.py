@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,6 +45,7 @@ _LIBRARYS = frozenset(
         "_shown",
     }
 )  # attributes of tensors that are ours
+_INSTALLED = tuple({sysconfig.get_path(name) + "/" for name in ("purelib", "platlib", "stdlib")})
 _TORCHS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
 
@@ -84,6 +87,12 @@ def foreign(value: Any) -> bool:
     return (value.__name__.partition(".")[0] if isinstance(value, types.ModuleType) else _root_of(value)) in _FOREIGN
 
 
+def installed(value: types.FunctionType | type) -> bool:
+    """Whether a function or class is of an installed package, of which names, documents and bases are taken as they are."""
+    space = value.__globals__ if isinstance(value, types.FunctionType) else vars(sys.modules.get(module_of(value), types))
+    return str(space.get("__file__")).startswith(_INSTALLED)
+
+
 def is_users(value: Any) -> bool:
     """Whether something that another library holds is the user's."""
     named = isinstance(value, (types.FunctionType, type))
@@ -98,9 +107,10 @@ def slots_of(kind: type) -> dict[str, Any]:
     return {name: held for name, held in found.items() if name not in ("__dict__", "__weakref__")}
 
 
-def held_in(slots: dict[str, Any], value: Any) -> list[Any]:
+def held_in(slots: Iterable[Any], value: Any) -> list[Any]:
+    """What an object holds under these descriptors, MISSING for nothing."""
     found = []
-    for slot in slots.values():
+    for slot in slots:
         try:
             found.append(slot.__get__(value, type(value)))
         except AttributeError:

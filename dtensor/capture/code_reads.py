@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..tensor.dtensor import DTensor
-from .belonging import MISSING, VALUES, ById, foreign, is_users, key_of, module_of, plain
+from .belonging import MISSING, VALUES, ById, foreign, installed, is_users, key_of, module_of, plain
 from .names import names_of, paths_named
 from .notes import Notes, Ran
 from .settings import SETTINGS
@@ -51,6 +51,7 @@ class CodeReads(Notes):
         self.ran = ran or Ran()
         self._modules: dict[int, types.ModuleType] = {}  # the user's
         self._loose: dict[int, types.ModuleType] = {}  # those that are handed on
+        self._asked: list[types.FunctionType] = []  # whose names and documents may be asked for
         self._far: set[int] = set()  # those that only computed names lead to
         self._spaces: dict[int, tuple[dict[str, Any], str]] = {}  # of which any variable may be read
         self._classes: list[tuple[type, set[str], str, bool]] = []
@@ -75,6 +76,8 @@ class CodeReads(Notes):
             self._visit([x for x in map(contents, cells) if is_users(x)], f"{path} variables")
             return
         self._watch.function(fn)
+        if not installed(fn):
+            self._asked.append(fn)
         self._watch.cells(cells)
         self._all(map(contents, cells), [f" variable {name}" for name in fn.__code__.co_freevars], path)
         self._all((fn.__defaults__, fn.__kwdefaults__), (" default", " default"), path)
@@ -176,7 +179,7 @@ class CodeReads(Notes):
         if self._users:
             self._watch.tensors(self.tensors)
             spoken = [name for name in _SPOKEN if self._computes or name in self._attributes_named]
-            self._visit(self._watch.of_functions(spoken), "functions")
+            self._visit(self._watch.asked(spoken, self._asked), "functions")
             self._walk()
         for kind in list(dict.fromkeys(base for one in self._others for base in one.__mro__[:-1])):
             self._methods(kind)

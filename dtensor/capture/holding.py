@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import gc
+import re
 import threading
 import types
 import weakref
@@ -71,7 +72,8 @@ def contents_of(value: Any) -> Callable[[], list[Any]] | None:
 def _is_compiled(value: Any) -> bool:
     """Whether an object is one of compiled code that holds others, and tells the collector which."""
     kind = type(value)
-    known = isinstance(value, (type, types.ModuleType, types.FunctionType, dict, list, tuple, set, frozenset, *_PASSING))
+    known = isinstance(value, (type, types.ModuleType, types.FunctionType, dict, list, tuple, set, frozenset, *_PASSING, *_FIXED))
+    known = known or "__slots__" in vars(kind)  # it is of Python
     return not known and foreign(kind) and not module_of(kind).startswith(("torch", "dtensor")) and not hasattr(value, "__dict__")
 
 
@@ -91,6 +93,15 @@ def _frames(value: Any) -> list[Any]:
 
 
 _PASSING = (types.FrameType, types.TracebackType, types.CodeType, type(vars(abc.ABC)["_abc_impl"]))  # of no meaning, or moving
+_FIXED = (
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    re.Pattern,
+    *_PARTS,
+)  # what holds the same for ever, or has been taken apart
 _RUNNING: dict[type, tuple[str, str]] = {
     types.GeneratorType: ("gi_frame", "gi_yieldfrom"),
     types.CoroutineType: ("cr_frame", "cr_await"),

@@ -36,6 +36,7 @@ from .belonging import (
     foreign,
     has_contents,
     held_in,
+    installed,
     key_of,
     module_of,
     slots_of,
@@ -51,7 +52,6 @@ _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # of modules;
 _LONG = 64  # plain values in a list, from which on they are one entry of the key
 _ASKING = (operator.attrgetter, operator.methodcaller)
 _COMPUTING = (getattr, hasattr, vars, dir)  # where code hands them on
-_ABOUT = ("__mro__", "__name__", "__qualname__")  # of classes
 
 
 class Environment(CodeReads):
@@ -183,12 +183,17 @@ class Environment(CodeReads):
         if isinstance(value, dict):
             self._hold_dict(value, path, "[{!r}]")
         elif isinstance(value, (set, frozenset)):
-            self._watch.other(value.__iter__)
+            if type(value) is set:
+                self._watch.list_(value)
+            elif isinstance(value, set):
+                self._watch.other(value.__iter__)
             self._keys(value.__iter__, path)
         else:
             kind = next(kind for kind in (list, tuple, deque) if isinstance(value, kind))
             iterate = functools.partial(kind.__iter__, value)
-            if kind is not tuple:
+            if type(value) is list:
+                self._watch.list_(value)
+            elif kind is not tuple:
                 self._watch.other(iterate)
             items = list(iterate())
             if len(items) > _LONG and {*map(type, items)} <= {int, float, str, bool, bytes}:
@@ -201,9 +206,8 @@ class Environment(CodeReads):
             self._others[kind] = None
             return
         others = {name for base in kind.__mro__ if foreign(base) for name in vars(base)}  # which their code may ask for
-        about = functools.partial(_about, kind)
-        self._watch.other(about)
-        self._note(tuple(map(key_of, (*kind.__mro__, *about()[1:]))), path)
+        if not installed(kind):
+            self._note(tuple(map(key_of, (*kind.__mro__, *self._watch.class_(kind)[1:]))), path)
         for base in kind.__mro__:
             if not foreign(base):
                 self._watch.dict_(vars(base))
@@ -229,9 +233,8 @@ class Environment(CodeReads):
     def _attributes(self, value: Any, path: str) -> None:
         slots = slots_of(type(value))
         if slots:
-            held = functools.partial(held_in, slots, value)
-            self._watch.other(held)
-            self._all(held(), [f".{name}" for name in slots], path)
+            self._watch.slots(slots, value)
+            self._all(held_in(slots.values(), value), [f".{name}" for name in slots], path)
         if not isinstance(value, torch.nn.Module):
             if hasattr(value, "__dict__"):
                 self._hold_dict(vars(value), path, ".{}")
@@ -254,10 +257,6 @@ class Environment(CodeReads):
                 self._note(len(found), f"{path}.{name}")
                 for hook in found:
                     self._visit(hook, f"{path}.{name}")
-
-
-def _about(kind: type) -> list[Any]:
-    return [getattr(kind, name) for name in _ABOUT]
 
 
 _HOOKS_OF_ALL = {name: held for name, held in vars(torch.nn.modules.module).items() if name.endswith(_HOOKS)}

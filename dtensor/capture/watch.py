@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from types import CellType, FunctionType
 from typing import Any
 
-from .belonging import MISSING, attributes_of
+from .belonging import MISSING, attributes_of, held_in
 from .holding import entries_of
 
-_MADE_OF = ("__code__", "__defaults__", "__kwdefaults__")
+_MADE_OF: Any = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_ABOUT: Any = attrgetter("__mro__", "__name__", "__qualname__")  # of classes
 _HOME: Any = attrgetter("__dict__")
 
 
@@ -21,7 +22,9 @@ class Watch:
     __slots__ = (
         "_attributes",
         "_before",
+        "_asked",
         "_cells",
+        "_classes",
         "_dicts",
         "_functions",
         "_held",
@@ -29,7 +32,7 @@ class Watch:
         "_keyed",
         "_keys",
         "_lengths",
-        "_made_of",
+        "_lists",
         "_missing",
         "_names",
         "_objects",
@@ -37,6 +40,7 @@ class Watch:
         "_picks",
         "_sized",
         "_sizes",
+        "_slots",
         "_spaces",
         "_states",
         "_tensors",
@@ -54,10 +58,13 @@ class Watch:
         self._objects: list[Any] = []
         self._homes: list[Any] = []  # of the dictionaries of attributes, which may be exchanged
         self._tensors: list[Any] = []
-        self._made_of = attrgetter(*_MADE_OF)
+        self._asked: tuple[Any, list[FunctionType]] = _MADE_OF, []
+        self._classes: list[type] = []
+        self._lists: list[Collection[Any]] = []
+        self._slots: dict[tuple[Any, ...], list[Any]] = {}  # by descriptors
         self._names: dict[int, tuple[Mapping[str, Any], dict[str, None]]] = {}  # per module, of what functions look up in it
         self._others: list[Callable[[], Iterable[Any]]] = []
-        self._sized: list[Mapping[str, Any]] = []
+        self._sized: list[Collection[Any]] = []
         self._states: list[tuple[Callable[[], Any], Any]] = []
 
     def dict_(self, held: Mapping[Any, Any]) -> None:
@@ -79,10 +86,26 @@ class Watch:
         """Its code and defaults."""
         self._functions.append(fn)
 
-    def of_functions(self, names: Sequence[str]) -> list[Any]:
-        """These attributes of each of them too; they, as they are."""
-        self._made_of = attrgetter(*_MADE_OF, *names)
-        return [getattr(fn, name) for name in names for fn in self._functions]
+    def asked(self, names: Sequence[str], functions: list[FunctionType]) -> tuple[Any, ...]:
+        """These attributes of functions; they, as they are."""
+        if names:
+            self._asked = attrgetter(*names, *names[: len(names) == 1]), functions
+        return tuple(getattr(fn, name) for name in names for fn in functions)
+
+    def class_(self, kind: type) -> tuple[Any, ...]:
+        """Its bases and names; they, as they are."""
+        self._classes.append(kind)
+        found: tuple[Any, ...] = _ABOUT(kind)
+        return found
+
+    def list_(self, held: Collection[Any]) -> None:
+        """All that a list or set holds."""
+        self._lists.append(held)
+        self._sized.append(held)
+
+    def slots(self, slots: Mapping[str, Any], value: Any) -> None:
+        """What an object holds under these descriptors."""
+        self._slots.setdefault(tuple(slots.values()), []).append(value)
 
     def object(self, value: Any) -> None:
         """Its class, and which dictionary has its attributes."""
@@ -99,7 +122,7 @@ class Watch:
         """Some variables of a module or a class, which may be missing."""
         self._names.setdefault(id(space), (space, {}))[1].update(dict.fromkeys(names))
 
-    def size(self, held: Mapping[str, Any]) -> None:
+    def size(self, held: Collection[Any]) -> None:
         """How many entries it has."""
         self._sized.append(held)
 
@@ -175,7 +198,12 @@ class Watch:
             found += [cell.cell_contents for cell in self._cells]
         except ValueError:  # one is not assigned yet
             found += [contents(cell) for cell in self._cells]
-        found += chain.from_iterable(map(self._made_of, self._functions))
+        found += chain.from_iterable(map(_MADE_OF, self._functions))
+        found += chain.from_iterable(map(*self._asked))
+        found += chain.from_iterable(map(_ABOUT, self._classes))
+        found += chain.from_iterable(self._lists)
+        for slots, values in self._slots.items():
+            found += _slotted(slots, values)
         found += map(type, self._objects)
         found += map(_HOME, self._homes)
         try:
@@ -192,6 +220,13 @@ class Watch:
 
 def _same(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _slotted(slots: tuple[Any, ...], values: list[Any]) -> list[Any]:
+    try:
+        return [*chain.from_iterable(map(slot.__get__, values) for slot in slots)]
+    except AttributeError:  # one is not assigned
+        return [x for value in values for x in held_in(slots, value)]
 
 
 def contents(cell: CellType) -> Any:
