@@ -6,6 +6,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -47,6 +48,9 @@ _LIBRARYS = frozenset(
 )  # attributes of tensors that are ours
 _INSTALLED = tuple({sysconfig.get_path(name) + "/" for name in ("purelib", "platlib", "stdlib")})
 _TORCHS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+
+
+_HOME: Any = attrgetter("__dict__")
 
 
 class ById:
@@ -136,6 +140,11 @@ def _is_record(kind: type) -> bool:
 def _is_data(kind: type) -> bool:
     """Whether a library's objects of this class are the user's data."""
     return _root_of(kind) in _STANDARD or _root_of(kind) == "numpy" or module_of(kind).startswith(_TORCHS_DATA)
+
+
+def all_bare(tensors: Iterable[Any]) -> bool:
+    """Whether :func:`bare` holds for each."""
+    return all(map(_LIBRARYS.issuperset, map(_HOME, tensors)))
 
 
 def bare(x: torch.Tensor) -> bool:

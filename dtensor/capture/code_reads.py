@@ -16,7 +16,7 @@ from ..tensor.dtensor import DTensor
 from .belonging import MISSING, VALUES, ById, foreign, installed, is_users, key_of, module_of, plain
 from .names import names_of, paths_named
 from .notes import Notes, Ran
-from .settings import SETTINGS
+from .settings import ASKING, SETTINGS
 from .states import state_of
 from .watch import contents
 
@@ -68,6 +68,11 @@ class CodeReads(Notes):
             if (module == name or module.startswith(name + ".")) and self._first(state):
                 self._note(state(), f"{path}, settings of {name}")
                 self._watch.state(state, self.key[-1])
+
+    def _asks(self, module: str, names: Iterable[str], path: str) -> None:
+        """Whether these functions of a module tell how torch is set."""
+        if module.partition(".")[0] in ("torch", "") and any(name.startswith(ASKING) for name in names):
+            self._settings("torch.backends", path)
 
     def _function(self, fn: types.FunctionType, path: str) -> None:
         self._note(ById(fn.__code__), path)
@@ -121,6 +126,7 @@ class CodeReads(Notes):
     def _through(self, module: types.ModuleType, names: Iterable[str], loose: frozenset[str], path: str, on: bool) -> None:
         """What code that names a module and these attributes reads of it, and of the modules in it; ``on``: it hands it on."""
         self._settings(module.__name__, path)
+        self._asks(module.__name__, names, path)
         if module is math:  # whose functions are others while somebody records
             held = functools.partial(_of_math, [name for name in names if name in vars(math)])
             self._watch.other(held)

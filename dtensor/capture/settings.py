@@ -7,8 +7,10 @@ import decimal
 import logging
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy
@@ -16,7 +18,18 @@ import torch
 
 from ..base.torch_internals import context, pytree
 
-# By which torch's operators choose how they compute, and which code may ask for.
+# By which torch chooses operators for a function, at each call.
+_CHOOSING = (
+    "_get_cudnn_sdp_enabled",
+    "_get_deterministic_algorithms",
+    "_get_fa3_sdp_enabled",
+    "_get_flash_sdp_enabled",
+    "_get_math_sdp_allow_fp16_bf16_reduction",
+    "_get_math_sdp_enabled",
+    "_get_mem_efficient_sdp_enabled",
+    "_get_overrideable_sdp_enabled",
+)
+# By which operators choose how they compute, at a replay as well: so they count where code asks for them.
 _NAMES = (
     "_get_cpu_allow_fp16_reduced_precision_reduction",
     "_get_cublas_allow_bf16_reduced_precision_reduction",
@@ -27,21 +40,13 @@ _NAMES = (
     "_get_cudnn_benchmark",
     "_get_cudnn_deterministic",
     "_get_cudnn_enabled",
-    "_get_cudnn_sdp_enabled",
-    "_get_deterministic_algorithms",
     "_get_deterministic_algorithms_warn_only",
     "_get_deterministic_fill_uninitialized_memory",
-    "_get_fa3_sdp_enabled",
-    "_get_flash_sdp_enabled",
     "_get_float32_matmul_precision",
-    "_get_math_sdp_allow_fp16_bf16_reduction",
-    "_get_math_sdp_enabled",
-    "_get_mem_efficient_sdp_enabled",
     "_get_mkldnn_deterministic",
     "_get_mkldnn_enabled",
     "_get_nnpack_enabled",
     "_get_onednn_allow_tf32",
-    "_get_overrideable_sdp_enabled",
     "_get_warnAlways",
     "_is_fwd_grad_enabled",
     "_is_multithreading_enabled",
@@ -51,17 +56,29 @@ _NAMES = (
     "is_anomaly_enabled",
     "is_autocast_cache_enabled",
 )
+ASKING = ("get_", "is_", "are_", "_get_", "_is_")  # functions of torch by which code does
+
+
+def _those(names: Sequence[str]) -> list[Callable[[], Any]]:
+    return [getattr(context, name) for name in names if hasattr(context, name)]  # not all in every torch
+
+
+_CHOSEN = _those(_CHOOSING)
 _TORCHS: tuple[Callable[[], Any], ...] = (
-    *(getattr(context, name) for name in _NAMES if hasattr(context, name)),  # not all in every torch
+    *_those(_NAMES),
     partial(torch.get_autocast_dtype, "cpu"),
     partial(torch.get_autocast_dtype, "cuda"),
     torch.backends.mha.get_fastpath_enabled,
 )
 
 
-def of_torch() -> tuple[Any, ...]:
-    """What is set of torch."""
-    return tuple([ask() for ask in _TORCHS])
+def chosen() -> tuple[Any, ...]:
+    """By what torch chooses operators."""
+    return tuple([ask() for ask in _CHOSEN])
+
+
+def _of_torch() -> Any:
+    return [ask() for ask in _TORCHS]
 
 
 def _of_numpy() -> Any:
@@ -70,6 +87,10 @@ def _of_numpy() -> Any:
 
 def _of_decimal() -> Any:
     return repr(decimal.getcontext())
+
+
+_HANDLERS, _FILTERS, _LEVEL = attrgetter("handlers"), attrgetter("filters"), attrgetter("level")
+_LOGGER = attrgetter("name", "level", "disabled", "propagate", "parent")
 
 
 def of_logger(logger: logging.Logger) -> Any:
@@ -84,9 +105,10 @@ def of_logger(logger: logging.Logger) -> Any:
 
 
 def _of_logging() -> Any:
-    held = logging.Logger.manager.loggerDict
-    known = ((name, logger.level, logger.disabled) for name, logger in held.items() if isinstance(logger, logging.Logger))
-    return of_logger(logging.root), *known
+    held = [logging.root, *(one for one in logging.Logger.manager.loggerDict.values() if isinstance(one, logging.Logger))]
+    handlers = [[*map(len, map(_HANDLERS, held))], [*chain.from_iterable(map(_HANDLERS, held))]]
+    filters = [[*map(len, map(_FILTERS, held))], [*chain.from_iterable(map(_FILTERS, held))]]
+    return logging.root.manager.disable, [*map(_LOGGER, held)], handlers, [*map(_LEVEL, handlers[1])], filters
 
 
 def _of_warnings() -> Any:
@@ -118,6 +140,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "logging": _of_logging,
     "numpy": _of_numpy,
     "threading": _of_threading,
+    "torch.backends": _of_torch,
     "torch.distributed": _of_distributed,
     "torch.utils._pytree": _of_trees,
     "warnings": _of_warnings,

@@ -14,12 +14,13 @@ from ..comm import PerRank
 from ..errors import CaptureError
 from ..random.draw import DRAWING
 from ..tensor.dtensor import DTensor
-from .belonging import VALUES, ById, attributes_of, bare, value_of
-from .settings import of_torch
+from .belonging import VALUES, ById, all_bare, attributes_of, bare, value_of
+from .settings import chosen
 from .survey import Environment
 
 _DISTRIBUTED = {DTensor}
 _LAYOUT = attrgetter("_layout")
+_AUTOCAST = (torch.is_autocast_enabled, torch.get_autocast_dtype)
 
 
 class Signature(NamedTuple):
@@ -41,7 +42,7 @@ class Signature(NamedTuple):
 def sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     """The signature of a call with these arguments."""
     usual = not kwargs and {*map(type, args)} <= _DISTRIBUTED and len({*map(id, args)}) == len(args)
-    if usual and all(map(bare, args)):  # the most frequent form
+    if usual and all_bare(args):  # the most frequent form
         return Signature(tuple([(x._layout, x.requires_grad) for x in args]), args, _positional)
     leaves, tree = pytree.tree_flatten((args, kwargs))
     key: list[Any] = [tree]
@@ -171,12 +172,12 @@ def modes() -> tuple[Any, ...]:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        autocast_enabled() and (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+        autocast_enabled() and tuple([f(kind) for f in _AUTOCAST for kind in ("cpu", "cuda")]),
         MODES.implicit_replication,
         MODES.explicit,
         MODES.remembered,
         DRAWING.mode,
         torch.get_default_dtype(),
         count_function_modes() and torch.get_default_device(),
-        of_torch(),
+        chosen(),
     )

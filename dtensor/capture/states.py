@@ -99,6 +99,10 @@ def _file(value: Any) -> Any:
         return Unknowable()
 
 
+def _logger(value: logging.Logger) -> Any:
+    return None if logging.Logger.manager.loggerDict.get(value.name) is value else of_logger(value)  # the first are settings
+
+
 def _running(value: Any) -> Any:
     frame = getattr(value, _RUNNING[type(value)])
     return None if frame is None else frame.f_lasti
@@ -162,6 +166,6 @@ _STATES: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (type(zlib.compressobj()), lambda value: value.copy().flush()),
     (type(zlib.decompressobj()), lambda value: (value.copy().flush(), value.unconsumed_tail, value.unused_data, value.eof)),
     (decimal.Context, repr),
-    (logging.Logger, of_logger),
+    (logging.Logger, _logger),
     (contextvars.Context, lambda value: len(value)),
 )

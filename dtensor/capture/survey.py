@@ -163,6 +163,8 @@ class Environment(CodeReads):
         elif not isinstance(value, (types.FunctionType, types.MethodType, dict, list, tuple, deque, set)):
             self._note(ById(value), path)
         self._settings(module_of(value if isinstance(value, BEARING) else type(value)), path)
+        if isinstance(value, BEARING):
+            self._asks(module_of(value), (value.__name__,), path)
 
     def _contents(self, value: Any, path: str) -> None:
         """What of an object is neither an attribute nor an item."""

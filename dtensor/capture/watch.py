@@ -120,7 +120,8 @@ class Watch:
 
     def names(self, space: Mapping[str, Any], names: Iterable[str]) -> None:
         """Some variables of a module or a class, which may be missing."""
-        self._names.setdefault(id(space), (space, {}))[1].update(dict.fromkeys(names))
+        if names := dict.fromkeys(names):
+            self._names.setdefault(id(space), (space, {}))[1].update(names)
 
     def size(self, held: Collection[Any]) -> None:
         """How many entries it has."""
@@ -199,9 +200,10 @@ class Watch:
         except ValueError:  # one is not assigned yet
             found += [contents(cell) for cell in self._cells]
         found += chain.from_iterable(map(_MADE_OF, self._functions))
-        found += chain.from_iterable(map(*self._asked))
-        found += chain.from_iterable(map(_ABOUT, self._classes))
-        found += chain.from_iterable(self._lists)
+        if self._classes or self._lists or self._asked[1]:
+            found += chain.from_iterable(map(*self._asked))
+            found += chain.from_iterable(map(_ABOUT, self._classes))
+            found += chain.from_iterable(self._lists)
         for slots, values in self._slots.items():
             found += _slotted(slots, values)
         found += map(type, self._objects)
