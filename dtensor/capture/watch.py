@@ -20,9 +20,9 @@ class Watch:
     """Collects containers until :meth:`settle`, and compares them from then on: objects by identity, names as words."""
 
     __slots__ = (
+        "_asked",
         "_attributes",
         "_before",
-        "_asked",
         "_cells",
         "_classes",
         "_dicts",
@@ -39,7 +39,6 @@ class Watch:
         "_others",
         "_picks",
         "_sized",
-        "_sizes",
         "_slots",
         "_spaces",
         "_states",
@@ -148,7 +147,6 @@ class Watch:
             if len(there) < len(names):
                 self._missing.append((space, [name for name in names if name not in space]))
         self._attributes, self._lengths = self._names_put(), [*map(len, map(_HOME, self._tensors))]
-        self._sizes = [*map(len, self._sized)]
         self._before, self._keys = self._now(), self._known_keys()
 
     def unchanged(self) -> bool:
@@ -178,7 +176,7 @@ class Watch:
 
     def _known_keys(self) -> tuple[list[int], list[Any], list[Any]]:
         return (
-            [*map(len, self._worded), *map(len, self._keyed)],
+            [*map(len, self._worded), *map(len, self._keyed), *map(len, self._sized)],
             [*chain.from_iterable(self._worded)],
             [*chain.from_iterable(self._keyed)],
         )
@@ -187,11 +185,9 @@ class Watch:
         (lengths, words, others), (before, same, known) = self._known_keys(), self._keys
         if lengths != before or words != same or not all(map(is_, others, known)):
             return False
-        return (
-            self._same_attributes()
-            and [*map(len, self._sized)] == self._sizes
-            and all(held() == now for held, now in self._states)
-        )
+        if self._states and not all(held() == now for held, now in self._states):
+            return False
+        return not self._tensors or self._same_attributes()
 
     def _now(self) -> list[Any]:
         found = [*chain.from_iterable(self._values)]
