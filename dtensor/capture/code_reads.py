@@ -8,6 +8,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -164,9 +165,9 @@ class CodeReads(Notes):
                 self._spaces[id(sys.modules)] = sys.modules, "sys.modules"
             for key, module in list(self._modules.items()):
                 space = vars(module)
-                if done.get(key) != len(self._attributes_named):
+                if (before := done.get(key, 0)) != len(self._attributes_named):
                     done[key] = len(self._attributes_named)
-                    named = [name for name in ("__getattr__", *self._attributes_named) if name in space]
+                    named = [name for name in ("__getattr__", *islice(self._attributes_named, before, None)) if name in space]
                     self._data = key in self._far
                     self._named(space, named, module.__name__)
                     self._data = False

@@ -24,6 +24,7 @@ from .belonging import VALUES, foreign, module_of
 from .settings import of_logger
 
 _CTYPES = ctypes.Structure.__mro__[1]  # what ctypes lays out in memory
+_UNTOLD: Any = object.__reduce__
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _RUNNING = {types.GeneratorType: "gi_frame", types.CoroutineType: "cr_frame", types.AsyncGeneratorType: "ag_frame"}
 _HASH = ("hashlib", "md5", "sha1", "sha2", "sha256", "sha512", "sha3", "blake2")
@@ -113,7 +114,7 @@ def _position(value: Any) -> tuple[Any, list[Any]]:
     if type(value).__name__ in ("count", "repeat"):  # Python 3.14 has taken their other ways to tell
         return repr(value), []
     try:
-        if type(value).__reduce__ is object.__reduce__:
+        if type(value).__reduce__ is _UNTOLD:
             raise TypeError
         _, *found = value.__reduce__()
     except TypeError:

@@ -221,7 +221,8 @@ class Environment(CodeReads):
 
     def _members(self) -> None:
         """What classes hold under names that any code that was reached has."""
-        for kind, others, path, self._data in self._classes:
+        for kind, others, path, data in self._classes:
+            self._data = data
             for name, value in list(vars(kind).items()):
                 if (id(kind), name) in self._read:
                     continue
